@@ -117,7 +117,7 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
         limits=limits,
         mesh=mesh,
         weights=options.weights,
-        adapters=adapters.placed(beside, model),
+        adapters=adapters.placed(beside, model, mesh),
     ) as running:
         for i, tokens in enumerate(begin):
             request = Request(tokens, asked.of_tokens, i, options.seed, adapter=options.adapter)

@@ -46,13 +46,14 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "tekken.json",
 )
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # PEFT's (peft.py)
 FORMS = (safetensors.SAFETENSORS, torch_files.BIN)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def resolve_model(name: str | Path, revision: str | None = None) -> Path:
-    """A folder by path, or a model's by hub id, downloaded or from the hub's cache. Raises
-    ValueError if it is neither.
+    """A folder by path, or that of a model or of adapters by hub id, downloaded or from the hub's
+    cache. Raises ValueError if it is neither.
     """
     if expand(name).is_dir():
         return expand(name)
@@ -69,6 +70,7 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
         safetensors.INDEX,
         "config.json",
         "generation_config.json",
+        *ADAPTER_FILES,
         *TOKENIZER_FILES,
     ]
     try:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dolmen.conversion import unfinished
 from dolmen.conversion.checkpoint import RunCheckpoint
+from dolmen.conversion.hf import ADAPTER_FILES
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.scales import Scales
 from dolmen.core.paths import expand
@@ -36,10 +37,10 @@ from dolmen.families.rules import Rename, Transpose
 from dolmen.files import gate, kinds, safetensors
 from dolmen.files.safetensors import Spec, Stored
 from dolmen.model.tree import Adapter, Tree
-from dolmen.model.tree.adapter import magnitude_of
+from dolmen.model.tree.adapter import ADAPTED, magnitude_of
 from dolmen.parallel import tensor
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_FILES
 PREFIX = "base_model.model."
 KINDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
@@ -56,7 +57,7 @@ class LowRank:
 
     form: Adapter
     stored: Mapping[str, Readable]
-    """By our names of A and B."""
+    """By our names of A, B and, of DoRA, the lengths of rows."""
 
     def tensors(self, weight: str) -> dict[str, Tensor]:
         """What stands beside one of the targets, by our names: A, B, and DoRA's lengths."""
@@ -104,6 +105,8 @@ def read(folder: Path, model: Model) -> LowRank:
     said = gate.read_json(file, kinds.ADAPTER_CONFIG)
     _check(file, said)
     known, stored = _modules(model), safetensors.read_header(folder / WEIGHTS)
+    leaves = model.tree.leaves
+    such = next(module for module, weight in known.items() if leaves[weight].role in ADAPTED)
     by_name: dict[str, Stored] = {}
     for name, one in stored.items():
         kind = next((kind for kind in KINDS if name.endswith(f".{kind}")), "")
@@ -112,9 +115,15 @@ def read(folder: Path, model: Model) -> LowRank:
             raise gate.refuse(
                 folder / WEIGHTS,
                 f"has {name}, which is beside no layer of {model.model_type} that takes an "
-                f"adapter, such as {PREFIX}{next(iter(known))}.lora_A.weight",
+                f"adapter, such as {PREFIX}{such}.lora_A.weight",
             )
         weight = known[module]
+        if leaves[weight].role == "norm" or len(leaves[weight].shape) != 2:
+            raise gate.refuse(
+                folder / WEIGHTS,
+                f"has {name}, beside {module} of {list(leaves[weight].shape)}, which is no matrix: "
+                f"an adapter is beside one, such as {PREFIX}{such}.lora_A.weight",
+            )
         by_name[(*Adapter.pair(weight), magnitude_of(weight))[KINDS.index(kind)]] = one
     weights = frozenset(w for w in known.values() if Adapter.pair(w)[0] in by_name)
     form = Adapter(said["r"], said["lora_alpha"], weights, "whole", _scaling(said), _kind(said))

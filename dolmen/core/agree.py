@@ -81,6 +81,26 @@ def _told(names: list[str], first: dict, other: dict) -> str:
     return "; ".join(told) + (f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
+def each(work: Callable[[], T]) -> T:
+    """work(), done by every rank, here this one's; where it raises ValueError or OSError on any,
+    all raise ValueError with what the first of them says, so that none waits for those. They meet
+    behind it: `work` itself may raise only where no other rank would wait for it within. Whatever
+    else it raises all others know of too.
+    """
+    found: list[T] = []
+    told = None
+    try:
+        found.append(work())
+    except (ValueError, OSError) as error:
+        told = str(error)
+    except Exception as error:
+        gather_objects(f"rank {dist.get_rank()} failed: {error!r}")
+        raise
+    if refused := [one for one in gather_objects(told) if one is not None]:
+        raise ValueError(refused[0])
+    return found[0]
+
+
 def once(work: Callable[[], T]) -> T:
     """work(), done by rank 0 alone; its value, or its ValueError, is everyone's. Whatever else it
     raises all others know of too, who would wait for it.

@@ -22,15 +22,20 @@ from dolmen.conversion.peft import LowRank
 from dolmen.conversion.source import Source
 from dolmen.core import agree, collectives
 from dolmen.core.errors import message
-from dolmen.core.mesh import Axis, Mesh
+from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.core.state import dtype_of, local_view
 from dolmen.core.words import cut, shown
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import LatentAttention, Leaf, Tree
 from dolmen.parallel import data, tensor
+from dolmen.parallel.laid_out import Weights
 from dolmen.parallel.several import Pair, Several, Turn
 
 LONGEST = 200  # characters of a name
+_NO_LENGTHS = (
+    "it is DoRA, whose lengths are of weights as they are, and --weights int8 keeps none: leave "
+    "that out, or merge it (dolmen export)"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,11 +93,14 @@ def check_name(name: str | None, known: Collection[str]) -> None:
 
 
 def opened(
-    folders: Mapping[str, str | Path], base: Source, mesh: Mesh | None = None
+    folders: Mapping[str, str | Path],
+    base: Source,
+    mesh: Mesh | None = None,
+    weights: Weights = "stated",
 ) -> dict[str, LowRank]:
-    """By their names, not read yet. On a `mesh` all ranks open what the first one finds. Raises
-    ValueError for what is no adapter of the base, and for one that stands where it could not be
-    multiplied by itself.
+    """By their names, not read yet. On a `mesh` all ranks open what the first one finds. `weights`:
+    all that is held of the base's. Raises ValueError for what is no adapter of the base, and for
+    one that stands where it could not be multiplied by itself.
     """
 
     def pinned() -> dict[str, str]:
@@ -104,19 +112,27 @@ def opened(
     for name, folder in found.items():
         try:
             out[name] = adapters.opened(folder, base)
-            _check(out[name], base.tree)
+            _check(out[name], base.tree, weights)
         except (ValueError, KeyError, OSError) as error:
             raise ValueError(f"adapter {name}: {message(error)}") from error
     return out
 
 
-def _check(low: LowRank, tree: Tree) -> None:
+def _check(low: LowRank, tree: Tree, weights: Weights) -> None:
     leaves = tree.leaves
+    if low.form.kind == "dora" and weights == "int8":
+        raise ValueError(_NO_LENGTHS)
     for weight in sorted(low.form.targets):
         if leaves[weight].stacked:
             raise ValueError(
                 f"it adapts the experts of {weight}, which are multiplied in stacks, each token by "
                 "those that it is sent to: merge it (dolmen export), or leave experts out"
+            )
+        if leaves[weight].role != "matrix":
+            raise ValueError(
+                f"it adapts {weight}, which several adapters cannot stand beside, as they can "
+                "beside matrices of layers: merge it into the base (dolmen export), or leave out "
+                "the head, embeddings and routers"
             )
         layer, _, rest = weight.removeprefix("layers.").partition(".")
         if rest == "attn.kv_b.weight" and isinstance(
@@ -128,13 +144,19 @@ def _check(low: LowRank, tree: Tree) -> None:
             )
 
 
-def placed(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
+def placed(lows: Mapping[str, LowRank], model: Decoder, mesh: Mesh = SINGLE) -> Adapters:
     """Their tensors as this rank of the model multiplies by them, in its dtype: of the layers that
-    it holds, cut as the weights are over tp. All ranks of tp call it alike. Raises ValueError for a
-    model whose tokens or weights are not whole in each product, and for values that are no numbers.
+    it holds, cut as the weights are over tp. All ranks of `mesh` call it alike. Raises ValueError,
+    the same on all of them, for a model whose tokens or weights are not whole in each product, and
+    for values that are no numbers.
     """
     if not lows:
         return Adapters()
+    return _placed(lows, model) if mesh.size == 1 else agree.each(lambda: _placed(lows, model))
+
+
+def _placed(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
+    """On this rank; what it refuses is told behind the last collective, in which others wait."""
     if model.tp.gathers or data.units(model):
         raise ValueError(
             "several adapters are for a model that is split over tp and pp alone: load it for "
@@ -142,12 +164,15 @@ def placed(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
         )
     turn, held = Turn(), model.held()
     pairs: dict[str, dict[str, Pair]] = {}
+    refused: list[str] = []
     for name, low in lows.items():
         for weight in sorted(low.form.targets & held.keys()):
             try:
                 pairs.setdefault(weight, {})[name] = _pair(low, weight, model)
             except ValueError as error:
-                raise ValueError(f"adapter {name}: {error}") from None
+                refused.append(f"adapter {name}: {error}")
+    if refused:
+        raise ValueError(refused[0])
     beside = {weight: Several(own, turn) for weight, own in pairs.items()}
     return Adapters(frozenset(lows), beside, turn)
 
@@ -159,18 +184,12 @@ def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
     form, leaf, tp = low.form, model.tree.leaves[weight], model.tp.axis
     weight_here, dtype = local_view(model.get_parameter(weight)), dtype_of(model)
     if weight_here.is_meta and form.kind == "dora":
-        raise ValueError(
-            f"it is DoRA, whose lengths are of {weight} as it is, and --weights int8 keeps none: "
-            "leave that out, or merge it (dolmen export)"
-        )
-    device = next(p.device for p in model.parameters() if not p.is_meta)
+        raise ValueError(_NO_LENGTHS)
     read = low.tensors(weight)
-    for name, value in read.items():
-        if not value.to(dtype).isfinite().all():
-            raise ValueError(f"{name} has values that are no numbers in {dtype}")
     leaves = (form.down(leaf), form.up(leaf), form.magnitude(leaf))
     down, up, *lengths = (
-        _here(value.to(device), own, tp) for value, own in zip(read.values(), leaves, strict=False)
+        _here(value.to(model.device), own, tp)
+        for value, own in zip(read.values(), leaves, strict=False)
     )
     gain = None
     if lengths:
@@ -178,11 +197,18 @@ def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
         own = tensor.Adapter(down, up, form.scale, lengths[0], over_inputs=inputs)
         gain = own.gain(weight_here, tp)
     wide = torch.promote_types(up.dtype, torch.float32)
-    return Pair(
+    made = Pair(
         down.to(dtype, copy=True),
         (up.to(wide) * form.scale).to(dtype),
         None if gain is None else gain.to(dtype),
     )
+    for name, value in zip(read, made, strict=False):
+        if value is not None and not value.isfinite().all():
+            raise ValueError(
+                f"{name} has values that are no numbers in {dtype}, as products read it"
+                + ": use --dtype float32" * (dtype == torch.float16)
+            )
+    return made
 
 
 def _here(whole: Float[Tensor, "*whole"], leaf: Leaf, tp: Axis) -> Float[Tensor, "*here"]:

@@ -153,7 +153,7 @@ def answered(job: Job, mesh: Mesh) -> None:
             limits=Limits(tokens=config.max_batch_tokens),
             mesh=mesh,
             weights=config.weights,
-            adapters=adapters.placed(beside, model),
+            adapters=adapters.placed(beside, model, mesh),
         ) as running,
     ):
         try:

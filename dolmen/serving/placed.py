@@ -40,7 +40,7 @@ def check(
     try:
         models = [readable(name) for name in sources]
         if adapters:
-            beside.opened(beside.named(adapters), open_source(sources[0]))
+            beside.opened(beside.named(adapters), open_source(sources[0]), weights=weights)
         if weights == "int8":
             check_int8(models[0].tree, "cuda" if asked == "cuda" else "cpu", sharded=False)
         layout = layout.resolve(started.world_size if started else None)

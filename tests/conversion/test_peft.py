@@ -5,7 +5,9 @@ What neither has of the other is refused.
 import copy
 import json
 import shutil
+from fnmatch import fnmatch
 
+import huggingface_hub
 import peft
 import pytest
 import tinyrun
@@ -13,15 +15,20 @@ import torch
 import transformers
 import wide
 from models import Tiny, build, load
+from safetensors.torch import save_file
 from tinyrun import dolmen
 
+from dolmen.conversion import adapters
 from dolmen.conversion import peft as folders
 from dolmen.conversion.source import load_weights, open_source
+from dolmen.core.errors import BadInput
 from dolmen.core.mesh import SINGLE
 from dolmen.files import safetensors
 from dolmen.files.gate import Refused
 from dolmen.model import head
+from dolmen.model.layout import Layout
 from dolmen.model.training import Training
+from dolmen.serving import placed
 
 # PEFT asks `transformers` by a name that it will drop
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -72,7 +79,8 @@ def theirs(folder, name: str, asked: dict):
             if "lora_magnitude" in n:
                 p.mul_(torch.rand(p.shape) + 0.5)
     model.peft_config["default"].base_model_name_or_path = "../base"
-    model.save_pretrained(folder / "adapter")
+    # of the head too the adapter alone
+    model.save_pretrained(folder / "adapter", save_embedding_layers=False)
     return model
 
 
@@ -113,7 +121,10 @@ def test_we_compute_what_peft_does(name, asked, tmp_path):
             assert (mine - want).abs().max() <= 1e-10 * want.abs().max(), one
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[3]])
+HEAD = ("llama", dict(r=4, lora_alpha=6, target_modules=["q_proj", "lm_head"]))
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], HEAD])
 def test_a_folder_of_peft_is_a_source(case, tmp_path):
     """Of the model that it names, the weights that PEFT merges, in the dtype they were in."""
     model = theirs(tmp_path, *case)
@@ -124,6 +135,54 @@ def test_a_folder_of_peft_is_a_source(case, tmp_path):
         assert source.read(ours).dtype == want.dtype == torch.float64
         torch.testing.assert_close(source.read(ours), want, rtol=1e-13, atol=1e-13)
     assert dict(source.stream()).keys() == source.specs.keys()
+
+
+def test_what_could_not_be_multiplied_beside_a_base_is_refused(tmp_path):
+    """The head, which nothing would have applied, and DoRA beside eight bits: before any model is
+    loaded.
+    """
+    for name, case in (("head", HEAD), ("dora", CASES[3])):
+        theirs(tmp_path / name, *case)
+
+    def check(name, weights):
+        folder = tmp_path / name
+        fr = f"fr={folder / 'adapter'}"
+        placed.check(
+            "generate", [str(folder / "base")], Layout(), "cpu", weights=weights, adapters=[fr]
+        )
+
+    with pytest.raises(BadInput, match=r"adapter fr: it adapts head.weight, .*dolmen export"):
+        check("head", "stated")
+    check("dora", "stated")
+    with pytest.raises(BadInput, match="adapter fr: it is DoRA, .* --weights int8 keeps none"):
+        check("dora", "int8")
+
+
+def test_adapters_may_be_a_hub_id(tmp_path, monkeypatch):
+    """As a source, and over a base: their two files are among those that are fetched."""
+    theirs(tmp_path, *CASES[0])
+    change(tmp_path, base_model_name_or_path="org/base")
+    (tmp_path / "adapter/optimizer.pt").write_text("large")
+    hub = {"org/base": tmp_path / "base", "org/fr": tmp_path / "adapter"}
+
+    def snapshot_download(name, revision, allow_patterns):
+        folder = tmp_path / "cache" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in hub[name].iterdir():
+            if any(fnmatch(file.name, pattern) for pattern in allow_patterns):
+                shutil.copy(file, folder)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    source = open_source("org/fr")
+    fetched = {file.name for file in (tmp_path / "cache/org/fr").iterdir()}
+    assert fetched == {folders.CONFIG, folders.WEIGHTS}
+    there = folders.read(tmp_path / "adapter", source.model)
+    over = adapters.opened("org/fr", open_source("org/base"))
+    assert over.form == there.form
+    for weight in there.form.targets:
+        merged = there.merged(weight, open_source(tmp_path / "base").read(weight))
+        assert torch.equal(source.read(weight), merged)
 
 
 def test_peft_reads_what_a_run_has_learned(material, tmp_path):
@@ -212,6 +271,16 @@ def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
     file.write_bytes(file.read_bytes().replace(b"layers.1.self_attn.q", b"layers.1.self_attn.x"))
     with pytest.raises(Refused, match="beside no layer of llama"):
         folders.read(tmp_path / "first/adapter", model)
+    shutil.copytree(tmp_path / "0", tmp_path / "norm")
+    change(tmp_path / "norm", peft_type="LORA")
+    parts = {"model.norm.lora_A": torch.zeros(4, 32), "model.norm.lora_B": torch.zeros(32, 4)}
+    parts = {f"{folders.PREFIX}{name}.weight": value for name, value in parts.items()}
+    save_file(parts, tmp_path / "norm/adapter" / folders.WEIGHTS)
+    said = (
+        r"norm.lora_A.weight, beside model.norm of \[32\], which is no matrix: .*\.q_proj\.lora_A"
+    )
+    with pytest.raises(Refused, match=said):
+        folders.read(tmp_path / "norm/adapter", model)
     change(tmp_path / "first", base_model_name_or_path=None)
     with pytest.raises(Refused, match="has no base_model_name_or_path"):
         open_source(tmp_path / "first/adapter")

@@ -46,6 +46,35 @@ def test_many_differences_are_cut(world):
         world(("a", {f"n{i}": 0 for i in range(10)}), ("b", {f"n{i}": 1 for i in range(10)}))
 
 
+def test_what_one_rank_refuses_is_every_ranks(monkeypatch):
+    """The first that has a reason gives it; and whoever else fails is not waited for."""
+    heard = []
+
+    def each(work, *others):
+        def gathered(mine):
+            heard.append(mine)
+            return [mine, *others]
+
+        monkeypatch.setattr(agree, "gather_objects", gathered)
+        return agree.each(work)
+
+    def refuse():
+        raise ValueError("mine")
+
+    def fail():
+        raise KeyError("here")
+
+    assert each(lambda: 3, None, None) == 3
+    with pytest.raises(ValueError, match="^theirs$"):
+        each(lambda: 3, None, "theirs", "last")
+    with pytest.raises(ValueError, match="^mine$"):
+        each(refuse, "theirs")
+    monkeypatch.setattr(agree.dist, "get_rank", lambda: 0)
+    with pytest.raises(KeyError, match="here"):
+        each(fail, None)
+    assert heard == [None, None, "mine", "rank 0 failed: KeyError('here')"]
+
+
 def test_code_changes_with_a_file(tmp_path: Path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.py").write_text("1")

@@ -8,8 +8,12 @@ import pytest
 import torch
 from adapted import Held, low, lows, merged, mixed
 from asked import run, scored
-from decoders import PROMPTS, decoder
+from decoders import DECODERS, PROMPTS, decoder
+from models import build, initialize
 
+from dolmen.core import agree
+from dolmen.core.mesh import SINGLE, Axis, Mesh
+from dolmen.model import build as house
 from dolmen.serving import adapters
 from dolmen.serving.adapters import placed
 from dolmen.serving.engine import Engine
@@ -139,6 +143,55 @@ def test_values_that_are_no_numbers_are_refused(value):
         placed({"good": low(model.tree, 1, rank=2), "bad": bad}, model)
 
 
+@pytest.mark.parametrize("part, value", [("lora_B", 3e4), ("lora_magnitude", 6e4)])
+def test_what_only_its_scale_makes_too_large_is_refused(part, value):
+    """Times 6 / 2, or over the lengths of small rows, it is more than 65,504."""
+    model = build(DECODERS["grouped"], SINGLE, dtype=torch.float16)
+    initialize(model, seed=0)
+    known = low(model.tree, 1, rank=2, kind="dora")
+    weight = min(known.form.targets)
+    with torch.no_grad():
+        model.get_parameter(weight).mul_(1e-2)
+    known.stored[f"{weight.removesuffix('weight')}lora_B"].value.mul_(1e-2)
+    assert placed({"fits": known}, model).names
+    name = f"{weight.removesuffix('weight')}{part}"
+    known.stored[name].value.fill_(value)
+    assert known.stored[name].value.half().isfinite().all()
+    with pytest.raises(
+        ValueError, match=f"large: {name} has .*float16, as .* it: use --dtype float32"
+    ):
+        placed({"large": known}, model)
+
+
+def test_what_one_rank_refuses_all_refuse(monkeypatch):
+    """A stage reads its own layers alone: one behind it has found what this one cannot see."""
+    model, mesh = decoder("grouped"), Mesh(world=Axis("world", 2))
+    heard = []
+
+    def gathered(mine):
+        heard.append(mine)
+        return [mine, "adapter bad: of another stage"]
+
+    monkeypatch.setattr(agree, "gather_objects", gathered)
+    with pytest.raises(ValueError, match="^adapter bad: of another stage$"):
+        placed({"bad": low(model.tree, 1, rank=2)}, model, mesh)
+    assert heard == [None]
+
+
+def test_a_stage_may_have_nothing_but_matrices():
+    """Of OLMo, whose norms have no weight, in eight bits: all that it had is on meta."""
+    tree = decoder("grouped").tree
+    stage = house.place(tree, SINGLE)
+    stage.alone = "int8"
+    known = low(tree, 1, rank=2)
+    beside = placed({"few": known}, stage).beside
+    assert beside.keys() == known.form.targets
+    for weight, several in beside.items():
+        down, up = (known.stored[name].value for name in known.form.pair(weight))
+        pair = several.pairs["few"]
+        assert torch.equal(pair.down, down) and torch.equal(pair.up, up * known.form.scale)
+
+
 @pytest.mark.parametrize(
     "said, message",
     [
@@ -173,13 +226,20 @@ def test_a_name_that_is_not_there_is_told_with_those_that_are():
 def test_what_cannot_be_multiplied_by_itself_is_refused():
     tree = decoder("latent").tree
     expert = next(name for name, leaf in tree.leaves.items() if leaf.stacked)
+    ignored = "which several adapters cannot stand beside.* merge it into the base"
+    known = low(tree, 1, rank=2)
+    adapters._check(known, tree, "stated")
     for weight, message in (
         (expert, "adapts the experts of"),
         ("layers.1.attn.kv_b.weight", "latent attention"),
+        ("head.weight", f"adapts head.weight, {ignored}"),
+        ("layers.1.mlp.router.weight", f"adapts layers.1.mlp.router.weight, {ignored}"),
+        ("embed.weight", ignored),
+        ("final_norm.weight", ignored),
     ):
-        form = replace(low(tree, 1, rank=2).form, targets=frozenset({weight}))
+        form = replace(known.form, targets=known.form.targets | {weight})
         with pytest.raises(ValueError, match=message):
-            adapters._check(replace(low(tree, 1, rank=2), form=form), tree)
+            adapters._check(replace(known, form=form), tree, "stated")
 
 
 def test_none_are_no_adapters():

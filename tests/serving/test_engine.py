@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from adapted import lows, mixed
+from adapted import low, lows, mixed
 from asked import LONG, run, scored
 from decoders import DECODERS, MOST, PROMPTS, VOCABULARY, decoder
 from models import build, initialize
@@ -247,6 +247,16 @@ def requests_of(model, mesh: meshes.Mesh, adapted: bool = False) -> dict[tuple, 
     return out
 
 
+def refused_by_both(model, stages: meshes.Mesh) -> None:
+    """What the last stage alone has read."""
+    bad = low(model.tree, 1, rank=2)
+    down = bad.form.pair(max(bad.form.targets))[0]
+    assert down.startswith("layers.1.")
+    bad.stored[down].value[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=f"adapter bad: {down} has values that are no numbers"):
+        placed({"bad": bad}, model, stages)
+
+
 def two_ranks():
     cpu = torch.device("cpu")
     split, copied = meshes.grid(1, 2, cpu), meshes.grid(2, 1, cpu)
@@ -260,6 +270,7 @@ def two_ranks():
         initialize(model, seed=0)
         requests[f"{name} pp"] = requests_of(model, stages)
         requests[f"{name} pp, adapted"] = requests_of(model, stages, adapted=True)
+        refused_by_both(model, stages)
         split_alone = decoder(name, split)
         requests[f"{name} tp, adapted"] = requests_of(split_alone, split, adapted=True)
     for trained in (

@@ -114,7 +114,7 @@ def serve(config: ServeConfig, mesh: Mesh) -> None:
         limits=config.limits,
         mesh=mesh,
         weights=config.weights,
-        adapters=adapters.placed(beside, model),
+        adapters=adapters.placed(beside, model, mesh),
     ) as running:
         loop = Loop(running, mesh)
         if bound is None:
