@@ -204,9 +204,10 @@ def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
     )
     for name, value in zip(read, made, strict=False):
         if value is not None and not value.isfinite().all():
+            large = dtype == torch.float16 and bool(read[name].isfinite().all())
             raise ValueError(
                 f"{name} has values that are no numbers in {dtype}, as products read it"
-                + ": use --dtype float32" * (dtype == torch.float16)
+                + ": use --dtype float32" * large
             )
     return made
 
