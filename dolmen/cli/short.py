@@ -19,11 +19,11 @@ LENGTH = {
     "train.microbatch-size": "of these at once per process; fewer take less memory",
 }
 DRAWN = {
-    "train.steps": "updates; unset, one pass over the prompts",
+    "train.steps": "updates in all; unset, one pass over the prompts",
     "train.global-batch-size": "answers that an update learns from",
     "train.microbatch-size": "of these at once per process; fewer take less memory",
 }
-RATE = {"optimizer.lr": "the peak learning rate; adapters take ten times as much"}
+RATE = {"optimizer.lr": "the peak learning rate; for adapters give ten times as much"}
 ADAPTER = {"adapter.rank": "train LoRA of this rank in place of all weights"}
 MACHINE = {
     "train.dtype": "what is computed in: float32, bfloat16, float16",
@@ -131,6 +131,7 @@ SHORT = {
             "rollout.epochs": "how often the answers of a phase are learned from",
             "ppo.kl-coef": "what a nat of KL from the start takes from the reward",
             **DRAWN,
+            "train.steps": "updates in all",
             **RATE,
             "critic.lr": "the critic's own; unset, as --optimizer.lr",
             "layout.tp": MACHINE["layout.tp"],

@@ -8,6 +8,7 @@ region(p), write_region(p, x), full(p)   this rank's part of the logical tensor:
                                          loading, export
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from dolmen.core import collectives
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.rng import seed_of
-from dolmen.core.torch_private import sharding
+from dolmen.core.torch_private import sharding, spelled
 
 __all__ = [
     "Partial",
@@ -165,7 +166,17 @@ def full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
     """The whole logical tensor, on every rank. A collective: all ranks of the parameter's mesh call
     it.
     """
-    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+    if not isinstance(p, DTensor):
+        return p.detach()
+    # axes are gathered one after another, each along a dim: nothing is added, so no order matters,
+    # and there is nothing to warn of
+    logger = logging.getLogger(spelled.REDISTRIBUTE)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return p.full_tensor().detach()
+    finally:
+        logger.setLevel(level)
 
 
 def share_held(p: Shaped[Tensor, "*whole"]) -> float:

@@ -129,5 +129,7 @@ def _next(run: RunConfig, out: Path) -> str:
         return (
             f"dolmen train grpo --reward {shlex.quote(str(out / 'hf'))} --init ... --data.path ..."
         )
+    if run.data.rows == "chats":
+        return f"dolmen chat {shlex.quote(str(out / 'hf'))}"
     prompt = next(iter((run.finish.sample or "").strip().splitlines()), "Once upon a time")
     return f"dolmen generate {shlex.quote(str(out / 'hf'))} --prompt {shlex.quote(prompt)}"

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +134,8 @@ def test_what_a_run_wrote_and_what_comes_next(run, tmp_path, material):
     ):
         config = material.config(finish={"export": True, "sample": sample})
         assert _next(config, tmp_path) == f"dolmen generate {tmp_path}/hf --prompt {prompt}"
+    chats = replace(config, data=replace(config.data, rows="chats"))
+    assert _next(chats, tmp_path) == f"dolmen chat {tmp_path}/hf"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ COLLECTIVES = "/torch/distributed/"
 """In that of a file in which a process waits for others: the innermost calls of one that does are
 there. 2.11 to 2.13."""
 
+REDISTRIBUTE = "torch.distributed.tensor._redistribute"
+"""The logger that DTensor tells of gathers which it makes one after another. 2.13."""
+
 DYNAMO = "torch._dynamo.convert_frame"
 """The logger that torch.compile tells of its limits on programs. 2.11 to 2.13."""
 

@@ -217,6 +217,7 @@ class Front:
         self._asked += 1
         self.server.should_exit = True
         if self._asked == 1:
+            say(f"stopping: answers that are being given have {self.config.grace:g} s (--grace)")
             self.sessions.close(stopping)
             self.events.call_later(self.config.grace, self.sessions.fail, stopping)
         else:
