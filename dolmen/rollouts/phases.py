@@ -182,8 +182,6 @@ class Phases:
         nothing is to be learned, so often as is asked.
         """
         config, prompts = self.config, self.loader.mixture
-        self.setup.idle.reads(self.models.trained, self.models.drawing.model)
-        model = self.models.drawing.refresh(self.models.trained)
         number = begins // self.updates * (self.answers // config.samples)
 
         def drawn(groups: Sequence[int], again: int) -> list[Judged]:
@@ -194,7 +192,7 @@ class Phases:
                 first = group * config.samples
                 of_time = f"/{again}" if again else ""
                 names += [f"{begins}/{first + i}{of_time}" for i in range(config.samples)]
-            return self._judged(asked, self._answered(model, asked, names))
+            return self._judged(asked, self._answered(self._drawing(again), asked, names))
 
         groups = self.answers // config.samples
         found, again = with_redraws(drawn, groups, config.samples, config.redraws)
@@ -204,6 +202,16 @@ class Phases:
                 "rollout/redrawn": float(again.groups),
             }
         return found
+
+    def _drawing(self, again: int) -> Decoder:
+        """The model that draws, of the weights as they are: put there as a phase begins, and anew
+        each time `again` where it has waited for the judges, as nothing of it is kept meanwhile.
+        """
+        models, idle = self.models, self.setup.idle
+        if again and not idle.parts:
+            return models.drawing.model
+        idle.reads(models.trained, models.drawing.model)
+        return models.drawing.refresh(models.trained)
 
     def _answered(
         self, model: Decoder, prompts: Sequence[Prompt], names: Sequence[str]

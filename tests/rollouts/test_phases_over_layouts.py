@@ -1,5 +1,5 @@
 """What a phase has drawn, been rewarded with and is to learn is the same at any layout of training
-and of drawing: in turns, with groups that are drawn again.
+and of drawing: in turns, with groups that are drawn again; and wherever models wait.
 """
 
 import tempfile
@@ -15,6 +15,7 @@ from table import FAMILIES, Layout
 from dolmen.core.mesh import SINGLE
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.drawn import Drawn
+from dolmen.rollouts.idle import Idle, Memory, parts_of
 from dolmen.rollouts.judging import Judging, Part
 from dolmen.rollouts.phases import Models, Phases, Setup
 from dolmen.rollouts.prompts import Nothing, Prompt, PromptLoader, Prompts
@@ -38,12 +39,18 @@ class Numbers:
         return {"input_ids": [int(word) for word in text.split()]}
 
 
+class Nobody:
+    """An optimizer that has learned nothing yet."""
+
+    state = {}
+
+
 def asks(prompt, turns):
     return Turn("7 9" if len(turns) < 4 else None)
 
 
-def phase(mesh, layout: Layout, tp: int) -> Drawn:
-    """The first that a run draws."""
+def phase(mesh, layout: Layout, tp: int, waits: bool = False) -> Drawn:
+    """The first that a run draws; `waits`: what it does not read is away meanwhile."""
     config, schedule = FAMILIES["llama"], layout.make_schedule(8, 1)
     trained, reference = (
         build(config, mesh, layout, schedule, dtype=torch.float64) for _ in range(2)
@@ -54,13 +61,22 @@ def phase(mesh, layout: Layout, tp: int) -> Drawn:
     prompts = [Prompt([n, n + 1], {"prompt": str(n)}, str(n)) for n in range(1, 9)]
     numbers = Numbers()
     loader = PromptLoader(Prompts("p", prompts, 2, 0), Nothing(), 8, numbers, [], {})  # pyright: ignore
+    parts = parts_of(mesh.device, [(trained, Nobody())], drawing.model, [reference])  # pyright: ignore
     judge = Checker(lambda answer: float(int(answer.text.split()[0]) % 2))
     phases = Phases(
         CONFIG,
         loader,
         Models(trained, drawing, reference),
         Judging([Part("odd", 1.0, judge)], "stop", mesh),
-        Setup(mesh, schedule, ENDS, 16, 5, Path(tempfile.mkdtemp())),
+        Setup(
+            mesh,
+            schedule,
+            ENDS,
+            16,
+            5,
+            Path(tempfile.mkdtemp()),
+            idle=Idle(parts if waits else []),
+        ),
         Turns(asks, numbers, 3, True, mesh),  # pyright: ignore
     )
     found = phases._phase(0)
@@ -78,6 +94,26 @@ def apart(layout: Layout, tp: int) -> dict[str, float]:
         for name, one in vars(got).items()
         if name not in ("rewards", "experts")  # of which nobody asks here
     } | {"rewards": float((got.rewards - want.rewards).abs().max())}
+
+
+def test_where_models_wait_changes_nothing_of_what_is_drawn_again(monkeypatch):
+    """Of what goes away without a copy nothing is left, whatever the memory comes back with."""
+    go, gone = Memory.go, []
+
+    def forgotten(self):
+        if not (self.kept or self.gone):
+            gone.append(self)
+            with torch.no_grad():
+                for one in self.tensors():
+                    one.fill_(torch.nan)
+        go(self)
+
+    want = phase(SINGLE, Layout(), 1)
+    monkeypatch.setattr(Memory, "go", forgotten)
+    got = phase(SINGLE, Layout(), 1, waits=True)
+    assert len(gone) > 2
+    for name, one in vars(want).items():
+        assert torch.equal(one, getattr(got, name)), name
 
 
 ROWS = [
