@@ -33,8 +33,13 @@ from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
 from dolmen.training.state import TrainState
 
-DRAWN_BY = ("data", "environment", "objective", "optimizer", "ppo", "reward", "rollout", "train")
-"""Options that what is drawn follows from."""
+DRAWN_BY = (
+    *("critic", "data", "environment", "objective", "optimizer", "ppo", "reward", "rollout"),
+    *("train", "pretraining", "tokenizer"),
+)
+"""What names of options, and of what is read (a loader's fingerprint), begin with where what is
+drawn follows from them.
+"""
 
 
 class Batches(Protocol):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,16 +29,21 @@ from transformers import (
 
 from dolmen.checkpoint import folders
 from dolmen.conversion.source import open_source
+from dolmen.core.config import changed_options, to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.state import local_view
+from dolmen.data import loader as data_loader
 from dolmen.data.batch import Batch
 from dolmen.model.layout import Layout
 from dolmen.model.tree import Scalar
 from dolmen.ops.loss import IGNORED
-from dolmen.rollouts import phases
+from dolmen.optim.config import OptimizerConfig
+from dolmen.rollouts import drawn, phases
+from dolmen.rollouts.ppo_config import CriticConfig
 from dolmen.rollouts.prompts import Nothing, PromptLoader, Prompts
 from dolmen.training import batches, loop, pretraining
 from dolmen.training import run as run_module
+from dolmen.training.config import RunConfig
 from dolmen.training.run import run_training
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -130,7 +136,7 @@ def whole(material, prompts, tmp_path_factory):
     return out
 
 
-def killed(whole: Path, out: Path, step: int, drawn: bool) -> None:
+def killed(whole: Path, out: Path, step: int, drew: bool) -> None:
     """What a kill leaves after the checkpoint of `step`: before the next phase was drawn, or
     after.
     """
@@ -140,16 +146,16 @@ def killed(whole: Path, out: Path, step: int, drawn: bool) -> None:
             shutil.rmtree(folder)
     for file in (out / "rollouts").iterdir():
         begins = int(file.name.partition(".")[0])
-        if begins > step or begins == step and not drawn:
+        if begins > step or begins == step and not drew:
             file.unlink()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step, drawn", [(2, True), (4, False), (4, True), (7, True)])
-def test_killed_anywhere_it_goes_on_bitwise(whole, material, prompts, tmp_path, step, drawn):
+@pytest.mark.parametrize("step, drew", [(2, True), (4, False), (4, True), (7, True)])
+def test_killed_anywhere_it_goes_on_bitwise(whole, material, prompts, tmp_path, step, drew):
     """Both models, both optimizers, what is drawn next, and the coefficient of the KL."""
     out = tmp_path / "run"
-    killed(whole, out, step, drawn)
+    killed(whole, out, step, drew)
     train(material, prompts, out, resumed=True, checkpoint={"every": 1, "keep": 0})
     got = tensors(out, 9)
     assert {name.split("/")[0] for name in got} >= {"critic.model", "critic.exp_avg"}
@@ -172,7 +178,7 @@ def test_models_wait_elsewhere(whole, material, prompts, tmp_path, monkeypatch):
     """Of what does not draw nothing is held while answers are drawn, and of the reference and the
     drawing model nothing while others learn; a run is the same to the bit.
     """
-    out, seen, drawn = tmp_path / "run", [], phases.answered
+    out, seen, answered = tmp_path / "run", [], phases.answered
 
     def drawing(model, *more):
         state = seen[0]
@@ -180,7 +186,7 @@ def test_models_wait_elsewhere(whole, material, prompts, tmp_path, monkeypatch):
             assert bytes_of(one.tensors().values()) == 0
         assert bytes_of(model.parameters()) > 0
         seen.append(model)
-        return drawn(model, *more)
+        return answered(model, *more)
 
     class Watched(batches.ValuedPhases):
         def starting_at(self, *more):
@@ -234,10 +240,10 @@ def test_a_critic_is_exported(whole, material, tmp_path):
 
 def at_the_end_of(answers: int) -> None:
     """Die when a phase of that number has been drawn, and nothing of it is kept."""
-    left, drawn = [answers], phases.answered
+    left, answered = [answers], phases.answered
 
     def dying(*more):
-        found = drawn(*more)
+        found = answered(*more)
         left[0] -= 1
         if not left[0]:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -339,7 +345,7 @@ def test_experts_are_replayed(material, prompts, tmp_path):
     without, found = rows(plain), rows(out)
     assert without[0]["loss"] == found[0]["loss"] and without[3]["loss"] != found[3]["loss"]
     assert without[0]["grad_norm"] == found[0]["grad_norm"]
-    killed(out, more, 2, drawn=True)
+    killed(out, more, 2, drew=True)
     train(material, prompts, more, resumed=True, rollout={"routing_replay": True}, **said)
     assert same(tensors(out, 4), tensors(more, 4))
 
@@ -399,10 +405,40 @@ def test_each_rank_reads_its_own_text(material):
     assert asked == [(3, 1, 2)] and found.coefficient == 2.0
 
 
+def changes_of(what: str) -> list[str]:
+    """What a run is told that goes on with another one."""
+    sections = {"critic": CriticConfig(lr=1e-3), "optimizer": OptimizerConfig(lr=1.0)}
+    if what in sections:
+        changed = replace(RunConfig(), **{what: sections[what]})
+        return changed_options(to_dict(RunConfig()), to_dict(changed))
+    if what == "log":
+        return changed_options({"log": {"every": 1}}, {"log": {"every": 2}})
+
+    def loader(content: str) -> PromptLoader:
+        identity = {"tokenizer": content if what == "tokenizer" else "", "data 1": ""}
+        text = SimpleNamespace(lines=[], identity={"data 1": content if what == "text" else ""})
+        made = PromptLoader(Prompts("p", [], 1, 0), Nothing(), 8, None, [], identity)  # pyright: ignore
+        return made.beside(text)  # pyright: ignore
+
+    return data_loader.changes(loader("old").fingerprint(), loader("new").fingerprint())
+
+
+@pytest.mark.parametrize("what", ["critic", "optimizer", "text", "tokenizer", "log"])
+def test_what_others_would_have_drawn_is_forgotten(what, tmp_path):
+    """From the step on that is gone on from, and where it follows from what has changed."""
+    for step in (0, 4, 8):
+        drawn.save(drawn.of_answers([[1]], [[2]], [[-0.5]], 8, 2), tmp_path, step, [])
+    changed = changes_of(what)
+    assert len(changed) == 1
+    batches.forget_other(tmp_path, 4, changed)
+    left = {int(file.stem) for file in (tmp_path / "rollouts").iterdir()}
+    assert left == ({0, 4, 8} if what == "log" else {0})
+
+
 @pytest.mark.slow
 def test_text_goes_on_where_it_was(mixed, material, prompts, tmp_path):
     out = tmp_path / "run"
-    killed(mixed, out, 3, drawn=True)
+    killed(mixed, out, 3, drew=True)
     train(
         *(material, prompts, out),
         resumed=True,
