@@ -20,6 +20,8 @@ from torch import Tensor
 from dolmen.data.batch import Batch
 from dolmen.files import gate, write
 from dolmen.files import safetensors as files
+from dolmen.model.replay import places
+from dolmen.model.tree import Tree
 from dolmen.objectives.drawn import ADVANTAGE, OLD, REFERENCE
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
@@ -140,8 +142,9 @@ def save(drawn: Drawn, out: Path, step: int, rows: Sequence[dict[str, Any]]) -> 
 
 
 def load(out: Path, step: int, answers: int, kind: type[Kept] = Drawn) -> Kept | None:
-    """What was drawn before `step`; None where there is no file. Raises Refused for one that is not
-    what `save` has written of so many answers of this `kind`.
+    """What was drawn before `step`; None where there is no file, or one of another number of
+    answers: of phases of another length, whose begin may be this one's too. Raises Refused for one
+    that is not what `save` has written of this `kind`.
     """
     file = file_of(out, step)
     if not file.exists():
@@ -163,9 +166,21 @@ def load(out: Path, step: int, answers: int, kind: type[Kept] = Drawn) -> Kept |
         wanted = {"rewards": shape[:1], EXPERTS: (*shape, *experts.shape[2:]), **kind.others}.get(
             name, shape
         )
-        if tensor.shape != wanted or len(shape) != 2 or shape[0] != answers:
-            raise gate.refuse(file, f"{name} is {tuple(tensor.shape)}, of {answers} answers")
-    return kind(**tensors)
+        if tensor.shape != wanted or len(shape) != 2:
+            said = f"{name} is {tuple(tensor.shape)}, and tokens are {tuple(shape)}"
+            raise gate.refuse(file, said)
+    return kind(**tensors) if shape[0] == answers else None
+
+
+def check_experts(file: Path, experts: Int16[Tensor, "answers length choices"], tree: Tree) -> None:
+    """Raises Refused for those of `file` that are not of a model of this `tree`."""
+    choices = max((place.stop for place in places(tree).values()), default=0)
+    if experts.shape[2] != choices:
+        said = f"{EXPERTS} are {experts.shape[2]} choices of each token, of the model {choices}"
+        raise gate.refuse(file, said)
+    if int(experts.max()) >= tree.experts:
+        said = f"{EXPERTS} have number {int(experts.max())}, and the model {tree.experts} of them"
+        raise gate.refuse(file, said)
 
 
 def forget(out: Path, begun: Container[int]) -> None:

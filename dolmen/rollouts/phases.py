@@ -136,7 +136,11 @@ class Phases:
 
     def _phase(self, begins: int) -> Drawn:
         def kept() -> Drawn | None:
-            return files.load(self.setup.out, begins, self.answers, self.kept)
+            made = files.load(self.setup.out, begins, self.answers, self.kept)
+            if made is not None and made.experts.numel():
+                file = files.file_of(self.setup.out, begins)
+                files.check_experts(file, made.experts, self.models.trained.tree)
+            return made
 
         # the first rank's folder, where hosts share none
         found = kept() if self.mesh.size == 1 else agree.once(kept)

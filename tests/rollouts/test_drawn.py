@@ -1,9 +1,13 @@
 """Answers as rows, and as the file that a run goes on from."""
 
+from contextlib import nullcontext
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from table import FAMILIES
 
 from dolmen.files.gate import Refused
 from dolmen.ops.loss import IGNORED
@@ -59,7 +63,7 @@ def test_experts_are_kept_where_there_are_any(tmp_path):
         drawn.load(tmp_path, 1, 2)
 
 
-@pytest.mark.parametrize("damage", ["short", "other", "count"])
+@pytest.mark.parametrize("damage", ["short", "other", "unlike"])
 def test_a_file_that_is_not_ours_is_refused(damage, tmp_path):
     drawn.save(two(), tmp_path, 0, [])
     file = drawn.file_of(tmp_path, 0)
@@ -67,8 +71,32 @@ def test_a_file_that_is_not_ours_is_refused(damage, tmp_path):
         file.write_bytes(file.read_bytes()[:-4])
     if damage == "other":
         file.write_bytes(file.read_bytes().replace(b"advantages", b"advantagez"))
+    if damage == "unlike":
+        save_file({**load_file(file), "old": torch.zeros(2, 3)}, file)
     with pytest.raises(Refused):
-        drawn.load(tmp_path, 0, 3 if damage == "count" else 2)
+        drawn.load(tmp_path, 0, 2)
+
+
+def test_a_phase_of_another_length_is_no_file_of_this_one(tmp_path):
+    """It may begin at the same step."""
+    drawn.save(two(), tmp_path, 0, [])
+    assert drawn.load(tmp_path, 0, 3) is None and drawn.load(tmp_path, 0, 2) is not None
+
+
+@pytest.mark.parametrize(
+    "shape, most, why",
+    [
+        ((2, 4, 6), 7, None),
+        ((2, 4, 6), 8, "have number 8, and the model 8 of them"),
+        ((2, 4, 4), 7, "are 4 choices of each token, of the model 6"),
+    ],
+)
+def test_experts_are_those_of_the_model(shape, most, why):
+    """Of three layers, two of eight experts to each token."""
+    experts = torch.zeros(shape, dtype=torch.int16)
+    experts[-1, -1, -1] = most
+    with nullcontext() if why is None else pytest.raises(Refused, match=f"/x: experts {why}"):
+        drawn.check_experts(Path("/x"), experts, FAMILIES["qwen3-moe"].tree)
 
 
 def test_files_of_before_are_taken_away_and_nothing_else(tmp_path):
