@@ -19,6 +19,7 @@ from dolmen.families import Model, tuned
 from dolmen.model.training import Training
 from dolmen.model.tree import Adapter, Scalar
 from dolmen.optim.config import OptimizerConfig
+from dolmen.rollouts.rewards import is_model, weighted
 from dolmen.training import folder, lock, metrics
 from dolmen.training.config import RunConfig
 
@@ -97,8 +98,14 @@ def check_overwrite(run: RunConfig, out: Path, source: str | None) -> None:
 
 def _read_by(run: RunConfig, source: str | None) -> set[Path]:
     """Files and folders that the run reads, links followed, except those of the hub."""
-    given = (run.init, run.data.tokenizer, run.layout.schedule, source, str(run.data.cache_folder))
+    models = (run.init, run.critic.init, run.objective.reference)
+    rewards = [name for _, name in weighted(run.reward) if is_model(name)]
+    data = (run.data.tokenizer, run.data.template, str(run.data.cache_folder))
+    asked = (run.evaluate.samples, run.evaluate.tasks_path)
+    given = (*models, *rewards, *data, *asked, run.layout.schedule, source)
     entries = sources.resolve_sources(run.data.path)
+    if run.ppo.pretraining_path:
+        entries += sources.resolve_sources(run.ppo.pretraining_path, "--ppo.pretraining-path")
     if run.data.validation is not None:
         entries += sources.resolve_sources([run.data.validation], "--data.validation")
     files = [file for entry in entries for file in entry.paths]

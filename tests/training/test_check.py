@@ -1,5 +1,6 @@
 """The rules across sections, on the recipes and on what a person may set."""
 
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,16 @@ from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint.folders import Damaged
 from dolmen.core.config import to_dict
 from dolmen.data.config import DataConfig
+from dolmen.evaluation.config import DuringConfig
 from dolmen.families import edit
 from dolmen.model import count
 from dolmen.model.layout import Layout
+from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import Muon
 from dolmen.recipes import RECIPES
+from dolmen.rollouts.ppo_config import CriticConfig, PPOConfig
 from dolmen.training.check import check_exportable, check_run
-from dolmen.training.check_out import check_same_model, check_same_optimizer
+from dolmen.training.check_out import check_overwrite, check_same_model, check_same_optimizer
 from dolmen.training.config import FinishConfig, RunConfig, TrainConfig
 from dolmen.training.resume import changed_since
 
@@ -175,6 +179,37 @@ def test_another_optimizer_is_refused_with_the_knob(material):
         check_same_optimizer(saved, run, 7)
     other = replace(muon.optimizer, lr=1.0, muon=Muon(momentum=0.5))
     check_same_optimizer(to_dict(muon), replace(muon, optimizer=other), 7)
+
+
+READ = {
+    "critic.init": lambda read: {"critic": CriticConfig(init=read)},
+    "objective.reference": lambda read: {"objective": ObjectiveConfig("ppo", reference=read)},
+    "reward": lambda read: {"reward": ("stub", f"0.5:{read}")},
+    "evaluate.samples": lambda read: {"evaluate": DuringConfig(samples=f"{read}/01.txt")},
+    "evaluate.tasks-path": lambda read: {"evaluate": DuringConfig(tasks="piqa", tasks_path=read)},
+    "data.template": lambda read: {
+        "data": DataConfig(path=(read,), rows="chats", template=f"{read}/01.txt")
+    },
+    "ppo.pretraining-path": lambda read: {
+        "ppo": PPOConfig(pretraining_coef=1.0, pretraining_path=(read,))
+    },
+}
+
+
+@pytest.mark.parametrize("option", READ)
+def test_what_a_run_reads_is_not_overwritten(option, material, tmp_path):
+    """Through a link, too."""
+    out = tmp_path / "out"
+    shutil.copytree(material.docs, out / "hf")
+    (tmp_path / "link").symlink_to(out / "hf")
+
+    def asked(read: Path) -> RunConfig:
+        run = replace(RunConfig(), **READ[option](str(read)))
+        return replace(run, data=replace(run.data, path=(str(material.docs),)))
+
+    check_overwrite(asked(material.docs), tmp_path / "other", None)
+    with pytest.raises(ValueError, match=f"--overwrite would delete {out}/hf"):
+        check_overwrite(asked(tmp_path / "link"), out, None)
 
 
 def test_half_precision_inside_float64_is_refused(material):
