@@ -311,9 +311,13 @@ OBJECTIVES = [
         """
         cp2 pp2 acc4 zero1
         dp2 tp2 sp zero3
+        dp4 acc2
+        dp2 zero1                     |
+        tp2 sp                        |
+        cp2                           |
+        pp2 acc4 zero-bubble          |
         tp2 acc4 zero-bubble          |
         pp2 dp2 tp2 sp acc4 zero3     |
-        dp4                           |
         """,
     ),
     *rows(
@@ -321,6 +325,9 @@ OBJECTIVES = [
         """
         cp2 dp2 ep4 zero1
         pp2 tp2 sp acc4
+        cp2                           |
+        pp2 acc4                      |
+        dp2 ep2                       |
         pp2 dp2 ep2 acc4 zero-bubble zero1 |
         """,
     ),
