@@ -55,18 +55,18 @@ def forward_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a part of the step, added to those that there are; the sums that its objective
     made on this rank, fp64, of losses and of each of its names; and what its experts counted
-    (balance.tallied).
+    (balance.tallied), whose auxiliary losses have their own coefficients alone.
     """
     model, micros, batch = state.model, state.schedule.micros, one.batch
     objective, rows = one.objective, len(batch.tokens)
-    size, scale = rows // micros, state.scale.value * one.weight
+    size, scale = rows // micros, state.scale.value
     key = seed_of(state.seed, f"dropout{one.noise}", state.step)
     key = host.number(key, torch.int64, mesh.device)
     sums = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=mesh.device)
     parts = batch.to(mesh.device).microbatches(size)
     share = scale / (rows * mesh.dp.size)
     losses = balance.begin(model, host.number(share, torch.float64, mesh.device))
-    factor = scale / count
+    factor = scale * one.weight / count
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
         first = mesh.dp.rank * rows + micro * size

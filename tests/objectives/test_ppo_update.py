@@ -16,6 +16,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model import head
 from dolmen.model.layout import Layout
+from dolmen.model.moe import Router
 from dolmen.objectives.drawn import ADVANTAGE, OLD
 from dolmen.objectives.ppo import RETURN, VALUE, Clipped, ClippedUndecided, Expected
 from dolmen.ops.loss import IGNORED
@@ -195,6 +196,36 @@ def test_text_beside_adds_its_gradient():
     assert told.loss == pytest.approx((policy + 27.8 * text).item(), rel=1e-12)
     assert told.objective["objective/pretraining_loss"] == pytest.approx(text.item(), rel=1e-12)
     assert told.tokens == 8 + 30  # those of three answers and of the text
+    for name, p in state.model.named_parameters():
+        assert torch.allclose(p, after[name], rtol=0, atol=1e-7), name
+
+
+def router_losses(state: TrainState, batch: Batch) -> torch.Tensor:
+    """Of every layer of experts, the mean over sequences of how uneven tokens are (2101.03961,
+    equation 4) and the square of the logits' sum (2202.08906, equation 5), a twentieth of each.
+    """
+    seen: list[torch.Tensor] = []
+    routers = [module for module in state.model.modules() if isinstance(module, Router)]
+    hooks = [one.register_forward_hook(lambda m, x, y: seen.append(y[0])) for one in routers]
+    state.model(batch.tokens, head.logits, documents=batch.documents, positions=batch.positions)
+    for hook in hooks:
+        hook.remove()
+    total = torch.zeros((), dtype=torch.float64)
+    for logits in (one.view(*batch.tokens.shape, -1) for one in seen):
+        chosen = torch.zeros_like(logits).scatter_(-1, logits.topk(2).indices, 1.0)
+        uneven = (8 * chosen.mean(1) / 2 * logits.softmax(-1).mean(1)).sum(-1)
+        total = total + 0.05 * (uneven + logits.logsumexp(-1).square().mean(1)).mean()
+    return total
+
+
+def test_losses_of_routers_are_not_weighed_as_text_is():
+    """Those of the text count as those of what is drawn do, and the cross-entropy alone more."""
+    made, state = drawn(), state_of(FAMILIES["qwen3-moe"], POLICY)
+    state.text, given = Text(27.8, lambda step: TEXT), made.batch(slice(0, 4))
+    loss = policy_loss(state, made) + 27.8 * text_loss(state)
+    after = expected(state, loss + router_losses(state, given) + router_losses(state, TEXT))
+    told = optimizer_step(state, given, SINGLE)
+    assert told.loss == pytest.approx(loss.item(), rel=1e-12)
     for name, p in state.model.named_parameters():
         assert torch.allclose(p, after[name], rtol=0, atol=1e-7), name
 
