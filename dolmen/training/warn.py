@@ -65,7 +65,7 @@ def not_told_apart(run: RunConfig, loader: Loader) -> str | None:
         + (
             "data.validation is one text for all"
             if of_one
-            else "nothing of two of them is held out"
+            else "fewer than two of them have held-out text"
         )
         + ": "
         + ("leave it out" if of_one else "set a larger --data.validation-fraction")
@@ -117,21 +117,26 @@ def apart(run: RunConfig, told: Mapping[str, float], step: int) -> str | None:
     """What to warn of where trainer and generator say unlike log-probabilities of what was drawn
     after `step`, by the numbers of a phase; None where they agree, or nothing is drawn.
     """
-    if not told.get(APART, 0.0) > 1:
+    of_allowed = told.get(APART, 0.0)
+    if of_allowed <= 1:  # and not where it is no number
         return None
-    found = (
-        f"after step {step} trainer and generator disagree: a log-probability is "
-        f"{told[APART]:.3g} times as far off as is allowed ({APART}), all of them by "
+    found = f"after step {step} trainer and generator disagree: a log-probability is "
+    if math.isnan(of_allowed):
+        return f"{found}no number ({APART}), and nothing can be learned from it"
+    found += (
+        f"{of_allowed:.3g} times as far off as is allowed ({APART}), all of them by "
         f"{told['rollout/logprob_difference']:.2g} in the mean"
     )
-    if run.train.dtype != "float32":
+    if run.train.dtype in ("bfloat16", "float16"):
+        capped = run.objective.name != "grpo" or run.rollout.importance_cap is not None
+        weighed = "" if capped else "--rollout.importance-cap 2 weighs each token by that, and "
         return (
-            f"{found}. Rounding to {run.train.dtype} alone does so: --rollout.importance-cap 2 "
-            "weighs each token by what it is off, --train.dtype float32 shows whether there is more"
+            f"{found}. Rounding to {run.train.dtype} alone does so: {weighed}--train.dtype float32 "
+            "shows whether there is more"
         )
     return (
-        f"{found}. In float32 nothing but a fault does so, and what is learned is not what was "
-        "drawn: look whether the number grows with the steps (weights that draw are stale: compare "
-        "--rollout.tp 1), with the length of answers (positions, or the cache), or with the layout "
-        "(compare one process), and whether `dolmen verify` of the export agrees"
+        f"{found}. In {run.train.dtype} nothing but a fault does so, and what is learned is not "
+        "what was drawn: look whether the number grows with the steps (weights that draw are "
+        "stale: compare --rollout.tp 1), with the length of answers (positions, or the cache), or "
+        "with the layout (compare one process), and whether `dolmen verify` of the export agrees"
     )

@@ -3,7 +3,9 @@ drawn, and a run that stopped in the middle of a phase goes on as it would have.
 """
 
 import json
+import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import tinyrun
@@ -11,9 +13,13 @@ import torch
 from tinyrun import dolmen
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
+from dolmen.objectives.config import ObjectiveConfig
 from dolmen.ops.loss import IGNORED
 from dolmen.rollouts import drawn
+from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.weights import Drawing
+from dolmen.training import warn
+from dolmen.training.config import RunConfig, TrainConfig
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 PROMPTS = [{"prompt": f"ab {word} ", "answer": "7"} for word in "abcdefgh"]
@@ -70,6 +76,37 @@ def test_weights_that_are_stale_are_seen(prompts, tmp_path, monkeypatch):
     assert ended.code == 0 and said.count("trainer and generator disagree") == 1
     assert "weights that draw are stale: compare --rollout.tp 1" in said
     assert rows(tmp_path / "run")[-1]["rollout/logprob_difference_of_allowed"] > 10
+
+
+OFF = {warn.APART: 3.0, "rollout/logprob_difference": 2e-4}
+CAP = "--rollout.importance-cap 2"
+
+
+@pytest.mark.parametrize(
+    "name, dtype, cap, told, words",
+    [
+        ("grpo", "bfloat16", None, OFF, (CAP, "3 times as far", "--train.dtype float32")),
+        ("grpo", "bfloat16", 3.0, OFF, ("Rounding to bfloat16 alone",)),
+        ("ppo", "float16", None, OFF, ("Rounding to float16 alone",)),
+        ("ppo", "float64", None, OFF, ("In float64 nothing but a fault",)),
+        ("grpo", "bfloat16", None, {**OFF, warn.APART: math.nan}, ("is no number",)),
+        ("grpo", "bfloat16", None, {**OFF, warn.APART: 1.0}, None),
+        ("tokens", "bfloat16", None, {}, None),
+    ],
+)
+def test_what_is_off_is_told_with_what_can_be_done(name, dtype, cap, told, words):
+    """And with nothing that this run would be refused, or does already."""
+    run = replace(
+        RunConfig(),
+        train=TrainConfig(dtype=dtype),
+        objective=ObjectiveConfig(name),
+        rollout=RolloutConfig(importance_cap=cap),
+    )
+    said = warn.apart(run, told, 3)
+    assert (said is None) == (words is None)
+    for word in words or ():
+        assert word in said
+    assert said is None or (CAP in said) == (CAP in words)
 
 
 PHASES = (

@@ -162,11 +162,16 @@ def test_sources_are_held_out_by_name(material, tmp_path):
 
 
 def test_sources_that_are_not_told_apart_are_warned_of(material, tmp_path):
-    """Where --data.validation is one text for all of them."""
+    """Where --data.validation is one text for all of them, or fewer than two have held-out text."""
     paths = tuple(f"{weight}:{material.docs}/{part}*.txt" for weight, part in ((3, 0), (1, 1)))
     run = material.config(log={"validate_sources": True})
-    for more, told in (({"validation": f"{material.docs}/29.txt"}, True), ({}, False)):
+    one, few = "is one text for all: leave it out", "fewer than two of them have held-out text: set"
+    for more, told in (
+        ({"validation": f"{material.docs}/29.txt"}, one),
+        ({"validation_fraction": 0.0}, few),
+        ({}, None),
+    ):
         data = replace(run.data, path=paths, **more)
         loader = prepare_loader(data, None, None, 16, 4, 0, progress=False)
-        found = warnings(replace(run, data=data), loader, 0, 6)
-        assert any("is one text for all: leave it out" in line for line in found) == told
+        found = " ".join(warnings(replace(run, data=data), loader, 0, 6))
+        assert [words for words in (one, few) if words in found] == ([told] if told else [])
