@@ -68,6 +68,13 @@ def check_drawn(run: RunConfig) -> None:
             "rollout.routing-replay looks into layers that train.compile makes one program of: "
             "leave one of the two out"
         )
+    router = run.train.router
+    if run.rollout.routing_replay and router.balance == "bias" and router.bias_rate:
+        raise ValueError(
+            "rollout.routing-replay keeps which experts tokens go to for a whole phase, and "
+            f"train.router.balance bias would move by {router.bias_rate:g} in each update what "
+            "none of them follows: use --train.router.balance loss, or --train.router.bias-rate 0"
+        )
     world, tp = run.layout.world, run.rollout.tp or run.layout.tp
     if world % tp:
         raise ValueError(

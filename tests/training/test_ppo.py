@@ -43,6 +43,7 @@ from dolmen.rollouts.ppo_config import CriticConfig
 from dolmen.rollouts.prompts import Nothing, PromptLoader, Prompts
 from dolmen.training import batches, loop, pretraining
 from dolmen.training import run as run_module
+from dolmen.training.check_drawn import check_drawn
 from dolmen.training.config import RunConfig
 from dolmen.training.run import run_training
 
@@ -348,6 +349,19 @@ def test_experts_are_replayed(material, prompts, tmp_path):
     killed(out, more, 2, drew=True)
     train(material, prompts, more, resumed=True, rollout={"routing_replay": True}, **said)
     assert same(tensors(out, 4), tensors(more, 4))
+
+
+def test_what_is_replayed_is_balanced_by_no_bias(material):
+    """Which no update of a phase would follow."""
+
+    def asked(**router) -> RunConfig:
+        said = {**ASKED, "model": SPARSE, "ppo": {}, "train": {"router": router}}
+        return material.config(**{**said, "rollout": {"routing_replay": True}})
+
+    check_drawn(asked())
+    check_drawn(asked(balance="bias", bias_rate=0.0))
+    with pytest.raises(ValueError, match="would move by 0.01 in each update .*bias-rate 0"):
+        check_drawn(asked(balance="bias", bias_rate=0.01))
 
 
 @pytest.mark.slow
