@@ -161,7 +161,8 @@ class Parameters(nn.Module):
 
     def _state(self, weights: Weights) -> tuple[object, ...]:
         """Another, when one of its tensors has changed."""
-        own = [p for p in (self.weight, self.bias, self.lora_A, self.lora_B) if p is not None]
+        held = (self.weight, self.bias, self.lora_A, self.lora_B)
+        own = [p for p in (*held, self.lora_magnitude, self.weight_scale) if p is not None]
         # what is written is what a DTensor holds, and not the DTensor
         return weights, *((p.data_ptr(), compute.writes(p)) for p in map(local_view, own))
 

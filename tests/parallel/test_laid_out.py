@@ -10,8 +10,10 @@ from dolmen.core.mesh import SINGLE
 from dolmen.model import alone, head
 from dolmen.model.build import place
 from dolmen.model.layers import Parameters
+from dolmen.model.tree.leaf import Leaf
 from dolmen.ops import int8
 from dolmen.parallel import laid_out
+from dolmen.parallel.tensor import Linear
 from dolmen.serving.engine import Engine, generate
 from dolmen.serving.options import Options
 from dolmen.serving.request import Request
@@ -139,6 +141,35 @@ def test_weights_that_have_changed_are_laid_out_again(model):
             p.mul_(1 + 0.5 * torch.rand_like(p))
     wanted = [by_forward(model, prompt) for prompt in PROMPTS]
     assert generate(model, PROMPTS, 8) == wanted != before
+
+
+LEAVES = {
+    "weight": Leaf((4, 3), "matrix"),
+    "bias": Leaf((4,), "bias"),
+    "lora_A": Leaf((2, 3), "adapter"),
+    "lora_B": Leaf((4, 2), "adapter"),
+    "lora_magnitude": Leaf((4,), "adapter"),
+    "weight_scale": Leaf((4,), "scale"),
+}
+
+
+@pytest.mark.parametrize("changed", LEAVES)
+def test_nothing_is_kept_of_what_has_changed(changed):
+    """Where what a rank multiplies by are copies, as of a part that tp does not divide."""
+    part = Parameters(LEAVES, mine=torch.clone)
+
+    def asked() -> Linear:
+        with torch.no_grad():
+            part.lay_out("stated")
+            made = part.linear()
+            part.at_rest(keep=True)
+            return made
+
+    first = asked()
+    assert asked() is first
+    with torch.no_grad():
+        part.get_parameter(changed).fill_(1)
+    assert asked() is not first
 
 
 def test_what_was_laid_out_is_kept_of_a_model_that_is_not_trained(model):
