@@ -116,7 +116,9 @@ class PromptLoader(Loader):
             self.text.go_on(step, samples)
 
     def epochs(self, step: int) -> dict[str, float]:
-        return super().epochs(step) | ({} if self.text is None else self.text.epochs(step))
+        """Of the prompts, and by names of its own of the text beside, which may be of one file."""
+        read = {} if self.text is None else self.text.epochs(step)
+        return super().epochs(step) | {f"pretraining {name}": n for name, n in read.items()}
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         raise AssertionError("prompts are answered before they are learned from: see phases.py")

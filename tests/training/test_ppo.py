@@ -40,7 +40,7 @@ from dolmen.ops.loss import IGNORED
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rollouts import drawn, phases
 from dolmen.rollouts.ppo_config import CriticConfig
-from dolmen.rollouts.prompts import Nothing, PromptLoader, Prompts
+from dolmen.rollouts.prompts import Nothing, Prompt, PromptLoader, Prompts
 from dolmen.training import batches, loop, pretraining
 from dolmen.training import run as run_module
 from dolmen.training.check_drawn import check_drawn
@@ -417,6 +417,14 @@ def test_each_rank_reads_its_own_text(material):
     found = pretraining.of(run, loader, SimpleNamespace(dp=SimpleNamespace(rank=1, size=2)))
     found.batch(3)
     assert asked == [(3, 1, 2)] and found.coefficient == 2.0
+
+
+def test_prompts_and_text_of_one_name_are_told_apart():
+    """How often each has been read."""
+    prompts = Prompts("docs", [Prompt([1], {}, "1")] * 4, 2, 0)
+    loader = PromptLoader(prompts, Nothing(), 8, None, [], {})  # pyright: ignore
+    text = SimpleNamespace(lines=[], identity={}, epochs=lambda step: {"docs": 0.5 * step})
+    assert loader.beside(text).epochs(3) == {"docs": 3.0, "pretraining docs": 1.5}  # pyright: ignore
 
 
 def changes_of(what: str) -> list[str]:
