@@ -6,7 +6,8 @@ each fault of faults.py.
     python -m benchmarks.rlhf.controls --here --recipe ppo --fault flipped --seed 0     in this
                                                                   process
 
-Two side by side, a core each. Exit code 1 where a fault passes, or a sound run does not.
+Two side by side, a core each. Exit code 1 where a fault that was asked for passes, or a sound run
+does not, or one of them has not been run to its end; each is measured by the sound run of its seed.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.rlhf import page
 from benchmarks.rlhf.faults import FAULTS, SEEDS, UNHELD, folder, put_in
-from benchmarks.rlhf.outcomes import table
+from benchmarks.rlhf.outcomes import ended, outcome
 from benchmarks.rlhf.stages import FOLDER, ROOT, STAGES
 from dolmen import cli
 
@@ -61,22 +62,22 @@ def main() -> int:
     with ThreadPoolExecutor(CORES) as pool:
         for one, code in zip(every, pool.map(apart, every), strict=True):
             print(*one, f"exit code {code}", flush=True)
-    right = told(asked.recipe)
+    right = told(every)
     print(f"page: {page.write()}")
     return 0 if right else 1
 
 
-def told(recipes: Iterable[str]) -> bool:
+def told(every: Iterable[tuple[str, str, int]]) -> bool:
     """Prints what became of them. Returns whether each did as it should, and all have been run."""
     right = True
-    for recipe in recipes:
-        found = table(recipe)
-        right &= bool(found)
-        for name, outcomes in found:
-            right &= all(one.passes == (name == "sound") for one in outcomes)
-            each = ", ".join(f"{one.times:.1f} times at {one.kl:.1f} nats" for one in outcomes)
-            passed = sum(one.passes for one in outcomes)
-            print(f"{recipe} {name:12} {each}: {passed} of {len(outcomes)} pass")
+    for of, some in itertools.groupby(every, lambda one: one[:2]):
+        runs = list(some)
+        outcomes = [outcome(*one) for one in runs if ended(*one)]
+        right &= len(outcomes) == len(runs)
+        right &= all(one.passes == (of[1] == "sound") for one in outcomes)
+        each = ", ".join(f"{one.times:.1f} times at {one.kl:.1f} nats" for one in outcomes)
+        passed = sum(one.passes for one in outcomes)
+        print(f"{of[0]} {of[1]:12} {each}: {passed} of {len(outcomes)} pass, {len(runs)} asked for")
     return right
 
 

@@ -29,13 +29,14 @@ def outcome(recipe: str, name: str, seed: int) -> Outcome:
     return Outcome(ends(run, "rollout/reward")[1] / first, float(story_kl(run)[1][-10:].mean()))
 
 
+def ended(recipe: str, name: str, seed: int) -> bool:
+    """Whether there is an outcome: of this run, and of the sound one that it is measured by."""
+    return all((folder(recipe, one, seed) / "summary.json").exists() for one in (name, "sound"))
+
+
 def seeds(recipe: str) -> list[int]:
     """Those of which every fault has been run."""
-    return [
-        seed
-        for seed in SEEDS
-        if all((folder(recipe, name, seed) / "summary.json").exists() for name in FAULTS)
-    ]
+    return [seed for seed in SEEDS if all(ended(recipe, name, seed) for name in FAULTS)]
 
 
 def table(recipe: str) -> list[tuple[str, list[Outcome]]]:

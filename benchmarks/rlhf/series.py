@@ -39,7 +39,9 @@ def story_kl(run: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def kl_and_reward(run: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Of the steps that tell both: one that goes on within a phase does not tell its reward."""
+    """Of the steps that tell both: a run that goes on within a phase of GRPO does not tell the
+    phase's KL again, nor how many tokens its answers had.
+    """
     (at, kl), (steps, reward) = story_kl(run), series(run, "rollout/reward")
     _, first, second = np.intersect1d(at, steps, return_indices=True)
     return kl[first], reward[second]

@@ -5,11 +5,15 @@ with each fault of benchmarks/rlhf/faults.py that fails.
 Its text is fixed and what is drawn is not read again, so the KL is known: a sum over places.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from models import build, initialize
 from table import FAMILIES
 
+from benchmarks.rlhf import controls, faults
 from benchmarks.rlhf.faults import FAULTS, UNHELD, put_in
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
@@ -85,3 +89,26 @@ def test_a_reward_grows_within_its_bound_but_for_a_fault(recipe, name, seed):
     assert (times > TIMES and kl < BOUND) == (name == "sound"), (times, kl)
     if name == "no KL":
         assert times > TIMES and kl > BOUND
+
+
+def ran(folder: Path, reward: float) -> None:
+    """What a run of twenty phases leaves, whose reward begins with a tenth."""
+    folder.mkdir(parents=True)
+    told = [{"step": n, "rollout/reward": 0.1 if n < 3 else reward} for n in range(20)]
+    lines = (json.dumps({**one, "rollout/kl_per_answer": 1.0}) for one in told)
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    (folder / "summary.json").write_text("{}")
+
+
+def test_those_runs_are_judged_that_were_asked_for(tmp_path, monkeypatch, capsys):
+    """Others may not have been run, or be wrong."""
+    monkeypatch.setattr(faults, "FOLDER", tmp_path)
+    asked = [("ppo", "sound", 0), ("ppo", "flipped", 0)]
+    for one, reward in zip(asked, (0.9, 0.2), strict=True):
+        ran(faults.folder(*one), reward)
+    assert controls.told(asked) and controls.told(asked[1:])
+    said = capsys.readouterr().out
+    assert "ppo sound        9.0 times at 1.0 nats: 1 of 1 pass, 1 asked for" in said
+    assert not controls.told([*asked, ("ppo", "flipped", 1)])  # has not been run
+    ran(faults.folder("ppo", "shuffled", 0), 0.9)
+    assert controls.told(asked) and not controls.told([("ppo", "shuffled", 0)])
