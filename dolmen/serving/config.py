@@ -141,7 +141,7 @@ class GenerateConfig(Sampling):
     stop: tuple[str, ...] = ()
     """Text that ends an answer, and is not part of it."""
     num_samples: int = 1
-    """Answers per row of --input, drawn each by itself; a row has them as `samples`."""
+    """Answers per row of a file, drawn each by itself; a row has them as `samples`."""
     best: str | None = None
     """File to write besides: each row with the best of its samples, by --reward, and its `reward`;
     rows without any reward are left out.
