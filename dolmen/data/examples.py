@@ -61,6 +61,11 @@ class Examples:
         first, end = (int(at) for at in self.offsets[index : index + 2])
         return slice(first, min(end, first + self.longest))
 
+    def last_learned(self, index: int) -> int:
+        """The last token of an example, one that has any, that is trained on."""
+        span = self.span(index)
+        return int(self.tokens[span][np.flatnonzero(self.trained[span] > 0)[-1]])
+
     def places(self) -> np.ndarray:
         """Of each example, how many places it takes."""
         return np.minimum(np.diff(self.offsets), self.longest) - 1

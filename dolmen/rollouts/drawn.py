@@ -28,6 +28,8 @@ from dolmen.ops.loss import IGNORED
 
 FOLDER = "rollouts"
 EXPERTS = "experts"  # the name of a tensor that a file need not have
+DTYPES = {"tokens": torch.int64, "labels": torch.int64, EXPERTS: torch.int16}
+"""All else are numbers with a fraction."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,16 +162,34 @@ def load(out: Path, step: int, answers: int, kind: type[Kept] = Drawn) -> Kept |
     tensors = {name: stored[name].read() for name in names}
     shape = tensors["tokens"].shape
     experts = tensors.setdefault(EXPERTS, _unasked(shape))
-    if experts.ndim != 3 or experts.dtype != torch.int16 or bool((experts < 0).any()):
+    if len(shape) != 2 or not all(shape):
+        raise gate.refuse(file, f"tokens are {tuple(shape)}, no rows of answers")
+    for name, tensor in tensors.items():
+        wanted = DTYPES.get(name)
+        right = tensor.dtype == wanted if wanted else tensor.is_floating_point()
+        if not right:
+            raise gate.refuse(file, f"{name} are {tensor.dtype}, not {wanted or torch.float32}")
+    if experts.ndim != 3 or bool((experts < 0).any()):
         raise gate.refuse(file, f"{EXPERTS} are no numbers of experts of each token")
     for name, tensor in tensors.items():
         wanted = {"rewards": shape[:1], EXPERTS: (*shape, *experts.shape[2:]), **kind.others}.get(
             name, shape
         )
-        if tensor.shape != wanted or len(shape) != 2:
+        if tensor.shape != wanted:
             said = f"{name} is {tuple(tensor.shape)}, and tokens are {tuple(shape)}"
             raise gate.refuse(file, said)
     return kind(**tensors) if shape[0] == answers else None
+
+
+def check_read(file: Path, made: Drawn, tree: Tree) -> None:
+    """Raises Refused where what `file` has is not of a model of this `tree`."""
+    labels = made.labels[made.labels != IGNORED]
+    for name, ids in (("tokens", made.tokens), ("labels", labels)):
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < tree.vocab_size:
+            said = f"{name} are from {int(ids.min())} to {int(ids.max())}"
+            raise gate.refuse(file, f"{said}, and the model has {tree.vocab_size:,} of them")
+    if made.experts.numel():
+        check_experts(file, made.experts, tree)
 
 
 def check_experts(file: Path, experts: Int16[Tensor, "answers length choices"], tree: Tree) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dolmen.checkpoint.folders import Damaged
 from dolmen.core import agree
 from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
@@ -40,6 +41,9 @@ from dolmen.rollouts.rewards import Answer
 from dolmen.rollouts.turns import Turns
 from dolmen.rollouts.weights import Drawing
 from dolmen.serving.options import Options
+
+PADDED = 16
+"""Tokens that rows of a model with experts are multiples of."""
 
 Ask = Callable[[Decoder, Batch, Mesh, Schedule], Tensor]
 """Of each token of a rank's rows a number, or several (objectives/score.py)."""
@@ -137,13 +141,16 @@ class Phases:
     def _phase(self, begins: int) -> Drawn:
         def kept() -> Drawn | None:
             made = files.load(self.setup.out, begins, self.answers, self.kept)
-            if made is not None and made.experts.numel():
+            if made is not None:
                 file = files.file_of(self.setup.out, begins)
-                files.check_experts(file, made.experts, self.models.trained.tree)
+                files.check_read(file, made, self.models.trained.tree)
             return made
 
-        # the first rank's folder, where hosts share none
-        found = kept() if self.mesh.size == 1 else agree.once(kept)
+        try:
+            # the first rank's folder, where hosts share none
+            found = kept() if self.mesh.size == 1 else agree.once(kept)
+        except ValueError as error:
+            raise Damaged(f"{error}; remove it, and its answers are drawn anew") from None
         if found is None:
             found = self._drawn(begins)
         self.setup.idle.learns()
@@ -167,7 +174,7 @@ class Phases:
             [one.tokens for one in written],
             [one.logprobs for one in written],
             self.setup.length,
-            2 * self.mesh.cp.size * self.mesh.tp.size,
+            self._unit(),
             [one.own for one in written],
         )
         whole = torch.tensor([one.whole for one in written])
@@ -180,6 +187,13 @@ class Phases:
             first = min([begins, *self.setup.kept()]) - self.updates + 1
             files.forget(self.setup.out, range(first))
         return made
+
+    def _unit(self) -> int:
+        """What the width of rows is a multiple of. Routers count what fills a row up, too, and have
+        losses of it: with experts a row is as wide in every layout of 2 cp tp up to PADDED.
+        """
+        unit = 2 * self.mesh.cp.size * self.mesh.tp.size
+        return math.lcm(unit, PADDED) if self.models.trained.tree.experts else unit
 
     def _worth_learning(self, begins: int) -> list[Judged]:
         """Answers with their rewards; of another prompt in the place of each group from which

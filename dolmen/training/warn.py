@@ -3,13 +3,17 @@
 import math
 from collections.abc import Mapping
 
-from dolmen.core.words import counted
+from dolmen.conversion.source import open_source
+from dolmen.core.words import counted, printable
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batches import Loader
+from dolmen.data.chat_loader import ChatLoader
 from dolmen.families.unknown import told
+from dolmen.serving.engine import stop_tokens
 from dolmen.training.config import RunConfig
 
 APART = "rollout/logprob_difference_of_allowed"
+LOOKED_AT = 100  # answers
 UNUSED_SHARE, UNUSED_ROWS = 0.1, 128  # more is no padding: published models pad to 128 at most
 
 
@@ -23,6 +27,7 @@ def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]
         never_profiled(run, step, steps),
         nothing_replayed(run, loader),
         not_told_apart(run, loader),
+        never_ends(run, loader),
         *told(run.known_model),
     ]
     if run.init is None and step == 0:  # a trained model keeps its size
@@ -69,6 +74,27 @@ def not_told_apart(run: RunConfig, loader: Loader) -> str | None:
         )
         + ": "
         + ("leave it out" if of_one else "set a larger --data.validation-fraction")
+    )
+
+
+def never_ends(run: RunConfig, loader: Loader) -> str | None:
+    """What to warn of where no answer that is learned ends with a token that ends a text: what the
+    model writes goes on behind it.
+    """
+    learned = run.objective.name in ("tokens", "dpo") and run.data.train_on != "everything"
+    if not isinstance(loader, ChatLoader) or not learned or run.init is None:
+        return None
+    ends = stop_tokens(open_source(run.init)) | {loader.tokenizer.eos_token_id}
+    examples = loader.mixture.examples
+    last = [examples.last_learned(int(i)) for i in loader.mixture.chosen[:LOOKED_AT]]
+    if ends & {*last}:
+        return None
+    shown = printable(loader.tokenizer.decode([last[0]]))
+    return (
+        f"answers end with {shown!r} (token {last[0]}), and that ends no text: what the model "
+        "writes will go on behind it. Where the tokenizer has no token of the template's own, use "
+        "--data.template alpaca, whose answers end with the tokenizer's; or name the end where the "
+        "model is used (--stop)"
     )
 
 

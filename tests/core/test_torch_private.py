@@ -6,6 +6,7 @@ import ast
 import inspect
 import io
 import json
+import logging
 import pickle
 import re
 import subprocess
@@ -490,6 +491,12 @@ def _():
     agent = source("torch.distributed.elastic.agent.server.local_elastic_agent")
     for name in ("RESTARTS", "RUN", "ONE_STORE"):
         assert private(f"spelled.{name}") in agent
+
+
+@claim("spelled.REDISTRIBUTE")
+def _():
+    name = private("spelled.REDISTRIBUTE")
+    assert logging.getLogger(name) is import_module(name).logger
 
 
 @claim("spelled.TORCH", "spelled.COLLECTIVES")

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dolmen.files.gate import Refused
 from dolmen.ops.loss import IGNORED
 from dolmen.rollouts import drawn
 from dolmen.rollouts.drawn import Drawn, of_answers
+from dolmen.rollouts.phases import Phases
 
 PROMPTS, ANSWERS = [[1, 2, 3], [4]], [[5, 6], [7, 8, 9]]
 LOGPROBS = [[-0.5, -0.6], [-0.7, -0.8, -0.9]]
@@ -63,7 +65,7 @@ def test_experts_are_kept_where_there_are_any(tmp_path):
         drawn.load(tmp_path, 1, 2)
 
 
-@pytest.mark.parametrize("damage", ["short", "other", "unlike"])
+@pytest.mark.parametrize("damage", ["short", "other", "unlike", "whole", "empty"])
 def test_a_file_that_is_not_ours_is_refused(damage, tmp_path):
     drawn.save(two(), tmp_path, 0, [])
     file = drawn.file_of(tmp_path, 0)
@@ -73,6 +75,11 @@ def test_a_file_that_is_not_ours_is_refused(damage, tmp_path):
         file.write_bytes(file.read_bytes().replace(b"advantages", b"advantagez"))
     if damage == "unlike":
         save_file({**load_file(file), "old": torch.zeros(2, 3)}, file)
+    if damage == "whole":
+        save_file({**load_file(file), "advantages": torch.zeros(2, 4, dtype=torch.int64)}, file)
+    if damage == "empty":
+        cut = {n: one if one.ndim == 1 else one[:, :0] for n, one in load_file(file).items()}
+        save_file(cut, file)
     with pytest.raises(Refused):
         drawn.load(tmp_path, 0, 2)
 
@@ -81,6 +88,29 @@ def test_a_phase_of_another_length_is_no_file_of_this_one(tmp_path):
     """It may begin at the same step."""
     drawn.save(two(), tmp_path, 0, [])
     assert drawn.load(tmp_path, 0, 3) is None and drawn.load(tmp_path, 0, 2) is not None
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_rows_with_experts_are_as_wide_in_every_layout(experts):
+    """Routers count what fills them up, and learn from it."""
+
+    def unit(cp: int, tp: int) -> int:
+        mesh = SimpleNamespace(cp=SimpleNamespace(size=cp), tp=SimpleNamespace(size=tp))
+        tree = SimpleNamespace(experts=experts)
+        models = SimpleNamespace(trained=SimpleNamespace(tree=tree))
+        return Phases._unit(SimpleNamespace(mesh=mesh, models=models))
+
+    found = [unit(1, 1), unit(2, 2), unit(8, 1), unit(8, 2), unit(3, 2)]
+    assert found == ([16, 16, 16, 32, 48] if experts else [2, 8, 16, 32, 12])
+
+
+@pytest.mark.parametrize("name, number", [("tokens", -1), ("labels", -5), ("labels", 10**6)])
+def test_tokens_are_those_of_the_model(name, number):
+    made, tree = two(), FAMILIES["llama"].tree
+    drawn.check_read(Path("/x"), made, tree)
+    vars(made)[name][0, 1] = number
+    with pytest.raises(Refused, match=f"/x: {name} are from .*, and the model has"):
+        drawn.check_read(Path("/x"), made, tree)
 
 
 @pytest.mark.parametrize(

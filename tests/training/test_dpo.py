@@ -30,6 +30,7 @@ from dolmen.recipes import RECIPES
 from dolmen.training import begin, reference
 from dolmen.training.check import check_run
 from dolmen.training.folder import Unusable
+from dolmen.training.warn import never_ends
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -123,6 +124,20 @@ def made(pairs, **objective):
         data, str(pairs / "model"), 300, 48, 4, 0, model=config.tree, progress=False
     )
     return config, loader
+
+
+@pytest.mark.parametrize("template, warned", [("plain.jinja", False), ("chatml", True)])
+def test_answers_that_end_no_text_are_warned_of(pairs, template, warned):
+    """The tokenizer has no <|im_end|>: it is many tokens, and the last of them ends nothing."""
+    config, _ = made(pairs)
+    own = template if template == "chatml" else str(pairs / template)
+    data = replace(config.data, template=own, cache=str(pairs / f"cache-{template}"))
+    loader = prepare_loader(
+        data, str(pairs / "model"), 300, 96, 4, 0, model=config.tree, progress=False
+    )
+    told = never_ends(config, loader)
+    assert (told is not None) == warned
+    assert not warned or "answers end with '>' (token " in told and "--stop" in told
 
 
 def compared(batch: Batch, theirs, tokenizer) -> set[tuple[str, str]]:
