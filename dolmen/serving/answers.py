@@ -10,7 +10,7 @@ when the last row is there.
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from dolmen.core.words import counted, shown
 from dolmen.files import gate
 from dolmen.files.gate import Kind, Refused
 from dolmen.files.kinds import JOURNAL_HEAD, JOURNAL_LINE, JOURNAL_ROW
-from dolmen.files.lines import Lines
+from dolmen.files.lines import LONGEST, Lines
 from dolmen.files.schema import Object
-from dolmen.serving.rows import line_of
+from dolmen.serving.rows import ANSWER as ADDED
+from dolmen.serving.rows import Row, line_of
 
 FORMAT = 1
 ANSWER = Kind(Object(), size=JOURNAL_ROW.size, depth=JOURNAL_ROW.depth, constants=True)
@@ -98,6 +99,33 @@ def _check_head(journal: Path, there: bool, asked: Mapping[str, Any], read: str)
             )
 
 
+def check_rows(output: Path, rows: Iterable[Row]) -> None:
+    """Raises ValueError for the first line that is no answer to the row in its place, of the `rows`
+    that are to be answered. Lines behind one that is torn are not read: they will be cut off.
+    """
+    wanted = iter(rows)
+    with gate.opened(output) as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(LONGEST), b""), 1):
+            if not line.strip():
+                continue
+            if not line.endswith(b"\n") or (found := _object(line)) is None:
+                return
+            row = next(wanted, None)
+            if row is None or not _answers(found, row):
+                what = "stands behind the last row's answer"
+                raise ValueError(
+                    f"--resume: {output}, line {number}: it "
+                    f"{what if row is None else f'is no answer to {row.where}'}: the output was "
+                    "changed after it was written: put it back as it was, or give another --output"
+                )
+
+
+def _answers(found: Mapping[str, Any], row: Row) -> bool:
+    """Whether a line has all of a row as it is carried along, and an answer."""
+    carried = {name: value for name, value in found.items() if name not in ADDED}
+    return len(carried) < len(found) and line_of(carried) == line_of(row.fields)
+
+
 class Answers:
     """An output that is open, and its journal."""
 
@@ -167,9 +195,12 @@ class Answers:
         self.file.unlink()
 
 
-def _is_object(line: bytes) -> bool:
+def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        gate.parse_json(line, "", ANSWER)
+        return gate.parse_json(line, "", ANSWER)
     except Refused:
-        return False
-    return True
+        return None
+
+
+def _is_object(line: bytes) -> bool:
+    return _object(line) is not None

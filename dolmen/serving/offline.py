@@ -101,6 +101,8 @@ def prepared(config: GenerateConfig, tell: bool, fresh: bool) -> Job:
         written.check(output, None, config.resume, asked, digest)
     read = prompts.read()
     left = not fresh or written.check(output, len(read.places), config.resume, asked, digest)
+    if fresh and config.resume and output.exists():
+        written.check_rows(output, prompts.at(read.places))
     _tell(read, config, tell)
     return Job(prompts, read, asked, digest, left)
 

@@ -225,6 +225,12 @@ def test_a_run_that_is_ended_goes_on(material, tmp_path, monkeypatch):
     assert told.code == 2 and "was begun and is not finished" in told.err
     told = dolmen(*asked, "--resume", "--top-k", 4)
     assert told.code == 2 and "top_k was None when" in told.err
+    there, waiting = out.read_bytes(), journal_of(out).read_bytes()
+    written(out, whole[1])  # the first row is gone
+    told = dolmen(*asked, "--resume")
+    assert told.code == 2 and "out.jsonl, line 1: it is no answer to " in told.err
+    assert read(out) == whole[1:2] and journal_of(out).read_bytes() == waiting
+    out.write_bytes(there)
     seen = []
     monkeypatch.setattr(
         offline.Answers, "add", lambda self, n, a: (seen.append(n), real(self, n, a))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dolmen.files.gate import Refused
-from dolmen.serving.answers import Answers, check, digest, journal_of
+from dolmen.serving.answers import Answers, check, check_rows, digest, journal_of
 from dolmen.serving.rows import Row, check_file, lines
 
 ASKED = {"temperature": 0.5, "stop": ["a"]}
@@ -208,6 +208,47 @@ def test_what_is_refused_before_work_begins(tmp_path):
     refused("is a folder")
     with pytest.raises(ValueError, match="there is no folder"):
         check(tmp_path / "no" / "out.jsonl", 3, False, ASKED, "digest")
+
+
+def test_an_output_that_was_edited_is_refused_with_its_line(tmp_path):
+    """Rows are told by their place, and a line by the row that it carries: not what another reads
+    as the same number either.
+    """
+    given = [{"prompt": f"é\u2028{i}", "n": i, "x": float("nan")} for i in range(4)]
+    wanted = [Row(f"in.jsonl, line {i + 1}", i, fields) for i, fields in enumerate(given)]
+    out = tmp_path / "out.jsonl"
+    made = Answers(out, ASKED, "digest")
+    for i in range(3):
+        made.add(i, given[i] | ({"samples": [{"text": "a"}]} if i else {"text": "b"}))
+    made.close()
+    lines = out.read_bytes().splitlines(keepends=True)
+    for good in (
+        lines,
+        [],
+        lines[:2],
+        [*lines[:2], lines[2][:-5]],
+        [lines[0], b"\0\n", lines[0]],
+        [lines[0], b"\n", lines[1]],
+    ):
+        out.write_bytes(b"".join(good))
+        check_rows(out, wanted)
+    for bad, number in (
+        (lines[1:], 1),
+        ([lines[0], *lines], 2),
+        ([*lines[:2], lines[0]], 3),
+        ([lines[0], lines[1].replace(b'"n": 1', b'"n": 1.0')], 2),
+        ([lines[0].replace(b', "text": "b"', b"")], 1),
+        ([lines[0].replace(b'"n"', b'"m"')], 1),
+        ([lines[0].replace(b'"n"', b'"more": 1, "n"')], 1),
+    ):
+        out.write_bytes(b"".join(bad))
+        said = rf"--resume: {out}, line {number}: it is no answer to in.jsonl, line {number}: .*"
+        with pytest.raises(ValueError, match=said + "give another --output"):
+            check_rows(out, wanted)
+        assert out.read_bytes() == b"".join(bad)
+    out.write_bytes(b"".join(lines))
+    with pytest.raises(ValueError, match=r"line 3: it stands behind the last row's answer"):
+        check_rows(out, wanted[:2])
 
 
 def test_the_digest_is_of_all_bytes(tmp_path):
