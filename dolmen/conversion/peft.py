@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.conversion import unfinished
+from dolmen.conversion import peft_config, unfinished
 from dolmen.conversion.checkpoint import RunCheckpoint
 from dolmen.conversion.hf import ADAPTER_FILES
 from dolmen.conversion.moments import WeightsAlone
@@ -103,7 +103,8 @@ def read(folder: Path, model: Model) -> LowRank:
     """
     file = folder / CONFIG
     said = gate.read_json(file, kinds.ADAPTER_CONFIG)
-    _check(file, said)
+    peft_config.check(file, said)
+    reach = peft_config.Reach(file, said)
     known, stored = _modules(model), safetensors.read_header(folder / WEIGHTS)
     leaves = model.tree.leaves
     such = next(module for module, weight in known.items() if leaves[weight].role in ADAPTED)
@@ -124,6 +125,7 @@ def read(folder: Path, model: Model) -> LowRank:
                 f"has {name}, beside {module} of {list(leaves[weight].shape)}, which is no matrix: "
                 f"an adapter is beside one, such as {PREFIX}{such}.lora_A.weight",
             )
+        reach.check(module)
         by_name[(*Adapter.pair(weight), magnitude_of(weight))[KINDS.index(kind)]] = one
     weights = frozenset(w for w in known.values() if Adapter.pair(w)[0] in by_name)
     form = Adapter(said["r"], said["lora_alpha"], weights, "whole", _scaling(said), _kind(said))
@@ -139,40 +141,7 @@ def _kind(said: Mapping[str, Any]) -> Any:
     return "dora" if said.get("use_dora") else "lora"
 
 
-OTHER_BASES = ("pissa", "olora", "corda", "loftq")
-"""Ways to begin after which the adapter is of another base than the one it names."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-OTHERWISE = (
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "lora_bias",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_qalora",
-    "alora_invocation_tokens",
-    "megatron_config",
-    "arrow_config",
-    "layer_replication",
-)
-"""Of adapter_config.json, what makes adapters something else than B A beside a matrix."""
-
-
-def _check(file: Path, said: Mapping[str, Any]) -> None:
-    if said["peft_type"] != "LORA":
-        raise gate.refuse(file, f"is of {said['peft_type']}: dolmen reads LORA")
-    if said.get("bias", "none") != "none":
-        raise gate.refuse(file, f"trains biases ({said['bias']}): dolmen reads bias none")
-    for name in OTHERWISE:
-        if said.get(name):
-            raise gate.refuse(file, f"has {name}, which dolmen does not read")
-    begun = str(said.get("init_lora_weights")).lower()
-    if begun.startswith(OTHER_BASES):
-        raise gate.refuse(
-            file,
-            f"has init_lora_weights {begun}, by which PEFT changes the base as it loads: merge it "
-            "there, or save it as plain LoRA",
-        )
 
 
 def _check_shapes(file: Path, form: Adapter, stored: Mapping[str, Stored], model: Model) -> None:

@@ -56,6 +56,7 @@ CONFIG = Kind(Object(required={"model_type": NAME}), size=16 * MIB)
 GENERATION_CONFIG = Kind(Object(optional=SPECIAL_TOKENS), size=16 * MIB)
 
 # Of adapters as PEFT writes them, what we read.
+LAYER = Int(0, LAYERS.high)
 ADAPTER_CONFIG = Kind(
     Object(
         required={
@@ -68,6 +69,12 @@ ADAPTER_CONFIG = Kind(
             "use_rslora": optional(Flag()),
             "use_dora": optional(Flag()),
             "bias": NAME,
+            "target_modules": either(Null(), Text(), List(NAME)),
+            "exclude_modules": either(Null(), Text(), List(NAME)),
+            "layers_to_transform": either(Null(), LAYER, List(LAYER)),
+            "layers_pattern": either(Null(), NAME, List(NAME)),
+            "init_lora_weights": either(Null(), Flag(), NAME),
+            "lora_dropout": optional(Real(0, 1)),
         },
     ),
     size=MIB,

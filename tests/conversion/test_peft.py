@@ -15,10 +15,11 @@ import torch
 import transformers
 import wide
 from models import Tiny, build, load
+from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
 from safetensors.torch import save_file
 from tinyrun import dolmen
 
-from dolmen.conversion import adapters
+from dolmen.conversion import adapters, peft_config
 from dolmen.conversion import peft as folders
 from dolmen.conversion.source import load_weights, open_source
 from dolmen.core.errors import BadInput
@@ -245,6 +246,55 @@ def change(folder, **fields):
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
+REACHES = [
+    dict(target_modules=["q_proj"]),
+    dict(target_modules=["proj", "self_attn.q_proj", "model.layers.1.mlp.gate"]),
+    dict(target_modules=ALL, exclude_modules=["layers.0.self_attn.q_proj", "lm_head"]),
+    dict(target_modules=["q_proj"], layers_to_transform=1),
+    dict(target_modules=["q_proj"], layers_to_transform=0),
+    dict(target_modules=["q_proj"], layers_to_transform=[]),
+    dict(target_modules=["model.layers.0.self_attn.q_proj", "q_proj"], layers_to_transform=[1]),
+    dict(target_modules=["up_proj", "lm_head", "c_attn"], layers_to_transform=[1, 12]),
+    dict(target_modules=["up_proj"], layers_to_transform=[1], layers_pattern="experts"),
+    dict(target_modules=["up_proj", "c_attn"], layers_to_transform=[1], layers_pattern=["h", "x"]),
+    dict(target_modules=["c_attn"], layers_to_transform=[0], layers_pattern=["h", "layers"]),
+]
+
+
+@pytest.mark.parametrize("asked", REACHES)
+def test_the_modules_that_adapters_are_beside_are_those_of_peft(asked, tmp_path):
+    modules = [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1, 12)]
+    modules += [f"model.layers.{i}.mlp.experts.1.up_proj" for i in (0, 1)]
+    modules += [
+        "model.layers.1.mlp.gate",
+        "lm_head",
+        "q_proj",
+        "h.0.c_attn",
+        "transformer.h.0.c_attn",
+    ]
+    config, reach = peft.LoraConfig(**asked), peft_config.Reach(tmp_path, asked)
+    for module in modules:
+        found = check_target_module_exists(config, module)
+        if found and not isinstance(found, _ExcludedModule):
+            reach.check(module)
+        else:
+            with pytest.raises(Refused, match=module):
+                reach.check(module)
+
+
+def test_what_is_said_of_modules_and_not_understood_is_refused(tmp_path):
+    for asked, said in (
+        (dict(target_modules=ALL, exclude_modules=".*"), "exclude_modules is a regular"),
+        (
+            dict(target_modules=".*", layers_to_transform=[0]),
+            "beside a target_modules that is text",
+        ),
+        (dict(layers_to_transform=[0], layers_pattern="(a+)+"), r"layers_pattern is \(a"),
+    ):
+        with pytest.raises(Refused, match=said):
+            peft_config.Reach(tmp_path, asked).check("model.layers.0.self_attn.q_proj")
+
+
 def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
     theirs(tmp_path / "first", *CASES[0])
     model = open_source(tmp_path / "first/base").model
@@ -258,6 +308,21 @@ def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
             (dict(r=5), "rank 5 beside"),
             (dict(r=0), "r is 0"),
             (dict(lora_alpha="x"), "lora_alpha"),
+            (dict(kasa_config={}), "has kasa_config"),
+            (dict(velora_config={"rank": 1}), "has velora_config"),
+            (dict(monteclora_config={}), "has monteclora_config"),
+            (dict(use_bdlora={"nblocks": 2}), "has use_bdlora"),
+            (dict(of_tomorrow_config={"a": 1}), "has of_tomorrow_config"),
+            (dict(use_of_tomorrow=True), "has use_of_tomorrow"),
+            (dict(target_modules=5), "target_modules is 5"),
+            (dict(init_lora_weights={"a": 1}), "init_lora_weights is"),
+            (dict(lora_dropout="x"), "lora_dropout is 'x'"),
+            (dict(target_modules=["v_proj"]), r"target_modules does not name .*: add .*_proj to"),
+            (
+                dict(layers_to_transform=[1]),
+                r"layers_to_transform does .* model\.layers\.0\..* add 0",
+            ),
+            (dict(exclude_modules=["o_proj"]), r"exclude_modules names .*o_proj"),
         ]
     ):
         made = tmp_path / str(number)
@@ -265,6 +330,18 @@ def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
         change(made, **fields)
         with pytest.raises(Refused, match=said):
             folders.read(made / "adapter", model)
+    for number, fields in enumerate(
+        (
+            dict(target_modules="all-linear", kasa_config=None, of_tomorrow_config={}),
+            dict(target_modules=r"(a+)+$", loftq_config={"loftq_bits": 4}, use_of_tomorrow=False),
+            dict(layers_to_transform=[0, 1], exclude_modules=["lm_head"], layers_pattern="layers"),
+            dict(init_lora_weights="gaussian", lora_dropout=0.1, target_modules=None),
+        )
+    ):
+        made = tmp_path / f"good{number}"
+        shutil.copytree(tmp_path / "first", made)
+        change(made, **fields)
+        assert len(folders.read(made / "adapter", model).form.targets) == 2 * len(ALL)
     file = tmp_path / "first/adapter" / folders.WEIGHTS
     names = [n for n in safetensors.read_header(file) if "layers.1.self_attn.q_proj.lora_B" in n]
     assert len(names) == 1
