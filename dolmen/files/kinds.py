@@ -291,7 +291,9 @@ CORPUS = Kind(
 # A chat, in one of three forms, which their fields tell apart.
 SPOKEN = List(Object(required={"role": Text(longest=64), "content": optional(Text())}), shortest=1)
 SHARED = List(Object(required={"from": Text(longest=64), "value": optional(Text())}), shortest=1)
-BESIDE = {"weight": optional(Real(0)), "system": optional(Text())}
+# Of what is multiplied with losses: float32, in which that is, ends at 3.4e38.
+TIMES_A_LOSS = 1e30
+BESIDE = {"weight": optional(Real(0, TIMES_A_LOSS)), "system": optional(Text())}
 CHAT_ROWS = {
     "messages": Object(required={"messages": SPOKEN}, optional=BESIDE),
     "conversations": Object(required={"conversations": SHARED}, optional=BESIDE),
@@ -302,7 +304,11 @@ CHAT_ROWS = {
 }
 PAIR_ROW = Object(
     required={name: either(Text(), SPOKEN) for name in ("chosen", "rejected")},
-    optional={"prompt": either(Text(), SPOKEN), "system": Text(), "margin": Real()},
+    optional={
+        "prompt": either(Text(), SPOKEN),
+        "system": Text(),
+        "margin": Real(-TIMES_A_LOSS, TIMES_A_LOSS),
+    },
 )
 COMPLETION_ROW = Object(
     required={"completion": either(Text(), SPOKEN), "label": either(Flag(), Int(0, 1))},

@@ -1,6 +1,5 @@
 """What a run may be told of what it is trained to. Knows nothing of torch."""
 
-import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -13,6 +12,8 @@ Single = Literal["kto"]
 """Kinds of answers that are wanted or not, one by one."""
 SIMPO_MARGIN = 0.5
 WEIGHTS = ("desirable_weight", "undesirable_weight")
+LARGEST = 1e30
+"""Of what is multiplied with losses, which are float32 and end at 3.4e38."""
 
 
 OWN = {
@@ -98,8 +99,11 @@ class ObjectiveConfig:
             )
         for name in ("margin", "center", *WEIGHTS):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"objective.{name} is {value}: it must be finite and at least 0")
+            if value is not None and not 0 <= value <= LARGEST:
+                raise ValueError(
+                    f"objective.{name} is {value}: it must be finite, at least 0 and at most "
+                    f"{LARGEST:g}"
+                )
 
     @property
     def compares(self) -> bool:
@@ -124,15 +128,17 @@ def check_dpo(beta: float, kind: str, label_smoothing: float, rpo_alpha: float =
     known = (*get_args(Kind), *get_args(Alone), *get_args(Single))
     if kind not in known:
         raise ValueError(f"kind is {kind!r}: it must be one of {known}")
-    if not (math.isfinite(beta) and beta > 0):
-        raise ValueError(f"beta is {beta}: it must be over 0")
+    if not 0 < beta <= LARGEST:
+        raise ValueError(f"beta is {beta}: it must be over 0 and at most {LARGEST:g}")
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(
             f"label_smoothing is {label_smoothing}: it is the share of pairs the wrong way round, "
             "so it must be 0 or more and below 0.5"
         )
-    if not (math.isfinite(rpo_alpha) and rpo_alpha >= 0):
-        raise ValueError(f"rpo_alpha is {rpo_alpha}: it must be finite and at least 0")
+    if not 0 <= rpo_alpha <= LARGEST:
+        raise ValueError(
+            f"rpo_alpha is {rpo_alpha}: it must be finite, at least 0 and at most {LARGEST:g}"
+        )
     if rpo_alpha and kind not in get_args(Kind):
         raise ValueError(
             f"rpo_alpha ({rpo_alpha}) is of {', '.join(get_args(Kind))}, and kind is {kind}: leave "

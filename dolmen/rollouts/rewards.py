@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dolmen.core.words import cut
 from dolmen.rollouts.apart import Apart, check_name
+from dolmen.rollouts.judge import LARGEST
 
 NUMERIC = re.compile(r"\d+\.?\d*|\.\d+")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -130,10 +132,13 @@ def weighted(rewards: Sequence[str]) -> list[tuple[float, str]]:
         weight, _, name = asked.partition(":")
         if NUMERIC.fullmatch(weight) is None:
             found.append((1.0, asked))
-        elif float(weight) > 0 and name:
+        elif 0 < float(weight) <= LARGEST and name:
             found.append((float(weight), name))
         else:
-            raise ValueError(f"reward is {asked}: WEIGHT:REWARD has a weight over 0, and a reward")
+            raise ValueError(
+                f"reward is {cut(asked)}: WEIGHT:REWARD has a weight over 0, at most {LARGEST:g}, "
+                "and a reward"
+            )
     return found
 
 

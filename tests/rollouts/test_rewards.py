@@ -100,8 +100,8 @@ def test_weights_are_spelled_as_those_of_data():
     asked = ["0.7:gsm8k", "regex:^a:b", "2:judges:length", ".5:runs/reward"]
     names = ["gsm8k", "regex:^a:b", "judges:length", "runs/reward"]
     assert weighted(asked) == list(zip((0.7, 1, 2, 0.5), names, strict=True))
-    for asked in ("0:exact", "1:"):
-        with pytest.raises(ValueError, match="a weight over 0, and a reward"):
+    for asked in ("0:exact", "1:", f"{10**16}:exact", f"{'9' * 400}:exact"):
+        with pytest.raises(ValueError, match="a weight over 0, at most 1e[+]15, and a reward"):
             weighted([asked])
 
 

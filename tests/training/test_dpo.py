@@ -94,6 +94,7 @@ def test_what_a_pair_is_read_as():
         ({"chosen": "a", "rejected": "b"}, "`chosen` is no answer .* give `prompt`"),
         ({"prompt": "q", "chosen": 7, "rejected": "b"}, "chosen is 7"),
         ({"prompt": "q", "chosen": "a", "rejected": [{"role": "user", "content": "b"}]}, "`rejec"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": -1e300}, r"margin is -1e[+]300"),
     ],
 )
 def test_what_is_no_pair_is_refused_by_its_row(row, told):
@@ -271,6 +272,8 @@ def test_other_kinds(pairs, tmp_path, kind):
         (("--objective.label-smoothing", 0.5), "label_smoothing is 0.5"),
         (("--objective.beta", 0), "beta is 0.0"),
         (("--objective.rpo-alpha", -1), "rpo_alpha is -1.0"),
+        (("--objective.rpo-alpha", 1e300), "rpo_alpha is 1e+300"),
+        (("--objective.beta", 1e300), "beta is 1e+300"),
         (("--objective.rpo-alpha", 1, "--objective.kind", "orpo"), "kind is orpo"),
     ],
 )
