@@ -48,7 +48,14 @@ def turned(function: Callable[..., str | None], asked: dict[str, Any]) -> Reply:
     turn = function(asked["prompt"], asked["turns"], asked["row"])
     if turn is not None and not isinstance(turn, str):
         return {"failed": f"it gave {type(turn).__name__}, not a text or None"}
+    if turn is not None and turn != _writable(turn):
+        return {"failed": "it gave half a character (a lone surrogate)"}
     return {"turn": turn}
+
+
+def _writable(text: str) -> str:
+    """With half characters, which no tokenizer and no terminal takes, as Python writes them."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 KINDS = {"reward": judged, "turn": turned}
@@ -59,7 +66,7 @@ def replied(kind: str, function: Callable[..., Any], line: str) -> Reply:
     try:
         return KINDS[kind](function, json.loads(line))
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:400]}
+        return {"failed": _writable(f"{type(error).__name__}: {error}"[:400])}
 
 
 def main(kind: str, name: str, reply_to: int) -> None:

@@ -39,3 +39,9 @@ def calculator(prompt, turns, row):
 
 def says_a_number(prompt, turns, row):
     return 7
+
+
+def says_half_a_character(prompt, turns, row):
+    if turns == ["raise"]:
+        raise ValueError("\ud800")
+    return "é\ud800"

@@ -144,5 +144,8 @@ def test_an_environment_is_a_process_of_its_own(monkeypatch):
         assert environment(prompt, ["x"]).why.startswith("judges:calculator: ValueError")
     with Function("judges:says_a_number", 20.0) as environment:
         assert "it gave int, not a text or None" in environment(prompt, ["x"]).why
+    with Function("judges:says_half_a_character", 20.0) as environment:
+        assert "it gave half a character" in environment(prompt, ["x"]).why
+        assert environment(prompt, ["raise"]).why.endswith(r"ValueError: \ud800")  # to be printed
     with pytest.raises(ValueError, match="turn judges:absent: judges has no function absent"):
         Function("judges:absent", 20.0)(prompt, ["x"])
