@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsFloat
 
 
 def named(name: str) -> Callable[..., Any]:
@@ -36,9 +36,13 @@ Reply = dict[str, float | str | None]
 LARGEST = 1e15
 
 
-def judged(function: Callable[..., float], asked: dict[str, Any]) -> Reply:
-    """How good an answer is."""
-    reward = float(function(asked["prompt"], asked["answer"], asked["row"]))
+def judged(function: Callable[..., object], asked: dict[str, Any]) -> Reply:
+    """How good an answer is: a number, of Python or another library; text and a bool are none."""
+    found = function(asked["prompt"], asked["answer"], asked["row"])
+    kind = type(found).__name__  # numpy's bool is none of Python's
+    if not isinstance(found, SupportsFloat) or kind.startswith("bool"):
+        return {"failed": f"it gave {kind}, not a number"}
+    reward = float(found)
     # rewards are squared in fp32, for their deviation
     return {"reward": reward} if abs(reward) < LARGEST else {"failed": f"it gave {reward}"}
 

@@ -2,6 +2,9 @@
 
 import os
 import time
+from fractions import Fraction
+
+import numpy as np
 
 
 def length(prompt, answer, row):
@@ -21,6 +24,23 @@ def hangs(prompt, answer, row):
 
 def nothing(prompt, answer, row):
     return float("nan")
+
+
+VALUES = {
+    "text": "0.5",
+    "true": True,
+    "none": None,
+    "list": [1.0],
+    "bool of numpy": np.True_,
+    "numpy": np.float32(0.5),
+    "integer of numpy": np.int64(2),
+    "fraction": Fraction(1, 2),
+    "large": 10**400,
+}
+
+
+def value(prompt, answer, row):
+    return VALUES[answer]
 
 
 def leaves(prompt, answer, row):

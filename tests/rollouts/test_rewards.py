@@ -70,6 +70,25 @@ def test_what_gives_no_reward_has_failed(name, why):
 
 
 @pytest.mark.spawn
+def test_a_reward_is_a_number_and_no_text_or_bool():
+    with judge_of("judges:value", 20.0) as judge:
+        for text, why in (
+            ("text", "it gave str, not a number"),
+            ("true", "it gave bool, not a number"),
+            ("none", "it gave NoneType, not a number"),
+            ("list", "it gave list, not a number"),
+            ("bool of numpy", "it gave bool"),
+            ("large", "OverflowError"),
+        ):
+            found = judge(Answer("?", text, {}))
+            assert found.reward is None and why in found.why, text
+        given = [
+            judge(Answer("?", t, {})).reward for t in ("numpy", "integer of numpy", "fraction")
+        ]
+    assert given == [0.5, 2.0, 0.5]
+
+
+@pytest.mark.spawn
 def test_what_takes_too_long_has_failed_and_what_comes_after_has_not():
     with judge_of("judges:hangs", 0.5) as judge:
         said = [judge(Answer("?", text, {})).reward for text in ("quick", "slow", "quick")]
