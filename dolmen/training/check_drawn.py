@@ -31,13 +31,7 @@ def check_drawn(run: RunConfig) -> None:
             "prompts, and of a reward of answers to them (--reward exact, gsm8k, stub, "
             "regex:PATTERN, MODULE:FUNCTION or the folder of a reward model)"
         )
-    if run.environment is not None:
-        apart.check_name(run.environment, "environment")
-    for _, name in rewards.weighted(run.reward):
-        if rewards.is_model(name):
-            check_reward_model(run, name)
-        else:
-            rewards.judge_of(name, run.rollout.limit_seconds)
+    _check_judges(run)
     if run.objective.name == "grpo":
         check_compared(run.rollout)
     if run.rollout.taught and (run.reward or run.objective.reference is None):
@@ -58,23 +52,45 @@ def check_drawn(run: RunConfig) -> None:
             f"rollout.temperature ({run.rollout.temperature}) is not for logits with a soft cap "
             f"({run.tree.head.soft_cap}): use 1"
         )
-    if run.rollout.routing_replay and not run.tree.experts:
+    if run.rollout.routing_replay:
+        _check_replay(run)
+    _check_layout(run)
+
+
+def _check_judges(run: RunConfig) -> None:
+    """Raises ValueError for an environment or a reward that is none."""
+    if run.environment is not None:
+        apart.check_name(run.environment, "environment")
+    for _, name in rewards.weighted(run.reward):
+        if rewards.is_model(name):
+            check_reward_model(run, name)
+        else:
+            rewards.judge_of(name, run.rollout.limit_seconds)
+
+
+def _check_replay(run: RunConfig) -> None:
+    """Raises ValueError where routers have no choice that could be made again."""
+    if not run.tree.experts:
         raise ValueError(
             "rollout.routing-replay keeps which experts tokens go to, and the model has none: "
             "leave it out"
         )
-    if run.rollout.routing_replay and run.train.compile:
+    if run.train.compile:
         raise ValueError(
             "rollout.routing-replay looks into layers that train.compile makes one program of: "
             "leave one of the two out"
         )
     router = run.train.router
-    if run.rollout.routing_replay and router.balance == "bias" and router.bias_rate:
+    if router.balance == "bias" and router.bias_rate:
         raise ValueError(
             "rollout.routing-replay keeps which experts tokens go to for a whole phase, and "
             f"train.router.balance bias would move by {router.bias_rate:g} in each update what "
             "none of them follows: use --train.router.balance loss, or --train.router.bias-rate 0"
         )
+
+
+def _check_layout(run: RunConfig) -> None:
+    """Raises ValueError where --rollout.tp does not divide the processes, or the model."""
     world, tp = run.layout.world, run.rollout.tp or run.layout.tp
     if world % tp:
         raise ValueError(
