@@ -25,10 +25,10 @@ from dolmen.files.safetensors import Spec
 from dolmen.model.tree import Adapter, Tree
 from dolmen.model.tree.adapter import magnitude_of, scale_of
 from dolmen.ops import int8
+from dolmen.optim.optimizer import MODEL
 from dolmen.parallel import product, tensor
 
-KIND = "model/"  # what the names of parameters begin with, beside those of their moments
-CRITIC = "critic."  # and before that, those of all that is a critic's (training/state.py)
+CRITIC = "critic."  # what the names of all that is a critic's begin with, in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RunCheckpoint(WeightsAlone):
 
     @property
     def _kind(self) -> str:
-        return f"{self.part}{KIND}"
+        return f"{self.part}{MODEL}"
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:

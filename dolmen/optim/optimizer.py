@@ -28,6 +28,8 @@ RULES: dict[Name, dict[Role, Rule]] = {
     "muon": {**dict.fromkeys(get_args(Role), "adamw"), "matrix": "muon", "expert": "muon"},
 }
 """A router is AdamW's: its rows are classes, as those of a head are."""
+
+MODEL = "model/"  # what the names of parameters begin with, beside those of their moments
 KINDS: dict[Rule, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": muon.KINDS}
 """Of the tensors that a rule keeps of each parameter."""
 
@@ -138,7 +140,7 @@ def tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     `set_step`.
     """
     kinds = {p: group["kinds"] for group in optimizer.param_groups for p in group["params"]}
-    out: dict[str, Tensor] = {f"model/{n}": p for n, p in model.named_parameters()}
+    out: dict[str, Tensor] = {f"{MODEL}{n}": p for n, p in model.named_parameters()}
     for name, p in model.named_parameters():
         if p.requires_grad:
             for kind in kinds[p]:
@@ -175,7 +177,7 @@ def names(leaves: Leaves, name: Name) -> set[str]:
         if leaf.trained
         for kind in KINDS[RULES[name][leaf.role]]
     }
-    return trained | {f"model/{n}" for n in leaves}
+    return trained | {f"{MODEL}{n}" for n in leaves}
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:

@@ -21,10 +21,9 @@ from dolmen.checkpoint.store import Checkpoints
 from dolmen.core import collectives, groups, state
 from dolmen.core.mesh import Mesh
 from dolmen.optim.config import OptimizerConfig
-from dolmen.optim.optimizer import KINDS, AdamW
+from dolmen.optim.optimizer import KINDS, MODEL, AdamW
 from dolmen.parallel import data
 
-MODEL = "model/"
 NUMBERS = "numbers"
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from dolmen.conversion.checkpoint import CRITIC
 from dolmen.model.decoder import Decoder
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.objective import Objective, check
@@ -17,8 +18,6 @@ from dolmen.rollouts.coefficient import Coefficient
 from dolmen.training.new_rows import NewRows
 from dolmen.training.pretraining import Text
 from dolmen.training.spike import SpikePolicy
-
-CRITIC = "critic."  # what the names of a critic's tensors begin with, in a checkpoint
 
 
 @dataclass
