@@ -22,9 +22,12 @@ from dolmen.model.split import Split
 from dolmen.model.tree import Tree
 from dolmen.ops import loss
 from dolmen.parallel import tensor
-from dolmen.parallel.entropy import with_entropy
 from dolmen.parallel.laid_out import LaidOut
-from dolmen.parallel.log_probabilities import log_probabilities, with_likeliest
+from dolmen.parallel.log_probabilities import (
+    log_probabilities,
+    log_probabilities_and_argmax,
+    log_probabilities_and_entropy,
+)
 from dolmen.parallel.loss import linear_cross_entropy
 from dolmen.parallel.tensor import Linear
 
@@ -171,7 +174,7 @@ class Logits(Head):
         """`log_probabilities`, and the entropy of each token's distribution, 0 where its label is
         IGNORED.
         """
-        found, entropy = self._of_labels(with_entropy, hidden, labels, temperature)
+        found, entropy = self._of_labels(log_probabilities_and_entropy, hidden, labels, temperature)
         return found.view(self.sequences, -1), entropy.view(self.sequences, -1)
 
     def foretold(
@@ -180,7 +183,7 @@ class Logits(Head):
         """`log_probabilities`, and the likeliest token of all in the place of each label; without
         gradients.
         """
-        found, likeliest = self._of_labels(with_likeliest, hidden, labels)
+        found, likeliest = self._of_labels(log_probabilities_and_argmax, hidden, labels)
         return found.view(self.sequences, -1), likeliest.view(self.sequences, -1)
 
     def _of_labels(

@@ -1,14 +1,18 @@
-"""The log-probability of each token's label over the vocabulary-parallel weight: what scores text,
-and what objectives are made of that weigh tokens by what they turn out to be (DPO, PPO).
+"""Log-probability of each token's label over the vocabulary-parallel weight, and on request the
+entropy of the distribution: what scores text, and what preference and policy losses are built on.
 
-The gradient that will arrive is not known in forward, as that of a sum of losses is
-(parallel/loss.py). So forward keeps one number per token, the logarithm of the sum of exponentials,
-and backward forms the logits of a chunk of tokens once more. [tokens, vocabulary] is never held.
+The upstream gradient is not known in forward, as it is for a sum of losses (parallel/loss.py). So
+forward keeps one number per token, the log of the sum of exponentials (two with the entropy), and
+backward recomputes the logits one chunk of tokens at a time. [tokens, vocabulary] is never held.
 
     forward            X [tokens, hidden] = enter(x), logits [tokens, rows] = X W^T + b
                        with a soft cap, logits = cap tanh(logits / cap), slope = 1 - tanh^2
-                       p [tokens] = logits[label] - z, z = log(sum of e^logits)
-    of the logits      dlogits [tokens, rows] = g (onehot - e^(logits - z)), times slope
+                       l = log p [tokens, rows] = logits - z, z = log(sum of e^logits)
+                       out [tokens] = l[label]
+                       H [tokens] = -(sum of p l) = log(sum of e) - (sum of e log e) / (sum of e),
+                       e = e^(logits - maximum)
+    of the logits      dlogits [tokens, rows] = g (onehot - p) - h p (l + H), times slope,
+                       where g is the gradient of out and h that of H
     input gradient     dX [tokens, hidden] = dlogits W, then the backward of `enter`
     weight gradient    dW [rows, hidden] = dlogits^T X, db [rows] = sum of dlogits over tokens
 """
@@ -35,34 +39,53 @@ class _LogProbabilities(Function):
         bias: Tensor | None,
         labels: Tensor,
         call: Call,
-    ) -> Tensor:
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         entered, wide = call.tp.entered(x), torch.promote_types(x.dtype, torch.float32)
         out = torch.empty(labels.shape, dtype=wide, device=x.device)
         normalizer = torch.empty_like(out)
+        entropy = torch.empty_like(out) if with_entropy else None
         for rows in call.chunks(len(labels), len(weight)):
             logits, _ = logits_and_slope(entered[rows], weight, wide, call.soft_cap, bias)
-            maximum, _, sums, target = combined(logits, labels[rows], call.first, call.tp.axis)
-            out[rows] = torch.where(labels[rows] == loss.IGNORED, 0.0, target - sums.log())
+            maximum, e, sums, target = combined(logits, labels[rows], call.first, call.tp.axis)
+            out[rows] = (target - sums.log()).masked_fill(labels[rows] == loss.IGNORED, 0.0)
             normalizer[rows] = maximum + sums.log()
+            if entropy is not None:
+                e_log_e = collectives.reduce_scalar(torch.special.entr(e).sum(-1), call.tp.axis)
+                entropy[rows] = sums.log() + e_log_e / sums
         ctx.kept = call
-        ctx.save_for_backward(x, weight, bias, labels, normalizer)
-        return out
+        ctx.save_for_backward(x, weight, bias, labels, normalizer, entropy)
+        if entropy is not None:
+            entropy = entropy.masked_fill(labels == loss.IGNORED, 0.0)
+        return out, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[Call], g: Tensor) -> tuple[Tensor | None, ...]:
-        (x, weight, bias, labels, normalizer), call = ctx.saved_tensors, ctx.kept
+    def backward(ctx: Context[Call], g: Tensor, h: Tensor | None) -> tuple[Tensor | None, ...]:
+        (x, weight, bias, labels, normalizer, entropy), call = ctx.saved_tensors, ctx.kept
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         entered, one = call.tp.entered(x), torch.ones_like(normalizer)
+        if entropy is not None and h is not None:
+            h = h.masked_fill(labels == loss.IGNORED, 0.0)
         dx = torch.empty_like(entered) if wants_dx else None
         dw = torch.zeros_like(weight, dtype=normalizer.dtype) if wants_dw else None
         db = torch.zeros_like(weight[:, 0], dtype=normalizer.dtype) if wants_db else None
         for rows in call.chunks(len(labels), len(weight)):
-            made = entered[rows], weight, normalizer.dtype, call.soft_cap, bias
-            logits, slope = logits_and_slope(*made)
-            p = logits.sub_(normalizer[rows, None]).exp_()
+            logits, slope = logits_and_slope(
+                entered[rows], weight, normalizer.dtype, call.soft_cap, bias
+            )
+            log_p = logits.sub_(normalizer[rows, None])
+            if entropy is None or h is None:
+                p, of_entropy = log_p.exp_(), None
+            else:
+                p = log_p.exp()
+                of_entropy = log_p.add_(entropy[rows, None]).mul_(p).mul_(-h[rows, None])
+                if slope is not None:
+                    of_entropy *= slope
             chunk = labels[rows], call.first, x.dtype, slope, -g[rows]
             dlogits = loss.gradient(p, one[rows], *chunk)
+            if of_entropy is not None:
+                dlogits.add_(of_entropy)
             if dx is not None:
                 dx[rows] = dlogits @ weight
             if dw is not None:
@@ -71,7 +94,7 @@ class _LogProbabilities(Function):
                 db += dlogits.sum(0)
         if dx is not None:
             dx = call.tp.finish_back(call.tp.start_back(dx))
-        return dx, *(None if d is None else d.to(weight.dtype) for d in (dw, db)), None, None
+        return dx, *(None if d is None else d.to(weight.dtype) for d in (dw, db)), *[None] * 3
 
 
 @ranges.marked("loss")
@@ -85,15 +108,34 @@ def log_probabilities(
     soft_cap: float | None = None,
     bias: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """log softmax(x W^T + b)[label] of each token, fp32 (fp64 for fp64 input), I@tp; 0 for a label
-    that is IGNORED. Arguments are those of `linear_cross_entropy`, which is the faster for a sum.
+    """Return log softmax(x W^T + b)[label] of each token, fp32 (fp64 for fp64 input), I@tp; 0 for
+    a label that is IGNORED. Arguments are those of `linear_cross_entropy`, which is faster for a
+    sum.
     """
     call = Call(vocab_size, tp, at_once, soft_cap)
-    return _LogProbabilities.apply(x, weight, bias, labels, call)
+    return _LogProbabilities.apply(x, weight, bias, labels, call, False)[0]
 
 
 @ranges.marked("loss")
-def with_likeliest(
+def log_probabilities_and_entropy(
+    x: Float[Tensor, "here hidden"],
+    weight: Float[Tensor, "rows hidden"],
+    labels: Int64[Tensor, " tokens"],
+    vocab_size: int,
+    tp: TensorParallel,
+    at_once: int = Kernels().logits_at_once,
+    soft_cap: float | None = None,
+    bias: Float[Tensor, " rows"] | None = None,
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """Return `log_probabilities` and the entropy in nats of softmax(x W^T + b), both with
+    gradients, I@tp, and 0 where the label is IGNORED.
+    """
+    call = Call(vocab_size, tp, at_once, soft_cap)
+    return _LogProbabilities.apply(x, weight, bias, labels, call, True)
+
+
+@ranges.marked("loss")
+def log_probabilities_and_argmax(
     x: Float[Tensor, "here hidden"],
     weight: Float[Tensor, "rows hidden"],
     labels: Int64[Tensor, " tokens"],
@@ -103,19 +145,19 @@ def with_likeliest(
     soft_cap: float | None = None,
     bias: Float[Tensor, " rows"] | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Int64[Tensor, " tokens"]]:
-    """`log_probabilities`, without gradients, and the token whose logit is the largest, the first
-    where several are, as torch.argmax has it: I@tp, both of one visit of the logits.
+    """Return `log_probabilities`, without gradients, and the token with the largest logit (the
+    first of several equal ones, as torch.argmax), I@tp, from one pass over the logits.
     """
     call = Call(vocab_size, tp, at_once, soft_cap)
     entered, wide = tp.entered(x), torch.promote_types(x.dtype, torch.float32)
     out = torch.empty(labels.shape, dtype=wide, device=x.device)
-    likeliest = torch.empty_like(labels)
+    argmax = torch.empty_like(labels)
     for rows in call.chunks(len(labels), len(weight)):
         logits, _ = logits_and_slope(entered[rows], weight, wide, soft_cap, bias)
-        own, at = logits.max(-1)
+        local_maximum, at = logits.max(-1)
         maximum, _, sums, target = combined(logits, labels[rows], call.first, tp.axis)
         out[rows] = (target - sums.log()).masked_fill(labels[rows] == loss.IGNORED, 0.0)
-        # the smallest id of those ranks that have the maximum
-        at = torch.where(own == maximum, at + call.first, vocab_size)
-        likeliest[rows] = collectives.reduce_scalar(at, tp.axis, "min")
-    return out, likeliest
+        # of the ranks that hold the maximum, the smallest token id
+        at = torch.where(local_maximum == maximum, at + call.first, vocab_size)
+        argmax[rows] = collectives.reduce_scalar(at, tp.axis, "min")
+    return out, argmax
