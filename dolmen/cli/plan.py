@@ -10,13 +10,12 @@ from dolmen.cli.options import PlanOptions
 from dolmen.core.errors import BadInput, message
 from dolmen.core.log import console
 from dolmen.files import write
-from dolmen.planning import answer, calibrate, outputs, search
+from dolmen.planning import answer, outputs, search
 from dolmen.planning.config import PlanConfig, PlanRequest
 from dolmen.planning.fleets import with_fleets
 from dolmen.planning.hardware import LOCAL, measured_at
 from dolmen.planning.inference import inference
 from dolmen.planning.plan import Plan
-from dolmen.planning.published import read_rows
 from dolmen.planning.question import Question
 from dolmen.planning.report import write_report
 from dolmen.recipes.named import planned
@@ -24,8 +23,8 @@ from dolmen.recipes.named import planned
 
 def run(options: PlanOptions) -> int:
     try:
-        if options.measure or options.calibrate is not None:
-            return beforehand(options)
+        if options.measure:
+            return measure_here()
         request = asked(options)
         if request.asked.inference:
             return generation(request)
@@ -41,16 +40,12 @@ def run(options: PlanOptions) -> int:
     return 0
 
 
-def beforehand(options: PlanOptions) -> int:
-    """What needs no model. Raises ValueError."""
-    if options.calibrate is not None:
-        for line in calibrate.told(calibrate.calibrate(read_rows([options.calibrate]))):
-            print(line)
-    if options.measure:
-        # torch takes a second to import, and no other plan needs it
-        from dolmen.planning.measure import measure
+def measure_here() -> int:
+    """Measure this machine and write it as the cluster `local`."""
+    # torch takes a second to import, and no other plan needs it
+    from dolmen.planning.measure import measure
 
-        print(f"wrote {measure(measured_at())}: dolmen plan MODEL --cluster {LOCAL}")
+    print(f"wrote {measure(measured_at())}: dolmen plan MODEL --cluster {LOCAL}")
     return 0
 
 

@@ -490,12 +490,9 @@ CLUSTER = Kind(
     size=MIB,
     depth=5,
 )
-CALIBRATION = Kind(
+PREDICTION_ERRORS = Kind(
     Object(
-        required={
-            "factors": Map(Row((Real(0, 100, above=True),) * 3)),
-            "errors": List(Row((Text(longest=1024), NAME, NAME, Real(-10, 10)))),
-        },
+        required={"errors": List(Row((Text(longest=1024), NAME, NAME, Real(-10, 10))))},
         rest=None,
     ),
     depth=4,

@@ -124,9 +124,6 @@ class PlanConfig:
     """Folder to write an HTML page to."""
     measure: bool = False
     """Measure this machine, as the cluster `local`, for some seconds. Needs no model."""
-    calibrate: str | None = None
-    """CSV file of measured runs, in the columns of those that dolmen has: say how each differs from
-    what is predicted, and which efficiencies of its device would be nearer. Needs no model."""
     inference: bool = False
     """Memory and bandwidth of weights and cache for generation, in place of training."""
     batch: int = 1
@@ -135,7 +132,7 @@ class PlanConfig:
     """Of inference: tokens of each text. Unset: the model's longest."""
 
     def __post_init__(self):
-        for name in ("json", "as_recipe", "report", "cluster", "calibrate"):
+        for name in ("json", "as_recipe", "report", "cluster"):
             refuse_empty(name.replace("_", "-"), getattr(self, name))
         for name, least in (("top", 1), ("batch", 1), ("length", 1)):
             value = getattr(self, name)

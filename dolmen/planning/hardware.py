@@ -2,7 +2,8 @@
 number is from (devices/, clusters/; a user's own has the same fields).
 
 Two kinds of numbers are in them. Constants are of the datasheet: peaks, bytes per second, sizes.
-Efficiencies are the few shares of them that programs reach; calibration fits these (calibrate.py).
+Efficiencies are the few shares of them that programs reach (fitted by
+`python -m benchmarks.planning.calibrate`).
 """
 
 import re

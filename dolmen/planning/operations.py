@@ -1,6 +1,6 @@
 """The rows that a dry run would count, in closed form: what a program is, what a rank has of a
 microbatch, and the rows of one operation. blocks.py and ends.py put a step together of them; for
-ours, by the hundred thousand layouts, and for programs that cannot be run here (programs.py).
+ours, by the hundred thousand layouts, and for those of published runs (benchmarks/planning).
 """
 
 from collections.abc import Iterable

@@ -9,11 +9,10 @@ from typing import Any
 
 from dolmen.core.config import from_dict, to_dict
 from dolmen.model.layout import Layout
-from dolmen.planning.calibrate import shipped
 from dolmen.planning.capacity import Capacity
-from dolmen.planning.compared import known_as
 from dolmen.planning.config import PlanRequest
 from dolmen.planning.hardware import Cluster, read_cluster
+from dolmen.planning.prediction_error import error_group, read_errors
 from dolmen.planning.pricing import Pricing
 from dolmen.planning.space import Choice, Pins, Space
 from dolmen.training.config import RunConfig, TrainConfig
@@ -98,8 +97,8 @@ class Question:
     def pricing(self) -> Pricing:
         """What layouts take."""
         dtype = PRODUCTS[self.run.train.dtype]
-        known = known_as(self.cluster.device.name, self.run.tree.experts > 0)
-        spread = shipped().spread(known)
+        group = error_group(self.cluster.device.name, self.run.tree.experts > 0)
+        spread = read_errors().spread(group)
         return Pricing(self.capacity, self.cluster, self.batch, dtype, spread)
 
     def held(self, choice: Choice) -> int:

@@ -221,7 +221,7 @@ OTHERS = {
     "vocab extend": "help tokenizer to init seed window data.path data.text-field",
     "plan": (
         "help cluster top explain dryrun no-dryrun tokens rent node-price years kilowatt-hour "
-        "as-recipe json report measure calibrate inference batch length layout.tp layout.cp "
+        "as-recipe json report measure inference batch length layout.tp layout.cp "
         "layout.pp layout.dp "
         "layout.ep layout.zero "
         "layout.sequence-parallel layout.context layout.schedule layout.virtual-stages "

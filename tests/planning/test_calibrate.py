@@ -5,22 +5,18 @@ import math
 import random
 
 import pytest
-from tinyrun import dolmen
 
-from dolmen.planning.calibrate import (
-    FILE,
-    Calibration,
+from benchmarks.planning.calibrate import (
     Sample,
     applied,
     calibrate,
+    errors_yaml,
     fit,
-    half_width,
-    published,
-    read_calibration,
-    shipped,
-    text_of,
+    main,
+    published_rows,
 )
-from dolmen.planning.published import FOLDER, read_rows
+from benchmarks.planning.published import FOLDER, read_rows
+from dolmen.planning.prediction_error import FILE, PredictionErrors, half_width, read_errors
 
 DRAW = random.Random(3)
 
@@ -64,7 +60,7 @@ def test_half_widths():
 
 def test_a_device_without_rows_is_twice_as_wide():
     errors = tuple((f"r{i}", "paper", "a100", 0.01 * i) for i in range(30))
-    known, unknown = (Calibration({}, errors).spread(device) for device in ("a100", "b300"))
+    known, unknown = (PredictionErrors(errors).spread(device) for device in ("a100", "b300"))
     assert unknown.log == pytest.approx(2 * known.log)
     assert (known.rows, known.device, unknown.device) == (30, True, False)
     assert "n = 30" in known.words and "none of this device" in unknown.words
@@ -72,28 +68,28 @@ def test_a_device_without_rows_is_twice_as_wide():
 
 def test_one_lucky_row_makes_no_device_sure():
     errors = (*((f"r{i}", "paper", "a100", 0.01 * i) for i in range(30)), ("v", "v", "v100", 0.0))
-    calibration = Calibration({}, errors)
+    calibration = PredictionErrors(errors)
     assert calibration.spread("v100").log == calibration.spread("a100").log
 
 
 def test_the_shipped_errors_are_of_the_shipped_rows():
-    """`benchmarks/plan_accuracy.py --write` learns them anew; here, of those that are quick."""
-    measured = {row.row_id for row in published() if row.measured() is not None}
-    assert {error[0] for error in shipped().errors} == measured
-    assert text_of(shipped()) == FILE.read_text()
+    """`python -m benchmarks.planning.accuracy --write` fits them again."""
+    measured = {row.row_id for row in published_rows() if row.measured() is not None}
+    assert {row_id for row_id, *_ in read_errors().rows} == measured
+    assert errors_yaml(read_errors()) == FILE.read_text()
 
 
 def test_a_calibration_is_read_as_it_was_written(tmp_path):
     names = ["korthikanti2022_table4_layer", "megatron_v1_blog"]
     made = calibrate(read_rows([FOLDER / f"{name}.csv" for name in names]))
     file = tmp_path / "errors.yaml"
-    file.write_text(text_of(made))
-    again = read_calibration(file)
-    assert [e[:3] for e in again.errors] == [e[:3] for e in made.errors]
-    assert {len(e) for e in again.errors} == {4} and set(again.factors) == {"a100", "v100"}
+    file.write_text(errors_yaml(made.errors))
+    again = read_errors(file)
+    assert [e[:3] for e in again.rows] == [e[:3] for e in made.errors.rows]
+    assert {len(e) for e in again.rows} == {4} and set(made.factors) == {"a100", "v100"}
 
 
-def test_what_is_not_understood_of_rows_is_told(tmp_path):
+def test_what_is_not_understood_of_rows_is_reported(tmp_path, monkeypatch, capsys):
     """Row by row, by the command, and why nothing is learnt of one."""
     whole = (FOLDER / "megatron_v1_blog.csv").read_text().splitlines()
     with (FOLDER / "megatron_v1_blog.csv").open() as stream:
@@ -104,14 +100,14 @@ def test_what_is_not_understood_of_rows_is_told(tmp_path):
         writer = csv.DictWriter(stream, whole[0].split(","))
         writer.writeheader()
         writer.writerows(rows)
-    told = dolmen("plan", "--calibrate", tmp_path / "rows.csv")
-    assert told.code == 0
-    warnings = [line for line in told.out.splitlines() if line.startswith("warning: ")]
+    monkeypatch.setattr("sys.argv", ["calibrate", str(tmp_path / "rows.csv")])
+    assert main() == 0
+    warnings = [x for x in capsys.readouterr().out.splitlines() if x.startswith("warning: ")]
     assert any("dp 'eight' is no number: taken as empty" in line for line in warnings)
     assert "warning: cold: it does not say what was measured: nothing is learnt of it" in warnings
 
 
 def test_rows_that_were_not_measured_teach_nothing():
-    rows = [row for row in published() if row.measured() is None]
+    rows = [row for row in published_rows() if row.measured() is None]
     with pytest.raises(ValueError, match="nothing to calibrate by"):
         calibrate(rows)

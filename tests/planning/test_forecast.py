@@ -4,11 +4,11 @@ within the bounds that the model is held to, with one file of each device and no
 
 import pytest
 
+from benchmarks.planning.predict import predict
+from benchmarks.planning.published import FOLDER, read_rows
 from dolmen.model.tree import Attention, Block, Embedding, Head, Mlp, Norm, Run, Tree
 from dolmen.planning.blocks import block_rows
-from dolmen.planning.compared import predict
 from dolmen.planning.operations import Program, Share
-from dolmen.planning.published import FOLDER, read_rows
 from dolmen.planning.step import Spread
 
 GPT = Block(

@@ -1,9 +1,9 @@
-"""benchmarks/plan_scaling.py: what a row on other numbers of GPUs is, and what failures cost."""
+"""benchmarks/planning/scaling.py: a row on another number of GPUs, and the cost of failures."""
 
 import pytest
 
-from benchmarks.plan_scaling import TABLE, losses, on, point, replicas
-from dolmen.planning.published import read_rows
+from benchmarks.planning.published import read_rows
+from benchmarks.planning.scaling import TABLE, losses, on, point, replicas
 
 ROWS = read_rows([TABLE])
 

@@ -3,11 +3,11 @@ empty, with a warning."""
 
 import pytest
 
+from benchmarks.planning.clusters import cluster_of, network
+from benchmarks.planning.jobs import jobs
+from benchmarks.planning.predict import predict
+from benchmarks.planning.published import FOLDER, bare, read_rows, understood
 from dolmen.model.tree import Experts
-from dolmen.planning.compared import predict
-from dolmen.planning.published import FOLDER, bare, read_rows, understood
-from dolmen.planning.published_clusters import cluster_of, network
-from dolmen.planning.published_jobs import jobs
 from dolmen.planning.step import Spread
 
 ROW = {

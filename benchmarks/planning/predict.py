@@ -5,15 +5,14 @@ are as many jobs as choices, the point is their median and the interval spans th
 from dataclasses import dataclass, replace
 from statistics import median
 
-from dolmen.planning.forecast import Forecast, Job, forecast
+from benchmarks.planning.clusters import cluster_of
+from benchmarks.planning.forecast import Forecast, Job, forecast
+from benchmarks.planning.jobs import jobs
+from benchmarks.planning.models import experts_of
+from benchmarks.planning.published import Published
 from dolmen.planning.hardware import GIB, Cluster
-from dolmen.planning.published import Published
-from dolmen.planning.published_clusters import cluster_of
-from dolmen.planning.published_jobs import jobs
-from dolmen.planning.published_models import experts_of
+from dolmen.planning.prediction_error import error_group
 from dolmen.planning.step import Estimate, Spread
-
-EXPERTS = ", experts"
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,11 @@ class Prediction:
         return self.forecast
 
 
-def known_as(device: str, experts: bool) -> str:
-    """What errors are put down under: models with experts are predicted less well."""
-    return device + EXPERTS * experts
-
-
 def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Prediction:
-    """`spread_of(known_as(...))` -> Spread. `cluster`: in place of the one that the row names."""
+    """Predict a row. `spread_of` takes an `error_group`; `cluster` replaces the row's."""
     warnings = list(row.warnings)
     cluster = cluster or cluster_of(row, warnings)
-    device = known_as(cluster.device.name, experts_of(row) is not None)
+    device = error_group(cluster.device.name, experts_of(row) is not None)
     spread: Spread = spread_of(device)
     measured = measured_of(row, cluster, warnings)
     found: list[tuple[str, Job, Forecast]] = []

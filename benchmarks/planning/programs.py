@@ -5,9 +5,9 @@ options. Where a row does not say enough there are several, and the interval spa
 import re
 from dataclasses import dataclass, replace
 
+from benchmarks.planning.published import Published, is_gated
 from dolmen.planning.cost import Overlap
 from dolmen.planning.operations import Program
-from dolmen.planning.published import Published, is_gated
 
 NONE = Overlap("nothing", "nothing", "nothing", "nothing")
 GRADIENTS = Overlap("nothing", "nothing", "nothing", "action")

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
+from benchmarks.planning.forecast import Job
+from benchmarks.planning.models import experts_of, has_experts, load_of, tree_of
+from benchmarks.planning.programs import Ways, ways
+from benchmarks.planning.published import Published
 from dolmen.core.topology import Topology
-from dolmen.planning.forecast import Job
 from dolmen.planning.hardware import Cluster
 from dolmen.planning.placement import Placement
-from dolmen.planning.programs import Ways, ways
-from dolmen.planning.published import Published
-from dolmen.planning.published_models import experts_of, has_experts, load_of, tree_of
 
 MOST_JOBS = 48
 BATCHES = (1, 4, 16)

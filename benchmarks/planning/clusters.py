@@ -3,8 +3,8 @@
 import re
 from dataclasses import replace
 
+from benchmarks.planning.published import Published, bare
 from dolmen.planning.hardware import Cluster, read_cluster
-from dolmen.planning.published import Published, bare
 
 # what a GPU is called -> the cluster that has it; the first that is found
 CLUSTERS = (

@@ -1,6 +1,6 @@
 """Weak scaling of the ten models of 2104.04473, Table 1: predicted, and the published points.
 
-    python benchmarks/plan_scaling.py --out docs/weak-scaling.png
+    python -m benchmarks.planning.scaling --out docs/weak-scaling.png
 
 Each model keeps its layout but for dp: a replica has the published number of sequences, so the
 batch grows with the GPUs, from the fewest that hold it to all of a SuperPOD cluster (560 nodes).
@@ -17,14 +17,14 @@ from typing import NamedTuple
 import matplotlib
 from matplotlib import pyplot as plt
 
-from dolmen.planning import published
-from dolmen.planning.compared import predict
+from benchmarks.planning import published
+from benchmarks.planning.predict import predict
+from benchmarks.planning.published import Published, read_rows
 from dolmen.planning.hardware import read_cluster
-from dolmen.planning.published import Published, read_rows
 from dolmen.planning.step import Spread
 
 matplotlib.use("Agg")
-TABLE = Path(published.__file__).with_name("published") / "megatron2021_table1.csv"
+TABLE = published.FOLDER / "megatron2021_table1.csv"
 LARGEST = read_cluster("dgx-a100").gpus
 WRITTEN = 273e9  # bytes a second to the files, by 384 nodes (2104.04473, section 5.10)
 # of a GPU until something unexpected ends the run: 419 in 54 days of 16,384 (2407.21783, 3.3.4)

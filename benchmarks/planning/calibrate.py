@@ -7,6 +7,7 @@ error is that of runs that were not fitted: one paper is left out at a time, all
 and predicted from the others.
 """
 
+import argparse
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dolmen.files import gate, kinds
-from dolmen.planning.compared import EXPERTS, Prediction, predict
-from dolmen.planning.published import FOLDER, Published, read_rows
+from benchmarks.planning.predict import Prediction, predict
+from benchmarks.planning.published import FOLDER, Published, read_rows
+from dolmen.planning.prediction_error import PredictionErrors
 from dolmen.planning.step import Spread
 
 GROUPS = {
@@ -25,10 +26,6 @@ GROUPS = {
     "memory": ("memory", "optimizer", "host"),
     "links": ("tp", "cp", "ep", "dp", "pp"),
 }
-FILE = FOLDER / "errors.yaml"
-FEW = 20
-"""Rows below which the interval is made of the largest error, not of a share of them."""
-WIDER = 1.25
 
 
 @dataclass(frozen=True)
@@ -51,33 +48,9 @@ class Calibration:
     """
 
     factors: Mapping[str, tuple[float, float, float]]
-    errors: tuple[tuple[str, str, str, float], ...]
-    """row_id, dataset, device, log(measured / predicted) while its dataset was left out."""
+    errors: PredictionErrors
     warnings: tuple[str, ...] = ()
     """What of its rows was not understood or had to be chosen, each with its row_id."""
-
-    def spread(self, device: str) -> Spread:
-        """Half of the 90 % interval's width of a time on `device`, as a logarithm: of 20 held-out
-        errors and more what nine of ten are below, else the largest x 1.25; of a device without
-        rows twice what all rows together have. No device is surer than all together. Of models with
-        experts (`known_as`) the errors are their own.
-        """
-        apart = device.endswith(EXPERTS)
-        own = [abs(e) for _, _, d, e in self.errors if d == device]
-        every = [abs(e) for _, _, d, e in self.errors if d.endswith(EXPERTS) == apart]
-        if own:
-            return Spread(max(half_width(own), half_width(every)), len(own), True)
-        return Spread(2 * half_width(every), len(every), False)
-
-
-def half_width(errors: Sequence[float]) -> float:
-    """Of the 90 % interval, by the held-out errors of so many rows."""
-    n = len(errors)
-    if n == 0:
-        return math.log(2)
-    if n < FEW:
-        return WIDER * max(errors)
-    return sorted(errors)[min(n - 1, math.ceil(0.9 * (n + 1)) - 1)]
 
 
 def warned(predicted: Prediction) -> Iterator[str]:
@@ -154,50 +127,51 @@ def calibrate(rows: Iterable[Published]) -> Calibration:
                 error = applied(sample, factors)
                 errors.append((sample.row_id, sample.dataset, sample.device, error))
     factors = {device: fit([s for s in found if s.device == device]) for device in devices}
-    return Calibration(factors, tuple(errors), warnings)
+    return Calibration(factors, PredictionErrors(tuple(errors)), warnings)
 
 
-def shipped() -> Calibration:
-    """Of the runs that the package has, as `benchmarks/plan_accuracy.py --write` left it."""
-    return read_calibration(FILE)
-
-
-def read_calibration(file: Path) -> Calibration:
-    """Raises Refused."""
-    found = gate.read_yaml(file, kinds.CALIBRATION)
-    factors = {name: (a, b, c) for name, (a, b, c) in found["factors"].items()}
-    return Calibration(factors, tuple((a, b, c, d) for a, b, c, d in found["errors"]))
-
-
-def told(calibration: Calibration) -> list[str]:
-    """Lines for a person."""
+def report(calibration: Calibration) -> list[str]:
+    """Return the lines that a person reads."""
     lines = [f"warning: {said}" for said in calibration.warnings]
     lines += [
         f"{row_id}: {math.expm1(-error):+.1%} against what was measured, predicted without {paper}"
-        for row_id, paper, _, error in calibration.errors
+        for row_id, paper, _, error in calibration.errors.rows
     ]
     for device, factors in calibration.factors.items():
-        spread = calibration.spread(device)
+        spread = calibration.errors.spread(device)
         times = ", ".join(f"{n} {f:.3f}" for n, f in zip(GROUPS, factors, strict=True))
         lines.append(f"{device}: times x {times}; divide its efficiencies by them")
         lines.append(f"{device}: {spread.words}: times x / {math.exp(spread.log):.3f}")
     return lines
 
 
-def text_of(calibration: Calibration) -> str:
-    """What `read_calibration` reads."""
+def errors_yaml(errors: PredictionErrors) -> str:
+    """Return the text of errors.yaml, as `read_errors` reads it."""
     lines = [
-        "# Written by benchmarks/plan_accuracy.py --write, from the published runs beside it.",
-        "factors:",
+        "# Written by `python -m benchmarks.planning.accuracy --write`.",
+        "errors:",
     ]
-    for device, factors in calibration.factors.items():
-        lines.append(f"  {device}: [{', '.join(f'{f:.6f}' for f in factors)}]")
-    lines.append("errors:")
-    for row_id, dataset, device, error in calibration.errors:
-        lines.append(f'  - ["{row_id}", "{dataset}", "{device}", {error:.6f}]')
+    for row_id, dataset, group, error in errors.rows:
+        lines.append(f'  - ["{row_id}", "{dataset}", "{group}", {error:.6f}]')
     return "\n".join(lines) + "\n"
 
 
-def published() -> list[Published]:
-    """All rows that the package has."""
+def published_rows() -> list[Published]:
+    """Read all published runs of benchmarks/planning/runs."""
     return read_rows(sorted(FOLDER.glob("*.csv")))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", type=Path, help="CSV file of measured runs, columns as in runs/")
+    try:
+        for line in report(calibrate(read_rows([parser.parse_args().rows]))):
+            print(line)
+    except ValueError as error:
+        print(f"error: {error}")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,5 +1,5 @@
-"""Published runs, a row each (published/*.csv; benchmarks/plan_accuracy.py takes more), and what of
-them a job is made of. No row is fatal: a value that is not known is left empty, with a warning.
+"""Published runs, a row each (runs/*.csv, or files of the user). No row is fatal: a value that is
+not understood is left empty, with a warning.
 """
 
 import csv
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dolmen.files import gate
 
-FOLDER = Path(__file__).with_name("published")
+FOLDER = Path(__file__).with_name("runs")
 COLUMNS = (
     "row_id dataset verified gpu gpu_mem_gb gpus_per_node num_gpus interconnect framework model "
     "params_b layers hidden heads kv_heads ffn seq vocab tp pp vp dp cp ep mbs gbs precision "

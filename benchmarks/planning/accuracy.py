@@ -1,6 +1,6 @@
 """What the planner says of published runs, beside what was measured: python
-benchmarks/plan_accuracy.py [ROWS.csv ...] [--json FILE]. Without files, of those in
-dolmen/planning/published.
+-m benchmarks.planning.accuracy [ROWS.csv ...] [--json FILE]. Without files, of those in
+benchmarks/planning/runs.
 
 Columns are those of the published files. MFU is model FLOPs over peak: attention whole, nothing
 computed again (2205.05198, section 6.3). HFU counts what is computed again too. Both are of the
@@ -13,10 +13,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.planning.calibrate import calibrate, errors_yaml, published_rows
+from benchmarks.planning.predict import Prediction, gib, predict
+from benchmarks.planning.published import Published, read_rows
 from dolmen.files.gate import Refused
-from dolmen.planning.calibrate import FILE, calibrate, published, shipped, text_of
-from dolmen.planning.compared import Prediction, gib, predict
-from dolmen.planning.published import Published, read_rows
+from dolmen.planning.prediction_error import FILE, read_errors
 from dolmen.planning.step import Spread
 
 
@@ -29,13 +30,13 @@ def main() -> int:
     )
     asked = parser.parse_args()
     if asked.write:
-        FILE.write_text(text_of(calibrate(published())))
+        FILE.write_text(errors_yaml(calibrate(published_rows()).errors))
     try:
-        rows = read_rows(asked.rows) if asked.rows else published()
+        rows = read_rows(asked.rows) if asked.rows else published_rows()
     except Refused as error:
         print(f"error: {error}")
         return 2
-    spread = shipped().spread
+    spread = read_errors().spread
     predictions = [predict(row, spread) for row in rows]
     print(
         f"{'row':34} {'model':16} {'predicted':>10} {'90 % interval':>21} {'measured':>10}"

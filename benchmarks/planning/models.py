@@ -5,6 +5,7 @@ are and how wide, follows from its name, or from its text ("64 experts, top 2").
 import re
 from dataclasses import dataclass
 
+from benchmarks.planning.published import Published, is_gated
 from dolmen.model.tree import (
     Attention,
     Block,
@@ -18,7 +19,6 @@ from dolmen.model.tree import (
     Table,
     Tree,
 )
-from dolmen.planning.published import Published, is_gated
 
 
 @dataclass(frozen=True)
