@@ -42,6 +42,8 @@ from dolmen.parallel import tensor
 
 CONFIG, WEIGHTS = ADAPTER_FILES
 PREFIX = "base_model.model."
+NOT_LINEAR = ("norm", "embedding")
+"""Roles of weights that PEFT has no lora_A and lora_B for: an embedding has lora_embedding_A."""
 KINDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
@@ -104,11 +106,11 @@ def read(folder: Path, model: Model) -> LowRank:
     file = folder / CONFIG
     said = gate.read_json(file, kinds.ADAPTER_CONFIG)
     peft_config.check(file, said)
-    reach = peft_config.Reach(file, said)
     known, stored = _modules(model), safetensors.read_header(folder / WEIGHTS)
     leaves = model.tree.leaves
     such = next(module for module, weight in known.items() if leaves[weight].role in ADAPTED)
     by_name: dict[str, Stored] = {}
+    modules: dict[str, str] = {}
     for name, one in stored.items():
         kind = next((kind for kind in KINDS if name.endswith(f".{kind}")), "")
         module = name.removeprefix(PREFIX).removesuffix(f".{kind}")
@@ -119,14 +121,16 @@ def read(folder: Path, model: Model) -> LowRank:
                 f"adapter, such as {PREFIX}{such}.lora_A.weight",
             )
         weight = known[module]
-        if leaves[weight].role == "norm" or len(leaves[weight].shape) != 2:
+        if leaves[weight].role in NOT_LINEAR or len(leaves[weight].shape) != 2:
             raise gate.refuse(
                 folder / WEIGHTS,
-                f"has {name}, beside {module} of {list(leaves[weight].shape)}, which is no matrix: "
-                f"an adapter is beside one, such as {PREFIX}{such}.lora_A.weight",
+                f"has {name}, beside {module} of {list(leaves[weight].shape)}, which is no linear "
+                f"layer: an adapter is beside one, such as {PREFIX}{such}.lora_A.weight",
             )
-        reach.check(module)
+        modules[module] = weight
         by_name[(*Adapter.pair(weight), magnitude_of(weight))[KINDS.index(kind)]] = one
+    heads = [module for module, weight in modules.items() if leaves[weight].role == "head"]
+    peft_config.Reach(file, said).check(list(modules), heads)
     weights = frozenset(w for w in known.values() if Adapter.pair(w)[0] in by_name)
     form = Adapter(said["r"], said["lora_alpha"], weights, "whole", _scaling(said), _kind(said))
     _check_shapes(folder / WEIGHTS, form, by_name, model)

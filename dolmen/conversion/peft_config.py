@@ -1,16 +1,19 @@
-"""What an adapter_config.json of PEFT's says, where that is LoRA or DoRA beside matrices, and which
-modules it is of. What PEFT would read otherwise than as B A beside a matrix is refused; so are
-tensors that it would leave out, as the adapter of a module that `target_modules` does not name.
+"""Checks an adapter_config.json of PEFT's: that it is of LoRA or DoRA beside matrices, and that
+PEFT puts an adapter on every module that has one in the file. What PEFT would compute otherwise
+than as B A beside a matrix is refused; so are tensors that it would ignore, as those of a module
+that `target_modules` does not match.
 """
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dolmen.files import gate
+from dolmen.files.limited import OVER_TIME, run_limited
 
 OTHER_BASES = ("pissa", "olora", "corda", "loftq")
 """Ways to begin after which the adapter is of another base than the one it names."""
@@ -40,6 +43,20 @@ HARMLESS = (
 )
 """What is read, and how A and B were begun, of which the base as it is knows nothing."""
 
+SECONDS = 5  # of one core, to match one expression with all modules: those in use take milliseconds
+MEMORY = 1 << 30
+INVALID = 88
+MATCH = """
+import re
+limit()
+try:
+    expression = re.compile(given["expression"])
+    print(*(int(bool(expression.fullmatch(module))) for module in given["modules"]))
+except (re.error, RecursionError, OverflowError) as error:
+    print(error)
+    sys.exit(INVALID)
+""".replace("INVALID", str(INVALID))
+
 
 def check(file: Path, said: Mapping[str, Any]) -> None:
     """Raises Refused for an adapter that is no LoRA or DoRA as it is read here."""
@@ -67,54 +84,68 @@ def check(file: Path, said: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Reach:
-    """Beside which modules PEFT puts an adapter. A `target_modules` that is text ("all-linear" or a
-    regular expression, which is not run) or null may be any.
+    """The modules that PEFT puts an adapter on, as its `check_target_module_exists` decides: those
+    that a list names in full or by their ends, or that a regular expression matches in full.
     """
 
     file: Path
     said: Mapping[str, Any]
 
-    def check(self, module: str) -> None:
-        """Raises Refused where a module that has an adapter is not among them."""
-        if self._excluded is not None and _named(module, self._excluded):
-            raise gate.refuse(
-                self.file,
-                f"exclude_modules names {module}, which has an adapter that PEFT leaves out: take "
-                "it from exclude_modules, or its tensors from the other file",
-            )
-        if self._targets is not None and not _named(module, self._targets):
-            raise gate.refuse(
-                self.file,
-                f"target_modules does not name {module}, which has an adapter that PEFT leaves "
-                f"out: add {module.rpartition('.')[2]} to target_modules, or take its tensors from "
-                "the other file",
-            )
-        if self._layers and module not in (self._targets or ()):  # a whole name is of any layer
-            layer = self._layer(module)
-            if layer not in self._layers:
+    def check(self, modules: Sequence[str], heads: Container[str] = ()) -> None:
+        """Raises Refused where one of `modules`, which have adapters, is among those that PEFT
+        leaves out. It ignores their tensors, so neither reading nor dropping them silently is what
+        their author meant. `heads` are the output embeddings, which "all-linear" leaves out.
+        """
+        excluded = self._matched("exclude_modules", modules)
+        targets = self._targeted(modules, heads)
+        for module in modules:
+            if module in excluded:
                 raise gate.refuse(
                     self.file,
-                    f"layers_to_transform does not have the layer of {module}, which has an "
-                    f"adapter that PEFT leaves out: "
-                    f"{'take' if layer is None else f'add {layer} to it, or take'} "
-                    "its tensors from the other file",
+                    f"exclude_modules matches {module}, which has an adapter that PEFT leaves out: "
+                    "take it from exclude_modules, or its tensors from the other file",
                 )
+            if module not in targets:
+                raise gate.refuse(
+                    self.file,
+                    f"target_modules does not match {module}, which has an adapter that PEFT "
+                    f"leaves out: add {module.rpartition('.')[2]} to target_modules, or take its "
+                    "tensors from the other file",
+                )
+            self._check_layer(module)
 
-    @cached_property
-    def _targets(self) -> frozenset[str] | None:
-        asked = self.said.get("target_modules")
-        return frozenset(asked) if isinstance(asked, list) else None
-
-    @cached_property
-    def _excluded(self) -> frozenset[str] | None:
-        asked = self.said.get("exclude_modules")
-        if isinstance(asked, str) and asked:
+    def _check_layer(self, module: str) -> None:
+        if not self._layers or module in self.said["target_modules"]:  # in full: of any layer
+            return
+        layer = self._layer(module)
+        if layer not in self._layers:
             raise gate.refuse(
                 self.file,
-                "exclude_modules is a regular expression, which dolmen does not run: write there "
-                "the list of the modules that it excludes, or null",
+                f"layers_to_transform does not have the layer of {module}, which has an "
+                f"adapter that PEFT leaves out: "
+                f"{'take' if layer is None else f'add {layer} to it, or take'} "
+                "its tensors from the other file",
             )
-        return frozenset(asked) if asked else None
+
+    def _targeted(self, modules: Sequence[str], heads: Container[str]) -> frozenset[str]:
+        value = self.said.get("target_modules")
+        if value is None:
+            raise gate.refuse(
+                self.file,
+                "target_modules is null, for which each release of PEFT has defaults of its own: "
+                "write the list of the modules there",
+            )
+        if isinstance(value, str) and value.lower() == "all-linear":
+            return frozenset(module for module in modules if module not in heads)
+        return self._matched("target_modules", modules)
+
+    def _matched(self, field: str, modules: Sequence[str]) -> frozenset[str]:
+        """Those of `modules` that a field matches, which is a list or a regular expression."""
+        value = self.said.get(field)
+        if isinstance(value, str) and value:
+            return _fullmatched(self.file, field, value, modules)
+        names = frozenset(value or ())
+        return frozenset(module for module in modules if _named(module, names))
 
     @cached_property
     def _layers(self) -> frozenset[int]:
@@ -157,3 +188,29 @@ def _named(module: str, names: frozenset[str]) -> bool:
     """Whether one of the names is the module's, or ends it behind a dot."""
     parts = module.split(".")
     return any(".".join(parts[i:]) in names for i in range(len(parts)))
+
+
+def _fullmatched(file: Path, field: str, expression: str, modules: Sequence[str]) -> frozenset[str]:
+    """Those of `modules` that a regular expression matches in full. Raises Refused where it is
+    none, or takes too much time or memory.
+    """
+    given = {"expression": expression, "modules": list(modules)}
+    ended = run_limited(MATCH, given, seconds=SECONDS, memory=MEMORY)
+    if ended.returncode == INVALID:
+        raise gate.refuse(
+            file,
+            f"{field} is no regular expression ({ended.stdout.strip()}): {ascii(expression)[:200]}",
+        )
+    if ended.returncode in OVER_TIME or "MemoryError" in ended.stderr:
+        raise gate.refuse(
+            file,
+            f"{field} is a regular expression that takes over {SECONDS} s, or {MEMORY >> 30} GiB, "
+            f"to match: {ascii(expression)[:200]}",
+        )
+    if ended.returncode:
+        raise gate.refuse(
+            file,
+            f"{field} is a regular expression that could not be matched: the process that does so, "
+            f"{sys.executable}, ended with code {ended.returncode}: {ended.stderr[-600:]}",
+        )
+    return frozenset(m for m, bit in zip(modules, ended.stdout.split(), strict=True) if bit == "1")

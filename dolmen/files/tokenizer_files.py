@@ -10,8 +10,6 @@ expressions of its own here and is bounded in size alone.
 """
 
 import json
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,16 +19,14 @@ from typing import Any
 
 from dolmen.files import gate, kinds
 from dolmen.files.gate import refuse
+from dolmen.files.limited import OVER_TIME, run_limited
 
 SECONDS = 5  # of one core, for all expressions
+MEMORY = 4 << 30
 PANIC = 87
 PROBE = """
-import json, resource, sys
-given = json.load(sys.stdin)
-sys.path[:] = given["path"]
 from tokenizers import Tokenizer
-resource.setrlimit(resource.RLIMIT_CPU, (given["seconds"],) * 2)
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30,) * 2)
+limit()
 try:
     tokenizer = Tokenizer.from_str(json.dumps(given["tokenizer"]))
 except Exception:
@@ -49,7 +45,7 @@ except BaseException:  # a panic of Rust
     sys.exit(PANIC)
 """.replace("PANIC", str(PANIC))
 # its own code, and those of the limit of time; anything else says nothing about an expression
-VERDICTS = (PANIC, -signal.SIGXCPU, -signal.SIGKILL)
+VERDICTS = (PANIC, *OVER_TIME)
 UNITS = (
     "a",
     "A",
@@ -112,11 +108,8 @@ def tried(tokenizer: str) -> tuple[int, str]:
     """(exit code, what it wrote to stderr) of the process that tries a tokenizer.json on TEXTS. The
     same text is tried once per process: a start looks at its tokenizer several times.
     """
-    # -I: nothing of the working folder is imported, and so the modules are where ours are
-    given = {"tokenizer": json.loads(tokenizer), "texts": TEXTS, "seconds": SECONDS}
-    given["path"] = [path for path in sys.path if path]
-    command = [sys.executable, "-I", "-c", PROBE]
-    ended = subprocess.run(command, input=json.dumps(given), text=True, capture_output=True)
+    given = {"tokenizer": json.loads(tokenizer), "texts": TEXTS}
+    ended = run_limited(PROBE, given, seconds=SECONDS, memory=MEMORY)
     return ended.returncode, ended.stderr
 
 

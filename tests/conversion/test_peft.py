@@ -15,7 +15,7 @@ import torch
 import transformers
 import wide
 from models import Tiny, build, load
-from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
+from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import save_file
 from tinyrun import dolmen
 
@@ -61,6 +61,8 @@ CASES = [
     ("qwen3_moe", dict(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"])),
     ("llama", dict(r=4, lora_alpha=6, use_dora=True, target_modules=ALL)),
     ("gpt2", dict(r=4, lora_alpha=6, target_modules=["c_fc"], fan_in_fan_out=True)),
+    ("llama", dict(r=4, lora_alpha=6, target_modules=r".*\.1\.self_attn\.[qv]_proj")),
+    ("llama", dict(r=4, lora_alpha=6, target_modules="all-linear", exclude_modules=r".*\.0\..*")),
 ]
 
 
@@ -258,6 +260,10 @@ REACHES = [
     dict(target_modules=["up_proj"], layers_to_transform=[1], layers_pattern="experts"),
     dict(target_modules=["up_proj", "c_attn"], layers_to_transform=[1], layers_pattern=["h", "x"]),
     dict(target_modules=["c_attn"], layers_to_transform=[0], layers_pattern=["h", "layers"]),
+    dict(target_modules=r"model\.layers\.(0|12)\..*_proj|lm_head"),
+    dict(target_modules=r"model\.layers\.1|q_proj"),  # all of a name, not its beginning or end
+    dict(target_modules=r".*_proj", exclude_modules=r".*\.experts\..*|q_proj"),
+    dict(target_modules=["q_proj", "c_attn"], exclude_modules="(?i).*SELF_ATTN.*"),
 ]
 
 
@@ -273,26 +279,42 @@ def test_the_modules_that_adapters_are_beside_are_those_of_peft(asked, tmp_path)
         "transformer.h.0.c_attn",
     ]
     config, reach = peft.LoraConfig(**asked), peft_config.Reach(tmp_path, asked)
+    found = {module: check_target_module_exists(config, module) for module in modules}
+    reach.check([module for module in modules if found[module]])
     for module in modules:
-        found = check_target_module_exists(config, module)
-        if found and not isinstance(found, _ExcludedModule):
-            reach.check(module)
-        else:
+        if not found[module]:
             with pytest.raises(Refused, match=module):
-                reach.check(module)
+                reach.check([module])
 
 
-def test_what_is_said_of_modules_and_not_understood_is_refused(tmp_path):
+def test_what_is_said_of_modules_and_not_understood_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(peft_config, "SECONDS", 1)
     for asked, said in (
-        (dict(target_modules=ALL, exclude_modules=".*"), "exclude_modules is a regular"),
+        (dict(target_modules=None), "target_modules is null"),
+        (dict(target_modules="(q_proj"), r"target_modules is no regular .*unterminated.*\(q_proj"),
+        (dict(target_modules="(" * 4000), "target_modules is no regular"),
+        (dict(target_modules=r"([a-z0-9_.]+)+!"), "target_modules is .* takes over 1 s, or 1 GiB"),
+        (dict(target_modules=ALL, exclude_modules="(a"), "exclude_modules is no regular"),
         (
             dict(target_modules=".*", layers_to_transform=[0]),
             "beside a target_modules that is text",
         ),
-        (dict(layers_to_transform=[0], layers_pattern="(a+)+"), r"layers_pattern is \(a"),
+        (
+            dict(target_modules=ALL, layers_to_transform=[0], layers_pattern="(a+)+"),
+            r"layers_pattern is \(a",
+        ),
     ):
         with pytest.raises(Refused, match=said):
-            peft_config.Reach(tmp_path, asked).check("model.layers.0.self_attn.q_proj")
+            peft_config.Reach(tmp_path, asked).check(["model.layers.0.self_attn.q_proj"])
+
+
+def test_all_linear_leaves_the_head_out(tmp_path):
+    theirs(tmp_path, *HEAD)
+    model = open_source(tmp_path / "base").model
+    assert "head.weight" in folders.read(tmp_path / "adapter", model).form.targets
+    change(tmp_path, target_modules="all-linear")
+    with pytest.raises(Refused, match="target_modules does not match lm_head"):
+        folders.read(tmp_path / "adapter", model)
 
 
 def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
@@ -317,12 +339,12 @@ def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
             (dict(target_modules=5), "target_modules is 5"),
             (dict(init_lora_weights={"a": 1}), "init_lora_weights is"),
             (dict(lora_dropout="x"), "lora_dropout is 'x'"),
-            (dict(target_modules=["v_proj"]), r"target_modules does not name .*: add .*_proj to"),
+            (dict(target_modules=["v_proj"]), r"target_modules does not match .*: add .*_proj to"),
             (
                 dict(layers_to_transform=[1]),
                 r"layers_to_transform does .* model\.layers\.0\..* add 0",
             ),
-            (dict(exclude_modules=["o_proj"]), r"exclude_modules names .*o_proj"),
+            (dict(exclude_modules=["o_proj"]), r"exclude_modules matches .*o_proj"),
         ]
     ):
         made = tmp_path / str(number)
@@ -333,9 +355,13 @@ def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
     for number, fields in enumerate(
         (
             dict(target_modules="all-linear", kasa_config=None, of_tomorrow_config={}),
-            dict(target_modules=r"(a+)+$", loftq_config={"loftq_bits": 4}, use_of_tomorrow=False),
+            dict(
+                target_modules=r".*[a-z]_proj",
+                loftq_config={"loftq_bits": 4},
+                use_of_tomorrow=False,
+            ),
             dict(layers_to_transform=[0, 1], exclude_modules=["lm_head"], layers_pattern="layers"),
-            dict(init_lora_weights="gaussian", lora_dropout=0.1, target_modules=None),
+            dict(init_lora_weights="gaussian", lora_dropout=0.1, exclude_modules=""),
         )
     ):
         made = tmp_path / f"good{number}"
@@ -350,14 +376,13 @@ def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
         folders.read(tmp_path / "first/adapter", model)
     shutil.copytree(tmp_path / "0", tmp_path / "norm")
     change(tmp_path / "norm", peft_type="LORA")
-    parts = {"model.norm.lora_A": torch.zeros(4, 32), "model.norm.lora_B": torch.zeros(32, 4)}
-    parts = {f"{folders.PREFIX}{name}.weight": value for name, value in parts.items()}
-    save_file(parts, tmp_path / "norm/adapter" / folders.WEIGHTS)
-    said = (
-        r"norm.lora_A.weight, beside model.norm of \[32\], which is no matrix: .*\.q_proj\.lora_A"
-    )
-    with pytest.raises(Refused, match=said):
-        folders.read(tmp_path / "norm/adapter", model)
+    for module, rows in (("model.norm", 32), ("model.embed_tokens", 71)):
+        parts = {"lora_A": torch.zeros(4, 32), "lora_B": torch.zeros(rows, 4)}
+        parts = {f"{folders.PREFIX}{module}.{kind}.weight": one for kind, one in parts.items()}
+        save_file(parts, tmp_path / "norm/adapter" / folders.WEIGHTS)
+        said = rf"beside {module} of \[{rows}.*\], which is no linear layer: .*\.q_proj\.lora_A"
+        with pytest.raises(Refused, match=said):
+            folders.read(tmp_path / "norm/adapter", model)
     change(tmp_path / "first", base_model_name_or_path=None)
     with pytest.raises(Refused, match="has no base_model_name_or_path"):
         open_source(tmp_path / "first/adapter")
