@@ -21,7 +21,7 @@ class ExportConfig:
     from, else float32.
     """
     adapters: bool = False
-    """Of a run with adapters write these alone, as PEFT does, without the model."""
+    """Write the adapters of a run without the model, as PEFT does, and the tokenizer."""
     critic: bool = False
     """Of a run of PPO write its critic, in the place of the policy: a model that ends in one number
     for each token.

@@ -6,6 +6,7 @@ them.
 rules (dolmen/families).
 """
 
+import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -236,6 +237,12 @@ def _as_named(model: Model, folder: Path) -> Model:
 def tokenizer_files(folder: Path | str) -> list[Path]:
     """Those of TOKENIZER_FILES that are there."""
     return sorted({file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern)})
+
+
+def copy_tokenizer(source: Path | str | None, to: Path) -> None:
+    """Copy the tokenizer of a folder, its chat template included, where there is one."""
+    for file in tokenizer_files(source) if source is not None else ():
+        shutil.copyfile(file, to / file.name)
 
 
 def stated_dtype(model: Model) -> torch.dtype:

@@ -6,7 +6,6 @@ tokenizer files, all of them or nothing. hf.py reads them.
 """
 
 import json
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,13 @@ from torch import Tensor
 
 from dolmen.conversion import unfinished
 from dolmen.conversion.division import by_layer
-from dolmen.conversion.hf import TOKENIZER_FILES, opened, stated_dtype, tokenizer_files
+from dolmen.conversion.hf import (
+    TOKENIZER_FILES,
+    copy_tokenizer,
+    opened,
+    stated_dtype,
+    tokenizer_files,
+)
 from dolmen.conversion.scales import Scales
 from dolmen.conversion.source import Source
 from dolmen.conversion.weights import join_stored
@@ -204,8 +209,7 @@ def _beside(
     _write_json(folder / "config.json", content)
     if generation := generation_config or _generation_config(content):
         _write_json(folder / "generation_config.json", generation)
-    for file in tokenizer_files(tokenizer_folder) if tokenizer_folder is not None else ():
-        shutil.copyfile(file, folder / file.name)
+    copy_tokenizer(tokenizer_folder, folder)
 
 
 def _specs(model: Model, dtype: torch.dtype) -> dict[str, Spec]:

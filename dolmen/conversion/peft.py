@@ -1,12 +1,12 @@
 """Adapters as PEFT writes them: a folder with adapter_config.json and adapter_model.safetensors,
-which names a model and does not hold it.
+which names a model and does not hold it; most trainers save the tokenizer there too.
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight    A [rank, in]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight    B [out, rank]
     base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector    of DoRA, m [out]
 
     read(folder, model)        -> LowRank, its tensors by our names
-    write(run, folder)         those of a run
+    write(run, folder)         those of a run, with its tokenizer
     Adapted                    the folder as a source (source.py): its model with them merged
 
 A layer has one here where one of our matrices is all of it. Where a file has several as one
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dolmen.conversion import peft_config, unfinished
 from dolmen.conversion.checkpoint import RunCheckpoint
-from dolmen.conversion.hf import ADAPTER_FILES
+from dolmen.conversion.hf import ADAPTER_FILES, copy_tokenizer, tokenizer_files
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.scales import Scales
 from dolmen.core.paths import expand
@@ -182,8 +182,9 @@ def _modules(model: Model) -> dict[str, str]:
 
 
 def write(run: object, folder: Path, dtype: torch.dtype) -> str:
-    """The adapters of a run, as tensors of `dtype`, into a folder that is not there yet or empty;
-    what they are, and what they were trained beside. Raises ValueError for a source without any,
+    """Write the adapters of a run, as tensors of `dtype`, and its tokenizer with the chat template
+    into a folder that is not there yet or empty; return what they are, and what they were trained
+    beside. Raises ValueError for a source without any,
     for those that PEFT has another form for, and for a folder that has anything in it.
     """
     if not isinstance(run, RunCheckpoint) or run.adapter is None:
@@ -210,6 +211,7 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
         safetensors.write_tensors(part, specs, tensors.items())
         os.rename(part / safetensors.SAFETENSORS.single, part / WEIGHTS)
         (words / CONFIG).write_text(json.dumps(_config(run, form, modules), indent=2) + "\n")
+        copy_tokenizer(run.tokenizer, words)
     base = "the weights it began with" if run.init is None else run.init
     told = f"the adapters of {run.title}, which were trained beside {base}"
     if form.frozen != "whole":
@@ -266,7 +268,8 @@ class Adapted(WeightsAlone):
 
     @property
     def tokenizer(self) -> Path | None:
-        return self.base.tokenizer
+        """Its own, whose chat template the adapters were trained with, or that of the base."""
+        return self.where if tokenizer_files(self.where) else self.base.tokenizer
 
     @property
     def generation_config(self) -> dict[str, Any]:

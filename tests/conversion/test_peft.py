@@ -197,8 +197,15 @@ def test_peft_reads_what_a_run_has_learned(material, tmp_path):
     asked += ["--adapter.kind", "dora"]
     result = dolmen(*asked)
     assert result.code == 0, result.err
+    template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
+    (tmp_path / "run/tokenizer/chat_template.jinja").write_text(template)
     result = dolmen("export", tmp_path / "run", "--to", tmp_path / "peft", "--adapters")
     assert result.code == 0, result.err
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "peft")
+    chat = [{"role": "user", "content": "abc"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == "abc!"
+    assert tokenizer("abc") == transformers.AutoTokenizer.from_pretrained(material.model)("abc")
+    assert open_source(tmp_path / "peft").tokenizer == tmp_path / "peft"
     assert f"trained beside {material.model}\n" in result.out
     said = json.loads((tmp_path / "peft" / folders.CONFIG).read_text())
     assert (
