@@ -7,7 +7,7 @@ from typing import Any
 
 from dolmen.api.asked import asked_of, value_errors
 from dolmen.core.words import shown
-from dolmen.planning import composed as dry
+from dolmen.planning import dryrun as dry
 from dolmen.planning import inference as serving_plan
 from dolmen.planning import outputs, search
 from dolmen.planning.config import DryrunConfig, DryrunRequest, PlanConfig, PlanRequest
@@ -25,24 +25,22 @@ def dryrun(
     ranks: str | Sequence[int] = "first,middle,last",
     device: str = "h100",
     exact: bool = False,
-    composed: bool = False,
     max_load: float = 1.0,
     progress: bool = True,
     **changes: Any,
 ) -> Dry:
     """`dolmen dryrun RECIPE`: a step of a recipe, the run of a YAML file, a folder with a
     config.json or a RunConfig with `changes` as in `train`, run as some `ranks` of its layout on
-    tensors without values, with the kernels of `device`; `composed`: of a few layers, which are run
-    once and kept. `report.ledgers` has every operation of each rank, `report.as_dict()` what --json
-    writes, `report.table()` both in words. Raises ValueError on bad input, and for a step that
-    would crash.
+    tensors without values, with the kernels of `device`. `report.ledgers` has every operation of
+    each rank, `report.as_dict()` what --json writes, `report.table()` both in words. Raises
+    ValueError on bad input, and for a step that would crash.
 
         report = dolmen.dryrun("gpt3-175b", layout={"tp": 8, "pp": 16, "dp": 8}, ranks=[0, 1023])
         report.ledgers[0].peak
     """
     with value_errors():
         named = ranks if isinstance(ranks, str) else ",".join(str(plain(one)) for one in ranks)
-        how = {"device": device, "exact": exact, "composed": composed, "max_load": max_load}
+        how = {"device": device, "exact": exact, "max_load": max_load}
         asked = asked_of(DryrunConfig, ranks=named, **how)
         name = plain(recipe)
         run = described(name) if isinstance(name, str) else recipe

@@ -6,7 +6,7 @@ from pathlib import Path
 from dolmen.core.errors import BadInput, message
 from dolmen.core.log import console
 from dolmen.files import write
-from dolmen.planning import composed, outputs
+from dolmen.planning import dryrun, outputs
 from dolmen.planning.config import DryrunRequest
 
 
@@ -15,7 +15,7 @@ def run(request: DryrunRequest) -> int:
         if request.asked.json is not None:
             words = f"--json {request.asked.json}"
             outputs.refuse_anothers(words, Path(request.asked.json), ('{\n "ranks": [',))
-        report = composed.report(request, progress=True)
+        report = dryrun.report(request, progress=True)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     screen = console()

@@ -68,7 +68,6 @@ class DryrunOptions(DryrunConfig, Beginning):
     """
 
     exact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    composed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
 Words = TypeVar("Words", bound=Beginning)

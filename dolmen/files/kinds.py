@@ -498,22 +498,7 @@ PREDICTION_ERRORS = Kind(
     depth=4,
 )
 
-# A piece of a dry run (planning/composed.py): rows of an action, and what is held after them.
 BYTES = Int(0)
-LIVE = Row((Int(),) * 7)
-WORK = Text(("product", "attention", "memory", "collective", "send", "host"))
-ROW = (NAME, WORK, NAME, *(BYTES,) * 3, List(BYTES, longest=64), NAME, NAME, BYTES, Flag())
-PIECE = Kind(
-    Object(
-        required={
-            "rest": Row((BYTES,) * 7),
-            "parts": Map(Row((List(Row((*ROW, LIVE, LIVE))), LIVE))),
-        },
-        rest=None,
-    ),
-    size=256 * MIB,
-    depth=6,
-)
 
 # What `dolmen dryrun --json` writes, and a plan keeps of its first layout (planning/winner.py).
 SENT = Object(required={"axis": NAME, "op": NAME, "count": BYTES, "bytes": BYTES}, rest=None)

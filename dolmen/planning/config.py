@@ -20,9 +20,6 @@ class DryrunConfig:
     """Whose kernels are chosen. None need be here."""
     exact: bool = False
     """Run every microbatch of the step, and not the steady state of the pipeline once."""
-    composed: bool = False
-    """Run a few layers of a stage, and put the step together of them. They are kept in
-    ~/.cache/dolmen, for other depths, pipelines and batches."""
     max_load: float = 1.0
     """Rows that the experts of each rank get, over those of a router that sends equally many to
     all.

@@ -58,9 +58,8 @@ class Trace(NamedTuple):
     """After each action, and after the update, once all is known for what it is."""
 
 
-def of_ranks(request: DryrunRequest, progress: bool, one: Callable[..., Ledger]) -> Report:
-    """The ranks that are asked for, one after the other, each as `one` does, which is called as
-    `dryrun` is; `progress` shows a bar on stderr. Raises
+def report(request: DryrunRequest, progress: bool = False) -> Report:
+    """Run the requested ranks one after the other; `progress` shows a bar on stderr. Raises
     ValueError for a run that would be refused, and for one that would crash.
     """
     asked = request.asked
@@ -74,7 +73,7 @@ def of_ranks(request: DryrunRequest, progress: bool, one: Callable[..., Ledger])
     with bar(title, sum(actions), progress, MofNCompleteColumn()) as reach:
         for rank in ranks:
             found.append(
-                one(
+                dryrun(
                     run,
                     rank,
                     hardware=hardware,

@@ -1,11 +1,16 @@
-"""A step of few microbatches that stands for one of many. In its steady state a schedule repeats
-itself: of m microbatches min(m, 2 pp v) are run, 3 at least, where more of them hold no more, and
-the actions in the middle stand for those that were left out.
+"""A step of few microbatches that stands for one of many.
+
+In its steady state a schedule repeats itself: every microbatch (every pp of them where a rank has
+several chunks in a loop) does the same actions. So the fewest microbatches are run with which the
+schedule has such a period, and the period counts for those left out. The first and the last
+microbatch are never in it: they gather weights, set gradients and reduce them. 1F1B at pp 16 needs
+18 microbatches, interleaved at pp 32 with 4 chunks 128.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from dolmen.parallel.actions import Action, Schedule
 from dolmen.training.config import RunConfig
@@ -13,62 +18,55 @@ from dolmen.training.config import RunConfig
 
 @dataclass(frozen=True)
 class Steps:
-    """The schedule that is run in place of one of more microbatches."""
+    """The schedule that is run, with as many microbatches as needed."""
 
     schedule: Schedule
     times: Mapping[Action, int]
-    """How often the step does an action that stands for others too."""
+    """How many actions of the whole step each repeated action counts for."""
 
 
 def shortened(run: RunConfig, rank: int, exact: bool = False) -> Steps:
-    """The steps of a dry run. Raises ValueError for a rank that there is not."""
+    """Return the steps that a dry run of `rank` executes: all of them if `exact`. Raises ValueError
+    for a rank outside the layout.
+    """
     layout, size = run.layout, run.microbatch_size
     if not 0 <= rank < layout.world:
         raise ValueError(f"rank {rank} is none of the {layout.world} of this layout")
     whole = layout.make_schedule(run.train.global_batch_size, size)
-    few = min(whole.micros, max(3, 2 * layout.pp * layout.virtual_stages))
-    if exact or few == whole.micros or layout.schedule.endswith((".txt", ".yaml")):
+    if exact or layout.schedule.endswith((".txt", ".yaml")):
         return Steps(whole, {})
-    short = layout.make_schedule((layout.dp or 1) * few * size, size)
-    mine = rank // (layout.world // layout.pp)
-    several = layout.pp if short.chunks > 1 and short.placement == "loop" else 1
-    repeated = steady(short.actions[mine], several)
-    left_out, rest = divmod(whole.micros - few, several)
-    if not repeated or rest or most_under_way(short, mine) < most_under_way(whole, mine):
-        return Steps(whole, {})
-    return Steps(short, dict.fromkeys(repeated, 1 + left_out))
+    pp_rank = rank // (layout.world // layout.pp)
+    period = layout.pp if whole.chunks > 1 and whole.placement == "loop" else 1
+    first = period + 2
+    first += (whole.micros - first) % period  # what is left out are whole periods
+    last = min(whole.micros, 2 * layout.pp * whole.chunks + 3 * period)
+    for micros in range(first, last, period):
+        short = layout.make_schedule((layout.dp or 1) * micros * size, size)
+        repeated = steady(short, pp_rank, period)
+        if repeated:  # as many microbatches are in flight in it as in the whole step
+            return Steps(short, dict.fromkeys(repeated, 1 + (whole.micros - micros) // period))
+    return Steps(whole, {})
 
 
-def steady(actions: Sequence[Action], micros: int) -> Sequence[Action]:
-    """Those nearest to the middle that stand one after the other and do, of every chunk, the
-    forward and the backward of `micros` microbatches: what a schedule of more would repeat. None
-    where there are none.
+def steady(schedule: Schedule, pp_rank: int, period: int) -> Sequence[Action]:
+    """Return consecutive actions of a pipeline rank, the nearest to the middle, that do the forward
+    and the backward of `period` microbatches in every chunk, and none of the first or the last
+    microbatch; empty where there are none.
     """
-    chunks = 1 + max(action.chunk for action in actions)
-    whole = {(part, chunk): micros for part in "FIW" for chunk in range(chunks)}
-    windows = (
-        actions[first : first + length]
-        for length in range(2 * micros * chunks, 3 * micros * chunks + 1)
-        for first in sorted(
-            range(len(actions) - length + 1),
-            key=lambda first, length=length: abs(2 * first + length - len(actions)),
-        )
-    )
-    return next((window for window in windows if _parts(window) == whole), ())
-
-
-def _parts(actions: Sequence[Action]) -> Counter[tuple[str, int]]:
-    """How often they do each part of a microbatch, by chunk: a B is an I and a W."""
-    parts = ((part, a.chunk) for a in actions for part in ("IW" if a.kind == "B" else a.kind))
-    return Counter(parts)
-
-
-def most_under_way(schedule: Schedule, rank: int) -> int:
-    """Microbatches whose forward is done and of whose backward something is left, the most at
-    once.
-    """
-    now = most = 0
-    for action in schedule.actions[rank]:
-        now += (action.kind == "F") - (action.kind in "BW")
-        most = max(most, now)
-    return most
+    actions, edges = schedule.actions[pp_rank], (0, schedule.micros - 1)
+    # how often each part of a microbatch is done before each place; a B is an I and a W
+    done = np.zeros((len(actions) + 1, schedule.chunks, 3), dtype=np.int64)
+    edge = np.zeros(len(actions) + 1, dtype=np.int64)
+    for at, action in enumerate(actions):
+        for part in "IW" if action.kind == "B" else action.kind:
+            done[at + 1, action.chunk, "FIW".index(part)] += 1
+        edge[at + 1] = action.micro in edges
+    done, edge = done.cumsum(0), edge.cumsum(0)
+    # a period has two actions for each microbatch and chunk, or three where backward is split
+    for length in range(2 * period * schedule.chunks, 3 * period * schedule.chunks + 1):
+        whole = (done[length:] - done[:-length] == period).all((1, 2))
+        starts = np.flatnonzero(whole & (edge[length:] == edge[:-length]))
+        if len(starts):
+            start = starts[np.abs(2 * starts + length - len(actions)).argmin()]
+            return actions[start : start + length]
+    return ()

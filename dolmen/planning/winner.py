@@ -15,6 +15,7 @@ from typing import Any, get_args
 from dolmen.core.config import flatten, to_dict
 from dolmen.core.log import gib
 from dolmen.files import gate, kinds, write
+from dolmen.model.layout import balance
 from dolmen.planning.config import Device, DryrunConfig, DryrunRequest, ranks_of
 from dolmen.planning.fingerprint import of_step
 from dolmen.planning.hardware import measured_at
@@ -22,12 +23,13 @@ from dolmen.planning.ledger import WORDS
 from dolmen.planning.plan import Compared, DryRun, RankRun, spelled, words
 from dolmen.planning.question import Question
 from dolmen.planning.space import Choice
+from dolmen.planning.steady import shortened
 from dolmen.training.config import RunConfig
 
 TRIED = 3
 """Layouts that are run, until one fits."""
-MOST = 1500
-"""Blocks, forward and backward, that are run one by one: about 10 ms each of a core."""
+MOST = 8000
+"""Blocks, forward and backward, of all ranks that are run: about 10 ms of a core each."""
 AXES = {"fsdp": "dp", "edp": "dp"}
 """What of parameters and gradients crosses, as cost.Parts calls it."""
 
@@ -82,10 +84,10 @@ def counted_of(run: RunConfig, device: Device, progress: bool) -> list[dict[str,
         if _is_whole(kept, run):
             return kept
     # torch takes two seconds to import, and what has been counted needs none
-    from dolmen.planning.composed import blocks_run, report
+    from dolmen.planning.dryrun import report
 
-    asked = DryrunConfig(device=device, composed=True)
-    number = blocks_run(DryrunRequest(run, asked))
+    asked = DryrunConfig(device=device)
+    number = blocks_run(run, asked)
     if number > MOST:
         return f"it runs {number:,} blocks one by one, which takes minutes"
     found = report(DryrunRequest(run, asked), progress).as_dict()
@@ -93,6 +95,18 @@ def counted_of(run: RunConfig, device: Device, progress: bool) -> list[dict[str,
         file.parent.mkdir(parents=True, exist_ok=True)
         write.replace(file, json.dumps(found), lasting=False)
     return found["ranks"]
+
+
+def blocks_run(run: RunConfig, asked: DryrunConfig) -> int:
+    """Return how many times the dry run executes a block, forward or backward."""
+    total = 0
+    for rank in ranks_of(asked.ranks, run.layout.world):
+        schedule = shortened(run, rank, asked.exact).schedule
+        pp_rank = rank // (run.layout.world // run.layout.pp)
+        layers = balance(run.tree.layers, schedule.stages)
+        actions = schedule.actions[pp_rank]
+        total += sum(len(layers[schedule.stage_of(pp_rank, a.chunk)]) for a in actions)
+    return total
 
 
 def _is_whole(ranks: list[dict[str, Any]], run: RunConfig) -> bool:

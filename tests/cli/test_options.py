@@ -261,7 +261,7 @@ def test_options_of_train_are_frozen(name):
 def test_options_of_dryrun_are_those_of_train_and_its_own():
     """What is done with the folder and the processes of a run is none of them."""
     handling = {"out", "resume", "overwrite", "nproc", "max-restarts"}
-    own = {"ranks", "device", "exact", "composed", "max-load", "json"}
+    own = {"ranks", "device", "exact", "max-load", "json"}
     shown = dolmen("dryrun", "pretrain", "--model.model-type", "llama", "--help")
     assert shown.code == 0
     assert {*options(shown.out)} == {*options_of("llama", DryrunOptions)}

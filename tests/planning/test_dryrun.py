@@ -309,6 +309,29 @@ def test_a_steady_state_stands_for_what_was_not_run(schedule, hardware):
         assert sent(short, run) == sent(whole, run)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule, pp, chunks, micros, dp, zero",
+    (
+        ("1f1b", 3, 1, 9, 2, 2),
+        ("interleaved", 2, 2, 14, 1, 1),
+        ("zero-bubble", 3, 1, 9, 1, 1),
+        ("1f1b", 1, 1, 7, 2, 3),
+    ),
+)
+def test_the_fewest_microbatches_stand_for_all(schedule, pp, chunks, micros, dp, zero):
+    """The first and the last one gather, set and reduce, so none of them stands for others."""
+    layout = Layout(pp=pp, dp=dp, schedule=schedule, virtual_stages=chunks, zero=zero)
+    run = run_of(LLAMA, layout, dtype="bfloat16", global_batch_size=dp * micros)
+    for rank in range(0, run.layout.world, dp):
+        steps = shortened(run, rank)
+        assert steps.schedule.micros < micros
+        assert not {action.micro for action in steps.times} & {0, steps.schedule.micros - 1}
+        short, whole = (dryrun(run, rank, hardware=H100, exact=exact) for exact in (False, True))
+        assert short.flops == whole.flops and short.at_peak == whole.at_peak
+        assert sent(short, run) == sent(whole, run)
+
+
 def test_a_plan_adds_gradients_as_a_step_does():
     """Each microbatch, half precision to fp32; those of norms are too few for a plan."""
     run = run_of(LLAMA, Layout(dp=2, zero=1), dtype="bfloat16")

@@ -12,7 +12,8 @@ from tinyrun import dolmen
 
 from dolmen.families import changed
 from dolmen.ops.kernels import KNOWN
-from dolmen.planning import answer, composed, search, winner
+from dolmen.planning import answer, search, winner
+from dolmen.planning import dryrun as dry
 from dolmen.planning.config import PlanConfig, PlanRequest, StepConfig
 from dolmen.planning.dryrun import dryrun
 from dolmen.planning.plan import Plan
@@ -37,7 +38,6 @@ def question(asked: PlanConfig = ASKED) -> Question:
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     monkeypatch.setattr(winner, "measured_at", lambda: tmp_path)
-    monkeypatch.setattr(composed, "measured_at", lambda: tmp_path)
 
 
 def told(found: Plan) -> str:
@@ -58,7 +58,7 @@ def test_it_is_the_real_step_of_the_first_layout_and_is_kept(home, monkeypatch):
         assert sum(kind.formed for kind in one.held) == one.peak.formed
         for axis in one.sent:  # what closed forms leave out is the loss's, and small
             assert axis.off == pytest.approx(0, abs=0.1), (one.rank, axis)
-    monkeypatch.setattr(composed, "report", lambda *_: pytest.fail("it was run once more"))
+    monkeypatch.setattr(dry, "report", lambda *_: pytest.fail("it was run once more"))
     assert search.answer(question(), ASKED).dry == found.dry
 
 
