@@ -11,6 +11,7 @@ from dolmen.api.asked import asked_of
 from dolmen.core.words import choices, shown
 from dolmen.serving.config import GenerateConfig
 from dolmen.serving.text import check_stop
+from dolmen.training.spellings import suggestion
 
 ARRAYS = (torch.Tensor, np.ndarray)
 
@@ -22,6 +23,10 @@ Ids = Sequence[int] | torch.Tensor | np.ndarray
 
 
 Prompt = str | Ids | Sequence[str] | Sequence[Ids]
+
+
+NAMED = ("prompt", "max_new_tokens", "temperature", "seed", "batch", "adapter")
+"""Parameters of `generate` that are not among these options."""
 
 
 class Generation(TypedDict, total=False):
@@ -59,7 +64,9 @@ def generation(
     known = Generation.__annotations__
     for name in said:
         if name not in known:
-            raise ValueError(f"there is no option {shown(name)}: {choices(name, known)}")
+            every = [one.replace("_", "-") for one in (*NAMED, *known)]
+            near = suggestion(name.replace("_", "-"), every) or choices(name, known)
+            raise ValueError(f"there is no option {shown(name)}: {near}")
     if isinstance(said.get("stop"), str):
         said["stop"] = (said["stop"],)
     bias = said.get("logit_bias")

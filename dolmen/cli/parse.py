@@ -17,7 +17,7 @@ import tyro
 
 from dolmen.core.errors import BadInput
 from dolmen.core.words import choices, cut
-from dolmen.training.spellings import suggestion
+from dolmen.training.spellings import meant_command, suggestion
 
 T = TypeVar("T")
 HELP = {"-h", "--help"}
@@ -36,6 +36,7 @@ WORDING = {
     r"Error parsing [A-Za-z]\S*: (.*)": r"\1",  # of a section or a verb, which names itself
     r"Missing value for argument '(\S+)'\..*": r"\1 needs a value",
 }
+LONGEST = 200  # characters of a command that a message repeats
 BROKEN = 20  # tyro breaks no shorter value
 # of options `explain` says the text: tyro would look for it in the source of each class, at every
 # call, for a fifth of a second
@@ -194,7 +195,19 @@ def unknown(argv: list[str], verb: str, known: list[str], words: str) -> str:
     stray = stray or "''"
     if before.startswith("--"):
         return f"{stray} is no option: {before} takes no such value (dolmen {verb} --help)"
+    if (command := meant_command(verb, argv, stray_words(argv, words))) and len(command) <= LONGEST:
+        return f"{stray} is no option: did you mean {command}"
     return f"{stray} is no option: dolmen {verb} --help lists them"
+
+
+def stray_words(argv: list[str], words: str) -> list[str]:
+    """The words of `argv` in `words`, which tyro lists in order, with commas or spaces between."""
+    found: list[str] = []
+    for word in reversed(argv):
+        before = words.removesuffix(word)
+        if word and before != words and before[-1:] in ("", " "):
+            found, words = [word, *found], before.rstrip(" ").removesuffix(",")
+    return found if not words else []
 
 
 def names(cls: type, prefix: str = "") -> list[str]:

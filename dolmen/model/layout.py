@@ -99,8 +99,10 @@ class Layout:
         """With dp filled in for `processes` (None: as few as the other axes need). Raises
         ValueError where they do not divide.
         """
+        if processes and self.dp is None:
+            self._check_divides(processes)
         dp = self.dp or (
-            max(1, processes // self.inner) if processes else math.lcm(self.ep, self.cp) // self.cp
+            processes // self.inner if processes else math.lcm(self.ep, self.cp) // self.cp
         )
         if processes is not None and self.inner * dp != processes:
             others = "".join(
@@ -120,6 +122,24 @@ class Layout:
                 f"but there are {processes}: {way}"
             )
         return replace(self, dp=dp)
+
+    def _check_divides(self, processes: int) -> None:
+        """Raises ValueError where no dp makes up the processes."""
+        if processes % self.inner == 0:
+            return
+        sizes = {name: getattr(self, name) for name in ("tp", "cp", "pp")}
+        split = {name: size for name, size in sizes.items() if size > 1}
+        product = " x ".join(f"layout.{name} ({size})" for name, size in split.items())
+        way = " and ".join(f"--layout.{name}" for name in split)
+        if len(split) > 1:
+            product, way = f"{product} = {self.inner}", f"{way} so that it does"
+        else:
+            way = f"{way} {divisor(processes, self.inner)}"
+        there = counted(processes, "process", "processes")
+        raise ValueError(
+            f"{product} does not divide the {there}: set {way}, or use a multiple of {self.inner} "
+            "processes"
+        )
 
     def mesh(self, device: "torch.device", timeout: timedelta | None = None) -> "Mesh":
         """The mesh of the joined process group, whose collectives take at most `timeout`. Raises

@@ -9,6 +9,7 @@ null} or {"failed": why}. What the function prints goes where its process's outp
 """
 
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -30,6 +31,28 @@ def named(name: str) -> Callable[..., Any]:
     if not callable(found.__dict__.get(function)):
         raise ValueError(f"{module} has no function {function}")
     return found.__dict__[function]
+
+
+ARGUMENTS = {"reward": ("prompt", "answer", "row"), "turn": ("prompt", "turns", "row")}
+
+
+def check_signature(name: str, function: Callable[..., Any], kind: str) -> None:
+    """Raise ValueError for a function that cannot be called with ARGUMENTS[kind]."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C: nothing is known of it
+        return
+    call = f"function({', '.join(ARGUMENTS[kind])})"
+    if kind == "reward" and "completions" in signature.parameters:
+        raise ValueError(
+            f"{name} takes lists of completions, as a reward function of TRL does; dolmen calls "
+            f"{call} for each completion: give one that returns {name.rpartition(':')[2]}("
+            "prompts=[prompt], completions=[answer], **{k: [v] for k, v in row.items()})[0]"
+        )
+    try:
+        signature.bind(*ARGUMENTS[kind])
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be called as {call}: {error}") from error
 
 
 Reply = dict[str, float | str | None]
@@ -77,6 +100,7 @@ def main(kind: str, name: str, reply_to: int) -> None:
     with open(reply_to, "w", buffering=1) as out:
         try:
             function = named(name)
+            check_signature(name, function, kind)
         except ValueError as error:
             out.write(json.dumps({"failed": str(error)}) + "\n")
             return

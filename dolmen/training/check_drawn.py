@@ -24,6 +24,11 @@ def check_drawn(run: RunConfig) -> None:
                 "rollout is of answers that the model draws: use dolmen train grpo, or ppo"
             )
         return
+    if all(asked[:2]) and not rewarded:
+        raise ValueError(
+            f"{run.objective.name} needs --reward: exact, gsm8k, stub, regex:PATTERN, "
+            "MODULE:FUNCTION or the folder of a reward model"
+        )
     if not all(asked):
         raise ValueError(
             f"objective.name {run.objective.name}, data.rows {run.data.rows} and reward "

@@ -1,9 +1,10 @@
 """How others in the field spell our options: what `unknown option` suggests. Data, by source; a
 name is looked up whole and by its last part, so that `--training.steps` and `--lr` are found. What
-other families have is read from their fields.
+other families have is read from their fields. And which option a word without one is meant as.
 """
 
-from collections.abc import Collection
+import shlex
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
 from dolmen.families import families, flat
@@ -12,10 +13,13 @@ from dolmen.families import families, flat
 # differ: the first that the verb has is told.
 EQUAL = {
     # Megatron-LM
-    "tensor-model-parallel-size": "layout.tp",
-    "pipeline-model-parallel-size": "layout.pp",
+    "tensor-model-parallel-size": ("layout.tp", "tp"),
+    "pipeline-model-parallel-size": ("layout.pp", "pp"),
     "context-parallel-size": "layout.cp",
-    "expert-model-parallel-size": "layout.ep",
+    "expert-model-parallel-size": ("layout.ep", "ep"),
+    "target-tensor-parallel-size": "tp",  # of its converter, as the next two
+    "target-pipeline-parallel-size": "pp",
+    "target-expert-parallel-size": "ep",
     "num-layers-per-virtual-pipeline-stage": "layout.virtual-stages",
     "num-virtual-stages-per-pipeline-rank": "layout.virtual-stages",
     "use-distributed-optimizer": "layout.zero 1",
@@ -99,6 +103,42 @@ EQUAL = {
     "lora-alpha": "adapter.alpha",
     "lora-target-modules": "adapter.targets",
     "target-modules": "adapter.targets",
+    "lora-modules": ("adapters", "adapter.targets"),
+    "lora-target-linear": "adapter.targets all-linear",
+    "lora-model-dir": "adapters",
+    "load-in-8bit": ("adapter.frozen int8", "weights int8"),
+    # TRL
+    "num-generations": "rollout.samples",
+    "max-completion-length": "rollout.max-new-tokens",
+    "mask-truncated-completions": "rollout.mask-cut",
+    "num-ppo-epochs": "rollout.epochs",
+    "epsilon": "rollout.clip-low",
+    "epsilon-high": "rollout.clip-high",
+    "reward-funcs": "reward",
+    "reward-model": "reward",
+    "reward-model-path": "reward",
+    "ref-model": "objective.reference",
+    "loss-type": "objective.kind",
+    "assistant-only-loss": "data.train-on",
+    "completion-only-loss": "data.train-on",
+    "dataset-text-field": "data.text-field",
+    "chat-template": "data.template",
+    "chat-template-path": "data.template",
+    # axolotl
+    "base-model": "init",
+    "datasets": "data.path",
+    "sequence-len": ("train.sequence-length", "window"),
+    "num-epochs": "train.epochs",
+    "lr-scheduler": "optimizer.schedule",
+    "val-set-size": "data.validation-fraction",
+    "sample-packing": "data.packing",
+    "train-on-inputs": "data.train-on",
+    "wandb-project": "log.to wandb",
+    # DeepSpeed
+    "zero-stage": "layout.zero",
+    "gradient-clipping": "optimizer.clip",
+    "num-stages": ("layout.pp", "pp"),
+    "stages": ("layout.pp", "pp"),
     # torchtitan
     "tensor-parallel-degree": "layout.tp",
     "pipeline-parallel-degree": "layout.pp",
@@ -136,11 +176,19 @@ EQUAL = {
     "max-tokens": "max-new-tokens",
     "max-length": "max-new-tokens",
     "num-predict": "max-new-tokens",
+    "max-model-len": "max-length",  # vLLM, as the next five
+    "max-num-seqs": "max-rows",
+    "max-num-batched-tokens": "max-batch-tokens",
+    "served-model-name": "name",
+    "api-key": "key",
+    "quantization": "weights",
+    "num-return-sequences": "num-samples",
     # what people write without having it from anywhere
-    "tensor-parallel-size": "layout.tp",
-    "pipeline-parallel-size": "layout.pp",
+    "tensor-parallel-size": ("layout.tp", "tp"),
+    "pipeline-parallel-size": ("layout.pp", "pp"),
     "data-parallel-size": "layout.dp",
-    "expert-parallel-size": "layout.ep",
+    "expert-parallel-size": ("layout.ep", "ep"),
+    "vocab-size": ("model.vocab-size", "size"),
     "batch-size": "train.global-batch-size",
     "context-length": ("train.sequence-length", "window"),
     "iterations": "train.steps",
@@ -174,6 +222,7 @@ FAMILY = "that is the family's: choose it with --model.model-type"
 WARMUP = (
     "warm-up is told in steps or tokens: set --optimizer.warmup-steps, or --optimizer.warmup-tokens"
 )
+KERNELS = "attention takes the fastest kernel that fits: leave it out"
 ADAPTERS = "adapters have no dropout: leave it out"
 # No option does the same: how to get it.
 HOW = {
@@ -202,9 +251,27 @@ HOW = {
     "gelu_pytorch_tanh",
     "adapter.dropout": ADAPTERS,
     "lora-dropout": ADAPTERS,
+    "load-in-4bit": "frozen weights are held in eight bits at least: set --adapter.frozen int8",
+    "flash-attention": KERNELS,
+    "use-flash-attn": KERNELS,
+    "attn-implementation": KERNELS,
     "betas": "set --optimizer.beta1 and --optimizer.beta2",
 }
 
+# Verb -> the options that words which belong to none are meant as, in this order.
+POSITIONAL = {
+    "evaluate": ("data.path",),
+    "export": ("to",),
+    "generate": ("prompt",),
+    "convert": ("to",),
+    "plan": ("cluster",),
+    "tokenize": ("data.path", "to"),
+    "train": ("data.path",),
+    "verify": ("against",),
+    "vocab train": ("data.path", "to"),
+    "vocab merge": ("to",),
+    "vocab extend": ("tokenizer", "to"),
+}
 
 MODEL = "model."  # before the options of a model
 CRITIC = "critic."  # before those of the critic, which few runs have
@@ -233,6 +300,32 @@ def suggestion(name: str, known: Collection[str]) -> str:
         or get_close_matches(last, [o for o in known if "." not in o], n=1, cutoff=0.7)
         or [o for near in _near(last, known) for o in known if o.rpartition(".")[2] == near]
     )
+
+
+def meant_command(verb: str, argv: Sequence[str], stray: Collection[str]) -> str:
+    """The command in which the `stray` words of `argv`, which belong to no option, have those that
+    they are meant as; empty where that is not known, or these are given already.
+    """
+    given = {word.partition("=")[0].removeprefix("--").replace("_", "-") for word in argv}
+    left = [option for option in POSITIONAL.get(verb, ()) if option not in given]
+    # of a word that is there twice the last is stray
+    places = [i for i, word in enumerate(argv) if word in stray and word not in argv[i + 1 :]]
+    if not left or not places or "" in stray or "input" in given:
+        return ""
+    if left == ["prompt"]:  # several words are one text without its quotes
+        text = " ".join(argv[i] for i in places)
+        rest = [word for i, word in enumerate(argv) if i not in places]
+        words = [*rest[: places[0]], "--prompt", text, *rest[places[0] :]]
+    elif len(places) <= len(left) or left == ["data.path"]:  # which takes several
+        options = dict(zip(places, left, strict=False))
+        words = [w for i, word in enumerate(argv) for w in (*_option(options.get(i)), word)]
+    else:
+        return ""
+    return f"dolmen {verb} {shlex.join(words)}"
+
+
+def _option(name: str | None) -> tuple[str, ...]:
+    return () if name is None else (f"--{name}",)
 
 
 def _meant(found: Collection[str]) -> str:

@@ -20,7 +20,7 @@ from dolmen.cli import VERBS, model_options
 from dolmen.cli.command import parse_run, read, take
 from dolmen.cli.options import PARTS, DryrunOptions, TrainOptions, run_options
 from dolmen.cli.options import VERBS as VERB_OPTIONS
-from dolmen.cli.parse import names
+from dolmen.cli.parse import names, stray_words
 from dolmen.cli.short import SHORT
 from dolmen.conversion import hf, source
 from dolmen.core.config import to_dict
@@ -28,7 +28,7 @@ from dolmen.core.errors import BadInput
 from dolmen.families import families, find
 from dolmen.launch import launcher
 from dolmen.recipes import RECIPES
-from dolmen.training.spellings import EQUAL, HOW, suggestion
+from dolmen.training.spellings import EQUAL, HOW, POSITIONAL, meant_command, suggestion
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -359,7 +359,8 @@ def test_other_spellings_lead_to_our_options(spelling):
     assert spelling not in OPTION_NAMES - {
         "output",
         "max-length",
-    }  # of `generate` and `serve` alone
+        "vocab-size",
+    }  # of `generate`, `serve` and `convert` alone
     known = [*map(options_of, FAMILIES), *map(names, VERB_OPTIONS.values())]
     told = [suggestion(spelling, options) for options in known]
     assert f"did you mean --{targets[0]}?" in told, told
@@ -413,6 +414,18 @@ def test_advice_names_options_that_exist(spelling):
         ("generate model --prompt a --max_tokens 3", "did you mean --max-new-tokens?"),
         ("verify model --tensor-parallel-size 2", "did you mean --layout.tp?"),
         ("export run --output x", "did you mean --to?"),
+        (
+            "evaluate m a.txt",
+            "a.txt is no option: did you mean dolmen evaluate m --data.path a.txt",
+        ),
+        ("export run dir --dtype float32", "did you mean dolmen export run --to dir --dtype float"),
+        ("generate m Once upon", "did you mean dolmen generate m --prompt 'Once upon'"),
+        ("vocab train a.txt", "did you mean dolmen vocab train --data.path a.txt"),
+        ("vocab train --vocab-size 300", "did you mean --size?"),
+        ("serve m --lora-modules a=b", "did you mean --adapters?"),
+        ("convert a b --target-tensor-parallel-size 2", "did you mean --tp?"),
+        ("convert a b --stages 2", "did you mean --pp?"),
+        ("train quickstart --stages 2", "did you mean --layout.pp?"),
         ("schedule 1f1b --num-microbatches 2", "did you mean --microbatches?"),
         ("recipes more", "more is no option: dolmen recipes --help lists them"),
         ("recipes --all", "unknown option --all: dolmen recipes --help lists them"),
@@ -422,6 +435,44 @@ def test_an_unknown_option_is_told_with_the_one_that_is_meant(words, said):
     shown = dolmen(*words.split())
     assert shown.code == 2 and said in shown.err and not shown.out
     assert shown.err.startswith(f"dolmen {words.split()[0]}: ") and shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", POSITIONAL)
+def test_words_without_an_option_are_meant_as_options_that_exist(verb):
+    assert {*POSITIONAL[verb]} <= {*(TRAIN if verb == "train" else OTHERS[verb].split())}
+
+
+@pytest.mark.parametrize(
+    "verb, argv, stray, command",
+    [
+        ("export", ["x", "x"], ["x"], "dolmen export x --to x"),
+        ("tokenize", ["a", "b"], ["a", "b"], "dolmen tokenize --data.path a --to b"),
+        ("tokenize", ["--to", "b", "a c"], ["a c"], "dolmen tokenize --to b --data.path 'a c'"),
+        ("evaluate", ["m", "a", "b"], ["a", "b"], "dolmen evaluate m --data.path a b"),
+        ("export", ["m", "--to", "a", "b"], ["b"], ""),  # which of the two is meant?
+        ("export", ["m", "a", "b"], ["a", "b"], ""),
+        ("generate", ["m", "--input", "a.jsonl", "b"], ["b"], ""),
+        ("serve", ["m", "a"], ["a"], ""),
+        ("export", ["m", ""], [""], ""),
+    ],
+)
+def test_words_without_an_option_are_given_theirs(verb, argv, stray, command):
+    assert meant_command(verb, argv, stray) == command
+
+
+@pytest.mark.parametrize(
+    "argv, words, stray",
+    [
+        (["m", "a", "b"], "a, b", ["a", "b"]),
+        (["a", "b"], "a b", ["a", "b"]),
+        (["m", "a, b", "c"], "a, b c", ["a, b", "c"]),
+        (["ab", "--seed", "b"], "ab", ["ab"]),
+        (["m", "a"], "a...", []),  # cut, or another's
+        (["m", ""], "", []),
+    ],
+)
+def test_stray_words_are_found_in_what_tyro_lists(argv, words, stray):
+    assert stray_words(argv, words) == stray
 
 
 README = (Path(__file__).parents[2] / "README.md").read_text()

@@ -79,8 +79,7 @@ OPTIONS = {
     ),
     "nproc": (
         "--layout.tp 2 --nproc 3",
-        "layout.tp (2) x layout.dp (1) = 2 processes, but there are 3: set --layout.tp and "
-        "--layout.dp",
+        "layout.tp (2) does not divide the 3 processes: set --layout.tp 1, or use a multiple of 2",
     ),
     "nproc-1": (
         "--nproc 3 --layout.dp 1",
@@ -219,7 +218,7 @@ OPTIONS = {
         f"--train.compile {'a' * 500}",
         f"{'a' * 77}... (500 characters) is no option: --train.compile takes no such value",
     ),
-    "stray": ("stray", "stray is no option: dolmen train --help lists them"),
+    "stray": ("stray", "stray is no option: did you mean dolmen train"),
     # a terminal would turn the line around
     "override": ("--train.steps \u202e5", "--train.steps is '\\u202e5': it must be a whole number"),
     "override-name": ("--\u202ea 5", "unknown option --\\u202ea: dolmen train --help lists them"),

@@ -118,7 +118,7 @@ REFUSED = {
     "gpt-1t --cluster dgx-a100:0": "has no nodes: use 1 or more",
     "gpt-1t --cluster dgx-a100:561": "560 nodes, and 561 are asked for",
     "gpt-1t --cluster dgx-a100:384 --layout.tp 3": "not divisible by tp (3)",
-    "gpt-1t --cluster dgx-a100:384 --layout.pp 5": "there are 3072",
+    "gpt-1t --cluster dgx-a100:384 --layout.pp 5": "layout.pp (5) does not divide the 3,072",
     "gpt-1t --cluster dgx-a100:384 --layout.tp 0": "layout.tp is 0: it must be at least 1",
     "gpt-1t --cluster dgx-a100:384 --layout.tp 2 --layout.dp 4096": "but there are 3072",
     "gpt-1t --cluster dgx-a100:384 --layout.ep 2": "this model has none",

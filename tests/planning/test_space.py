@@ -105,7 +105,7 @@ def test_what_is_pinned_is_so_and_nothing_else_changes():
     "space, told",
     [
         (Space(DENSE, 12, 7, 8, pins=Pins(tp=2, pp=1)), "train.global-batch-size (7) is divisible"),
-        (Space(DENSE, 12, 12, 8, pins=Pins(tp=5)), "there are 12"),
+        (Space(DENSE, 12, 12, 8, pins=Pins(tp=5)), "layout.tp (5) does not divide the 12"),
         (Space(DENSE, 10, 10, 8, pins=Pins(tp=5)), "not divisible by tp (5)"),
         (Space(DENSE, 12, 12, 8, pins=Pins(pp=12)), "12 stages"),
         (Space(DENSE, 12, 12, 8, pins=Pins(tp=2, dp=12)), "but there are 12"),

@@ -12,6 +12,11 @@ def length(prompt, answer, row):
     return len(answer) + row["more"]
 
 
+def of_trl(prompts, completions, **kwargs):
+    """As TRL calls its reward functions: a list of each column."""
+    return [len(text) + more for text, more in zip(completions, kwargs["more"], strict=True)]
+
+
 def raises(prompt, answer, row):
     raise RuntimeError("no reward today")
 

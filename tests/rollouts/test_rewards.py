@@ -1,7 +1,9 @@
 """What judges answers: rules, and functions in a process of their own."""
 
+import judges
 import pytest
 
+from dolmen.rollouts.judge import check_signature
 from dolmen.rollouts.rewards import Answer, is_model, judge_of, last_number, weighted
 
 
@@ -100,6 +102,7 @@ def test_what_takes_too_long_has_failed_and_what_comes_after_has_not():
     "name, why",
     [
         ("judges:absent", "has no function absent"),
+        ("judges:of_trl", "judges:of_trl takes lists of completions, as a reward function of TRL"),
         ("judges:NUMBER", "has no function NUMBER"),
         ("no_such_module:f", "cannot be imported"),
     ],
@@ -107,6 +110,37 @@ def test_what_takes_too_long_has_failed_and_what_comes_after_has_not():
 def test_a_function_that_is_not_there_is_refused(name, why):
     with pytest.raises(ValueError, match=why), judge_of(name, 1.0) as judge:
         judge.begin()
+
+
+def accepts_two(prompt, answer):
+    return 1.0
+
+
+def of_trl_without_keywords(prompts, completions, answer):
+    return [1.0]
+
+
+@pytest.mark.parametrize(
+    "function, kind, said",
+    [
+        (accepts_two, "reward", r"function\(prompt, answer, row\): too many positional arguments"),
+        (lambda prompt, *, turns, row: None, "turn", r"function\(prompt, turns, row\): "),
+        (of_trl_without_keywords, "reward", "takes lists of completions"),
+    ],
+)
+def test_a_function_of_other_arguments_is_refused(function, kind, said):
+    with pytest.raises(ValueError, match=said):
+        check_signature("m:f", function, kind)
+
+
+def test_a_function_of_trl_is_called_as_the_message_says():
+    with pytest.raises(ValueError) as refusal:
+        check_signature("judges:of_trl", judges.of_trl, "reward")
+    call = str(refusal.value).partition("returns ")[2]
+    names = {"prompt": "p", "answer": "four", "row": {"prompt": "p", "more": 0.5}}
+    assert eval(call, {"of_trl": judges.of_trl, **names}) == 4.5
+    for function in (judges.length, lambda *_: 1.0, min):  # of min nothing is known
+        check_signature("m:f", function, "reward")
 
 
 @pytest.mark.parametrize("name", ["exakt", "a b:c", "judges:", "regex:("])

@@ -364,6 +364,12 @@ def test_what_is_replayed_is_balanced_by_no_bias(material):
         check_drawn(asked(balance="bias", bias_rate=0.01))
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_run_without_a_reward_is_told_of_it_alone(material, name):
+    with pytest.raises(ValueError, match=f"^{name} needs --reward: exact, gsm8k, .*MODULE:FUNC"):
+        check_drawn(material.config(**{**ASKED, "objective": {"name": name}, "reward": []}))
+
+
 @pytest.mark.slow
 def test_a_critic_may_learn_alone_at_first(material, prompts, tmp_path):
     train(
