@@ -121,11 +121,15 @@ def lessons(axes: np.ndarray) -> None:
     sft.plot(steps, values, color=COLOURS["sft"], linewidth=0.8, alpha=0.5)
     sft.plot(*series(FOLDER / "sft", "val_loss"), "o-", color=COLOURS["sft"], markersize=3)
     sft.set(title="SFT: loss, nats per token", xlabel="step")
-    for axis, name, levels in ((model, "reward", (0.5, 0.95)), (dpo, "dpo", (0.5,))):
-        steps, values = series(FOLDER / name, "objective/accuracy")
+    for axis, name, key, levels in (
+        (model, "reward", "accuracy", (0.5, 0.95)),
+        (dpo, "dpo", "rewards/accuracies", (0.5,)),
+    ):
+        key_of_training = key if "/" in key else f"objective/{key}"
+        steps, values = series(FOLDER / name, key_of_training)
         colour = COLOURS.get(name, INK)
         axis.plot(steps, values, color=colour, linewidth=0.8, alpha=0.4)
-        axis.plot(*series(FOLDER / name, "val_accuracy"), "o-", color=colour, markersize=3)
+        axis.plot(*series(FOLDER / name, f"val_{key}"), "o-", color=colour, markersize=3)
         for level in levels:
             _level(axis, level, f"{level:g}")
         axis.set(title=f"{NAMES[name]}: pairs it is right of", xlabel="step", ylim=(0.35, 1.02))

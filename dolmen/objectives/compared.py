@@ -15,7 +15,7 @@ from dolmen.model import tree
 from dolmen.model.head import Logits
 from dolmen.objectives import pairs
 from dolmen.objectives.config import SIMPO_MARGIN, Alone, Kind, check_dpo
-from dolmen.objectives.objective import Judged
+from dolmen.objectives.objective import Judged, Objective
 from dolmen.objectives.preference import (
     dpo_losses,
     kto_losses,
@@ -53,15 +53,17 @@ def log_ratios(
 class DPO:
     """`dpo` of the answers of a batch, whose tokens are those with a label; mean over pairs.
 
-    A batch brings `numbers[REFERENCE]`. Metrics are those of pairs.METRICS, of the rewards.
+    A batch brings `numbers[REFERENCE]`. Metrics are pairs.REWARDS and pairs.LOGPS.
     """
 
     beta: float = 0.1
     kind: Kind = "sigmoid"
     label_smoothing: float = 0.0
     rpo_alpha: float = 0.0
+    from_reference: bool = False
+    """Whether the reference is the model that training starts from."""
 
-    names: ClassVar[tuple[str, ...]] = pairs.METRICS
+    names: ClassVar[tuple[str, ...]] = (*pairs.REWARDS, *pairs.LOGPS)
     head: ClassVar[type] = tree.Head
 
     def __post_init__(self):
@@ -77,10 +79,10 @@ class DPO:
         c, r = found.sides(log_ratios(said, head, found))
         lengths = found.sides(found.lengths)
         losses = dpo_losses(c, r, self.beta, self.kind, self.label_smoothing, lengths)
+        logps = found.sides(head.over_documents(said, found.document))
         if self.rpo_alpha:
-            chosen = found.sides(head.over_documents(said, found.document)).chosen
-            losses = losses - self.rpo_alpha * mean_over_tokens(chosen, lengths.chosen)
-        return found.judged(losses, pairs.Sides(self.beta * c, self.beta * r), head)
+            losses = losses - self.rpo_alpha * mean_over_tokens(logps.chosen, lengths.chosen)
+        return found.preferred(losses, pairs.Sides(self.beta * c, self.beta * r), logps, head)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class ReferenceFree:
     gamma: float = SIMPO_MARGIN
     label_smoothing: float = 0.0
 
-    names: ClassVar[tuple[str, ...]] = pairs.METRICS
+    names: ClassVar[tuple[str, ...]] = (*pairs.REWARDS, *pairs.LOGPS)
     head: ClassVar[type] = tree.Head
 
     def __post_init__(self):
@@ -106,7 +108,8 @@ class ReferenceFree:
         summed = head.over_documents(head.log_probabilities(hidden, batch.labels), found.document)
         c, r = found.sides(mean_over_tokens(summed, found.lengths))
         losses = reference_free_losses(c, r, self.kind, self.beta, self.gamma, self.label_smoothing)
-        return found.judged(losses, pairs.Sides(self.beta * c, self.beta * r), head)
+        rewards, logps = pairs.Sides(self.beta * c, self.beta * r), found.sides(summed)
+        return found.preferred(losses, rewards, logps, head)
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,8 @@ class KTO:
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
+    from_reference: bool = False
+    """Whether the reference is the model that training starts from."""
 
     names: ClassVar[tuple[str, ...]] = pairs.METRICS
     head: ClassVar[type] = tree.Head
@@ -148,3 +153,13 @@ class KTO:
         better = pairs.Sides(torch.where(wanted, own, zero), torch.where(wanted, zero, own))
         scores = pairs.Sides(self.beta * better.chosen, self.beta * better.rejected)
         return found.judged(losses, scores, head)
+
+
+def decided(objective: Objective, updates: int) -> tuple[str, ...]:
+    """Return the names of the metrics that mean something after so many updates: while policy and
+    reference have the same weights, only rounding decides which of two rewards is larger.
+    """
+    match objective:
+        case DPO(from_reference=True) | KTO(from_reference=True) if updates == 0:
+            return tuple(n for n in objective.names if n not in ("accuracy", pairs.ACCURACY))
+    return objective.names

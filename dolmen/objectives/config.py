@@ -60,8 +60,8 @@ class ObjectiveConfig:
     the model that the run begins with.
     """
     margin: float | None = None
-    """reward, simpo: by how much the chosen answer is to be ahead; a row's own `margin` is added.
-    Default: 0, of simpo 0.5.
+    """reward, simpo: target margin between the scores of the chosen and the rejected completion.
+    reward adds a row's own `margin`, if it has one. Default: 0, simpo 0.5.
     """
     desirable_weight: float = 1.0
     """kto: what the loss of a wanted answer is multiplied by."""

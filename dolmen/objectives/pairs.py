@@ -25,6 +25,11 @@ from dolmen.ops.loss import IGNORED
 
 METRICS = ("accuracy", "margin")
 """The share of pairs whose chosen sequence has the larger score, and the mean difference."""
+ACCURACY = "rewards/accuracies"
+REWARDS = (ACCURACY, "rewards/margins", "rewards/chosen", "rewards/rejected")
+"""The same of the rewards that a policy implies, and the mean rewards, by TRL's names."""
+LOGPS = ("logps/chosen", "logps/rejected")
+"""Mean log-probability of completions, summed over their tokens."""
 
 
 class Sides(NamedTuple):
@@ -105,8 +110,23 @@ class Pairs(Answers):
         """Sums over pairs of their losses and of METRICS, from numbers that every rank of cp
         has.
         """
-        told = of_pairs(scores.chosen.detach(), scores.rejected.detach())
-        sums = tuple(head.shared(self.total(told[name])) for name in METRICS)
+        metrics = of_pairs(scores.chosen.detach(), scores.rejected.detach())
+        return self._sums(losses, [metrics[name] for name in METRICS], head)
+
+    def preferred(
+        self,
+        losses: Float[Tensor, "rows documents"],
+        rewards: Sides,
+        logps: Sides,
+        head: Head,
+    ) -> Judged:
+        """Return the sums over pairs of their losses, and of REWARDS and LOGPS."""
+        rewards, logps = (Sides(*(x.detach() for x in sides)) for sides in (rewards, logps))
+        accuracy, margin = of_pairs(*rewards).values()
+        return self._sums(losses, [accuracy, margin, *rewards, *logps], head)
+
+    def _sums(self, losses: Tensor, metrics: list[Tensor], head: Head) -> Judged:
+        sums = tuple(head.shared(self.total(each)) for each in metrics)
         return Judged(head.shared(self.total(losses)), sums)
 
     def total(self, per_pair: Float[Tensor, "rows documents"]) -> Float[Tensor, ""]:

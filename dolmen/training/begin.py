@@ -123,15 +123,17 @@ def objective_of(run: RunConfig) -> Objective:
     tokens of a sequence.
     """
     asked = run.objective
+    same = asked.reference in (None, run.init)
     if asked.name == "reward":
         return Preferred(asked.center, asked.margin or 0.0)
     if asked.kind == "simpo" or asked.kind == "orpo":
         margin = SIMPO_MARGIN if asked.margin is None else asked.margin
         return ReferenceFree(asked.kind, asked.beta, margin, asked.label_smoothing)
     if asked.kind == "kto":
-        return KTO(asked.beta, asked.desirable_weight, asked.undesirable_weight)
+        weights = asked.desirable_weight, asked.undesirable_weight
+        return KTO(asked.beta, *weights, from_reference=same)
     if asked.name == "dpo":
-        return DPO(asked.beta, asked.kind, asked.label_smoothing, asked.rpo_alpha)
+        return DPO(asked.beta, asked.kind, asked.label_smoothing, asked.rpo_alpha, same)
     if asked.name == "grpo":
         how = run.rollout
         return (Undecided if how.entropy else Group)(

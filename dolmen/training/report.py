@@ -27,6 +27,7 @@ SHOWN = {
     "rollout/reward": "reward {:.3f}",
     "rollout/reference_kl": "KL {:.4f} per token",
     "objective/accuracy": "{:.1%} of pairs right",
+    "rewards/accuracies": "{:.1%} of pairs right",
     "router/max_load": "max load {:.2f}",
 }
 """Of metrics.jsonl what tells more than the loss, where a row has it."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from dolmen.core import collectives, host, ranges
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
+from dolmen.objectives.compared import decided
 from dolmen.optim.schedule import learning_rate
 from dolmen.parallel import data, product
 from dolmen.parallel.actions import Action
@@ -104,9 +105,11 @@ def optimizer_step(
     product.end_step(state.model.delayed().values(), mesh, state.updates if learns else None)
     state.optimizer.zero_grad(set_to_none=True)
     state.scale.update(finite)
+    updates = state.updates  # behind the loss of this step
     state.step += 1
     state.updates += learns
     state.tokens += told.tokens
+    meaningful = (*decided(state.objective, updates), LOSS)
     names = [*state.objective.names, *([LOSS] if state.text is not None else [])]
     return Metrics(
         loss=told.loss,
@@ -115,7 +118,11 @@ def optimizer_step(
         tokens=told.tokens,
         skipped=not allowed,
         router=told.router,
-        objective={f"objective/{n}": one for n, one in zip(names, told.metrics, strict=True)},
+        objective={
+            name if "/" in name else f"objective/{name}": value
+            for name, value in zip(names, told.metrics, strict=True)
+            if name in meaningful
+        },
         signal=told.signal,
         tallies=tallies,
     )

@@ -15,6 +15,7 @@ from dolmen.data.batches import Loader
 from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
 from dolmen.files import write
 from dolmen.launch.watch import Watch
+from dolmen.objectives.compared import decided
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import Objective
@@ -54,6 +55,8 @@ class Validator:
         shown = calibration.rest(found.metrics)
         if len(shown) < len(found.metrics):
             shown["calibration_error"] = self._calibrated(found.metrics)
+        for name in {*objective.names} - {*decided(objective, state.updates)}:
+            del shown[name]
         loss, tokens = found.loss, found.tokens
         each = self._of_sources(state, most, through)
         held = self.loader.validation_tokens

@@ -89,4 +89,4 @@ def test_a_policy_compared_with_itself():
         numbers = {REFERENCE: score.log_probabilities(same, batch, SINGLE, train.schedule)}
         told = optimizer_step(train, replace(batch, numbers=numbers), SINGLE)
         assert (abs(told.loss - math.log(2)) < 1e-7) == is_first
-        assert (told.objective["objective/margin"] == 0) == is_first and told.grad_norm > 0.1
+        assert (told.objective["rewards/margins"] == 0) == is_first and told.grad_norm > 0.1

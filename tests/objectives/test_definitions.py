@@ -23,7 +23,7 @@ from dolmen.evaluation.validate import mean_loss
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Scalar
 from dolmen.objectives import pairs, score
-from dolmen.objectives.compared import DPO, KTO, REFERENCE
+from dolmen.objectives.compared import DPO, KTO, REFERENCE, decided
 from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.objective import check
 from dolmen.objectives.reward import TARGET, Calibrated, Preferred, SquaredError
@@ -159,8 +159,14 @@ def test_dpo_of_two_models(tmp_path):
     loss.backward()
     want.backward()
     compare(ours, source, theirs)
-    assert told["accuracy"] == (margins > 0).double().mean()
-    assert told["margin"] == pytest.approx(margins.mean().item(), rel=TOLERANCE)
+    assert told["rewards/accuracies"] == (margins > 0).double().mean()
+    logps = texts(theirs, given).sum(1)
+    of_sides = {"rewards": 0.3 * ratios, "logps": logps}
+    means = {f"{name}/chosen": x[0::2].mean() for name, x in of_sides.items()}
+    means |= {f"{name}/rejected": x[1::2].mean() for name, x in of_sides.items()}
+    means["rewards/margins"] = margins.mean()
+    for name, mean in means.items():
+        assert told[name] == pytest.approx(mean.item(), rel=TOLERANCE), name
     assert all(p.grad is None for p in reference.parameters())
 
 
@@ -361,9 +367,21 @@ def test_what_is_asked_is_what_a_model_has():
 def test_a_step_tells_what_its_objective_does():
     """In the metrics of the step, and of the run."""
     metrics = optimizer_step(training(DPO(), 2), GIVEN, SINGLE)
-    assert metrics.objective.keys() == {"objective/accuracy", "objective/margin"}
+    assert metrics.objective.keys() == {*DPO.names}
     assert metrics.tokens == GIVEN.real_tokens
     assert optimizer_step(training(CrossEntropy(), 2), GIVEN, SINGLE).objective == {}
+
+
+def test_no_accuracy_while_only_rounding_decides_it():
+    """The policy is the reference until its first update: its rewards are equal but for rounding,
+    which no layout shares.
+    """
+    state = training(DPO(from_reference=True), 2)
+    first, second = (optimizer_step(state, GIVEN, SINGLE).objective for _ in range(2))
+    assert first.keys() == {*DPO.names} - {"rewards/accuracies"} and second.keys() == {*DPO.names}
+    kto = KTO(from_reference=True)
+    assert decided(kto, 0) == ("margin",) and decided(kto, 1) == KTO.names
+    assert decided(DPO(), 0) == DPO.names and decided(Preferred(), 0) == Preferred.names
 
 
 def packed(side: bool) -> Batch:

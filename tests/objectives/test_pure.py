@@ -308,6 +308,33 @@ def test_a_group_of_one_or_of_equals_says_nothing():
     assert found.tolist() == [0, 0, 0]
 
 
+EQUAL = (-237.3, 0.1, 1e30, -1e-30, 7.0)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 7, 8, 64])
+@pytest.mark.parametrize("score", EQUAL)
+def test_equal_scores_have_no_advantage_whatever_they_are(score, samples):
+    """In fp32 the mean of eight scores of -237.3 is another number."""
+    groups = torch.tensor([3, 1]).repeat(samples)
+    scores = torch.where(groups == 3, score, 2 * score)
+    for scale in ("group", "batch", "none"):
+        found = advantage.group_normalised(scores, groups, scale=scale)
+        assert not found.any(), (scale, found)
+    assert not advantage.leave_one_out(scores, groups).any()
+    row = torch.full((2, samples), score)
+    assert not advantage.whitened(row, torch.ones_like(row)).any()
+
+
+def test_advantages_of_close_scores_are_those_of_float64():
+    """Scores far from 0 that differ by little: fp32 rounds their differences and not their sum."""
+    scores = torch.tensor([-237.3, -237.2999, -237.3001, -237.3, 1000.25, 1000.5])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1])
+    for scale in ("group", "batch", "none"):
+        found = advantage.group_normalised(scores, groups, scale=scale)
+        want = advantage.group_normalised(scores.double(), groups, scale=scale)
+        assert found.tolist() == pytest.approx(want.tolist(), rel=1e-5, abs=1e-9), scale
+
+
 def test_leave_one_out():
     """Of groups of three and two in any order, and of one alone."""
     scores, groups = SCORES.tolist(), GROUPS.tolist()

@@ -228,7 +228,10 @@ def test_a_run_goes_on_as_it_would_have(pairs, tmp_path):
     found = losses(tmp_path / "a")
     assert abs(found[0][1] - math.log(2)) < 1e-6 and found[-1][1] < 0.6
     held = rows(tmp_path / "a", "val_loss")
-    assert held[-1]["val_loss"] < 0.6 and {"val_accuracy", "val_margin"} <= held[-1].keys()
+    assert held[-1]["val_loss"] < 0.6 and held[-1]["val_rewards/accuracies"] == 1
+    every = rows(tmp_path / "a", "rewards/margins")
+    assert ["rewards/accuracies" in row for row in every] == [False] + [True] * (len(every) - 1)
+    assert ["val_rewards/accuracies" in row for row in held] == [row["step"] > 0 for row in held]
     dolmen(*options(pairs, tmp_path / "b", "--checkpoint.every", 2))
     shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-00000004")
     again = dolmen(*options(pairs, tmp_path / "b", "--checkpoint.every", 2, "--resume"))
@@ -254,10 +257,11 @@ def test_other_kinds(pairs, tmp_path, kind):
         more += ["--data.rows", "completions", "--data.path", file]
     found = dolmen(*options(pairs, tmp_path / "a", *more))
     assert found.code == 0, found.err
-    first, *_, last = (row for row in rows(tmp_path / "a", "objective/margin"))
-    assert last["loss"] < first["loss"] and last["objective/margin"] > first["objective/margin"]
+    margin = "objective/margin" if kind == "kto" else "rewards/margins"
+    first, *_, last = (row for row in rows(tmp_path / "a", margin))
+    assert last["loss"] < first["loss"] and last[margin] > first[margin]
     if kind == "kto":
-        assert first["loss"] == pytest.approx(0.5) and first["objective/margin"] == 0
+        assert first["loss"] == pytest.approx(0.5) and first[margin] == 0
 
 
 @pytest.mark.parametrize(
@@ -285,7 +289,12 @@ def test_what_is_refused(pairs, tmp_path, more, told):
 
 def test_the_objective_that_is_asked_for(pairs):
     asked = dict(beta=0.3, kind="exo", label_smoothing=0.1, rpo_alpha=0.7)
-    assert begin.objective_of(made(pairs, **asked)[0]) == DPO(**asked)
+    run = made(pairs, **asked)[0]
+    assert begin.objective_of(run) == DPO(**asked, from_reference=True)
+    other = replace(run, objective=replace(run.objective, reference="another"))
+    assert begin.objective_of(other) == DPO(**asked)
+    itself = replace(run, objective=replace(run.objective, reference=run.init))
+    assert begin.objective_of(itself) == DPO(**asked, from_reference=True)
 
 
 def test_options_of_dpo_are_of_dpo():
