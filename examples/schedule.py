@@ -6,7 +6,6 @@ A schedule is a list of actions per rank, and changes how long ranks wait, never
 losses of two processes equal those of one, up to the rounding of sums in another order.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -25,7 +24,7 @@ F0 B0 F1 B1 F2 B2 F3 B3
 
 def losses(folder: Path, **layout) -> list[float]:
     """The loss of each step of a run split as `layout` says."""
-    out = dolmen.train(
+    run = dolmen.train(
         "pretrain",
         model=MODEL,
         layout=layout,
@@ -35,8 +34,7 @@ def losses(folder: Path, **layout) -> list[float]:
         out=folder,
         overwrite=True,
     )
-    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [row["loss"] for row in rows if "loss" in row]
+    return run.losses
 
 
 def main(folder: str = "runs/schedule") -> float:

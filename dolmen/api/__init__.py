@@ -8,7 +8,7 @@ from dolmen.api.evaluations import evaluate, evaluate_tasks
 from dolmen.api.models import Model, generate, load
 from dolmen.api.modules import parallelize, restore, save, step
 from dolmen.api.plans import dryrun, plan, plan_inference
-from dolmen.api.runs import show, train
+from dolmen.api.runs import RunFolder, show, train
 from dolmen.api.vocabularies import (
     extend_vocabulary,
     merge_vocabularies,
@@ -18,6 +18,7 @@ from dolmen.api.vocabularies import (
 
 __all__ = [
     "Model",
+    "RunFolder",
     "convert",
     "diff",
     "dryrun",

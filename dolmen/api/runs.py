@@ -1,7 +1,8 @@
 """A run, and the page of several: `train`, `show`."""
 
+import math
 from os import PathLike
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 from dolmen.api.asked import asked_of, in_keywords, value_errors
@@ -10,15 +11,37 @@ from dolmen.core.paths import expand
 from dolmen.recipes.changed import request
 from dolmen.training import job
 from dolmen.training.config import RunConfig
+from dolmen.training.metrics import read_metrics
 from dolmen.watching import page
 from dolmen.watching.config import ShowConfig
 
 
-def train(recipe: str | PathLike | RunConfig, **changes: Any) -> Path:
-    """Train a recipe, the run of a YAML file or a RunConfig, with `changes`: options of `dolmen
-    train` as keywords, those of a section in a mapping. Returns the run's folder.
+class RunFolder(PosixPath):
+    """The folder of a run, a Path, with the numbers that the run has recorded so far."""
 
-        dolmen.train("quickstart", train={"steps": 50}, layout={"tp": 1}, overwrite=True)
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl: `step`, `loss`, `grad_norm`, `lr` and so on of each logged
+        step, `val_loss` of each validation. A number that is not finite is None.
+        """
+        return read_metrics(self / "metrics.jsonl")
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of each logged step (`log.every`), those before a resume included; NaN
+        where it was not finite.
+        """
+        losses = [row["loss"] for row in self.history if "loss" in row]
+        return [math.nan if loss is None else loss for loss in losses]
+
+
+def train(recipe: str | PathLike | RunConfig, **changes: Any) -> RunFolder:
+    """Train a recipe, the run of a YAML file or a RunConfig, with `changes`: options of `dolmen
+    train` as keywords, those of a section in a mapping. Returns the run's folder, a Path that has
+    `losses`, the training loss of each logged step, and `history`, all rows of metrics.jsonl.
+
+        run = dolmen.train("quickstart", train={"steps": 50}, layout={"tp": 1}, overwrite=True)
+        print(run.losses[0], run.losses[-1])
 
     Starts as many processes as the layout needs; a run of one process is this process. Raises
     ValueError on bad input, KeyboardInterrupt after Ctrl-C and SystemExit after SIGTERM (saved
@@ -36,7 +59,7 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> Path:
         raise SystemExit(code)
     if code:
         raise RuntimeError(f"the run ended with exit code {code}")
-    return asked.out
+    return RunFolder(asked.out)
 
 
 def show(*runs: str | PathLike, out: str | PathLike = "show.html") -> Path:

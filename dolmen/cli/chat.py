@@ -103,6 +103,9 @@ class Terminal:
                 for part in self.chat.answer(text):
                     print(part, end="", flush=True)
                 print(flush=True)
+                if self.chat.truncated:
+                    limit = self.chat.config.max_new_tokens
+                    say(f"(the answer was cut at {limit:,} tokens: raise --max-new-tokens)")
             except ValueError as error:
                 say(str(error))
 

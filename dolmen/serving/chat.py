@@ -44,6 +44,8 @@ class Chat:
         )
         self.messages: list[dict[str, Any]] = []
         self.stopped = False
+        self.truncated = False
+        """Whether the last answer has ended at --max-new-tokens, not by itself."""
         self._answers = count()
         self.reset()
 
@@ -81,13 +83,15 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": text}]
         request = self._request(messages)
         number, written = self._engine.add(request), Incremental(self.tokenizer, self.config.stop)
-        self.messages, self.stopped = messages, False
+        self.messages, self.stopped, self.truncated = messages, False, False
         try:
             while self._engine.busy:
                 happened = self._engine.step()
                 for chosen in happened.chosen:
                     yield written.add(chosen.token)
                 engine.require_finite(happened.ended)
+                at_limit = any(one.why == "length" for one in happened.ended)
+                self.truncated = at_limit and written.stopped is None
                 if self.stopped or written.stopped is not None:
                     break
             yield written.end()

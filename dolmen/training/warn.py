@@ -24,6 +24,7 @@ def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]
     found = [
         never_at_full_rate(run, steps),
         little_held_out(run, loader),
+        batch_over_epoch(run, loader),
         never_profiled(run, step, steps),
         nothing_replayed(run, loader),
         not_told_apart(run, loader),
@@ -45,6 +46,20 @@ def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
         f"optimizer.warmup-steps ({warmup}) is over the run's {counted(steps, 'step')}: the "
         f"learning rate ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set "
         f"--optimizer.warmup-steps {max(1, steps - 1)} or less, or --train.steps over {warmup}"
+    )
+
+
+def batch_over_epoch(run: RunConfig, loader: Loader) -> str | None:
+    """Return a warning where one batch reads all training data more than once, or None."""
+    batch = run.train.global_batch_size
+    passes = min(loader.mixture.epochs(batch).values())
+    if run.objective.draws or passes <= 1:  # prompts may be asked again
+        return None
+    most = int(batch / passes)
+    return (
+        f"train.global-batch-size ({batch:,}) is over an epoch of the training data "
+        f"({counted(most, 'sequence')}): each step reads every sequence {passes:.3g} times; set "
+        f"--train.global-batch-size {most} or less, or give more data"
     )
 
 

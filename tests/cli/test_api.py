@@ -1,6 +1,7 @@
 """`import dolmen`: three lines to train, load and generate, in the caller's own process."""
 
 import inspect
+import json
 import math
 import os
 import signal
@@ -23,6 +24,7 @@ from tinyrun import losses, rows, steps
 
 import dolmen
 from dolmen import api
+from dolmen.api import RunFolder
 from dolmen.cli.command import parse_run
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import joined
@@ -80,6 +82,21 @@ def test_three_lines(material, tmp_path, capsys):
     told = command("generate", folder / "hf", "--prompt", "abc def", "--max-new-tokens", 8).out
     assert told.rstrip("\n") == text.rstrip("\N{REPLACEMENT CHARACTER}")
     assert not dist.is_initialized()
+
+
+def test_a_run_has_its_history(run, tmp_path):
+    """In numbers, those of the file, whatever was not finite."""
+    assert run.history == [*map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
+    assert run.losses == [row["loss"] for row in rows(run)] and len(run.losses) == 1
+    assert isinstance(run, Path) and run == Path(run) and run.name == "run"
+    written = RunFolder(tmp_path)
+    assert written.losses == written.history == []
+    step = {"tokens": 8, "lr": 0.1}
+    told = [{"step": 1, "loss": 2.5, **step}, {"step": 1, "val_loss": 3.0}]
+    told += [{"step": 2, "loss": None, **step}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    assert written.history == told
+    assert written.losses[0] == 2.5 and len(written.losses) == 2 and math.isnan(written.losses[1])
 
 
 def test_options_are_those_of_the_command(material, tmp_path):

@@ -23,7 +23,14 @@ from dolmen.families import Model
 from dolmen.families.unknown import without_effect
 from dolmen.serving import engine
 from dolmen.training.finish import _next, _summary
-from dolmen.training.warn import APART, apart, little_held_out, never_at_full_rate, unused_rows
+from dolmen.training.warn import (
+    APART,
+    apart,
+    batch_over_epoch,
+    little_held_out,
+    never_at_full_rate,
+    unused_rows,
+)
 
 
 class Held:
@@ -260,6 +267,23 @@ def test_little_held_out_text_is_told(material, tmp_path):
     assert "(0.40% of the text, 25.00% asked for)" in little_held_out(run, Held(80, 19920))
     assert "use a larger --data.validation-fraction" in little_held_out(run, Held(999, 19001))
     assert little_held_out(run, Held(1000, 19000)) is None  # a fifth of a quarter
+
+
+def test_a_batch_over_an_epoch_is_told(material):
+    def loader(*sizes):  # sequences of sources that are read alike
+        def epochs(samples):
+            return {str(i): samples / size for i, size in enumerate(sizes)}
+
+        return SimpleNamespace(mixture=SimpleNamespace(epochs=epochs))
+
+    run = material.config(train={"global_batch_size": 64})
+    said = batch_over_epoch(run, loader(20))
+    assert "train.global-batch-size (64) is over an epoch of the training data (20 seq" in said
+    assert "reads every sequence 3.2 times; set --train.global-batch-size 20 or less" in said
+    assert batch_over_epoch(run, loader(64)) is None
+    assert batch_over_epoch(run, loader(20, 100)) is None  # the other one lasts longer
+    grpo = material.config(train={"global_batch_size": 64}, objective={"name": "grpo"})
+    assert batch_over_epoch(grpo, loader(20)) is None
 
 
 def test_trainer_and_generator_that_disagree_are_told_with_what_to_look_at(material):

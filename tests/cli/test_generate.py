@@ -301,6 +301,17 @@ def test_chat(chatty, monkeypatch):
     assert told.out == f"{first}\n{second}\n{first}\n"
     assert f"system: be\nuser: ab\nassistant: {first}\n" in told.err
     assert "there is no /nothing; /help tells" in told.err
+    assert told.err.count("(the answer was cut at 5 tokens: raise --max-new-tokens)") == 3
+
+
+def test_an_answer_that_stops_by_itself_is_not_called_cut(chatty, monkeypatch):
+    """Nor where the stop string ends with the last token that it may have."""
+    said(monkeypatch, "ab\n")
+    answer = dolmen("chat", chatty, "--temperature", 0).out.rstrip("\n")
+    said(monkeypatch, "ab\n")
+    told = dolmen("chat", chatty, "--temperature", 0, "--stop", answer[-1])
+    assert told.out.rstrip("\n") == answer[: answer.index(answer[-1])]
+    assert "was cut" not in told.err
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(chatty, monkeypatch):
