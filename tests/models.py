@@ -1,21 +1,37 @@
-"""Small models of the tests: by the flat fields that dolmen had before a model was its config.json,
-where what a test varies is one word, whatever component it belongs to; or as a config.json.
-"""
+"""Small models of the tests: by flat fields, or as a config.json."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from dolmen.core.config import from_dict
 from dolmen.core.mesh import Mesh
 from dolmen.families import Model, families
-from dolmen.families.flat import Flat
+from dolmen.families.model import changed, new
 from dolmen.model import build as building
 from dolmen.model.build import initialize, load
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.model.split import Split
-from dolmen.model.training import Training
-from dolmen.model.tree import Tree
+from dolmen.model.training import RouterTraining, Training
+from dolmen.model.tree import (
+    Attention,
+    Block,
+    Embedding,
+    Experts,
+    Head,
+    Linear,
+    Llama3,
+    Mlp,
+    Norm,
+    Rope,
+    Router,
+    Table,
+    Tree,
+    runs_of,
+)
+from dolmen.model.tree.mlp import Activation
+from dolmen.model.tree.positions import Scaling
 from dolmen.parallel.actions import Schedule
 
 __all__ = [
@@ -30,6 +46,148 @@ __all__ = [
     "of_layers",
     "tiny",
 ]
+
+
+@dataclass(frozen=True)
+class FlatRope:
+    """Rotary position embedding."""
+
+    theta: float = 10000.0
+    scaling: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    @property
+    def component(self) -> Scaling | None:
+        """How positions are scaled, as the tree says it; None: they are not."""
+        match self.scaling:
+            case "linear":
+                return Linear(self.factor)
+            case "llama3":
+                return Llama3(
+                    self.factor,
+                    self.low_freq_factor,
+                    self.high_freq_factor,
+                    self.original_max_position_embeddings,
+                )
+        return None
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One flat set of fields for all families: what a test varies is one word, whatever component
+    it belongs to."""
+
+    family: str = "llama"
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    head_dim: int = 128
+    max_position_embeddings: int = 2048
+    position: Literal["rope", "learned"] = "rope"
+    rope: FlatRope = FlatRope()
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    mlp: Literal["gated", "plain"] = "gated"
+    activation: Activation = "silu"
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = True
+    dense_layers: tuple[int, ...] = ()
+    router_balance: Literal["loss", "bias", "none"] = "loss"
+    router_aux_loss_coef: float = 0.001
+    router_z_loss_coef: float = 0.0
+    router_bias_rate: float = 0.001
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] | None = None
+    tie_word_embeddings: bool = False
+    dropout: float = 0.0
+    initializer_range: float = 0.02
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query of a layer sees; None: all before it."""
+        layers = self.sliding_layers
+        return self.sliding_window if layers is None or layer in layers else None
+
+    @property
+    def experts(self) -> Experts:
+        """The feed-forward layer of those that are sparse. Raises ValueError for numbers that
+        cannot be.
+        """
+        size = self.moe_intermediate_size
+        return Experts(
+            self.num_experts,
+            self.num_experts_per_tok,
+            self.intermediate_size if size is None else size,
+            self.activation,
+            Router(normalise=self.norm_topk_prob, aux_loss_coef=self.router_aux_loss_coef),
+        )
+
+    def block(self, layer: int) -> Block:
+        """A layer, counted from 0. Raises ValueError for numbers that cannot be."""
+        bias = self.attention_bias
+        sparse = self.num_experts > 0 and layer not in self.dense_layers
+        rope = Rope(self.head_dim, self.rope.theta, self.rope.component)
+        return Block(
+            Attention(
+                self.num_attention_heads,
+                self.num_key_value_heads,
+                self.head_dim,
+                q_bias=bias,
+                k_bias=bias,
+                v_bias=bias,
+                o_bias=self.output_bias,
+                qk_norm=Norm("rmsnorm", self.norm_eps) if self.qk_norm else None,
+                positions=rope if self.position == "rope" else None,
+                window=self.window(layer),
+            ),
+            self.experts
+            if sparse
+            else Mlp(self.intermediate_size, self.mlp == "gated", self.activation, self.mlp_bias),
+            Norm(self.norm, self.norm_eps, self.norm == "layernorm"),
+        )
+
+    @property
+    def tree(self) -> Tree:
+        """What is computed, whether a family can express it or not. Raises ValueError for numbers
+        that cannot be.
+        """
+        table = Table(self.max_position_embeddings) if self.position == "learned" else None
+        return Tree(
+            hidden_size=self.hidden_size,
+            embedding=Embedding(self.vocab_size, positions=table),
+            runs=runs_of([self.block(i) for i in range(self.num_hidden_layers)]),
+            final_norm=Norm(self.norm, self.norm_eps, self.norm == "layernorm"),
+            head=Head(self.tie_word_embeddings),
+            max_position_embeddings=self.max_position_embeddings,
+            initializer_range=self.initializer_range,
+        )
+
+    @property
+    def training(self) -> Training:
+        """The training knobs among the fields."""
+        router = RouterTraining(
+            self.router_balance, None, self.router_z_loss_coef, self.router_bias_rate
+        )
+        return Training(self.dropout, router)
+
+    @property
+    def model(self) -> Model:
+        """Its config.json. Raises ValueError where the family cannot express it."""
+        made = new(self.tree, self.family)
+        # a width that no layer has is kept too
+        kept = changed(made, {made.family.names["intermediate_size"]: self.intermediate_size})
+        return kept if kept.tree == made.tree else made
 
 
 @dataclass(frozen=True)

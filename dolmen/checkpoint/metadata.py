@@ -82,7 +82,7 @@ def read_metadata(seal: Seal) -> Metadata:
     try:
         found = _unpickled(content, _Unpickler)
         stored = stored_tensors(found)
-        _check_tensors(stored, exact=seal.files is None)
+        _check_tensors(stored)
         _check_places(found.storage_data, stored)
     except Exception as error:  # a damaged pickle can raise almost anything
         text = " ".join(str(error).split())[:300]
@@ -120,7 +120,7 @@ def read_foreign(file: Path) -> Foreign:
         known = {n: type(t) in KINDS and type(n) is str for n, t in everything.items()}
         if odd := [n for n, one in known.items() if not one]:
             raise TypeError(f"{odd[:3]} are neither tensors nor bytes")
-        _check_tensors(tensors, exact=False)
+        _check_tensors(tensors)
         places = {i: p for i, p in found.storage_data.items() if i.fqn in tensors}
         others = {i.fqn: p for i, p in found.storage_data.items() if i.fqn not in tensors}
         _check_places(places, tensors)
@@ -140,10 +140,9 @@ def stored_tensors(found: Metadata) -> dict[str, TensorStorageMetadata]:
     return stored
 
 
-def _check_tensors(stored: dict[str, TensorStorageMetadata], exact: bool) -> None:
-    """Raises unless every element of each tensor lies in one chunk. Only with `exact`
-    are chunks that overlap found, which takes time of the square of their number; of foreign ones
-    when a tensor is read.
+def _check_tensors(stored: dict[str, TensorStorageMetadata]) -> None:
+    """Raises unless the chunks of each tensor lie in it and are as many elements. Chunks that
+    overlap are found when a tensor is read: all at once would take the square of their number.
     """
     for name, t in stored.items():
         if type(name) is not str or type(t.properties) is not TensorProperties:
@@ -160,8 +159,6 @@ def _check_tensors(stored: dict[str, TensorStorageMetadata], exact: bool) -> Non
             _check_size(name, torch.Size(ends), t.size)
         if sum(math.prod(c.sizes) for c in t.chunks) != math.prod(t.size):
             raise ValueError(f"the chunks of {name} do not add up to it")
-        if exact and overlap(t.chunks):
-            raise ValueError(f"chunks of {name} overlap")
 
 
 def _check_size(name: str, size: torch.Size, most: torch.Size) -> None:

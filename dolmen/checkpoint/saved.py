@@ -10,7 +10,7 @@ from typing import Any
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.core.config import from_dict
-from dolmen.families import Model, flat
+from dolmen.families import Model
 from dolmen.families.adapters import AdapterConfig
 from dolmen.files import gate, kinds
 from dolmen.model.training import RouterTraining, Training
@@ -92,10 +92,7 @@ class Saved:
 
 
 def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
-    """What `Saved.meta` has written; `where` is the checkpoint. What checkpoints of before do not
-    say is taken as it was: batches all of one size, no validation, no moments of another run.
-    Raises Damaged.
-    """
+    """Return what `Saved.meta` has written; `where` is the checkpoint. Raises Damaged."""
     try:
         gate.checked(dict(meta), where / STATE, kinds.STATE.schema)
     except gate.Refused as error:
@@ -105,25 +102,21 @@ def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
         raise Damaged(f"{where} is of step {meta['step']} (its {STATE}), and named as of another")
     if meta["updates"] > meta["step"]:
         raise Damaged(f"{where / STATE}: updates ({meta['updates']}) is over step ({meta['step']})")
-    try:
-        run = flat.run(meta["run"])
-    except ValueError as error:
-        raise Damaged(f"{where / STATE}: {error}") from None
     scale, good_steps = meta["loss_scale"]
-    last = meta.get("validation")
+    last = meta["validation"]
     return Saved(
-        run=run,
+        run=meta["run"],
         step=meta["step"],
         tokens=meta["tokens"],
         updates=meta["updates"],
-        inherited=meta.get("inherited", 0),
-        samples=meta.get("samples", meta["step"] * meta["run"]["train"]["global_batch_size"]),
-        seconds=float(meta.get("seconds", 0)),
+        inherited=meta["inherited"],
+        samples=meta["samples"],
+        seconds=float(meta["seconds"]),
         data=meta["data"],
         loss_scale=(float(scale), good_steps),
-        norms=tuple(meta.get("norms", ())),
+        norms=tuple(meta["norms"]),
         validation=None if last is None else Validation(**last),
-        critic=_critic(meta.get("critic")),
+        critic=_critic(meta["critic"]),
     )
 
 

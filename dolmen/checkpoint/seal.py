@@ -12,9 +12,8 @@ read for the seal's sake but the head of each part that lies in a file one reads
 of another step is not taken for this one's. What is in a file of tensors beside numbers, positions
 and checksums (names, padding, descriptions) is used for nothing.
 
-Checkpoints of before have no seal and say no `format` in state.json. They are read, with a warning.
-A newer format, whatever else it changes, says its number in both places, and so is told from damage
-of one of them.
+A newer format, whatever else it changes, has its number in the seal and in state.json, which tells
+it from damage of one of them.
 """
 
 import hashlib
@@ -63,18 +62,14 @@ def write_seal(folder: Path, parts: Mapping[str, list[tuple[int, int, int]]]) ->
 
 @dataclass(frozen=True)
 class Seal:
-    """What the files of the checkpoint in `folder` must be: name -> (digest, bytes); None where it
-    was saved without a seal, and nothing is known.
-    """
+    """What the files of the checkpoint in `folder` must be: name -> (digest, bytes)."""
 
     folder: Path
-    files: dict[str, tuple[str, int]] | None
+    files: dict[str, tuple[str, int]]
 
     def read(self, name: str) -> bytes:
         """A small file, as it was saved. Raises Damaged."""
         path = self.folder / name
-        if self.files is None:
-            return _read(path, LARGEST[name])
         want, size = self._of(name)
         content = _read(path, min(size, LARGEST[name]))  # what a file has grown by is not read
         if len(content) != size or digest(content) != want:
@@ -83,20 +78,19 @@ class Seal:
 
     def check_parts(self, name: str, parts: Iterable[tuple[int, int, int]]) -> None:
         """Raises Damaged unless these are the parts that the file of tensors had."""
-        if self.files is not None and digest_of_parts(parts) != self._of(name)[0]:
+        if digest_of_parts(parts) != self._of(name)[0]:
             raise Damaged(f"{self.folder / name} is damaged: it is not the file that was saved")
 
     def check_size(self, name: str, least: int) -> None:
-        """Raises Damaged unless the file is there and as long as it was (without a seal: as long
-        as its parts need); reads nothing.
+        """Raises Damaged unless the file is there, as long as it was and as its parts need; reads
+        nothing.
         """
         path = self.folder / name
         size = path.stat().st_size if path.is_file() else -1
-        if size < least or (self.files is not None and size != self._of(name)[1]):
+        if size < least or size != self._of(name)[1]:
             raise Damaged(f"{path} is missing, damaged or truncated")
 
     def _of(self, name: str) -> tuple[str, int]:
-        assert self.files is not None
         if name not in self.files:
             raise Damaged(f"{self.folder / SEAL} is damaged: it says nothing of {name}")
         return self.files[name]
@@ -107,13 +101,11 @@ def read_sealed(folder: Path) -> tuple[Seal, dict]:
     where it is of a newer format.
     """
     path = folder / SEAL
-    content = _read(path, LARGEST[SEAL]) if os.path.lexists(path) else None
-    if content is not None:
-        _refuse_newer(folder, content)
-    seal = Seal(folder, None if content is None else _parse(path, content))
+    content = _read(path, LARGEST[SEAL])
+    _refuse_newer(folder, content)
+    seal = Seal(folder, _parse(path, content))
     state = _state(folder / STATE, seal.read(STATE))
-    if state.pop("format", None) is not None and seal.files is None:
-        raise Damaged(f"{path} is missing")
+    del state["format"]
     return seal, state
 
 

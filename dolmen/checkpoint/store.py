@@ -133,12 +133,6 @@ class Checkpoints:
         """What `save` was given beside the tensors. Raises Damaged."""
         return seal.read_sealed(self.path(step))[1]
 
-    def sealed(self, step: int) -> bool:
-        """Whether the checkpoint says what its files must be; those of before do not. Raises
-        Damaged.
-        """
-        return seal.read_sealed(self.path(step))[0].files is not None
-
     def damaged(self, step: int, error: Exception) -> Damaged:
         """What to raise where `step`, the newest checkpoint, cannot be read because of `error`."""
         older = max((s for s in self.steps() if s < step), default=None)

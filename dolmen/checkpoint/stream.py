@@ -2,7 +2,6 @@
 process group: what export, verification and serving read.
 """
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,11 +23,6 @@ class Checkpoint:
         self._reader = Reader(folder)
         self._reader.check_files()
         self.folder, self.meta = folder, self._reader.state
-        if self._reader.seal.files is None:
-            warnings.warn(
-                f"{folder} was saved without a seal: damage to its {folders.STATE} may not be seen",
-                stacklevel=2,
-            )
         self.specs = {
             name: Spec(tuple(t.size), t.properties.dtype) for name, t in self._reader.stored.items()
         }

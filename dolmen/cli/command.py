@@ -112,13 +112,13 @@ def parse_run(verb: str, argv: list[str]) -> Request | DryrunRequest:
         argv = [word for word in argv if word != ALL]
     else:
         run = begun(otherwise_long(run, said(argv)), init)
-    start = models.start(run.model, last(argv, *model_options.MODEL_TYPE))
+    start = models.start(run.model, last(argv, model_options.MODEL_TYPE))
     family = start.model.family
     model_cls = model_options.options(family)
     before, cls = model_options.default(model_cls, start.model), run_options(model_cls, RUNS[verb])
     sections = {section.name: getattr(run, section.name) for section in SECTIONS}
     default = cls(recipe=tyro.MISSING, model=before, init=run.init, **sections)
-    options = parse(cls, model_options.in_todays_names(argv, family), verb, default)
+    options = parse(cls, model_options.resolve_aliases(argv, family), verb, default)
     model = models.asked(start, model_options.said(before, options.model))
     asked_for = {section.name: getattr(options, section.name) for section in SECTIONS}
     asked = replace(run, model=model, **asked_for)

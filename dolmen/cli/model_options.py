@@ -14,11 +14,11 @@ import tyro
 
 from dolmen import families
 from dolmen.families import Family, Field, Model
-from dolmen.families.start import MOVED
+from dolmen.families.unknown import TRAINING
 from dolmen.files.schema import Either, Flag, Int, List, Null, Real, Schema, Text
 
 PREFIX = "--model."
-MODEL_TYPE = ("model.model-type", "model.family")  # the option, and what it was
+MODEL_TYPE = "model.model-type"
 
 
 def options(family: Family) -> type:
@@ -41,9 +41,10 @@ def default(cls: type, model: Model) -> Any:
     return _instance(cls, {"model_type": model.model_type, **families.explicit(model)})
 
 
-def in_todays_names(argv: list[str], family: Family) -> list[str]:
-    """`argv` with every `--model.*` under the name it has now. Raises ValueError where two names of
-    one option say different values.
+def resolve_aliases(argv: list[str], family: Family) -> list[str]:
+    """Replace aliases of `--model.*` options by the family's names.
+
+    Raises ValueError where two names of one option have different values.
     """
     now = [_renamed(word, family) if word.startswith(PREFIX) else word for word in argv]
     _check_spellings(argv, now)
@@ -86,7 +87,7 @@ def _renamed(word: str, family: Family) -> str:
     if path in family.names:
         now = ("no_" if off else "") + family.names[path]
         return f"{PREFIX}{now.replace('_', '-')}{sign}{value}"
-    return f"{MOVED[path]}{sign}{value}" if path in MOVED else word
+    return f"{TRAINING[path]}{sign}{value}" if path in TRAINING else word
 
 
 def _option(one: Field) -> tuple[str, Any]:

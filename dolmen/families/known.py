@@ -49,7 +49,12 @@ def of(config: Mapping[str, Any]) -> Family:
     """The family that reads a config.json: of those that have its model_type the one that tells it
     is its own, or else of that name. Raises as `find`.
     """
-    model_type = config.get("model_type")
+    if config.get("model_type") is None:
+        raise ValueError(
+            "model_type is missing: set it to the family whose config.json it is, one of "
+            + ", ".join(families())
+        )
+    model_type = config["model_type"]
     alike = [family for family in families().values() if family.model_type == model_type]
     for family in alike:
         if family.tells is not None and family.tells(config):

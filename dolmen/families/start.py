@@ -10,11 +10,8 @@ from typing import Any
 from dolmen.families.family import Family
 from dolmen.families.known import find
 from dolmen.families.model import Model, changed, explicit, made, moved
-from dolmen.families.unknown import TRAINING
 
 DEFAULT_FAMILY = "llama"
-# Options that were the model's, where the family has no such field.
-MOVED = {"family": "--model.model-type", **TRAINING}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dolmen.families.family import HARMLESS, ONLY, RESERVED, knob
 from dolmen.families.model import Model, taken
 
 MOST = 8  # fields that are told by name
-# What a model had before it was a config.json, and a run says of training now -> the option.
+# Names that ask for a setting of training where a model's field is expected -> the option.
 TRAINING = {
     "dropout": "--train.dropout",
     "router_balance": "--train.router.balance",

@@ -157,8 +157,6 @@ STATE = Kind(  # of a run's
             "updates": Int(0),
             "data": Map(Text()),
             "loss_scale": Row((Real(0, above=True), Int(0))),
-        },
-        optional={
             "inherited": Int(-(2**40), 2**40),
             "samples": Int(0),
             "seconds": Real(0),

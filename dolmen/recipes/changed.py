@@ -13,13 +13,14 @@ from dolmen.core.config import from_dict, option_types, to_dict
 from dolmen.core.words import cut, shown
 from dolmen.families import Family
 from dolmen.families import start as models
+from dolmen.families.unknown import TRAINING
 from dolmen.recipes.named import begun, named, otherwise_long
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling, Request
 from dolmen.training.spellings import suggestion
 
 MODEL = "model."  # before the fields of a model
-FAMILY = ("model.model_type", "model.family")  # the field, and what it was
+MODEL_TYPE = "model.model_type"
 
 
 def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -> Request:
@@ -39,8 +40,8 @@ def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -
         )
     run = otherwise_long(run, said)
     run = begun(run, from_dict(RunConfig, {"init": said.pop("init", None)}).init)
-    start = models.start(run.model, family_said(said))
-    said = in_todays_names(said, start.model.family)
+    start = models.start(run.model, said.pop(MODEL_TYPE, None))
+    said = resolve_aliases(said, start.model.family)
     refuse_unknown(said, start.model.family)
     of_model = {name: said.pop(name) for name in [*said] if name.startswith(MODEL)}
     handled = {one.name: said.pop(one.name) for one in fields(Handling) if one.name in said}
@@ -105,19 +106,14 @@ def plain(value: Any) -> Any:
     return value
 
 
-def family_said(said: dict[str, Any]) -> str | None:
-    """The family that is asked for, taken out of `said`. Raises ValueError for two."""
-    asked = once((FAMILY[0], said.pop(name)) for name in FAMILY if name in said)
-    return asked.get(FAMILY[0])
+def resolve_aliases(said: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Replace aliases of `model.*` options by the family's names.
 
-
-def in_todays_names(said: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """With every `model.*` under the name it has now. Raises ValueError where two names of one
-    option say different values.
+    Raises ValueError where two names of one option have different values.
     """
     found: dict[str, tuple[str, Any]] = {}
     for name, value in said.items():
-        now = todays_name(name, family)
+        now = resolve_alias(name, family)
         if now in found and found[now][1] != value:
             raise ValueError(
                 f"{found[now][0]} and {name} are two names of one option: give one of them"
@@ -126,20 +122,20 @@ def in_todays_names(said: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return {now: value for now, (_, value) in found.items()}
 
 
-def todays_name(name: str, family: Family) -> str:
+def resolve_alias(name: str, family: Family) -> str:
     if not name.startswith(MODEL):
         return name
     path = name.removeprefix(MODEL)
     if path in family.names:
         return MODEL + family.names[path]
-    return models.MOVED.get(path, f"--{name}").removeprefix("--").replace("-", "_")
+    return TRAINING.get(path, f"--{name}").removeprefix("--").replace("-", "_")
 
 
 def known(family: Family) -> list[str]:
     """All that may be said of a run whose model is of the family."""
     model = [MODEL + name for name in models.option_fields(family)]
     run = [name for name in option_types(RunConfig) if name != "model"]
-    return [*option_types(Handling), *run, *FAMILY[:1], *model]
+    return [*option_types(Handling), *run, MODEL_TYPE, *model]
 
 
 def refuse_unknown(said: Mapping[str, Any], family: Family) -> None:

@@ -115,9 +115,4 @@ def _load(
         for delayed in state.delayed():
             delayed.forget()
     checkpoints.load(step, wanted, state.names())
-    if not checkpoints.sealed(step):
-        console.print(
-            f"WARNING: the checkpoint of step {step} was saved without a seal: damage to its "
-            "state.json may not be seen; the next one saved has a seal"
-        )
     return saved

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from dolmen.core.config import from_dict
-from dolmen.families import flat
 from dolmen.files import gate, kinds
 from dolmen.training.config import RunConfig
 
@@ -15,6 +14,6 @@ def read_run(file: Path) -> RunConfig:
         raise gate.refuse(file, f"is empty, and {file.parent} holds a run: it is damaged")
     name = file.parent.name if file.name == "config.yaml" else file.stem
     try:
-        return from_dict(RunConfig, flat.run(values or {}), RunConfig(name=name))
+        return from_dict(RunConfig, values or {}, RunConfig(name=name))
     except ValueError as error:
         raise gate.refuse(file, error) from error

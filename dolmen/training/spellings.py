@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
-from dolmen.families import families, flat
+from dolmen.families import families
 
 # An option that does the same; a word after it is its value. Where several are named, the verbs
 # differ: the first that the verb has is told.
@@ -246,6 +246,8 @@ HOW = {
     "nproc-per-node": "set --nproc, or --layout.tp, --layout.dp and so on: it follows from them",
     "device": "dolmen takes the GPUs that are visible, else the CPU: set CUDA_VISIBLE_DEVICES",
     "normalization": FAMILY,
+    "norm": FAMILY,
+    "qk-norm": FAMILY,
     "qk-layernorm": FAMILY,
     "model.activation": "set --model.hidden-act, by the name that transformers has for it, such as "
     "gelu_pytorch_tanh",
@@ -350,7 +352,4 @@ def _of_families(options: Collection[str], known: Collection[str]) -> str:
         if having:
             names = ", ".join(family.name for family in having)
             return f"other families have {path}: choose one with --model.model-type, of {names}"
-        # what a model had before it was a config.json, and which follows from the family
-        if option.startswith(MODEL) and path.partition(".")[0] in flat.FIELDS:
-            return FAMILY
     return ""

@@ -12,7 +12,7 @@ import tracemalloc
 
 import pytest
 import torch
-from seals import edit, seal_again, unseal
+from seals import edit, seal_again
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dolmen.checkpoint import folders
@@ -90,13 +90,13 @@ def test_damage_of_a_file_of_tensors_gives_no_other_numbers(store):
     assert seen > 150  # cuts, insertions, and what hits numbers or heads; not the padding
 
 
-def test_damage_of_a_description_of_before_seals(store):
-    """Nothing vouches for it: it is refused, fails to fit the model, or gives the same numbers."""
-    unseal(store.path(1))
+def test_damage_of_a_description_that_is_sealed_again(store):
+    """It is refused, does not fit the model, or gives the same numbers."""
     path, chance, fits = store.path(1) / folders.METADATA, random.Random(0), 0
     content = path.read_bytes()
     for _ in range(400):
         path.write_bytes(harmed(content, chance))
+        seal_again(store.path(1))
         try:
             loads(store)
         except (KeyError, ValueError) as error:  # another name, another shape
@@ -126,12 +126,11 @@ def test_a_file_of_another_step_is_not_taken_for_this_ones(store):
         open_checkpoint(store.path(1)).read("model/w")
 
 
-def test_without_a_seal_it_is_read_with_a_warning(store):
-    assert store.sealed(1)
-    unseal(store.path(1))
-    assert not store.sealed(1) and loads(store)
-    with pytest.warns(UserWarning, match="step-00000001 was saved without a seal: damage to its"):
-        assert open_checkpoint(store.path(1)).meta == META
+def test_without_its_seal_it_is_damaged(store):
+    (store.path(1) / folders.SEAL).unlink()
+    assert not loads(store)
+    with pytest.raises(Damaged, match="seal: .*missing"):
+        open_checkpoint(store.path(1))
 
 
 def test_a_newer_format_is_no_damage(store):
@@ -201,11 +200,8 @@ def huge(t) -> None:
 
 
 @pytest.mark.parametrize("case", MADE_UP)
-@pytest.mark.parametrize("sealed", [True, False])
-def test_made_up_descriptions_are_refused(store, case, sealed):
+def test_made_up_descriptions_are_refused(store, case):
     edit(store.path(1), MADE_UP[case])
-    if not sealed:
-        unseal(store.path(1))
     with pytest.raises(Damaged) as told:
         open_checkpoint(store.path(1)).read("model/w")
     assert "\n" not in str(told.value) and not loads(store)

@@ -104,7 +104,7 @@ def test_options_are_those_of_the_command(material, tmp_path):
     made = dolmen.train(
         material.file,
         out=tmp_path / "out",
-        model={"family": "qwen3"},
+        model={"model_type": "qwen3"},
         finish={"export": False},
         layout={"sequence_parallel": False},
         data={"path": [material.docs]},
@@ -131,7 +131,10 @@ def test_keywords_make_the_run_that_words_make(material):
             "--model.model-type gpt2 --model.hidden-size 96",
             {"model.model-type": "gpt2", "model.hidden_size": 96},
         ),
-        ("--model.family gpt2 --model.n-layer 3", {"model": {"family": "gpt2", "n_layer": 3}}),
+        (
+            "--model.model-type gpt2 --model.n-layer 3",
+            {"model": {"model_type": "gpt2", "n_layer": 3}},
+        ),
         (f"--init {material.model}", {"init": material.model}),
         ("--train.steps 7", {"train": {"steps": np.int64(7)}}),
     ):
@@ -307,7 +310,10 @@ def test_the_package_shows_what_it_has():
             r"^train.global_batch_size \(4\) is not divisible by dp \(3\): set train.global_batch_",
         ),
         ({"train.steps": 1, "train": {"steps": 2}}, "^train.steps is given twice, as 1 and 2$"),
-        ({"model": {"family": "a", "model_type": "b"}}, "^model.model_type is given twice, as 'b'"),
+        (
+            {"model.model_type": "a", "model": {"model_type": "b"}},
+            "^model.model_type is given twice",
+        ),
         ({"train": {"compile": 1}}, "^train.compile is 1: it must be bool$"),
         ({"train": {"device": "tpu"}}, "^train.device is 'tpu': use one of auto, cpu, cuda$"),
         ({"resume": "yes"}, "^resume is 'yes': it must be bool$"),

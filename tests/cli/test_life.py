@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import tinyrun
 import yaml
+from seals import seal_again
 from test_processes import LIGHT, TWO, parent, ranks, wait
 from tinyrun import dolmen, losses, rows, same, tensors
 
@@ -57,12 +58,12 @@ def state(out: Path, step: int) -> dict:
 
 
 def edit_state(out: Path, step: int, /, **changes) -> None:
-    """As a checkpoint of before seals would say it; None: not at all."""
+    """Change a checkpoint's state.json and seal it again; None: leave a field out."""
     folder = out / "checkpoints" / f"step-{step:08d}"
-    kept = {n: v for n, v in (state(out, step) | changes).items() if v is not None}
-    del kept["format"]
+    left_out = {name for name, value in changes.items() if value is None}
+    kept = {n: v for n, v in (state(out, step) | changes).items() if n not in left_out}
     (folder / "state.json").write_text(json.dumps(kept))
-    (folder / "seal").unlink()
+    seal_again(folder)
 
 
 def during(monkeypatch, act) -> None:
@@ -144,7 +145,6 @@ def test_adams_count_is_that_of_updates(run):
     words = ("--resume", "--train.steps", 8)
     result = dolmen("train", run / "config.yaml", "--out", run, *words)
     assert result.code == 0 and state(run, 8)["updates"] == 6 and state(run, 8)["step"] == 8
-    assert "step 6 was saved without a seal" in " ".join(result.out.split())
 
 
 def test_the_last_save_is_waited_for(material, tmp_path, monkeypatch):
@@ -215,13 +215,6 @@ def test_steps_skipped_before_a_resume_are_counted(run, monkeypatch):
     words = ("--resume", "--train.steps", 7, "--train.dtype", "float16")
     assert dolmen("train", run / "config.yaml", "--out", run, *words).code == 0
     assert rows(run)[-1]["skipped_steps"] == 2
-
-
-def test_a_checkpoint_that_does_not_count_samples_had_one_batch_size(run, read):
-    edit_state(run, 6, samples=None, seconds=None, validation=None)
-    words = ("--resume", "--train.steps", 7, "--train.global-batch-size", 8)
-    assert dolmen("train", run / "config.yaml", "--out", run, *words).code == 0
-    assert read[0] == (24, 8) and state(run, 7)["samples"] == 32
 
 
 STATES = {

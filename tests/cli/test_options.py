@@ -25,7 +25,7 @@ from dolmen.cli.short import SHORT
 from dolmen.conversion import hf, source
 from dolmen.core.config import to_dict
 from dolmen.core.errors import BadInput
-from dolmen.families import families, find
+from dolmen.families import find
 from dolmen.launch import launcher
 from dolmen.recipes import RECIPES
 from dolmen.training.spellings import EQUAL, HOW, POSITIONAL, meant_command, suggestion
@@ -172,18 +172,6 @@ AFTER = f"""
 """
 FAMILIES = {name: f"{BEFORE} {of} {AFTER}".split() for name, of in MODELS.items()}
 TRAIN = FAMILIES["llama"]
-# What a model's options were before they were the fields of its config.json: taken, or refused with
-# how it is said now.
-OLD = """
-    family vocab-size hidden-size intermediate-size num-hidden-layers num-attention-heads
-    num-key-value-heads head-dim max-position-embeddings position norm norm-eps qk-norm no-qk-norm
-    mlp activation num-experts num-experts-per-tok moe-intermediate-size norm-topk-prob
-    no-norm-topk-prob dense-layers router-balance router-aux-loss-coef router-z-loss-coef
-    router-bias-rate attention-bias no-attention-bias output-bias no-output-bias mlp-bias
-    no-mlp-bias sliding-window sliding-layers tie-word-embeddings no-tie-word-embeddings dropout
-    initializer-range rope.theta rope.scaling rope.factor rope.low-freq-factor rope.high-freq-factor
-    rope.original-max-position-embeddings
-""".split()
 SAMPLING = (
     "max-new-tokens min-new-tokens temperature top-k top-p min-p repetition-penalty "
     "presence-penalty frequency-penalty logit-bias"
@@ -266,24 +254,6 @@ def test_options_of_dryrun_are_those_of_train_and_its_own():
     assert shown.code == 0
     assert {*options(shown.out)} == {*options_of("llama", DryrunOptions)}
     assert {*options(shown.out)} == {*TRAIN} - handling | own
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.full] * (name not in ("gpt2", "llama")))
-        for name in families()
-    ],
-)
-@pytest.mark.parametrize("old", OLD)
-def test_an_option_of_then_is_taken_or_refused_with_how_it_is_said_now(name, old):
-    (word,) = model_options.in_todays_names([f"--model.{old}"], find(name))
-    known = options_of(name)
-    said = word.removeprefix("--")
-    assert said in known or suggestion(said, known), word
-    for option in re.findall(r"--([a-z][a-z0-9.-]*[a-z0-9])", suggestion(said, known)):
-        assert option in OPTION_NAMES or option in known, option
 
 
 @pytest.mark.parametrize("verb", OTHERS)
@@ -718,7 +688,7 @@ def test_two_names_of_one_option_that_disagree(words, said):
 def test_a_model_of_another_family():
     """The same tree where the family has it; else what both have by name."""
     quickstart = RECIPES["quickstart"]().model
-    moved = parse_run("train", ["quickstart", "--model.family", "mistral"]).config.model
+    moved = parse_run("train", ["quickstart", "--model.model-type", "mistral"]).config.model
     assert moved.model_type == "mistral" and moved.tree == quickstart.tree
     words = "quickstart --model.model-type mixtral --model.num-local-experts 4".split()
     model = parse_run("train", words).config.model
@@ -728,15 +698,6 @@ def test_a_model_of_another_family():
     assert parse_run("train", words).config.model.tree.blocks[0].mixer.positions.theta == 1e6
     gpt2 = parse_run("train", ["quickstart", "--model.model-type=gpt2"]).config.model.tree
     assert (gpt2.hidden_size, gpt2.layers, gpt2.blocks[0].mlp.size) == (256, 6, 704)
-
-
-def test_a_file_of_then(material, tmp_path):
-    """A run's config.yaml before its model was a config.json, training knobs among the model."""
-    old = {**material.options(), "model": {**tinyrun.MODEL, "family": "mistral", "dropout": 0.1}}
-    (tmp_path / "old.yaml").write_text(yaml.safe_dump(old))
-    config = parse_run("train", [str(tmp_path / "old.yaml")]).config
-    assert config.model.model_type == "mistral" and config.train.dropout == 0.1
-    assert config.model.tree == material.config().model.tree and config.train.steps == 6
 
 
 def test_a_file_is_named_after_itself_or_its_run(tmp_path):
