@@ -32,6 +32,11 @@ from dolmen.files.safetensors import NAMES
 MOST = 1024 * MIB
 """Bytes of a description. One of 140,000 tensors in 8 parts has 200 MB."""
 MEGATRON = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
+PLANS = frozenset(
+    ("torch.distributed.checkpoint.planner", name)
+    for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+)
+"""Classes of the save plans that Megatron-Core caches in `all_local_plans`."""
 BYTES = (BytesStorageMetadata.__module__, BytesStorageMetadata.__name__)
 KINDS = (TensorStorageMetadata, BytesStorageMetadata)
 ALLOWED = PICKLED | {("torch", str(dtype).removeprefix("torch.")) for dtype in NAMES}
@@ -58,12 +63,22 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class _Skipped:
+    """Stands for an object of a cached save plan: takes any arguments and does nothing."""
+
+    def __init__(self, *args: object) -> None:
+        pass
+
+
 class _ForeignUnpickler(_Unpickler):
-    """Of one that Megatron has saved: with other things than tensors, a class of its own, and the
-    path it was saved to.
+    """Reads the `.metadata` that Megatron-Core writes. Beside tensors it has entries of bytes, a
+    metadata class of Megatron's own, the path it was saved to, and cached save plans, which are
+    skipped.
     """
 
     def find_class(self, module: str, name: str) -> object:
+        if (module, name) in PLANS:
+            return _Skipped
         if (module, name) == MEGATRON:
             return Metadata
         if re.fullmatch(r"pathlib(\._local)?", module) and name in ("PosixPath", "PurePosixPath"):
