@@ -11,7 +11,17 @@ from dolmen.families.family import ACTIVATION, Field, activation, activation_nam
 from dolmen.families.family import BESIDE as SPECIAL
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
-from dolmen.model.tree import Attention, Block, Embedding, Head, Mlp, Post, Table, Transform, Tree
+from dolmen.model.tree import (
+    Attention,
+    Block,
+    Embedding,
+    Head,
+    Mlp,
+    Sequential,
+    Table,
+    Transform,
+    Tree,
+)
 from dolmen.model.tree.mlp import Activation
 
 EPS = common.eps("layer_norm_eps", 1e-12)
@@ -91,7 +101,8 @@ def read(
         o_bias=True,
         mask="both",
     )
-    block = Block(mixer, Mlp(config["intermediate_size"], False, act, True), norm, Post())
+    mlp = Mlp(config["intermediate_size"], False, act, True)
+    block = Block(mixer, mlp, norm, Sequential("post"))
     embedding = Embedding(
         config["vocab_size"],
         norm=norm,

@@ -11,7 +11,8 @@ from dolmen.families import common
 from dolmen.families.family import BESIDE, Family, Field
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.model.tree import Alibi, Attention, Block, Embedding, Mlp, Tree
+from dolmen.files.schema import Flag
+from dolmen.model.tree import Alibi, Attention, Block, Embedding, Mlp, Sequential, Tree
 
 FIELDS = (
     common.vocab_size(250880),
@@ -25,8 +26,15 @@ FIELDS = (
         "Longest sequence, tokens; ALiBi itself goes on.",
         common=("max_position_embeddings",),
     ),
+    Field(
+        "apply_residual_connection_post_layernorm",
+        Flag(),
+        False,
+        "Add attention and mlp to the output of the norm before them, not to its input.",
+    ),
     *common.ends(common.LAYER_NORM_EPS, tied=True),
 )
+NORMED = Sequential(residual="normed")
 
 
 def read(config: dict[str, Any]) -> Tree:
@@ -43,11 +51,17 @@ def read(config: dict[str, Any]) -> Tree:
     )
     mlp = Mlp(4 * config["hidden_size"], gated=False, activation="gelu_tanh", bias=True)
     embedding = Embedding(config["vocab_size"], norm=norm)
-    return common.tree(config, FIELDS, [Block(mixer, mlp, norm)] * config["n_layer"], embedding)
+    normed = config["apply_residual_connection_post_layernorm"]
+    block = Block(mixer, mlp, norm, NORMED if normed else Sequential())
+    return common.tree(config, FIELDS, [block] * config["n_layer"], embedding)
 
 
 def new(tree: Tree) -> dict[str, Any]:
-    return {**common.new(tree, FIELDS), "n_head": common.attention(tree).heads}
+    return {
+        **common.new(tree, FIELDS),
+        "n_head": common.attention(tree).heads,
+        "apply_residual_connection_post_layernorm": tree.blocks[0].arrangement == NORMED,
+    }
 
 
 def rules(tree: Tree) -> list[Rule]:
@@ -77,7 +91,6 @@ FAMILY = Family(
     rules=rules,
     fields=FIELDS,
     only={
-        "apply_residual_connection_post_layernorm": (False, None),
         "n_inner": (None,),
         # with pretraining_tp it leaves biases out
         "slow_but_exact": (False, None),
@@ -93,7 +106,6 @@ FAMILY = Family(
     ),
     beside={
         **BESIDE,
-        "apply_residual_connection_post_layernorm": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     },

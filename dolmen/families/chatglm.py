@@ -19,10 +19,10 @@ from dolmen.files.schema import optional
 from dolmen.model.tree import (
     Blanks,
     Block,
-    Deepnorm,
     Mask,
     Mlp,
     Rope,
+    Sequential,
     Tree,
 )
 
@@ -62,7 +62,12 @@ def read(config: dict[str, Any]) -> Tree:
     turned = Rope(common.head_size(config, FIELDS), streams=2, halved=True)
     mixer = glm_like.attention(config, FIELDS, turned)
     mlp = Mlp(config["inner_hidden_size"], gated=False, activation="gelu_tanh", bias=True)
-    block = Block(mixer, mlp, common.layer_norm(config, EPS), Deepnorm(ALPHA))
+    block = Block(
+        mixer,
+        mlp,
+        common.layer_norm(config, EPS),
+        Sequential.deepnorm(ALPHA),
+    )
     blocks = [block] * config["num_layers"]
     return common.tree(config, FIELDS, blocks, blanks=_blanks(config))
 

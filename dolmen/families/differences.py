@@ -38,9 +38,11 @@ WORDS = {
     "mlp.shared_gate": "a gate of the shared expert",
     "norm.zero_centred": "a norm stored less 1",
     "norm.affine": "a norm's weight",
-    "arrangement": "where the norms of a block are",
+    "arrangement": "mixer and mlp of a block",
     "arrangement.norms": "norms of a block",
-    "arrangement.scale": "residual_multiplier",
+    "arrangement.residual": "what mixer and mlp are added to",
+    "arrangement.residual_scale": "the scale of the residual",
+    "arrangement.branch_scale": "residual_multiplier",
     "embedding.scale": "the scale of the embedding",
     "embedding.norm": "a norm of the embedding",
     "embedding.positions": "a table of positions",
@@ -64,12 +66,8 @@ KINDS = {
     "Norm": "there",
     "Experts": "experts",
     "Mlp": "dense",
-    "Pre": "before each layer",
-    "Post": "behind each sum",
-    "After": "behind each layer",
-    "Sandwich": "before and behind each layer",
-    "Parallel": "before both layers, side by side",
-    "Deepnorm": "before each layer, which is added to what they give",
+    "Sequential": "mixer, then mlp",
+    "Parallel": "side by side",
 }
 """Of components, by the name of their class."""
 

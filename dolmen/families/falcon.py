@@ -26,7 +26,7 @@ from dolmen.families.family import (
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, optional
-from dolmen.model.tree import Attention, Block, Parallel, Pre, Rope, Steps, Tree
+from dolmen.model.tree import Attention, Block, Parallel, Rope, Sequential, Steps, Tree
 from dolmen.model.tree.block import Arrangement
 
 FIELDS = (
@@ -106,7 +106,7 @@ def _arrangement(config: dict[str, Any]) -> Arrangement:
             f"side by side; set {knob('parallel_attn')}"
         )
     if not parallel:
-        return Pre()
+        return Sequential()
     if norms == 2 and not grouped:
         raise ValueError(
             f"num_ln_in_parallel_attn is 2, but new_decoder_architecture is {grouped}: without it "
@@ -163,7 +163,7 @@ def new(tree: Tree) -> dict[str, Any]:
         "num_kv_heads": mixer.kv_heads,
         "new_decoder_architecture": grouped,
         "multi_query": not grouped and mixer.kv_heads == 1,
-        "parallel_attn": arrangement != Pre(),
+        "parallel_attn": arrangement != Sequential(),
         "num_ln_in_parallel_attn": NORMS.get(arrangement),
         "bias": mixer.q_bias,
         "ffn_hidden_size": mlp.size,
@@ -180,9 +180,9 @@ def _rope(mixer: Attention) -> dict[str, Any]:
     return rope.new(expect(mixer.positions, Rope, "positions"))
 
 
-NORMS = {Pre(): None, Parallel(1): 1, Parallel(2): 2}  # num_ln_in_parallel_attn
+NORMS = {Sequential(): None, Parallel(1): 1, Parallel(2): 2}  # num_ln_in_parallel_attn
 NAMES = {  # of the norms
-    Pre(): {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
+    Sequential(): {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
     Parallel(1): {"input_layernorm": "norm"},
     Parallel(2): {"ln_attn": "attn_norm", "ln_mlp": "mlp_norm"},
 }

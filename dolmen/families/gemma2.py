@@ -10,7 +10,7 @@ from dolmen.families import common, gemma, llama_like, windows
 from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rule
 from dolmen.files.schema import Int, Real, optional
-from dolmen.model.tree import Sandwich, Tree, runs_of
+from dolmen.model.tree import Sequential, Tree, runs_of
 
 WINDOW = 4096
 NORMS = {
@@ -48,7 +48,7 @@ def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> Tree:
                 window=window,
                 soft_cap=cap,
             ),
-            arrangement=Sandwich(),
+            arrangement=Sequential("sandwich"),
         )
         for block, window in zip(tree.blocks, sizes, strict=True)
     ]

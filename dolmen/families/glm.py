@@ -12,7 +12,7 @@ from typing import Any
 from dolmen.families import common, llama_like, rope
 from dolmen.families.family import Family, expect
 from dolmen.families.rules import Rule, Split
-from dolmen.model.tree import Pre, Rope, Tree, runs_of
+from dolmen.model.tree import Rope, Sequential, Tree, runs_of
 from dolmen.model.tree.block import Arrangement
 
 PARTS = ("layers.{}.mlp.gate", "layers.{}.mlp.up")  # of what files store as one
@@ -44,7 +44,7 @@ def arranged(config: dict[str, Any], arrangement: Arrangement) -> Tree:
 
 
 def read(config: dict[str, Any]) -> Tree:
-    return arranged(config, Pre())
+    return arranged(config, Sequential())
 
 
 def new(tree: Tree) -> dict[str, Any]:

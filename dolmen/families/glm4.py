@@ -5,7 +5,7 @@ from typing import Any
 from dolmen.families import glm, llama_like
 from dolmen.families.family import Family
 from dolmen.families.rules import Rule
-from dolmen.model.tree import Sandwich, Tree
+from dolmen.model.tree import Sequential, Tree
 
 NORMS = {
     "input_layernorm": "attn_norm",
@@ -16,7 +16,7 @@ NORMS = {
 
 
 def read(config: dict[str, Any]) -> Tree:
-    return glm.arranged(config, Sandwich())
+    return glm.arranged(config, Sequential("sandwich"))
 
 
 def rules(tree: Tree) -> list[Rule]:

@@ -14,7 +14,7 @@ from dolmen.families.family import BESIDE, Family, Field, Ids, expect
 from dolmen.families.rules import Rule
 from dolmen.files import kinds
 from dolmen.files.schema import optional
-from dolmen.model.tree import Blanks, Block, Deepnorm, Mask, Mlp, Rope, Tree
+from dolmen.model.tree import Blanks, Block, Mask, Mlp, Rope, Sequential, Tree
 
 EPS = common.eps("layernorm_epsilon", 1e-5)
 FIELDS = (
@@ -39,7 +39,10 @@ def read(config: dict[str, Any]) -> Tree:
     mixer = glm_like.attention(config, FIELDS, turned)
     width = 4 * config["hidden_size"] * 2 // 3 if inner is None else inner
     mlp = Mlp(width, activation="gelu", bias=True)
-    norm, around = common.layer_norm(config, EPS), Deepnorm(math.sqrt(2 * layers))
+    norm, around = (
+        common.layer_norm(config, EPS),
+        Sequential.deepnorm(math.sqrt(2 * layers)),
+    )
     ids = special_tokens.said(config)
     masks = (Mask("mask", ids["mask"]), Mask("gmask", ids["gmask"], "counts"))
     blocks = [Block(mixer, mlp, norm, around)] * layers
@@ -82,5 +85,9 @@ FAMILY = Family(
     fields=FIELDS,
     framed=framed,
     beside=BESIDE,
-    ignored=(r"transformer\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),
+    # of the checkpoint's two layouts: SAT's own mixins, and those of its port
+    ignored=(
+        r"transformer\.layers\.\d+\.attention\.rotary_emb\.inv_freq",
+        r"mixins\.rotary-embedding\.rotary_emb\.inv_freq",
+    ),
 )

@@ -20,7 +20,7 @@ from dolmen.families.family import (
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag
-from dolmen.model.tree import Attention, Block, Parallel, Pre, Rope, Tree
+from dolmen.model.tree import Attention, Block, Parallel, Rope, Sequential, Tree
 
 EPS = common.eps("layer_norm_eps", 1e-5)
 FIELDS = (
@@ -63,7 +63,7 @@ def read(config: dict[str, Any]) -> Tree:
         o_bias=bias,
         positions=rope.read(config, size),
     )
-    arrangement = Parallel(2) if config["use_parallel_residual"] else Pre()
+    arrangement = Parallel(2) if config["use_parallel_residual"] else Sequential()
     block = Block(mixer, common.plain(config, FIELDS), common.layer_norm(config, EPS), arrangement)
     return common.tree(config, FIELDS, [block] * config["num_hidden_layers"])
 

@@ -8,7 +8,7 @@ from typing import Any
 from dolmen.families import common, llama, llama_like, windows
 from dolmen.families.family import Family, Field, expect
 from dolmen.files.schema import Real
-from dolmen.model.tree import Pre, Tree
+from dolmen.model.tree import Sequential, Tree
 
 
 def read(config: dict[str, Any]) -> Tree:
@@ -17,7 +17,7 @@ def read(config: dict[str, Any]) -> Tree:
     tree = llama_like.read(config, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
     scale = float(config["attention_multiplier"])
     own = None if scale == common.attention(tree).head_size ** -0.5 else scale
-    added = Pre(float(config["residual_multiplier"]))
+    added = Sequential(branch_scale=float(config["residual_multiplier"]))
     tree = common.each_block(
         tree, lambda b: replace(b, mixer=replace(b.mixer, scale=own), arrangement=added)
     )
@@ -30,11 +30,12 @@ def read(config: dict[str, Any]) -> Tree:
 
 def new(tree: Tree) -> dict[str, Any]:
     mixer = common.attention(tree)
+    arrangement = expect(tree.blocks[0].arrangement, Sequential, "arrangement")
     return {
         **llama.new(tree),
         "embedding_multiplier": tree.embedding.scale,
         "attention_multiplier": mixer.head_size**-0.5 if mixer.scale is None else mixer.scale,
-        "residual_multiplier": expect(tree.blocks[0].arrangement, Pre, "arrangement").scale,
+        "residual_multiplier": arrangement.branch_scale,
         # 49, and not 49.00000000000001
         "logits_scaling": float(f"{1 / tree.head.scale:.15g}"),
     }

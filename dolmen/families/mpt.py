@@ -1,5 +1,5 @@
-"""MPT (MosaicML, 2023): ALiBi, LayerNorms without bias, a plain feed-forward layer of four times
-the width, no biases, and q, k, v in one tensor.
+"""MPT (MosaicML, 2023): ALiBi, LayerNorms without bias, a plain feed-forward layer, no biases, and
+q, k, v in one tensor.
 
 What attention is stands in a mapping, `attn_config`. Where the code of its makers has a table of
 positions (`alibi` false), or other slopes, biases or widths, transformers has not: these are
@@ -52,6 +52,12 @@ ONLY = {
 HARMLESS = ("attn_impl", "attn_pdrop")
 FIELDS = (
     common.vocab_size(50368),
+    Field(
+        "expansion_ratio",
+        Real(0, above=True),
+        4,
+        "Width of the feed-forward layer over d_model; transformers computes 4 alone.",
+    ),
     Field("d_model", kinds.WIDTH, 2048, "Width of the residual stream.", ("hidden_size",)),
     Field("n_layers", kinds.LAYERS, 24, "Decoder blocks.", ("num_hidden_layers",)),
     Field("n_heads", kinds.HEADS, 16, "Heads.", ("num_attention_heads",)),
@@ -89,7 +95,7 @@ def read(config: dict[str, Any]) -> Tree:
         scale=None if scale is None else float(scale),
         positions=Alibi(),
     )
-    mlp = Mlp(4 * config["d_model"], gated=False, activation="gelu")
+    mlp = Mlp(int(config["d_model"] * config["expansion_ratio"]), gated=False, activation="gelu")
     norm = replace(common.layer_norm(config), bias=False)
     return common.tree(config, FIELDS, [Block(mixer, mlp, norm)] * config["n_layers"])
 
@@ -99,8 +105,16 @@ def new(tree: Tree) -> dict[str, Any]:
     return {
         **common.new(tree, FIELDS),
         "n_heads": mixer.heads,
+        "expansion_ratio": _ratio(common.mlp(tree).size, tree.hidden_size),
         "attn_config": {"clip_qkv": mixer.clip, "softmax_scale": mixer.scale},
     }
+
+
+def _ratio(size: int, width: int) -> int | float:
+    """The expansion ratio that `read` rounds down to `size`."""
+    if size % width == 0:
+        return size // width
+    return size / width if int(width * (size / width)) == size else (size + 0.5) / width
 
 
 def rules(tree: Tree) -> list[Rule]:
@@ -128,7 +142,6 @@ FAMILY = Family(
     rules=rules,
     fields=FIELDS,
     only={
-        "expansion_ratio": (4,),  # transformers computes no other
         "no_bias": (True,),
         "logit_scale": (None,),
         "embedding_fraction": (1.0,),
@@ -142,7 +155,7 @@ FAMILY = Family(
         "tokenizer_name",
         "verbose",
     ),
-    beside={**BESIDE, **dict.fromkeys(DROPOUT, 0.0), "expansion_ratio": 4},
+    beside={**BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
     code=("configuration_mpt", "modeling_mpt"),
     prefix="transformer.",
 )

@@ -8,7 +8,7 @@ from typing import Any
 from dolmen.families import common, llama_like, windows
 from dolmen.families.family import Family
 from dolmen.families.rules import Rule
-from dolmen.model.tree import After, Tree
+from dolmen.model.tree import Sequential, Tree
 
 NORMS = {
     "post_attention_layernorm": "attn_post_norm",
@@ -20,7 +20,7 @@ def read(config: dict[str, Any]) -> Tree:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
     bias = bool(config["attention_bias"])
     tree = llama_like.read(config, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_of="width")
-    return common.each_block(tree, lambda block: replace(block, arrangement=After()))
+    return common.each_block(tree, lambda block: replace(block, arrangement=Sequential("output")))
 
 
 def new(tree: Tree) -> dict[str, Any]:

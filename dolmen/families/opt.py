@@ -13,7 +13,7 @@ from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, optional
-from dolmen.model.tree import Attention, Block, Embedding, Norm, Post, Pre, Table, Tree
+from dolmen.model.tree import Attention, Block, Embedding, Norm, Sequential, Table, Tree
 
 OFFSET = 2  # rows of the table before that of position 0
 FIELDS = (
@@ -78,7 +78,7 @@ def read(config: dict[str, Any]) -> Tree:
     mlp = common.plain(config, FIELDS, bias)
     affine = config["layer_norm_elementwise_affine"]
     norm = Norm("layernorm", bias=affine, affine=affine)
-    block = Block(mixer, mlp, norm, Pre() if before else Post())
+    block = Block(mixer, mlp, norm, Sequential() if before else Sequential("post"))
     width = config["word_embed_proj_dim"]
     embedding = Embedding(
         config["vocab_size"],
@@ -91,7 +91,7 @@ def read(config: dict[str, Any]) -> Tree:
 
 
 def new(tree: Tree) -> dict[str, Any]:
-    mlp, before = common.mlp(tree), tree.blocks[0].arrangement == Pre()
+    mlp, before = common.mlp(tree), tree.blocks[0].arrangement == Sequential()
     return {
         **common.new(tree, FIELDS),
         "word_embed_proj_dim": tree.width,

@@ -10,7 +10,7 @@ from dolmen.families import common, llama_like, rope, windows
 from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rule, Stack
 from dolmen.files.schema import Flag
-from dolmen.model.tree import Norm, Parallel, Pre, Tree
+from dolmen.model.tree import Norm, Parallel, Sequential, Tree
 
 EPS = "layer_norm_eps"
 FIELDS = llama_like.without(
@@ -23,7 +23,7 @@ def read(config: dict[str, Any]) -> Tree:
     tree = llama_like.read(
         {**config, "head_dim": None}, norm=Norm("layernorm", eps, bias=True), qkv_bias=bias
     )
-    arrangement = Parallel(1) if config["use_parallel_residual"] else Pre()
+    arrangement = Parallel(1) if config["use_parallel_residual"] else Sequential()
     norm = Norm("layernorm", eps) if config["qk_layernorm"] else None
     mixer = replace(common.attention(tree), qk_norm=norm, qk_norm_of="each head")
     return common.each_block(tree, lambda b: replace(b, mixer=mixer, arrangement=arrangement))

@@ -1,15 +1,20 @@
-"""One layer: a mixer and an mlp around the residual stream. How they are arranged, and with which
-norms, is a subclass, one for each arrangement.
+"""One layer: a mixer and an mlp around the residual stream, arranged as
+dolmen/model/tree/arrangement.py says.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dolmen.model import tree
+from dolmen.model.branch import Branch, enter, leave
 from dolmen.model.cached import LayerCache
 from dolmen.model.component import Component, Setting
 from dolmen.model.given import Given
+from dolmen.model.layers import Norm
+from dolmen.model.tree import Leaves, under
 from dolmen.ops import dropout
 from dolmen.parallel.data import Unit
 from dolmen.parallel.recompute import again
@@ -18,19 +23,30 @@ C = TypeVar("C", bound=Component)
 
 
 class Block(nn.Module, Generic[C]):
-    """x [batch * length, hidden] -> the same. A subclass makes its norms in the order of its
-    parameters, keeps `attn` and `mlp` among them, and says in `stream` how x passes.
+    """x [batch * length, hidden] -> the same. Its norms and branches are registered in the order
+    of the arrangement; `leaves` are the block's parameters.
     """
 
     takes: type[Component] = Component
     """What its mixer and its mlp must be."""
+    norms: tuple[str, ...] = ()
+    """Names of the norms that some arrangements have; None in a block without one."""
     attn: C
     mlp: C
 
-    def __init__(self, setting: Setting):
+    def __init__(self, block: tree.Block, leaves: Leaves, setting: Setting, attn: C, mlp: C):
         super().__init__()
         self.layer, self.dropout = setting.layer, setting.training.dropout
         self.whole = setting.split.recompute.of(setting.layer) == "full"
+        branches, kernels = {"attn": attn, "mlp": mlp}, setting.split.kernels
+        for name in block.arrangement.modules:
+            module = branches.get(name)
+            if module is None:
+                module = Norm(block.norm, under(leaves, name), kernels)
+            setattr(self, name, module)
+        for name in self.norms:
+            if name not in block.arrangement.modules:
+                self.register_module(name, None)
 
     def forward(
         self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
@@ -44,13 +60,13 @@ class Block(nn.Module, Generic[C]):
     def stream(
         self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
-        """What `forward` computes, or computes again."""
+        """What `forward` computes, or computes again in backward."""
         raise NotImplementedError
 
     def drop(
         self, y: Float[Tensor, "here hidden"], given: Given, site: int
     ) -> Float[Tensor, "here hidden"]:
-        """What is added to the residual stream, with dropout where it acts."""
+        """Apply dropout, where it acts, to what is added to the residual stream."""
         if given.noise is None:
             return y
         assert given.rows is not None
@@ -66,3 +82,90 @@ class Block(nn.Module, Generic[C]):
         static = [layer for layer in layers if layer.static]
         for module in static if len(static) < len(layers) else [self]:
             module.compile()
+
+
+class SequentialBlock(Block[Component]):
+    """tree.Sequential: mixer, then mlp."""
+
+    norms = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
+    attn_norm: Norm | None
+    attn_post_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_post_norm: Norm | None
+
+    def __init__(
+        self, block: tree.Block, leaves: Leaves, setting: Setting, attn: Component, mlp: Component
+    ):
+        super().__init__(block, leaves, setting, attn, mlp)
+        assert isinstance(block.arrangement, tree.Sequential)
+        self.arrangement = block.arrangement
+
+    def stream(
+        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
+    ) -> Float[Tensor, "here hidden"]:
+        def mixer(y: Tensor) -> Tensor:
+            y = self.attn(y, given, cache)
+            y = y if self.attn_post_norm is None else self.attn_post_norm(y)
+            return self.drop(y, given, dropout.MIXER)
+
+        def mlp(y: Tensor) -> Tensor:
+            y = self.mlp(y, given)
+            y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
+            return self.drop(y, given, dropout.MLP)
+
+        return self._add(self._add(x, mixer, self.attn_norm), mlp, self.mlp_norm)
+
+    def _add(
+        self,
+        x: Float[Tensor, "here hidden"],
+        branch: Callable[[Tensor], Tensor],
+        norm: Norm | None,
+    ) -> Float[Tensor, "here hidden"]:
+        """Add a branch to the residual stream; `norm` stands before the branch or, with "post",
+        behind the sum.
+        """
+        around = self.arrangement
+        post = around.norms == "post"
+        y = x if norm is None or post else norm(x)
+        added = _scaled(branch(y), around.branch_scale)
+        x = _scaled(y if around.residual == "normed" else x, around.residual_scale) + added
+        return norm(x) if norm is not None and post else x
+
+
+def _scaled(y: Tensor, scale: float) -> Tensor:
+    return y if scale == 1 else scale * y
+
+
+class ParallelBlock(Block[Branch]):
+    """tree.Parallel: x += mixer(norm x) + mlp(norm x), with dropout of the sum.
+
+        one norm                           two norms
+        x -> norm -> enter -> mixer \\      x -> norm -> enter -> mixer \\
+                           -> mlp   + ->   x -> norm -> enter -> mlp   + -> leave, added to x
+
+    Both branches are added while they are partial sums over tp: a layer leaves by one collective
+    forward, and with one norm enters by one backward, where sequential layers have two each. Two
+    norms are two inputs, each with a gradient to be summed.
+    """
+
+    takes = Branch
+    norms = ("norm",)
+    norm: Norm | None
+    """Of both; None: each has its own."""
+    attn_norm: Norm
+    mlp_norm: Norm
+
+    def stream(
+        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
+    ) -> Float[Tensor, "here hidden"]:
+        both, (attn, mlp) = [self.attn, self.mlp], self.entered(x)
+        results = [self.attn.between(attn, given, cache), self.mlp.between(mlp, given)]
+        return x + self.drop(leave(both, results), given, dropout.MLP)
+
+    def entered(
+        self, x: Float[Tensor, "here hidden"]
+    ) -> Sequence[Sequence[Float[Tensor, "tokens _"]]]:
+        """The products with the columns of the mixer, and with those of the mlp."""
+        if self.norm is not None:
+            return enter([self.attn, self.mlp], self.norm(x))
+        return [*enter([self.attn], self.attn_norm(x)), *enter([self.mlp], self.mlp_norm(x))]

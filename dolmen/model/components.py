@@ -5,33 +5,20 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from dolmen.model import tree
-from dolmen.model.after import After
 from dolmen.model.attention import Attention
-from dolmen.model.block import Block
+from dolmen.model.block import Block, ParallelBlock, SequentialBlock
 from dolmen.model.component import Setting
-from dolmen.model.deepnorm import Deepnorm
 from dolmen.model.head import Logits, Values
 from dolmen.model.latent import LatentAttention
 from dolmen.model.mlp import MLP
 from dolmen.model.moe import MoE
-from dolmen.model.parallel import Parallel
-from dolmen.model.post import Post
-from dolmen.model.pre import Pre
-from dolmen.model.sandwich import Sandwich
 from dolmen.model.tree import Leaves, under
 from dolmen.ops.attention import Attend
 
 MIXERS = {tree.Attention: Attention, tree.LatentAttention: LatentAttention}
 MLPS = {tree.Mlp: MLP, tree.Experts: MoE}
 HEADS = {tree.Head: Logits, tree.Scalar: Values}
-ARRANGEMENTS = {
-    tree.Pre: Pre,
-    tree.Post: Post,
-    tree.Parallel: Parallel,
-    tree.Sandwich: Sandwich,
-    tree.After: After,
-    tree.Deepnorm: Deepnorm,
-}
+BLOCKS = {tree.Sequential: SequentialBlock, tree.Parallel: ParallelBlock}
 
 # What a tree can say and no module computes: any other value is refused.
 ONLY: dict[type, dict[str, Any]] = {}
@@ -41,7 +28,7 @@ def make(block: tree.Block, leaves: Leaves, setting: Setting) -> Block:
     """The module of a block, of whose parameters are `leaves`."""
     mixer = MIXERS[type(block.mixer)](block.mixer, under(leaves, "attn"), setting)
     mlp = MLPS[type(block.mlp)](block.mlp, under(leaves, "mlp"), setting)
-    return ARRANGEMENTS[type(block.arrangement)](block, leaves, setting, mixer, mlp)
+    return BLOCKS[type(block.arrangement)](block, leaves, setting, mixer, mlp)
 
 
 def attends(model: tree.Tree) -> list[Attend]:
@@ -66,7 +53,7 @@ def check(model: tree.Tree) -> None:
 
 
 def _check_arrangement(block: tree.Block) -> None:
-    takes = ARRANGEMENTS[type(block.arrangement)].takes
+    takes = BLOCKS[type(block.arrangement)].takes
     for component, module in (
         (block.mixer, MIXERS[type(block.mixer)]),
         (block.mlp, MLPS[type(block.mlp)]),

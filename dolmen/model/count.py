@@ -91,7 +91,7 @@ def activation_bytes_per_layer(
         return tokens * e * h * stream
     statistics = 8 if block.norm.kind == "layernorm" else 4
     around = block.arrangement
-    outside = around.streams * e * h + around.norms * statistics
+    outside = around.streams * e * h + around.norm_count * statistics
     outside += around.additions * h if dropout else 0  # masks
     heads, kv_heads = attention.heads / tp, _kv_heads(attention, tp)
     q, k = heads * attention.head_size, kv_heads * attention.head_size

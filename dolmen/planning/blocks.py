@@ -65,11 +65,11 @@ class _Block(Maker):
         ]
         if apart:
             steps.append(self.added("attn.add", "attn.o.bias" in self.leaves))
-        if around.norms > 1:
+        if around.norm_count > 1:
             steps.append(self.norm("mlp_norm", kind))
         steps += self.features(sends=apart)
         steps.append(self.added("mlp.add", "mlp.down.bias" in self.leaves))
-        steps += [self.norm("norm", kind)] * (around.norms - 2)
+        steps += [self.norm("norm", kind)] * (around.norm_count - 2)
         if self.program.fp8:
             steps.append(self.casts())
         if self.program.random_state:

@@ -89,6 +89,8 @@ def gradients(case: str, dtype: torch.dtype, folder: Path) -> Gradients:
         theirs = stored.double()
     elif dtype == torch.float64:
         theirs, mode = double(stored.config, CASES[case].made), Wide()
+        if CASES[case].alter:
+            theirs = CASES[case].alter(theirs).double()
         theirs.load_state_dict(stored.state_dict())
     source, ours = read(source_folder, dtype)
     tokens, labels = labelled(case, tokens_of(source))

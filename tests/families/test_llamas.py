@@ -20,7 +20,7 @@ from cases import (
 
 from dolmen.families import Model
 from dolmen.model import count
-from dolmen.model.tree import After, Norm, Parallel, Pre, Rope
+from dolmen.model.tree import Norm, Parallel, Rope, Sequential
 
 # as their makers count them
 PARAMETERS = [
@@ -57,10 +57,10 @@ def test_values():
     assert first(stablelm.PUBLISHED[0]).arrangement == Parallel(1)
     assert first(stablelm.PUBLISHED[0]).mixer.positions == Rope(40)
     assert first(stablelm.PUBLISHED[0]).mixer.qk_norm == Norm("layernorm", 1e-5)
-    assert first(stablelm.PUBLISHED[1]).arrangement == Pre()
+    assert first(stablelm.PUBLISHED[1]).arrangement == Sequential()
     assert first(phi.PUBLISHED[0]).mixer.positions == Rope(32)
     assert first(phi3.PUBLISHED[0]).mixer.window == 2047
-    assert first(olmo2.PUBLISHED[0]).arrangement == After()
+    assert first(olmo2.PUBLISHED[0]).arrangement == Sequential("output")
     assert first(olmo.PUBLISHED[1]).mixer.clip == 8
     assert first(cohere.PUBLISHED[0]).mixer.positions == Rope(128, 8e6, interleaved=True)
     assert first(cohere.PUBLISHED[1]).mixer.qk_norm_of == "each head"
@@ -71,7 +71,7 @@ def test_values():
     assert (tree.embedding.scale, tree.head.scale) == (12, 1 / 16)
     assert (first(granite.PUBLISHED[0]).mixer.scale, tree.blocks[0].arrangement) == (
         0.0078125,
-        Pre(0.22),
+        Sequential(branch_scale=0.22),
     )
     assert first(qwen.PUBLISHED[1]).mlp.size == 24576
     assert first(qwen.PUBLISHED[1]).mixer.positions == Rope(128, 1e6)

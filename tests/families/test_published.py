@@ -47,10 +47,9 @@ from dolmen.model.tree import (
     Mlp,
     Norm,
     Parallel,
-    Pre,
     Rope,
     Router,
-    Sandwich,
+    Sequential,
     Steps,
     Yarn,
 )
@@ -118,7 +117,7 @@ def test_values_of_falcon():
     falcon = first(FALCON_11B)
     assert falcon.arrangement == Parallel(1) and falcon.mixer.positions.theta == 500042
     falcon = first(FALCON_CLASSIC)
-    assert Model(FALCON_CLASSIC).tree.hidden_size == 2048 and falcon.arrangement == Pre()
+    assert Model(FALCON_CLASSIC).tree.hidden_size == 2048 and falcon.arrangement == Sequential()
     assert falcon.mixer.kv_heads == 32 and falcon.mlp.bias and falcon.mixer.positions == Steps()
 
 
@@ -126,14 +125,16 @@ def test_values_of_gemma():
     gemma = Model(GEMMA_2B).tree
     assert gemma.blocks[0].mlp.activation == "gelu_tanh" and gemma.embedding.scale == 2048**0.5
     assert gemma.final_norm == gemma.blocks[0].norm == Norm("rmsnorm", 1e-6, zero_centred=True)
-    assert gemma.head == Head(tied=True) and gemma.blocks[0].arrangement == Pre()
+    assert gemma.head == Head(tied=True) and gemma.blocks[0].arrangement == Sequential()
     assert count.parameters(gemma) == 2_506_172_416
 
 
 def test_values_of_gemma_2():
     gemma = Model(GEMMA2_27B).tree
     one, two = (block.mixer for block in gemma.blocks[:2])
-    assert (one.window, two.window) == (4096, None) and first(GEMMA2_27B).arrangement == Sandwich()
+    assert (one.window, two.window) == (4096, None) and first(GEMMA2_27B).arrangement == Sequential(
+        "sandwich"
+    )
     assert one.soft_cap == 50 and one.scale == 1 / 12 and gemma.head == Head(True, 30.0)
     assert [run.repeat for run in gemma.runs] == [23]
     assert count.parameters(gemma) == 27_227_128_320

@@ -34,6 +34,7 @@ def saved(tmp_path):
     for rank in range(RANKS):
         held = {n: of_rank(n, t, rank).clone() for n, t in model.state_dict().items()}
         held["transformer.layers.0.attention.rotary_emb.inv_freq"] = torch.ones(4).half()
+        held["mixins.rotary-embedding.rotary_emb.inv_freq"] = torch.ones(4).half()
         torch.save({"module": held}, inner / f"mp_rank_{rank:02}_model_states.pt")
     return model, tmp_path
 

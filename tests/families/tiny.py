@@ -210,6 +210,7 @@ OWN = {
         GPT2 | dict(tie_word_embeddings=False, n_inner=40, activation_function="gelu"),
     ),
     "bloom": ("bloom", BLOOM),
+    "bloom-post": ("bloom", BLOOM | dict(apply_residual_connection_post_layernorm=True)),
     # of the slopes of 12 heads 4 are no powers of two
     "bloom-uneven-heads": (
         "bloom",
@@ -263,6 +264,8 @@ def build(case, **changed):
     else:
         config = transformers.AutoConfig.for_model(made.model_type, **made.fields | changed)
         model = getattr(transformers, made.made).from_config(config).eval()
+        if made.alter:
+            model = made.alter(model)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape) * 0.2 + (p.ndim == 1))

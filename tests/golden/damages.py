@@ -16,7 +16,7 @@ from dolmen.core import collectives, state, transfers
 from dolmen.core.mesh import Axis
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.evaluation import validate
-from dolmen.model import block, branch, layers, moe, parallel, pre, sandwich, tree
+from dolmen.model import block, branch, layers, moe, tree
 from dolmen.ops import dropout
 from dolmen.parallel import channels, context, data, loss, norm, tensor
 
@@ -229,13 +229,13 @@ def masks_of_the_rank(patch):
 
 def biases_of_both_ranks(patch):
     """Branches side by side add their biases before they leave, on each rank of tp."""
-    leave = parallel.leave
+    leave = block.leave
 
     def left(branches, results):
         biases = [state.local(branch.row.bias) for branch in branches]
         return leave(branches, results) + sum(biases)  # tp is 2
 
-    patch.setattr(parallel, "leave", left)
+    patch.setattr(block, "leave", left)
 
 
 def shared_of_one_rank(patch):
@@ -250,12 +250,13 @@ def shared_of_one_rank(patch):
 
 def without_post_norms(patch):
     """What a layer makes is added as it is."""
-    patch.setattr(
-        sandwich.Sandwich,
-        "stream",
-        lambda b, x, given, cache=None: pre.Pre.stream(b, x, given, cache),
-    )
-    patch.setattr(sandwich.Sandwich, "_scaled", lambda self, y: y, raising=False)
+    init = block.SequentialBlock.__init__
+
+    def without(self, *args):
+        init(self, *args)
+        self.attn_post_norm = self.mlp_post_norm = None
+
+    patch.setattr(block.SequentialBlock, "__init__", without)
 
 
 def capped_by_rank(patch):

@@ -29,7 +29,6 @@ from dolmen.model.tree import (
     Llama3,
     Mlp,
     Norm,
-    Pre,
     Rope,
     Router,
     Table,
@@ -61,9 +60,7 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
     of = latent.read if said["multi_latent_attention"] else _mixer
     mixer, mlp = of(said, norm, _biased(said)), _mlp(said)
     experts = _experts(said) if said["num_experts"] else mlp
-    blocks = [
-        Block(mixer, experts if sparse else mlp, norm, Pre()) for sparse in _sparse_layers(said)
-    ]
+    blocks = [Block(mixer, experts if sparse else mlp, norm) for sparse in _sparse_layers(said)]
     learned = _positions(said) == "learned_absolute"
     table = Table(said["max_position_embeddings"]) if learned else None
     return Tree(

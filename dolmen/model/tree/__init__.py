@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dolmen.model.tree.adapter import Adapter
-from dolmen.model.tree.after import After
+from dolmen.model.tree.arrangement import Parallel, Sequential
 from dolmen.model.tree.attention import Attention
 from dolmen.model.tree.blanks import Blanks, Mask, Span
 from dolmen.model.tree.block import Block, Run, runs_of
-from dolmen.model.tree.deepnorm import Deepnorm
 from dolmen.model.tree.ends import Embedding, Head, Scalar, Transform
 from dolmen.model.tree.experts import Clamped, Experts, Router
 from dolmen.model.tree.latent import LatentAttention
@@ -26,24 +25,18 @@ from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, check_cuts, under,
 from dolmen.model.tree.longer import Dynamic, Evaluated, LongRope
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
-from dolmen.model.tree.parallel import Parallel
 from dolmen.model.tree.positions import Alibi, Linear, Llama3, Rope, Steps, Table, Yarn
-from dolmen.model.tree.post import Post
-from dolmen.model.tree.pre import Pre
 from dolmen.model.tree.rounding import check_rounding, check_tokens, rounded
-from dolmen.model.tree.sandwich import Sandwich
 from dolmen.ops.recipe import Fp8
 
 __all__ = [
     "Adapter",
-    "After",
     "Alibi",
     "Attention",
     "Blanks",
     "Block",
     "Clamped",
     "Cut",
-    "Deepnorm",
     "Dynamic",
     "Embedding",
     "Evaluated",
@@ -59,13 +52,11 @@ __all__ = [
     "Mlp",
     "Norm",
     "Parallel",
-    "Post",
-    "Pre",
     "Rope",
     "Router",
     "Run",
-    "Sandwich",
     "Scalar",
+    "Sequential",
     "Span",
     "Steps",
     "Stream",

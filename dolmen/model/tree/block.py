@@ -6,21 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from dolmen.model.tree.after import After
+from dolmen.model.tree.arrangement import Arrangement, Sequential
 from dolmen.model.tree.attention import Attention
-from dolmen.model.tree.deepnorm import Deepnorm
 from dolmen.model.tree.experts import Experts
 from dolmen.model.tree.latent import LatentAttention
-from dolmen.model.tree.leaf import Leaves, Stream
+from dolmen.model.tree.leaf import Leaves, Stream, within
 from dolmen.model.tree.mlp import Mlp
 from dolmen.model.tree.norm import Norm
-from dolmen.model.tree.parallel import Parallel
-from dolmen.model.tree.post import Post
-from dolmen.model.tree.pre import Pre
-from dolmen.model.tree.sandwich import Sandwich
 
 Mixer = Attention | LatentAttention
-Arrangement = Pre | Post | Parallel | Sandwich | After | Deepnorm
 
 
 @dataclass(frozen=True)
@@ -31,12 +25,16 @@ class Block:
     mlp: Mlp | Experts
     norm: Norm
     """Of each of its norms; the arrangement says where they stand."""
-    arrangement: Arrangement = Pre()
+    arrangement: Arrangement = Sequential()
 
     def leaves(self, stream: Stream) -> Leaves:
-        """Its parameters, by the names and in the order of its arrangement."""
+        """Parameters by name, in the order of the arrangement."""
         norm = self.norm.leaves(stream.hidden_size)
-        return self.arrangement.leaves(norm, self.mixer.leaves(stream), self.mlp.leaves(stream))
+        branches = {"attn": self.mixer.leaves(stream), "mlp": self.mlp.leaves(stream)}
+        leaves: Leaves = {}
+        for name in self.arrangement.modules:
+            leaves |= within(name, branches.get(name, norm))
+        return leaves
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """MPT."""
 
+from torch import nn
+
 from cases import Case
 
 SIZES = dict(vocab_size=61, n_layers=3, max_seq_len=64, bos_token_id=1, eos_token_id=2)
@@ -14,6 +16,15 @@ def layer(model, x):
 
     mlp.act = block.ffn.act
     return dict(zip("qkv", block.attn.Wqkv(x).chunk(3, -1), strict=True)), mlp
+
+
+def narrow(model):
+    """Feed-forward layers as wide as MosaicML's code makes them: int(d_model * expansion_ratio)."""
+    width = int(model.config.d_model * model.config.expansion_ratio)
+    for block in model.transformer.blocks:
+        block.ffn.up_proj = nn.Linear(model.config.d_model, width, bias=False)
+        block.ffn.down_proj = nn.Linear(width, model.config.d_model, bias=False)
+    return model
 
 
 CASES = {
@@ -35,6 +46,9 @@ CASES = {
             attn_config=dict(clip_qkv=1.5, softmax_scale=0.3),
         ),
         layer=layer,
+    ),
+    "mpt-narrow": Case(
+        "mpt", SIZES | dict(d_model=32, n_heads=4, expansion_ratio=3), alter=narrow, layer=layer
     ),
 }
 
