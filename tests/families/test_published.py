@@ -132,9 +132,8 @@ def test_values_of_gemma():
 def test_values_of_gemma_2():
     gemma = Model(GEMMA2_27B).tree
     one, two = (block.mixer for block in gemma.blocks[:2])
-    assert (one.window, two.window) == (4096, None) and first(GEMMA2_27B).arrangement == Sequential(
-        "sandwich"
-    )
+    assert (one.window, two.window) == (4096, None)
+    assert first(GEMMA2_27B).arrangement == Sequential("sandwich")
     assert one.soft_cap == 50 and one.scale == 1 / 12 and gemma.head == Head(True, 30.0)
     assert [run.repeat for run in gemma.runs] == [23]
     assert count.parameters(gemma) == 27_227_128_320
