@@ -41,9 +41,9 @@ from dolmen.evaluation.theirs import draw
 from dolmen.families import Model
 from dolmen.families.model import changed, made
 from dolmen.files.safetensors import Spec
-from dolmen.model import build, decoder, layers, mlp, pre, scores
+from dolmen.model import attention, build, decoder, layers, mlp, pre
 from dolmen.model.layout import Layout
-from dolmen.objectives import cross_entropy
+from dolmen.objectives import objective
 from dolmen.optim.config import OptimizerConfig
 from dolmen.parallel import channels, context, data, tensor
 
@@ -174,23 +174,23 @@ def not_causal(patch: Patch) -> None:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
-    patch.setattr(scores.Scores, "_sums", sums)
+    patch.setattr(attention.Scores, "_sums", sums)
 
 
 def half_the_scale(patch: Patch) -> None:
-    right = scores.Scores.__init__
+    right = attention.Scores.__init__
 
     def init(self, attend, *rest):
         right(self, attend, *rest)
         self.attend = self.attend._replace(scale=0.5 * 8**-0.5)
 
-    patch.setattr(scores.Scores, "__init__", init)
+    patch.setattr(attention.Scores, "__init__", init)
 
 
 def unshifted(patch: Patch) -> None:
-    right = cross_entropy.CrossEntropy.__call__
+    right = objective.CrossEntropy.__call__
     patch.setattr(
-        cross_entropy.CrossEntropy,
+        objective.CrossEntropy,
         "__call__",
         lambda self, hidden, head, batch: right(
             self, hidden, head, replace(batch, labels=batch.tokens)

@@ -48,7 +48,7 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
 
 from benchmarks.sent import Sent
 from benchmarks.team import Team, end_all, forget_peak, peak_memory
-from dolmen.core import allocator
+from dolmen.core import device
 from dolmen.data.batch import Batch
 from dolmen.families import Model, made
 from dolmen.model.build import build, initialize
@@ -149,7 +149,7 @@ def worker(rank: int, name: str, cores: list[int], store: str, args, asked, told
     os.sched_setaffinity(0, {cores[rank]})  # before gloo starts its threads, which inherit it
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    allocator.keep_freed_memory()  # as dolmen train does
+    device.keep_freed_memory()  # as dolmen train does
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, len(cores)), rank=rank, world_size=len(cores)
     )

@@ -36,7 +36,7 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
 from benchmarks.peers import nanochat_side, picotron_side
 from benchmarks.sides import Work, dolmen_side, fsdp_side, masters_side, timed
 from benchmarks.team import Team, end_all, forget_peak, peak_memory
-from dolmen.core import allocator
+from dolmen.core import device as allocator
 from dolmen.core import mesh as meshes
 from dolmen.families import made
 from dolmen.training.mfu import datasheet

@@ -388,7 +388,7 @@ def test_compute_reads_the_device_through_host_alone(path):
     for node in ast.walk(FILES[path]):
         if isinstance(node, ast.Call) and (name := waits(node)):
             assert name in HOST.get(path, ()), (
-                f"{path}:{node.lineno} calls {ast.unparse(node.func)}: use dolmen.core.host"
+                f"{path}:{node.lineno} calls {ast.unparse(node.func)}: use dolmen.core.device"
             )
 
 

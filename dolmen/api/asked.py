@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dolmen.comparison.config import DiffConfig
 from dolmen.conversion.config import ConvertConfig, ExportConfig
 from dolmen.core.config import from_dict, option_types
-from dolmen.core.errors import BadInput, message
-from dolmen.core.keywords import in_python
-from dolmen.core.words import printable
+from dolmen.core.messages import BadInput, in_python, message, printable
 from dolmen.data.config import TokenizeConfig
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.families import families

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dolmen.api.asked import asked_of
-from dolmen.core.words import choices, shown
+from dolmen.core.messages import choices, shown
 from dolmen.serving.config import GenerateConfig
 from dolmen.serving.text import check_stop
 from dolmen.training.spellings import suggestion

@@ -14,8 +14,7 @@ from dolmen.api.generation import ARRAYS, NUMBERS, Generation, Ids, Prompt, gene
 from dolmen.conversion import hf
 from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source, open_source
-from dolmen.core.errors import message
-from dolmen.core.words import choices, counted, shown
+from dolmen.core.messages import choices, counted, message, shown
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.families import special_tokens as special
 from dolmen.families import stated, unknown

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.api.asked import asked_of, value_errors
-from dolmen.core.words import shown
+from dolmen.core.messages import shown
 from dolmen.planning import dryrun as dry
 from dolmen.planning import inference as serving_plan
 from dolmen.planning import outputs, search

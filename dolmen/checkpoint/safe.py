@@ -22,10 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from dolmen.checkpoint import parts, seal
+from dolmen.checkpoint import metadata, seal
 from dolmen.checkpoint.folders import METADATA, Damaged
-from dolmen.checkpoint.metadata import read_metadata, stored_tensors
-from dolmen.checkpoint.parts import Numbers
+from dolmen.checkpoint.metadata import Numbers, read_metadata, stored_tensors
 from dolmen.core.state import local_elements
 
 
@@ -141,7 +140,7 @@ class Reader(FileSystemReader):
         """The numbers of every part in a file, by the part's position."""
         where = self._places[name]
         self.seal.check_size(name, max(offset + length for offset, length in where))
-        found = {offset: parts.find_numbers(file, offset, length) for offset, length in where}
+        found = {offset: metadata.find_numbers(file, offset, length) for offset, length in where}
         self.seal.check_parts(name, [(at, length, found[at].crc) for at, length in where])
         return found
 
@@ -153,9 +152,9 @@ class Reader(FileSystemReader):
             with self._opened(self.metadata.storage_data[index].relative_path) as file:
                 sizes, row, start, expected = self._place(index)
                 checksum = 0
-                for block in parts.blocks(file, start, sizes[0] * row, row, index.fqn):
+                for block in metadata.blocks(file, start, sizes[0] * row, row, index.fqn):
                     checksum = zlib.crc32(block.numpy().data, checksum)
-                parts.compare(checksum, expected, index.fqn)
+                metadata.compare(checksum, expected, index.fqn)
 
     def _place(self, index: MetadataIndex) -> tuple[tuple[int, ...], int, int, int]:
         """Of a stored part in an open file: its sizes, bytes of a row, position of its numbers in
@@ -192,13 +191,15 @@ class Reader(FileSystemReader):
         # of a part; where tp now cuts columns that it did not cut then, each of its ranks reads
         # them all. The checksum is of whole rows, columns that are dropped included.
         checksum = top = 0
-        for block in parts.blocks(file, start + offsets[0] * row, lengths[0] * row, row, index.fqn):
+        for block in metadata.blocks(
+            file, start + offsets[0] * row, lengths[0] * row, row, index.fqn
+        ):
             checksum = zlib.crc32(block.numpy().data, checksum)
             rows = block.view(dtype).reshape(-1, *sizes[1:])
             for dim in range(1, len(sizes)):
                 rows = rows.narrow(dim, offsets[dim], lengths[dim])
             target[top : (top := top + len(rows))].copy_(rows)
         if lengths[0] == sizes[0]:
-            parts.compare(checksum, expected, index.fqn)
+            metadata.compare(checksum, expected, index.fqn)
         else:
             self.partly.add(index)

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from dolmen.checkpoint import folders, seal, staging
+from dolmen.checkpoint import folders, seal
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.safe import Reader
-from dolmen.checkpoint.writer import Writer
+from dolmen.checkpoint.writer import Writer, pinned_for
 from dolmen.core import groups
 from dolmen.core.mesh import Mesh
 
@@ -55,7 +55,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int, group: dist.ProcessGroup | None = None):
         self.folder, self.keep = Path(folder), keep
-        self.pinned = staging.pinned_for(mesh.device)
+        self.pinned = pinned_for(mesh.device)
         self._saving: tuple[int, Future] | None = None
         if group is None and mesh.grid is not None:
             group = groups.background(timedelta(hours=1))

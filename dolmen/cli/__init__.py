@@ -9,9 +9,8 @@ import sys
 import warnings
 from difflib import get_close_matches
 
-from dolmen.core import environment
-from dolmen.core.errors import BadInput
-from dolmen.core.words import shown
+from dolmen.core import launched
+from dolmen.core.messages import BadInput, shown
 
 VERBS = {
     "recipes": "list the built-in runs",
@@ -47,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     from dolmen.launch import process
 
     process.die_with_launcher()
-    environment.set_defaults(os.environ)
+    launched.set_defaults(os.environ)
     warnings.formatwarning = lambda text, *_: f"warning: {text}\n"
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):

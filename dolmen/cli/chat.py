@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dolmen.cli.options import ChatOptions
 from dolmen.conversion.source import open_source, tokenizer_folder
 from dolmen.core.config import to_dict
-from dolmen.core.errors import BadInput, message
+from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
-from dolmen.data.progress import say
+from dolmen.core.messages import BadInput, message
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.launch import process
 from dolmen.model.layout import Layout

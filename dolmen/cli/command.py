@@ -19,7 +19,7 @@ from dolmen.cli import model_options
 from dolmen.cli.options import BARE, HANDED, NEVER, PARTS, RUNS, SECTIONS, VERBS, run_options
 from dolmen.cli.parse import HELP, last, parse, said
 from dolmen.core.config import from_dict
-from dolmen.core.errors import BadInput, message
+from dolmen.core.messages import BadInput, message
 from dolmen.core.paths import refuse_empty
 from dolmen.families import start as models
 from dolmen.files import gate, kinds

@@ -4,7 +4,7 @@ import sys
 
 from dolmen.cli.options import ConvertOptions
 from dolmen.conversion.convert import convert
-from dolmen.core.errors import BadInput, Failed, message
+from dolmen.core.messages import BadInput, Failed, message
 
 
 def run(options: ConvertOptions) -> int:

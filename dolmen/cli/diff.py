@@ -8,8 +8,8 @@ from pathlib import Path
 from dolmen.cli.options import DiffOptions
 from dolmen.comparison.config import DiffWork
 from dolmen.comparison.diff import diff, work
-from dolmen.core.errors import BadInput, Failed
 from dolmen.core.log import console
+from dolmen.core.messages import BadInput, Failed
 from dolmen.launch import process
 
 

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from dolmen.core.errors import BadInput, message
 from dolmen.core.log import console
+from dolmen.core.messages import BadInput, message
 from dolmen.files import write
 from dolmen.planning import dryrun, outputs
 from dolmen.planning.config import DryrunRequest

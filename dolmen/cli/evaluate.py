@@ -5,12 +5,11 @@ from pathlib import Path
 
 from dolmen.cli.options import EvaluateOptions
 from dolmen.core.config import to_dict
-from dolmen.core.errors import BadInput, message
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
+from dolmen.core.messages import BadInput, message
 from dolmen.evaluation import tasks
-from dolmen.evaluation.perplexity import evaluate, load, prepared, tokenizer_of
-from dolmen.evaluation.windows import Windows
+from dolmen.evaluation.perplexity import Windows, evaluate, load, prepared, tokenizer_of
 from dolmen.files import write
 from dolmen.launch import process
 from dolmen.serving import placed

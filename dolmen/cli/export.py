@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dolmen.cli.options import ExportOptions
 from dolmen.conversion.convert import export_model
-from dolmen.core.errors import BadInput, message
+from dolmen.core.messages import BadInput, message
 
 
 def run(options: ExportOptions) -> int:

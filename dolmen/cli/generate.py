@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dolmen.cli.options import GenerateOptions
 from dolmen.conversion.source import open_alike, tokenizer_folder
 from dolmen.core.config import to_dict
-from dolmen.core.errors import BadInput, message
+from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
-from dolmen.core.words import counted
-from dolmen.data.progress import say
+from dolmen.core.messages import BadInput, counted, message
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.launch import process
 from dolmen.model.layout import Layout

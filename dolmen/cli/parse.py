@@ -15,8 +15,7 @@ from typing import Annotated, Any, TypeGuard, TypeVar, cast, get_args, get_origi
 
 import tyro
 
-from dolmen.core.errors import BadInput
-from dolmen.core.words import choices, cut
+from dolmen.core.messages import BadInput, choices, cut
 from dolmen.training.spellings import meant_command, suggestion
 
 T = TypeVar("T")

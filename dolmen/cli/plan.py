@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.cli.options import PlanOptions
-from dolmen.core.errors import BadInput, message
 from dolmen.core.log import console
+from dolmen.core.messages import BadInput, message
 from dolmen.files import write
 from dolmen.planning import answer, outputs, search
 from dolmen.planning.config import PlanConfig, PlanRequest

@@ -4,9 +4,8 @@ from math import isfinite, prod
 from pathlib import Path
 
 from dolmen.cli.options import ScheduleOptions
-from dolmen.core.errors import BadInput
 from dolmen.core.log import console
-from dolmen.core.words import counted
+from dolmen.core.messages import BadInput, counted
 from dolmen.files import write
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule, format_schedule, format_yaml

@@ -4,8 +4,8 @@ from importlib.util import find_spec
 
 from dolmen.cli.options import ServeOptions
 from dolmen.core.config import to_dict
-from dolmen.core.errors import BadInput, message
 from dolmen.core.mesh import Mesh
+from dolmen.core.messages import BadInput, message
 from dolmen.launch import process
 from dolmen.model.layout import Layout
 from dolmen.serving import placed

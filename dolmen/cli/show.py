@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dolmen.cli.options import ShowOptions
-from dolmen.core.errors import BadInput, message
+from dolmen.core.messages import BadInput, message
 from dolmen.core.paths import expand
 from dolmen.watching import server
 from dolmen.watching.page import write_page

@@ -1,8 +1,7 @@
 """dolmen tokenize --data.path TEXT --data.tokenizer DIR --to PREFIX"""
 
 from dolmen.cli.options import TokenizeOptions
-from dolmen.core.errors import BadInput, message
-from dolmen.core.words import counted
+from dolmen.core.messages import BadInput, counted, message
 from dolmen.data.indexed_export import tokenize
 
 

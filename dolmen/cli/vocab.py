@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from dolmen.cli.options import VocabExtendOptions, VocabMergeOptions, VocabTrainOptions
-from dolmen.core.errors import BadInput, message
+from dolmen.core.messages import BadInput, message
 from dolmen.vocabulary.extend import extend
 from dolmen.vocabulary.merge import merge
 from dolmen.vocabulary.train import train

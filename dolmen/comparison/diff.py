@@ -28,10 +28,9 @@ from dolmen.conversion.source import Source, open_source, pinned
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.config import to_dict
-from dolmen.core.errors import BadInput, Failed, message
 from dolmen.core.mesh import SINGLE
+from dolmen.core.messages import BadInput, Failed, counted, message
 from dolmen.core.topology import Topology
-from dolmen.core.words import counted
 from dolmen.evaluation.theirs import draw, precise
 from dolmen.families import compared
 from dolmen.launch import launcher, process

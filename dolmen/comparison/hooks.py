@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from dolmen.comparison.recording import Recorder
 from dolmen.core.mesh import Mesh
 from dolmen.model import tree
+from dolmen.model.attention import Scores
 from dolmen.model.block import Block
 from dolmen.model.branch import Branch
 from dolmen.model.decoder import Decoder
 from dolmen.model.layers import Column, Norm
-from dolmen.model.moe import Router
-from dolmen.model.scores import Scores
+from dolmen.model.mlp import Router
 from dolmen.parallel import tensor
 from dolmen.parallel.vocabulary import vocabulary_range
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from dolmen.comparison import taps
 from dolmen.comparison.classify import Fault
 from dolmen.comparison.compare import Row
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 
 AFTER = 4  # rows that are shown behind the first that parts: what it leads to
 

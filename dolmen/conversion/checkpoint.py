@@ -19,7 +19,7 @@ from dolmen.checkpoint.saved import model_of, read_saved
 from dolmen.conversion.beside import ended, padded
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.scales import Scales, Scaling
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.families import Model, compared, completed, scored
 from dolmen.files.safetensors import Spec
 from dolmen.model.tree import Adapter, Tree

@@ -21,8 +21,8 @@ from dolmen.conversion.megatron import dist_export, export, names
 from dolmen.conversion.moments import Moments
 from dolmen.conversion.scales import Scales
 from dolmen.conversion.source import Source, in_dtype, open_source, pinned
-from dolmen.core.words import counted
-from dolmen.data.progress import bar
+from dolmen.core.log import bar
+from dolmen.core.messages import counted
 from dolmen.families import unknown
 from dolmen.launch import process
 from dolmen.launch.side_by_side import Group

@@ -23,7 +23,7 @@ from dolmen.conversion.joined import Joined
 from dolmen.conversion.megatron.shares import Share, share
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.families import Model, edit
 from dolmen.families.rules import Entry, Paired, Rename, Rule, entries
 from dolmen.files import gate, torch_files

@@ -16,7 +16,7 @@ from torch import Tensor
 from dolmen.conversion.moments import Moments, Tensors
 from dolmen.conversion.scales import Scales
 from dolmen.conversion.source import Source
-from dolmen.core.errors import Failed
+from dolmen.core.messages import Failed
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.model.split import Part, whole

@@ -23,7 +23,7 @@ from dolmen.conversion.joined import Joined
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.families import Model, WeightMap, weight_map
 from dolmen.families.rules import Entry, Split
 from dolmen.files import gate, torch_files

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from dolmen.core.words import choices, cut, shown
+from dolmen.core.messages import choices, cut, shown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

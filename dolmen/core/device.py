@@ -1,4 +1,17 @@
-"""Which device a process computes on, chosen once at the entry point.
+"""The device of a process: which one it computes on, and when the host waits for it.
+
+Memory that a step frees is kept for the next one, on CPU.
+
+glibc takes every block over 32 MiB from the kernel and gives it back when it is freed, and the top
+of the heap too: a training step then touches gigabytes of fresh pages, each a fault and a page of
+zeros. Kept, they cost nothing the second time.
+
+The two ways between the host and the device in compute. The host runs ahead of a GPU and fills
+its queue; to `read_back` it waits until the queue is empty, and the queue is empty until it is
+back. A step reads once, when it must be known whether to update, and once more per layer of experts
+where ep > 1. Nothing else in compute reads (tests/test_house.py, tests/training/test_reads.py).
+
+Which device a process computes on, chosen once at the entry point.
 
 GPUs visible to a process         what each local rank takes
 none                              the CPU
@@ -7,16 +20,75 @@ one (srun --gpus-per-task=1)      cuda:0; when all have joined, no two may have 
 any other number                  refused
 """
 
+import contextlib
+import ctypes
 import os
 import socket
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
 
 import torch
+from jaxtyping import Shaped
+from torch import Tensor
 
 from dolmen.core import agree
 from dolmen.core.launched import Launch
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # <malloc.h>
+PAD = 64 << 20  # bytes by which the heap grows at least
+
+
+def keep_freed_memory() -> None:
+    """From here on, this process keeps what it frees. Does nothing where the C library is not
+    glibc.
+    """
+    with contextlib.suppress(AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for what, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, PAD)):
+            mallopt(what, value)
+
+
+Answer = Callable[[Tensor, int | None], Any]
+"""What `read_back` gives of a tensor without values, and of `rows`."""
+_answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
+
+
+def read_back(x: Shaped[Tensor, "..."], rows: int | None = None) -> Any:
+    """The values of x as (nested) lists, or a number; the host waits for the device. `rows`: where
+    x counts rows, how many there are of each way that it counts them, which is known without it.
+    """
+    answer = _answer.get()
+    return x.tolist() if answer is None else answer(x, rows)
+
+
+@contextmanager
+def answered(answer: Answer) -> Iterator[None]:
+    """Within, tensors have no values, and `answer` says what is read."""
+    token = _answer.set(answer)
+    try:
+        yield
+    finally:
+        _answer.reset(token)
+
+
+def number(value: int | float, dtype: torch.dtype, device: torch.device) -> Shaped[Tensor, ""]:
+    """A number that the host knows, written by a kernel. `torch.tensor` would copy it, and wait
+    until all that is queued before the copy is done.
+    """
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+def send(x: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*shape"]:
+    """x of the CPU on `device`, copied while the host and the device go on; x itself, where it is
+    there.
+    """
+    if x.device.type == device.type:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
 
 Asked = Literal["auto", "cpu", "cuda"]
 """auto: the GPUs, where any are visible; cpu: never; cuda: refused where there is none."""

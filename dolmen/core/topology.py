@@ -22,7 +22,7 @@ Along an axis the ranks of a group lie at equal distances, so a group is a `rang
 import math
 from dataclasses import dataclass
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,14 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from dolmen.core.log import say
 from dolmen.data.cached import identity_of
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import identities
-from dolmen.data.documents import pieces
 from dolmen.data.heldout import TextHash, all_validated, choose_held_out, union
-from dolmen.data.progress import say
 from dolmen.data.scratch import building, lock, remove_folder
 from dolmen.data.sources import Source
-from dolmen.data.tokenise import DOCUMENT, Column
+from dolmen.data.tokenise import DOCUMENT, Column, pieces
 from dolmen.data.tokenizer import train_bpe
 from dolmen.files.gate import Refused, read_bytes, read_text
 from dolmen.files.kinds import TOKENIZER_FILES

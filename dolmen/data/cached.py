@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from dolmen.data.progress import say
+from dolmen.core.log import say
 from dolmen.data.scratch import building, lock, remove_folder
 from dolmen.files.gate import Kind, Refused, read_json
 

@@ -4,7 +4,7 @@ and what is told of it.
 
 import numpy as np
 
-from dolmen.core.words import counted, printable
+from dolmen.core.messages import counted, printable
 from dolmen.data import pair_loader
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
@@ -12,7 +12,7 @@ from dolmen.data.batches import Loader
 from dolmen.data.config import DataConfig
 from dolmen.data.examples import Examples, open_examples
 from dolmen.data.inputs import Inputs
-from dolmen.data.packed import Rows, Say
+from dolmen.data.packing import Rows, Say
 from dolmen.data.sources import Source
 from dolmen.data.template import Template, TrainOn, template_of
 from dolmen.data.tokenizer import PreTrainedTokenizer

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dolmen.core.words import choices
-from dolmen.data.documents import rows
+from dolmen.core.messages import choices
 from dolmen.data.sources import Source
+from dolmen.data.tokenise import rows
 from dolmen.files import gate
 from dolmen.files.kinds import CHAT_ROWS, COMPLETION_ROW, PAIR_ROW
 

@@ -23,14 +23,13 @@ from pathlib import Path
 
 import numpy as np
 
-from dolmen.core.words import counted
+from dolmen.core.log import bar, say
+from dolmen.core.messages import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.cached import Form, found_or_built, identity_of, write_index
-from dolmen.data.documents import load_hub
-from dolmen.data.progress import bar, say
 from dolmen.data.sources import Source
 from dolmen.data.stream import TokenStream
-from dolmen.data.tokenise import write_tokens
+from dolmen.data.tokenise import load_hub, write_tokens
 from dolmen.files.kinds import CORPUS
 
 FORMAT = 2

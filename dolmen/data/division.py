@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.data.corpus import Corpus, added
 from dolmen.data.ending import Ending, ending
 from dolmen.data.heldout import Choice, all_validated, choose_held_out

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dolmen.data.corpus import Corpus
-from dolmen.data.documents import pieces
 from dolmen.data.sources import Source
+from dolmen.data.tokenise import pieces
 from dolmen.data.tokenizer import PreTrainedTokenizer
 
 PIECES = 8  # held-out pieces from which on a cut between two pieces misses the fraction by < 7 %

@@ -20,13 +20,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from dolmen.core.words import counted
+from dolmen.core.log import bar
+from dolmen.core.messages import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.cached import Form, found_or_built, write_index
 from dolmen.data.chats import Chat, chats, completions, pairs
 from dolmen.data.config import ChatRows
 from dolmen.data.corpus import identities
-from dolmen.data.progress import bar
 from dolmen.data.sources import Source
 from dolmen.data.template import Template, TrainOn
 from dolmen.files.kinds import EXAMPLES

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from dolmen.core.log import bar
 from dolmen.data.cached import Form, found_or_built, identity_of, write_index
 from dolmen.data.corpus import Corpus
-from dolmen.data.progress import bar
 from dolmen.data.tokenise import DOCUMENT, SEAM
 from dolmen.files import indexed
 from dolmen.files.kinds import INDEXED

@@ -6,16 +6,16 @@ from collections import defaultdict
 from functools import cache
 from typing import NamedTuple
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.bpe import tokenizer_folder
 from dolmen.data.cached import file_digest
 from dolmen.data.config import DataConfig
-from dolmen.data.documents import pieces
 from dolmen.data.heldout import all_validated
 from dolmen.data.indexed import check_indexed
 from dolmen.data.readers import is_whole_file
 from dolmen.data.sources import Source, resolve_sources
+from dolmen.data.tokenise import pieces
 
 # how a tokenizer is named that came with the model
 OWN = "without --data.tokenizer,"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dolmen.core.messages import counted
 from dolmen.core.rng import seed_of
-from dolmen.core.words import counted
 from dolmen.data import chat_loader
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch

@@ -1,17 +1,41 @@
-"""Examples of any length packed into rows of one: best fit decreasing (Johnson, 1974).
+"""Packs examples into rows, and rows into batches.
+
+Examples of any length packed into rows of one: best fit decreasing (Johnson, 1974).
 
 The longest first, each into the row with the least room that it fits in, else into a new one: never
 more than 11/9 of the fewest rows there could be, and in practice within a percent.
 
 What goes together, as two answers to a prompt, is packed into rows that lie side by side, a piece
 into each: the longest into the row with the most room, so that such rows are filled alike.
+
+Chats in packed rows, as batches.
+
+    row        a a a a|b b b|. .          two examples, of five tokens and of four, and padding
+    labels     - a a a|- b b|- -          of the tokens that are trained; `-` is IGNORED
+    starts     0 0 0 0 4 4 4 7 7          of documents: no example sees another
+    positions  0 1 2 3 0 1 2 0 1
+
+Rows are packed once. An epoch is a permutation of them, keyed by (seed, epoch); so sample i is
+known at once, for any i, and each example is read once per epoch.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Literal
 
 import numpy as np
+import torch
 from jaxtyping import Int64
+
+from dolmen.core.rng import seed_of
+from dolmen.data.batch import Batch
+from dolmen.data.examples import Examples
+from dolmen.data.mixture import Part, permute_index
+from dolmen.data.stream import TokenStream
+from dolmen.ops.attention import Documents
+from dolmen.ops.loss import IGNORED
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
@@ -82,3 +106,160 @@ class _Units:
 def lowest(bits: int) -> int:
     """The number of the lowest bit that is set."""
     return (bits & -bits).bit_length() - 1
+
+
+Say = Literal["next", "end"]
+"""What of an example has a label: each token but the first, which the one before it is to foretell;
+or, of all that are read, the last, where a model says one number of the whole.
+"""
+
+
+def shuffled(number: int, size: int, seed: int) -> int:
+    """Which of `size` rows is read as number `number`: in each epoch all, in another order."""
+    epoch, within = divmod(number, size)
+    return int(permute_index(np.array([within]), size, seed_of(seed, "row", epoch))[0])
+
+
+class Rows:
+    """Rows of `sequence_length` places, each of as many of the examples `chosen` as fit, or of one.
+
+    Those that belong together, `together` of them, as the answers of a pair, are consecutive ones
+    of `chosen`, and lie in as many consecutive rows, each at the same number of its row.
+    """
+
+    bytes = None
+
+    def __init__(
+        self,
+        examples: Examples,
+        chosen: np.ndarray,
+        sequence_length: int,
+        *,
+        packing: bool = True,
+        weighted: bool = False,
+        together: int = 1,
+        say: Say = "next",
+        seed: int = 0,
+        said: Mapping[str, np.ndarray] | None = None,
+    ):
+        self.examples, self.chosen, self.together = examples, chosen, together
+        self.sequence_length, self.weighted = sequence_length, weighted
+        self.say, self.seed = say, seed
+        # what else a batch brings of each token that is predicted, by name: of all tokens
+        self.numbers: dict[str, np.ndarray] = {}
+        # and of each example, for all its tokens
+        self.said = dict(said or {})
+        self.first = 0 if say == "end" else 1  # token of an example that has a place
+        lengths = self._lengths()[chosen].reshape(-1, together)
+        # one each, where they are not packed
+        room = lengths if packing else np.full_like(lengths, sequence_length)
+        self.rows = [chosen[row].tolist() for row in pack_beside(room, sequence_length)]
+
+    def _lengths(self) -> np.ndarray:
+        """Places that each example takes."""
+        return self.examples.places() + 1 - self.first
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        spans = [self.examples.span(index) for index in sorted(self.chosen.tolist())]
+        starts, stops = (
+            np.array([one(span) for span in spans], np.int64)
+            for one in (lambda s: s.start, lambda s: s.stop)
+        )
+        stream = TokenStream.of(self.examples.tokens, starts, stops)
+        return [Part(self.examples.name, Fraction(1), stream)]
+
+    @property
+    def tokens(self) -> int:
+        """Those that have a label."""
+        if self.say == "end":
+            return len(self.chosen)
+        return int(self.examples.predictions()[self.chosen].sum())
+
+    @property
+    def full(self) -> float:
+        """The share of places that examples take."""
+        places = int(self._lengths()[self.chosen].sum())
+        return places / (len(self.rows) * self.sequence_length)
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """How often the examples have been read after `samples` samples."""
+        return {self.examples.name: samples / len(self.rows)}
+
+    def read(self, first: int, count: int) -> list[list[int]]:
+        """The examples of samples first .. first + count - 1."""
+        units, found = len(self.rows) // self.together, []
+        for sample in range(first, first + count):
+            unit, row = divmod(sample, self.together)
+            found.append(self.rows[shuffled(unit, units, self.seed) * self.together + row])
+        return found
+
+    def batches(
+        self,
+        batch_size: int,
+        max_sequences: int | None = None,
+        first_row: int = 0,
+        rows: int | None = None,
+    ) -> Iterator[Batch]:
+        """As HeldOutRows.batches; the last one is filled up with rows of nothing."""
+        rows, together = rows or batch_size, self.together
+        units = len(self.rows) // together
+        chosen = min(units, max(1, (max_sequences or len(self.rows)) // together))
+        picked = [
+            self.rows[index * units // chosen * together + row]
+            for index in range(chosen)
+            for row in range(together)
+        ]
+        for first in range(first_row, -(-len(picked) // batch_size) * batch_size, batch_size):
+            made = picked[first : first + rows]
+            yield self.batch(made + [[]] * (rows - len(made)))
+
+    def documents(self, first: int, count: int) -> list[str]:
+        name = self.examples.name
+        return [f"{name}: examples {', '.join(map(str, row))}" for row in self.read(first, count)]
+
+    def places(self, row: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
+        """(example, where it lies in the row, its tokens that have numbers there)."""
+        place = 0
+        for index in row:
+            span = self.examples.span(index)
+            own = slice(span.start + self.first, span.stop)
+            here = slice(place, place + own.stop - own.start)
+            yield index, here, own
+            place = here.stop
+
+    def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
+        """These rows of examples."""
+        shape = len(rows), self.sequence_length
+        tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        weights, starts = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
+        numbers = {name: np.zeros(shape, one.dtype) for name, one in self.numbers.items()}
+        numbers |= {name: np.zeros(shape, np.float32) for name in self.said}
+        for row, indices in enumerate(rows):
+            end = 0
+            for index, here, own in self.places(indices):
+                tokens[row, here], labels[row, here], counts = self._written(index)
+                weights[row, here], starts[row, here] = counts, here.start
+                for name, one in self.numbers.items():
+                    numbers[name][row, here] = one[own]
+                for name, one in self.said.items():
+                    numbers[name][row, here] = one[index]
+                end = here.stop
+            starts[row, end:] = end
+        made = Batch(
+            torch.from_numpy(tokens),
+            torch.from_numpy(labels),
+            Documents.of(torch.from_numpy(starts)),
+        ).with_positions(1)
+        made = replace(made, numbers={n: torch.from_numpy(one) for n, one in numbers.items()})
+        return replace(made, weights=torch.from_numpy(weights)) if self.weighted else made
+
+    def _written(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens of an example that are read, their labels, and what these weigh."""
+        span = self.examples.span(index)
+        ids = self.examples.tokens[span].astype(np.int64)
+        if self.say == "end":
+            counts = np.arange(1, len(ids) + 1) == len(ids)
+            return ids, np.where(counts, ids, IGNORED), counts
+        counts = self.examples.trained[span][1:] * self.examples.weights[index]
+        return ids[:-1], np.where(counts > 0, ids[1:], IGNORED), counts

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.data.batch import MARGIN, SIDE
 from dolmen.data.examples import Examples
-from dolmen.data.packed import Rows, Say
+from dolmen.data.packing import Rows, Say
 
 
 def pairs_of(

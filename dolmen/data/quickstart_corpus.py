@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 
 STANDARD_LIBRARY = "python-standard-library"  # as an entry of --data.path
 

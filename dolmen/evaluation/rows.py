@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from dolmen.core import collectives, host
+from dolmen.core import collectives, device
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.model import tree
@@ -100,7 +100,7 @@ def foretold(
             reach(done)
     # each row is on one rank of dp, each of its tokens on one of cp, and its end on one of pp
     whole = collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size
-    likelihoods, likeliest = np.array(host.read_back(whole), np.float64).reshape(2, -1)
+    likelihoods, likeliest = np.array(device.read_back(whole), np.float64).reshape(2, -1)
     return Foretold(likelihoods, likeliest.astype(np.int64))
 
 

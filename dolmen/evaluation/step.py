@@ -8,9 +8,8 @@ from jaxtyping import Int64
 
 from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.model.tree import Tree
-from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.filling import Filling
-from dolmen.objectives.objective import Objective
+from dolmen.objectives.objective import CrossEntropy, Objective
 
 
 def batch_of(tree: Tree, windows: Int64[np.ndarray, "sequences window"]) -> Batch:

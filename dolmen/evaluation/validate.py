@@ -9,13 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dolmen.core import collectives, host
+from dolmen.core import collectives, device
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
 from dolmen.objectives import score
-from dolmen.objectives.cross_entropy import CrossEntropy
-from dolmen.objectives.objective import Objective, check
+from dolmen.objectives.objective import CrossEntropy, Objective, check
 from dolmen.parallel import pipeline
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
@@ -68,7 +67,7 @@ def mean_loss(
             if mesh.pp.rank == mesh.cp.rank == 0:
                 sums[told + 1] += batch.real_tokens
                 sums[told + 2] += objective.count(batch)
-    found = host.read_back(collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size)
+    found = device.read_back(collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size)
     *metrics, nats, tokens, count = found
     if count == 0:
         raise ValueError("no token to evaluate carries a loss: give batches that hold text")

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from dolmen.core.words import shown
+from dolmen.core.messages import shown
 from dolmen.families.model import Model
 from dolmen.families.weights import weight_map
 from dolmen.model.tree import Adapter

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dolmen.core.words import divisor
+from dolmen.core.messages import divisor
 from dolmen.families.family import Field, activation, expect, knob, names
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Real

@@ -12,7 +12,7 @@ of the classic layout.
 
 from typing import Any
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.families import common, rope
 from dolmen.families.family import (
     ACTIVATION,
@@ -27,7 +27,7 @@ from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, optional
 from dolmen.model.tree import Attention, Block, Parallel, Rope, Sequential, Steps, Tree
-from dolmen.model.tree.arrangement import Arrangement
+from dolmen.model.tree.block import Arrangement
 
 FIELDS = (
     common.vocab_size(65024),

@@ -13,7 +13,7 @@ from dolmen.families import common, llama_like, rope
 from dolmen.families.family import Family, expect
 from dolmen.families.rules import Rule, Split
 from dolmen.model.tree import Rope, Sequential, Tree, runs_of
-from dolmen.model.tree.arrangement import Arrangement
+from dolmen.model.tree.block import Arrangement
 
 PARTS = ("layers.{}.mlp.gate", "layers.{}.mlp.up")  # of what files store as one
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.families import common, gpt_like, windows
 from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation_name, knob
 from dolmen.families.gpt_like import LAYER, OURS

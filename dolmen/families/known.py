@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dolmen.core.words import shown
+from dolmen.core.messages import shown
 from dolmen.families.family import Family
 
 HERE = Path(__file__).parent

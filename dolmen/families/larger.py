@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dolmen.core.words import shown
+from dolmen.core.messages import shown
 from dolmen.files import kinds
 
 CARRIED = (*kinds.SPECIAL_TOKENS, "dtype", "torch_dtype", "tie_word_embeddings")

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from dolmen.core.config import Plain
-from dolmen.core.words import shown
+from dolmen.core.messages import shown
 from dolmen.families import known, scorer
 from dolmen.families.differences import differences
 from dolmen.families.family import ONLY, RESERVED, Family, knob

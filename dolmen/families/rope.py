@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dolmen.core.words import counted, shown
+from dolmen.core.messages import counted, shown
 from dolmen.families.family import Field, mapping
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, List, Real, Schema, Text, optional

@@ -5,7 +5,7 @@ class of transformers that does (...ForSequenceClassification), and one label.
 from collections.abc import Mapping
 from typing import Any
 
-from dolmen.core.words import shown
+from dolmen.core.messages import shown
 from dolmen.families.family import Family
 
 ENDING = "ForSequenceClassification"

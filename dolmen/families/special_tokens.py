@@ -8,7 +8,7 @@ may say none of them. What is found beside it stands under its `dolmen` key.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dolmen.core.words import choices, shown
+from dolmen.core.messages import choices, shown
 from dolmen.families.family import RESERVED, Field, Ids, mapping
 from dolmen.families.model import Model
 from dolmen.files import kinds

@@ -7,7 +7,7 @@ import warnings
 from difflib import get_close_matches
 from typing import Any
 
-from dolmen.core.words import cut
+from dolmen.core.messages import cut
 from dolmen.families.family import HARMLESS, ONLY, RESERVED, knob
 from dolmen.families.model import Model, taken
 

@@ -5,7 +5,7 @@ they slide.
 from collections.abc import Sequence
 from typing import Any
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.families.family import Field, expect, knob
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, List, Text, optional

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.files import gate, kinds
 from dolmen.files.gate import refuse
 

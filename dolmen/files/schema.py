@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dolmen.core.words import cut
+from dolmen.core.messages import cut
 
 # entries of a list or mapping where nothing smaller is known: the file's size bounds it
 FEW = 2**40

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dolmen.core.errors import BadInput, Failed
 from dolmen.core.launched import Launch
+from dolmen.core.messages import BadInput, Failed
 from dolmen.core.torch_private import spelled
 
 LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker

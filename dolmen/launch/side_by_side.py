@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from signal import Signals
 from typing import Any
 
-from dolmen.core.errors import Failed
+from dolmen.core.messages import Failed
 from dolmen.launch import process
 
 Work = Callable[..., Generator[int, None, Any]]

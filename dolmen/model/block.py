@@ -1,5 +1,5 @@
 """One layer: a mixer and an mlp around the residual stream, arranged as
-dolmen/model/tree/arrangement.py says.
+dolmen/model/tree/block.py says.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 from dolmen.model import tree
 from dolmen.model.branch import Branch, enter, leave
-from dolmen.model.cached import LayerCache
-from dolmen.model.component import Component, Setting
-from dolmen.model.given import Given
+from dolmen.model.component import Component, Given, LayerCache, Setting
 from dolmen.model.layers import Norm
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import dropout

@@ -14,9 +14,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dolmen.model.cached import LayerCache
-from dolmen.model.component import Component
-from dolmen.model.given import Given
+from dolmen.model.component import Component, Given, LayerCache
 from dolmen.model.layers import Row
 from dolmen.parallel import tensor
 from dolmen.parallel.tensor import Linear, TensorParallel

@@ -20,7 +20,7 @@ from dolmen.model.tree import Tree
 from dolmen.model.tree.adapter import magnitude_of, scale_of
 from dolmen.ops import int8
 from dolmen.ops.kernels import Hardware, Kernels, choose
-from dolmen.parallel import data, gathered
+from dolmen.parallel import data, product
 from dolmen.parallel.actions import Schedule
 
 
@@ -59,7 +59,7 @@ def allocate(model: Decoder, device: torch.device) -> Decoder:
     for delayed in model.delayed().values():
         delayed.on(device)
     recipes = {name: leaf.fp8 for name, leaf in model.held().items() if leaf.fp8 is not None}
-    gathered.gather_payloads(model, recipes)
+    product.gather_payloads(model, recipes)
     return model
 
 

@@ -10,8 +10,7 @@ from dolmen.model.block import Block, ParallelBlock, SequentialBlock
 from dolmen.model.component import Setting
 from dolmen.model.head import Logits, Values
 from dolmen.model.latent import LatentAttention
-from dolmen.model.mlp import MLP
-from dolmen.model.moe import MoE
+from dolmen.model.mlp import MLP, MoE
 from dolmen.model.tree import Leaves, under
 from dolmen.ops.attention import Attend
 

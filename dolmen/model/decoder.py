@@ -20,15 +20,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from dolmen.core import host
+from dolmen.core.device import number
 from dolmen.core.state import Places, dtype_of, local
 from dolmen.model import components
 from dolmen.model.block import Block
-from dolmen.model.cached import Cached
-from dolmen.model.component import Setting
-from dolmen.model.filling import Transform
-from dolmen.model.given import Balance, Given, Where
-from dolmen.model.head import End
+from dolmen.model.component import Balance, Cached, Given, Setting, Where
+from dolmen.model.head import End, Transform
 from dolmen.model.layers import (
     Column,
     Embedding,
@@ -408,7 +405,7 @@ class Decoder(nn.Module):
         if cache is not None:
             return cache.lengths
         longest = tokens.shape[1] if positions is None else positions.longest
-        return host.number(longest, torch.int64, tokens.device)[None, None]
+        return number(longest, torch.int64, tokens.device)[None, None]
 
     def _noise(
         self, noise: dropout.Noise | None, length: int

@@ -1,4 +1,9 @@
-"""What stands at the end of a decoder: the head, which the model owns, and an `End` is given with
+"""The end of a decoder: the LM head, and the `End` that turns hidden vectors into a result.
+
+What the head of a model that fills in masked tokens makes of the last hidden vectors before they
+are multiplied (dolmen/model/tree/ends.py: Transform). Every rank computes it of its own tokens.
+
+What stands at the end of a decoder: the head, which the model owns, and an `End` is given with
 the last hidden vectors of a microbatch.
 
     hidden, I@tp or S(0)@tp, and S(0, zigzag)@cp -> an end -> what it makes of them
@@ -18,9 +23,13 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from dolmen.core import collectives
+from dolmen.model import tree
+from dolmen.model.layers import Norm, Whole
 from dolmen.model.split import Split
-from dolmen.model.tree import Tree
+from dolmen.model.tree import Leaves, Tree, under
 from dolmen.ops import loss
+from dolmen.ops.activation import ACTIVATIONS
+from dolmen.ops.kernels import Kernels
 from dolmen.parallel import tensor
 from dolmen.parallel.laid_out import LaidOut
 from dolmen.parallel.log_probabilities import (
@@ -28,8 +37,22 @@ from dolmen.parallel.log_probabilities import (
     log_probabilities_and_argmax,
     log_probabilities_and_entropy,
 )
-from dolmen.parallel.loss import linear_cross_entropy
-from dolmen.parallel.tensor import Linear
+from dolmen.parallel.tensor import Linear, TensorParallel
+from dolmen.parallel.vocabulary import linear_cross_entropy
+
+
+class Transform(Whole):
+    """norm(act(W x + b))."""
+
+    def __init__(
+        self, transform: tree.Transform, leaves: Leaves, tp: TensorParallel, kernels: Kernels
+    ):
+        super().__init__({name: leaf for name, leaf in leaves.items() if "." not in name}, tp)
+        self.act = ACTIVATIONS[transform.activation]
+        self.norm = Norm(transform.norm, under(leaves, "norm"), kernels)
+
+    def forward(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "here hidden"]:
+        return self.norm(self.act(super().forward(x)))
 
 
 @dataclass(frozen=True, eq=False)

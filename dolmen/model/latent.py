@@ -25,12 +25,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.model import tree
-from dolmen.model.cached import LayerCache
-from dolmen.model.component import Component, Setting
-from dolmen.model.given import Given
+from dolmen.model.attention import Scores
+from dolmen.model.component import Component, Given, LayerCache, Setting
 from dolmen.model.layers import Column, Norm, Parameters, Row
 from dolmen.model.positions import pairs
-from dolmen.model.scores import Scores
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
 from dolmen.ops.attention import Attend, Documents

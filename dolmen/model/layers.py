@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dolmen.core import host, ranges, state
+from dolmen.core import device, ranges, state
 from dolmen.core.state import Places, Replicate, Shard, local, local_view
 from dolmen.core.torch_private import compute
 from dolmen.model import tree
@@ -239,7 +239,7 @@ class Embedding(Parameters):
         if self.scale == 1:
             return x
         # rounded to x's dtype, as in transformers: sqrt(3072) = 55.43 is 55.5 in bf16
-        return x * host.number(self.scale, x.dtype, x.device)
+        return x * device.number(self.scale, x.dtype, x.device)
 
 
 class Positions(Parameters):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
-from dolmen.core.words import counted, divisor
+from dolmen.core.messages import counted, divisor
 from dolmen.model.tree import Tree, check_cuts
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule

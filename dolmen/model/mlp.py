@@ -1,18 +1,49 @@
-"""The feed-forward layer: gated, down(act(gate x) * up x), or plain, down(act(up x))."""
+"""Dense and sparse (mixture of experts) feed-forward layers.
 
-from collections.abc import Sequence
+The feed-forward layer: gated, down(act(gate x) * up x), or plain, down(act(up x)).
 
-from jaxtyping import Float
-from torch import Tensor
+The sparse feed-forward layer: a router sends each token to k of E experts, gated MLPs of width
+F.
 
+    x [n, H]             I@tp or S(0)@tp
+      | enter
+      | router             fp32, on every rank of tp
+      | n k rows by expert
+      | dispatch           over ep, to the rank that holds the expert
+      | experts            F split over tp
+      | combine            over ep, and back
+      | weigh, add         P@tp; what the shared experts make of x, one dense layer, with them
+      v leave              one sum for both
+
+Experts lie on their own axes: E over ep, F over tp, and what remains of dp x cp, edp, shards them
+as ZeRO says. Router weights are replicated and see a partial sum, so their gradient is Partial on
+tp. No layout changes what is computed: rows are never dropped, and the balance loss is that of
+single sequences, whose counts are summed over cp.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from dolmen.core import collectives, ranges
+from dolmen.core.function import Context, Function
+from dolmen.core.state import local
 from dolmen.model import tree
 from dolmen.model.branch import Branch
-from dolmen.model.cached import LayerCache
-from dolmen.model.component import Setting
-from dolmen.model.given import Given
-from dolmen.model.layers import Column, Row
+from dolmen.model.component import Balance, Component, Given, LayerCache, Setting
+from dolmen.model.layers import Column, Parameters, Row
+from dolmen.model.split import Split
 from dolmen.model.tree import Leaves, under
-from dolmen.ops.activation import ACTIVATIONS
+from dolmen.model.tree.mlp import Activation
+from dolmen.ops import moe
+from dolmen.ops.activation import ACTIVATIONS, clamped_swiglu
+from dolmen.parallel import expert
+from dolmen.parallel.data import Unit
 from dolmen.parallel.tensor import Linear
 
 
@@ -44,3 +75,193 @@ class MLP(Branch):
         first, *rest = products
         hidden = self.act(first)
         return hidden * rest[0] if rest else hidden
+
+
+class Router(Parameters):
+    """Logits of every expert, in fp32 whatever the model computes in, and the choice: x [n, H] R@tp
+    -> [n, E], Routing, by the experts that are `chosen`, where any are. `bias`, where there is one,
+    is moved by training/balance.py and not by gradients.
+    """
+
+    def __init__(self, experts: tree.Experts, leaves: Leaves):
+        super().__init__({n: leaf for n, leaf in leaves.items() if "." not in n})
+        self.k, self.choice = experts.per_token, experts.router
+        own = under(leaves, "logits")
+        self.logits = Parameters(own) if own else None
+
+    def forward(
+        self, x: Float[Tensor, "n hidden"], chosen: Int64[Tensor, "n k"] | None = None
+    ) -> tuple[Float[Tensor, "n experts"], moe.Routing]:
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        logits = F.linear(x.to(wide), local(self.weight).to(wide))
+        if self.logits is not None and self.logits.bias is not None:
+            logits = logits + local(self.logits.bias).to(wide)
+        choice, bias = self.choice, None if self.bias is None else local(self.bias)
+        return logits, moe.route(
+            logits,
+            self.k,
+            choice.normalise,
+            bias,
+            score=choice.score,
+            scale=choice.scale,
+            groups=choice.groups,
+            groups_per_token=choice.groups_per_token,
+            group_score=choice.group_score,
+            experts=chosen,
+        )
+
+
+class Experts(nn.Module):
+    """rows [m, H] in `groups` of this rank's experts, R@tp -> [m, H] P@tp. Each weight is one
+    matrix of every expert, [E, out, in], and each bias one vector of every.
+    """
+
+    def __init__(self, experts: tree.Experts, leaves: Leaves, split: Split):
+        super().__init__()
+        self.gated = _gated(experts.activation)
+        self.share = float(split.tp.axis.rank == 0)  # of tp, where the bias of `down` joins the sum
+        # each has rows of all tokens of its ep, and so of no one's tokens in particular
+        first = experts.number // split.ep.size * split.ep.rank
+        self.tp = replace(split.tp, tokens=(split.edp,), first_expert=first)
+        self.gate = Parameters(under(leaves, "gate"))
+        self.up = Parameters(under(leaves, "up"))
+        self.down = Parameters(under(leaves, "down"))
+
+    @ranges.marked("experts")
+    def forward(
+        self, rows: Float[Tensor, "m hidden"], groups: moe.Groups
+    ) -> Float[Tensor, "m hidden"]:
+        gate, up = (self._grouped(rows, one.linear(), groups) for one in (self.gate, self.up))
+        down = self.down.linear()
+        if down.bias is not None:  # every rank of tp adds it, all but one nothing
+            down = down._replace(bias=down.bias * self.share)
+        return self._grouped(self.gated(gate, up), down, groups)
+
+    def _grouped(self, rows: Tensor, linear: Linear, groups: moe.Groups) -> Tensor:
+        """Products with the weight of each row's expert, with its adapter, and its bias."""
+        product, adapter = self.tp.product(linear), linear.adapter
+        if product is None:
+            y = moe.grouped_linear(rows, linear.weight, groups)
+        else:
+            assert not isinstance(groups, Tensor), "kernels.choose has chosen a loop"
+            y = expert.rounded_linear(rows, linear.weight, groups, product)
+        if adapter is not None:
+            h = moe.grouped_linear(rows, adapter.down, groups)
+            y = y.add_(moe.grouped_linear(h * adapter.scale, adapter.up, groups))
+            gain = adapter.gain(linear.whole(rows.dtype), self.tp.axis)
+            if gain is not None:
+                y = y * moe.grouped_bias(torch.zeros_like(y), gain.to(y.dtype), groups)
+        return y if linear.bias is None else moe.grouped_bias(y, linear.bias, groups)
+
+
+def _gated(activation: Activation | tree.Clamped) -> Callable[[Tensor, Tensor], Tensor]:
+    """What an expert makes of its two products."""
+    match activation:
+        case tree.Clamped(alpha, limit):
+            return partial(clamped_swiglu, alpha=alpha, limit=limit)
+        case _:
+            act = ACTIVATIONS[activation]
+            return lambda gate, up: act(gate) * up
+
+
+class MoE(Component):
+    """x [batch * length / cp, H] I@tp (or S(0)@tp) -> the same."""
+
+    def __init__(self, experts: tree.Experts, leaves: Leaves, setting: Setting):
+        super().__init__()
+        split, training = setting.split, setting.training.router
+        self.tp = split.tp
+        self.cp = split.cp
+        self.ep = split.ep
+        self.number = experts.number
+        self.k = experts.per_token
+        stated, asked = experts.router.aux_loss_coef, training.aux_loss_coef
+        coef = stated if asked is None else asked
+        self.balance = coef if training.balance == "loss" else 0.0
+        self.z = training.z_loss_coef
+        self.kernel = split.kernels.grouped == "grouped_mm"
+        self.router = Router(experts, under(leaves, "router"))
+        self.experts = Experts(experts, under(leaves, "experts"), split)
+        shared = experts.shared
+        self.shared = None if shared is None else MLP(shared, under(leaves, "shared"), setting)
+        self.shared_gate = Parameters(under(leaves, "shared_gate")) if experts.shared_gate else None
+
+    @property
+    def static(self) -> bool:
+        return self.kernel and self.ep.size == 1
+
+    @property
+    def balance_bias(self) -> Float[Tensor, " experts"] | None:
+        return self.router.bias
+
+    def units(self) -> list[Unit]:
+        return [Unit(self.router, precise=True), Unit(self.experts, experts=True)]
+
+    def forward(
+        self, x: Float[Tensor, "here hidden"], given: Given
+    ) -> Float[Tensor, "here hidden"]:
+        x = self.tp.enter(x)
+        logits, routing = self.router(x, given.chosen)
+        if given.told is not None:
+            given.told(routing.experts)
+        weights = routing.weights
+        if given.balance is not None and torch.is_grad_enabled():
+            weights = self._account(logits, routing, given.batch, given.balance)
+        order = moe.sort(routing.experts, self.number)
+        rows, trip = expert.dispatch(moe.spread(x, order), order.counts, self.ep, self.kernel)
+        rows = expert.combine(self.experts(rows, trip.groups), trip, self.ep)
+        y = moe.combine(rows, weights, order)
+        return self.tp.leave(y if self.shared is None else y + self._shared(self.shared, x, given))
+
+    def _shared(
+        self, shared: MLP, x: Float[Tensor, "n hidden"], given: Given
+    ) -> Float[Tensor, "n hidden"]:
+        """Of x R@tp what every token passes, P@tp."""
+        y = shared.part(x, given)
+        if self.shared_gate is None:
+            return y
+        return y * F.linear(x, local(self.shared_gate.weight)).sigmoid()
+
+    def _account(
+        self, logits: Tensor, routing: moe.Routing, batch: int, balance: Balance
+    ) -> Tensor:
+        """The routing weights, through which the auxiliary losses of `batch` sequences enter the
+        gradient and the tally.
+
+        Every rank of tp computes the same losses, and the gradients of x and of the router are
+        summed over tp: each gives its part. Only counts need the whole sequence: under cp the
+        losses are sums over this rank's tokens.
+        """
+        length = len(logits) // batch * self.cp.axis.size
+        here = moe.sequence_counts(routing.experts, batch, self.number)
+        uneven = moe.balance_loss(
+            routing.probabilities, collectives.reduce_scalar(here, self.cp.axis), length, self.k
+        )
+        z = moe.z_loss(logits, length)
+        loss = (self.balance * uneven + self.z * z) / self.tp.axis.size
+        found = torch.cat([here.sum(0).double(), torch.stack((uneven, z)).detach().double()])
+        return _Account.apply(routing.weights, loss, balance.scale, found, balance.tally)
+
+
+class _Account(Function):
+    """The identity on `weights`. Backward sends `scale` into `loss` and `found` into the tally:
+    once per microbatch, however often forward was run.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context[torch.dtype],
+        weights: Tensor,
+        loss: Tensor,
+        scale: Tensor,
+        found: Tensor,
+        tally: Tensor,
+    ) -> Tensor:
+        ctx.kept = loss.dtype
+        ctx.save_for_backward(scale, found)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Context[torch.dtype], g: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor]:
+        scale, found = ctx.saved_tensors
+        return g, scale.to(ctx.kept), None, None, found

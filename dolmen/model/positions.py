@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dolmen.core import host
+from dolmen.core.device import number
 from dolmen.model import tree
-from dolmen.model.given import Where
+from dolmen.model.component import Where
 from dolmen.model.tree.positions import Relative, Scaling
 from dolmen.ops import rope
 from dolmen.ops.attention import alibi
@@ -66,7 +66,7 @@ def frequencies(
         inv = rope.inverse_frequencies(r.size // r.streams, r.theta, device, dtype)
     if r.by_length:
         if lengths is None:
-            lengths = host.number(1, torch.int64, inv.device)[None, None]
+            lengths = number(1, torch.int64, inv.device)[None, None]
         return BY_LENGTH[type(r.scaling)](inv, r, lengths)
     return SCALED[type(r.scaling)](inv, r)
 

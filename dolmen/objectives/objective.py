@@ -7,14 +7,20 @@ descend.
 
 The count is known from the batch before anything is computed, so it divides the loss before
 backward, and gradients are summed and never averaged.
+
+The loss of pretraining and of fine-tuning: the cross-entropy of the next token, by weights of
+tokens where a batch has any.
 """
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.data.batch import Batch
+from dolmen.model import tree
+from dolmen.model.head import Logits
 from dolmen.model.tree import Tree
 
 
@@ -61,3 +67,17 @@ def check_end(asked: str, kind: type, tree: Tree) -> None:
         raise ValueError(
             f"{asked} is for a model that ends in {kind.__name__}, and this one ends in {tree.head}"
         )
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Mean over real tokens of -log p(label), weighted."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+    head: ClassVar[type] = tree.Head
+
+    def count(self, batch: Batch) -> float:
+        return batch.weight
+
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
+        return Judged(head.cross_entropy(hidden, batch.labels, batch.weights))

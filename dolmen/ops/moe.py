@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
-from dolmen.core import host
+from dolmen.core import device
 from dolmen.core.function import Context, Function
 
 
@@ -289,7 +289,7 @@ def grouped_bias(
     if isinstance(groups, Tensor):
         ends = groups
     else:
-        ends = host.send(torch.tensor(list(accumulate(groups)), dtype=torch.int32), y.device)
+        ends = device.send(torch.tensor(list(accumulate(groups)), dtype=torch.int32), y.device)
     rows = torch.arange(len(y), device=y.device, dtype=torch.int32)
     return _Bias.apply(y, bias, torch.searchsorted(ends, rows, right=True))
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from dolmen.core import host
+from dolmen.core.device import send
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class PositionIds:
 
     def on(self, device: torch.device) -> "PositionIds":
         """The same on `device`; the host does not wait for it."""
-        return self.each(lambda ids: host.send(ids, device))
+        return self.each(lambda ids: send(ids, device))
 
 
 def of_prefix(

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from dolmen.core import host
+from dolmen.core.device import send
 
 
 def inverse_frequencies(
@@ -92,7 +92,7 @@ def longrope(
     """Each divided by a factor of its own, one of `long` for tokens of texts `beyond` the original
     length (2402.13753).
     """
-    factors = host.send(torch.tensor([short, long], dtype=inv.dtype), inv.device)
+    factors = send(torch.tensor([short, long], dtype=inv.dtype), inv.device)
     return inv / torch.where(beyond[..., None], factors[1], factors[0])
 
 

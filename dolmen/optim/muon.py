@@ -1,4 +1,17 @@
-"""Muon (Jordan et al., 2024): the momentum of a hidden matrix, orthogonalised. With the decay and
+"""Muon (Jordan et al., 2024), and the Newton-Schulz iteration that orthogonalises its updates.
+
+A matrix with all its singular values brought near 1, by Newton-Schulz (Jordan et al., 2024,
+kellerjordan.github.io/posts/muon).
+
+    X0 = G / |G|         |G| Frobenius: no singular value is over 1
+    A  = X X^T           [m, m], m the shorter side
+    X  = a X + (b A + c A A) X
+
+takes every singular value s to a s + b s^3 + c s^5. The coefficients are not those that converge:
+their slope at 0 is as steep as can be, and after five steps what began between 0.01 and 1 lies
+between 0.7 and 1.2.
+
+Muon (Jordan et al., 2024): the momentum of a hidden matrix, orthogonalised. With the decay and
 the scale of Moonlight (Liu et al., 2502.16982):
 
     M = momentum * M + G
@@ -18,14 +31,40 @@ import math
 from collections.abc import Iterable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from dolmen.core import state
 from dolmen.core.mesh import Mesh
 from dolmen.core.torch_private.compute import foreach_add, foreach_add_, foreach_mul_
-from dolmen.ops import newton_schulz
 from dolmen.optim.config import OptimizerConfig
 from dolmen.parallel.assembly import Assembly
+
+A, B, C = 3.4445, -4.7750, 2.0315
+STEPS = 5
+EPS = 1e-7  # of the norm: a matrix of zeros stays one
+
+
+def orthogonalize(
+    g: Float[Tensor, "rows columns"], dtype: torch.dtype
+) -> Float[Tensor, "rows columns"]:
+    """In `dtype`; the norm is added in fp64, for on a CPU torch adds squares one by one."""
+    norm = torch.linalg.vector_norm(g, dtype=torch.float64) + EPS
+    x = (g / norm.to(g.dtype)).to(dtype)
+    tall = g.shape[0] > g.shape[1]
+    if tall:
+        x = x.t()
+    for _ in range(STEPS):
+        a = x @ x.t()
+        x = A * x + (B * a + C * (a @ a)) @ x
+    return x.t() if tall else x
+
+
+def flops(rows: int, columns: int) -> int:
+    """Floating-point operations of the products of `orthogonalize`."""
+    short, long = sorted((rows, columns))
+    return STEPS * (4 * short * short * long + 2 * short**3)
+
 
 KINDS = ("momentum",)  # of state
 RATIO = 0.2  # root mean square of an update's elements, over lr
@@ -47,7 +86,7 @@ class Muon(torch.optim.Optimizer):
         }
         super().__init__([group], {})
         self.half = own.dtype == "bfloat16"
-        self.assembly = Assembly(group["params"], mesh, newton_schulz.flops)
+        self.assembly = Assembly(group["params"], mesh, flops)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -71,7 +110,7 @@ class Muon(torch.optim.Optimizer):
         """What a matrix moves by, over -lr."""
         dtype = torch.bfloat16 if self.half else whole.dtype
         scale = RATIO * math.sqrt(max(whole.shape))
-        return scale * newton_schulz.orthogonalize(whole, dtype).to(whole.dtype)
+        return scale * orthogonalize(whole, dtype).to(whole.dtype)
 
 
 def matrices(tensors: Iterable[Tensor]) -> list[Tensor]:

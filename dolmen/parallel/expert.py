@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from dolmen.core import collectives, host
+from dolmen.core import collectives, device
 from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.ops import moe
@@ -54,13 +54,13 @@ def dispatch(
     otherwise the second time, rows would reach wrong experts, and nobody would see it.
     """
     if axis.size == 1:
-        groups = _ends(counts) if kernel else host.read_back(counts, len(rows))
+        groups = _ends(counts) if kernel else device.read_back(counts, len(rows))
         return rows, Trip(groups, [], [], None)
     here = len(counts) // axis.size
     # A rank must know how many rows will come before it can receive them, so counts go ahead:
     # [rank, expert], flat, to each rank those of its experts.
     came = collectives.exchange(counts, [here] * axis.size, [here] * axis.size, axis)
-    sent, got = host.read_back(torch.stack((counts, came)).view(2, axis.size, here), len(rows))
+    sent, got = device.read_back(torch.stack((counts, came)).view(2, axis.size, here), len(rows))
     receive = [sum(n) for n in got]
     # Rows come by rank, and of each rank by expert. A stable sort by expert puts those of an expert
     # together, ranks in their order: the same every time, and with one rank as with many.

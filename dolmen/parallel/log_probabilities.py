@@ -1,9 +1,10 @@
 """Log-probability of each token's label over the vocabulary-parallel weight, and on request the
 entropy of the distribution: what scores text, and what preference and policy losses are built on.
 
-The upstream gradient is not known in forward, as it is for a sum of losses (parallel/loss.py). So
-forward keeps one number per token, the log of the sum of exponentials (two with the entropy), and
-backward recomputes the logits one chunk of tokens at a time. [tokens, vocabulary] is never held.
+The upstream gradient is not known in forward, as it is for a sum of losses
+(parallel/vocabulary.py). So forward keeps one number per token, the log of the sum of exponentials
+(two with the entropy), and backward recomputes the logits one chunk of tokens at a time.
+[tokens, vocabulary] is never held.
 
     forward            X [tokens, hidden] = enter(x), logits [tokens, rows] = X W^T + b
                        with a soft cap, logits = cap tanh(logits / cap), slope = 1 - tanh^2
@@ -26,8 +27,8 @@ from dolmen.core import collectives, ranges
 from dolmen.core.function import Context, Function
 from dolmen.ops import loss
 from dolmen.ops.kernels import Kernels
-from dolmen.parallel.loss import Call, combined, logits_and_slope
 from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.vocabulary import Call, combined, logits_and_slope
 
 
 class _LogProbabilities(Function):

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from dolmen.core.words import counted, shown
+from dolmen.core.messages import counted, shown
 from dolmen.parallel.actions import Action, Schedule, from_file
 from dolmen.parallel.patterns import SCHEDULES
 

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core import host
+from dolmen.core.device import send
 
 
 class Pair(NamedTuple):
@@ -69,7 +69,7 @@ def segments(
             own.setdefault(name, []).extend(range(first, first + count))
         first += count
     return [
-        Segment(name, None if len(index) == first else host.send(torch.tensor(index), device))
+        Segment(name, None if len(index) == first else send(torch.tensor(index), device))
         for name, index in own.items()
     ]
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from dolmen.core import collectives, state
 from dolmen.core.mesh import Axis, Mesh
-from dolmen.core.words import choices
+from dolmen.core.messages import choices
 from dolmen.parallel import data, vocabulary
 from dolmen.parallel.tensor import TensorParallel
 

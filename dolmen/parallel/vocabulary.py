@@ -1,18 +1,41 @@
-"""The vocabulary split over tp by rows (1909.08053, section 3): the embedding, and logits read.
+"""The embedding, the LM head and its cross-entropy, with the vocabulary split over tp.
+
+The vocabulary split over tp by rows (1909.08053, section 3): the embedding, and logits read.
 
     vocabulary 10, tp 4:    rows 0-2 | 3-5 | 6-8 | 9      as torch.chunk cuts, nothing is padded
 
-The head is one function with its loss: parallel/loss.py.
+The head and its cross-entropy as one function over the vocabulary-parallel weight (1909.08053,
+section 3).
+
+Logits exist for one chunk of tokens at a time, and their gradient is formed in the same visit, so
+that [tokens, vocabulary] is never held and never sent: per token, the maximum, the sum of
+exponentials and the label's logit cross the tp axis, three fp32 numbers. The gradient of the sum of
+losses is ready after forward; backward scales and sends it. Of a frozen head, or input, there is
+none.
+
+    forward            X [tokens, hidden] = enter(x), logits [tokens, rows] = X W^T + b
+                       with a soft cap, logits = cap tanh(logits / cap), slope = 1 - tanh^2
+                       loss = sum over tokens of (log(sum of e^logits) - logits[label]) weight
+    of the logits      dlogits [tokens, rows] = (softmax - onehot) weight, times slope
+    input gradient     dX [tokens, hidden] = dlogits W, then the backward of `enter`
+    weight gradient    dW [rows, hidden] = dlogits^T X, db [rows] = sum of dlogits over tokens
 """
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core import transfers
+from dolmen.core import collectives, ranges, transfers
+from dolmen.core.function import Context, Function
 from dolmen.core.mesh import Axis
-from dolmen.parallel.tensor import TensorParallel
+from dolmen.ops import loss
+from dolmen.ops.accumulate import accumulate, compiled
+from dolmen.ops.kernels import Kernels
+from dolmen.parallel.tensor import TensorParallel, weight_products
 
 
 def _rows(vocab_size: int, axis: Axis) -> int:
@@ -58,3 +81,200 @@ def gather_vocabulary(
     padded = F.pad(logits.detach(), (0, missing)).movedim(-1, 0)
     whole = transfers.wait(transfers.start_all_gather(padded, axis), axis)
     return whole.movedim(0, -1)[..., :vocab_size]
+
+
+class Call(NamedTuple):
+    """How logits over the vocabulary-parallel weight are made: a chunk of tokens at a time, so that
+    [tokens, vocabulary] is never held.
+    """
+
+    vocab_size: int
+    tp: TensorParallel
+    at_once: int
+    """Elements of a chunk's logits."""
+    soft_cap: float | None
+
+    @property
+    def first(self) -> int:
+        """Of the vocabulary, the first row of this rank."""
+        return vocabulary_range(self.vocab_size, self.tp.axis)[0]
+
+    def chunks(self, tokens: int, rows: int) -> list[slice]:
+        """Of tokens, as many as have `at_once` logits; the slope of a soft cap is as large."""
+        tensors = 1 if self.soft_cap is None else 2
+        size = max(1, self.at_once // (tensors * rows))
+        return [slice(at, at + size) for at in range(0, tokens, size)]
+
+
+def logits_and_slope(
+    x: Float[Tensor, "n hidden"],
+    weight: Float[Tensor, "rows hidden"],
+    wide: torch.dtype,
+    soft_cap: float | None,
+    bias: Float[Tensor, " rows"] | None = None,
+) -> tuple[Float[Tensor, "n rows"], Float[Tensor, "n rows"] | None]:
+    """This rank's logits in the `wide` dtype; where there is a cap, capped, and its slope there."""
+    logits = F.linear(x, weight, bias).to(wide)
+    return (logits, None) if soft_cap is None else loss.capped_with_slope(logits, soft_cap)
+
+
+class _LinearCrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Context[TensorParallel],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        weights: Tensor | None,
+        call: Call,
+        differentiate: bool,
+        compile: bool,
+    ) -> Tensor:
+        entered = call.tp.entered(x)
+        total = torch.zeros(
+            (), dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device=x.device
+        )
+        wants_dx, wants_dw, wants_db = (differentiate and w for w in ctx.needs_input_grad[:3])
+        dx = torch.empty_like(entered) if wants_dx else None
+        dw = zeros(weight, total.dtype, call.tp) if wants_dw else None
+        db = torch.zeros_like(weight[:, 0], dtype=total.dtype) if wants_db else None
+        # A chunk of tokens at a time: its logits are formed, judged, turned into their gradient and
+        # multiplied into dX and dW, then forgotten. Of 8,192 tokens and 128,256 rows all logits
+        # would be 3.9 GiB in fp32, and their gradient as much. dW is a sum over chunks, in fp32.
+        visit, add, round_ = (
+            (_compiled_chunk(), compiled(), _compiled_rounded())
+            if compile
+            else (_chunk, accumulate, _rounded)
+        )
+        for rows in call.chunks(len(entered), len(weight)):
+            losses, dlogits = visit(
+                entered[rows],
+                weight,
+                labels[rows],
+                call.first,
+                call.tp.axis,
+                wants_dx or wants_dw or wants_db,
+                total.dtype,
+                call.soft_cap,
+                None if weights is None else weights[rows].to(total.dtype),
+                bias,
+            )
+            total += losses.sum()
+            if dlogits is None:
+                continue
+            if dx is not None:
+                dx[rows] = dlogits @ weight
+            if dw is not None:
+                add((dw,), weight_products([dlogits], entered[rows], call.tp.turned))
+            if db is not None:
+                db += dlogits.sum(0)
+        ctx.kept = call.tp
+        own = (None if d is None else round_(d, weight.dtype) for d in (dw, db))
+        ctx.save_for_backward(dx, *own)
+        return total
+
+    @staticmethod
+    def backward(ctx: Context[TensorParallel], g: Tensor) -> tuple[Tensor | None, ...]:
+        dx, *own = ctx.saved_tensors
+        if dx is not None:
+            dx = dx * g.to(dx.dtype)
+            dx = ctx.kept.start_back(dx)
+        own = [None if d is None else d * g.to(d.dtype) for d in own]
+        if dx is not None:
+            dx = ctx.kept.finish_back(dx)
+        return dx, *own, *[None] * 5
+
+
+def zeros(
+    weight: Float[Tensor, "rows hidden"], dtype: torch.dtype, tp: TensorParallel
+) -> Float[Tensor, "rows hidden"]:
+    """What weight gradients are added to, laid as `weight_products` lays them."""
+    if not tp.turned or len(weight) <= weight.shape[1]:
+        return torch.zeros_like(weight, dtype=dtype)
+    return torch.zeros_like(weight.t(), dtype=dtype, memory_format=torch.contiguous_format).t()
+
+
+def _chunk(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    first: int,
+    axis: Axis,
+    want_grad: bool,
+    wide: torch.dtype,
+    soft_cap: float | None,
+    weights: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Losses [n] of n tokens, times `weights`, and the gradient of their sum by this rank's logits
+    [n, rows], in x's dtype.
+    """
+    logits, slope = logits_and_slope(x, weight, wide, soft_cap, bias)
+    _, e, sums, target = combined(logits, labels, first, axis)
+    losses = torch.where(labels == loss.IGNORED, 0.0, sums.log() - target)
+    if weights is not None:
+        losses = losses * weights
+    if not want_grad:
+        return losses, None
+    return losses, loss.gradient(e, sums, labels, first, x.dtype, slope, weights)
+
+
+def combined(
+    logits: Float[Tensor, "n rows"], labels: Int64[Tensor, " n"], first: int, axis: Axis
+) -> tuple[Float[Tensor, " n"], Float[Tensor, "n rows"], Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """Of this rank's logits, whose first row is `first`: the maximum m over the whole vocabulary,
+    e^(logits - m) in their memory, the sum of these over the whole vocabulary, and the label's
+    logit - m.
+    """
+    # Two all-reduces, not three: the exponentials need the maximum of all ranks, and then their sum
+    # and the label's logit, which one rank has and the others give as 0, go together.
+    maximum = collectives.reduce_scalar(logits.amax(-1), axis, "max")
+    e, own_sum, own_target = loss.exponentials(logits, maximum, labels, first)
+    sums, target = collectives.reduce_scalar(torch.stack((own_sum, own_target)), axis)
+    return maximum, e, sums, target
+
+
+def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Its rows one after the other, as those of the weight: what comes next copies it."""
+    return gradient.to(dtype).contiguous()
+
+
+@cache
+def _compiled_chunk():
+    """Compiled when first asked for: inductor takes a second to import."""
+    return torch.compile(_chunk, dynamic=False)
+
+
+@cache
+def _compiled_rounded():
+    """Compiled when first asked for."""
+    return torch.compile(_rounded, dynamic=False)
+
+
+@ranges.marked("loss")
+def linear_cross_entropy(
+    x: Float[Tensor, "here hidden"],
+    weight: Float[Tensor, "rows hidden"],
+    labels: Int64[Tensor, " tokens"],
+    vocab_size: int,
+    tp: TensorParallel,
+    compile: bool = False,
+    at_once: int = Kernels().logits_at_once,
+    soft_cap: float | None = None,
+    weights: Float[Tensor, " tokens"] | None = None,
+    bias: Float[Tensor, " rows"] | None = None,
+) -> Float[Tensor, ""]:
+    """Sum over real tokens of -log softmax(x W^T + b)[label], times each one's weight if there are
+    `weights`: a scalar, fp32 (fp64 for fp64 input), I@tp. `soft_cap`, where there is one, is that
+    of the logits.
+
+    x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; weight and bias S(0)@tp,
+    the rows of this rank; labels and weights of all tokens, IGNORED where there is no loss. Divide
+    by the global sum of weights, 1 for each real token, before backward. `compile` fuses the passes
+    over one chunk's logits, `at_once` are its elements.
+    """
+    call = Call(vocab_size, tp, at_once, soft_cap)
+    return _LinearCrossEntropy.apply(
+        x, weight, bias, labels, weights, call, torch.is_grad_enabled(), compile
+    )

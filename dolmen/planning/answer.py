@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from dolmen.core.log import gib, size
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.planning.inference import Inference
 from dolmen.planning.plan import Candidate, Change, Compared, DryRun, Fleet, Plan
 

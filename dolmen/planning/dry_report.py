@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from dolmen.core import log
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.model import count
 from dolmen.ops.kernels import Hardware
 from dolmen.planning.ledger import WORDS, Ledger, Live, Row

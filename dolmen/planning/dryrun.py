@@ -19,13 +19,13 @@ from rich.progress import MofNCompleteColumn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dolmen.core import host
+from dolmen.core.device import answered
+from dolmen.core.log import bar
 from dolmen.core.mesh import Axis, Mesh
+from dolmen.core.messages import counted
 from dolmen.core.state import local_view
 from dolmen.core.torch_private import sharding, watching
-from dolmen.core.words import counted
 from dolmen.data.batch import FOLLOWS, Batch
-from dolmen.data.progress import bar
 from dolmen.model.build import allocate, place
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
@@ -167,7 +167,7 @@ def _counted(
         observe()
 
     batch = batch_of(run, schedule)
-    with watching.Fake(allow_non_fake_inputs=True), host.answered(answer), counting.seeing():
+    with watching.Fake(allow_non_fake_inputs=True), answered(answer), counting.seeing():
         state = allocated(run, model, schedule, mesh, counting)
         rest = counting.memory.live
         # what training leaves to no collector is no matter of chance here

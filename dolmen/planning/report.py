@@ -9,7 +9,7 @@ from string import Template
 from typing import NamedTuple
 
 from dolmen import __version__
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.files import gate, write
 from dolmen.pages.style import house_style
 from dolmen.planning.figures import front, memory, network, ranking, timeline

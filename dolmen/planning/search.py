@@ -6,7 +6,7 @@ import heapq
 from dataclasses import dataclass, replace
 
 from dolmen.core.log import gib
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.model import count
 from dolmen.planning.changes import changes
 from dolmen.planning.config import PlanConfig

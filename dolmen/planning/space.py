@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.model.layout import Layout
 from dolmen.model.tree import Tree, check_cuts
 

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from dolmen.core.config import from_dict, option_types, to_dict
-from dolmen.core.words import cut, shown
+from dolmen.core.messages import cut, shown
 from dolmen.families import Family
 from dolmen.families import start as models
 from dolmen.families.unknown import TRAINING

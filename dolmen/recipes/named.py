@@ -8,8 +8,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from dolmen.core.messages import cut
 from dolmen.core.paths import is_absent
-from dolmen.core.words import cut
 from dolmen.families import Model
 from dolmen.files import gate, kinds
 from dolmen.recipes import BEGUN, HERE, RECIPES

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dolmen.checkpoint import staging
-from dolmen.checkpoint.staging import Pinned
+from dolmen.checkpoint import writer
+from dolmen.checkpoint.writer import Pinned
 from dolmen.core import state
 from dolmen.optim.optimizer import Optimizer
 
@@ -51,7 +51,7 @@ class Memory:
         flat = _storages(self.tensors())
         if self.kept:
             named = {str(number): one for number, one in enumerate(flat)}
-            self.copies = staging.copies(named, self.pinned)  # which have arrived
+            self.copies = writer.copies(named, self.pinned)  # which have arrived
         self.gone = [(one, one.nbytes) for one in flat]
         for one in flat:
             one.untyped_storage().resize_(0)
@@ -122,7 +122,7 @@ def parts_of(
     """What may wait: models that learn with their optimizers, the one that draws, whose weights are
     written in each phase, and those that are `asked` alone.
     """
-    pinned = staging.pinned_for(device)
+    pinned = writer.pinned_for(device)
     parts = [Part(drawing, Memory(drawing.parameters, pinned, kept=False))]
     for model, optimizer in trained:
         parts.append(Part(model, Memory(model.parameters, pinned)))

@@ -11,21 +11,21 @@ from typing import Any
 
 import numpy as np
 
+from dolmen.core.messages import counted
 from dolmen.core.rng import seed_of
-from dolmen.core.words import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
 from dolmen.data.batches import Loader
 from dolmen.data.chat_loader import refuse_model
 from dolmen.data.chats import ASSISTANT, Chat
 from dolmen.data.config import DataConfig
-from dolmen.data.documents import first_lines
 from dolmen.data.inputs import check_inputs
 from dolmen.data.mixture import Part
-from dolmen.data.packed import shuffled
+from dolmen.data.packing import shuffled
 from dolmen.data.sources import Source
 from dolmen.data.stream import TokenStream
 from dolmen.data.template import Template, template_of
+from dolmen.data.tokenise import first_lines
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import Model, special_tokens
 from dolmen.files import gate

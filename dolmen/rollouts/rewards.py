@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dolmen.core.words import cut
+from dolmen.core.messages import cut
 from dolmen.rollouts.apart import Apart, check_name
 from dolmen.rollouts.judge import LARGEST
 

@@ -21,10 +21,9 @@ from dolmen.conversion import adapters
 from dolmen.conversion.peft import LowRank
 from dolmen.conversion.source import Source
 from dolmen.core import agree, collectives
-from dolmen.core.errors import message
 from dolmen.core.mesh import SINGLE, Axis, Mesh
+from dolmen.core.messages import cut, message, shown
 from dolmen.core.state import dtype_of, local_view
-from dolmen.core.words import cut, shown
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import LatentAttention, Leaf, Tree
 from dolmen.parallel import data, tensor

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dolmen.core.errors import Failed
-from dolmen.core.words import counted, shown
+from dolmen.core.messages import Failed, counted, shown
 from dolmen.files import gate
 from dolmen.files.gate import Kind, Refused
 from dolmen.files.kinds import JOURNAL_HEAD, JOURNAL_LINE, JOURNAL_ROW
-from dolmen.files.lines import LONGEST, Lines
+from dolmen.files.rows import LONGEST, Lines
 from dolmen.files.schema import Object
 from dolmen.serving.rows import ANSWER as ADDED
 from dolmen.serving.rows import Row, line_of

@@ -24,10 +24,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core import host
+from dolmen.core.device import send
 from dolmen.core.log import size
-from dolmen.core.words import counted
-from dolmen.model.cached import OfPages, OfTexts
+from dolmen.core.messages import counted
+from dolmen.model.component import OfPages, OfTexts
 from dolmen.model.tree import Span, Tree
 from dolmen.ops.attention import Documents
 from dolmen.ops.attention.decode import Alone, Pages
@@ -219,7 +219,7 @@ class Cache:
             _check_prefix(text, past[text], n, prefix[text])
         moved = table.read(new)
         if moved is not None:
-            before = host.send(torch.tensor(moved, dtype=torch.int64), device)
+            before = send(torch.tensor(moved, dtype=torch.int64), device)
             for pool in self.pools:
                 pool.move(before)
         self._measure()
@@ -245,14 +245,14 @@ class Cache:
         last = torch.tensor([new[text] for text in texts]).cumsum(0) - 1
         return Reading(
             texts=texts,
-            last=host.send(last, device),
-            positions=host.send(ids, device)[:, None],
+            last=send(last, device),
+            positions=send(ids, device)[:, None],
             lengths=self._lengths(texts, new, lengths or table.lengths, filled, device),
             longest=max(table.lengths[text] for text in texts),
             count=end,
             at=(
-                host.send(torch.tensor(at), device),
-                host.send(where[:end] % table.size, device),
+                send(torch.tensor(at), device),
+                send(where[:end] % table.size, device),
             ),
             singles=len(singles),
             pages=self._pages(singles, device) if singles else None,
@@ -274,7 +274,7 @@ class Cache:
         if not self.by_length:
             return None
         of_token = [lengths[text] for text in texts for _ in range(new[text])] + [1] * filled
-        return host.send(torch.tensor([of_token]), device)
+        return send(torch.tensor([of_token]), device)
 
     def _groups(
         self,
@@ -296,7 +296,7 @@ class Cache:
             tokens = slice(first, first + n * len(own))
             seen = _prefixes(start, n, [prefix[text] for text in own])
             here = None if seen is None else seen.on(device)
-            yield own, Group(tokens, start, n, host.send(pages, device), here)
+            yield own, Group(tokens, start, n, send(pages, device), here)
             first = tokens.stop
 
     def fork(self, text: int, other: int) -> None:
@@ -331,8 +331,8 @@ class Cache:
         if shared:
             numbers[1, list(shared)] = -1  # these have entries of their own
             self._of_several(texts, shared, numbers[:, table.total :].view(2, -1, each))
-        owners, back = host.send(numbers, device)
-        index = host.send(torch.tensor(list(shared)), device) if shared else None
+        owners, back = send(numbers, device)
+        index = send(torch.tensor(list(shared)), device) if shared else None
         return Pages(owners, back[:, None] - torch.arange(table.size, device=device), index)
 
     def _alone(self, text: int, device: torch.device) -> Alone:
@@ -340,7 +340,7 @@ class Cache:
         first, end = own[0], own[0] + len(own)
         if own == list(range(first, end)):
             return Alone(slice(first, end), length)
-        return Alone(host.send(torch.tensor(own), device), length)
+        return Alone(send(torch.tensor(own), device), length)
 
     def _of_several(
         self, texts: list[int], shared: Mapping[int, list[int]], numbers: Int64[Tensor, "2 _ _"]

@@ -17,7 +17,7 @@ from typing import Any
 
 from dolmen.conversion.source import Source
 from dolmen.core.mesh import Mesh
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.data import chats
 from dolmen.data.template import own_template
 from dolmen.data.tokenizer import PreTrainedTokenizer

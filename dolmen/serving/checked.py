@@ -4,7 +4,7 @@ token is read.
 
 from collections.abc import Sequence
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.model.tree import Experts, LatentAttention, Span, Tree
 from dolmen.model.tree.blanks import of_prefix
 from dolmen.serving.request import Limits, Request

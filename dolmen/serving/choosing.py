@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.core import collectives, host
+from dolmen.core import collectives
+from dolmen.core.device import read_back, send
 from dolmen.core.mesh import Axis
 from dolmen.serving import sample
 from dolmen.serving.forward import Part, Scores
@@ -126,7 +127,7 @@ def told(
     else:
         count = sum(rows * columns for rows, columns in shapes)
         flat = torch.zeros(count, dtype=torch.float64, device=device)
-    values = iter(host.read_back(collectives.reduce_scalar(flat, pp)))
+    values = iter(read_back(collectives.reduce_scalar(flat, pp)))
     for rows, columns in shapes:
         yield [[next(values) for _ in range(columns)] for _ in range(rows)]
 
@@ -148,7 +149,7 @@ def choose(
         own = [draws[i] for i in places]
         raw = _of(following, [index for index, _, _ in own])
         rows = [(row, number) for _, row, number in own]
-        at = host.send(torch.tensor(places), out.device)
+        at = send(torch.tensor(places), out.device)
         out[at] = _chosen(rows, raw, options, kind, never, tp, top)
     return out
 
@@ -157,7 +158,7 @@ def _of(scores: Tensor, indices: list[int]) -> Tensor:
     """These rows; the scores themselves where it is all of them in order."""
     if indices == list(range(len(scores))):
         return scores
-    return scores[host.send(torch.tensor(indices), scores.device)]
+    return scores[send(torch.tensor(indices), scores.device)]
 
 
 def _chosen(
@@ -180,7 +181,7 @@ def _chosen(
         sample.uniform(row.request.seed, row.request.id, number, len(row.new))
         for row, number in draws
     ]
-    drawn = host.send(torch.tensor(uniforms, dtype=torch.float64), raw.device)
+    drawn = send(torch.tensor(uniforms, dtype=torch.float64), raw.device)
     tokens, close, final = sample.choose(scores, drawn, options)
     # all ranks have the same scores, but sums on a GPU may differ in the last bit from run to run:
     # agree on one

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from dolmen.core.words import shown
+from dolmen.core.messages import shown
 from dolmen.serving.options import Options
 from dolmen.serving.request import Limits
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core import collectives, host, transfers
+from dolmen.core import collectives, transfers
+from dolmen.core.device import send
 from dolmen.core.mesh import Mesh
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import End, Logits
@@ -84,7 +85,7 @@ class Forward:
         )
         tokens = [token for text in reading.texts for token in parts[text].tokens]
         tokens += [0] * (reading.positions.shape[2] - len(tokens))
-        sent = host.send(torch.tensor([tokens]), device)
+        sent = send(torch.tensor([tokens]), device)
         if self.adapters.names:
             own = [parts[text] for text in reading.texts]
             names, counts = [part.adapter for part in own], [len(part.tokens) for part in own]
@@ -119,7 +120,7 @@ def _end(model: Decoder, reading: Reading, parts: Mapping[int, Part]) -> End:
         begin[text] = first
         first += len(parts[text].tokens)
     asked = [k for k, text in enumerate(reading.texts) if parts[text].last]
-    rows = reading.last[host.send(torch.tensor(asked, dtype=torch.int64), device)]
+    rows = reading.last[send(torch.tensor(asked, dtype=torch.int64), device)]
 
     def end(hidden: Tensor, head: Logits) -> tuple[Tensor, dict[int, Tensor]]:
         whole, head = _together(hidden, head)
@@ -128,7 +129,7 @@ def _end(model: Decoder, reading: Reading, parts: Mapping[int, Part]) -> End:
             if part.labels:
                 start = begin[text] + part.first
                 own = whole[start : start + len(part.labels)]
-                labels = host.send(torch.tensor(part.labels), device)
+                labels = send(torch.tensor(part.labels), device)
                 labelled[text] = _labelled(model, own, head, labels, part.top)
         return _scores(model, whole[rows], head), labelled
 

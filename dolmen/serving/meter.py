@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from dolmen.core.log import duration
-from dolmen.core.words import counted
-from dolmen.data.progress import say
+from dolmen.core.log import duration, say
+from dolmen.core.messages import counted
 
 EVERY = 30.0  # seconds between two plain lines
 RECENT = 60.0  # seconds that a rate is of, at most: the first rows say little of the last

@@ -17,10 +17,10 @@ from typing import Any
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
 from dolmen.core import agree
 from dolmen.core.config import to_dict
+from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
+from dolmen.core.messages import counted
 from dolmen.core.paths import expand
-from dolmen.core.words import counted
-from dolmen.data.progress import say
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.optim.precision import DTYPES
 from dolmen.serving import adapters, engine, meter, rows

@@ -12,8 +12,8 @@ from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import open_source
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
-from dolmen.core.errors import BadInput, message
 from dolmen.core.launched import Launch
+from dolmen.core.messages import BadInput, message
 from dolmen.families import Model, unknown
 from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout

@@ -5,7 +5,7 @@ command line, Python and the end of a run.
 from collections.abc import Callable, Collection, Sequence
 
 from dolmen.conversion.source import Source
-from dolmen.core.words import shown
+from dolmen.core.messages import shown
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import Model, special_tokens
 from dolmen.files import tokenizer_files

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from dolmen.conversion.source import Source
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.data.chats import Chat
 from dolmen.data.template import Template, own_template
 from dolmen.data.tokenizer import PreTrainedTokenizer

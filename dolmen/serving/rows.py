@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.data.chats import ASSISTANT
-from dolmen.data.readers import form
-from dolmen.data.unpack import unpacked
+from dolmen.data.readers import form, unpacked
 from dolmen.files import gate
 from dolmen.files.kinds import PROMPT_ROWS, TEXT_ROW
 

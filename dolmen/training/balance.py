@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from dolmen.core import host, state
+from dolmen.core import device, state
+from dolmen.model.component import Balance
 from dolmen.model.decoder import Decoder
-from dolmen.model.given import Balance
 from dolmen.model.tree import Tree
 
 NAMES = ("router/max_load", "router/aux_loss", "router/z_loss")
@@ -83,7 +83,7 @@ def loads(tree: Tree, tallies: Float[Tensor, "layers experts_and_2"]) -> dict[st
         return {}
     counted = torch.stack([tallies[i] for i in layers])[:, : tree.experts]
     share = counted / counted.mean(1, keepdim=True).clamp(min=1e-9)
-    rows = host.read_back(share)
+    rows = device.read_back(share)
     return {str(i): [round(x, 3) for x in row] for i, row in zip(layers, rows, strict=True)}
 
 

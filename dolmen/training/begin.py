@@ -9,10 +9,9 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
 from dolmen.objectives.compared import DPO, KTO, ReferenceFree
 from dolmen.objectives.config import SIMPO_MARGIN
-from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.drawn import Group, Undecided
 from dolmen.objectives.filling import Filling
-from dolmen.objectives.objective import Objective
+from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.objectives.ppo import Clipped, ClippedUndecided
 from dolmen.objectives.reward import Preferred
 from dolmen.optim import optimizer as optim

@@ -3,7 +3,7 @@ any process starts and before anything is written.
 """
 
 from dolmen.conversion.source import open_source, tokenizer_folder
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.model.layout import Layout
 from dolmen.rollouts import apart, rewards, scorer
 from dolmen.rollouts.config import COMPARING, RolloutConfig

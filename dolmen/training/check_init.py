@@ -7,12 +7,12 @@ from dataclasses import replace
 from dolmen.conversion.beside import padded
 from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.families import compared, scored, unscored
 from dolmen.families.family import knob
 from dolmen.model.tree import Scalar
 from dolmen.training.config import RunConfig
-from dolmen.vocabulary import extended
+from dolmen.vocabulary import extend
 
 
 def check_init(run: RunConfig, init: str) -> None:
@@ -57,7 +57,7 @@ def with_new_rows(run: RunConfig) -> RunConfig:
         )
     first, rows = asked.first, run.tree.vocab_size
     if first is None:
-        first = extended.first_new(open_source(run.init).where)
+        first = extend.first_new(open_source(run.init).where)
     if first is None:
         raise ValueError(
             f"{share}: {run.init} does not say which tokens are new, as what dolmen vocab extend "

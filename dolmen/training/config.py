@@ -10,8 +10,8 @@ from typing import Literal
 
 from dolmen.checkpoint.config import CheckpointConfig
 from dolmen.core.config import refuse_unreadable
+from dolmen.core.messages import choices, shown
 from dolmen.core.paths import refuse_empty
-from dolmen.core.words import choices, shown
 from dolmen.data.config import DataConfig
 from dolmen.evaluation.config import DuringConfig
 from dolmen.families import Model

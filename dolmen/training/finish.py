@@ -10,10 +10,9 @@ from rich.table import Table
 
 from dolmen.conversion.convert import export_model
 from dolmen.conversion.source import open_source
-from dolmen.core.errors import BadInput
 from dolmen.core.log import console, duration
 from dolmen.core.mesh import SINGLE
-from dolmen.core.words import counted
+from dolmen.core.messages import BadInput, counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.quickstart_corpus import gzip_xz_bits
 from dolmen.files import gate, kinds

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dolmen.core import host
+from dolmen.core import device
 from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
@@ -61,11 +61,11 @@ def forward_backward(
     objective, rows = one.objective, len(batch.tokens)
     size, scale = rows // micros, state.scale.value
     key = seed_of(state.seed, f"dropout{one.noise}", state.step)
-    key = host.number(key, torch.int64, mesh.device)
+    key = device.number(key, torch.int64, mesh.device)
     sums = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=mesh.device)
     parts = batch.to(mesh.device).microbatches(size)
     share = scale / (rows * mesh.dp.size)
-    losses = balance.begin(model, host.number(share, torch.float64, mesh.device))
+    losses = balance.begin(model, device.number(share, torch.float64, mesh.device))
     factor = scale * one.weight / count
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:

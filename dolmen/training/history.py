@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from dolmen.core import collectives, host
+from dolmen.core import collectives, device
 from dolmen.core.mesh import Mesh
 from dolmen.files import kinds, write
-from dolmen.files.tail import Tail
+from dolmen.files.rows import Tail
 
 NAME = "history.jsonl"
 
@@ -72,4 +72,4 @@ def of_ranks(value: float, mesh: Mesh) -> list[float]:
     """What each rank brings, by rank; all ranks call it."""
     mine = torch.zeros(mesh.size, dtype=torch.float64, device=mesh.device)
     mine[mesh.rank] = value
-    return host.read_back(collectives.reduce_scalar(mine, mesh.world))
+    return device.read_back(collectives.reduce_scalar(mine, mesh.world))

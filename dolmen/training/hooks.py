@@ -16,7 +16,7 @@ from dolmen.core.config import to_dict
 from dolmen.core.device import describe_device
 from dolmen.core.log import size
 from dolmen.core.mesh import Mesh
-from dolmen.core.words import counted, cut
+from dolmen.core.messages import counted, cut
 from dolmen.data.batches import Loader
 from dolmen.launch.watch import Watch
 from dolmen.model import count

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from dolmen.core import device as devices
 from dolmen.core.config import to_dict
-from dolmen.core.errors import BadInput, message
 from dolmen.core.launched import Launch
+from dolmen.core.messages import BadInput, message
 from dolmen.launch import launcher, process, rendezvous
 from dolmen.rollouts import rewards, turns
 from dolmen.training import batches

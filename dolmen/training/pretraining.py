@@ -17,8 +17,7 @@ from dolmen.data.batches import Loader
 from dolmen.data.config import DataConfig
 from dolmen.data.loader import prepare_loader
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.objectives.cross_entropy import CrossEntropy
-from dolmen.objectives.objective import Objective
+from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.rollouts.prompts import PromptLoader
 from dolmen.training.config import RunConfig
 

@@ -26,7 +26,7 @@ import torch
 
 from dolmen.core import agree, collectives, ranges
 from dolmen.core.mesh import Axis, Mesh
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.files import write
 from dolmen.training import events, folder, picture, timeline
 from dolmen.training.events import Timeline

@@ -16,7 +16,7 @@ from dolmen.conversion.source import open_source
 from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
 from dolmen.data.batches import Loader
-from dolmen.data.packed import Rows
+from dolmen.data.packing import Rows
 from dolmen.files import gate, write
 from dolmen.model import build
 from dolmen.model.decoder import Decoder

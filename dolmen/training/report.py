@@ -13,7 +13,7 @@ from dolmen.core import device as devices
 from dolmen.core import state
 from dolmen.core.log import duration, gib, size
 from dolmen.core.mesh import Mesh
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.data.batches import Loader
 from dolmen.model import count
 from dolmen.model.layout import Layout

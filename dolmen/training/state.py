@@ -6,8 +6,7 @@ from torch import Tensor
 
 from dolmen.conversion.checkpoint import CRITIC
 from dolmen.model.decoder import Decoder
-from dolmen.objectives.cross_entropy import CrossEntropy
-from dolmen.objectives.objective import Objective, check
+from dolmen.objectives.objective import CrossEntropy, Objective, check
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import Optimizer

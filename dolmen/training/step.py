@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dolmen.core import collectives, host, ranges
+from dolmen.core import collectives, device, ranges
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.objectives.compared import decided
@@ -83,7 +83,7 @@ def optimizer_step(
     parameters, norm = _summed(state, mesh)
     # asked last, so that a signal in the middle of a step ends the run after it and not a step
     # later
-    stop = host.number(signal(), torch.int64, mesh.device)
+    stop = device.number(signal(), torch.int64, mesh.device)
     stop = collectives.reduce_scalar(stop, mesh.world, "max")
     losses, tallies = _over_world(made, counts, mesh)
     sequences = sum(len(one.batch.tokens) for one in learned) * mesh.dp.size
@@ -147,7 +147,7 @@ def _counted(
     would keep the device waiting for the first product.
     """
     numbers = [each for one in learned for each in gradients.counts(one, state)]
-    numbers = [host.number(n, torch.float64, mesh.device) for n in numbers]
+    numbers = [device.number(n, torch.float64, mesh.device) for n in numbers]
     read, counts = collectives.reduce_scalar(torch.stack(numbers), mesh.dp).view(-1, 2).unbind(1)
     return read.sum(), counts
 
@@ -203,7 +203,7 @@ def _read(
     are the loss and what the objective tells beside it.
     """
     first = torch.stack([t.double() for t in (tokens, count, norm, signal)])
-    real, by, length, stop, mean, *others = host.read_back(torch.cat([first, judged, router]))
+    real, by, length, stop, mean, *others = device.read_back(torch.cat([first, judged, router]))
     metrics, others = others[: len(judged) - 1], others[len(judged) - 1 :]
     told: dict[str, float] = dict(zip(balance.NAMES, others, strict=True)) if others else {}
     return _Told(int(real), by, length, int(stop), mean, metrics, told)

@@ -16,9 +16,8 @@ from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
 from dolmen.files import write
 from dolmen.launch.watch import Watch
 from dolmen.objectives.compared import decided
-from dolmen.objectives.cross_entropy import CrossEntropy
 from dolmen.objectives.filling import Filling
-from dolmen.objectives.objective import Objective
+from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.objectives.reward import Calibrated, Preferred
 from dolmen.training import apart, calibration, folder
 from dolmen.training.apart import Apart

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from dolmen.conversion.source import open_source
-from dolmen.core.words import counted, printable
+from dolmen.core.messages import counted, printable
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batches import Loader
 from dolmen.data.chat_loader import ChatLoader

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import NotSaved
-from dolmen.core import allocator, determinism
+from dolmen.core import determinism
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
-from dolmen.core.errors import BadInput, Failed
+from dolmen.core.device import keep_freed_memory
 from dolmen.core.launched import Launch
 from dolmen.core.log import console
+from dolmen.core.messages import BadInput, Failed
 from dolmen.launch import process
 from dolmen.launch.watch import Watch, network_limit
 from dolmen.training.finish import finish
@@ -50,7 +51,7 @@ def worker(
     """
     config, out = request.config, request.out
     if device.type == "cpu":
-        allocator.keep_freed_memory()
+        keep_freed_memory()
     stop, same = Stop(), config.train.deterministic
     limit = network_limit(config.train.hang_seconds)
     with (

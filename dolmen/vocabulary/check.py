@@ -8,7 +8,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from dolmen.core.words import counted, shown
+from dolmen.core.messages import counted, shown
 from dolmen.data.tokenizer import PreTrainedTokenizer, encoder, load_tokenizer
 from dolmen.vocabulary.folder import Vocabulary
 from dolmen.vocabulary.report import Text

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from dolmen.core.messages import counted
 from dolmen.core.paths import refuse_empty
-from dolmen.core.words import counted
 
 BYTES, FRAME = 256, 3  # pieces of bytes; unknown, beginning and end of a text
 

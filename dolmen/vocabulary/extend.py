@@ -1,4 +1,9 @@
-"""`dolmen vocab extend`: a model with rows for the tokens that its tokenizer has been given.
+"""Adds rows for new tokens to a model, and records which tokens are new.
+
+Which tokens of a model are new: a file beside its weights, which `dolmen vocab extend` writes,
+and a run that begins with it reads.
+
+`dolmen vocab extend`: a model with rows for the tokens that its tokenizer has been given.
 
     rows of the embedding   0 ............ old-1 | old .. padding .. | more
                             as they were         | new tokens        |
@@ -9,6 +14,7 @@ token into: of the token as its vocabulary writes it, by the merges alone. What 
 text, decoded and encoded again, would get a space before it, and loses parts of characters.
 """
 
+import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,20 +33,35 @@ from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.source import Source, in_dtype, open_source, pinned
 from dolmen.core import state
-from dolmen.core.words import counted, shown
+from dolmen.core.messages import counted, shown
 from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import PreTrainedTokenizer, vocabulary_size
 from dolmen.evaluation import perplexity
 from dolmen.evaluation.config import EvaluateConfig
 from dolmen.families import Model, edit, unknown
+from dolmen.files import gate, kinds
 from dolmen.files.safetensors import Spec
 from dolmen.model.tree import Tree
 from dolmen.model.tree.leaf import Leaf
-from dolmen.vocabulary import extended
 from dolmen.vocabulary.check import gives_back, probes
 from dolmen.vocabulary.config import VocabExtendConfig
 from dolmen.vocabulary.folder import Vocabulary, open_vocabulary, opened
 from dolmen.vocabulary.report import Counts, Text, count, open_text
+
+FILE = "extended.json"
+
+
+def write(folder: Path, old: int, tokens: int, init: str) -> None:
+    """`old`: the first id that is new; `tokens`: those that there are now."""
+    told = {"old_tokens": old, "tokens": tokens, "init": init}
+    (folder / FILE).write_text(json.dumps(told, indent=1) + "\n")
+
+
+def first_new(folder: Path) -> int | None:
+    """The first id that is new; None where nobody has said so. Raises Refused."""
+    file = folder / FILE
+    return gate.read_json(file, kinds.EXTENDED)["old_tokens"] if file.is_file() else None
+
 
 AT_ONCE = 4096  # new rows that are made together: their pieces are in memory in fp32
 
@@ -128,7 +149,7 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
             pass
         writing.end(part, [])
         writing.say(words)
-        extended.write(words, first, size, asked.init)
+        write(words, first, size, asked.init)
     again = None if text is None else measure(str(to), new, text, asked, progress)
     return Extended(first, size, found.tree.vocab_size, rows, asked.init, measured, again)
 

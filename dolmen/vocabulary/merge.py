@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.conversion import hf_export, unfinished
-from dolmen.core.words import counted
-from dolmen.data.progress import bar, say
+from dolmen.core.log import bar, say
+from dolmen.core.messages import counted
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.files import gate, kinds, sentencepiece_model
 from dolmen.files.sentencepiece_model import Piece

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dolmen.core.words import counted
-from dolmen.data.documents import pieces
+from dolmen.core.messages import counted
 from dolmen.data.sources import Source, resolve_sources
+from dolmen.data.tokenise import pieces
 from dolmen.data.tokenizer import PreTrainedTokenizer, encoder
 from dolmen.vocabulary.config import VocabText
 

@@ -1,4 +1,13 @@
-"""`dolmen vocab train`: a vocabulary learned from text, as a folder that `transformers` opens and
+"""Samples text and learns a vocabulary from it.
+
+Text to learn a vocabulary from: all of it, or what was drawn of it at random, in one pass over
+any amount, within a number of bytes.
+
+Each line draws a number. While what is kept is too much, the lines of the largest numbers are let
+go, and from then on none with such a number is kept (a sample by keys, Efraimidis and Spirakis,
+2006, all weights equal): so what remains is a draw without preference for a place.
+
+`dolmen vocab train`: a vocabulary learned from text, as a folder that `transformers` opens and
 `dolmen vocab merge` takes: of sentencepiece with its tokenizer.model, or a BPE over bytes.
 
 What a model of sentencepiece gets here: no normalisation and no space taken away, so that a text
@@ -6,17 +15,20 @@ comes back as it was; a piece for each byte, so that it does whatever is in it; 
 text, as Llama has, so that a word is the same piece wherever it stands; digits one by one.
 """
 
+import heapq
 import io
+import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import sentencepiece
 
 from dolmen.conversion import hf_export, unfinished
-from dolmen.core.words import counted
-from dolmen.data.progress import bar, say
+from dolmen.core.log import bar, say
+from dolmen.core.messages import counted
+from dolmen.data.tokenise import seam
 from dolmen.data.tokenizer import load_tokenizer, train_bpe
 from dolmen.files import sentencepiece_model
 from dolmen.vocabulary import tokenizer_json
@@ -24,8 +36,67 @@ from dolmen.vocabulary.check import check_sentencepiece, gives_back, lines_of
 from dolmen.vocabulary.config import BYTES, FRAME, VocabTrainConfig
 from dolmen.vocabulary.folder import JSON, MODELS
 from dolmen.vocabulary.merge import CONFIG, write
-from dolmen.vocabulary.report import Counts, count, open_text
-from dolmen.vocabulary.sample import LONGEST, Sample, draw
+from dolmen.vocabulary.report import Counts, Text, count, open_text
+
+TOLD = 1000  # lines, after which a bar moves
+LONGEST = 4000
+"""Bytes of a line; a longer one is cut, as sentencepiece passes over those of more than 4,192."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Lines of a text, in its order."""
+
+    lines: list[str]
+    """Each of what is left of it without the line's end."""
+    bytes: int
+    """Of the lines."""
+    whole: int
+    """Bytes of all text that was read."""
+    characters: frozenset[str]
+    """Different ones of the lines."""
+
+
+def draw(
+    text: Text, most: int, seed: int, reach: Callable[[int], None] = lambda done: None
+) -> Sample:
+    """At most `most` bytes; `reach` is told how many were read. Raises ValueError for what cannot
+    be read.
+    """
+    chance = random.Random(seed)
+    heap: list[tuple[float, int, str, int]] = []  # the largest number first, as its negative
+    held, whole, limit = 0, 0, 1.0
+    for place, line in enumerate(_lines(text)):
+        size = len(line.encode())
+        whole += size
+        if place % TOLD == 0:
+            reach(whole)
+        number = chance.random()
+        if number >= limit:
+            continue
+        heapq.heappush(heap, (-number, place, line, size))
+        held += size
+        while held > most:
+            largest, _, _, gone = heapq.heappop(heap)
+            held, limit = held - gone, -largest
+    heap.sort(key=lambda one: one[1])
+    lines = [line for _, _, line, _ in heap]
+    return Sample(lines, held, whole, frozenset().union(*lines))
+
+
+def _lines(text: Text) -> Iterator[str]:
+    """Those that say something, each within LONGEST bytes."""
+    most = LONGEST // 4  # a character has up to 4 bytes
+    for piece in text.pieces():
+        for line in piece.splitlines():
+            start = 0
+            while len(line) - start > most:
+                end = seam(line, start + most // 2, start + most)
+                yield line[start:end]
+                start = end
+            if line[start:].strip():
+                yield line[start:]
+
 
 COVERAGE = 0.9995
 """Of all characters of the text, those that get a piece of their own: sentencepiece's default, made

@@ -13,9 +13,9 @@ from typing import Any
 from dolmen.checkpoint import folders
 from dolmen.core.config import flatten
 from dolmen.core.log import size
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.files import gate, kinds
-from dolmen.files.tail import Tail
+from dolmen.files.rows import Tail
 from dolmen.watching.series import Series
 
 METRICS, HISTORY, SAMPLES = "metrics.jsonl", "history.jsonl", "samples.jsonl"

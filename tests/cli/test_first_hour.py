@@ -17,7 +17,7 @@ from tinyrun import MODEL, dolmen
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dolmen as package
-from dolmen.core.words import choices
+from dolmen.core.messages import choices
 from dolmen.data.batches import Loader
 from dolmen.families import Model
 from dolmen.families.unknown import without_effect

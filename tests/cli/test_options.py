@@ -24,7 +24,7 @@ from dolmen.cli.parse import names, stray_words
 from dolmen.cli.short import SHORT
 from dolmen.conversion import hf, source
 from dolmen.core.config import to_dict
-from dolmen.core.errors import BadInput
+from dolmen.core.messages import BadInput
 from dolmen.families import find
 from dolmen.launch import launcher
 from dolmen.recipes import RECIPES

@@ -21,8 +21,8 @@ from tinyrun import dolmen, losses, rows, steps
 
 from dolmen.cli import command, main
 from dolmen.core.config import to_dict
-from dolmen.core.errors import BadInput
 from dolmen.core.launched import Launch
+from dolmen.core.messages import BadInput
 from dolmen.launch import launcher, process
 from dolmen.training import job
 
@@ -343,7 +343,7 @@ REFUSE = """
 if RANK:
     sys.path.insert(0, {root!r})
     from dolmen.launch import process
-    from dolmen.core.errors import BadInput
+    from dolmen.core.messages import BadInput
     def work(): raise BadInput("use --less")
     if RANK == "0": time.sleep(600)
     process.guarded(work)

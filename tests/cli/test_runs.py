@@ -13,7 +13,7 @@ from tinyrun import dolmen, losses, rows, same, steps, tensors
 
 from dolmen.core.config import to_dict
 from dolmen.files import kinds
-from dolmen.files.tail import Tail
+from dolmen.files.rows import Tail
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 

@@ -141,7 +141,7 @@ FINAL = """
 if RANK:
     sys.path.insert(0, {root!r})
     from dolmen.launch import process
-    from dolmen.core.errors import BadInput, Failed
+    from dolmen.core.messages import BadInput, Failed
     def work(): raise {error}
     if RANK == "1": time.sleep(60)
     process.guarded(work)

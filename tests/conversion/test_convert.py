@@ -21,7 +21,7 @@ from dolmen.conversion import convert, division, proof
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.megatron import export, shares
 from dolmen.conversion.source import open_source
-from dolmen.core.errors import Failed
+from dolmen.core.messages import Failed
 from dolmen.families import Model
 from dolmen.files.safetensors import Stored
 from dolmen.files.torch_files import Writer

@@ -22,8 +22,8 @@ from tinyrun import dolmen
 from dolmen.conversion import adapters, peft_config
 from dolmen.conversion import peft as folders
 from dolmen.conversion.source import load_weights, open_source
-from dolmen.core.errors import BadInput
 from dolmen.core.mesh import SINGLE
+from dolmen.core.messages import BadInput
 from dolmen.files import safetensors
 from dolmen.files.gate import Refused
 from dolmen.model import head

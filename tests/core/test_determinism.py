@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.cli import command
 from dolmen.core import determinism
-from dolmen.core.errors import Failed
 from dolmen.core.mesh import SINGLE
+from dolmen.core.messages import Failed
 from dolmen.data.batch import Batch
 from dolmen.launch import process
 from dolmen.model.layout import Layout

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dolmen.core.keywords import in_python
+from dolmen.core.messages import in_python
 
 KEYWORDS = {
     name: name

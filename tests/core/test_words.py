@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from dolmen.core.messages import counted, divisor
 from dolmen.core.paths import expand
-from dolmen.core.words import counted, divisor
 
 
 @pytest.mark.parametrize(

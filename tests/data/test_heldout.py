@@ -284,7 +284,7 @@ def test_bytes_of_a_held_out_end_are_exact(tmp_path, load):
 
 
 def test_a_document_of_many_pieces_is_cut_between_two(tmp_path, load, monkeypatch):
-    monkeypatch.setattr("dolmen.data.documents.cut.__defaults__", (400,))
+    monkeypatch.setattr("dolmen.data.tokenise.cut.__defaults__", (400,))
     text = prose("pieces", 6000)
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.setattr(endings, "cuts", None)

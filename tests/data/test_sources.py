@@ -12,7 +12,6 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from dolmen.data.documents import cut, pieces
 from dolmen.data.quickstart_corpus import (
     STANDARD_LIBRARY,
     gzip_xz_bits,
@@ -20,6 +19,7 @@ from dolmen.data.quickstart_corpus import (
 )
 from dolmen.data.readers import PIECE
 from dolmen.data.sources import is_hub_id, resolve_sources
+from dolmen.data.tokenise import cut, pieces
 from dolmen.training.config import RunConfig
 from dolmen.training.written import write_config
 

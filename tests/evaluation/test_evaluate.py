@@ -24,7 +24,7 @@ from rich.console import Console
 import dolmen
 from dolmen.data.tokenizer import train_bpe
 from dolmen.evaluation import perplexity, rows
-from dolmen.evaluation.windows import Windows
+from dolmen.evaluation.perplexity import Windows
 
 one_thread = tinyrun.one_thread
 

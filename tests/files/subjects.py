@@ -35,8 +35,8 @@ from dolmen.families import Model, find
 from dolmen.families.model import schema
 from dolmen.files import gate, indexed, kinds, tokenizer_files, torch_files
 from dolmen.files import safetensors as ours
+from dolmen.files.rows import Tail
 from dolmen.files.schema import Schema, check_value
-from dolmen.files.tail import Tail
 from dolmen.parallel import actions, schedule
 from dolmen.recipes import RECIPES
 from dolmen.serving import engine

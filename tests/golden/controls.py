@@ -16,7 +16,7 @@ from table import Layout
 
 from dolmen.core import collectives, rng, state, transfers
 from dolmen.data.batch import IGNORED, Batch
-from dolmen.model import moe
+from dolmen.model import mlp
 from dolmen.ops.attention import Attend, Documents
 from dolmen.parallel import context, data, expert, tensor
 from dolmen.training import gradients
@@ -101,7 +101,7 @@ CONTROLS = {
         "qwen3-moe",
         CONTEXT_EXPERTS,
         damages.constant(
-            moe,
+            mlp,
             "collectives",
             SimpleNamespace(**vars(collectives) | {"reduce_scalar": lambda x, axis: x}),
         ),

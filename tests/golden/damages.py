@@ -16,9 +16,10 @@ from dolmen.core import collectives, state, transfers
 from dolmen.core.mesh import Axis
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.evaluation import validate
-from dolmen.model import block, branch, layers, moe, tree
+from dolmen.model import block, branch, layers, mlp, tree
 from dolmen.ops import dropout
-from dolmen.parallel import channels, context, data, loss, norm, tensor
+from dolmen.parallel import channels, context, data, norm, tensor
+from dolmen.parallel import vocabulary as loss
 
 
 def without(module, name, instead):
@@ -174,7 +175,7 @@ def experts_averaged(patch):
     def built(*args, **options):
         model = build(*args, **options)
         for unit in data.units(model):
-            if isinstance(unit, moe.Experts):
+            if isinstance(unit, mlp.Experts):
                 unit.set_gradient_divide_factor(2.0)
         return model
 
@@ -183,17 +184,17 @@ def experts_averaged(patch):
 
 def unweighted(patch):
     """A token's experts count alike."""
-    combine = moe.moe.combine
+    combine = mlp.moe.combine
     patch.setattr(
-        moe.moe, "combine", lambda rows, weights, order: combine(rows, 0 * weights + 0.5, order)
+        mlp.moe, "combine", lambda rows, weights, order: combine(rows, 0 * weights + 0.5, order)
     )
 
 
 def auxiliary_of_every_rank(patch):
     """The auxiliary losses' gradient is not divided by tp."""
-    apply = moe._Account.apply
+    apply = mlp._Account.apply
     patch.setattr(
-        moe._Account,
+        mlp._Account,
         "apply",
         staticmethod(
             # the layouts that see it have tp 2

@@ -18,7 +18,7 @@ from dolmen.core import state
 from dolmen.model.decoder import Decoder
 from dolmen.model.layers import Norm
 from dolmen.model.layers import Row as RowLinear
-from dolmen.model.moe import Experts, Router
+from dolmen.model.mlp import Experts, Router
 
 STEPS = 2
 ROWS = tuple(

@@ -25,8 +25,7 @@ from dolmen.data.batch import IGNORED, Batch, document_starts
 from dolmen.data.mixture import Mixture, Part
 from dolmen.data.stream import TokenStream
 from dolmen.model import layout as layouts
-from dolmen.objectives.cross_entropy import CrossEntropy
-from dolmen.objectives.objective import Objective
+from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, make
 from dolmen.parallel import data

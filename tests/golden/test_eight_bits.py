@@ -22,7 +22,7 @@ from dolmen.core.torch_private import sharding
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model.training import Training
 from dolmen.ops.recipe import Fp8, Fp8Config
-from dolmen.parallel import data, gathered, product
+from dolmen.parallel import data, product
 
 SIZES = dict(
     vocab_size=71,
@@ -279,7 +279,7 @@ def gathering(layout: Layout, payloads: bool) -> tuple[list, int]:
     mesh = layout.mesh(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         if not payloads:
-            patch.setattr(gathered, "one_payload", lambda recipe: False)
+            patch.setattr(product, "one_payload", lambda recipe: False)
         train = start(config("fp8-blockwise"), mesh, layout, compute=torch.bfloat16)
     found, gathers = [], 0
     for batch in batches(mesh)[:3]:

@@ -10,7 +10,7 @@ import torch
 from table import FAMILIES, SINGLE, Layout
 
 from dolmen.data.batch import Batch
-from dolmen.model.moe import Router
+from dolmen.model.mlp import Router
 from dolmen.model.replay import places
 from dolmen.objectives import score
 from dolmen.objectives.drawn import ADVANTAGE, OLD

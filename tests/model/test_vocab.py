@@ -22,7 +22,7 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.model.split import whole
 from dolmen.ops.kernels import Kernels
-from dolmen.parallel import loss
+from dolmen.parallel import vocabulary as loss
 from dolmen.parallel.data import inference
 from dolmen.parallel.tensor import TensorParallel
 from dolmen.parallel.vocabulary import gather_vocabulary, vocabulary_range

@@ -24,8 +24,7 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Scalar
 from dolmen.objectives import pairs, score
 from dolmen.objectives.compared import DPO, KTO, REFERENCE, decided
-from dolmen.objectives.cross_entropy import CrossEntropy
-from dolmen.objectives.objective import check
+from dolmen.objectives.objective import CrossEntropy, check
 from dolmen.objectives.reward import TARGET, Calibrated, Preferred, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, adamw

@@ -16,7 +16,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model import head
 from dolmen.model.layout import Layout
-from dolmen.model.moe import Router
+from dolmen.model.mlp import Router
 from dolmen.objectives.drawn import ADVANTAGE, OLD
 from dolmen.objectives.ppo import RETURN, VALUE, Clipped, ClippedUndecided, Expected
 from dolmen.ops.loss import IGNORED

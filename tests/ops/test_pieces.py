@@ -16,7 +16,7 @@ from dolmen.ops import rope
 from dolmen.ops.loss import IGNORED, exponentials
 from dolmen.ops.loss import gradient as loss_gradient
 from dolmen.ops.norm import rms_norm
-from dolmen.parallel import loss
+from dolmen.parallel import vocabulary
 from dolmen.parallel.log_probabilities import log_probabilities
 from dolmen.parallel.tensor import Linear, TensorParallel, products
 
@@ -189,7 +189,7 @@ def test_the_heads_gradient_lies_as_its_weight():
     """Also where it was added up turned: what takes it copies it row by row."""
     x, weight, labels = normal(5, 4), normal(9, 4), torch.arange(5)
     tp = TensorParallel(SINGLE.tp, turned=True)
-    total = loss.linear_cross_entropy(x, weight, labels, 9, tp)
+    total = vocabulary.linear_cross_entropy(x, weight, labels, 9, tp)
     (gradient,) = torch.autograd.grad(total, weight)
     assert gradient.is_contiguous()
 
@@ -280,7 +280,7 @@ def test_linear_cross_entropy(dtype, tolerance, compile, soft_cap):
     labels = torch.arange(20) % 50
     labels[[0, 11]] = IGNORED
     tp = TensorParallel(SINGLE.tp)
-    got = loss.linear_cross_entropy(x, w, labels, 50, tp, compile, 7 * 50, soft_cap)
+    got = vocabulary.linear_cross_entropy(x, w, labels, 50, tp, compile, 7 * 50, soft_cap)
     wide = [t.detach().double().requires_grad_() for t in (x, w)]
     logits = F.linear(*wide)
     if soft_cap is not None:
@@ -299,7 +299,7 @@ def test_soft_capped_loss_by_differences():
     tp = TensorParallel(SINGLE.tp)
     for scale in (0.1, 1.0, 8.0):
         torch.autograd.gradcheck(
-            lambda x, w, scale=scale: loss.linear_cross_entropy(
+            lambda x, w, scale=scale: vocabulary.linear_cross_entropy(
                 x * scale, w, labels, 5, tp, soft_cap=3.0
             ),
             (normal(3, 7), normal(5, 7)),
@@ -343,7 +343,7 @@ def test_biased_logits(soft_cap):
         logits = soft_cap * torch.tanh(logits / soft_cap)
     want = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     wanted = want, *torch.autograd.grad(want * 0.3, (x, w, b))
-    total = loss.linear_cross_entropy(x, w, labels, 50, tp, False, 350, soft_cap, bias=b)
+    total = vocabulary.linear_cross_entropy(x, w, labels, 50, tp, False, 350, soft_cap, bias=b)
     each = log_probabilities(x, w, labels, 50, tp, 350, soft_cap, b)
     for got in (total, -each.sum()):
         found = got, *torch.autograd.grad(got * 0.3, (x, w, b))
@@ -359,7 +359,7 @@ def test_weighted_cross_entropy(soft_cap):
     labels, tp = torch.arange(20) % 50, TensorParallel(SINGLE.tp)
 
     def gradients(labels, weights):
-        total = loss.linear_cross_entropy(x, w, labels, 50, tp, False, 350, soft_cap, weights)
+        total = vocabulary.linear_cross_entropy(x, w, labels, 50, tp, False, 350, soft_cap, weights)
         return total, *torch.autograd.grad(total * 0.3, (x, w))
 
     each = -log_probabilities(x, w, labels, 50, tp, soft_cap=soft_cap)

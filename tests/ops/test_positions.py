@@ -9,7 +9,7 @@ from models import Flat, build, initialize, mixing
 
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
-from dolmen.model.given import Where
+from dolmen.model.component import Where
 from dolmen.model.head import logits
 from dolmen.model.positions import tables
 from dolmen.model.tree import Rope

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dolmen.core.mesh import SINGLE
 from dolmen.model.tree.leaf import Role
-from dolmen.ops import newton_schulz
-from dolmen.ops.newton_schulz import flops, orthogonalize
+from dolmen.optim import muon as newton_schulz
 from dolmen.optim.config import Muon, OptimizerConfig
+from dolmen.optim.muon import flops, orthogonalize
 from dolmen.optim.optimizer import KINDS, RULES, make, names, prime, set_step, tensors
 
 SIZES = dict(

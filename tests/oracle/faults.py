@@ -12,7 +12,7 @@ from adapter import ignored
 
 from dolmen.core.state import local
 from dolmen.data import mixture
-from dolmen.model import branch, head, layers, moe, parallel
+from dolmen.model import branch, head, layers, mlp, parallel
 from dolmen.model.tree import LatentAttention
 from dolmen.ops import moe as routing
 from dolmen.ops import rope
@@ -179,7 +179,7 @@ FAULTS = [
     Fault("eps inside the root", "llama", optimizer, "adamw", by_hand(inside_root=True)),
     Fault("moments not corrected", "llama", optimizer, "adamw", by_hand(corrected=False)),
     Fault("masters of bf16", "bfloat16-masters", optimizer, "adamw", by_hand(rounded=True)),
-    Fault("a router in bf16", "bfloat16-router", moe.Router, "forward", lambda right: narrow),
+    Fault("a router in bf16", "bfloat16-router", mlp.Router, "forward", lambda right: narrow),
     Fault("decay of norms and biases", "strong-decay", optimizer, "adamw", decay_of_all),
     Fault(
         "no decay of the embedding",
@@ -197,9 +197,9 @@ FAULTS = [
           argument(3, lambda attend: attend._replace(window=attend.window + 1))),
     Fault("a loss of each microbatch", "uneven-accumulation", head, "linear_cross_entropy",
           mean_of_means),
-    Fault("auxiliary losses of each microbatch", "auxiliary-accumulation", moe._Account, "apply",
+    Fault("auxiliary losses of each microbatch", "auxiliary-accumulation", mlp._Account, "apply",
           auxiliary(4.0)),
-    Fault("auxiliary losses not scaled", "loss-scale-moe", moe._Account, "apply",
+    Fault("auxiliary losses not scaled", "loss-scale-moe", mlp._Account, "apply",
           auxiliary(2.0**-20)),
     Fault("loss scale not undone", "loss-scale-moe", data, "scale_gradients",
           argument(1, lambda factor: factor * 2**20)),

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from dolmen.core import mesh as meshes
 from dolmen.ops.kernels import Kernels
-from dolmen.parallel import loss, tensor
+from dolmen.parallel import tensor, vocabulary
 from dolmen.parallel.log_probabilities import log_probabilities
-from dolmen.parallel.loss import linear_cross_entropy
 from dolmen.parallel.tensor import Deferred, Linear, TensorParallel
+from dolmen.parallel.vocabulary import linear_cross_entropy
 
 TP, TOKENS, HIDDEN, FFN = 4, 8, 16, 32
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
@@ -185,13 +185,13 @@ def test_logits_are_never_whole(monkeypatch, soft_cap):
     """
     tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
     x, w = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randn(5, HIDDEN).requires_grad_()
-    chunk, sizes = loss._chunk, []
+    chunk, sizes = vocabulary._chunk, []
 
     def watched(x, *rest):
         sizes.append(len(x) * 5)
         return chunk(x, *rest)
 
-    monkeypatch.setattr(loss, "_chunk", watched)
+    monkeypatch.setattr(vocabulary, "_chunk", watched)
     labels = torch.zeros(TOKENS, dtype=torch.long)
     linear_cross_entropy(x, w, labels, 20, tp, at_once=4 * 5, soft_cap=soft_cap)
     assert sizes == ([20, 20] if soft_cap is None else [10, 10, 10, 10])

@@ -21,8 +21,7 @@ from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.model.tree import Leaf
-from dolmen.ops.newton_schulz import flops
-from dolmen.optim.muon import matrices
+from dolmen.optim.muon import flops, matrices
 from dolmen.parallel.assembly import Assembly
 
 SIZES = dict(

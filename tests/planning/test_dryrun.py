@@ -29,7 +29,7 @@ from dolmen.data.batch import Batch
 from dolmen.families import Model
 from dolmen.model import count
 from dolmen.model.layout import Layout
-from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.objective import CrossEntropy
 from dolmen.ops.kernels import CPU, H100
 from dolmen.planning.blocks import block_rows
 from dolmen.planning.dryrun import dryrun

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dolmen.checkpoint.staging import Pinned
+from dolmen.checkpoint.writer import Pinned
 from dolmen.rollouts.idle import Idle, Memory, parts_of
 
 

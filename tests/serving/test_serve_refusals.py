@@ -18,9 +18,8 @@ import torch
 from served import KEY, serving, until
 from tokenizers.pre_tokenizers import ByteLevel
 
-from dolmen.core.errors import BadInput
-from dolmen.data.token_bytes import bytes_of
-from dolmen.data.tokenizer import load_tokenizer
+from dolmen.core.messages import BadInput
+from dolmen.data.tokenizer import bytes_of, load_tokenizer
 from dolmen.serving.http import server
 from dolmen.serving.http.config import ServeConfig
 from dolmen.serving.http.reader import Reader

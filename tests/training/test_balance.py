@@ -5,7 +5,7 @@ import torch
 from models import Flat, build, initialize
 from spawning import run_spawned
 
-from dolmen.core import host, state
+from dolmen.core import device, state
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model.layout import Layout
@@ -67,15 +67,15 @@ def train(
 
 def over_layouts() -> list[tuple]:
     """Of each layout what `train` gives, and how often this rank has read the device."""
-    told, read = [], host.read_back
+    told, read = [], device.read_back
     for layout in LAYOUTS:
         reads = []
-        host.read_back = lambda x, *rows, reads=reads: reads.append(x) or read(x, *rows)
+        device.read_back = lambda x, *rows, reads=reads: reads.append(x) or read(x, *rows)
         mesh = layout.mesh(torch.device("cpu"))
         told.append(
             (*train(mesh, layout, router_balance="bias", router_bias_rate=0.02), len(reads))
         )
-    host.read_back = read
+    device.read_back = read
     return told
 
 

@@ -22,8 +22,8 @@ from dolmen.ops.attention import Documents
 from dolmen.ops.kernels import Kernels
 from dolmen.ops.recipe import Fp8
 from dolmen.optim.optimizer import OptimizerConfig, adamw
-from dolmen.parallel import loss
 from dolmen.parallel import schedule as schedules
+from dolmen.parallel import vocabulary
 from dolmen.training.compiled import limit_told
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
@@ -116,8 +116,8 @@ def programs(case: Case, monkeypatch) -> int:
 
     compile = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self: compile(self, backend=backend))
-    monkeypatch.setattr(loss, "_compiled_chunk", lambda: loss._chunk)
-    monkeypatch.setattr(loss, "compiled", lambda: loss.accumulate)
+    monkeypatch.setattr(vocabulary, "_compiled_chunk", lambda: vocabulary._chunk)
+    monkeypatch.setattr(vocabulary, "compiled", lambda: vocabulary.accumulate)
     torch.compiler.reset()
     monkeypatch.setattr(models.building, "chosen", lambda *_: case.kernels)
     with meshes.joined(None, torch.device("cpu")):

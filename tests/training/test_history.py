@@ -4,7 +4,7 @@ import torch
 from models import Flat
 
 from dolmen.files import kinds
-from dolmen.files.tail import Tail
+from dolmen.files.rows import Tail
 from dolmen.training import balance
 from dolmen.training.history import History
 

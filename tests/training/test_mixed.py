@@ -19,7 +19,7 @@ from dolmen.core import state as states
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
 from dolmen.model.layout import Layout
-from dolmen.model.moe import Router
+from dolmen.model.mlp import Router
 from dolmen.ops import moe
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
 from dolmen.optim.precision import LossScale

@@ -19,7 +19,7 @@ from dolmen.core.mesh import SINGLE, Axis
 from dolmen.data.batch import Batch
 from dolmen.evaluation import validate
 from dolmen.model import count
-from dolmen.model.moe import Router
+from dolmen.model.mlp import Router
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
 from dolmen.recipes import RECIPES

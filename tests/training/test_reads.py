@@ -16,15 +16,14 @@ from models import Flat
 from spawning import Row
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from dolmen.core import host
+from dolmen.core import device
 from dolmen.core import mesh as meshes
 from dolmen.core import state as states
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model.layout import Layout
 from dolmen.objectives.compared import DPO, REFERENCE
-from dolmen.objectives.cross_entropy import CrossEntropy
-from dolmen.objectives.objective import Objective
+from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.ops.kernels import H100, Hardware, Kernels
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.optim.precision import LossScale
@@ -150,14 +149,16 @@ def hold_reads(case: Case, monkeypatch, join: AbstractContextManager) -> None:
     """Two steps in the group that `join` enters read as often as the case says, and wait nowhere
     else.
     """
-    reads, read, region = [], host.read_back, states.region
+    reads, read, region = [], device.read_back, states.region
 
     def unwatched(p):  # torch works out the offsets of a DTensor with tensors of the CPU
         with _disable_current_modes():
             return region(p)
 
     monkeypatch.setattr(states, "region", unwatched)
-    monkeypatch.setattr(host, "read_back", lambda x, *rows: reads.append(x.shape) or read(x, *rows))
+    monkeypatch.setattr(
+        device, "read_back", lambda x, *rows: reads.append(x.shape) or read(x, *rows)
+    )
     with join, flash_kernel.on_cpu() as attended:
         mesh = case.layout.mesh(torch.device("cpu"))
         state = made(case, mesh, monkeypatch)

@@ -9,7 +9,7 @@ import tinyrun
 
 from dolmen.core.mesh import SINGLE
 from dolmen.evaluation.validate import Losses
-from dolmen.objectives.cross_entropy import CrossEntropy
+from dolmen.objectives.objective import CrossEntropy
 from dolmen.training import apart, validating
 from dolmen.training.apart import Apart
 from dolmen.training.validating import Validator

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dolmen.core.errors import Failed
+from dolmen.core.messages import Failed
 from dolmen.launch import watch as watches
 from dolmen.launch.watch import Watch, verdict
 from dolmen.training.worker import explained

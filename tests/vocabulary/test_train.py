@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 from dolmen.files import sentencepiece_model
 from dolmen.vocabulary.config import VocabText, VocabTrainConfig
 from dolmen.vocabulary.report import open_text
-from dolmen.vocabulary.sample import LONGEST, draw
-from dolmen.vocabulary.train import train
+from dolmen.vocabulary.train import LONGEST, draw, train
 
 KINDS = ("unigram", "bpe", "byte-bpe")
 ODD = "  two  spaces,\ta tab\n\nand \U0001f600, \u00e9, 12345"

@@ -21,8 +21,8 @@ from dolmen.ops.attention.reference import KNOWN, ROADS, definition, errors
 from dolmen.ops.kernels import HALF
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
-from dolmen.parallel.loss import linear_cross_entropy
 from dolmen.parallel.tensor import TensorParallel
+from dolmen.parallel.vocabulary import linear_cross_entropy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 THETA = 10000.0

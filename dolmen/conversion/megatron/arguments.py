@@ -15,7 +15,7 @@ from typing import Any
 
 from dolmen.conversion.megatron import latent
 from dolmen.conversion.megatron.options import OF_CORE, OF_OLDER, ONLY, Said
-from dolmen.core.words import shown
+from dolmen.core.messages import shown
 from dolmen.families.differences import differences
 from dolmen.families.family import expect
 from dolmen.model.tree import (

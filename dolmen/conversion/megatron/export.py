@@ -28,7 +28,7 @@ from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.megatron.source import Megatron, opened
 from dolmen.conversion.scales import Scales, Scaling
 from dolmen.conversion.weights import join_stored
-from dolmen.core.words import divisor
+from dolmen.core.messages import divisor
 from dolmen.families.rules import Entry
 from dolmen.files.safetensors import Spec
 from dolmen.files.torch_files import Writer

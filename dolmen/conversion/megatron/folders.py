@@ -12,7 +12,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from dolmen.core.words import counted, shown
+from dolmen.core.messages import counted, shown
 from dolmen.files import gate
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -34,7 +34,7 @@ from dolmen.conversion.megatron.states import Kept, States
 from dolmen.conversion.moments import MOMENTS, Moments, check_whole
 from dolmen.conversion.scales import Scales
 from dolmen.conversion.weights import assemble
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.families import Model, edit
 from dolmen.families.differences import differences
 from dolmen.families.rules import Entry

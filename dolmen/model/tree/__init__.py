@@ -14,18 +14,26 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dolmen.model.tree.adapter import Adapter
-from dolmen.model.tree.arrangement import Parallel, Sequential
 from dolmen.model.tree.attention import Attention
 from dolmen.model.tree.blanks import Blanks, Mask, Span
-from dolmen.model.tree.block import Block, Run, runs_of
+from dolmen.model.tree.block import Block, Parallel, Run, Sequential, runs_of
 from dolmen.model.tree.ends import Embedding, Head, Scalar, Transform
-from dolmen.model.tree.experts import Clamped, Experts, Router
 from dolmen.model.tree.latent import LatentAttention
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, check_cuts, under, within
-from dolmen.model.tree.longer import Dynamic, Evaluated, LongRope
-from dolmen.model.tree.mlp import Mlp
+from dolmen.model.tree.mlp import Clamped, Experts, Mlp, Router
 from dolmen.model.tree.norm import Norm
-from dolmen.model.tree.positions import Alibi, Linear, Llama3, Rope, Steps, Table, Yarn
+from dolmen.model.tree.positions import (
+    Alibi,
+    Dynamic,
+    Evaluated,
+    Linear,
+    Llama3,
+    LongRope,
+    Rope,
+    Steps,
+    Table,
+    Yarn,
+)
 from dolmen.model.tree.rounding import check_rounding, check_tokens, rounded
 from dolmen.ops.recipe import Fp8
 

@@ -5,7 +5,7 @@ Ainslie et al., 2305.13245).
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dolmen.core.words import counted, divisor
+from dolmen.core.messages import counted, divisor
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, column, row, within
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.positions import Relative

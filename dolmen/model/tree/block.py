@@ -1,18 +1,112 @@
-"""What a block is: a mixer over tokens, a layer over features, norms, and how they are arranged
+"""Specs of a block: its mixer, its mlp, and where the norms and the residual stream are.
+
+How the mixer and the mlp of a block stand around the residual stream, and where its norms are.
+
+    norms       sequential, for branch in mixer, mlp                      published by
+    "pre"       x = x + branch(norm(x))                                   GPT-2, Llama; 2002.04745
+    "post"      x = norm(x + branch(x))                                   BERT; 1706.03762
+    "output"    x = x + norm(branch(x))                                   OLMo 2; 2501.00656, 3.1
+    "sandwich"  x = x + norm(branch(norm(x)))                             Gemma 2; 2408.00118
+    parallel    x = x + mixer(norm(x)) + mlp(norm(x)), one norm or two    GPT-J; PaLM, 2204.02311
+
+DeepNorm (2203.00555, equation 4) as GLM-130B has it (2210.02414, section 2.1) is "pre" whose
+residual is the norm's output, times a number: y = norm(x); x = alpha y + branch(y). BLOOM with
+`apply_residual_connection_post_layernorm` is the same with alpha 1.
+
+What a block is: a mixer over tokens, a layer over features, norms, and how they are arranged
 around the residual stream.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
-from dolmen.model.tree.arrangement import Arrangement, Sequential
 from dolmen.model.tree.attention import Attention
-from dolmen.model.tree.experts import Experts
 from dolmen.model.tree.latent import LatentAttention
 from dolmen.model.tree.leaf import Leaves, Stream, within
-from dolmen.model.tree.mlp import Mlp
+from dolmen.model.tree.mlp import Experts, Mlp
 from dolmen.model.tree.norm import Norm
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """First the mixer, then the mlp, each added to the residual stream."""
+
+    norms: Literal["pre", "post", "output", "sandwich"] = "pre"
+    residual: Literal["input", "normed"] = "input"
+    """What a branch is added to: the block's input, or what the norm before the branch gives."""
+    residual_scale: float = 1.0
+    """Multiplies the residual (DeepNorm: alpha)."""
+    branch_scale: float = 1.0
+    """Multiplies the output of mixer and mlp (Granite: residual_multiplier)."""
+
+    @classmethod
+    def deepnorm(cls, alpha: float) -> "Sequential":
+        """y = norm(x); x = alpha y + branch(y)."""
+        return cls(residual="normed", residual_scale=alpha)
+
+    @property
+    def norm_count(self) -> int:
+        """Norms of a block."""
+        return len(self.modules) - 2
+
+    @property
+    def streams(self) -> int:
+        """Tensors as wide as the residual stream that backward needs of a block: the inputs of
+        its norms and of its column-parallel layers.
+        """
+        return 2 + self.norm_count
+
+    @property
+    def additions(self) -> int:
+        """Times that a branch is added to the residual stream, each with dropout of its own."""
+        return 2
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of a block's norms, mixer ("attn") and mlp, in the order of use."""
+        before, behind = {
+            "pre": (["{}_norm"], []),
+            "post": ([], ["{}_norm"]),
+            "output": ([], ["{}_post_norm"]),
+            "sandwich": (["{}_norm"], ["{}_post_norm"]),
+        }[self.norms]
+        each = [*before, "{}", *behind]
+        return tuple(name.format(branch) for branch in ("attn", "mlp") for name in each)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Mixer and mlp side by side, with one norm for both or one each."""
+
+    norms: Literal[1, 2] = 1
+
+    @property
+    def norm_count(self) -> int:
+        """Norms of a block."""
+        return self.norms
+
+    @property
+    def streams(self) -> int:
+        """As `Sequential.streams`: the input, and the output of each norm."""
+        return 1 + self.norms
+
+    @property
+    def additions(self) -> int:
+        """As `Sequential.additions`."""
+        return 1
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """As `Sequential.modules`."""
+        if self.norms == 1:
+            return "norm", "attn", "mlp"
+        return "attn_norm", "attn", "mlp_norm", "mlp"
+
+
+Arrangement = Sequential | Parallel
+
 
 Mixer = Attention | LatentAttention
 

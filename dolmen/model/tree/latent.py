@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, column, row, within
 from dolmen.model.tree.norm import Norm
 from dolmen.model.tree.positions import Rope, Yarn, temperature

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dolmen.core.words import divisor
+from dolmen.core.messages import divisor
 from dolmen.ops.recipe import Fp8
 
 Role = Literal[

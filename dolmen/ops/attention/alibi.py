@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import BFloat16, Float, Int64
 from torch import Tensor
 
-from dolmen.core import host
+from dolmen.core import device
 
 
 def slopes(heads: int) -> tuple[float, ...]:
@@ -26,7 +26,7 @@ def steps(heads: int, positions: Int64[Tensor, "b s"]) -> BFloat16[Tensor, "b s 
     transformers.
     """
     each = torch.tensor(slopes(heads), dtype=torch.bfloat16)
-    return host.send(each, positions.device) * positions[..., None].bfloat16()
+    return device.send(each, positions.device) * positions[..., None].bfloat16()
 
 
 def carried(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Int64
 from torch import Tensor
 
-from dolmen.core import host
+from dolmen.core import device
 from dolmen.core.function import Context, Function
 from dolmen.core.torch_private import compute
 from dolmen.ops import dropout
@@ -47,7 +47,7 @@ def _scores(scores: Tensor, attend: Attend, rows: Tensor, columns: Tensor) -> Te
         scores = (scores / attend.soft_cap).tanh() * attend.soft_cap
     slopes = attend.slopes_of(scores.shape[1])
     if slopes is not None:
-        slopes = host.send(torch.tensor(slopes, dtype=scores.dtype), scores.device)
+        slopes = device.send(torch.tensor(slopes, dtype=scores.dtype), scores.device)
         scores = scores + slopes[:, None, None] * (columns - rows[:, None])
     return scores
 

@@ -11,7 +11,7 @@ first to the last. Without `input` and `weight` a backward is only done whole, a
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.files import gate, kinds
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Cost

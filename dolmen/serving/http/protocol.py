@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dolmen.core.words import cut
+from dolmen.core.messages import cut
 from dolmen.files import gate
 from dolmen.serving.http.problem import Problem, bad
 

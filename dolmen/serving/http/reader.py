@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dolmen.conversion.source import Source
-from dolmen.core.words import counted
+from dolmen.core.messages import counted
 from dolmen.data import chats
 from dolmen.data.template import Template
 from dolmen.data.tokenizer import PreTrainedTokenizer

@@ -19,9 +19,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from dolmen.conversion.source import Source, open_alike, open_source, tokenizer_folder
+from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
 from dolmen.core.paths import expand
-from dolmen.data.progress import say
 from dolmen.data.template import own_template
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.files import gate

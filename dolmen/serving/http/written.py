@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from dolmen.data.token_bytes import bytes_of
-from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.data.tokenizer import PreTrainedTokenizer, bytes_of
 from dolmen.serving.request import Chosen, LogProb
 from dolmen.serving.text import UNFINISHED, Incremental
 

@@ -1,0 +1,111 @@
+"""Exceptions that every command may raise, and how values and options are worded in messages.
+
+What every verb may raise.
+
+Options in messages, which name them as the command line does, in Python's spelling:
+`--train.global-batch-size 8` is `train.global_batch_size 8`, and as `--resume` is `resume=True`,
+`--train.no-compile` is `train.compile=False`. A whole command, such as `dolmen export RUN --to
+DIR`, is for a shell.
+
+Words for people.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+
+class BadInput(Exception):
+    """Something the user gave cannot be done. The message says what and which option mends it; exit
+    code 2. On one line, also where a library's own text, which it ends in, has several, and of
+    characters that a terminal shows.
+    """
+
+    def __init__(self, text: str):
+        super().__init__(printable(" ".join(line.strip() for line in text.splitlines())))
+
+
+class Failed(RuntimeError):
+    """A run that cannot go on; the message says why and what mends it, and no traceback is shown;
+    exit code 1. `final`: starting again by itself would only fail again.
+    """
+
+    def __init__(self, text: str, final: bool = False):
+        super().__init__(text)
+        self.final = final
+
+
+def message(error: Exception) -> str:
+    """An exception's text; KeyError quotes its own."""
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+
+
+COMMAND = r"\bdolmen (?:export|generate|train) [^;)]*"
+OPTION = r"(?<![\w./-])(--)?([a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*)(?![\w/-])"
+SAID = re.compile(f"{COMMAND}|{OPTION}")
+
+
+def in_python(text: str, keywords: Mapping[str, str], switches: Collection[str] = ()) -> str:
+    """`text` with each of the `keywords`, by option without dashes before it and with `_` for `-`,
+    in place of its option; `switches` are the options that take no value. What has neither dashes
+    before it nor a section may be any word, and stays.
+    """
+
+    def spelled(found: re.Match[str]) -> str:
+        dashes, name = found.groups()
+        name = (name or "").replace("-", "_")  # empty: a command
+        section, _, last = name.rpartition(".")
+        if not dashes and not section:
+            return found[0]
+        if name in keywords:
+            return keywords[name] + ("=True" if dashes and name in switches else "")
+        positive = f"{section}.{last.removeprefix('no_')}"
+        return f"{keywords[positive]}=False" if positive in keywords else found[0]
+
+    return SAID.sub(spelled, text)
+
+
+def counted(count: int, one: str, several: str | None = None) -> str:
+    """1, 'process', 'processes' -> '1 process'; 1,200 of it '1,200 processes'. `several` is unset
+    where it is `one` with an s.
+    """
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
+LONGEST = 80  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A value in a message, as Python writes it, within a line."""
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    """`text` within 80 characters, and how long it was where it is cut."""
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[: LONGEST - 3]}... ({len(text):,} characters)"
+
+
+def printable(text: str) -> str:
+    """`text` with what a terminal would obey, not show, as Python writes it: a right-to-left
+    override turns the rest of a line around.
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+DTYPES |= {"half": "float16", "float": "float32", "double": "float64"}
+
+
+def choices(value: str, known: Iterable[object]) -> str:
+    """What to say after `X is VALUE: `, of which only the `known` ones are taken."""
+    names = [str(name) for name in known]
+    meant = DTYPES.get(value.lower().removeprefix("torch."), value.removeprefix("torch."))
+    if meant in names:
+        return f"did you mean {meant}?"
+    return f"use one of {', '.join(names)}"
+
+
+def divisor(number: int, near: int) -> int:
+    """The largest of `number` that is at most `near`: for `set X to a divisor, such as `."""
+    return max(n for n in range(1, min(near, number) + 1) if number % n == 0)
