@@ -289,7 +289,7 @@ PARSERS += ("pickle.load", "pickle.loads", "tomllib.load", "tomllib.loads", "np.
 # Of what is not read from outside, or is read nowhere as a whole
 PLAIN = {
     "core/agree.py": "the bytes of our own source, to compare ranks",
-    "planning/fingerprint.py": "the bytes of our own source, to know when it has changed",
+    "planning/winner.py": "the bytes of our own source, to know when it has changed",
     "launch/process.py": "/proc",
     "launch/watch.py": "/proc",
     "training/profile.py": "the trace that this process has just recorded",

@@ -21,8 +21,7 @@ from dolmen.model.tree import Tree
 from dolmen.ops import kernels, moe
 from dolmen.ops.attention import Attend, Documents
 from dolmen.optim.config import OptimizerConfig
-from dolmen.optim.optimizer import adamw
-from dolmen.optim.precision import at_rest
+from dolmen.optim.optimizer import adamw, at_rest
 from dolmen.parallel import context
 from dolmen.training.state import TrainState
 

@@ -11,10 +11,9 @@ from dolmen.model.tree import Experts, Tree, under
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Simulation
-from dolmen.planning.blocks import block_rows
+from dolmen.planning.blocks import block_rows, embedding_rows, head_rows, update_rows
+from dolmen.planning.capacity import layer_bytes
 from dolmen.planning.cost import BESIDE, Machine, Overlap, Parts, action_seconds, row_seconds
-from dolmen.planning.ends import embedding_rows, head_rows, update_rows
-from dolmen.planning.kept import layer_bytes
 from dolmen.planning.ledger import Row
 from dolmen.planning.operations import Operations, Program, Share
 from dolmen.planning.placement import Placement, send_seconds

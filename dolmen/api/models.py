@@ -20,7 +20,7 @@ from dolmen.families import special_tokens as special
 from dolmen.families import stated, unknown
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
-from dolmen.optim.precision import DTYPES
+from dolmen.optim.optimizer import DTYPES
 from dolmen.recipes.changed import plain
 from dolmen.serving import adapters as beside
 from dolmen.serving import engine
@@ -29,7 +29,7 @@ from dolmen.serving.config import GenerateConfig
 from dolmen.serving.continued import Prompt as Begun
 from dolmen.serving.continued import continued
 from dolmen.serving.defaults import resolved
-from dolmen.serving.prompt import check_text, encode
+from dolmen.serving.prompts import check_text, encode
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dolmen.api.asked import asked_of, in_keywords, value_errors
 from dolmen.core.messages import BadInput
 from dolmen.core.paths import expand
 from dolmen.recipes.changed import request
-from dolmen.training import job
+from dolmen.training import worker
 from dolmen.training.config import RunConfig
 from dolmen.training.metrics import read_metrics
 from dolmen.watching import page
@@ -50,7 +50,7 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> RunFolder:
     with value_errors():
         asked = request(recipe, changes)
     try:
-        code = job.run(asked)
+        code = worker.run(asked)
     except BadInput as error:
         raise ValueError(in_keywords(str(error), {})) from None
     if code == 130:

@@ -1,7 +1,7 @@
 """Reading a checkpoint that somebody else may have written: nothing in it is executed, no row is
 read without need.
 
-Files of tensors are never unpickled: of each part the rows that a rank holds are read (parts.py).
+Files of tensors are never unpickled: rows of this rank are read of each part (metadata.py).
 A part's checksum is verified where all its rows are read, which a resume at the same layout does;
 `partly` are the others, for `verify`. (torch.load reads each part whole, and verifies no checksum.)
 """

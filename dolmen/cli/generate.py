@@ -12,11 +12,12 @@ from dolmen.core.messages import BadInput, counted, message
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.launch import process
 from dolmen.model.layout import Layout
-from dolmen.optim.precision import DTYPES
+from dolmen.optim.optimizer import DTYPES
 from dolmen.rollouts import best
-from dolmen.serving import adapters, engine, offline, placed, prompt
+from dolmen.serving import adapters, engine, offline, placed
 from dolmen.serving.defaults import resolved
 from dolmen.serving.engine import Engine
+from dolmen.serving.prompts import check_text, encode
 from dolmen.serving.request import Limits, Request
 from dolmen.serving.text import Incremental
 
@@ -30,7 +31,7 @@ def run(options: GenerateOptions) -> int:
             if not process.launched_here():
                 best.check(options)
         for text in options.prompt:
-            prompt.check_text(text)
+            check_text(text)
     except ValueError as error:
         raise BadInput(str(error)) from None
     split = options.layout
@@ -100,7 +101,7 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     for line in told:
         say(line, mesh.first)
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
-    begin = [prompt.encode(tokenizer, text, source.model) for text in options.prompt]
+    begin = [encode(tokenizer, text, source.model) for text in options.prompt]
     dtype = DTYPES[options.dtype] if options.dtype else None
     model = engine.load_placed(source, mesh, dtype, options.weights)
     beside = adapters.opened(adapters.named(options.adapters), source, mesh)

@@ -12,12 +12,12 @@ from dolmen.core.messages import BadInput, message
 from dolmen.files import write
 from dolmen.planning import answer, outputs, search
 from dolmen.planning.config import PlanConfig, PlanRequest
-from dolmen.planning.fleets import with_fleets
 from dolmen.planning.hardware import LOCAL, measured_at
 from dolmen.planning.inference import inference
 from dolmen.planning.plan import Plan
 from dolmen.planning.question import Question
 from dolmen.planning.report import write_report
+from dolmen.planning.search import with_fleets
 from dolmen.recipes.named import planned
 
 

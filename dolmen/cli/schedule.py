@@ -13,7 +13,7 @@ from dolmen.parallel.patterns import SCHEDULES
 from dolmen.parallel.schedule import Cost, Simulation
 from dolmen.planning import draw
 from dolmen.planning.action_lists import search
-from dolmen.planning.action_lists.costs import Costs, from_file
+from dolmen.planning.action_lists.problem import Costs, from_file
 from dolmen.planning.action_lists.search import Found
 
 SEARCH = "search"

@@ -37,7 +37,7 @@ from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout
 from dolmen.model.tree import Head
 from dolmen.objectives.objective import check_end
-from dolmen.optim.precision import DTYPES, at_rest
+from dolmen.optim.optimizer import DTYPES, at_rest
 
 THEIRS, SEQUENCES, SEED, DEVICE = "transformers", 4, 0, "device"
 

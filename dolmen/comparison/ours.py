@@ -20,7 +20,7 @@ from dolmen.conversion.source import Source, load_weights
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
-from dolmen.evaluation.step import batch_of, objective_of
+from dolmen.evaluation.validate import batch_of, objective_of
 from dolmen.model import build, tree
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import Logits

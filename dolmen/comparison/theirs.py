@@ -28,7 +28,7 @@ from dolmen.conversion.source import Source
 from dolmen.conversion.weights import split_stored
 from dolmen.core.torch_private import hub
 from dolmen.evaluation import theirs
-from dolmen.evaluation.step import batch_of
+from dolmen.evaluation.validate import batch_of
 from dolmen.families import Model, weight_map
 from dolmen.families.rules import Entry
 from dolmen.model.tree.leaf import Leaf

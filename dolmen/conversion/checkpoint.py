@@ -18,7 +18,7 @@ from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.checkpoint.saved import model_of, read_saved
 from dolmen.conversion.beside import ended, padded
 from dolmen.conversion.moments import WeightsAlone
-from dolmen.conversion.scales import Scales, Scaling
+from dolmen.conversion.weights import Scales, Scaling
 from dolmen.core.messages import counted
 from dolmen.families import Model, compared, completed, scored
 from dolmen.files.safetensors import Spec

@@ -19,14 +19,14 @@ from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.megatron import dist_export, export, names
 from dolmen.conversion.moments import Moments
-from dolmen.conversion.scales import Scales
 from dolmen.conversion.source import Source, in_dtype, open_source, pinned
+from dolmen.conversion.weights import Scales
 from dolmen.core.log import bar
 from dolmen.core.messages import counted
 from dolmen.families import unknown
 from dolmen.launch import process
 from dolmen.launch.side_by_side import Group
-from dolmen.optim.precision import DTYPES
+from dolmen.optim.optimizer import DTYPES
 
 
 class Writing(Protocol):

@@ -28,9 +28,8 @@ from dolmen.conversion.hf import (
     stated_dtype,
     tokenizer_files,
 )
-from dolmen.conversion.scales import Scales
 from dolmen.conversion.source import Source
-from dolmen.conversion.weights import join_stored
+from dolmen.conversion.weights import Scales, join_stored
 from dolmen.families import Model, changed, edit, unknown, weight_map
 from dolmen.families.rules import Entry
 from dolmen.files import safetensors

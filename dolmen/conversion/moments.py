@@ -10,7 +10,7 @@ from typing import Protocol, Self
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.conversion.scales import Scales
+from dolmen.conversion.weights import Scales
 from dolmen.files.safetensors import Spec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -30,7 +30,7 @@ from dolmen.conversion import peft_config, unfinished
 from dolmen.conversion.checkpoint import RunCheckpoint
 from dolmen.conversion.hf import ADAPTER_FILES, copy_tokenizer, tokenizer_files
 from dolmen.conversion.moments import WeightsAlone
-from dolmen.conversion.scales import Scales
+from dolmen.conversion.weights import Scales
 from dolmen.core.paths import expand
 from dolmen.families import Model, weight_map
 from dolmen.families.rules import Rename, Transpose

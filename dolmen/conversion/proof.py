@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dolmen.conversion.moments import Moments, Tensors
-from dolmen.conversion.scales import Scales
 from dolmen.conversion.source import Source
+from dolmen.conversion.weights import Scales
 from dolmen.core.messages import Failed
 from dolmen.model import head
 from dolmen.model.decoder import Decoder

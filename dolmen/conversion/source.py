@@ -23,7 +23,7 @@ from dolmen.conversion import checkpoint, hf, meta, peft, sat, unfinished
 from dolmen.conversion.megatron import dist, folders
 from dolmen.conversion.megatron import source as megatron
 from dolmen.conversion.moments import Moments, Tensors
-from dolmen.conversion.scales import Scales
+from dolmen.conversion.weights import Scales
 from dolmen.core import agree
 from dolmen.core.mesh import Mesh
 from dolmen.families import Model

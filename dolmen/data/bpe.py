@@ -15,9 +15,8 @@ import numpy as np
 import xxhash
 
 from dolmen.core.log import say
-from dolmen.data.cached import identity_of
 from dolmen.data.config import DataConfig
-from dolmen.data.corpus import identities
+from dolmen.data.corpus import identities, identity_of
 from dolmen.data.heldout import TextHash, all_validated, choose_held_out, union
 from dolmen.data.scratch import building, lock, remove_folder
 from dolmen.data.sources import Source

@@ -18,8 +18,8 @@ from dolmen.data.corpus import Corpus, added
 from dolmen.data.ending import Ending, ending
 from dolmen.data.heldout import Choice, all_validated, choose_held_out
 from dolmen.data.megatron import split_of
+from dolmen.data.mixture import TokenStream
 from dolmen.data.sources import Source
-from dolmen.data.stream import TokenStream
 from dolmen.data.tokenizer import PreTrainedTokenizer
 
 

@@ -1,5 +1,5 @@
 """Chats as tokens on disk, memory-mapped, built once and reused until something that they depend on
-changes (cached.py):
+changes (corpus.py):
 
     tokens.bin     the tokens of every example, little-endian uint16, or uint32 if the tokenizer has
                    more than 65,536 tokens
@@ -23,10 +23,9 @@ import xxhash
 from dolmen.core.log import bar
 from dolmen.core.messages import counted
 from dolmen.data import tokenizer as tokenizers
-from dolmen.data.cached import Form, found_or_built, write_index
 from dolmen.data.chats import Chat, chats, completions, pairs
 from dolmen.data.config import ChatRows
-from dolmen.data.corpus import identities
+from dolmen.data.corpus import Form, found_or_built, identities, write_index
 from dolmen.data.sources import Source
 from dolmen.data.template import Template, TrainOn
 from dolmen.files.kinds import EXAMPLES

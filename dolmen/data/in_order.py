@@ -17,7 +17,7 @@ from dolmen.data.batch import Batch
 from dolmen.data.cloze import Cloze
 from dolmen.data.corpus import added
 from dolmen.data.division import HeldOut
-from dolmen.data.stream import TokenStream
+from dolmen.data.mixture import TokenStream
 from dolmen.ops.loss import IGNORED
 
 

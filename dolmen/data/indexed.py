@@ -1,6 +1,6 @@
 """Megatron's .bin and .idx as a corpus: tokens are read where they lie, and nothing of them is
 copied. What is held out is decided by hashes, as of text, so each token is read once for these,
-which are kept in the cache (cached.py):
+which are kept in the cache (corpus.py):
 
     documents.npy   per document: 4 bytes for each token, hash of its tokens, twice, no file
 
@@ -15,8 +15,7 @@ import numpy as np
 import xxhash
 
 from dolmen.core.log import bar
-from dolmen.data.cached import Form, found_or_built, identity_of, write_index
-from dolmen.data.corpus import Corpus
+from dolmen.data.corpus import Corpus, Form, found_or_built, identity_of, write_index
 from dolmen.data.tokenise import DOCUMENT, SEAM
 from dolmen.files import indexed
 from dolmen.files.kinds import INDEXED

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from dolmen.core.messages import counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.bpe import tokenizer_folder
-from dolmen.data.cached import file_digest
 from dolmen.data.config import DataConfig
+from dolmen.data.corpus import file_digest
 from dolmen.data.heldout import all_validated
 from dolmen.data.indexed import check_indexed
 from dolmen.data.readers import is_whole_file

@@ -32,8 +32,7 @@ from jaxtyping import Int64
 from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
 from dolmen.data.examples import Examples
-from dolmen.data.mixture import Part, permute_index
-from dolmen.data.stream import TokenStream
+from dolmen.data.mixture import Part, TokenStream, permute_index
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 

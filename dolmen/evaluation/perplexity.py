@@ -34,7 +34,7 @@ from dolmen.evaluation.config import EvaluateConfig
 from dolmen.evaluation.rows import Rows
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
-from dolmen.optim.precision import DTYPES
+from dolmen.optim.optimizer import DTYPES
 from dolmen.parallel import channels
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule

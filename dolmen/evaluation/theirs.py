@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dolmen.conversion.weights import assemble
 from dolmen.data.batch import FOLLOWS, Batch
-from dolmen.evaluation.step import judges_pairs
+from dolmen.evaluation.validate import judges_pairs
 from dolmen.families import Model, weight_map
 
 

@@ -33,7 +33,7 @@ from dolmen.evaluation.compare import (
     logits_row,
     relative_row,
 )
-from dolmen.evaluation.step import batch_of, objective_of
+from dolmen.evaluation.validate import batch_of, objective_of
 from dolmen.families import Model, compared
 from dolmen.model import head
 from dolmen.model.decoder import Decoder

@@ -273,7 +273,7 @@ class Decoder(nn.Module):
         last hidden vectors, these without one.
 
         `noise` is required while training with dropout, and unused otherwise. `documents` and
-        `positions`: of the whole sequences. With a `cache` (cached.py), which holds the keys and
+        `positions`: of the whole sequences. With a `cache` (corpus.py), which holds the keys and
         values of the tokens before these, b is 1, and the tokens of several texts follow one
         another. `balance`: of each layer of experts; `routes`: which of them tokens go to.
         """

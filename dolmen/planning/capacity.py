@@ -1,4 +1,8 @@
-"""What each rank of a pipeline holds at its fullest, in closed form, for layouts by the hundred
+"""Memory of each rank in closed form.
+
+What a layer of any kind keeps of a microbatch until backward, ours or another program's.
+
+What each rank of a pipeline holds at its fullest, in closed form, for layouts by the hundred
 thousand. A dry run (dryrun.py) counts those of the layouts that are left, to the byte.
 
 Parameters and their states are read off leaves (docs/zero.md has the forms), what a layer keeps off
@@ -14,16 +18,48 @@ of a rank's layers, with p ranks of v virtual stages, rank r, m microbatches
 (tests/planning/test_capacity.py holds them to the simulated lists).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dolmen.model.tree import Attention, Block, Tree
-from dolmen.planning.kept import layer_bytes
+from dolmen.model.count import activation_bytes_per_layer
+from dolmen.model.tree import Attention, Block, Experts, Mlp, Run, Tree
 from dolmen.planning.ledger import Live
 from dolmen.planning.plan import StageMemory
 from dolmen.planning.ranks import Held, Ranks, stages_of
 from dolmen.planning.space import Choice
+
+
+def layer_bytes(
+    tree: Tree,
+    block: Block,
+    batch: int,
+    length: int,
+    *,
+    cp: int,
+    recompute: str,
+    element_bytes: int,
+    **more: Any,
+) -> float:
+    """Bytes that a layer keeps of a microbatch, as `activation_bytes_per_layer` says, of any block:
+    of experts those of the dense layer that a token passes, with what is sent to them and comes
+    back; latents beside the heads that are made of them.
+    """
+    tokens, beside, e = batch * length / cp, 0.0, element_bytes
+    if isinstance(block.mlp, Experts):
+        experts = block.mlp
+        beside += tokens * 2 * e * experts.per_token * tree.hidden_size
+        beside += tokens * 8 * experts.number  # the router's, in fp32
+        block = replace(block, mlp=Mlp(experts.per_token * experts.size))
+    if not isinstance(block.mixer, Attention):
+        mixer = block.mixer
+        beside += tokens * e * 2 * ((mixer.q_rank or 0) + mixer.kv_rank)
+        block = replace(block, mixer=Attention(mixer.heads, mixer.heads, mixer.head_size))
+    one = replace(tree, runs=(Run((block,), 1),))
+    how = {"cp": cp, "recompute": recompute, "element_bytes": e, **more}
+    kept = activation_bytes_per_layer(one, batch, length, **how)
+    return kept + (0.0 if recompute == "full" else beside)
+
 
 LOGITS = 1 << 28
 """Of a chunk of the loss on a GPU (ops/kernels.py: logits_at_once)."""

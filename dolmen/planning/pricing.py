@@ -22,10 +22,9 @@ from dolmen.core.topology import Topology
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Simulation
-from dolmen.planning.blocks import block_rows
+from dolmen.planning.blocks import block_rows, embedding_rows, head_rows, update_rows
 from dolmen.planning.capacity import Capacity
 from dolmen.planning.cost import BESIDE, Machine, Parts, action_seconds
-from dolmen.planning.ends import embedding_rows, head_rows, update_rows
 from dolmen.planning.hardware import Cluster
 from dolmen.planning.ledger import Row
 from dolmen.planning.operations import OURS, Operations, Program, Share

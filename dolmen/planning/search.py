@@ -1,21 +1,127 @@
-"""The fastest layouts of a model on a cluster. Every layout is held against the device's memory,
+"""Searches for the fastest layouts of a model on a cluster, and compares their neighbours.
+
+What one change of a layout would buy: those that differ from it in one thing.
+
+The same model and batch on other numbers of nodes, for the front of days against cost.
+
+The fastest layouts of a model on a cluster. Every layout is held against the device's memory,
 those that fit are timed in closed form, and the best of them simulated.
 """
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dolmen.core.log import gib
 from dolmen.core.messages import counted
 from dolmen.model import count
-from dolmen.planning.changes import changes
 from dolmen.planning.config import PlanConfig
-from dolmen.planning.plan import Candidate, Plan, Prices, Timeline, words
+from dolmen.planning.plan import Candidate, Change, Fleet, Plan, Prices, Timeline, words
 from dolmen.planning.pricing import Timed
 from dolmen.planning.question import Question
-from dolmen.planning.space import Choice, Pins
+from dolmen.planning.space import Choice, Pins, divisors
 from dolmen.planning.traffic import traffic
 from dolmen.planning.winner import command, confirmed
+
+LESS = 0.99
+"""Of the bytes of a layout: what holds more than this holds as much."""
+
+
+def changes(question: Question, choice: Choice, now: float) -> Iterator[Change]:
+    """What one change of a layout would buy that takes `now` seconds, the fastest first; dp is what
+    the others leave. Each is simulated, as that is. What takes as long and holds as much buys
+    nothing.
+    """
+    here = question.held(choice)
+    tried = []
+    for other in dict.fromkeys(neighbours(question, choice)):
+        if other == choice:  # of what has no effect, such as ZeRO where dp is 1
+            continue
+        held = question.held(other)
+        seconds = question.pricing.full(other).estimate.seconds
+        if seconds >= now and held > LESS * here:
+            continue
+        fits = held <= question.cluster.device.memory
+        tried.append(Change(difference(choice, other), seconds, held, fits))
+    yield from sorted(tried, key=lambda change: change.seconds)
+
+
+def neighbours(question: Question, choice: Choice) -> Iterator[Choice]:
+    """Layouts that differ in one thing, whatever is pinned."""
+    pins: dict[str, Any] = choice._asdict()
+    size = pins.pop("microbatch_size")
+    pins.pop("dp")
+    if choice.recompute == "none":
+        pins["recompute_layers"] = None
+    for name, values in _variants(choice).items():
+        for value in values:
+            changed = {**pins, name: value} if name != "microbatch_size" else pins
+            micro = value if name == "microbatch_size" else size
+            if name == "recompute" and value == "none":
+                changed["recompute_layers"] = None
+            try:
+                space = replace(question.space(Pins(**changed)), microbatch_size=micro)
+            except ValueError:
+                continue
+            yield from space.choices()
+
+
+def _variants(choice: Choice) -> dict[str, list]:
+    """One step each way."""
+    sizes = {n: [getattr(choice, n) * 2] for n in ("tp", "pp", "cp", "ep", "microbatch_size")}
+    for name, found in sizes.items():
+        value = getattr(choice, name)
+        if value > 1:
+            found.append(max(divisors(value)[:-1]))
+    chunks = choice.virtual_stages
+    return {
+        **sizes,
+        "zero": [zero for zero in (0, 1, 2, 3) if zero != choice.zero],
+        "sequence_parallel": [not choice.sequence_parallel],
+        "recompute": [kind for kind in ("none", "selective", "full") if kind != choice.recompute],
+        "virtual_stages": [v for v in (chunks - 1, chunks + 1) if v > 1 and chunks > 1],
+    }
+
+
+def difference(one: Choice, other: Choice) -> str:
+    """ "tp 4" of two that differ in tp, and in the dp that it leaves."""
+    pairs = zip(one._asdict().items(), other, strict=True)
+    told = [f"{n.replace('_', '-')} {b}" for (n, a), b in pairs if a != b and n != "dp"]
+    return " ".join(told)
+
+
+def with_fleets(question: Question, plan: Plan) -> Plan:
+    """The plan, with the best layouts of half as many nodes, twice as many, and so on. These keep
+    the tensor, context and expert parallelism of its first layout, which is seconds in place of
+    minutes.
+    """
+    first = plan.ranked[0]
+    own = Fleet(plan.gpus, first.estimate, first.words)
+    return replace(plan, fleets=(own, *_others(question, plan)))
+
+
+def _others(question: Question, plan: Plan) -> Iterator[Fleet]:
+    cluster, said = question.cluster, plan.ranked[0].layout
+    kept = {axis: int(said.get(f"layout.{axis}", 1)) for axis in ("tp", "cp", "ep")}
+    pins = replace(question.pins, pp=None, dp=None, **kept)
+    for nodes in sizes(cluster.nodes, cluster.tiers[-1].nodes if cluster.tiers else cluster.nodes):
+        placed = replace(cluster, nodes=nodes)
+        other = replace(question, cluster=placed, pins=pins)
+        try:
+            found = look(other, 1)
+        except ValueError:  # no layout of so many GPUs
+            continue
+        if found.best:
+            timed = other.pricing.full(found.best[0])
+            yield Fleet(placed.gpus, timed.estimate, words(found.best[0].options))
+
+
+def sizes(nodes: int, most: int) -> list[int]:
+    """Numbers of nodes from an eighth to four times as many, as far as a cluster goes."""
+    halves = [nodes // 2**n for n in (3, 2, 1) if nodes % 2**n == 0]
+    return [*halves, *(nodes * n for n in (2, 4) if nodes * n <= most)]
+
 
 SIMULATED = 20
 """Layouts that are simulated: the best in closed form."""

@@ -1,15 +1,24 @@
-"""The fastest layout, run: a dry run of some of its ranks beside what the closed forms say of them.
+"""Dry-runs the fastest layouts, and caches what a dry run has counted.
+
+What a dry run depends on: the program, torch, and of a run all that its step is made of. What is
+counted once is kept on disk under a hash of it. Without torch.
+
+The fastest layout, run: a dry run of some of its ranks beside what the closed forms say of them.
 
 A layout that the dry run finds too large, or that would crash, is struck off, and the next one is
 run, of TRIED at most. What is counted is kept on disk under a hash of the code and of the run, so
 that it is counted once; reading it takes no torch.
 """
 
+import hashlib
 import json
 import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, get_args
 
 from dolmen.core.config import flatten, to_dict
@@ -17,14 +26,30 @@ from dolmen.core.log import gib
 from dolmen.files import gate, kinds, write
 from dolmen.model.layout import balance
 from dolmen.planning.config import Device, DryrunConfig, DryrunRequest, ranks_of
-from dolmen.planning.fingerprint import of_step
+from dolmen.planning.dryrun import shortened
 from dolmen.planning.hardware import measured_at
 from dolmen.planning.ledger import WORDS
 from dolmen.planning.plan import Compared, DryRun, RankRun, spelled, words
 from dolmen.planning.question import Question
 from dolmen.planning.space import Choice
-from dolmen.planning.steady import shortened
 from dolmen.training.config import RunConfig
+
+
+@cache
+def program() -> str:
+    """A hash of the code, and the version of torch."""
+    root, found = Path(__file__).parent.parent, hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(file.read_bytes())
+    return f"{found.hexdigest()} {version('torch')}"
+
+
+def of_step(run: RunConfig, *more: object) -> str:
+    """A hash of the program, of what a step of `run` depends on beside its model, and of `more`."""
+    asked = (run.adapter, run.layout, run.objective, run.optimizer, run.train)
+    text = repr((program(), asked, run.sequence_length, run.data.document_mask, more))
+    return hashlib.sha256(text.encode()).hexdigest()
+
 
 TRIED = 3
 """Layouts that are run, until one fits."""

@@ -20,10 +20,9 @@ from dolmen.core.mesh import SINGLE
 from dolmen.core.paths import expand
 from dolmen.files import gate, write
 from dolmen.model.layout import Layout
-from dolmen.rollouts import rewards, scorer
-from dolmen.rollouts.judging import Judging, Part
+from dolmen.rollouts import rewards, scoring
 from dolmen.rollouts.rewards import Answer, is_model, judge_of, weighted
-from dolmen.rollouts.scorer import Scorer
+from dolmen.rollouts.scoring import Judging, Part, Scorer
 from dolmen.serving import engine
 from dolmen.serving.answers import ANSWER as LINE
 from dolmen.serving.config import GenerateConfig
@@ -68,7 +67,7 @@ def check(config: GenerateConfig) -> None:
     for _, name in weighted(config.reward):
         if is_model(name):
             own = open_source(config.folder)
-            scorer.check(name, own.model.tree.vocab_size, tokenizer_folder(own))
+            scoring.check(name, own.model.tree.vocab_size, tokenizer_folder(own))
         else:
             with judge_of(name, LIMIT) as judge:
                 judge.begin()

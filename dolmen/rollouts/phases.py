@@ -28,16 +28,14 @@ from dolmen.objectives import advantage, score
 from dolmen.ops.loss import IGNORED
 from dolmen.parallel.actions import Schedule
 from dolmen.rollouts import drawn as files
-from dolmen.rollouts.answering import Written, answered
-from dolmen.rollouts.asked import of_rows
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.drawn import Drawn, of_answers
+from dolmen.rollouts.generation import Written, answered, of_rows, with_redraws
 from dolmen.rollouts.idle import Idle
-from dolmen.rollouts.judging import Judging
 from dolmen.rollouts.learned import with_advantages
 from dolmen.rollouts.prompts import Prompt, PromptLoader
-from dolmen.rollouts.redraws import with_redraws
 from dolmen.rollouts.rewards import Answer
+from dolmen.rollouts.scoring import Judging
 from dolmen.rollouts.turns import Turns
 from dolmen.rollouts.weights import Drawing
 from dolmen.serving.options import Options

@@ -20,10 +20,9 @@ from dolmen.data.chat_loader import refuse_model
 from dolmen.data.chats import ASSISTANT, Chat
 from dolmen.data.config import DataConfig
 from dolmen.data.inputs import check_inputs
-from dolmen.data.mixture import Part
+from dolmen.data.mixture import Part, TokenStream
 from dolmen.data.packing import shuffled
 from dolmen.data.sources import Source
-from dolmen.data.stream import TokenStream
 from dolmen.data.template import Template, template_of
 from dolmen.data.tokenise import first_lines
 from dolmen.data.tokenizer import PreTrainedTokenizer

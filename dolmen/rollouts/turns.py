@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 from dolmen.core import agree
 from dolmen.core.mesh import Mesh
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.rollouts.answering import Written
 from dolmen.rollouts.apart import Apart
+from dolmen.rollouts.generation import Written
 from dolmen.rollouts.prompts import Prompt
 from dolmen.rollouts.rewards import NoReward
 

@@ -18,13 +18,13 @@ from dolmen.model.decoder import Decoder
 from dolmen.objectives import advantage, score
 from dolmen.objectives.ppo import RETURN, VALUE
 from dolmen.ops.loss import IGNORED
-from dolmen.rollouts.coefficient import Coefficient
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.drawn import Drawn
-from dolmen.rollouts.judging import Judging
+from dolmen.rollouts.learned import Coefficient
 from dolmen.rollouts.phases import Models, Phases, Setup
 from dolmen.rollouts.ppo_config import PPOConfig
 from dolmen.rollouts.prompts import PromptLoader
+from dolmen.rollouts.scoring import Judging
 from dolmen.rollouts.turns import Turns
 
 

@@ -21,7 +21,7 @@ from dolmen.core.messages import counted
 from dolmen.data import chats
 from dolmen.data.template import own_template
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.optim.precision import DTYPES
+from dolmen.optim.optimizer import DTYPES
 from dolmen.serving import engine
 from dolmen.serving.config import ChatConfig
 from dolmen.serving.engine import Engine

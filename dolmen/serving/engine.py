@@ -41,11 +41,19 @@ from dolmen.parallel.actions import Schedule
 from dolmen.parallel.laid_out import Weights
 from dolmen.serving.adapters import Adapters, check_name
 from dolmen.serving.cache import Memory
-from dolmen.serving.checked import check, check_int8, span_of
 from dolmen.serving.choosing import Choice, Made, told
 from dolmen.serving.forward import Forward
 from dolmen.serving.options import Options
-from dolmen.serving.request import Chosen, Ended, Happened, Limits, Request
+from dolmen.serving.request import (
+    Chosen,
+    Ended,
+    Happened,
+    Limits,
+    Request,
+    check,
+    check_int8,
+    span_of,
+)
 from dolmen.serving.running import Row, Running, groups
 
 TOKENS_AT_ONCE = 1 << 12  # of prompts, one forward: bounds activations

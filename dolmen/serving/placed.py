@@ -18,7 +18,7 @@ from dolmen.families import Model, unknown
 from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout
 from dolmen.serving import adapters as beside
-from dolmen.serving.checked import check_int8
+from dolmen.serving.request import check_int8
 
 DEVICE = "device"
 

@@ -14,15 +14,14 @@ from dolmen.data import loader as data_loader
 from dolmen.data.batch import Batch
 from dolmen.data.batches import Loader
 from dolmen.model.decoder import Decoder
-from dolmen.optim.precision import DTYPES
+from dolmen.optim.optimizer import DTYPES
 from dolmen.rollouts import prompts
 from dolmen.rollouts.drawn import forget
 from dolmen.rollouts.idle import Idle, parts_of
-from dolmen.rollouts.judging import Judging, Part
 from dolmen.rollouts.phases import Models, Phases, Setup
 from dolmen.rollouts.prompts import PromptLoader
 from dolmen.rollouts.rewards import NoReward, is_model, judge_of, weighted
-from dolmen.rollouts.scorer import Scorer
+from dolmen.rollouts.scoring import Judging, Part, Scorer
 from dolmen.rollouts.turns import Function, Turns
 from dolmen.rollouts.valued import ValuedPhases
 from dolmen.rollouts.weights import Drawing

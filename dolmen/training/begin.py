@@ -7,22 +7,21 @@ from dolmen.core.mesh import Mesh
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
-from dolmen.objectives.compared import DPO, KTO, ReferenceFree
 from dolmen.objectives.config import SIMPO_MARGIN
 from dolmen.objectives.drawn import Group, Undecided
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.objectives.ppo import Clipped, ClippedUndecided
+from dolmen.objectives.preference import DPO, KTO, ReferenceFree
 from dolmen.objectives.reward import Preferred
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
-from dolmen.optim.precision import DTYPES, LossScale, at_rest
+from dolmen.optim.optimizer import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
 from dolmen.parallel.actions import Schedule
 from dolmen.training.check_init import initial
 from dolmen.training.config import RunConfig
-from dolmen.training.spike import SpikePolicy
-from dolmen.training.state import TrainState
+from dolmen.training.state import SpikePolicy, TrainState
 
 
 def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:

@@ -5,7 +5,7 @@ any process starts and before anything is written.
 from dolmen.conversion.source import open_source, tokenizer_folder
 from dolmen.core.messages import counted
 from dolmen.model.layout import Layout
-from dolmen.rollouts import apart, rewards, scorer
+from dolmen.rollouts import apart, rewards, scoring
 from dolmen.rollouts.config import COMPARING, RolloutConfig
 from dolmen.training.config import RunConfig
 
@@ -129,7 +129,7 @@ def check_reward_model(run: RunConfig, name: str) -> None:
     own = run.data.tokenizer
     if own is None and run.init is not None:
         own = tokenizer_folder(open_source(run.init))
-    tree = scorer.check(name, run.tree.vocab_size, own).tree
+    tree = scoring.check(name, run.tree.vocab_size, own).tree
     if tree.max_position_embeddings <= run.sequence_length:
         raise ValueError(
             f"reward {name} reads {tree.max_position_embeddings} tokens "

@@ -20,7 +20,7 @@ from dolmen.model.training import Training
 from dolmen.model.tree import Adapter, Scalar
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rollouts.rewards import is_model, weighted
-from dolmen.training import folder, lock, metrics
+from dolmen.training import folder, metrics
 from dolmen.training.config import RunConfig
 
 
@@ -65,7 +65,7 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
             f"--out {out}: {ground} cannot be written to ({error.strerror}): give another folder"
         ) from None
     if (out / folder.LOCK).exists():
-        lock.free(out, lock.take(out))
+        folder.free(out, folder.take(out))
     held = out.is_dir() and any(path.name != folder.LOCK for path in out.iterdir())
     owned = (out / folder.LIST).exists() or folder.is_run(out / "config.yaml")
     if held and not (owned or resume or overwrite):

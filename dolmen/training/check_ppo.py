@@ -1,7 +1,7 @@
 """Rules of a run that learns with a critic (PPO), part of the one screen that check.py is."""
 
-from dolmen.rollouts.coefficient import MOST
 from dolmen.rollouts.config import RolloutConfig
+from dolmen.rollouts.learned import MOST
 from dolmen.rollouts.ppo_config import CriticConfig, PPOConfig
 from dolmen.training import critic
 from dolmen.training.config import RunConfig

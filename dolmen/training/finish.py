@@ -16,7 +16,7 @@ from dolmen.core.messages import BadInput, counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.quickstart_corpus import gzip_xz_bits
 from dolmen.files import gate, kinds
-from dolmen.training import apart, folder
+from dolmen.training import folder, validating
 from dolmen.training.config import RunConfig
 
 
@@ -56,7 +56,7 @@ def _export(out: Path, to: Path) -> None:
 def _sample(screen: Console, folder: Path, prompt: str) -> None:
     from dolmen.serving import engine
     from dolmen.serving.config import GenerateConfig
-    from dolmen.serving.prompt import answer
+    from dolmen.serving.prompts import answer
 
     tokenizer = tokenizers.load_tokenizer(str(folder))
     source = open_source(folder)
@@ -99,7 +99,7 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
         per_byte, before = (
             outcome.get(f"val_sources_{of}", {}).get(name) for of in ("per_byte", "before")
         )
-        table.add_row("", apart.told(name, loss, per_byte, before))
+        table.add_row("", validating.told(name, loss, per_byte, before))
     if outcome["bits_per_byte"] is not None:
         line = f"{outcome['bits_per_byte']:.3f}"
         if run.finish.compressors and outcome["validation_files"]:

@@ -1,4 +1,8 @@
-"""What a run writes into its folder, how that is deleted, and that nothing else ever is.
+"""The folder of a run: what is written there, its lock, and what may be deleted.
+
+One run at a time in a folder: a file in it that a process holds while it trains.
+
+What a run writes into its folder, how that is deleted, and that nothing else ever is.
 
     runs/NAME/.dolmen     the names, one per line, under which runs have written here:
                           `checkpoints`, `config.yaml`, `tokenizer`, ... and the
@@ -12,8 +16,11 @@ writes no links, so a link is somebody else's. A run of before has no list, nor 
 model or a tokenizer, which have these names whoever wrote them.
 """
 
+import errno
+import fcntl
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,6 +28,62 @@ from pathlib import Path
 from dolmen.checkpoint import folders
 from dolmen.files import gate, kinds, write
 from dolmen.training.config import RunConfig
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without them says
+
+
+def take(out: Path, patience: float = 0) -> int | None:
+    """Hold the run's folder until `free`, or until the process ends; None where the file system has
+    no locks. Raises Unusable if another run still holds it after `patience` seconds (the process
+    that a restart replaces may be dying), or if it cannot be held.
+
+    A file is locked, and not the folder: over NFS, Linux makes a lock of a file that is open for
+    writing one of all hosts, and a lock of a folder one of this host.
+    """
+    end = time.monotonic() + patience
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        while (descriptor := _held(out / LOCK)) is None:
+            if time.monotonic() > end:
+                raise Unusable(
+                    f"{out} is in use by another run: wait for it, or give another --out"
+                )
+            time.sleep(0.1)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return None
+        raise Unusable(
+            f"{out / LOCK} cannot be locked ({error.strerror}): mend it, or give another --out"
+        ) from None
+    return descriptor
+
+
+def _held(file: Path) -> int | None:
+    """A descriptor that holds `file`, made if there is none; None if somebody else holds it. Raises
+    OSError.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # who held it may have deleted it since it was opened: then it is not the folder's lock
+        if os.path.samestat(os.fstat(descriptor), os.stat(file)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def free(out: Path, descriptor: int | None) -> None:
+    """Let go of what `take` gave, and leave no file behind."""
+    if descriptor is not None:
+        if os.fstat(descriptor).st_size == 0:  # one of ours
+            (out / LOCK).unlink(missing_ok=True)
+        os.close(descriptor)
+
 
 LIST = ".dolmen"
 LOCK = ".dolmen-lock"  # held while a run is; see lock.py

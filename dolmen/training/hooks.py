@@ -20,15 +20,7 @@ from dolmen.core.messages import counted, cut
 from dolmen.data.batches import Loader
 from dolmen.launch.watch import Watch
 from dolmen.model import count
-from dolmen.training import (
-    balance,
-    critic,
-    garbage,
-    history,
-    metrics,
-    report,
-    warn,
-)
+from dolmen.training import balance, critic, history, loop, metrics, report, warn
 from dolmen.training.config import RunConfig
 from dolmen.training.history import History
 from dolmen.training.judged import Judged
@@ -263,7 +255,7 @@ class Hooks:
             self.checkpoints.finish()
 
     def collect(self, state: TrainState, m: Metrics) -> None:
-        garbage.collect(state.step)
+        loop.collect(state.step)
 
     def begin(self, state: TrainState, how: str, changed: list[str]) -> None:
         """A start that is `how`, with what has `changed` since the one before."""

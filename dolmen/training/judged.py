@@ -23,10 +23,10 @@ from dolmen.evaluation.perplexity import Loaded
 from dolmen.families import Model
 from dolmen.files import gate, write
 from dolmen.model.tree import Tree
-from dolmen.optim.precision import DTYPES
+from dolmen.optim.optimizer import DTYPES
 from dolmen.rollouts.weights import Drawing
 from dolmen.serving.options import Options
-from dolmen.serving.prompt import encode
+from dolmen.serving.prompts import encode
 from dolmen.training import folder
 from dolmen.training.config import RunConfig
 from dolmen.training.start import first_does

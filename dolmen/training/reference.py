@@ -22,8 +22,8 @@ from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
 from dolmen.objectives import score
-from dolmen.objectives.compared import REFERENCE
-from dolmen.optim.precision import DTYPES, at_rest
+from dolmen.objectives.preference import REFERENCE
+from dolmen.optim.optimizer import DTYPES, at_rest
 from dolmen.training import folder
 from dolmen.training.begin import fill
 from dolmen.training.config import RunConfig

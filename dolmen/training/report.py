@@ -17,7 +17,7 @@ from dolmen.core.messages import counted
 from dolmen.data.batches import Loader
 from dolmen.model import count
 from dolmen.model.layout import Layout
-from dolmen.optim.precision import at_rest
+from dolmen.optim.optimizer import at_rest
 from dolmen.parallel.schedule import simulate
 from dolmen.training.config import RunConfig
 from dolmen.training.mfu import Peak

@@ -21,33 +21,21 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.batches import Loader
 from dolmen.files import write
 from dolmen.launch.watch import Watch
-from dolmen.optim.precision import DTYPES
+from dolmen.optim.optimizer import DTYPES
 from dolmen.rollouts.prompts import PromptLoader
-from dolmen.training import (
-    batches,
-    critic,
-    folder,
-    garbage,
-    lock,
-    mfu,
-    pretraining,
-    reference,
-    report,
-)
+from dolmen.training import batches, critic, folder, loop, mfu, pretraining, reference, report
 from dolmen.training.batches import Batches
 from dolmen.training.begin import make_state
 from dolmen.training.check import check_profile
 from dolmen.training.check_out import beginning
-from dolmen.training.compiled import limit_told
 from dolmen.training.config import RunConfig
 from dolmen.training.hooks import Hooks
-from dolmen.training.loop import Stop, train_steps
+from dolmen.training.loop import Stop, limit_told, train_steps
 from dolmen.training.new_rows import NewRows
-from dolmen.training.resume import changed_since, resume
-from dolmen.training.start import Start, first_does, same_data
+from dolmen.training.run_file import write_config, write_tokenizer
+from dolmen.training.start import Start, changed_since, first_does, resume, same_data
 from dolmen.training.state import TrainState
 from dolmen.training.warn import warnings
-from dolmen.training.written import write_config, write_tokenizer
 
 
 @dataclass(frozen=True)
@@ -132,7 +120,7 @@ def _in_folder(asked: _Asked) -> Outcome:
     known = (
         reference.compare(begun, run, state, loader, mesh, out) if run.objective.compares else {}
     )
-    held = first_does(mesh, lambda: lock.take(out, 60 if asked.start.restarted else 0))
+    held = first_does(mesh, lambda: folder.take(out, 60 if asked.start.restarted else 0))
     if mesh.first and held is None:
         asked.console.print(
             f"WARNING: the file system of {out} has no locks: nothing keeps a second run out of it"
@@ -141,7 +129,7 @@ def _in_folder(asked: _Asked) -> Outcome:
         return _train(asked, begun, loader, state, known)
     finally:
         if mesh.first:
-            lock.free(out, held)
+            folder.free(out, held)
 
 
 def _train(
@@ -231,7 +219,7 @@ def _loop(asked: _Asked, read: Batches, state: TrainState, hooks: Hooks) -> int:
             f"--train.{_told_in(asked.run)} to go on"
         )
     else:
-        with limit_told(hooks.line.say), garbage.by_hand():
+        with limit_told(hooks.line.say), loop.by_hand():
             signal = train_steps(
                 state,
                 read,

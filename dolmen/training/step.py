@@ -11,7 +11,7 @@ from torch import Tensor
 from dolmen.core import collectives, device, ranges
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
-from dolmen.objectives.compared import decided
+from dolmen.objectives.preference import decided
 from dolmen.optim.schedule import learning_rate
 from dolmen.parallel import data, product
 from dolmen.parallel.actions import Action

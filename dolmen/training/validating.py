@@ -1,9 +1,16 @@
-"""Validation of a run while it trains: the loss on held-out text, by source where asked, told to a
+"""Validation during training, of all held-out text and per source.
+
+How each source of text is foretold, by itself: what an old language loses while a new one is
+learned. Tokenizers cut text differently, so beside nats per token there are bits per byte, and what
+they were before the first step.
+
+Validation of a run while it trains: the loss on held-out text, by source where asked, told to a
 person and to all that is written beside.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,18 +18,82 @@ from typing import Any
 from dolmen.checkpoint.saved import Validation
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
-from dolmen.data.batches import Loader
+from dolmen.data.batches import HeldOutRows, Loader
 from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
 from dolmen.files import write
 from dolmen.launch.watch import Watch
-from dolmen.objectives.compared import decided
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import CrossEntropy, Objective
+from dolmen.objectives.preference import decided
 from dolmen.objectives.reward import Calibrated, Preferred
-from dolmen.training import apart, calibration, folder
-from dolmen.training.apart import Apart
+from dolmen.training import calibration, folder
 from dolmen.training.config import RunConfig
 from dolmen.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A validation of each source, by its name."""
+
+    losses: dict[str, float] = field(default_factory=dict)
+    """Nats per predicted token."""
+    per_byte: dict[str, float] = field(default_factory=dict)
+    """Bits per byte; of a source whose bytes nobody knows there are none."""
+    before: dict[str, float] = field(default_factory=dict)
+    """Bits per byte before the first step."""
+
+    def row(self) -> dict[str, float]:
+        """For metrics.jsonl."""
+        losses = {f"val_loss/{name}": one for name, one in self.losses.items()}
+        return losses | {f"val_bits_per_byte/{name}": one for name, one in self.per_byte.items()}
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        return [
+            told(name, loss, self.per_byte.get(name), self.before.get(name))
+            for name, loss in self.losses.items()
+        ]
+
+
+def told(name: str, loss: float, per_byte: float | None, before: float | None) -> str:
+    """A line of a source; what is None is not known, or no news."""
+    line = f"{loss:.4f} on {name}"
+    if per_byte is not None:
+        line += f", {per_byte:.4f} bits per byte"
+        line += "" if before in (None, per_byte) else f" (before the first step {before:.4f})"
+    return line
+
+
+def measured(
+    state: TrainState,
+    loader: Loader,
+    mesh: Mesh,
+    most: int | None,
+    before: Mapping[str, float],
+    through: Callable[[Iterable[Batch]], Iterable[Batch]],
+) -> Apart:
+    """Each source's own validation, of at most so many windows; before the first step it is what
+    later ones are compared with. Every rank calls it. `through`: what batches go through.
+    """
+    losses, every = {}, loader.held_apart
+    for name, held in every.items():
+        batches = loader.validation_batches(most, mesh.dp.rank, mesh.dp.size, held)
+        losses[name] = mean_loss(state.model, through(batches), mesh, state.schedule).loss
+    per_byte = bits_per_byte(losses, every) if loader.cloze is None else {}
+    found = Apart(losses, per_byte, dict(before))
+    return found if state.step else replace(found, before=per_byte)
+
+
+def bits_per_byte(losses: Mapping[str, float], held: Mapping[str, HeldOutRows]) -> dict[str, float]:
+    """Of each source whose bytes are known: its nats per token times its tokens per byte, which are
+    those of all its held-out text; so it is exact where all of it was read.
+    """
+    return {
+        name: loss * held[name].tokens / size / math.log(2)
+        for name, loss in losses.items()
+        if (size := held[name].bytes)
+    }
+
 
 Through = Callable[[Iterable[Batch]], Iterable[Batch]]
 
@@ -102,7 +173,7 @@ class Validator:
         if not self.run.log.validate_sources:
             return Apart()
         before = {} if self.last is None else self.last.sources_before
-        return apart.measured(state, self.loader, self.mesh, most, before, through)
+        return measured(state, self.loader, self.mesh, most, before, through)
 
     def _calibrated(self, found: Mapping[str, float]) -> float:
         """The picture of how sure a reward model is; its error."""

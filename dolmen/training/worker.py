@@ -1,10 +1,21 @@
-"""One process of a run: it joins the others, agrees with them on what to do, trains, and says in a
+"""The processes of a run: the one that starts it, and each worker.
+
+From what is asked to processes that train.
+
+nobody started this process    refused, or made ready: tokens in the cache, layout resolved;
+                               then trained here, or by workers (launch/launcher.py), which are
+                               handed the checked run
+a worker of ours               trains what it was handed
+a worker of torchrun or srun   checks for itself, and brings its refusal to the others
+
+One process of a run: it joins the others, agrees with them on what to do, trains, and says in a
 line how that ended.
 """
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,18 +27,128 @@ from dolmen.checkpoint.store import NotSaved
 from dolmen.core import determinism
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
+from dolmen.core.config import to_dict
 from dolmen.core.device import keep_freed_memory
 from dolmen.core.launched import Launch
 from dolmen.core.log import console
-from dolmen.core.messages import BadInput, Failed
-from dolmen.launch import process
+from dolmen.core.messages import BadInput, Failed, message
+from dolmen.launch import launcher, process
 from dolmen.launch.watch import Watch, network_limit
+from dolmen.rollouts import rewards, turns
+from dolmen.training import batches
+from dolmen.training.check import check_run
+from dolmen.training.check_out import beginning, check_folder, check_overwrite, check_resume
+from dolmen.training.config import RunConfig
 from dolmen.training.finish import finish
 from dolmen.training.folder import Unusable
 from dolmen.training.loop import Stop
 from dolmen.training.request import Request
 from dolmen.training.run import run_training, summary
 from dolmen.training.start import Start, settle
+
+Guard = Callable[[Callable[[], int]], int]
+
+
+def run(request: Request, guarded: Guard = lambda work: work()) -> int:
+    """Train as asked; the exit code. `guarded` calls what this process itself does of the run, and
+    decides about its exceptions. Raises BadInput for what is refused before that.
+    """
+    started = process.started()
+    if started is None:
+        return _begin(request, guarded)
+    if process.one_store():
+        started = replace(started, rendezvous=process.register())
+    return _join(request, started, guarded)
+
+
+def _begin(request: Request, guarded: Guard) -> int:
+    """In a process that nobody started: alone, or with workers."""
+    try:
+        device = devices.choose_device(request.config.train.device, None, DEVICE)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    processes = wanted(request.config, request.handling.nproc)
+    request = replace(request, config=refuse(request, processes))
+    world, restarts = request.config.layout.world, request.handling.max_restarts
+    if world == 1 and not restarts:
+        return guarded(lambda: worker(request, None, device))
+    code = launcher.launch(world, ["train"], restarts, to_dict(request))
+    return code or finish(request.config, request.out)
+
+
+def _join(request: Request, started: Launch, guarded: Guard) -> int:
+    """In a process that a launcher started. What it refuses the others, who wait, are told."""
+    device, refusal = devices.CPU, None
+    try:
+        device = devices.choose_device(request.config.train.device, started, DEVICE)
+        if not process.launched_here():
+            # the folder is looked at when all have joined, by one
+            config = refuse(request, started.world_size, False, verify=started.local_rank == 0)
+            request = replace(request, config=config)
+    except (BadInput, ValueError) as error:
+        refusal = str(error)
+    return guarded(lambda: worker(request, started, device, refusal))
+
+
+def wanted(config: RunConfig, nproc: int | None) -> int | None:
+    """Processes to start: --nproc, else what the layout says, else the visible GPUs (a multiple of
+    tp x cp x pp), else what those need.
+    """
+    if nproc is not None:
+        return nproc
+    if config.layout.dp is not None:
+        return config.layout.world
+    gpus = devices.visible_gpus(config.train.device)
+    return max(1, gpus // config.layout.inner) * config.layout.inner if gpus else None
+
+
+def begin_functions(config: RunConfig) -> None:
+    """Start what the user has written for answers, and end it. Raises ValueError where it is not
+    there.
+    """
+    limit = config.rollout.limit_seconds
+    for _, name in rewards.weighted(config.reward):
+        if not rewards.is_model(name):
+            with rewards.judge_of(name, limit) as judge:
+                judge.begin()
+    if config.environment is not None:
+        with turns.Function(config.environment, limit) as environment:
+            environment.apart.begin()
+
+
+def refuse(
+    request: Request, processes: int | None, begins: bool = True, verify: bool = True
+) -> RunConfig:
+    """The checked run, its data tokenised. `begins`: the run's folder and the devices of this
+    machine are looked at too, for its processes are started from here; `verify` tries the
+    tokenizer's expressions and compares what the cache has with its digests. Raises BadInput for
+    whatever can be refused before the first process.
+    """
+    config, handling = request.config, request.handling
+    try:
+        if handling.max_restarts < 0:
+            raise ValueError(f"--max-restarts is {handling.max_restarts}: it must not be negative")
+        if begins:
+            check_folder(request.out, handling.resume, handling.overwrite)
+        if processes is not None and processes < 1:
+            raise ValueError(f"--nproc is {processes}: it must be at least 1")
+        begun = beginning(config, request.out, handling.resume)
+        checked = check_run(begun, processes, verify)
+        said = {name: vars(config)[name] for name in ("init", "critic", "optimizer")}
+        config = replace(checked, **said)
+        if begins:
+            devices.require_gpus(config.train.device, config.layout.world, DEVICE)
+        if begins and handling.overwrite:
+            check_overwrite(config, request.out, request.source)
+        if begins and handling.resume:
+            check_resume(config, request.out)
+        if begins:
+            begin_functions(config)
+        batches.prepare(config, begun, progress=True, verify=verify)
+        return config
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+
 
 DEVICE = "train.device"
 OUTSIDE = (

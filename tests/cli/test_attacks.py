@@ -13,7 +13,7 @@ from tinyrun import dolmen as command
 from tinyrun import rows, steps
 
 import dolmen
-from dolmen.training import lock
+from dolmen.training import folder
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -67,7 +67,7 @@ def test_a_run_that_never_has_a_finite_gradient_fails(material, tmp_path):
 
 
 def test_two_runs_in_one_folder(material, run):
-    held = lock.take(run)
+    held = folder.take(run)
     try:
         second = command("train", run / "config.yaml", "--resume", "--train.steps", 9)
     finally:

@@ -14,7 +14,7 @@ from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.device import CPU
 from dolmen.launch import launcher, process
-from dolmen.training import job
+from dolmen.training import worker as job
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 

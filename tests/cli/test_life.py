@@ -26,7 +26,8 @@ from dolmen.checkpoint import writer
 from dolmen.checkpoint.writer import Writer
 from dolmen.data.mixture import Mixture
 from dolmen.launch import launcher
-from dolmen.training import job, lock, loop
+from dolmen.training import folder as lock
+from dolmen.training import loop, worker
 from dolmen.training import run as train_run
 from dolmen.training.folder import LOCK, Unusable
 from dolmen.training.warn import never_at_full_rate
@@ -250,7 +251,7 @@ def test_who_loses_the_race_for_a_folder_is_told_in_one_line(
     """The other run comes between the launcher's look and the start: with one process and with
     two.
     """
-    monkeypatch.setattr(job, "check_folder", lambda *_: None)
+    monkeypatch.setattr(worker, "check_folder", lambda *_: None)
     (tmp_path / "run").mkdir()
     held = lock.take(tmp_path / "run")
     said = f"{tmp_path}/run is in use by another run: wait for it, or give another --out\n"

@@ -24,7 +24,7 @@ from dolmen.core.config import to_dict
 from dolmen.core.launched import Launch
 from dolmen.core.messages import BadInput
 from dolmen.launch import launcher, process
-from dolmen.training import job
+from dolmen.training import worker
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -201,7 +201,7 @@ def trainer(*words: object) -> list[str]:
     checked here, and imports nothing else.
     """
     request = command.read("train", list(map(str, words)))
-    request = replace(request, config=job.refuse(request, 2))
+    request = replace(request, config=worker.refuse(request, 2))
     return [sys.executable, "-c", TRAINER, json.dumps(to_dict(request))]
 
 

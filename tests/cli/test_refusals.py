@@ -18,7 +18,7 @@ from dolmen.cli.command import parse_run
 from dolmen.core import mesh as meshes
 from dolmen.data import inputs, loader
 from dolmen.launch import launcher, process
-from dolmen.training import job
+from dolmen.training import worker
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -584,7 +584,7 @@ def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started,
     monkeypatch.setattr(process, "one_store", lambda: False)
     words = [str(material.file), "--out", str(tmp_path / "out")]
     words += ["--layout.dp", "4" if started else "1"]
-    assert job.run(parse_run("train", words), guarded=lambda work: 0) == 0
+    assert worker.run(parse_run("train", words), guarded=lambda work: 0) == 0
     assert asked == expected
 
 

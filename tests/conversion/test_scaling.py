@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dolmen.conversion.megatron import scaling
-from dolmen.conversion.scales import Scaling, joined
+from dolmen.conversion.weights import Scaling, joined
 from dolmen.files.gate import Refused
 
 WHERE = Path("model_optim_rng.pt")

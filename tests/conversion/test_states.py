@@ -16,8 +16,8 @@ from test_megatron_read import LLAMA, VOCABULARY, built, parts
 
 from dolmen.conversion import convert
 from dolmen.conversion.config import ConvertConfig
-from dolmen.conversion.scales import Scaling
 from dolmen.conversion.source import open_source
+from dolmen.conversion.weights import Scaling
 from dolmen.core.config import from_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch

@@ -25,7 +25,7 @@ from dolmen.ops.attention import Documents
 from dolmen.ops.kernels import CPU, H100
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
-from dolmen.training import job, report, worker
+from dolmen.training import report, worker
 from dolmen.training import run as train_run
 from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.state import TrainState
@@ -251,7 +251,7 @@ def test_a_run_that_cannot_says_so_in_a_line(material, tmp_path, monkeypatch):
     monkeypatch.setattr(train_run, "train_steps", step)
     words = ("train", material.file, "--train.deterministic", "--out", tmp_path / "run")
     with pytest.raises(Failed, match="^train.deterministic: put_ has no determ") as told:
-        job.run(command.read("train", list(map(str, words[1:]))))
+        worker.run(command.read("train", list(map(str, words[1:]))))
     assert told.value.final
 
 

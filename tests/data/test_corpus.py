@@ -12,11 +12,12 @@ import datasets
 import numpy as np
 import pytest
 
-from dolmen.data import cached, scratch
+from dolmen.data import corpus as cached
 from dolmen.data import corpus as corpora
+from dolmen.data import scratch
 from dolmen.data.corpus import open_text
+from dolmen.data.mixture import TokenStream
 from dolmen.data.sources import resolve_sources
-from dolmen.data.stream import TokenStream
 from dolmen.data.tokenizer import load_tokenizer, train_bpe
 
 

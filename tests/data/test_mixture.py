@@ -7,8 +7,16 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from dolmen.data.mixture import Mixture, Part, counts, permute_index, seed_of, take, turns
-from dolmen.data.stream import TokenStream
+from dolmen.data.mixture import (
+    Mixture,
+    Part,
+    TokenStream,
+    counts,
+    permute_index,
+    seed_of,
+    take,
+    turns,
+)
 
 
 def part(name, tokens, weight, first=0):

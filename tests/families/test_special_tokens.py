@@ -23,7 +23,7 @@ from dolmen.model.tree import Span
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 from dolmen.ops.positions import of_span
-from dolmen.serving import checked
+from dolmen.serving import request
 from dolmen.serving.cache import Cache
 
 TOLD = {name: 150000 + i for i, name in enumerate(("mask", "gmask", "smask", "sop", "cls", "eos"))}
@@ -208,7 +208,7 @@ def test_a_cache_equals_the_whole_text(case, mask, tmp_path):
     model = dolmen.load(tmp_path)
     tokens = [5, IDS[mask], 6, IDS["sop"], 7, 8, IDS["gmask"], IDS["sop"], 9]
     whole, tree = model.logits(tokens), model.decoder.tree
-    spans, cache, got = {0: checked.span_of(tree, tokens[:4])}, Cache(tree, 4), []
+    spans, cache, got = {0: request.span_of(tree, tokens[:4])}, Cache(tree, 4), []
     for part in (tokens[:4], *([token] for token in tokens[4:])):
         reading = cache.read({0: len(part)}, torch.device("cpu"), spans=spans)
         got.append(model.decoder(torch.tensor([part]), head.logits, reading)[0])

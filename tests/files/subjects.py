@@ -29,8 +29,8 @@ from dolmen.conversion import hf
 from dolmen.core.config import from_dict, to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.torch_private.checkpoints import Place
-from dolmen.data import cached as keep
 from dolmen.data import corpus, readers
+from dolmen.data import corpus as keep
 from dolmen.families import Model, find
 from dolmen.families.model import schema
 from dolmen.files import gate, indexed, kinds, tokenizer_files, torch_files

@@ -19,11 +19,11 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.batch import FOLLOWS, IGNORED, SIDE, Batch
 from dolmen.model.tree import Scalar
 from dolmen.objectives import score
-from dolmen.objectives.compared import DPO, KTO, REFERENCE, ReferenceFree
 from dolmen.objectives.drawn import ADVANTAGE, OLD, Group, Undecided
 from dolmen.objectives.filling import Filling
 from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.objectives.ppo import RETURN, VALUE, Clipped, ClippedUndecided, Expected
+from dolmen.objectives.preference import DPO, KTO, REFERENCE, ReferenceFree
 from dolmen.objectives.reward import TARGET, Preferred, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.ops.positions import PositionIds

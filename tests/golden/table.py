@@ -22,8 +22,7 @@ from spawning import Row, made_once
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import IGNORED, Batch, document_starts
-from dolmen.data.mixture import Mixture, Part
-from dolmen.data.stream import TokenStream
+from dolmen.data.mixture import Mixture, Part, TokenStream
 from dolmen.model import layout as layouts
 from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.ops.attention import Documents

@@ -11,7 +11,7 @@ from spawning import Row
 from table import OPTIMIZER, SEED, SINGLE, Layout, start
 
 from dolmen.objectives import score
-from dolmen.objectives.compared import REFERENCE
+from dolmen.objectives.preference import REFERENCE
 from dolmen.training.step import optimizer_step
 
 # float64: the order of sums. Measured worst over all rows: gradient 6.2e-15, norm 5.6e-16, loss and

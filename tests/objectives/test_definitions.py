@@ -23,8 +23,8 @@ from dolmen.evaluation.validate import mean_loss
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Scalar
 from dolmen.objectives import pairs, score
-from dolmen.objectives.compared import DPO, KTO, REFERENCE, decided
 from dolmen.objectives.objective import CrossEntropy, check
+from dolmen.objectives.preference import DPO, KTO, REFERENCE, decided
 from dolmen.objectives.reward import TARGET, Calibrated, Preferred, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, adamw

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from dolmen.objectives.compared import DPO, REFERENCE, ReferenceFree
-from dolmen.objectives.preference import kto, orpo, simpo
+from dolmen.objectives.preference import DPO, REFERENCE, ReferenceFree, kto, orpo, simpo
 
 
 def log_sigmoid(x: float) -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dolmen.objectives import advantage, compared, policy, preference, reward
+from dolmen.objectives import advantage, policy, preference, reward
 from dolmen.objectives.config import Kind
 
 NAN = math.nan
@@ -520,10 +520,10 @@ REFUSED = {
         "lengths=",
     ),
     "half wrong": (
-        lambda: compared.DPO(kind="robust", label_smoothing=0.5),
+        lambda: preference.DPO(kind="robust", label_smoothing=0.5),
         "label_smoothing is 0.5",
     ),
-    "no beta": (lambda: compared.DPO(beta=0.0), "beta is 0.0"),
+    "no beta": (lambda: preference.DPO(beta=0.0), "beta is 0.0"),
     "no lengths of what is chosen": (
         lambda: preference.dpo(CHOSEN, REJECTED, FIRST, SECOND, rpo_alpha=1.0),
         "rpo_alpha is of a mean over tokens",

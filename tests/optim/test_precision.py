@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dolmen.optim.precision import DTYPES, LossScale
+from dolmen.optim.optimizer import DTYPES, LossScale
 
 
 def test_only_fp16_is_scaled():

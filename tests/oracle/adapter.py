@@ -36,7 +36,7 @@ from dolmen.data import loader
 from dolmen.data.config import DataConfig
 from dolmen.data.loader import TextLoader
 from dolmen.families import Model
-from dolmen.optim.precision import LossScale
+from dolmen.optim.optimizer import LossScale
 from dolmen.training import metrics
 from dolmen.training import run as runs
 

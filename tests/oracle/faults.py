@@ -21,7 +21,7 @@ from dolmen.ops.attention import alibi, blockwise
 from dolmen.optim import optimizer
 from dolmen.parallel import data
 from dolmen.training import balance, step
-from dolmen.training.spike import SpikePolicy
+from dolmen.training.state import SpikePolicy
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,7 @@ import pytest
 from dolmen.parallel.actions import Action, Schedule, format_schedule, from_file
 from dolmen.parallel.schedule import Cost, check_schedule, make, simulate_stages
 from dolmen.planning.action_lists import exact, greedy, search
-from dolmen.planning.action_lists.bounds import bound
-from dolmen.planning.action_lists.costs import Costs
-from dolmen.planning.action_lists.problem import Problem
+from dolmen.planning.action_lists.problem import Costs, Problem, bound
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "searched.txt"
 UNEVEN = Costs("uneven", {"forward": 1.0, "input": 1.4, "weight": 0.6, "send": 0.5})

@@ -31,13 +31,11 @@ from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.objectives.objective import CrossEntropy
 from dolmen.ops.kernels import CPU, H100
-from dolmen.planning.blocks import block_rows
-from dolmen.planning.dryrun import dryrun
-from dolmen.planning.ends import embedding_rows, head_rows
+from dolmen.planning.blocks import block_rows, embedding_rows, head_rows
+from dolmen.planning.dryrun import dryrun, shortened
 from dolmen.planning.ledger import Ledger, Row
 from dolmen.planning.operations import OURS, WEIGHTS, Share
-from dolmen.planning.steady import shortened
-from dolmen.training import garbage
+from dolmen.training import loop
 from dolmen.training.begin import make_state
 from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.step import optimizer_step
@@ -181,7 +179,7 @@ def really(run: RunConfig) -> list[Found]:
         rest = mode.peak = mode.now
         mode.sent.clear()
         mode.groups = Real().groups
-        with garbage.by_hand():
+        with loop.by_hand():
             optimizer_step(state, batch, mesh)
     found: list[Any] = [None] * run.layout.world
     dist.all_gather_object(found, Found(rest, mode.peak, mode.sent))

@@ -6,9 +6,8 @@ import pytest
 
 from dolmen.model import count
 from dolmen.parallel import schedule as schedules
-from dolmen.planning.blocks import block_rows
+from dolmen.planning.blocks import block_rows, embedding_rows, head_rows
 from dolmen.planning.capacity import Capacity
-from dolmen.planning.ends import embedding_rows, head_rows
 from dolmen.planning.hardware import read_cluster
 from dolmen.planning.operations import OURS, Share
 from dolmen.planning.pricing import Pricing

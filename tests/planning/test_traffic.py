@@ -4,9 +4,8 @@ import pytest
 from test_search import question
 
 from dolmen.planning.config import PlanConfig
-from dolmen.planning.fleets import sizes, with_fleets
 from dolmen.planning.placement import Placement
-from dolmen.planning.search import answer
+from dolmen.planning.search import answer, sizes, with_fleets
 from dolmen.planning.space import Pins
 from dolmen.planning.traffic import shares, traffic
 

@@ -16,9 +16,8 @@ from dolmen.core.mesh import SINGLE
 from dolmen.model.layout import Layout
 from dolmen.ops.loss import IGNORED
 from dolmen.rollouts import drawn
-from dolmen.rollouts.judging import Judging, Part
 from dolmen.rollouts.rewards import Answer, NoReward, judge_of
-from dolmen.rollouts.scorer import Scorer
+from dolmen.rollouts.scoring import Judging, Part, Scorer
 from dolmen.serving import engine
 
 ONE = Layout().make_schedule(2, 1)

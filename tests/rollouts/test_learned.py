@@ -11,8 +11,8 @@ import torch
 from dolmen.ops.loss import IGNORED
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.drawn import of_answers
+from dolmen.rollouts.generation import alike, with_redraws
 from dolmen.rollouts.learned import with_advantages
-from dolmen.rollouts.redraws import alike, with_redraws
 
 PROMPTS = [[1, 2], [1, 2], [3], [3]]
 ANSWERS = [[5, 6], [7, 8, 9], [4], [4, 4, 5, 6]]

@@ -16,10 +16,10 @@ from dolmen.core.mesh import SINGLE
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.drawn import Drawn
 from dolmen.rollouts.idle import Idle, Memory, parts_of
-from dolmen.rollouts.judging import Judging, Part
 from dolmen.rollouts.phases import Models, Phases, Setup
 from dolmen.rollouts.prompts import Nothing, Prompt, PromptLoader, Prompts
 from dolmen.rollouts.rewards import Checker
+from dolmen.rollouts.scoring import Judging, Part
 from dolmen.rollouts.turns import Turn, Turns
 from dolmen.rollouts.weights import Drawing
 

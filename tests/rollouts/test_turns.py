@@ -7,9 +7,9 @@ import torch
 
 from dolmen.core.mesh import SINGLE
 from dolmen.ops.loss import IGNORED
-from dolmen.rollouts.answering import Written
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.drawn import of_answers
+from dolmen.rollouts.generation import Written
 from dolmen.rollouts.learned import with_advantages
 from dolmen.rollouts.prompts import Prompt
 from dolmen.rollouts.rewards import NoReward

@@ -8,8 +8,8 @@ import torch
 from dolmen.files.gate import Refused
 from dolmen.objectives.advantage import whitened
 from dolmen.rollouts import drawn
-from dolmen.rollouts.coefficient import Coefficient
 from dolmen.rollouts.drawn import of_answers
+from dolmen.rollouts.learned import Coefficient
 from dolmen.rollouts.ppo_config import CriticConfig, PPOConfig
 from dolmen.rollouts.valued import Valued, valued
 

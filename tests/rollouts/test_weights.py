@@ -14,7 +14,7 @@ from table import FAMILIES, Layout
 from dolmen.core.mesh import SINGLE
 from dolmen.model.layers import Parameters
 from dolmen.model.tree import Scalar
-from dolmen.rollouts.scorer import Scorer
+from dolmen.rollouts.scoring import Scorer
 from dolmen.rollouts.weights import Drawing, whole
 from dolmen.serving.engine import generate
 

@@ -16,7 +16,7 @@ import openai
 from dolmen.conversion.source import open_source, tokenizer_folder
 from dolmen.core.mesh import SINGLE
 from dolmen.data.tokenizer import load_tokenizer
-from dolmen.optim.precision import DTYPES
+from dolmen.optim.optimizer import DTYPES
 from dolmen.serving import adapters
 from dolmen.serving.engine import Engine, load_decoder, stop_tokens
 from dolmen.serving.http import server

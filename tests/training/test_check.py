@@ -25,7 +25,7 @@ from dolmen.rollouts.ppo_config import CriticConfig, PPOConfig
 from dolmen.training.check import check_exportable, check_run
 from dolmen.training.check_out import check_overwrite, check_same_model, check_same_optimizer
 from dolmen.training.config import FinishConfig, RunConfig, TrainConfig
-from dolmen.training.resume import changed_since
+from dolmen.training.start import changed_since
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 

@@ -24,7 +24,7 @@ from dolmen.ops.recipe import Fp8
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel import vocabulary
-from dolmen.training.compiled import limit_told
+from dolmen.training.loop import limit_told
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
 

@@ -23,8 +23,8 @@ from dolmen.data.chats import pair_of
 from dolmen.data.config import DataConfig
 from dolmen.data.loader import prepare_loader
 from dolmen.files.gate import Refused
-from dolmen.objectives.compared import DPO
 from dolmen.objectives.config import ObjectiveConfig
+from dolmen.objectives.preference import DPO
 from dolmen.ops.loss import IGNORED
 from dolmen.recipes import RECIPES
 from dolmen.training import begin, reference

@@ -15,7 +15,7 @@ from dolmen.data.batch import Batch
 from dolmen.model.layout import Layout
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
-from dolmen.training import garbage, hooks
+from dolmen.training import hooks, loop
 from dolmen.training.run import run_training
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
@@ -49,7 +49,7 @@ def left_by(work) -> list:
     before = gc.get_objects()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        with garbage.by_hand():
+        with loop.by_hand():
             work()
             gc.collect()
         return gc.garbage.copy()
@@ -95,10 +95,10 @@ def test_memory_does_not_grow_over_300_steps():
     """
     state = state_of(Layout(recompute="full"), at_once=4, num_hidden_layers=1)
     data, counts = batch(), []
-    with garbage.by_hand():
+    with loop.by_hand():
         for _ in range(300):
             optimizer_step(state, data, SINGLE)
-            garbage.collect(state.step)
+            loop.collect(state.step)
             if state.step % 50 == 0:
                 counts.append(len(gc.get_objects()))
     assert len(counts) == 6 and max(b - a for a, b in pairwise(counts[1:])) < 100, counts
@@ -106,10 +106,10 @@ def test_memory_does_not_grow_over_300_steps():
 
 def test_what_is_collected_when(monkeypatch):
     asked = []
-    monkeypatch.setattr(garbage.gc, "collect", lambda generation=2: asked.append(generation))
+    monkeypatch.setattr(loop.gc, "collect", lambda generation=2: asked.append(generation))
     found = {}
     for step in range(1, 2001):
-        garbage.collect(step)
+        loop.collect(step)
         if asked:
             found[step] = asked.pop()
     assert found == {s: 2 if s % 1000 == 0 else 1 for s in range(50, 2001, 50)}
@@ -139,7 +139,7 @@ def test_a_run_leaves_the_collector_as_it_was(was, material, tmp_path, monkeypat
 
 def test_a_run_collects_after_every_step_that_asks_for_it(material, tmp_path, monkeypatch):
     steps = []
-    monkeypatch.setattr(garbage, "collect", steps.append)
+    monkeypatch.setattr(loop, "collect", steps.append)
     run = material.config()
     run = replace(run, train=replace(run.train, steps=3))
     run_training(run, tmp_path / "run", SINGLE, Console(quiet=True))

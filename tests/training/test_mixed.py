@@ -21,13 +21,11 @@ from dolmen.data.batch import Batch
 from dolmen.model.layout import Layout
 from dolmen.model.mlp import Router
 from dolmen.ops import moe
-from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
-from dolmen.optim.precision import LossScale
+from dolmen.optim.optimizer import LossScale, OptimizerConfig, adamw, prime
 from dolmen.parallel.schedule import make as make_schedule
 from dolmen.training import loop, run
 from dolmen.training.hooks import SKIPS_SCALED
-from dolmen.training.spike import LEAST, WINDOW, SpikePolicy
-from dolmen.training.state import TrainState
+from dolmen.training.state import LEAST, WINDOW, SpikePolicy, TrainState
 from dolmen.training.step import Metrics, optimizer_step
 
 material, one_thread = tinyrun.material, tinyrun.one_thread

@@ -17,11 +17,11 @@ from tinyrun import dolmen, losses, rows, same, tensors
 
 from dolmen.data.loader import prepare_loader
 from dolmen.recipes import RECIPES
-from dolmen.training.apart import bits_per_byte
 from dolmen.training.check import check_run
 from dolmen.training.config import NewRowsConfig
 from dolmen.training.new_rows import NewRows
 from dolmen.training.run import run_training
+from dolmen.training.validating import bits_per_byte
 from dolmen.training.warn import warnings
 from dolmen.vocabulary import extend
 

@@ -22,11 +22,10 @@ from dolmen.core import state as states
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model.layout import Layout
-from dolmen.objectives.compared import DPO, REFERENCE
 from dolmen.objectives.objective import CrossEntropy, Objective
+from dolmen.objectives.preference import DPO, REFERENCE
 from dolmen.ops.kernels import H100, Hardware, Kernels
-from dolmen.optim.optimizer import OptimizerConfig, adamw
-from dolmen.optim.precision import LossScale
+from dolmen.optim.optimizer import LossScale, OptimizerConfig, adamw
 from dolmen.parallel import schedule as schedules
 from dolmen.training.state import TrainState
 from dolmen.training.step import Metrics, optimizer_step

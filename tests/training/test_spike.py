@@ -10,7 +10,7 @@ import pytest
 import tinyrun
 from tinyrun import dolmen, losses, rows, same, tensors
 
-from dolmen.training.spike import LEAST, WINDOW, SpikePolicy
+from dolmen.training.state import LEAST, WINDOW, SpikePolicy
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 

@@ -16,8 +16,7 @@ from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.model.head import loss_of
 from dolmen.model.layout import Layout
-from dolmen.optim.optimizer import AdamW, OptimizerConfig, adamw, prime
-from dolmen.optim.precision import DTYPES, LossScale
+from dolmen.optim.optimizer import DTYPES, AdamW, LossScale, OptimizerConfig, adamw, prime
 from dolmen.parallel import data
 from dolmen.parallel.schedule import make as make_schedule
 from dolmen.training.state import TrainState

@@ -10,9 +10,8 @@ import tinyrun
 from dolmen.core.mesh import SINGLE
 from dolmen.evaluation.validate import Losses
 from dolmen.objectives.objective import CrossEntropy
-from dolmen.training import apart, validating
-from dolmen.training.apart import Apart
-from dolmen.training.validating import Validator
+from dolmen.training import validating
+from dolmen.training.validating import Apart, Validator
 
 material = tinyrun.material
 
@@ -27,7 +26,9 @@ def validator(material, tmp_path, monkeypatch):
         validating, "mean_loss", lambda *_: Losses(loss := losses.pop(0), 64, 64 * loss)
     )
     monkeypatch.setattr(
-        apart, "measured", lambda *given: Apart(before=BEFORE if not given[0].step else given[4])
+        validating,
+        "measured",
+        lambda *given: Apart(before=BEFORE if not given[0].step else given[4]),
     )
     run = material.config()
     run = replace(run, log=replace(run.log, validate_sources=True, validation_tokens=0))

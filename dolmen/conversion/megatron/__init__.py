@@ -6,7 +6,7 @@ saved them since its first release. docs/formats.md draws them.
     arguments.py  the command line that a checkpoint keeps <-> a tree of components
     options.py    which options there are        latent.py   those of latent attention
     shares.py     what a rank holds of a tensor, and the tensor of all ranks
-    grouped.py    experts that lie in two tensors of a rank
+    shares.py    experts that lie in two tensors of a rank
     folders.py    where a checkpoint's ranks lie, and whether all do
     source.py     read: a Source           export.py  written
 """

@@ -33,8 +33,7 @@ from dolmen.conversion.megatron.dist import BACKEND, COMMON, MARKER, opened
 from dolmen.conversion.megatron.export import PRODUCT, VERSION, Plan
 from dolmen.conversion.megatron.source import Megatron
 from dolmen.conversion.moments import MOMENTS, Moments
-from dolmen.conversion.scales import Scales, Scaling
-from dolmen.conversion.weights import join_stored
+from dolmen.conversion.weights import Scales, Scaling, join_stored
 from dolmen.core.torch_private.checkpoints import Place
 from dolmen.families.rules import Entry
 

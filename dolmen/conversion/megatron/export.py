@@ -26,8 +26,7 @@ from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.names import Dialect
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.megatron.source import Megatron, opened
-from dolmen.conversion.scales import Scales, Scaling
-from dolmen.conversion.weights import join_stored
+from dolmen.conversion.weights import Scales, Scaling, join_stored
 from dolmen.core.messages import divisor
 from dolmen.families.rules import Entry
 from dolmen.files.safetensors import Spec

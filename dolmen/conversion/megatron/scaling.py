@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dolmen.conversion.scales import Scaling
+from dolmen.conversion.weights import Scaling
 from dolmen.files.gate import refuse
 from dolmen.files.torch_bytes import dump_bytes, load_bytes
 

@@ -19,21 +19,12 @@ from torch import Tensor
 
 from dolmen.conversion import beside
 from dolmen.conversion.joined import Joined
-from dolmen.conversion.megatron import (
-    arguments,
-    folders,
-    grouped,
-    names,
-    options,
-    shares,
-    states,
-)
+from dolmen.conversion.megatron import arguments, folders, names, options, shares, states
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.megatron.states import Kept, States
 from dolmen.conversion.moments import MOMENTS, Moments, check_whole
-from dolmen.conversion.scales import Scales
-from dolmen.conversion.weights import assemble
+from dolmen.conversion.weights import Scales, assemble
 from dolmen.core.messages import counted
 from dolmen.families import Model, edit
 from dolmen.families.differences import differences
@@ -193,7 +184,7 @@ def _shards(
                     if key not in ranks[at]:
                         raise gate.refuse(files[at], f"holds no {key}, which other ranks' do")
                     held = torch_files.tensors(ranks[at][key], files[at])
-                    held = grouped.apart(held, hidden, experts)
+                    held = shares.apart(held, hidden, experts)
                     here = max(here, _place(held, at, before, found))
                     states.place(ranks[at][key], files[at], at, before, experts, kept)
             before += here

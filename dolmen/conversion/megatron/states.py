@@ -13,7 +13,7 @@ import torch
 
 from dolmen.conversion.megatron import names, scaling
 from dolmen.conversion.megatron.names import Name
-from dolmen.conversion.scales import Scales, Scaling, joined
+from dolmen.conversion.weights import Scales, Scaling, joined
 from dolmen.families.rules import Entry
 from dolmen.files import torch_files
 from dolmen.files.gate import refuse

@@ -16,9 +16,8 @@ from array import array
 from collections.abc import Iterator
 
 from dolmen.parallel.actions import Schedule
-from dolmen.planning.action_lists.bounds import Paths, bound, remaining
 from dolmen.planning.action_lists.greedy import schedule_of
-from dolmen.planning.action_lists.problem import Partial, Problem
+from dolmen.planning.action_lists.problem import Partial, Paths, Problem, bound, remaining
 
 NODES = 100_000  # five seconds, and a hundred megabytes of nodes seen
 LARGEST = 400  # actions of all lists: with more, so many nodes prove nothing

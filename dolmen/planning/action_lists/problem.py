@@ -1,17 +1,100 @@
-"""The problem that a schedule solves, and a partial solution of it: what of each stage and kind has
+"""The schedule search problem: costs, partial solutions and lower bounds.
+
+Times of a pipeline's actions, as a file has them:
+
+    {"forward": [1.0, 1.2, 1.2, 1.6], "input": 1.1, "weight": 0.8, "send": 0.05}
+
+A number is of all layers of a rank, as on the command line, and a list as long as there are ranks
+has that of each; one as long as there are stages has the time of each stage by itself, from the
+first to the last. Without `input` and `weight` a backward is only done whole, and without
+`backward` only in parts.
+
+The problem that a schedule solves, and a partial solution of it: what of each stage and kind has
 been done, and when. Both searches (greedy.py, exact.py) build lists out of these.
 
 Microbatches are alike, so some shortest schedule does them in order at every stage, in each kind:
 exchange any two that are not, and nothing starts later, nor is more held. So a list is known by
 which stage and kind comes next on each rank, and a partial one by how many of each are done.
+
+How short no schedule can be: the largest of several relaxations, each of which forgets all but
+one rank or one stage.
+
+    f_s, i_s, w_s   times of stage s; down(s) from the start of F at s to the end of F at the last
+    head(s)         until a first microbatch is at s: all F before, and their sends
+    back(s)         from the end of F at s until its gradient is at s, at the earliest
+    R_s             f_s + back(s) + i_s + w_s: how long a microbatch is held at s, at least
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
+from dolmen.core.messages import counted
+from dolmen.files import gate, kinds
 from dolmen.parallel.actions import Action, Schedule
 from dolmen.parallel.schedule import Cost
+
+Times = float | list[float]
+HOW = {True: ("input", "weight"), False: ("backward",)}
+
+
+@dataclass(frozen=True)
+class Costs:
+    name: str
+    """Whence they are, for messages."""
+    times: Mapping[str, Times]
+
+    @property
+    def ways(self) -> list[bool]:
+        """Whether a backward may be split, and whether it may be whole."""
+        return [splits for splits, names in HOW.items() if set(names) <= set(self.times)]
+
+    def of_stages(self, shape: Schedule) -> tuple[Cost, ...]:
+        """Of each stage by itself; what is not said of a backward is the sum of its parts, or the
+        half of it. Raises ValueError for a list of another length.
+        """
+        found = {name: self._stages(name, times, shape) for name, times in self.times.items()}
+        if True not in self.ways:
+            found |= {part: [time / 2 for time in found["backward"]] for part in HOW[True]}
+        if False not in self.ways:
+            pairs = zip(found["input"], found["weight"], strict=True)
+            found["backward"] = [input_ + weight for input_, weight in pairs]
+        found.setdefault("send", [0.0] * shape.stages)
+        return tuple(
+            Cost(**{name: times[stage] for name, times in found.items()})
+            for stage in range(shape.stages)
+        )
+
+    def _stages(self, name: str, times: Times, shape: Schedule) -> list[float]:
+        share = 1 if name == "send" else shape.chunks  # a send is as long from any chunk
+        match times:
+            case list() if len(times) == shape.stages:
+                return times
+            case list() if len(times) == shape.ranks:
+                return [times[shape.rank_of(stage)] / share for stage in range(shape.stages)]
+            case list():
+                lengths = sorted({shape.ranks, shape.stages})
+                raise gate.refuse(
+                    self.name,
+                    f"{name} has {counted(len(times), 'time')}, and there are "
+                    f"{counted(shape.ranks, 'rank')} and {counted(shape.stages, 'stage')}: give "
+                    f"one number, or {' or '.join(map(str, lengths))}",
+                )
+            case _:
+                return [times / share] * shape.stages
+
+
+def from_file(path: str) -> Costs:
+    """The times of a JSON file. Raises Refused."""
+    times = gate.read_json(path, kinds.COSTS)
+    if not {"backward", "input"} & set(times):
+        raise gate.refuse(
+            path, "has no time of a backward: give backward, or input and weight, or all three"
+        )
+    return Costs(path, times)
+
 
 LAST = "BW"  # what lets activations go
 
@@ -185,3 +268,91 @@ class Partial:
             work = self.problem.works[index]
             made[work.rank].append(Action(work.kind, next(counts[index]), work.chunk))
         return tuple(map(tuple, made))
+
+
+class Paths:
+    """Lengths of the chains that a microbatch runs through, by stage."""
+
+    def __init__(self, problem: Problem):
+        costs, last = problem.costs, problem.stages - 1
+        input_ = [cost.input if problem.splits else cost.backward for cost in costs]
+        up = [cost.forward + problem.send(s, min(s + 1, last)) for s, cost in enumerate(costs)]
+        self.head = [0.0, *accumulate(up)][: problem.stages]
+        # from the end of I at s until all is over: the I of every stage before, then the last W
+        rest = [costs[s].weight if problem.splits else 0.0 for s in range(problem.stages)]
+        self.out = [rest[0]]
+        for s in range(1, problem.stages):
+            self.out.append(max(rest[s], problem.send(s, s - 1) + input_[s - 1] + self.out[s - 1]))
+        # from the end of F at s until its gradient is there
+        self.back = [0.0] * problem.stages
+        for s in range(last - 1, -1, -1):
+            there = problem.send(s, s + 1) + costs[s + 1].forward + self.back[s + 1]
+            self.back[s] = there + input_[s + 1] + problem.send(s + 1, s)
+        self.input, self.rest = input_, rest
+        self.hold = [
+            cost.forward + self.back[s] + input_[s] + rest[s] for s, cost in enumerate(costs)
+        ]
+
+    def tail(self, stage: int, kind: str) -> float:
+        """From the end of an action until all that follows from it is over."""
+        if kind == "F":
+            return self.back[stage] + self.input[stage] + self.out[stage]
+        return 0.0 if kind == "W" else self.out[stage]
+
+
+def bound(problem: Problem) -> float:
+    """No schedule is shorter. The formulas are in docs/pipeline.md."""
+    paths = Paths(problem)
+    return max(
+        *(_rank(problem, paths, rank) for rank in range(problem.ranks)),
+        *(_chains(problem, paths, stage) for stage in range(problem.stages)),
+    )
+
+
+def _rank(problem: Problem, paths: Paths, rank: int) -> float:
+    """A rank works from its head on; until its first gradient is back it has only as many forwards
+    to do as it may hold; and no rank holds more at once than its slots.
+    """
+    stages = sorted({problem.works[i].stage for i in problem.by_rank[rank]})
+    work = problem.micros * sum(problem.works[i].seconds for i in problem.by_rank[rank])
+    head = min(paths.head[s] for s in stages)
+    first = min(paths.head[s] + problem.costs[s].forward + paths.back[s] for s in stages)
+    dearest = sorted((problem.costs[s].forward for s in stages), reverse=True)
+    each = [forward for forward in dearest for _ in range(problem.micros)][: problem.slots]
+    held = problem.micros * sum(paths.hold[s] for s in stages)
+    return max(head + work, first + work - sum(each), head + held / problem.slots)
+
+
+def _chains(problem: Problem, paths: Paths, stage: int) -> float:
+    """All of one kind at a stage, one after another, then what follows from the last. With one
+    chunk per rank, F of microbatch k + M waits for W of k; and M before the last must be whole.
+    """
+    cost, micros, slots = problem.costs[stage], problem.micros, problem.slots
+    head = paths.head[stage]
+    found = [head + micros * cost.forward + paths.tail(stage, "F")]
+    first = head + cost.forward + paths.back[stage]
+    found.append(first + micros * paths.input[stage] + paths.out[stage])
+    if problem.chunks == 1:
+        rounds, over = divmod(micros - 1, slots)
+        found.append(head + over * cost.forward + (rounds + 1) * paths.hold[stage])
+        whole = max(0, micros - slots) * (paths.input[stage] + paths.rest[stage])
+        found.append(head + micros * cost.forward + whole + paths.tail(stage, "F"))
+    return max(found)
+
+
+def remaining(partial: Partial, paths: Paths) -> float:
+    """No completion of a partial schedule is shorter: each rank has its work left to do, and after
+    the last of a kind at a stage comes what follows from it.
+    """
+    problem = partial.problem
+    longest = 0.0
+    for rank, indices in enumerate(problem.by_rank):
+        clock, left = partial.clock[rank], 0.0
+        for index in indices:
+            work = problem.works[index]
+            todo = (problem.micros - partial.count[index]) * work.seconds
+            if todo:
+                left += todo
+                longest = max(longest, clock + todo + paths.tail(work.stage, work.kind))
+        longest = max(longest, clock + left)
+    return longest

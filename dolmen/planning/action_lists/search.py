@@ -8,9 +8,7 @@ from dolmen.parallel.actions import Schedule
 from dolmen.parallel.patterns import SCHEDULES
 from dolmen.parallel.schedule import Simulation, check_schedule, simulate_stages
 from dolmen.planning.action_lists import exact, greedy
-from dolmen.planning.action_lists.bounds import bound
-from dolmen.planning.action_lists.costs import Costs
-from dolmen.planning.action_lists.problem import Problem
+from dolmen.planning.action_lists.problem import Costs, Problem, bound
 
 MOST = 40_000  # actions, of which a list by preference takes a second
 LEAST = 1.0

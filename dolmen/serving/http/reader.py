@@ -17,13 +17,12 @@ from dolmen.data import chats
 from dolmen.data.template import Template
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate, kinds
-from dolmen.serving import checked
 from dolmen.serving.http.config import ServeConfig
 from dolmen.serving.http.problem import bad
 from dolmen.serving.http.protocol import Chat, Completion, Message, Sampled
 from dolmen.serving.options import Options
-from dolmen.serving.prompt import encode
-from dolmen.serving.request import Request
+from dolmen.serving.prompts import encode
+from dolmen.serving.request import Request, check, span_of
 
 NEW_TOKENS = 16  # of a completion, where nothing is said, as OpenAI's
 DRAWS = ("top_k", "top_p", "min_p")
@@ -196,8 +195,8 @@ class Reader:
     def _check(self, request: Request) -> None:
         try:
             tree = self.source.model.tree
-            checked.check(tree, request, self.config.limits)
-            checked.span_of(tree, request.tokens)
+            check(tree, request, self.config.limits)
+            span_of(tree, request.tokens)
         except ValueError as error:
             raise bad(str(error)) from None
 

@@ -26,7 +26,7 @@ from dolmen.data.template import own_template
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.files import gate
 from dolmen.launch import process
-from dolmen.optim.precision import DTYPES
+from dolmen.optim.optimizer import DTYPES
 from dolmen.serving import adapters, engine
 from dolmen.serving.config import Sampling
 from dolmen.serving.defaults import resolved
