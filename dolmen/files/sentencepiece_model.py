@@ -128,6 +128,17 @@ def _parse(content: bytes, name: Path | str) -> Model:
     )
 
 
+def charsmap(content: bytes) -> bytes:
+    """Return how a model of sentencepiece normalizes text; empty where `content` is no such model.
+    Pieces, and fields that `read` bounds, are not looked at.
+    """
+    try:
+        normalizer = [value for number, value, _ in records(content) if number == NORMALIZER]
+        return _inside(fields(b"".join(map(_inside, normalizer))).get(CHARSMAP, b""))
+    except (ValueError, IndexError):
+        return b""
+
+
 def added(model: Model, pieces: Sequence[Piece]) -> bytes:
     """The file of `model` with `pieces` behind its own. Raises ValueError for one that is there."""
     if twice := [piece.text for piece in pieces if piece.text in model.ids]:

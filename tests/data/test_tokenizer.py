@@ -1,10 +1,12 @@
 """Tokenizers: what is refused, and that the one we train gives every text back."""
 
+import base64
+import json
 import random
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dolmen.data import tokenizer as tokenizers
@@ -14,6 +16,7 @@ from dolmen.data.sources import resolve_sources
 from dolmen.data.tokenise import cut
 from dolmen.files import tokenizer_files
 from dolmen.files.gate import Refused
+from dolmen.files.sentencepiece_model import CHARSMAP, NORMALIZER, record
 
 WORDS = {"<s>": 0, "a": 1, "b": 2, "</d>": 3}
 
@@ -173,6 +176,78 @@ def test_only_the_probe_blames_an_expression(tmp_path, monkeypatch):
         with pytest.raises(Refused, match="a regular expression fails, or takes too long"):
             tokenizer_files.check_files(good)
         tokenizer_files.tried.cache_clear()
+
+
+def test_an_expression_that_fills_the_memory_is_blamed(tmp_path, monkeypatch):
+    tokenizer_files.tried.cache_clear()
+    code = "import os; os.write(2, b'memory allocation of 9 bytes failed'); os.abort()"
+    monkeypatch.setattr(tokenizer_files, "PROBE", code)
+    with pytest.raises(Refused, match="or too much memory"):
+        tokenizer_files.check_files(with_expression(tmp_path / "good", "a+b"))
+    tokenizer_files.tried.cache_clear()
+
+
+def charsmap(replacement):
+    return (8).to_bytes(4, "little") + bytes(8) + f"ab\0{replacement}\0".encode()
+
+
+def test_growth_of_a_text_is_bounded_by_what_each_step_can_add():
+    """Each step beside what `tokenizers` makes of the text that it grows most on."""
+    cases = [
+        (normalizers.Replace("ab", "xyz"), "ab", 2),
+        (normalizers.Replace("a", "x" * 900), "a", 900),
+        (normalizers.Replace("", "xy"), "a", 3),
+        (normalizers.Replace(Regex("[ab]+"), "xyz"), "a", 3),
+        (normalizers.Replace(Regex("(?=a)"), "xyz"), "a", 4),
+        (normalizers.Replace(Regex("a{0,2}|b"), "x"), "b", 2),
+        (normalizers.Replace(Regex("a"), ""), "a", 1),
+        (normalizers.Prepend("xy"), "a", 3),
+        (normalizers.ByteLevel(), "\U00010348", 4),
+        (normalizers.BertNormalizer(), "\u4e2d", 3),
+        (normalizers.NFKC(), "a", 1),
+        (normalizers.Sequence([normalizers.Replace("a", "bb"), normalizers.Prepend("x")]), "a", 4),
+    ]
+    for normalizer, text, want in cases:
+        bare = Tokenizer(models.BPE())
+        bare.normalizer = normalizer
+        step = json.loads(bare.to_str())["normalizer"]
+        assert tokenizer_files.growth(step) == want, step
+        assert len(normalizer.normalize_str(text)) <= want * (len(text) + 1), step
+    packed = base64.b64encode(charsmap("x" * 70)).decode()
+    step = {"type": "Precompiled", "precompiled_charsmap": packed}
+    assert tokenizer_files.growth([step, None, {"type": "Replace", "content": 3}]) == 70
+
+
+def test_a_tokenizer_that_makes_texts_too_long_is_refused(tmp_path):
+    """What three normalizers of 3 kB made of 20 letters took 8.7 GB, and ended the process."""
+    steps = [normalizers.Replace(old, new * 900) for old, new in ("ab", "bc", "cd")]
+    folder = with_expression(tmp_path / "t", "a+b")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    bare = Tokenizer(models.BPE())
+    bare.normalizer = normalizers.Sequence(steps)
+    content["normalizer"] = json.loads(bare.to_str())["normalizer"]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(Refused, match="its normalizer can make a text 7.29e\\+08 times as long"):
+        tokenizer_files.check_files(folder, probe=False)
+    decoder = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 65}
+    content |= {"normalizer": None, "decoder": decoder}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(Refused, match="its decoder can make a text 65 times as long"):
+        tokenizer_files.check_files(folder, probe=False)
+
+
+def test_a_sentencepiece_model_that_makes_texts_too_long_is_refused(tmp_path):
+    def write(replacement):
+        content = record(NORMALIZER, record(CHARSMAP, charsmap(replacement)))
+        (tmp_path / "tokenizer.model").write_bytes(content)
+
+    write("x" * 65)
+    with pytest.raises(Refused, match="tokenizer.model: its normalizer can make a text 65 times"):
+        tokenizer_files.check_files(tmp_path)
+    write("x" * 64)
+    tokenizer_files.check_files(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\n")  # tiktoken's
+    tokenizer_files.check_files(tmp_path)
 
 
 def test_the_probe_imports_from_where_we_do(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
-from dolmen.files import sentencepiece_model
+from dolmen.files import sentencepiece_model, tokenizer_files
 from dolmen.files.gate import Refused
 from dolmen.files.sentencepiece_model import Piece, record
 
@@ -35,6 +35,8 @@ def test_it_is_read_as_protobuf_reads_it(content):
     model = sentencepiece_model.parse(content, "x")
     assert model.pieces == tuple(Piece(p.piece, p.score, p.type) for p in theirs.pieces)
     assert model.charsmap == theirs.normalizer_spec.precompiled_charsmap != b""
+    assert sentencepiece_model.charsmap(content) == model.charsmap
+    assert tokenizer_files.longest_replacement(model.charsmap) == 18, "of U+FDFA, by NFKC"
     assert (model.kind, model.dummy_prefix, model.remove_spaces) == ("bpe", True, True)
     assert model.byte_fallback and model.pieces[model.unknown].text == "<unk>"
 
