@@ -126,3 +126,11 @@ def test_the_site_shows_every_section_of_a_run():
         shown = f"::: {cls.__module__}.{cls.__name__}\n" in pages
         shown |= whole is not None and (members is None or cls.__name__ in members[1].split(", "))
         assert shown, cls
+
+
+def test_the_readme_warns_near_its_top_until_a_gpu_has_run():
+    """`benchmarks.gpu report --write` replaces the sentence of docs/performance.md."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    untested = "No GPU has run this yet" in page.split("<!-- gpu: begin -->")[1]
+    top = (ROOT / "README.md").read_text().split("\n## ")[0]
+    assert ("**No GPU has run this code yet.**" in top) == untested
