@@ -44,14 +44,14 @@ def convert(
     spec: str | None = None,
     dtype: str | None = None,
     vocab_size: int | None = None,
-    processes: int | None = None,
+    threads: int | None = None,
     progress: bool = True,
 ) -> Path:
     """`dolmen convert SOURCE TO --to FORMAT`: a model of any format that dolmen reads, in one that
     it writes (hf, megatron, megatron-core, torch-dist), read back and compared, tensors and logits,
-    by one process or by several that are started for it (unset: by its size). `progress` shows a
-    bar on stderr. Returns the folder. Raises ValueError on bad input, RuntimeError where what was
-    written is another model, or one of several processes died: nothing is left of it.
+    in `threads` (unset: one per core, at most 4). `progress` shows a bar on stderr. Returns the
+    folder. Raises ValueError on bad input, RuntimeError where what was written is another model:
+    nothing is left of it.
 
         dolmen.convert("runs/book", to="ranks/", format="megatron-core", tp=2, pp=2)
     """
@@ -68,7 +68,7 @@ def convert(
             spec=spec,
             dtype=dtype,
             vocab_size=vocab_size,
-            processes=processes,
+            threads=threads,
         )
         conversion.convert(asked, progress)
     return Path(to)

@@ -64,15 +64,15 @@ class ConvertConfig:
     """
     vocab_size: int | None = None
     """Tokens of the vocabulary, where the source has rows behind them and does not say how many."""
-    processes: int | None = None
-    """Processes that write and compare side by side. Default: one per GiB of the source, at most as
-    many as there are cores, and 4.
+    threads: int | None = None
+    """Threads that write and compare, each with one tensor in memory. Default: one per core, at
+    most 4.
     """
 
     def __post_init__(self):
         refuse_empty("destination", self.destination)
-        if self.processes is not None and self.processes < 1:
-            raise ValueError(f"--processes is {self.processes}: it must be at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"--threads is {self.threads}: it must be at least 1")
         divided = [n for n in ("tp", "pp", "virtual_stages", "ep") if vars(self)[n] != 1]
         if self.to in ("hf", "torch-dist") and divided:
             name = divided[0].replace("_", "-")

@@ -1,137 +1,57 @@
-"""From any source to a folder of a format that dolmen writes: one tensor in memory at a time, and
-proved by reading it back, in one process or several. Nothing stands at the destination until all of
-it does.
+"""Converts any source to a folder of a format that dolmen writes: one tensor in memory per thread,
+and proved by reading it back. Nothing stands at the destination until all of it does.
 """
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from rich.progress import MofNCompleteColumn
 
-from dolmen.conversion import beside, checkpoint, division, hf_export, peft, proof, unfinished
+from dolmen.conversion import beside, checkpoint, hf_export, peft, proof, unfinished
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.hf import stated_dtype
+from dolmen.conversion.layer_pool import Advance, LayerPool, by_layer
 from dolmen.conversion.megatron import dist_export, export, names
 from dolmen.conversion.moments import Moments
-from dolmen.conversion.source import Source, in_dtype, open_source, pinned
+from dolmen.conversion.source import Source, in_dtype, open_source
 from dolmen.conversion.weights import Scales
 from dolmen.core.log import bar
 from dolmen.core.messages import counted
 from dolmen.families import unknown
-from dolmen.launch import process
-from dolmen.launch.side_by_side import Group
 from dolmen.optim.optimizer import DTYPES
 
 
-class Writing(Protocol):
-    """A conversion of which nothing is written, and that can be complete. What is written is
-    divided into units, each of which any process can write; the bytes are the same.
+class ModelWriter(Protocol):
+    """Writes a model in one format. Making one raises ValueError for a model that the format cannot
+    hold, before anything is written.
     """
 
     @property
-    def sizes(self) -> list[int]:
-        """About how many bytes each unit has."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """Tensors that are written, by all."""
+    def tensors(self) -> int:
+        """Number of tensors that `write` writes."""
         ...
 
     @property
     def scales(self) -> Scales:
-        """What of delayed scaling is written, as it reads back."""
+        """The scales of delayed scaling that `write` writes, as they read back."""
         ...
 
-    def begin(self, folder: Path) -> None:
-        """Into an empty folder, what all need."""
+    def write(self, folder: Path, pool: LayerPool) -> None:
+        """Write the weights into an empty folder, parts of the model in the threads of `pool`."""
         ...
 
-    def write(self, folder: Path, units: range) -> Generator[int, None, Any]:
-        """These, one tensor in memory at a time; yields how many tensors lie there now that did
-        not before.
+    def write_sidecars(self, folder: Path) -> None:
+        """Write the files by which programs know such a folder into another, empty one: they join
+        the weights when these are proved.
         """
         ...
 
-    def end(self, folder: Path, results: Sequence[Any]) -> None:
-        """When all units are there, in order: what remains. `results` are those of `write`."""
+    def open_written(self, folder: Path, sidecars: Path) -> Source:
+        """Open what was written, by nothing but what it says of itself."""
         ...
-
-    def say(self, words: Path) -> None:
-        """Into an empty folder, the files that say what lies there: they join the others when
-        these are proved.
-        """
-        ...
-
-    def opened(self, folder: Path, words: Path) -> Source:
-        """What was written, by nothing but what it says of itself."""
-        ...
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """One, as each of its processes knows it, who opens the source by itself."""
-
-    asked: ConvertConfig
-
-    @cached_property
-    def opened(self) -> Source:
-        return open_source(self.asked.source, vocab_size=self.asked.vocab_size)
-
-    @cached_property
-    def source(self) -> Source:
-        """What of it is written."""
-        return in_dtype(self.opened, _dtype(self.opened, self.asked))
-
-    @cached_property
-    def state(self) -> Moments | None:
-        return _state(self.opened, self.asked.to)
-
-    @cached_property
-    def writing(self) -> Writing:
-        return WRITERS[self.asked.to](self.source, self.state, self.asked)
-
-    def write(self, folder: Path, units: range) -> Generator[int, None, Any]:
-        return (yield from self.writing.write(folder, units))
-
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return Conversion, (self.asked,)  # and nothing that is open
-
-
-@dataclass(frozen=True)
-class Proof:
-    """That what lies in `folder` is the same model, as each process knows it."""
-
-    conversion: Conversion
-    folder: Path
-    words: Path
-
-    @cached_property
-    def written(self) -> Source:
-        return self.conversion.writing.opened(self.folder, self.words)
-
-    @cached_property
-    def units(self) -> list[list[str]]:
-        return division.by_layer(self.conversion.source.specs, str)
-
-    @property
-    def sizes(self) -> list[int]:
-        specs = self.conversion.source.specs
-        return [sum(specs[name].nbytes for name in unit) for unit in self.units]
-
-    def weights(self, units: range) -> Generator[int, None, None]:
-        """Raises as proof.compare_weights."""
-        names = {name for unit in units for name in self.units[unit]}
-        yield from proof.compare_weights(self.conversion.source, self.written, names)
-
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
-        return Proof, (self.conversion, self.folder, self.words)
 
 
 def export_model(
@@ -167,52 +87,47 @@ def _critic(opened: Source) -> Source:
 
 
 def convert(asked: ConvertConfig, shown: bool = False) -> str:
-    """Write the source in the format that is asked for; what was done, in lines. `shown`: a bar on
-    stderr. Raises ValueError, KeyError or OSError for what cannot be written whole, before
-    anything is, proof.Unlike where it is not what it was written of, and Failed where one of
-    several processes has died.
+    """Write the source in the requested format; returns a report in lines. `shown`: progress bars
+    on stderr. Raises ValueError, KeyError or OSError for what cannot be written whole, before
+    anything is, and proof.Unlike where what was written differs from the source.
     """
-    one = Conversion(replace(asked, source=pinned(asked.source)))
+    opened = open_source(asked.source, vocab_size=asked.vocab_size)
     target = Path(asked.destination).resolve()  # a link cannot be replaced by a folder
-    unknown.warn(one.opened.model)
+    unknown.warn(opened.model)
     if asked.dtype is None:
-        _check_one_dtype(one.opened)
+        _check_one_dtype(opened)
     hf_export.check_target(target)
     if target.is_mount():
         raise ValueError(f"{target} is where a disk is mounted: name a folder in it")
-    source, state, writing = one.source, one.state, one.writing
-    scales = writing.scales
+    dtype = DTYPES[asked.dtype] if asked.dtype else stated_dtype(opened.model)
+    source, state = in_dtype(opened, dtype), _state(opened, asked.to)
+    writer = WRITERS[asked.to](source, dtype, state, asked)
+    scales = writer.scales
     _check_scales(source, scales, asked.to)
-    size = sum(spec.nbytes for spec in source.specs.values())
-    processes = division.processes(asked.processes, size, process.cores())
-    with unfinished.beside(target) as (part, words), Group(processes) as group:
-        writing.begin(part)
-        each = [(part, units) for units in division.divided(writing.sizes, processes)]
-        with _bar(f"writing {target}", writing.count, len(each), shown) as reach:
-            writing.end(part, group.run(one.write, each, reach))
-        writing.say(words)
-        same = Proof(one, part, words)
-        each = [(units,) for units in division.divided(same.sizes, processes)]
-        with _bar("reading it back", len(source.specs), len(each), shown) as reach:
-            group.run(same.weights, each, reach)
-        logits = proof.compare_logits(source, same.written)
-        told = "" if state is None else proof.compare_state(state, same.written)
-        told += proof.compare_scales(scales, same.written)
+    specs = source.specs  # checked here, before threads share the source
+
+    with unfinished.beside(target) as (part, sidecars):
+        with bar(f"writing {target}", writer.tensors, shown, MofNCompleteColumn()) as show:
+            writer.write(part, LayerPool(asked.threads, show))
+        writer.write_sidecars(sidecars)
+        written = writer.open_written(part, sidecars)
+
+        def compare_layer(parameters: list[str], advance: Advance) -> None:
+            for _ in proof.compare_weights(source, written, {*parameters}):
+                advance(1)
+
+        with bar("reading it back", len(specs), shown, MofNCompleteColumn()) as show:
+            LayerPool(asked.threads, show).run(compare_layer, by_layer(specs, str))
+        logits = proof.compare_logits(source, written)
+        report = "" if state is None else proof.compare_state(state, written)
+        report += proof.compare_scales(scales, written)
         if asked.to != "hf":
-            hf_export.write_beside(source, words, _dtype(source, asked))
-    count = counted(len(source.specs), "parameter")
+            hf_export.write_beside(source, sidecars, dtype)
+    count = counted(len(specs), "parameter")
     return (
         f"read {source.title}\nwrote {target}: {count} read back, the same to the bit; "
-        f"{logits}{told}"
+        f"{logits}{report}"
     )
-
-
-def _bar(
-    title: str, count: int, processes: int, shown: bool
-) -> AbstractContextManager[Callable[[int], None]]:
-    """One over all processes; it says how many there are."""
-    several = f", {processes} processes" if processes > 1 else ""
-    return bar(f"{title}{several}", count, shown, MofNCompleteColumn())
 
 
 def _state(source: Source, to: str) -> Moments | None:
@@ -264,16 +179,16 @@ def _check_one_dtype(source: Source) -> None:
         )
 
 
-def _dtype(source: Source, asked: ConvertConfig) -> torch.dtype:
-    return DTYPES[asked.dtype] if asked.dtype else stated_dtype(source.model)
-
-
-def _hf(source: Source, state: Moments | None, asked: ConvertConfig) -> Writing:
+def _to_hf(
+    source: Source, dtype: torch.dtype, state: Moments | None, asked: ConvertConfig
+) -> ModelWriter:
     hf_export.check_expressible(source.model, source.tree)
-    return hf_export.Writing(source, _dtype(source, asked))
+    return hf_export.TransformersWriter(source, dtype)
 
 
-def _megatron(source: Source, state: Moments | None, asked: ConvertConfig) -> Writing:
+def _to_megatron(
+    source: Source, dtype: torch.dtype, state: Moments | None, asked: ConvertConfig
+) -> ModelWriter:
     hf_export.check_expressible(source.model, source.tree)
     ranks = export.Ranks(asked.tp, asked.pp, asked.virtual_stages, asked.ep)
     dialect = names.LEGACY
@@ -282,20 +197,22 @@ def _megatron(source: Source, state: Moments | None, asked: ConvertConfig) -> Wr
     scales = source.scaling if dialect is names.TE else {}
     plan = export.Plan(source.tree, ranks, dialect, scales)
     beside.expressed(source.tree)  # or it could not be read back alone
-    return export.Writing(plan, source.read, _dtype(source, asked), source.iteration)
+    return export.MegatronWriter(plan, source.read, dtype, source.iteration)
 
 
-def _torch_dist(source: Source, state: Moments | None, asked: ConvertConfig) -> Writing:
+def _to_torch_dist(
+    source: Source, dtype: torch.dtype, state: Moments | None, asked: ConvertConfig
+) -> ModelWriter:
     hf_export.check_expressible(source.model, source.tree)
     plan = export.Plan(source.tree, export.Ranks(), names.TE, source.scaling)
     beside.expressed(source.tree)  # or it could not be read back alone
-    return dist_export.Writing(plan, source.read, _dtype(source, asked), source.iteration, state)
+    return dist_export.TorchDistWriter(plan, source.read, dtype, source.iteration, state)
 
 
-WRITERS: dict[str, Callable[[Source, Moments | None, ConvertConfig], Writing]] = {
-    "hf": _hf,
-    "megatron": _megatron,
-    "megatron-core": _megatron,
-    "torch-dist": _torch_dist,
+WRITERS: dict[str, Callable[[Source, torch.dtype, Moments | None, ConvertConfig], ModelWriter]] = {
+    "hf": _to_hf,
+    "megatron": _to_megatron,
+    "megatron-core": _to_megatron,
+    "torch-dist": _to_torch_dist,
 }
 """By the name of a format."""

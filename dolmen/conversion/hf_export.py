@@ -8,7 +8,7 @@ tokenizer files, all of them or nothing. hf.py reads them.
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from dolmen.conversion import unfinished
-from dolmen.conversion.division import by_layer
 from dolmen.conversion.hf import (
     TOKENIZER_FILES,
     copy_tokenizer,
@@ -28,6 +27,7 @@ from dolmen.conversion.hf import (
     stated_dtype,
     tokenizer_files,
 )
+from dolmen.conversion.layer_pool import Advance, LayerPool, by_layer
 from dolmen.conversion.source import Source
 from dolmen.conversion.weights import Scales, join_stored
 from dolmen.families import Model, changed, edit, unknown, weight_map
@@ -137,54 +137,43 @@ def save(
 
 
 @dataclass(frozen=True)
-class Writing:
-    """A source as a folder of transformers, by several hands: a unit is what a layer has, or what
-    lies between layers. As convert.py asks for it.
-    """
+class TransformersWriter:
+    """Writes `source` as a folder of transformers, the layers in parallel (convert.ModelWriter)."""
 
     source: Source
     dtype: torch.dtype
-
-    @property
-    def scales(self) -> Scales:
-        return {}
-
-    @cached_property
-    def units(self) -> list[list[Entry]]:
-        written = weight_map(self.source.model).written.values()
-        return by_layer(written, lambda entry: entry.ours[0])
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
         return _specs(self.source.model, self.dtype)
 
     @property
-    def sizes(self) -> list[int]:
-        return [sum(self.specs[entry.hf].nbytes for entry in unit) for unit in self.units]
-
-    @property
-    def count(self) -> int:
+    def tensors(self) -> int:
         return len(self.specs)
 
-    def begin(self, folder: Path) -> None:
-        safetensors.Shards(folder, self.specs).begin()
+    @property
+    def scales(self) -> Scales:
+        return {}
 
-    def write(self, folder: Path, units: range) -> Generator[int, None, None]:
-        entries = [entry for unit in units for entry in self.units[unit]]
-        tensors = export_weights(self.source.model, self.source.read, entries)
-        shards = safetensors.Shards(folder, self.specs)
-        for _ in shards.write(tensors, [entry.hf for entry in entries]):
-            yield 1
+    def write(self, folder: Path, pool: LayerPool) -> None:
+        model, shards = self.source.model, safetensors.Shards(folder, self.specs)
 
-    def end(self, folder: Path, results: Sequence[None]) -> None:
-        safetensors.Shards(folder, self.specs).end()
+        def write_layer(entries: list[Entry], advance: Advance) -> None:
+            tensors = export_weights(model, self.source.read, entries)
+            for _ in shards.write(tensors, [entry.hf for entry in entries]):
+                advance(1)
 
-    def say(self, words: Path) -> None:
-        write_beside(self.source, words, self.dtype)
+        shards.begin()
+        entries = weight_map(model).written.values()
+        pool.run(write_layer, by_layer(entries, lambda entry: entry.ours[0]))
+        shards.end()
 
-    def opened(self, folder: Path, words: Path) -> Source:
-        """And by what its config.json cannot say, of which a warning tells."""
-        written = opened(folder, said=words)
+    def write_sidecars(self, folder: Path) -> None:
+        write_beside(self.source, folder, self.dtype)
+
+    def open_written(self, folder: Path, sidecars: Path) -> Source:
+        """Fields that config.json cannot express, of which a warning tells, are the source's."""
+        written = opened(folder, said=sidecars)
         return replace(written, model=changed(written.model, unknown.unsaid(self.source.model)))
 
 

@@ -194,7 +194,7 @@ def write_tensors(
 @dataclass(frozen=True)
 class Shards:
     """Files that shall hold tensors of these specs. Where each of them goes is known before any is
-    there, so that several processes may write into one file.
+    there, so that several threads may write into one file.
     """
 
     folder: Path
@@ -218,7 +218,7 @@ class Shards:
     def begin(self) -> None:
         """Files of full length, with their headers and no data yet."""
         for name, part in self.parts.items():
-            header, places = self._laid(name)
+            header, places = self._layout[name]
             with open(part, "wb") as stream:
                 stream.write(header)
                 stream.truncate(len(header) + sum(one.spec.nbytes for one in places.values()))
@@ -228,7 +228,7 @@ class Shards:
         Raises ValueError for a tensor that is unknown, comes twice or is mis-shaped, and KeyError
         for those that never come.
         """
-        laid = {n: one for name in self.names for n, one in self._laid(name)[1].items()}
+        laid = {n: one for _, places in self._layout.values() for n, one in places.items()}
         places = {name: laid[name] for name in wanted}
         for name, tensor in tensors:
             if name not in laid:
@@ -254,8 +254,13 @@ class Shards:
         if len(self.names) > 1:
             _write_index(self.folder, self.specs, self.names)
 
-    def _laid(self, name: str) -> tuple[bytes, dict[str, Stored]]:
-        return _lay(self.parts[name], {tensor: self.specs[tensor] for tensor in self.names[name]})
+    @cached_property
+    def _layout(self) -> dict[str, tuple[bytes, dict[str, Stored]]]:
+        """By file: its header, and the place of each tensor."""
+        return {
+            file: _lay(self.parts[file], {name: self.specs[name] for name in names})
+            for file, names in self.names.items()
+        }
 
 
 def _shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:

@@ -131,11 +131,6 @@ def threads(processes: int) -> str:
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes)))
 
 
-def one_of(processes: int) -> dict[str, str]:
-    """The environment of one of so many that this process starts side by side."""
-    return {**os.environ, "OMP_NUM_THREADS": threads(processes)}
-
-
 def started() -> Launch | None:
     """What a launcher told this process; None where none started it. Raises BadInput."""
     try:

@@ -30,6 +30,7 @@ from torch.nn.functional import embedding_bag
 
 from dolmen.conversion import hf_export, unfinished
 from dolmen.conversion.hf import stated_dtype
+from dolmen.conversion.layer_pool import LayerPool
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.source import Source, in_dtype, open_source, pinned
 from dolmen.core import state
@@ -141,15 +142,12 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
         Rows(min(first, found.tree.vocab_size), _pieces(before, old, new), asked),
     )
     measured = None if text is None else measure(asked.model, old, text, asked, progress)
-    writing = hf_export.Writing(grown, dtype)
     hf_export.check_expressible(found.model, source.tree)
-    with unfinished.beside(to) as (part, words):
-        writing.begin(part)
-        for _ in writing.write(part, range(len(writing.units))):
-            pass
-        writing.end(part, [])
-        writing.say(words)
-        write(words, first, size, asked.init)
+    writer = hf_export.TransformersWriter(grown, dtype)
+    with unfinished.beside(to) as (part, sidecars):
+        writer.write(part, LayerPool())
+        writer.write_sidecars(sidecars)
+        write(sidecars, first, size, asked.init)
     again = None if text is None else measure(str(to), new, text, asked, progress)
     return Extended(first, size, found.tree.vocab_size, rows, asked.init, measured, again)
 

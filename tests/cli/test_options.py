@@ -178,7 +178,7 @@ SAMPLING = (
 )
 OTHERS = {
     "export": "help to dtype adapters no-adapters critic no-critic",
-    "convert": "help to tp pp virtual-stages ep spec dtype vocab-size processes",
+    "convert": "help to tp pp virtual-stages ep spec dtype vocab-size threads",
     "verify": "help against length device layout.tp",
     "diff": (
         f"help until length device json a.dtype {LAYOUT.replace('layout.', 'a.layout.')} "

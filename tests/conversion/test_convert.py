@@ -3,12 +3,9 @@ it stands there, and nothing stands there that is not whole.
 """
 
 import argparse
-import os
 import shutil
-import signal
 import threading
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,15 +14,14 @@ from laid import LOCAL, OF_2023, TE, How, lay
 from test_megatron_read import GPT2, LLAMA, VOCABULARY, built, parts
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dolmen.conversion import convert, division, proof
+from dolmen.conversion import convert, proof
 from dolmen.conversion.config import ConvertConfig
+from dolmen.conversion.layer_pool import LayerPool, by_layer
 from dolmen.conversion.megatron import export, shares
 from dolmen.conversion.source import open_source
-from dolmen.core.messages import Failed
 from dolmen.families import Model
 from dolmen.files.safetensors import Stored
 from dolmen.files.torch_files import Writer
-from dolmen.launch import side_by_side
 
 
 @pytest.fixture(scope="module")
@@ -191,14 +187,14 @@ def test_a_layer_at_a_time(folders, monkeypatch):
 
 
 @pytest.mark.parametrize("format", ["megatron", "hf"])
-def test_one_tensor_is_in_memory_at_a_time(format, folders, tmp_path, monkeypatch):
+def test_one_tensor_per_thread_is_in_memory(format, folders, tmp_path, monkeypatch):
     """Of what is written, read back and compared: the parts of one stored tensor, whole and on each
     rank, of source and target.
     """
     where, _ = folders
-    source, options = where / "llama", dict(tp=2)
+    source, options = where / "llama", dict(tp=2, threads=1)
     if format == "hf":
-        source, options = tmp_path / "ranks", {}
+        source, options = tmp_path / "ranks", dict(threads=1)
         run(where / "llama", source, "megatron", tp=2)
     made, held, read = {}, [], Stored.read
 
@@ -315,7 +311,7 @@ def test_what_is_not_the_same_is_seen_and_not_left(folders, tmp_path, monkeypatc
         return real(shares.Share(self.dim), tensor, rank, size)
 
     monkeypatch.setattr(export.shares.Share, "cut", wrong)
-    with pytest.raises(proof.Unlike, match="layers.0.mlp.gate.weight reads back otherwise"):
+    with pytest.raises(proof.Unlike, match=r"layers\.\d\.mlp\.gate\.weight reads back otherwise"):
         run(where / "llama", tmp_path / "out", "megatron", tp=2)
     assert not any(tmp_path.iterdir())
 
@@ -351,7 +347,6 @@ def hashes(folder) -> dict[str, str]:
     return {str(p.relative_to(folder)): sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-@pytest.mark.spawn
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "format", "options"),
@@ -361,64 +356,46 @@ def hashes(folder) -> dict[str, str]:
         ("mixtral", "hf", {}),
     ],
 )
-def test_several_processes_write_the_same_bytes(name, format, options, folders, tmp_path, capsys):
+def test_several_threads_write_the_same_bytes(name, format, options, folders, tmp_path):
     where, _ = folders
-    for n in (1, 2):
-        asked = ConvertConfig(
-            str(where / name), str(tmp_path / str(n)), format, **options, processes=n
-        )
-        convert.convert(asked, shown=True)
-    said = f"writing {tmp_path / '2'}, 2 processes\nreading it back, 2 processes\n"
-    assert capsys.readouterr().err.endswith(said)
-    assert len(hashes(tmp_path / "1")) > 2 and hashes(tmp_path / "1") == hashes(tmp_path / "2")
+    for threads in (1, 4):
+        run(where / name, tmp_path / str(threads), format, **options, threads=threads)
+    assert len(hashes(tmp_path / "1")) > 2 and hashes(tmp_path / "1") == hashes(tmp_path / "4")
 
 
-def children() -> list[int]:
-    """Of this thread's starting."""
-    own = Path(f"/proc/self/task/{threading.get_native_id()}/children")
-    return [int(pid) for pid in own.read_text().split()]
+def test_parts_run_at_once_and_progress_is_their_sum():
+    meeting, shown = threading.Barrier(3, timeout=20), []
+
+    def work(part, advance):
+        meeting.wait()
+        advance(part)
+
+    LayerPool(3, shown.append).run(work, [1, 2, 3, 1, 2, 3])
+    assert sorted(shown) == shown and shown[-1] == 12
 
 
-@pytest.mark.spawn
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "fails", "Ctrl-C"])
-def test_of_several_processes_one_ends_all(how, folders, tmp_path, monkeypatch):
-    """While they start: nothing is left, of files and of processes."""
-    where, _ = folders
-    source = shutil.copytree(where / "llama", tmp_path / "m")
-    before, real = children(), side_by_side.connection.wait
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_the_first_failure_ends_all_threads(error):
+    """A part that has begun ends at its next tensor, and the others do not begin."""
+    meeting, begun, whole = threading.Barrier(2, timeout=20), [], []
 
-    def first(told):
-        monkeypatch.setattr(side_by_side.connection, "wait", real)
-        assert len(started := [pid for pid in children() if pid not in before]) == 2
-        if how == "killed":
-            os.kill(started[1], signal.SIGKILL)
-        elif how == "fails":
-            (source / "model.safetensors").unlink()
-        else:
-            raise KeyboardInterrupt("asked")
-        return real(told)
+    def work(part, advance):
+        begun.append(part)
+        if part < 2:
+            meeting.wait()
+        if part == 1:
+            raise error("the second part fails")
+        for _ in range(100_000):
+            advance(1)
+        whole.append(part)
 
-    monkeypatch.setattr(side_by_side.connection, "wait", first)
-    error, said = {
-        "killed": (Failed, r"process 2 of 2 \(pid \d+\) was ended by SIGKILL .*all were stopped"),
-        "fails": (ValueError, "m has neither model.safetensors nor"),
-        "Ctrl-C": (KeyboardInterrupt, "asked"),
-    }[how]
-    with pytest.raises(error, match=said):
-        run(source, tmp_path / "out", "megatron", pp=2, processes=2)
-    assert children() == before and [p.name for p in tmp_path.iterdir()] == ["m"]
+    with pytest.raises(error, match="the second part fails"):
+        LayerPool(2).run(work, range(100))
+    assert not whole and len(begun) < 100
 
 
-def test_how_many_processes():
-    """By size, and what is asked; every unit once, in order, as evenly as units allow."""
-    gib = 2**30
-    assert [division.processes(None, n * gib // 2, 8) for n in (1, 4, 100)] == [1, 2, 4]
-    assert division.processes(None, 100 * gib, 2) == 2 and division.processes(6, 1, 2) == 6
-    assert division.divided([4, 1, 1, 1, 1, 4], 2) == [range(3), range(3, 6)]
-    assert division.divided([1, 1], 5) == [range(1), range(1, 2)]
-    for sizes in ([9, 1], [1] * 7, [1, 2, 30, 2]):
-        units = [i for part in division.divided(sizes, 3) for i in part]
-        assert units == list(range(len(sizes)))
-    with pytest.raises(ValueError, match="--processes is 0: it must be at least 1"):
-        ConvertConfig("a", "b", "hf", processes=0)
+def test_neighbours_of_a_layer_are_one_part():
+    names = ["embedding", "layers.0.a", "layers.0.b", "layers.10.a", "norm", "head"]
+    assert by_layer(names, str) == [names[:1], names[1:3], names[3:4], names[4:]]
+    with pytest.raises(ValueError, match="--threads is 0: it must be at least 1"):
+        ConvertConfig("a", "b", "hf", threads=0)

@@ -1,17 +1,15 @@
 """Writes a model as a torch_dist checkpoint of Megatron (dist.py says what that is), one tensor in
 memory at a time. A chunk is a layer of a tensor, whole: any number of ranks reads parts of it. A
-file has the chunks of one layer, so that several processes can write.
+file has the chunks of one layer, so that several threads can write.
 """
 
 import argparse
 import json
 import pickle
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dolmen.checkpoint.folders import METADATA
-from dolmen.conversion.division import by_layer
+from dolmen.conversion.layer_pool import Advance, LayerPool, by_layer
 from dolmen.conversion.megatron import folders, names, scaling, shares, states
 from dolmen.conversion.megatron.dist import BACKEND, COMMON, MARKER, opened
 from dolmen.conversion.megatron.export import PRODUCT, VERSION, Plan
@@ -96,10 +94,10 @@ def description(held: Iterable[Held]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Writing:
-    """The checkpoint of the parameters that `read(our name)` gives, by several hands: a unit is a
-    file, of a layer or of what lies between layers. As convert.py asks for it. `iteration` None or
-    0: a release. `plan` is of one rank. `state` is written beside them, in the dtypes that it has.
+class TorchDistWriter:
+    """Writes the checkpoint of the parameters that `read(name)` returns, a file per layer, the
+    files in parallel (convert.ModelWriter). `iteration` None or 0: a release. `plan` is of one
+    rank. `state` is written beside the weights, in the dtypes that it has.
     """
 
     plan: Plan
@@ -108,17 +106,8 @@ class Writing:
     iteration: int | None
     state: Moments | None = None
 
-    @cached_property
-    def units(self) -> list[list[tuple[str, Entry]]]:
-        return by_layer(self.plan.entries.items(), lambda item: item[1].ours[0])
-
     @property
-    def sizes(self) -> list[int]:
-        shapes = [[entry.shape for _, entry in unit] for unit in self.units]
-        return [self.dtype.itemsize * sum(map(prod, unit)) for unit in shapes]
-
-    @property
-    def count(self) -> int:
+    def tensors(self) -> int:
         return len(self.plan.entries)
 
     @property
@@ -129,22 +118,28 @@ class Writing:
     def _name(self) -> str:
         return folders.names(self.iteration)[0]
 
-    def begin(self, folder: Path) -> None:
-        (folder / self._name).mkdir()
+    def write(self, folder: Path, pool: LayerPool) -> None:
+        where = folder / self._name
+        where.mkdir()
+        layers = by_layer(self.plan.entries.items(), lambda item: item[1].ours[0])
+        held: list[list[Held]] = [[] for _ in layers]
 
-    def write(self, folder: Path, units: range) -> Generator[int, None, list[Held]]:
-        held: list[Held] = []
-        for unit in units:
-            name = f"__{unit}_0.distcp"
-            with open(folder / self._name / name, "xb") as stream:
-                file = File(stream, name)
-                for canonical, entry in self.units[unit]:
+        def write_file(number: int, advance: Advance) -> None:
+            name = f"__{number}_0.distcp"
+            with open(where / name, "xb") as stream:
+                file = File(stream, name, held[number])
+                for canonical, entry in layers[number]:
                     self._write_one(file, canonical, entry)
-                    yield 1
-                if unit == len(self.units) - 1:
+                    advance(1)
+                if number == len(layers) - 1:
                     _state(file, "output_layer.", (), (), [])
-            held += file.held
-        return held
+
+        pool.run(write_file, range(len(layers)))
+        (where / METADATA).write_bytes(description(chain(*held)))
+        torch.save(_common(self.plan, self.dtype, self.iteration, self.state), where / COMMON)
+        (where / MARKER).write_text(
+            json.dumps({"sharded_backend": BACKEND, "sharded_backend_version": 1})
+        )
 
     def _write_one(self, file: File, canonical: str, entry: Entry) -> None:
         """And its moments."""
@@ -160,19 +155,11 @@ class Writing:
             lying.write(file, f"{OPTIMIZER}{kind}.", moment)
             del moment
 
-    def end(self, folder: Path, results: Sequence[list[Held]]) -> None:
-        where = folder / self._name
-        (where / METADATA).write_bytes(description(chain(*results)))
-        torch.save(_common(self.plan, self.dtype, self.iteration, self.state), where / COMMON)
-        (where / MARKER).write_text(
-            json.dumps({"sharded_backend": BACKEND, "sharded_backend_version": 1})
-        )
+    def write_sidecars(self, folder: Path) -> None:
+        (folder / folders.TRACKER).write_text(folders.names(self.iteration)[1])
 
-    def say(self, words: Path) -> None:
-        (words / folders.TRACKER).write_text(folders.names(self.iteration)[1])
-
-    def opened(self, folder: Path, words: Path) -> Megatron:
-        """By what its options say: a config.json beside it would be taken instead."""
+    def open_written(self, folder: Path, sidecars: Path) -> Megatron:
+        """By its options: a config.json beside them would take precedence."""
         return opened(folder / self._name, rows=self.plan.tree.vocab_size)
 
 

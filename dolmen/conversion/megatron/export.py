@@ -1,26 +1,28 @@
 """Writes a model as a checkpoint of Megatron, rank by rank, one tensor in memory at a time.
 source.py reads them.
 
-    Writing(Plan(tree, Ranks(tp=2, pp=2), names.TE), source.read, torch.bfloat16, None)
+    plan = Plan(tree, Ranks(tp=2, pp=2), names.TE)
+    MegatronWriter(plan, source.read, torch.bfloat16, None).write(folder, LayerPool())
 
-The files of all ranks that one process writes are open at once: a tensor is read, cut, and its
-pieces appended to the files of its stage. Layers are divided evenly over stages, as Megatron does
+The files of a stage are open at once: a tensor is read, cut, and its pieces appended to them.
+Stages are written in parallel. Layers are divided evenly over stages, as Megatron does
 unless it is told otherwise.
 """
 
 import argparse
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dolmen.conversion.layer_pool import Advance, LayerPool
 from dolmen.conversion.megatron import arguments, folders, names, scaling, shares, states
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.names import Dialect
@@ -283,18 +285,10 @@ def _of_experts(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-class Rank(NamedTuple):
-    """One that has a file."""
-
-    tp: int
-    pp: int
-    ep: int
-
-
 @dataclass(frozen=True)
-class Writing:
-    """The checkpoint of the parameters that `read(our name)` gives, by several hands: a unit is the
-    file of a rank. As convert.py asks for it. `iteration` None or 0: a release.
+class MegatronWriter:
+    """Writes the checkpoint of the parameters that `read(name)` returns, the pipeline stages in
+    parallel (convert.ModelWriter). `iteration` None or 0: a release.
     """
 
     plan: Plan
@@ -302,30 +296,11 @@ class Writing:
     dtype: torch.dtype
     iteration: int | None
 
-    @cached_property
-    def units(self) -> list[Rank]:
-        """Who writes all files of a stage reads its tensors once."""
+    @property
+    def tensors(self) -> int:
         ranks = self.plan.ranks
-        sizes = (range(ranks.pp), range(ranks.ep), range(ranks.tp))
-        return [Rank(tp, pp, ep) for pp, ep, tp in product(*sizes)]
-
-    @cached_property
-    def _specs(self) -> dict[tuple[int, int], dict[str, Spec]]:
-        """By (pp, ep)."""
-        each = {(rank.pp, rank.ep) for rank in self.units}
-        return {at: self.plan.specs(*at, self.dtype) for at in each}
-
-    @property
-    def sizes(self) -> list[int]:
-        held = [self._specs[rank.pp, rank.ep] for rank in self.units]
-        return [sum(spec.nbytes for spec in one.values()) for one in held]
-
-    @property
-    def count(self) -> int:
-        return sum(len(self._specs[rank.pp, rank.ep]) for rank in self.units)
-
-    def _folder(self, folder: Path, rank: Rank) -> Path:
-        return folder / self._name / self.plan.ranks.sizes.name(*rank)
+        files = product(range(ranks.pp), range(ranks.ep))
+        return ranks.tp * sum(len(self.plan.specs(pp, ep, self.dtype)) for pp, ep in files)
 
     @property
     def scales(self) -> Scales:
@@ -335,59 +310,65 @@ class Writing:
     def _name(self) -> str:
         return folders.names(self.iteration)[0]
 
-    def begin(self, folder: Path) -> None:
-        for rank in self.units:
-            self._folder(folder, rank).mkdir(parents=True)
+    def write(self, folder: Path, pool: LayerPool) -> None:
+        def write_stage(pp: int, advance: Advance) -> None:
+            self._write_stage(folder / self._name, pp, advance)
 
-    def write(self, folder: Path, units: range) -> Generator[int, None, None]:
-        """Its files are open at once, and a tensor is read for all of them."""
+        pool.run(write_stage, range(self.plan.ranks.pp))
+
+    def _write_stage(self, folder: Path, pp: int, advance: Advance) -> None:
+        """Write the files of a pipeline stage. All of them are open at once, and each tensor is
+        read once for all.
+        """
         plan = self.plan
         with ExitStack() as stack:
-            files = {}
-            for rank in (self.units[unit] for unit in units):
-                values = plan.values(rank.pp, rank.ep, self.dtype, self.iteration or 0)
-                file = Writer(self._folder(folder, rank) / folders.WEIGHTS[0], values)
+            files: dict[tuple[int, int], Writer] = {}
+            for tp, ep in product(range(plan.ranks.tp), range(plan.ranks.ep)):
+                rank = folder / plan.ranks.sizes.name(tp, pp, ep)
+                rank.mkdir(parents=True)
+                values = plan.values(pp, ep, self.dtype, self.iteration or 0)
+                file = files[tp, ep] = Writer(rank / folders.WEIGHTS[0], values)
                 stack.callback(file.archive.close)
-                files[rank] = file
-                for name, content in plan.states(rank.pp, rank.ep).items():
-                    if content is not None:
-                        file.write(name, torch.frombuffer(bytearray(content), dtype=torch.uint8))
-            stages = {rank.pp for rank in files}
-            for canonical, entry in plan.entries.items():
-                if not stages & {place.pp for place in plan.places(canonical)}:
-                    continue
-                whole = join_stored(entry.rule, [self.read(ours) for ours in entry.ours])
-                written = _write_one(plan, files, canonical, entry, whole)
-                del whole
-                yield written
+                for name, state in plan.states(pp, ep).items():
+                    if state is not None:
+                        file.write(name, torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            for name, entry in plan.entries.items():
+                places = [place for place in plan.places(name) if place.pp == pp]
+                if places:
+                    whole = join_stored(entry.rule, [self.read(ours) for ours in entry.ours])
+                    advance(_write_shares(plan, files, places, plan.share(entry), whole))
+                    del whole  # or it would still be held while the next one is read
             for file in files.values():
                 file.close()
 
-    def end(self, folder: Path, results: Sequence[None]) -> None:
-        pass  # every file is whole
+    def write_sidecars(self, folder: Path) -> None:
+        (folder / folders.TRACKER).write_text(folders.names(self.iteration)[1])
 
-    def say(self, words: Path) -> None:
-        (words / folders.TRACKER).write_text(folders.names(self.iteration)[1])
-
-    def opened(self, folder: Path, words: Path) -> Megatron:
-        """By what `args` say: a config.json beside it would be taken instead."""
+    def open_written(self, folder: Path, sidecars: Path) -> Megatron:
+        """By its `args`: a config.json beside them would take precedence."""
         return opened(folder / self._name, rows=self.plan.tree.vocab_size)
 
 
-def _write_one(
-    plan: Plan, files: Mapping[Rank, Writer], name: str, entry: Entry, whole: Tensor
+def _write_shares(
+    plan: Plan,
+    files: Mapping[tuple[int, int], Writer],
+    places: Sequence[Place],
+    share: Share,
+    whole: Tensor,
 ) -> int:
-    """Into those of the files that have a part of it; how many tensors that is."""
-    share, places, written = plan.share(entry), plan.places(name), 0
+    """Write each rank's share of a tensor into the files of one stage, by (tp, ep). Returns the
+    number of tensors written.
+    """
     if share.padded:
         whole = shares.pad(whole, plan.rows)
-    for tp in sorted({rank.tp for rank in files}):
+    written = 0
+    for tp in range(plan.ranks.tp):
         held = share.cut(whole, tp, plan.ranks.tp)
-        for place, (rank, file) in product(places, files.items()):
-            if rank.tp != tp or not place.lies_on(rank.pp, rank.ep):
+        for place, ep in product(places, range(plan.ranks.ep)):
+            if place.ep not in (None, ep):
                 continue
             parts = [held] if place.ep is None else held.chunk(plan.ranks.ep)[place.ep]
-            for own, part in zip(place.names, parts, strict=True):
-                file.write(own, part)
+            for name, part in zip(place.names, parts, strict=True):
+                files[tp, ep].write(name, part)
             written += len(parts)
     return written

@@ -277,8 +277,7 @@ class Megatron(Joined):
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Raises ValueError too where a tied head differs from the embedding."""
-        self._compare_tied()
-        return assemble([self._entries[name] for name in self._checked], self._tensor, only)
+        return assemble([self._entries[name] for name in self._compared], self._tensor, only)
 
     @cached_property
     def _entries(self) -> dict[str, Entry]:
@@ -375,11 +374,14 @@ class Megatron(Joined):
         ]
         return share.join(parts)[: entry.shape[0]]
 
-    def _compare_tied(self) -> None:
-        """Raises ValueError where the last stage's copy of the embedding is another one."""
+    @cached_property
+    def _compared(self) -> dict[str, Shards]:
+        """Those that are checked. Raises ValueError where the last stage's copy of the embedding is
+        another one.
+        """
         tied = self.checkpoint.shards.get(names.HEAD) if self.tree.head.tied else None
         if tied is None:
-            return
+            return self._checked
         embedding = self._checked[names.EMBEDDING]
         for one, other in zip(tied.stored, embedding.stored, strict=True):
             if any(a != b for a, b in zip(one.chunks(), other.chunks(), strict=True)):
@@ -387,6 +389,7 @@ class Megatron(Joined):
                     f"untie_embeddings_and_output_weights is false, but {one.name} in {one.file} "
                     f"differs from {other.name}"
                 )
+        return self._checked
 
 
 def opened(folder: Path, model: Model | None = None, rows: int | None = None) -> Megatron:
