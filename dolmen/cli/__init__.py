@@ -7,10 +7,9 @@ and with nothing written; 130 and 143 after Ctrl-C and SIGTERM, which save first
 import os
 import sys
 import warnings
-from difflib import get_close_matches
 
 from dolmen.core import launched
-from dolmen.core.messages import BadInput, shown
+from dolmen.core.messages import BadInput, did_you_mean, shown
 
 VERBS = {
     "recipes": "list the built-in runs",
@@ -58,9 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"dolmen {__version__}")
         return 0
     if argv[0] not in VERBS:
-        near = get_close_matches(argv[0], VERBS, n=1)
-        hint = f": did you mean {near[0]}?" if near else ""
-        told = f"dolmen: there is no verb {shown(argv[0])}{hint}\n\n{USAGE}"
+        hint = did_you_mean(argv[0], VERBS, most=1)
+        told = f"dolmen: there is no verb {shown(argv[0])}{': ' * bool(hint)}{hint}\n\n{USAGE}"
         print(told, end="", file=sys.stderr)
         return 2
     # tyro and YAML take 0.1 s, the verb with torch a second and more: `--version` owes neither, and

@@ -3,14 +3,13 @@ type is refused by name.
 """
 
 import dataclasses
-import difflib
 import types
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from dolmen.core.messages import choices, cut, shown
+from dolmen.core.messages import choices, cut, did_you_mean, shown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -61,11 +60,8 @@ def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "
     for key, value in values.items():
         name, where = str(key).replace("-", "_"), cut(f"{path}.{key}" if path else str(key))
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            raise ValueError(
-                f"unknown option {where}"
-                + (f": did you mean {near[0]}?" if near else f"; known: {', '.join(names)}")
-            )
+            hint = did_you_mean(name, names, f"known are {', '.join(names)}", most=1)
+            raise ValueError(f"unknown option {where}: {hint}")
         made[name] = _convert(hints[name], value, where, made.get(name))
     return cls(**made)
 

@@ -12,6 +12,7 @@ Words for people.
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 
 
 class BadInput(Exception):
@@ -104,6 +105,14 @@ def choices(value: str, known: Iterable[object]) -> str:
     if meant in names:
         return f"did you mean {meant}?"
     return f"use one of {', '.join(names)}"
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6, most: int = 3
+) -> str:
+    """'did you mean a or b?' with the known names closest to `name`, or `otherwise`."""
+    near = get_close_matches(name, [*known], n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def divisor(number: int, near: int) -> int:

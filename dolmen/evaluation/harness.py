@@ -11,7 +11,6 @@ import contextlib
 import io
 import random
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from dolmen.core import agree
+from dolmen.core.messages import did_you_mean
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation import rows, texts
 from dolmen.evaluation.config import TasksConfig
@@ -160,10 +160,7 @@ def known(asked: TasksConfig) -> TaskManager:
     every = TaskManager(include_path=asked.tasks_path)
     for name in asked.names:
         if name not in every.all_tasks:
-            near = get_close_matches(name, every.all_tasks, n=3)
-            meant = (
-                f"did you mean {' or '.join(near)}?" if near else "give --tasks-path, its folder"
-            )
+            meant = did_you_mean(name, every.all_tasks, "give --tasks-path, its folder")
             raise ValueError(f"--tasks: lm_eval knows no task {name}: {meant}")
     return every
 

@@ -2,13 +2,12 @@
 
 import pkgutil
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dolmen.core.messages import shown
+from dolmen.core.messages import did_you_mean, shown
 from dolmen.families.family import Family
 
 HERE = Path(__file__).parent
@@ -28,11 +27,8 @@ def find(name: Any) -> Family:
     """The family of that name. Raises ValueError with those of a like name, or all of them."""
     if isinstance(name, str) and name in families():
         return families()[name]
-    near = get_close_matches(str(name), families(), n=3)
-    known = (
-        f"did you mean {' or '.join(near)}?" if near else f"dolmen knows {', '.join(families())}"
-    )
-    raise ValueError(f"model_type is {shown(name)}: {known} (dolmen families lists them)")
+    hint = did_you_mean(str(name), families(), f"dolmen knows {', '.join(families())}")
+    raise ValueError(f"model_type is {shown(name)}: {hint} (dolmen families lists them)")
 
 
 def part_of(content: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,18 +1,4 @@
-"""The life of one process: who started it, how ranks meet after a restart, how it ends.
-
-Meeting again in a store that remembers. torchrun keeps one store for all restarts of a job
-(torch 2.13: "we create a new TCPStore for every retry", which its agent does not), and the ranks of
-a restart may read addresses that the dead have left: gloo then connects to nobody and the restart
-fails. So the ranks of each start first agree on a name of their own.
-
-    rank r    writes here/r = a name of this process alone, waits for go/<that name> = the round,
-              writes went/<round>/r
-    rank 0    answers every name it finds under here/r, also those of the dead, with go/<name> =
-              round, until all went
-
-torch lets one name a way to meet: `init_process_group("dolmen://")` is "env://" and then this.
-
-What a process of a run knows of who started it, and how it ends: our own launcher
+"""What a process of a run knows of who started it, and how it ends: our own launcher
 (launcher.py), torchrun, srun, or nobody.
 
 Under torchrun or srun, which set RANK or SLURM_PROCID, `dolmen` is a worker from the start; a
@@ -27,67 +13,14 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
-
-from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from dolmen.core.launched import Launch
 from dolmen.core.messages import BadInput, Failed
 from dolmen.core.torch_private import spelled
-
-URL = "dolmen://"
-
-
-def meet(store: Store, rank: int, size: int, seconds: float = 600) -> Store:
-    """The part of `store` that belongs to this start. Raises TimeoutError, on rank 0, naming ranks
-    that have not come.
-    """
-    me = uuid.uuid4().hex
-    if rank:
-        store.set(f"here/{rank}", me)
-        name = store.get(f"go/{me}").decode()  # waits, as long as the store does
-        store.set(f"went/{name}/{rank}", "")
-        return PrefixStore(name, store)
-    missing, answered, end = set(range(1, size)), {}, time.monotonic() + seconds
-    while missing:
-        for other in sorted(missing):
-            if store.check([f"went/{me}/{other}"]):
-                missing.discard(other)
-            elif store.check([f"here/{other}"]) and (
-                name := store.get(f"here/{other}").decode()
-            ) != answered.get(other):
-                answered[other] = name
-                store.set(f"go/{name}", me)
-        if missing and time.monotonic() > end:
-            raise TimeoutError(
-                f"{len(missing)} of {size} ranks have not come, e.g. {sorted(missing)[:4]}"
-            )
-        if missing:
-            time.sleep(0.02)
-    return PrefixStore(me, store)
-
-
-def _handler(
-    url: str, timeout: timedelta = timedelta(minutes=30), **more: object
-) -> Iterator[tuple[Store, int, int]]:
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    yield meet(store, rank, size), rank, size
-
-
-def register() -> str:
-    """Teach torch the way to meet; its URL. Once per process."""
-    try:
-        register_rendezvous_handler("dolmen", _handler)
-    except RuntimeError:
-        pass  # it has been
-    return URL
-
 
 LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
 HANDED = "DOLMEN_HANDED"  # the file in which that launcher says what is asked

@@ -16,7 +16,6 @@ over dp, so that a loss is to be divided by the count of the whole batch.
 """
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from dolmen.core import collectives, state
 from dolmen.core.mesh import Axis, Mesh
-from dolmen.core.messages import choices
+from dolmen.core.messages import choices, did_you_mean
 from dolmen.parallel import data, vocabulary
 from dolmen.parallel.tensor import TensorParallel
 
@@ -165,9 +164,8 @@ def _styles(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
             )
         own = [name for name in names if fnmatchcase(name, pattern)]
         if not own:
-            near = get_close_matches(pattern, names, n=3)
-            hint = f": did you mean {' or '.join(near)}?" if near else f": it has {names[:6]}"
-            raise ValueError(f"plan: the module has no part {pattern}{hint}")
+            hint = did_you_mean(pattern, names, f"it has {names[:6]}")
+            raise ValueError(f"plan: the module has no part {pattern}: {hint}")
         for name in own:
             if found.get(name, style) != style:
                 raise ValueError(f"plan: {name} is {found[name]} and {style}: name it once")

@@ -9,9 +9,9 @@ Efficiencies are the few shares of them that programs reach (fitted by
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
+from dolmen.core.messages import did_you_mean
 from dolmen.files import gate, kinds
 from dolmen.planning.plausible import check_cluster, check_device
 
@@ -216,11 +216,10 @@ def _file(name: str, folder: Path, what: str) -> Path:
     names = known(folder)
     if name in names:
         return folder / f"{name}.yaml"
-    near = get_close_matches(name.lower(), names, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = did_you_mean(name.lower(), names, cutoff=0.4)
     raise ValueError(
-        f"there is no {what} {name[:80]!r}: {hint}known are {', '.join(names)}, and a YAML file "
-        "of your own"
+        f"there is no {what} {name[:80]!r}: {hint}{' ' * bool(hint)}known are {', '.join(names)}, "
+        "and a YAML file of your own"
     )
 
 

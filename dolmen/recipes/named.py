@@ -5,10 +5,9 @@ from.
 import os
 from collections.abc import Collection
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 
-from dolmen.core.messages import cut
+from dolmen.core.messages import cut, did_you_mean
 from dolmen.core.paths import is_absent
 from dolmen.families import Model
 from dolmen.files import gate, kinds
@@ -35,15 +34,8 @@ def named(name: str, here: bool = True, init: str | None = None) -> RunConfig:
             f"{name} is a folder; if it is one of data: dolmen train pretrain --data.path {name}"
         )
     if not is_file:
-        near = get_close_matches(name.lower(), RECIPES, n=3)
-        raise ValueError(
-            f"{cut(name)} is neither a recipe nor a file: "
-            + (
-                f"did you mean {' or '.join(near)}?"
-                if near
-                else f"recipes are {', '.join(RECIPES)}"
-            )
-        )
+        hint = did_you_mean(name.lower(), RECIPES, f"recipes are {', '.join(RECIPES)}")
+        raise ValueError(f"{cut(name)} is neither a recipe nor a file: {hint}")
     return read_run(file)
 
 

@@ -32,10 +32,10 @@ from dolmen.training.config import RunConfig
 from dolmen.training.hooks import Hooks
 from dolmen.training.loop import Stop, limit_told, train_steps
 from dolmen.training.new_rows import NewRows
-from dolmen.training.run_file import write_config, write_tokenizer
 from dolmen.training.start import Start, changed_since, first_does, resume, same_data
 from dolmen.training.state import TrainState
 from dolmen.training.warn import warnings
+from dolmen.training.written import write_config, write_tokenizer
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from dolmen.core.device import keep_freed_memory
 from dolmen.core.launched import Launch
 from dolmen.core.log import console
 from dolmen.core.messages import BadInput, Failed, message
-from dolmen.launch import launcher, process
+from dolmen.launch import launcher, process, rendezvous
 from dolmen.launch.watch import Watch, network_limit
 from dolmen.rollouts import rewards, turns
 from dolmen.training import batches
@@ -57,7 +57,7 @@ def run(request: Request, guarded: Guard = lambda work: work()) -> int:
     if started is None:
         return _begin(request, guarded)
     if process.one_store():
-        started = replace(started, rendezvous=process.register())
+        started = replace(started, rendezvous=rendezvous.register())
     return _join(request, started, guarded)
 
 

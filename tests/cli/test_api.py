@@ -356,7 +356,7 @@ def test_text_of_a_subclass_is_text(material, tmp_path):
     [
         ({"train": TrainConfig(dtype="bf16")}, "^train.dtype is 'bf16': did you mean bfloat16\\?"),
         ({"train": {"steps": "five"}}, "^train.steps is 'five': it must be int$"),
-        ({"layout": {"pt": 2}}, "^unknown option layout.pt; known: tp, "),
+        ({"layout": {"pt": 2}}, "^unknown option layout.pt: known are tp, "),
         ({"layout": 2}, "^layout must be a mapping of options, not 2$"),
         ({"model": 5}, "^model: "),
     ],

@@ -92,8 +92,9 @@ MODELS = {
     """,
     "bloom": """
         model.vocab-size model.hidden-size model.n-layer model.n-head model.seq-length
-        model.layer-norm-epsilon model.initializer-range model.tie-word-embeddings
-        model.no-tie-word-embeddings
+        model.apply-residual-connection-post-layernorm
+        model.no-apply-residual-connection-post-layernorm model.layer-norm-epsilon
+        model.initializer-range model.tie-word-embeddings model.no-tie-word-embeddings
     """,
     "gpt_neox": f"""
         model.vocab-size model.hidden-size model.num-hidden-layers model.num-attention-heads
@@ -104,8 +105,8 @@ MODELS = {
         model.rope-parameters.partial-rotary-factor
     """,
     "mpt": """
-        model.vocab-size model.d-model model.n-layers model.n-heads model.max-seq-len
-        model.layer-norm-epsilon model.initializer-range model.tie-word-embeddings
+        model.vocab-size model.expansion-ratio model.d-model model.n-layers model.n-heads
+        model.max-seq-len model.layer-norm-epsilon model.initializer-range model.tie-word-embeddings
         model.no-tie-word-embeddings model.attn-config.clip-qkv model.attn-config.softmax-scale
     """,
     "gemma2": f"""

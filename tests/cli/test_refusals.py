@@ -260,7 +260,7 @@ FILES = {
         "model: {model_type: llama, dolmen: {a: 1}}",
         "dolmen has a field 'a': it can have none",
     ),
-    "no-name-near": ("zzz: 1", "unknown option zzz; known: name, init, model"),
+    "no-name-near": ("zzz: 1", "unknown option zzz: known are name, init, model"),
     "number": ("1: 2", "it has a field named 1: a name must be text"),
     "inner": (
         "train: {router: {balanse: loss}}",

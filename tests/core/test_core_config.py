@@ -13,7 +13,8 @@ from dolmen.core.config import changed_options, from_dict, to_dict
 from dolmen.families import Model, families
 from dolmen.recipes import RECIPES
 from dolmen.training.config import RunConfig
-from dolmen.training.run_file import read_run, write_config
+from dolmen.training.run_file import read_run
+from dolmen.training.written import write_config
 
 RUN = RunConfig(model=Model({"model_type": "llama"}))
 
@@ -98,8 +99,8 @@ def test_what_people_write():
     "values, said",
     [
         ({"cuont": 1}, "unknown option cuont: did you mean count?"),
-        ({"inner": {"c": 1, "z": 2}}, "unknown option inner.c; known: a, b"),
-        ({"zzzzz": 1}, "unknown option zzzzz; known: count, rate"),
+        ({"inner": {"c": 1, "z": 2}}, "unknown option inner.c: known are a, b"),
+        ({"zzzzz": 1}, "unknown option zzzzz: known are count, rate"),
         ([1], "the configuration must be a mapping of options, not [1]"),
         ({"inner": 3}, "inner must be a mapping of options, not 3"),
         ({"inner": None}, "inner must be a mapping"),
@@ -135,7 +136,7 @@ def test_refused_by_name(values, said):
         ({"count": "a" * 200}, f"count is '{'a' * 76}... (202 characters): it must be int"),
         ({"kind": "a" * 200}, f"kind is '{'a' * 76}... (202 characters): use one of x, y, 1"),
         ({"rate": "a" * 200}, f"rate is '{'a' * 76}... (202 characters): it must be a number"),
-        ({"a" * 200: 1}, f"unknown option {'a' * 77}... (200 characters); known: count, rate"),
+        ({"a" * 200: 1}, f"unknown option {'a' * 77}... (200 characters): known are count, rate"),
         ({"inner": [1] * 200}, f"not [{'1, ' * 25}1... (600 characters)"),
     ],
     ids=["int", "choice", "float", "key", "section"],

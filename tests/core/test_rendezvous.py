@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from dolmen.launch.process import meet
+from dolmen.launch.rendezvous import meet
 
 
 def together(store: dist.Store, size: int) -> list[dist.Store]:
