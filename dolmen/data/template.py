@@ -14,6 +14,7 @@ not, as nothing is drawn any more there.
 
 import os.path
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,10 +68,8 @@ class Template:
 
     def tokens(self, chat: Chat, train_on: TrainOn) -> tuple[np.ndarray, np.ndarray]:
         """Ids, and whether each is trained. Raises ValueError for a chat that it cannot write."""
-        if self.marks:
-            ids, turns = self._marked(chat)
-        else:
-            ids, turns = self._matched(chat)
+        text, spans = self._marked(chat) if self.marks else self._matched(chat)
+        ids, turns = self._encoded(text, spans)
         if not len(ids):
             raise gate.refuse(chat.where, "the chat template renders nothing of it")
         if train_on == "everything":
@@ -89,26 +88,47 @@ class Template:
         )
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _marked(self, chat: Chat) -> tuple[np.ndarray, list[slice]]:
-        """Ids, and the tokens of each turn by the marks of the template."""
-        found = self._apply(chat, chat.messages, return_assistant_tokens_mask=True)
-        mask = np.array([0, *found["assistant_masks"], 0], np.int8)
-        edges = np.flatnonzero(np.diff(mask)).tolist()
-        turns = [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-        return np.array(found["input_ids"], np.int64), turns
+    def _marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+        """The chat as text, and the characters between the template's generation marks."""
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-    def _matched(self, chat: Chat) -> tuple[np.ndarray, list[slice]]:
-        """Ids, and the tokens of each turn by the beginnings of the chat."""
+        texts, spans = self._rendered(
+            chat,
+            lambda: render_jinja_template(
+                [chat.messages],
+                chat_template=self.text,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            ),
+        )
+        return texts[0], spans[0]
+
+    def _matched(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+        """The chat as text, and the characters of each turn, found by rendering the chat's
+        beginnings.
+        """
         whole = self._render(chat, chat.messages)
-        encoded = self.tokenizer.backend_tokenizer.encode(whole, add_special_tokens=False)
+        numbers = [i for i, one in enumerate(chat.messages) if one["role"] == ASSISTANT]
+        return whole, [self._span(chat, whole, number) for number in numbers]
+
+    def _encoded(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, list[slice]]:
+        """Token ids of the text, and the tokens that overlap each span of characters.
+
+        Tokenizers that trim offsets (ByteLevel(trim_offsets=True)) give the spaces before a word to
+        no character of the text, and a token of spaces alone no characters: that one is what lies
+        between it and the token before.
+        """
+        encoded = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         starts, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
+        before = np.maximum.accumulate(np.concatenate(([0], ends[:-1])))
+        starts = np.where(starts == ends, np.minimum(before, starts), starts)
         turns = []
-        for number, message in enumerate(chat.messages):
-            if message["role"] == ASSISTANT:
-                first, last = self._span(chat, whole, number)
-                inside = np.flatnonzero((starts < last) & (ends > first) & (ends > starts))
-                if len(inside):
-                    turns.append(slice(int(inside[0]), int(inside[-1]) + 1))
+        for first, last in spans:
+            inside = np.flatnonzero((starts < last) & (ends > first) & (ends > starts))
+            if len(inside):
+                turns.append(slice(int(inside[0]), int(inside[-1]) + 1))
         return np.array(encoded.ids, np.int64), turns
 
     def _span(self, chat: Chat, whole: str, number: int) -> tuple[int, int]:
@@ -136,13 +156,20 @@ class Template:
         return self._apply(chat, messages, add_generation_prompt=prompt, tokenize=False)
 
     def _apply(self, chat: Chat, messages: list[dict[str, Any]], **options: Any) -> Any:
+        return self._rendered(
+            chat,
+            lambda: self.tokenizer.apply_chat_template(
+                messages, chat_template=self.text, **options
+            ),
+        )
+
+    def _rendered(self, chat: Chat, render: Callable[[], Any]) -> Any:
+        """What `render` returns. Raises Refused for a chat that the template cannot write."""
         from jinja2.exceptions import TemplateError
 
         try:
             with within(self.seconds):
-                return self.tokenizer.apply_chat_template(
-                    messages, chat_template=self.text, **options
-                )
+                return render()
         except (
             TemplateError,
             TypeError,

@@ -29,6 +29,8 @@ class Apart:
 
     def __init__(self, kind: Literal["reward", "turn"], name: str, limit: float):
         self.kind, self.name, self.limit = kind, name, limit
+        self.requests = 0
+        """Sent so far; each has a number, which its reply repeats."""
         self.process: subprocess.Popen[str] | None = None
         self.replies: TextIO | None = None
 
@@ -36,10 +38,18 @@ class Apart:
         """The reply, or {"failed": why}. Raises ValueError where the function is not there."""
         if self.process is None:
             self.begin()
-        reply = self._asked(json.dumps(asked, default=str) + "\n", self.limit)
+        self.requests += 1
+        request = {**asked, "number": self.requests}
+        reply = self._asked(json.dumps(request, default=str) + "\n", self.limit)
         if reply is None:
             self.end()
             return {"failed": f"{self.name} gave no {self.kind} within {self.limit:g} s, or ended"}
+        if reply.pop("number", None) != self.requests:
+            self.end()
+            return {
+                "failed": f"{self.name}: its process sent a reply that does not answer request "
+                f"{self.requests}: the function forks, or writes to its file descriptors"
+            }
         if "failed" in reply:
             return {"failed": f"{self.name}: {reply['failed']}"}
         return reply
@@ -59,7 +69,11 @@ class Apart:
         begun = self._read(START_SECONDS)
         if begun is None or "ready" not in begun:
             self.end()
-            why = f"it was not ready in {START_SECONDS:g} s" if begun is None else begun["failed"]
+            why = (
+                f"it was not ready in {START_SECONDS:g} s"
+                if begun is None
+                else begun.get("failed", "it wrote no reply")
+            )
             raise ValueError(f"{self.kind} {self.name}: {why}")
 
     def _asked(self, line: str, limit: float) -> dict[str, Any] | None:
@@ -78,10 +92,11 @@ class Apart:
         while (left := end - time.monotonic()) > 0:
             if select.select([self.replies], [], [], left)[0]:
                 line = self.replies.readline()
-                return json.loads(line) if line.endswith("\n") else None
+                return _parsed(line) if line.endswith("\n") else None
         return None
 
     def end(self) -> None:
+        """End the process and all that it has started."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -94,3 +109,12 @@ class Apart:
         if self.replies is not None:
             self.replies.close()
         self.process = self.replies = None
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """A reply; {} for a line that is none."""
+    try:
+        reply = json.loads(line)
+    except ValueError:
+        return {}
+    return reply if isinstance(reply, dict) else {}

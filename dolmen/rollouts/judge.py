@@ -3,9 +3,10 @@
     python -m dolmen.rollouts.judge reward MODULE:FUNCTION FD
     python -m dolmen.rollouts.judge turn MODULE:FUNCTION FD
 
-reads a line of JSON per answer from its standard input, {"prompt", "answer", "row"} or {"prompt",
-"turns", "row"}, and writes to the file descriptor FD one of {"reward": number}, {"turn": text or
-null} or {"failed": why}. What the function prints goes where its process's output goes.
+reads a line of JSON per request from its standard input, {"number", "prompt", "answer", "row"} or
+{"number", "prompt", "turns", "row"}, and writes to the file descriptor FD one of {"reward":
+number}, {"turn": text or null} or {"failed": why}, with the request's number. What the function
+prints goes where its process's output goes.
 """
 
 import importlib
@@ -90,10 +91,12 @@ KINDS = {"reward": judged, "turn": turned}
 
 def replied(kind: str, function: Callable[..., Any], line: str) -> Reply:
     """The reply to a line."""
+    request = json.loads(line)
+    number = {"number": request.pop("number")}
     try:
-        return KINDS[kind](function, json.loads(line))
+        return KINDS[kind](function, request) | number
     except Exception as error:
-        return {"failed": _writable(f"{type(error).__name__}: {error}"[:400])}
+        return {"failed": _writable(f"{type(error).__name__}: {error}"[:400])} | number
 
 
 def main(kind: str, name: str, reply_to: int) -> None:

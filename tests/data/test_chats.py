@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 from test_sources import write_parquet
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dolmen.data.chats import Chat, chat_of
@@ -41,8 +42,30 @@ TWICE = [
 ]
 
 
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
 def said(row: dict) -> list[tuple[str, str]]:
     return [(m["role"], m["content"]) for m in chat_of(row, "here").messages]
+
+
+@pytest.mark.parametrize("answer", [" yes", "yes ", " ", " a  b "])
+@pytest.mark.parametrize("text", [PLAIN, MARKED], ids=["matched", "marked"])
+def test_offsets_that_are_trimmed_move_no_token_between_turns(text, answer):
+    """As of tokenizers with ByteLevel(trim_offsets=True): the token of a space has no place."""
+    inner = Tokenizer(models.BPE(dict(zip(ALPHABET, range(256), strict=True)), []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.post_processor = processors.ByteLevel(trim_offsets=True)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END)
+    messages = [
+        {"role": "user", "content": " one "},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": " two"},
+        {"role": "assistant", "content": "no"},
+    ]
+    whole, *turns = trained(tokenizer, text, "assistant", messages)
+    assert turns == [f"{answer}{END}", f"no{END}"] and f">{answer}{END}" in whole
 
 
 def test_forms_are_told_apart_by_their_fields():

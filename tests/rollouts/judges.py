@@ -48,6 +48,12 @@ def value(prompt, answer, row):
     return VALUES[answer]
 
 
+def forks(prompt, answer, row):
+    """Returns in two processes, each of which replies."""
+    os.fork()
+    return float(answer)
+
+
 def leaves(prompt, answer, row):
     os._exit(3)
 

@@ -72,6 +72,16 @@ def test_what_gives_no_reward_has_failed(name, why):
 
 
 @pytest.mark.spawn
+def test_a_second_reply_to_one_request_is_an_error_and_no_reward():
+    """Of a function that forks: the next request would take it for its own."""
+    with judge_of("judges:forks", 20.0) as judge:
+        found = [judge(Answer("?", str(number), {})) for number in range(6)]
+    wrong = [one for one in found if one.reward is None]
+    assert wrong and all("the function forks" in one.why for one in wrong)
+    assert all(one.reward in (None, number) for number, one in enumerate(found))
+
+
+@pytest.mark.spawn
 def test_a_reward_is_a_number_and_no_text_or_bool():
     with judge_of("judges:value", 20.0) as judge:
         for text, why in (
