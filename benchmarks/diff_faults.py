@@ -41,7 +41,7 @@ from dolmen.evaluation.theirs import draw
 from dolmen.families import Model
 from dolmen.families.model import changed, made
 from dolmen.files.safetensors import Spec
-from dolmen.model import attention, build, decoder, layers, mlp, pre
+from dolmen.model import attention, block, build, decoder, layers, mlp
 from dolmen.model.layout import Layout
 from dolmen.objectives import objective
 from dolmen.optim.config import OptimizerConfig
@@ -153,15 +153,12 @@ def positions_off(patch: Patch) -> None:
 
 
 def without_residual(patch: Patch) -> None:
-    def stream(block, x, given, cache=None):
-        x = x + block.attn(block.attn_norm(x), given, cache)
-        return (
-            block.mlp(block.mlp_norm(x), given)
-            if block.layer == 1
-            else (x + block.mlp(block.mlp_norm(x), given))
-        )
+    def stream(layer, x, given, cache=None):
+        x = x + layer.attn(layer.attn_norm(x), given, cache)
+        added = layer.mlp(layer.mlp_norm(x), given)
+        return added if layer.layer == 1 else x + added
 
-    patch.setattr(pre.Pre, "stream", stream)
+    patch.setattr(block.SequentialBlock, "stream", stream)
 
 
 def centred(patch: Patch) -> None:

@@ -72,6 +72,7 @@ class PreTrainedTokenizer(Protocol):
     mask_token_id: int | None
     pad_token_id: int | None
     all_special_tokens: list[str]
+    special_tokens_map: dict[str, Any]
     name_or_path: str
     init_kwargs: dict[str, Any]
     chat_template: str | dict[str, str] | None

@@ -10,6 +10,7 @@ from typing import Protocol
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.conversion.source import open_source
 from dolmen.core.mesh import Mesh
+from dolmen.core.messages import Failed
 from dolmen.data import loader as data_loader
 from dolmen.data.batch import Batch
 from dolmen.data.batches import Loader
@@ -29,7 +30,6 @@ from dolmen.serving.engine import stop_tokens
 from dolmen.training import pretraining, reference
 from dolmen.training.check_init import own_tokenizer
 from dolmen.training.config import RunConfig
-from dolmen.training.folder import Unusable
 from dolmen.training.state import TrainState
 
 DRAWN_BY = (
@@ -83,11 +83,11 @@ def prepare(run: RunConfig, begun: RunConfig, progress: bool, verify: bool) -> L
 
 @contextmanager
 def _ending() -> Iterator[None]:
-    """Within, an answer without a reward ends the run with a sentence."""
+    """Within, a completion without a reward ends the run: no mistake in its options."""
     try:
         yield
     except NoReward as error:
-        raise Unusable(str(error)) from None
+        raise Failed(str(error), final=True) from None
 
 
 def forget_other(out: Path, step: int, changed: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from dolmen.conversion.convert import export_model
 from dolmen.conversion.source import open_source
 from dolmen.core.log import console, duration
 from dolmen.core.mesh import SINGLE
-from dolmen.core.messages import BadInput, counted
+from dolmen.core.messages import Failed, counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.quickstart_corpus import gzip_xz_bits
 from dolmen.files import gate, kinds
@@ -47,7 +47,7 @@ def _export(out: Path, to: Path) -> None:
     try:
         folder.remove_export(out)
     except folder.Unusable as error:
-        raise BadInput(str(error)) from None
+        raise Failed(str(error), final=True) from None
     folder.claim(out, to.name)
     export_model(out, to)
     folder.claim_files(out, to.name)

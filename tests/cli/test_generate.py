@@ -15,6 +15,7 @@ import tinyrun
 from tinyrun import dolmen
 
 import dolmen as package
+from dolmen.core.messages import Failed
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.serving import offline
 from dolmen.serving.answers import journal_of
@@ -214,7 +215,7 @@ def test_a_run_that_is_ended_goes_on(material, tmp_path, monkeypatch):
     def failing(self, number, answer):
         given_back.append(number)
         if len(given_back) == 5:
-            raise offline.Failed("the disk is full", final=True)
+            raise Failed("the disk is full", final=True)
         real(self, number, answer)
 
     with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""Files that Megatron-Core 0.16.1 saved itself (megatron_writer.py) are read to the bit."""
+"""Files that Megatron-Core 0.16.1 saved itself (torch_dist_writer.py) are read to the bit."""
 
 import tarfile
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_writer import LAYOUTS, SIZES, VOCAB, value
+from torch_dist_writer import LAYOUTS, SIZES, VOCAB, value
 
 from dolmen.conversion.source import open_source
 
@@ -49,7 +49,7 @@ def expected() -> Iterator[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_number_is_read(layout, tmp_path):
-    with tarfile.open(Path(__file__).with_name("megatron_core.tar.xz")) as archive:
+    with tarfile.open(Path(__file__).with_name("torch_dist.tar.xz")) as archive:
         archive.extractall(tmp_path, filter="data")
     source = open_source(tmp_path / layout, vocab_size=VOCAB)
     found, wanted = dict(source.stream()), dict(expected())

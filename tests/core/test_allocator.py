@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import ctypes, resource
-from dolmen.core import allocator
+from dolmen.core import device
 {keep}
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -35,4 +35,4 @@ def faults(keep: str) -> int:
 
 def test_a_block_is_faulted_in_once():
     # without: a fault a page of 4 KiB, or 32 where all pages are of 2 MiB
-    assert faults("allocator.keep_freed_memory()") < 16 < faults("")
+    assert faults("device.keep_freed_memory()") < 16 < faults("")

@@ -12,11 +12,11 @@ import torch.distributed as dist
 import variations
 from torch.utils.checkpoint import checkpoint
 
-from dolmen.core import collectives, state, transfers
+from dolmen.core import collectives, device, state, transfers
 from dolmen.core.mesh import Axis
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.evaluation import validate
-from dolmen.model import block, branch, layers, mlp, tree
+from dolmen.model import block, branch, mlp, tree
 from dolmen.ops import dropout
 from dolmen.parallel import channels, context, data, norm, tensor
 from dolmen.parallel import vocabulary as loss
@@ -283,11 +283,11 @@ def without_slope(patch):
 
 def scaled_by_rank(patch):
     """Each rank of tp multiplies the embedding by a number of its own."""
-    number = layers.host.number
+    number = device.number
     patch.setattr(
-        layers.host,
+        device,
         "number",
-        lambda value, dtype, device: number(value * (1 + dist.get_rank() % 2), dtype, device),
+        lambda value, dtype, at: number(value * (1 + dist.get_rank() % 2), dtype, at),
     )
 
 

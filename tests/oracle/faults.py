@@ -12,7 +12,7 @@ from adapter import ignored
 
 from dolmen.core.state import local
 from dolmen.data import mixture
-from dolmen.model import branch, head, layers, mlp, parallel
+from dolmen.model import block, branch, head, layers, mlp
 from dolmen.model.tree import LatentAttention
 from dolmen.ops import moe as routing
 from dolmen.ops import rope
@@ -219,8 +219,8 @@ FAULTS = [
     Fault("spikes forgotten by a checkpoint", "resumed-spike", SpikePolicy, "load",
           lambda right: lambda self, norms: None),
     Fault("data of another seed", "seed-1", mixture, "seed_of", argument(0, lambda seed: 0)),
-    Fault("one after the other", "falcon-7b", parallel.Parallel, "stream", one_after_the_other),
-    Fault("norms of the other side", "falcon-40b", parallel.Parallel, "entered", norms_exchanged),
+    Fault("one after the other", "falcon-7b", block.ParallelBlock, "stream", one_after_the_other),
+    Fault("norms of the other side", "falcon-40b", block.ParallelBlock, "entered", norms_exchanged),
     Fault("slopes of the last head first", "bloom", alibi, "slopes",
           lambda right: lambda heads: right(heads)[::-1]),
     Fault("steps of ALiBi not rounded", "falcon-rw", alibi, "steps", unrounded),

@@ -363,5 +363,6 @@ def written(folder, base, seed: int):
     folder.mkdir()
     save_file(tensors, folder / peft.WEIGHTS)
     said = {"peft_type": "LORA", "r": 3, "lora_alpha": 3, "bias": "none"}
+    said["target_modules"] = sorted({name.split(".")[-3] for name in tensors})
     (folder / peft.CONFIG).write_text(json.dumps(said))
     return folder

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +10,6 @@ import pytest
 import tinyrun
 
 from dolmen import families
-from dolmen.checkpoint import saved as saved_state
-from dolmen.checkpoint.folders import Damaged
 from dolmen.core.config import to_dict
 from dolmen.data.config import DataConfig
 from dolmen.evaluation.config import DuringConfig
@@ -224,28 +222,6 @@ def test_half_precision_inside_float64_is_refused(material):
     check_run(material.config(**words, train={"dtype": "bfloat16"}), None)
 
 
-def test_a_checkpoint_of_then_is_read(material):
-    """Its state.json has the model as flat fields, training knobs among them."""
-    run = material.config(train={"dropout": 0.1})
-    now = {
-        "run": to_dict(run),
-        "step": 3,
-        "tokens": 192,
-        "updates": 3,
-        "data": {},
-        "loss_scale": [1.0, 0],
-    }
-    then = {**now, "run": {**now["run"], "model": {**tinyrun.MODEL, "dropout": 0.1}}}
-    then["run"]["train"] = {n: v for n, v in then["run"]["train"].items() if n in TRAIN_OF_THEN}
-    where = Path("checkpoints/step-00000003")
-    read = saved_state.read_saved(then, where).run
-    check_same_model(read, run, 3)
-    assert read["train"] == now["run"]["train"] and read["model"]["model_type"] == "llama"
-    then["run"]["model"] = {"hidden_size": "wide"}
-    with pytest.raises(Damaged, match="model.hidden_size is 'wide': it must be int"):
-        saved_state.read_saved(then, where)
-
-
 def test_a_section_that_a_checkpoint_lacks_has_not_changed(material):
     """As --adapter is, of one from before there was any."""
     run = material.config(train={"seed": 1})
@@ -255,7 +231,6 @@ def test_a_section_that_a_checkpoint_lacks_has_not_changed(material):
     assert changed_since(saved, run, SimpleNamespace(fingerprint=dict)) == ["train.seed: 0 -> 1"]
 
 
-TRAIN_OF_THEN = {field.name for field in fields(TrainConfig)} - {"dropout", "router"}
 EXPERTS = {
     "model_type": "mixtral",
     "num_local_experts": 4,

@@ -148,7 +148,7 @@ def test_a_reward_that_fails_is_refused_ends_the_run_or_is_counted(prompts, tmp_
     assert not (tmp_path / "no").exists()
     few = ("--train.steps", 2, "--reward", "mine:f")
     ended = dolmen(*options(prompts, tmp_path / "ended", *few))
-    assert ended.code == 2 and "RuntimeError: odd (--rollout.on-failure" in ended.words
+    assert ended.code == 1 and "RuntimeError: odd (--rollout.on-failure" in ended.words
     went_on = dolmen(*options(prompts, tmp_path / "on", *few, "--rollout.on-failure", "leave-out"))
     assert went_on.code == 0, went_on.words
     assert rows(tmp_path / "on")[0]["rollout/failed_rewards"] > 0

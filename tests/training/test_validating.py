@@ -45,7 +45,13 @@ def validator(material, tmp_path, monkeypatch):
     def measure(step: int, loss: float):
         losses.append(loss)
         state = SimpleNamespace(
-            step=step, steps=9, tokens=0, model=None, schedule=None, objective=CrossEntropy()
+            step=step,
+            steps=9,
+            updates=step,
+            tokens=0,
+            model=None,
+            schedule=None,
+            objective=CrossEntropy(),
         )
         return made.measure(state)
 

@@ -27,10 +27,6 @@ class Case:
     """Of a family without a class in transformers: what makes the reference of its config.json, a
     plain.Plain.
     """
-    alter: Callable[[nn.Module], nn.Module] | None = None
-    """Changes and returns the model of transformers, where its class computes less than the fields
-    say.
-    """
     layer: Layer | None = None
     """(the model there, x) -> what layer 1 makes of x on the way into attention, by our names, and
     its feed-forward layer; None where its modules have the names of Llama's.
@@ -45,6 +41,10 @@ class Case:
     """
     refused: dict[str, str] = field(default_factory=dict)
     """A layout of test_over_layouts.py that the model cannot have -> what the refusal says."""
+    alter: Callable[[nn.Module], nn.Module] | None = None
+    """Changes and returns the model of transformers, where its class computes less than the fields
+    say.
+    """
 
     @property
     def made(self) -> str:

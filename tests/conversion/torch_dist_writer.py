@@ -1,7 +1,7 @@
-"""Writes `megatron_core.tar.xz`: tiny GPTs as Megatron-Core 0.16.1 saves them.
+"""Writes `torch_dist.tar.xz`: tiny GPTs as Megatron-Core 0.16.1 saves them.
 
     pip install torch==2.13.0 megatron-core==0.16.1 psutil packaging einops numpy   # Python 3.11
-    python tests/conversion/megatron_writer.py tests/conversion/megatron_core.tar.xz
+    python tests/conversion/torch_dist_writer.py tests/conversion/torch_dist.tar.xz
 
 Runs on CPUs over gloo, without GPU. Not imported by any test but for `value` and the sizes.
 """
