@@ -16,7 +16,7 @@ class TokenConfig:
     """Text, and how it becomes tokens."""
 
     path: tuple[str, ...] = ()
-    """The text: files, folders and globs of .txt, .md, .py and text without a suffix (a file is a
+    """The text: files, folders and globs of .txt, .md, .py and other UTF-8 text (a file is a
     document), .jsonl, .json and .parquet (a row is a document), the text ones packed as .gz or .zst
     too; Megatron's .bin with its .idx beside it, whose tokens are read as they are; ids of the
     Hugging Face hub (`org/name` or `org/name:config`), or `python-standard-library`. Weights make a

@@ -136,7 +136,9 @@ def prepare_loader(
         check_length(division, corpus, window)
     samples = None if steps is None else steps * global_batch_size
     mixture = make_order(config, sources, corpora, divisions, window, seed, samples)
-    left_out = [f"left out: {note}" for source in inputs.sources for note in source.left_out]
+    left_out = [
+        f"warning: not read: {note}" for source in inputs.sources for note in source.left_out
+    ]
     kept_out = [note for division in divisions for note in division.notes]
     kept_out += [note for corpus in corpora for note in corpus.notes]
     identity = {

@@ -111,14 +111,16 @@ Located = tuple[dict[str, Any], str]
 
 
 def form(file: Path) -> str | None:
-    """The suffix that says how to read `file`, that of compression left away; "" for one without;
-    None if it is not read.
+    """The suffix that says how to read `file`, that of compression left away; "" for a file that is
+    read if it is UTF-8 text; None if it is not read.
     """
     name = Path(file.stem) if file.suffix.lower() in PACKED else file
     suffix = name.suffix.lower()
     if file != name and suffix == ".parquet":
         return None  # it has its own compression, and is read by parts
-    return suffix if suffix in READERS else None
+    if suffix in READERS:
+        return suffix
+    return None if suffix in OTHER_FORMATS else ""
 
 
 def is_whole_file(file: Path) -> bool:
@@ -127,7 +129,7 @@ def is_whole_file(file: Path) -> bool:
 
 
 def looks_like_text(file: Path) -> bool:
-    """Whether a file without a suffix begins like UTF-8 text."""
+    """Whether a file begins like UTF-8 text."""
     try:
         with unpacked(file) as stream:
             head = stream.read(4096)
@@ -327,6 +329,11 @@ def text_of(value: object, text_field: str, where: str) -> str:
     return value or ""
 
 
+OTHER_FORMATS = frozenset(
+    ".html .htm .xhtml .xml .svg .css .csv .tsv .yaml .yml .toml .ini .cfg .lock .ipynb .rtf .bin "
+    ".idx .pt .pth .safetensors .npy .parquet".split()
+)
+"""Suffixes of markup, tables, settings and tensors: no plain text, also where it is UTF-8."""
 TEXT = (".txt", ".md", ".py", "")  # a file is a document
 READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
     **dict.fromkeys(TEXT, text_documents),
@@ -341,6 +348,6 @@ ROW_READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
     ".parquet": parquet_rows,
 }
 SUPPORTED = (
-    f"readable are {', '.join(filter(None, READERS))}, text without a suffix, and each of them but "
+    f"readable are {', '.join(filter(None, READERS))}, other UTF-8 text, and each of them but "
     f".parquet with {' or '.join(PACKED)} behind; and Megatron's .bin with its .idx beside it"
 )

@@ -1,12 +1,9 @@
 """Resolves the entries of `--data.path` to files and hub ids.
 
-What of a folder or a glob is read: files of a known suffix and text without one; not what hides,
-and not what dolmen has written itself, a run or a cache, which a second run would learn by heart.
-Links to folders below the one that is named are not followed: they may lead round in a circle, or
-to what is read already. Links to files are.
-
-From an entry of `--data.path` to files and hub ids: what is a file, a folder, a glob, and
-which files of a folder are read.
+What of a folder or a glob is read: files of a known suffix and other UTF-8 text; not what hides,
+not markup, tables and settings, and not what dolmen has written itself, a run or a cache, which a
+second run would learn by heart. Links to folders below the one that is named are not followed: they
+may lead round in a circle, or to what is read already. Links to files are.
 """
 
 import glob
@@ -36,6 +33,7 @@ class Found:
     def __init__(self, entry: str, files: list[Path] | None = None):
         self.entry, self.files, self.seen = entry, files or [], 0
         self.skipped: Counter[str] = Counter()
+        self.bytes_read = self.bytes_skipped = 0
         self.folders: dict[Path, str] = {}
 
     def walk(self, root: Path, cache: Path | None) -> None:
@@ -79,11 +77,16 @@ class Found:
         elif file.suffix == IDX and is_indexed(file.with_suffix(BIN)):
             self.seen -= 1  # it is read with its .bin
         elif (kind := form(file)) is None:
-            self.skipped[f"{file.suffix} files"] += 1
+            self._skip(file, f"{file.suffix} files")
         elif kind == "" and not looks_like_text(file):
-            self.skipped["files without a suffix that are no text"] += 1
+            self._skip(file, f"{file.suffix or 'other'} files that are no UTF-8 text")
         else:
+            self.bytes_read += file.stat().st_size
             self.files.append(file.absolute())
+
+    def _skip(self, file: Path, kind: str) -> None:
+        self.skipped[kind] += 1
+        self.bytes_skipped += file.stat().st_size
 
     def left_out(self, folder: Path, cache: Path | None) -> bool:
         """Whether `folder` is one that dolmen has written, and remembers it."""
@@ -96,7 +99,9 @@ class Found:
         found = [f"{folder} ({why})" for folder, why in sorted(self.folders.items()) if why]
         told = found[:4] + ([f"{len(found) - 4} more such folders"] if len(found) > 4 else [])
         kinds = [f"{count:,} {kind}" for kind, count in self.skipped.most_common(6) if count]
-        return [*told, *([f"{', '.join(kinds)} in {self.entry}"] if kinds else [])]
+        share = self.bytes_skipped / max(1, self.bytes_read + self.bytes_skipped)
+        size = f", {share:.1%} of the bytes" if self.bytes_skipped else ""
+        return [*told, *([f"{', '.join(kinds)} in {self.entry}{size}"] if kinds else [])]
 
 
 def ours(folder: Path, cache: Path | None) -> str:
@@ -151,8 +156,8 @@ def resolve_sources(
 ) -> tuple[Source, ...]:
     """One source for all entries without weights, or one for each entry with a weight. ValueError
     (FileNotFoundError for a path that does not exist) names `option` and the entry; nothing but
-    folders, sizes and the first bytes of files without a suffix is read. Folders that dolmen has
-    written, and `cache`, are left out.
+    folders, sizes and the first bytes of files of an unknown suffix is read. Folders that dolmen
+    has written, and `cache`, are left out.
     """
     if not entries:
         raise ValueError(f"no data: use {option} with a file, a folder, a glob or a hub id")
@@ -215,10 +220,7 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
         if form(path) is None:
             raise ValueError(f"{option} {entry}: cannot read {path.suffix}; {SUPPORTED}")
         if form(path) == "" and not looks_like_text(path):
-            raise ValueError(
-                f"{option} {entry}: a file without a suffix must be UTF-8 text, and this is not; "
-                f"{SUPPORTED}"
-            )
+            raise ValueError(f"{option} {entry}: it must be UTF-8 text, and is not; {SUPPORTED}")
         return Found(entry, [path.absolute()])
     if not path.is_dir() and not glob.has_magic(entry):
         if is_hub_id(entry):

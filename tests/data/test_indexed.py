@@ -64,7 +64,7 @@ def test_how_it_is_named(data_set, tmp_path):
         assert source.indexed == (file,) and not source.files and not source.text, name
     assert source.paths == [file, file.with_suffix(".idx")]
     (source,) = resolve_sources([str(tmp_path)])
-    assert source.left_out == (f"1 .bin files in {tmp_path}",)
+    assert source.left_out == (f"1 .bin files in {tmp_path}, 100.0% of the bytes",)
     with pytest.raises(ValueError, match=r"cannot read .bin; .* Megatron's .bin with its .idx"):
         resolve_sources([str(tmp_path / "pytorch_model.bin")])
     with pytest.raises(FileNotFoundError, match="nothing.bin: no such file"):

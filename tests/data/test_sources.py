@@ -276,9 +276,23 @@ def test_files_without_a_suffix_are_text_or_refused(tmp_path):
     (tmp_path / "zeros").write_bytes(bytes(100))
     assert texts(tmp_path) == ["x" + "é" * 3000, "é" * 3000]
     (source,) = resolve_sources([str(tmp_path)])
-    assert source.left_out == (f"2 files without a suffix that are no text in {tmp_path}",)
-    with pytest.raises(ValueError, match="program: a file without a suffix must be UTF-8 text"):
+    assert source.left_out == (
+        f"2 other files that are no UTF-8 text in {tmp_path}, 0.9% of the bytes",
+    )
+    with pytest.raises(ValueError, match="program: it must be UTF-8 text, and is not"):
         resolve_sources([str(tmp_path / "program")])
+
+
+def test_text_of_any_suffix_is_read_and_what_is_left_out_is_counted_in_bytes(tmp_path):
+    """As the pages of manuals are; markup and tables are not, though they are UTF-8."""
+    for name, text in (("ls.1", "list"), ("a.rst", "docs"), ("b.csv", "1,2\n"), ("c.html", "<p>")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "d.1").write_bytes(b"\xff\0\xff")
+    (source,) = resolve_sources([str(tmp_path)])
+    assert [file.name for file in source.files] == ["a.rst", "ls.1"]
+    (note,) = source.left_out
+    assert "1 .1 files that are no UTF-8 text" in note and "1 .html files" in note
+    assert note.endswith(f"in {tmp_path}, 55.6% of the bytes")  # 10 of 18
 
 
 def test_what_dolmen_has_written_is_no_text(tmp_path, monkeypatch):
