@@ -10,7 +10,7 @@
     generate(model, [[1, 15043]], max_new_tokens=16) -> [[3186, ...]]       the same, as a function
 
 Every step is one forward (running.py says of what, forward.py makes it), from whose scores one
-token is chosen for each text that has none unread (choosing.py). All ranks of tp and pp make the
+token is chosen for each text that has none unread (next_tokens.py). All ranks of tp and pp make the
 same calls with the same values: they choose the same tokens, and so decide the same. Where one of
 them decides what comes and goes, as a server's does, it tells the others between steps
 (`agree.once`; docs/generation.md).
@@ -41,8 +41,8 @@ from dolmen.parallel.actions import Schedule
 from dolmen.parallel.laid_out import Weights
 from dolmen.serving.adapters import Adapters, check_name
 from dolmen.serving.cache import Memory
-from dolmen.serving.choosing import Choice, Made, told
 from dolmen.serving.forward import Forward
+from dolmen.serving.next_tokens import ForwardOutput, SampledToken, broadcast
 from dolmen.serving.options import Options
 from dolmen.serving.request import (
     Chosen,
@@ -243,29 +243,30 @@ class Engine:
         new = self._rows.next()
         if not new:
             return Happened()
-        running, made, tp, pp = self._rows.running, [], self.model.tp.axis, self.mesh.pp
+        running, tp, pp = self._rows.running, self.model.tp.axis, self.mesh.pp
+        outputs = []
         # several fill a pipeline: a stage reads the next while another one reads this
         for some in groups(new, pp.size):
             parts = {key: running[key].part(n) for key, n in some.items()}
             texts, scores = self._forward.read(parts)
-            made.append(Made(parts, [(key, running[key]) for key in texts], scores))
-        values = told(made, self._never, tp, pp, self.model.device)
-        found = [each.read(values) for each in made]
+            outputs.append(ForwardOutput(parts, [(key, running[key]) for key in texts], scores))
+        values = broadcast(outputs, self._never, tp, pp, self.model.device)
+        found = [output.parse(values) for output in outputs]
         self._forward.finish()
         for key, n in new.items():
             running[key].read += n
         happened = Happened(read=sum(new.values()))
-        for choices, labelled in found:
+        for sampled, labelled in found:
             for key, of_prompt in labelled.items():
                 running[key].prompt_logprobs += of_prompt
-            for key, own in choices.items():
-                self._go_on(key, own, happened)
+            for key, tokens in sampled.items():
+                self._append(key, tokens, happened)
         return happened
 
-    def _go_on(self, key: int, choices: list[Choice], happened: Happened) -> None:
-        """What was chosen for a text whose prompt has been read, or for each of its samples."""
+    def _append(self, key: int, tokens: list[SampledToken], happened: Happened) -> None:
+        """Append the sampled tokens to a sequence, which forks into its samples at the first."""
         rows = self._rows
-        if not choices:
+        if not tokens:
             row = rows.end(key)
             happened.ended.extend(row.ended(sample, "length") for sample in row.samples)
             return
@@ -275,10 +276,10 @@ class Engine:
         for other in list(texts)[1:]:
             self._forward.cache.fork(key, other)
         rows.running |= texts
-        for (text, one), chosen in zip(texts.items(), choices, strict=True):
+        for (text, one), chosen in zip(texts.items(), tokens, strict=True):
             self._chosen(text, one, chosen, happened)
 
-    def _chosen(self, key: int, row: Row, choice: Choice, happened: Happened) -> None:
+    def _chosen(self, key: int, row: Row, choice: SampledToken, happened: Happened) -> None:
         sample = row.samples[0]
         why = (
             row.take(choice.token, choice.logprob, choice.close) if choice.finite else "not finite"
