@@ -190,6 +190,7 @@ def opened(
         option,
         verify,
         config.rows,
+        config.max_row_bytes,
     )
 
 

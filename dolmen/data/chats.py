@@ -50,27 +50,33 @@ class Chat:
     """
 
 
-def chats(source: Source, option: str = "--data.path") -> Iterator[Chat]:
+def chats(
+    source: Source, option: str = "--data.path", max_bytes: int | None = None
+) -> Iterator[Chat]:
     """Of all rows of `source`, in order. Raises ValueError, with the row, for one that is no
     chat.
     """
-    for row, where in rows(source, option):
+    for row, where in rows(source, option, max_bytes):
         yield chat_of(row, where)
 
 
-def pairs(source: Source, option: str = "--data.path") -> Iterator[Chat]:
+def pairs(
+    source: Source, option: str = "--data.path", max_bytes: int | None = None
+) -> Iterator[Chat]:
     """Of all rows of `source`, in order, the chat with the chosen answer and the one with the
     rejected. Raises ValueError, with the row, for one that has no two answers.
     """
-    for row, where in rows(source, option):
+    for row, where in rows(source, option, max_bytes):
         yield from pair_of(row, where)
 
 
-def completions(source: Source, option: str = "--data.path") -> Iterator[Chat]:
+def completions(
+    source: Source, option: str = "--data.path", max_bytes: int | None = None
+) -> Iterator[Chat]:
     """Of all rows of `source`, in order, the chat with the completion, or of a row with two answers
     both, of which the chosen one is wanted. Raises as `pairs`.
     """
-    for row, where in rows(source, option):
+    for row, where in rows(source, option, max_bytes):
         if row.get("completion") is None and row.get("chosen") is not None:
             chosen, rejected = pair_of(row, where)
             yield replace(chosen, said=1.0)

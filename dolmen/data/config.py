@@ -111,6 +111,10 @@ class DataConfig(TextConfig):
     """What of a chat is learned: the turns of the assistant, the last of them, or all."""
     packing: bool = True
     """Several chats in a sequence, where they fit; else one in each."""
+    max_row_bytes: int = 4 * 2**20
+    """Most bytes of a row of chats, pairs, completions or prompts: one of 4 MiB is tokenised in 12
+    s, with 700 MB of memory. Rows of text are read in pieces, and have no such limit.
+    """
     split: str | None = None
     """Shares of each data set to train, validate and test on, in order, where --data.order is
     megatron and --data.validation is unset. Default: 969,30,1.
@@ -128,11 +132,13 @@ class DataConfig(TextConfig):
                 f"data.order {self.order} is an order of windows of text, and data.rows "
                 f"{self.rows} has none: leave one of the two out"
             )
-        own = (self.template, self.train_on, self.packing)
-        if self.rows == "text" and own != (None, "assistant", True):
+        if self.max_row_bytes < 1:
+            raise ValueError(f"data.max-row-bytes is {self.max_row_bytes}: it must be at least 1")
+        own = (self.template, self.train_on, self.packing, self.max_row_bytes)
+        if self.rows == "text" and own != (None, "assistant", True, DataConfig.max_row_bytes):
             raise ValueError(
-                "data.template, train-on and packing are for chats: use --data.rows chats, or "
-                "leave them out"
+                "data.template, train-on, packing and max-row-bytes are for chats: use --data.rows "
+                "chats, or leave them out"
             )
         if self.order == "dolmen" and self.split is not None:
             raise ValueError(

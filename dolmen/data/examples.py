@@ -97,6 +97,7 @@ def open_examples(
     option: str = "--data.path",
     verify: bool = True,
     rows: ChatRows = "chats",
+    max_row_bytes: int | None = None,
 ) -> Examples:
     """From the cache or built into it; of pairs two examples each. Raises
     ValueError where there are no chats, or where none or all of their tokens would be trained.
@@ -114,7 +115,7 @@ def open_examples(
 
     def build(folder: Path) -> None:
         _build(
-            READERS[rows](source, option),
+            READERS[rows](source, option, max_row_bytes),
             source.name,
             template,
             train_on,

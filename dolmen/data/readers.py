@@ -13,6 +13,7 @@ Parquet is read through `datasets`. Text and rows are not, because `datasets` tu
 import glob
 import gzip
 import io
+import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -171,17 +172,20 @@ def jsonl_documents(file: Path, text_field: str) -> Iterator[list[str]]:
         yield [row_text(row, text_field, where)]
 
 
-def jsonl_rows(file: Path) -> Iterator[Located]:
+def jsonl_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
+    """Raises ValueError for a line of more than `max_bytes`, before it is parsed."""
     with unpacked(file) as stream:
-        for number, line in enumerate(lines_of(stream, file), 1):
+        for number, line in enumerate(lines_of(stream, file, max_bytes), 1):
             if line.strip():
                 where = f"{file}, line {number}"
                 yield parse_json(line, where, TEXT_ROW), where
 
 
-def lines_of(stream: BinaryIO, file: Path) -> Iterator[bytes]:
+def lines_of(stream: BinaryIO, file: Path, max_bytes: int | None = None) -> Iterator[bytes]:
     """Raises ValueError for a line longer than a row may be."""
-    for number, line in enumerate(iter(lambda: stream.readline(TEXT_ROW.size + 1), b""), 1):
+    most = min(TEXT_ROW.size, max_bytes or TEXT_ROW.size)
+    for number, line in enumerate(iter(lambda: stream.readline(most + 1), b""), 1):
+        check_row_bytes(len(line), max_bytes, f"{file}, line {number}")
         if len(line) > TEXT_ROW.size:
             raise ValueError(
                 f"{file}, line {number}: more than {TEXT_ROW.size:,} bytes, the most that a row "
@@ -190,12 +194,36 @@ def lines_of(stream: BinaryIO, file: Path) -> Iterator[bytes]:
         yield line
 
 
+def check_row_bytes(
+    size: int, max_bytes: int | None, where: str, option: str = "--data.max-row-bytes"
+) -> None:
+    """Raise Refused for a row of more than `max_bytes`: it is rendered and tokenised as one text,
+    which takes 3 s and 160 MB of memory for each MB.
+    """
+    if max_bytes is not None and size > max_bytes:
+        raise refuse(
+            where,
+            f"has more than {max_bytes:,} bytes: shorten it, or set a larger {option}",
+        )
+
+
+def small_rows(rows: Iterator[Located], max_bytes: int | None) -> Iterator[Located]:
+    """Yield `rows`; raise Refused for one that would have more than `max_bytes` as a line of a
+    .jsonl.
+    """
+    for row, where in rows:
+        if max_bytes is not None:
+            line = json.dumps(row, ensure_ascii=False, default=str)
+            check_row_bytes(len(line.encode(errors="surrogatepass")), max_bytes, where)
+        yield row, where
+
+
 def json_documents(file: Path, text_field: str) -> Iterator[list[str]]:
     for row, where in json_rows(file):
         yield [row_text(row, text_field, where)]
 
 
-def json_rows(file: Path) -> Iterator[Located]:
+def json_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
     """One row, or a list of rows. Raises ValueError for a file larger than may be, and Refused."""
     with unpacked(file) as stream:
         data = stream.read(ROWS.size + 1)
@@ -204,9 +232,10 @@ def json_rows(file: Path) -> Iterator[Located]:
             f"{file}: more than {ROWS.size:,} bytes, the most that a .json file may have: write "
             "its rows as .jsonl"
         )
-    rows = parse_json(data, file, ROWS)
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
-        yield row, f"{file}, row {number}"
+    content = parse_json(data, file, ROWS)
+    rows = content if isinstance(content, list) else [content]
+    located = ((row, f"{file}, row {number}") for number, row in enumerate(rows, 1))
+    yield from small_rows(located, max_bytes)
 
 
 def parquet_documents(file: Path, text_field: str) -> Iterator[list[str]]:
@@ -216,10 +245,10 @@ def parquet_documents(file: Path, text_field: str) -> Iterator[list[str]]:
             yield [text]
 
 
-def parquet_rows(file: Path) -> Iterator[Located]:
+def parquet_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
     """Raises Refused where the file is damaged."""
     with parquet(file, None) as table:
-        yield from table_rows(table, str(file))
+        yield from table_rows(table, str(file), max_bytes)
 
 
 @contextmanager
@@ -252,14 +281,18 @@ def parquet(file: Path, wanted: list[str] | None) -> Iterator["IterableDataset"]
         raise refuse(file, f"is damaged parquet: {error}") from error
 
 
-def table_rows(table: "Dataset | IterableDataset", where: str) -> Iterator[Located]:
+def table_rows(
+    table: "Dataset | IterableDataset", where: str, max_bytes: int | None = None
+) -> Iterator[Located]:
     """The rows of a data set, by batches as `column_texts`."""
-    number = 0
     batches = cast(Iterable[dict[str, list]], table.iter(batch_size=512))
-    for batch in batches:
-        for values in zip(*batch.values(), strict=True):
-            number += 1
-            yield dict(zip(batch, values, strict=True)), f"{where}, row {number}"
+    rows = (
+        dict(zip(batch, values, strict=True))
+        for batch in batches
+        for values in zip(*batch.values(), strict=True)
+    )
+    located = ((row, f"{where}, row {number}") for number, row in enumerate(rows, 1))
+    yield from small_rows(located, max_bytes)
 
 
 def column_texts(table: "Dataset | IterableDataset", text_field: str, where: str) -> Iterator[str]:
@@ -342,7 +375,7 @@ READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
     ".parquet": parquet_documents,
 }
 # files that hold rows, which may be more than text
-ROW_READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
+ROW_READERS: dict[str, Callable[[Path, int | None], Iterator[Located]]] = {
     ".jsonl": jsonl_rows,
     ".json": json_rows,
     ".parquet": parquet_rows,

@@ -27,6 +27,7 @@ from dolmen.data.readers import (
     form,
     is_whole_file,
     read_documents,
+    small_rows,
     table_rows,
 )
 from dolmen.data.sources import Source
@@ -56,9 +57,11 @@ def pieces(source: Source, text_field: str, option: str = "--data.path") -> Iter
                 yield Piece(text, index, last)
 
 
-def rows(source: Source, option: str = "--data.path") -> Iterator[Located]:
+def rows(
+    source: Source, option: str = "--data.path", max_bytes: int | None = None
+) -> Iterator[Located]:
     """All rows of `source` in order, each with where it stands. Raises ValueError for files that
-    have none.
+    have none, and for a row of more than `max_bytes`.
     """
     for file in source.files:
         reader = ROW_READERS.get(form(file) or "")
@@ -67,24 +70,26 @@ def rows(source: Source, option: str = "--data.path") -> Iterator[Located]:
                 f"{option} {file}: chats are rows, of {', '.join(ROW_READERS)} files or of the "
                 "hub: give those, or train on text (--data.rows text)"
             )
-        yield from reader(file)
+        yield from reader(file, max_bytes)
     for hub in source.hubs:
-        yield from table_rows(load_hub(hub, option), f"{option} {hub}")
+        yield from table_rows(load_hub(hub, option), f"{option} {hub}", max_bytes)
 
 
-def first_lines(source: Source, text_field: str, option: str = "--data.path") -> Iterator[Located]:
+def first_lines(
+    source: Source, text_field: str, max_bytes: int | None, option: str = "--data.path"
+) -> Iterator[Located]:
     """All rows of `source` in order, and of each of its texts the first line that has something,
     as the row of a `prompt`. Raises ValueError.
     """
     for file in source.files:
         if form(file) in ROW_READERS:
-            yield from rows(replace(source, files=(file,), hubs=()), option)
+            yield from rows(replace(source, files=(file,), hubs=()), option, max_bytes)
             continue
         for document in read_documents(file, text_field):
             line = next((line for line in "".join(document).splitlines() if line.strip()), None)
             if line is not None:
-                yield {"prompt": line}, str(file)
-    yield from rows(replace(source, files=()), option)
+                yield from small_rows(iter([({"prompt": line}, str(file))]), max_bytes)
+    yield from rows(replace(source, files=()), option, max_bytes)
 
 
 def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]:

@@ -203,7 +203,7 @@ def _prompts(
 ) -> Iterator[Prompt]:
     """Of all rows of `source`, in order. Raises Refused."""
     template: Template | None = None
-    for row, where in first_lines(source, data.text_field):
+    for row, where in first_lines(source, data.text_field, data.max_row_bytes):
         row = {name: value for name, value in row.items() if value is not None}
         named = [name for name in PROMPT_ROWS if name in row]
         if len(named) != 1:

@@ -127,7 +127,7 @@ class Prompts:
         most = self.config.of_tokens.max_new_tokens
         for place, line in enumerate(lines(self.file)):
             try:
-                request, whole = self.request(line.row())
+                request, whole = self.request(line.row(self.config.max_row_bytes))
             except Refused:
                 if not self.config.skip_bad:
                     raise

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.data.chats import ASSISTANT
-from dolmen.data.readers import form, unpacked
+from dolmen.data.readers import check_row_bytes, form, unpacked
 from dolmen.files import gate
 from dolmen.files.kinds import PROMPT_ROWS, TEXT_ROW
 
@@ -51,9 +51,10 @@ class Line:
     """From 1."""
     content: bytes
 
-    def row(self) -> Row:
-        """Raises Refused for a line that is none."""
+    def row(self, max_bytes: int | None = None) -> Row:
+        """Raises Refused for a line that is none, and for one of more than `max_bytes`."""
         where = f"{self.file}, line {self.number}"
+        check_row_bytes(len(self.content), max_bytes, where, "--max-row-bytes")
         fields = READERS[form(self.file) or ""](self.content, where)
         return Row(where, fields.get("id", self.number), fields)
 

@@ -137,7 +137,7 @@ AFTER = f"""
     data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers
     data.document-mask data.no-document-mask data.validation data.validation-fraction
     data.order data.masked-fraction data.rows data.template data.train-on data.packing
-    data.no-packing data.split objective.name objective.beta objective.kind
+    data.no-packing data.max-row-bytes data.split objective.name objective.beta objective.kind
     objective.label-smoothing objective.rpo-alpha objective.reference objective.margin
     objective.desirable-weight objective.undesirable-weight objective.center
     rollout.samples rollout.prompts rollout.epochs rollout.max-new-tokens rollout.temperature
@@ -188,8 +188,8 @@ OTHERS = {
     ),
     "generate": (
         f"help {SAMPLING} prompt input output adapters adapter stop num-samples best reward "
-        "logprobs max-input-tokens resume skip-bad max-batch-tokens seed dtype weights device "
-        "layout.tp layout.pp layout.dp"
+        "logprobs max-input-tokens max-row-bytes resume skip-bad max-batch-tokens seed dtype "
+        "weights device layout.tp layout.pp layout.dp"
     ),
     "chat": f"help {SAMPLING} system stop seed dtype weights device",
     "serve": (

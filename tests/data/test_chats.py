@@ -11,12 +11,15 @@ from test_sources import write_parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from dolmen.data.chats import Chat, chat_of
+from dolmen.data.chats import Chat, chat_of, chats
 from dolmen.data.config import DataConfig
 from dolmen.data.packing import pack, pack_beside
+from dolmen.data.sources import resolve_sources
 from dolmen.data.template import TEMPLATES, Template
+from dolmen.data.tokenise import first_lines
 from dolmen.files.gate import Refused
 from dolmen.ops.loss import IGNORED
+from dolmen.serving.config import GenerateConfig
 
 END = "<|endoftext|>"  # eos of the tests' tokenizer, and its padding
 # ChatML whose turns end with the padding token, and which says nothing of what is generated
@@ -101,6 +104,36 @@ def test_forms_are_told_apart_by_their_fields():
 def test_what_is_no_chat_is_refused_by_its_row(row, told):
     with pytest.raises(Refused, match=f"a.jsonl, line 3: .*{told}"):
         chat_of(row, "a.jsonl, line 3")
+
+
+def test_the_bytes_of_a_row_are_bounded(tmp_path):
+    """In each kind of file, and before a line of a .jsonl is parsed."""
+    row = {"messages": [{"role": "user", "content": "\u00e9" * 500}, *TWICE[2:3]]}
+    size = len(json.dumps(row, ensure_ascii=False).encode())
+    assert size > len(json.dumps(row, ensure_ascii=False)), "bytes are counted, not characters"
+    (tmp_path / "a.jsonl").write_text(json.dumps(row, ensure_ascii=False), "utf-8")
+    (tmp_path / "a.json").write_text(json.dumps([row]))
+    write_parquet(tmp_path / "a.parquet", messages=[row["messages"]])
+    for name in ("a.jsonl", "a.json", "a.parquet"):
+        (source,) = resolve_sources([str(tmp_path / name)])
+        for read in (chats, lambda *args: first_lines(args[0], "text", args[2])):
+            assert len(list(read(source, "--data.path", size))) == 1
+            told = f"{name}, (line|row) 1: has more than {size - 1:,} bytes: .*--data.max-row-bytes"
+            with pytest.raises(Refused, match=told):
+                list(read(source, "--data.path", size - 1))
+    (tmp_path / "b.jsonl").write_text("{" * 100)
+    (source,) = resolve_sources([str(tmp_path / "b.jsonl")])
+    with pytest.raises(Refused, match="has more than 99 bytes"):
+        list(chats(source, "--data.path", 99))
+    (tmp_path / "b.txt").write_text("x" * 100)
+    (source,) = resolve_sources([str(tmp_path / "b.txt")])
+    with pytest.raises(Refused, match="b.txt: has more than 99 bytes"):
+        list(first_lines(source, "text", 99))
+    assert DataConfig().max_row_bytes == GenerateConfig(folder="x").max_row_bytes == 4 << 20
+    with pytest.raises(ValueError, match="max-row-bytes is 0"):
+        DataConfig(rows="chats", max_row_bytes=0)
+    with pytest.raises(ValueError, match="max-row-bytes are for chats"):
+        DataConfig(max_row_bytes=100)
 
 
 def trained(tokenizer: PreTrainedTokenizerFast, text: str, train_on: str, messages=TWICE) -> list:

@@ -88,6 +88,15 @@ def test_a_bad_row_is_told_with_its_line(tmp_path, line, said):
         rows(file)
 
 
+def test_the_bytes_of_a_row_are_bounded(tmp_path):
+    (line,) = lines(written(tmp_path / "in.jsonl", {"prompt": "x"}))
+    assert line.row(len(line.content)).prompt == "x"
+    with pytest.raises(
+        Refused, match="in.jsonl, line 1: has more than 15 bytes: .* --max-row-byte"
+    ):
+        line.row(15)
+
+
 def test_bytes_that_are_no_text(tmp_path):
     (tmp_path / "in.txt").write_bytes(b"a\n\xff\nb\n")
     told = []
