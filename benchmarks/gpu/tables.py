@@ -1,4 +1,4 @@
-"""Modules of the tests that a GPU is asked too: its tables of rows, and what drives them."""
+"""Import modules of the tests that also run on a GPU: the tables of rows, and what drives them."""
 
 import importlib
 import sys
@@ -8,8 +8,10 @@ from benchmarks.gpu.packages import ROOT
 
 
 def load(folder: str, name: str) -> ModuleType:
-    """tests/FOLDER/NAME.py under its own name, as pytest imports it."""
-    path = str(ROOT / "tests" / folder)
-    if path not in sys.path:
-        sys.path.append(path)
+    """Import tests/FOLDER/NAME.py under its own name, as pytest does: modules of tests/ and of
+    tests/FOLDER import each other without a package.
+    """
+    for path in (str(ROOT / "tests"), str(ROOT / "tests" / folder)):
+        if path not in sys.path:
+            sys.path.append(path)
     return importlib.import_module(name)

@@ -50,6 +50,7 @@ def options(context: Context, made: Any, dtype: str) -> dict[str, Any]:
     """A run of STEPS steps of a small Llama, saved after SAVED."""
     width = 256 if context.full else 32
     model = {
+        "model_type": "llama",
         "vocab_size": adapter.VOCABULARY,
         "hidden_size": width,
         "intermediate_size": 3 * width,
