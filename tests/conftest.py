@@ -7,6 +7,7 @@ needs, `spawn` or `command`, is read from its code (needs.py); -m takes these na
 import re
 from pathlib import Path
 
+import cpu_time
 import needs
 import pytest
 import shapes  # noqa: F401  # before anything of dolmen
@@ -19,6 +20,7 @@ torch.set_num_threads(1)  # tiny models: a second thread waits more than it work
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the tests marked `full` too")
+    parser.addoption("--cpu", action="store_true", help="list the CPU seconds of each test file")
 
 
 def pytest_configure(config):
@@ -27,6 +29,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "command: calls dolmen as its user does (needs.py)")
     config.addinivalue_line("markers", "slow: over 2 s with all its cases; not in `make check`")
     config.pluginmanager.register(needs.Guard())
+    config.pluginmanager.register(cpu_time.CpuTime(config))
 
 
 def named(config, item) -> bool:
