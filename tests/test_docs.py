@@ -5,10 +5,9 @@ there, what they are to name.
 import re
 from collections import Counter
 from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import get_type_hints
-
-import pytest
 
 from dolmen.cli import VERBS
 from dolmen.training.config import RunConfig
@@ -16,8 +15,6 @@ from dolmen.training.config import RunConfig
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 ROOMS = ("dolmen", "tests", "benchmarks", "docs", "examples", "website")
-FILES = [*ROOT.glob("*.md"), *(p for room in ROOMS for p in (ROOT / room).rglob("*.*"))]
-WORDS = set(re.findall(r"\w+", "\n".join(p.read_text() for p in FILES if p.suffix == ".py")))
 PATH = re.compile(r"(?<![\w/.])((?:[\w-]+/)*[\w-]+\.(?:py|md))(?:::?(\w+))?")
 PLACE = re.compile(r"`(\w+/\w+)\.(?!py\b|md\b)(\w+)")
 NAME = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+|\w+(?=\(\)))(?:\(.*?\))?`")
@@ -25,21 +22,43 @@ FORMS = (".py", ".md", ".json", ".jsonl", ".yaml", ".txt", ".png", ".sbatch")
 GONE = {"cli.py"}  # and said to be
 
 
+@cache
+def files() -> list[Path]:
+    """Files that a page may name."""
+    folders = (p for room in ROOMS for p in (ROOT / room).rglob("*.*") if p.suffix != ".pyc")
+    return [*ROOT.glob("*.md"), *folders]
+
+
+@cache
+def files_at(path: str) -> list[str]:
+    """Contents of the files whose path ends in `path`."""
+    found = [p for p in files() if f"/{path}" in p.as_posix()]
+    found += [ROOT / path] if (ROOT / path).exists() else []
+    return [p.read_text() for p in found]
+
+
+@cache
+def words() -> set[str]:
+    """Words of the sources."""
+    return {w for p in files() if p.suffix == ".py" for w in re.findall(r"\w+", p.read_text())}
+
+
 def missing(text: str) -> list[str]:
     places = [*PATH.findall(text), *((f"{path}.py", name) for path, name in PLACE.findall(text))]
     lost = []
     for path, name in places:
-        at = [p for p in (ROOT / path, *FILES) if p.exists() and f"/{path}" in p.as_posix()]
         defined = re.compile(rf"^\s*(?:(?:def|class) )?{name}\b", re.M)
-        if path not in GONE and not any(not name or defined.search(p.read_text()) for p in at):
+        if path not in GONE and not any(
+            not name or defined.search(source) for source in files_at(path)
+        ):
             lost.append(f"{path}:{name}")
     names = {n for n in NAME.findall(text) if not n.startswith("torch.")}
-    return lost + [n for n in names if not n.endswith(FORMS) and not {*n.split(".")} <= WORDS]
+    return lost + [n for n in names if not n.endswith(FORMS) and not {*n.split(".")} <= words()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_names_is_there(page):
-    assert missing(page.read_text()) == []
+def test_what_a_page_names_is_there():
+    lost = [f"{page.name} names {name}" for page in PAGES for name in missing(page.read_text())]
+    assert not lost, "\n".join(lost)
 
 
 def test_what_is_not_there_is_told():
@@ -103,12 +122,11 @@ def repeated(text: str) -> list[str]:
     return [line for line, times in lines.items() if times > 1 and line[0] != "|"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_says_nothing_twice(page):
-    text = page.read_text()
-    assert repeated(text) == []
+def test_a_page_says_nothing_twice():
+    found = [f"{page.name}: {line}" for page in PAGES for line in repeated(page.read_text())]
+    assert not found, "\n".join(found)
     line = "\n- A line of more than forty letters, by two who did not know.\n"
-    assert len(repeated(text + line + line)) == 1
+    assert [len(repeated(page.read_text() + line + line)) for page in PAGES] == [1] * len(PAGES)
 
 
 def sections(cls: type) -> set[type]:

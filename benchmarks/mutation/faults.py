@@ -16,6 +16,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[2]
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
 BLANK = {
     tokenize.NL,
     tokenize.NEWLINE,
@@ -53,10 +54,10 @@ def read(folder: Path = Path(__file__).parent) -> list[Fault]:
     found = []
     for path in sorted(folder.glob("*.yaml")):
         text = path.read_text()
-        files = [key.value for key, _ in yaml.compose(text, yaml.SafeLoader).value]
+        files = [key.value for key, _ in yaml.compose(text, LOADER).value]
         if twice := sorted(file for file, n in Counter(files).items() if n > 1):
             raise ValueError(f"{path.name} names {', '.join(twice)} twice")
-        for file, faults in yaml.safe_load(text).items():
+        for file, faults in yaml.load(text, LOADER).items():
             for values in faults:
                 try:
                     found.append(Fault(file, **{**values, "tests": tuple(values["tests"])}))
