@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
-from dolmen.core.log import console
+from dolmen.core.log import console, say
 from dolmen.core.messages import BadInput, message
 from dolmen.files import write
-from dolmen.planning import dryrun, outputs
+from dolmen.planning import outputs
 from dolmen.planning.config import DryrunRequest
+from dolmen.planning.steady_state import check_layout, uneven_stages
 
 
 def run(request: DryrunRequest) -> int:
@@ -15,11 +16,18 @@ def run(request: DryrunRequest) -> int:
         if request.asked.json is not None:
             words = f"--json {request.asked.json}"
             outputs.refuse_anothers(words, Path(request.asked.json), ('{\n "ranks": [',))
+        check_layout(request)
+        # torch takes seconds to import: what cannot be run is refused before
+        say("loading torch ...")
+        from dolmen.planning import dryrun
+
         report = dryrun.report(request, progress=True)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     screen = console()
     screen.print(report.title)
+    if note := uneven_stages(report.run):
+        screen.print(note)
     screen.print(report.table())
     if request.asked.json is not None:
         try:

@@ -39,13 +39,15 @@ def table(plan: Plan) -> Table:
     """The ranking."""
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     made.add_column("", justify="right")
+    made.add_column("tie")
     made.add_column("layout", overflow="fold")
     for name in ("seconds", "90 %", "tok/s/GPU", "MFU", "HFU", "GiB", "bound"):
         made.add_column(name, justify="right" if name != "bound" else "left", no_wrap=True)
-    for number, one in enumerate(plan.ranked, 1):
+    for number, (one, tie) in enumerate(zip(plan.ranked, plan.ties, strict=True), 1):
         e = one.estimate
         made.add_row(
             str(number),
+            tie_name(tie),
             one.words,
             f"{e.seconds:.3g}",
             f"{e.low:.3g}-{e.high:.3g}",
@@ -58,6 +60,11 @@ def table(plan: Plan) -> Table:
     return made
 
 
+def tie_name(number: int) -> str:
+    """Return the letter of a group of layouts, A for the fastest; from the 27th on its number."""
+    return chr(ord("A") + number - 1) if number <= 26 else str(number)
+
+
 def per_gpu(plan: Plan, one: Candidate) -> float:
     """Tokens a second."""
     return plan.step_tokens / one.estimate.seconds / plan.gpus
@@ -66,6 +73,8 @@ def per_gpu(plan: Plan, one: Candidate) -> float:
 def notes(plan: Plan) -> list[str]:
     """Below the table."""
     return [
+        "tie: layouts with one letter are within the 90 % interval of the first of them, so their "
+        "order is not certain: choose by memory, or measure.",
         f"GiB: of the fullest rank, of {plan.cluster.device.memory / 2**30:.0f}. {plan.interval}.",
         MFU.format(dtype=plan.dtype),
         f"To the byte: {plan.command}",
@@ -97,7 +106,28 @@ def ran(plan: Plan) -> list[str | Table]:
         made,
         "in brackets: the closed forms beside what the real step does, without values; of what is "
         f"held, kinds that differ by {DIFFERS:.0%} of the peak.",
+        *_differing_seconds(plan.ranked[0].estimate.seconds, dry),
     ]
+
+
+def _differing_seconds(step: float, dry: DryRun) -> list[str]:
+    """Say what bytes that the closed forms count wrongly mean for the seconds of the first layout:
+    a line for each axis over which they differ by DIFFERS.
+    """
+    lines = []
+    for axis in dict.fromkeys(sent.name for one in dry.ranks for sent in one.sent):
+        found = [sent for one in dry.ranks for sent in one.sent if sent.name == axis]
+        worst = max(found, key=lambda sent: abs(sent.more_seconds))
+        seconds = worst.more_seconds
+        if abs(worst.off) < DIFFERS or not seconds:
+            continue
+        way = "longer" if seconds > 0 else "shorter"
+        lines.append(
+            f"{axis}: the links are busy {abs(seconds):.3g} s a step {way} than the table assumes "
+            f"({worst.off:+.1%} of bytes), so its {step:.3g} s change by {seconds / step:+.1%} at "
+            "the most, and by less as far as compute hides it."
+        )
+    return lines
 
 
 def beside(one: Compared) -> str:
@@ -192,7 +222,9 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "considered": plan.considered,
         "fitting": plan.fitting,
         "interval": plan.interval,
-        "ranked": [_candidate(plan, one) for one in plan.ranked],
+        "ranked": [
+            _candidate(plan, one, tie) for one, tie in zip(plan.ranked, plan.ties, strict=True)
+        ],
         **({} if plan.dry is None else {"dryrun": _dry(plan.dry)}),
         **({"days": plan.days(plan.ranked[0].estimate).seconds} if plan.tokens else {}),
     }
@@ -207,6 +239,7 @@ def _dry(dry: DryRun) -> dict[str, Any]:
                 "closed_form_bytes": one.peak.formed,
                 "held": {kind.name: [kind.counted, kind.formed] for kind in one.held},
                 "sent": {axis.name: [axis.counted, axis.formed] for axis in one.sent},
+                "more_s": {axis.name: axis.more_seconds for axis in one.sent},
             }
             for one in dry.ranks
         ],
@@ -215,10 +248,11 @@ def _dry(dry: DryRun) -> dict[str, Any]:
     }
 
 
-def _candidate(plan: Plan, one: Candidate) -> dict[str, Any]:
+def _candidate(plan: Plan, one: Candidate, tie: int) -> dict[str, Any]:
     e = one.estimate
     return {
         "layout": one.layout,
+        "tie": tie,
         "seconds": e.seconds,
         "low_s": e.low,
         "high_s": e.high,

@@ -94,7 +94,8 @@ class PlanConfig:
     """What a plan is asked."""
 
     cluster: str | None = None
-    """Where: NAME or NAME:NODES of a cluster that dolmen knows, or a YAML file, FILE.yaml:NODES."""
+    """Where: NAME or NAME:NODES of a cluster that dolmen knows, GPUS such as 64xh100, or a YAML
+    file, FILE.yaml:NODES."""
     layout: Pins = Pins()
     train: StepConfig = StepConfig()
     top: int = 10

@@ -1,22 +1,12 @@
-"""The dry run: the real step of any rank, without values and without communication.
+"""The dry run: the real step of any rank of any world, in one process, without its memory.
 
-A step of few microbatches that stands for one of many.
-
-In its steady state a schedule repeats itself: every microbatch (every pp of them where a rank has
-several chunks in a loop) does the same actions. So the fewest microbatches are run with which the
-schedule has such a period, and the period counts for those left out. The first and the last
-microbatch are never in it: they gather weights, set gradients and reduce them. 1F1B at pp 16 needs
-18 microbatches, interleaved at pp 32 with 4 chunks 128.
-
-The real step as any rank of any world, in one process without its memory: build, forward,
-backward and update run on tensors that have no values, in a process group in which nothing is
-sent, with the kernels that are chosen for some hardware. What they do is a ledger.
-
-Of many microbatches few are run. It runs eagerly, whatever `train.compile` says.
+Build, forward, backward and update run on tensors that have no values, in a process group in which
+nothing is sent, with the kernels that are chosen for some hardware. What they do is a ledger. Of
+many microbatches few are run (steady_state.py). It runs eagerly, whatever `train.compile` says.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -30,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dolmen.core.device import answered
-from dolmen.core.log import bar
+from dolmen.core.log import bar, gib, say
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.messages import counted
 from dolmen.core.state import local_view
@@ -49,68 +39,13 @@ from dolmen.planning.counting import Counting
 from dolmen.planning.dry_report import Report
 from dolmen.planning.ledger import Ledger, Live
 from dolmen.planning.memory import Memory
+from dolmen.planning.steady_state import Steps, shortened
 from dolmen.training import loop
 from dolmen.training.begin import begin_state
 from dolmen.training.check import check_computed
 from dolmen.training.config import RunConfig
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The schedule that is run, with as many microbatches as needed."""
-
-    schedule: Schedule
-    times: Mapping[Action, int]
-    """How many actions of the whole step each repeated action counts for."""
-
-
-def shortened(run: RunConfig, rank: int, exact: bool = False) -> Steps:
-    """Return the steps that a dry run of `rank` executes: all of them if `exact`. Raises ValueError
-    for a rank outside the layout.
-    """
-    layout, size = run.layout, run.microbatch_size
-    if not 0 <= rank < layout.world:
-        raise ValueError(f"rank {rank} is none of the {layout.world} of this layout")
-    whole = layout.make_schedule(run.train.global_batch_size, size)
-    if exact or layout.schedule.endswith((".txt", ".yaml")):
-        return Steps(whole, {})
-    pp_rank = rank // (layout.world // layout.pp)
-    period = layout.pp if whole.chunks > 1 and whole.placement == "loop" else 1
-    first = period + 2
-    first += (whole.micros - first) % period  # what is left out are whole periods
-    last = min(whole.micros, 2 * layout.pp * whole.chunks + 3 * period)
-    for micros in range(first, last, period):
-        short = layout.make_schedule((layout.dp or 1) * micros * size, size)
-        repeated = steady(short, pp_rank, period)
-        if repeated:  # as many microbatches are in flight in it as in the whole step
-            return Steps(short, dict.fromkeys(repeated, 1 + (whole.micros - micros) // period))
-    return Steps(whole, {})
-
-
-def steady(schedule: Schedule, pp_rank: int, period: int) -> Sequence[Action]:
-    """Return consecutive actions of a pipeline rank, the nearest to the middle, that do the forward
-    and the backward of `period` microbatches in every chunk, and none of the first or the last
-    microbatch; empty where there are none.
-    """
-    actions, edges = schedule.actions[pp_rank], (0, schedule.micros - 1)
-    # how often each part of a microbatch is done before each place; a B is an I and a W
-    done = np.zeros((len(actions) + 1, schedule.chunks, 3), dtype=np.int64)
-    edge = np.zeros(len(actions) + 1, dtype=np.int64)
-    for at, action in enumerate(actions):
-        for part in "IW" if action.kind == "B" else action.kind:
-            done[at + 1, action.chunk, "FIW".index(part)] += 1
-        edge[at + 1] = action.micro in edges
-    done, edge = done.cumsum(0), edge.cumsum(0)
-    # a period has two actions for each microbatch and chunk, or three where backward is split
-    for length in range(2 * period * schedule.chunks, 3 * period * schedule.chunks + 1):
-        whole = (done[length:] - done[:-length] == period).all((1, 2))
-        starts = np.flatnonzero(whole & (edge[length:] == edge[:-length]))
-        if len(starts):
-            start = starts[np.abs(2 * starts + length - len(actions)).argmin()]
-            return actions[start : start + length]
-    return ()
 
 
 class Trace(NamedTuple):
@@ -124,8 +59,9 @@ class Trace(NamedTuple):
 
 
 def report(request: DryrunRequest, progress: bool = False) -> Report:
-    """Run the requested ranks one after the other; `progress` shows a bar on stderr. Raises
-    ValueError for a run that would be refused, and for one that would crash.
+    """Run the requested ranks one after the other; `progress` shows a bar on stderr, and the peak
+    of each rank when it is done. Raises ValueError for a run that would be refused, and for one
+    that would crash.
     """
     asked = request.asked
     run = check_computed(request.run, None)
@@ -147,6 +83,8 @@ def report(request: DryrunRequest, progress: bool = False) -> Report:
                     observe=lambda: reach(next(done)),
                 )
             )
+            peak = found[-1].peak
+            say(f"rank {rank:,}: {gib(peak)} at the peak", progress)
             gc.collect()  # the model is in cycles
     return Report(run, hardware, tuple(found))
 

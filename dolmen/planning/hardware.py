@@ -8,7 +8,7 @@ Efficiencies are the few shares of them that programs reach (fitted by
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dolmen.core.messages import did_you_mean
@@ -22,6 +22,28 @@ CLUSTERS = Path(__file__).with_name("clusters")
 LOCAL = "local"
 """The cluster that `dolmen plan --measure` writes."""
 DTYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")
+ALIASES = {
+    "dgx-h100": "hgx-h100",
+    "dgx-h200": "hgx-h200",
+    "dgx-b200": "b200",
+    "hgx-a100": "dgx-a100",
+    "hgx-a100-40gb": "dgx-a100-40gb",
+    "hgx-b200": "b200",
+    "dgx-gb200": "gb200-nvl72",
+    "gb200": "gb200-nvl72",
+}
+"""Other names of the clusters that the package has."""
+OF_DEVICE = {
+    "v100": "dgx-1",
+    "a100": "dgx-a100",
+    "a100-80gb": "dgx-a100",
+    "a100-40gb": "dgx-a100-40gb",
+    "h100": "hgx-h100",
+    "h200": "hgx-h200",
+    "b200": "b200",
+    "gb200": "gb200-nvl72",
+}
+"""The cluster that so many GPUs of a device are taken from: 8xh100, 64xA100."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,9 +164,11 @@ def read_device(name: str) -> Hardware:
 
 
 def read_cluster(name: str) -> Cluster:
-    """A cluster by name or from a YAML file, `NAME:NODES` with so many of its nodes. Raises
-    ValueError.
+    """Read a cluster by name, by one of its ALIASES, as so many GPUs ("8xh100") or from a YAML
+    file; `NAME:NODES` takes so many of its nodes. Raises ValueError.
     """
+    if counted := re.fullmatch(r"([0-9]{1,7})x([a-z0-9-]+)", name.lower()):
+        return _of_gpus(int(counted[1]), counted[2])
     name, nodes = _nodes(name)
     file = _file(name, CLUSTERS, "cluster")
     found = gate.read_yaml(file, kinds.CLUSTER)
@@ -177,6 +201,28 @@ def read_cluster(name: str) -> Cluster:
         found["storage_gb_s"] * GB if "storage_gb_s" in found else None,
         found["node_kw"] * 1000 if "node_kw" in found else None,
     )
+
+
+def _of_gpus(gpus: int, device: str) -> Cluster:
+    """Take so many GPUs of a device: whole nodes, or a part of one. Raises ValueError."""
+    if device not in OF_DEVICE:
+        hint = did_you_mean(device, OF_DEVICE, cutoff=0.4)
+        raise ValueError(
+            f"there is no device {device[:80]!r}: {hint}{' ' * bool(hint)}known are "
+            f"{', '.join(OF_DEVICE)}, as in 8xh100"
+        )
+    name = OF_DEVICE[device]
+    node = read_cluster(f"{name}:1")
+    if 0 < gpus < node.gpus_per_node:
+        watts = node.node_watts
+        share = None if watts is None else watts * gpus / node.gpus_per_node
+        return replace(node, gpus_per_node=gpus, node_watts=share)
+    if gpus < 1 or gpus % node.gpus_per_node:
+        raise ValueError(
+            f"{gpus}x{device} is no whole number of nodes: a node of {name} has "
+            f"{node.gpus_per_node} GPUs, so use a multiple of {node.gpus_per_node}, or fewer"
+        )
+    return read_cluster(f"{name}:{gpus // node.gpus_per_node}")
 
 
 def measured_at() -> Path:
@@ -214,9 +260,12 @@ def _file(name: str, folder: Path, what: str) -> Path:
     if (name, folder) == (LOCAL, CLUSTERS):
         return _measured()
     names = known(folder)
+    name = name.lower()
+    if folder == CLUSTERS:
+        name = ALIASES.get(name, name)
     if name in names:
         return folder / f"{name}.yaml"
-    hint = did_you_mean(name.lower(), names, cutoff=0.4)
+    hint = did_you_mean(name, names, cutoff=0.4)
     raise ValueError(
         f"there is no {what} {name[:80]!r}: {hint}{' ' * bool(hint)}known are {', '.join(names)}, "
         "and a YAML file of your own"

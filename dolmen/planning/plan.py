@@ -150,6 +150,13 @@ class Compared(NamedTuple):
     name: str
     counted: int
     formed: int
+    seconds: float = 0.0
+    """Of what is sent: how long its links take for `formed`, hidden behind compute or not."""
+
+    @property
+    def more_seconds(self) -> float:
+        """Seconds by which the links are busy longer with `counted` than with `formed`."""
+        return self.seconds * (self.counted / self.formed - 1) if self.formed else 0.0
 
     @property
     def off(self) -> float:
@@ -236,6 +243,22 @@ class Plan:
         worn = nodes * self.prices.node * days / (365.25 * self.prices.years)
         kilowatts = nodes * (self.cluster.node_watts or 0) / 1000
         return worn + kilowatts * 24 * days * self.prices.kilowatt_hour
+
+    @property
+    def ties(self) -> tuple[int, ...]:
+        """A number for each of `ranked`, equal for layouts whose order the prediction cannot say:
+        each is within the 90 % interval of the fastest of its group.
+        """
+        numbers: list[int] = []
+        most = 0.0
+        for one in self.ranked:
+            seconds = one.estimate.seconds
+            if seconds > most:
+                most = one.estimate.high
+                numbers.append(numbers[-1] + 1 if numbers else 1)
+            else:
+                numbers.append(numbers[-1])
+        return tuple(numbers)
 
     @property
     def front(self) -> tuple[Fleet, ...]:

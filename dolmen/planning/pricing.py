@@ -237,8 +237,9 @@ class Pricing:
         if choice.zero == 3:
             each = _beside(gather, forward) + _beside(gather + reduce, backward)
             return self.micros(choice) * each
+        # ZeRO 2 frees what it gathered with each backward
         times = self.micros(choice) if choice.zero == 2 else 1
-        return _beside(gather, forward) + times * _beside(reduce, backward)
+        return times * (_beside(gather, forward) + _beside(reduce, backward))
 
     def _over_fsdp(self, choice: Choice, elements: int) -> tuple[float, float, float]:
         """Seconds of summing gradients everywhere, of gathering parameters, of scattering sums."""
@@ -320,7 +321,7 @@ class Pricing:
         elements, micros = self.capacity.ranks.elements(choice, rank), self.micros(choice)
         late = choice.zero < 2 or choice.schedule.startswith("zero-bubble")
         reduces = 1 if late else micros
-        gathers = 2 * micros if choice.zero == 3 and not late else 1
+        gathers = reduces * (2 if choice.zero == 3 and not late else 1)
         if choice.zero == 0:
             yield Row("B0", "", "collective", "all-reduce", axis="fsdp", payload=4 * elements)
             return

@@ -13,7 +13,7 @@ that it is counted once; reading it takes no torch.
 import hashlib
 import json
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -24,14 +24,14 @@ from typing import Any, get_args
 from dolmen.core.config import flatten, to_dict
 from dolmen.core.log import gib
 from dolmen.files import gate, kinds, write
-from dolmen.model.layout import balance
 from dolmen.planning.config import Device, DryrunConfig, DryrunRequest, ranks_of
-from dolmen.planning.dryrun import shortened
+from dolmen.planning.cost import row_seconds
 from dolmen.planning.hardware import measured_at
 from dolmen.planning.ledger import WORDS
 from dolmen.planning.plan import Compared, DryRun, RankRun, spelled, words
 from dolmen.planning.question import Question
 from dolmen.planning.space import Choice
+from dolmen.planning.steady_state import blocks_run
 from dolmen.training.config import RunConfig
 
 
@@ -122,18 +122,6 @@ def counted_of(run: RunConfig, device: Device, progress: bool) -> list[dict[str,
     return found["ranks"]
 
 
-def blocks_run(run: RunConfig, asked: DryrunConfig) -> int:
-    """Return how many times the dry run executes a block, forward or backward."""
-    total = 0
-    for rank in ranks_of(asked.ranks, run.layout.world):
-        schedule = shortened(run, rank, asked.exact).schedule
-        pp_rank = rank // (run.layout.world // run.layout.pp)
-        layers = balance(run.tree.layers, schedule.stages)
-        actions = schedule.actions[pp_rank]
-        total += sum(len(layers[schedule.stage_of(pp_rank, a.chunk)]) for a in actions)
-    return total
-
-
 def _is_whole(ranks: list[dict[str, Any]], run: RunConfig) -> bool:
     """Whether what was kept is of the ranks that are asked, and adds up: else it is made anew."""
     asked = ranks_of(DryrunConfig().ranks, run.layout.world)
@@ -156,16 +144,23 @@ def beside(question: Question, choice: Choice, counted: dict[str, Any]) -> RankR
         axis = AXES.get(one["axis"], one["axis"])
         if axis in sizes:
             sent[axis] += leaves(one["op"], one["bytes"], sizes[axis])
-    told: Counter[str] = Counter()
+    formed_bytes: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    machine = question.pricing.machine(choice)
     for row in question.pricing.crossing(choice, rank):
         axis = AXES.get(row.axis, row.axis)
-        told[axis] += leaves(row.op, row.payload * row.times, sizes[axis])
+        formed_bytes[axis] += leaves(row.op, row.payload * row.times, sizes[axis])
+        seconds[axis] += row_seconds(row, machine) * row.times
     live = counted["live_bytes"]
     return RankRun(
         counted["rank"],
         Compared("peak", counted["peak_bytes"], formed.total),
         tuple(Compared(w, live[w], formed._asdict()[kind]) for kind, w in WORDS.items()),
-        tuple(Compared(axis, sent[axis], told[axis]) for axis in sizes if sent[axis] or told[axis]),
+        tuple(
+            Compared(axis, sent[axis], formed_bytes[axis], seconds[axis])
+            for axis in sizes
+            if sent[axis] or formed_bytes[axis]
+        ),
     )
 
 

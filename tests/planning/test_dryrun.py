@@ -5,6 +5,8 @@ what they send over each axis; FLOPs and activations beside their closed forms.
 import gc
 import json
 import math
+import subprocess
+import sys
 import time
 import weakref
 from collections import Counter
@@ -32,9 +34,10 @@ from dolmen.model.layout import Layout
 from dolmen.objectives.objective import CrossEntropy
 from dolmen.ops.kernels import CPU, H100
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows
-from dolmen.planning.dryrun import dryrun, shortened
+from dolmen.planning.dryrun import dryrun
 from dolmen.planning.ledger import Ledger, Row
 from dolmen.planning.operations import OURS, WEIGHTS, Share
+from dolmen.planning.steady_state import shortened, uneven_stages
 from dolmen.training import loop
 from dolmen.training.begin import make_state
 from dolmen.training.config import RunConfig, TrainConfig
@@ -490,3 +493,23 @@ def test_a_step_that_would_crash_is_told_in_a_line(monkeypatch):
     assert shown.code == 2
     line = shown.err.splitlines()[-1]
     assert line.endswith("rank 1 would crash at its beginning: the head is too small"), shown.err
+
+
+def test_a_layout_that_cannot_be_is_refused_before_torch(monkeypatch):
+    """35 stages of 32 layers; and 5 stages are run as they would train, which a line says."""
+    from dolmen.planning import dryrun as dry
+
+    monkeypatch.setattr(dry, "report", lambda *_, **__: pytest.fail("it was run"))
+    words = "llama-8b", "--layout.pp"
+    refused = dolmen("dryrun", *words, 35)
+    assert refused.code == 2 and "= 35 stages, but there are num_hidden_layers" in refused.err
+    assert "loading torch" not in refused.err
+    assert "--ranks has 5" in dolmen("dryrun", *words, 5, "--ranks", 5).err
+    run = run_of(LLAMA, Layout(pp=3))
+    assert uneven_stages(run) == "4 layers are not divisible by 3 stages: each has 1 to 2"
+    assert uneven_stages(run_of(LLAMA, Layout(pp=2))) == ""
+
+
+def test_plans_and_refusals_import_no_torch():
+    code = "import sys, dolmen.cli.dryrun, dolmen.cli.plan; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -33,9 +33,34 @@ def test_a_cluster_may_have_fewer_nodes():
 
 
 @pytest.mark.parametrize(
+    "name, cluster, nodes, gpus",
+    [
+        ("dgx-h100", "hgx-h100", 512, 4096),
+        ("DGX-H200:2", "hgx-h200", 2, 16),
+        ("dgx-b200:1", "b200", 1, 8),
+        ("8xh100", "hgx-h100", 1, 8),
+        ("64xA100", "dgx-a100", 8, 64),
+        ("4xh100", "hgx-h100", 1, 4),
+    ],
+)
+def test_clusters_have_the_names_that_people_use(name, cluster, nodes, gpus):
+    found = read_cluster(name)
+    assert (found.name, found.nodes, found.gpus) == (cluster, nodes, gpus)
+
+
+def test_a_part_of_a_node_takes_its_share_of_the_power():
+    whole, half = read_cluster("8xh100").node_watts, read_cluster("4xh100").node_watts
+    assert whole is not None and half == whole / 2
+
+
+@pytest.mark.parametrize(
     "name, words",
     [
         ("dgx-a10", "did you mean dgx-a100"),
+        ("12xh100", "use a multiple of 8, or fewer"),
+        ("0xh100", "0xh100 is no whole number of nodes"),
+        ("8xh10", "no device 'h10': did you mean h100"),
+        ("8000xh100", "512 nodes, and 1,000 are asked for"),
         ("dgx-a100:0", "no nodes"),
         ("dgx-a100:561", "560 nodes"),
         ("zzz", "known are b200, dgx-1, dgx-2h"),

@@ -2,17 +2,21 @@
 
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
+import plans
 import pytest
 import tinyrun
 import yaml
+from rich.console import Console
 from tinyrun import dolmen
 
 import dolmen as package
 from dolmen.cli.command import read
-from dolmen.planning import outputs, pricing, search
+from dolmen.planning import answer, outputs, pricing, search
 from dolmen.planning.config import PlanConfig, PlanRequest, StepConfig
+from dolmen.planning.plan import Compared, DryRun, RankRun
 from dolmen.planning.question import Question
 from dolmen.planning.space import Pins
 from dolmen.recipes import RECIPES
@@ -250,6 +254,28 @@ def test_a_terminal_is_told_what_bounds_and_what_it_costs(monkeypatch):
     assert asked.run.layout.world == 32 and asked.asked.device == "a100"
     assert "100 B tokens" in told.out and "rented: " in told.out and "owned: " in told.out
     assert told.out.count("bound by ") == 3 and "more time" in told.out
+
+
+def test_layouts_within_the_interval_of_the_fastest_are_one_group():
+    """Each group is measured from its own first layout, so that no chain of ties grows long."""
+    found = plans.plan()
+    assert found.ties == (1, 1, 1, 1, 2, 2, 2, 2)  # 98 s, to 110.7, in steps of 3.27 s
+    told = StringIO()
+    Console(file=told, width=120).print(answer.table(found))
+    letters = [line.split()[1] for line in told.getvalue().splitlines() if line[:1].isdigit()]
+    assert letters == list("AAAABBBB")
+    assert [one["tie"] for one in answer.as_dict(found)["ranked"]] == list(found.ties)
+
+
+def test_the_seconds_of_bytes_that_closed_forms_miss_are_told():
+    """A quarter of the bytes is missing of a link that is busy for 3 s: 1 s more, of 98."""
+    sent = (Compared("dp", 400, 300, seconds=3.0), Compared("tp", 1000, 1001, seconds=50.0))
+    rank = RankRun(0, Compared("peak", 8, 8), (), sent)
+    (line,) = [
+        x for x in answer.ran(replace(plans.plan(), dry=DryRun((rank,)))) if "busy" in str(x)
+    ]
+    assert isinstance(line, str) and line.startswith("dp: the links are busy 1 s a step longer")
+    assert "(-25.0% of bytes)" in line and "its 98 s change by +1.0% at the most" in line
 
 
 CLUSTER = """

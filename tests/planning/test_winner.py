@@ -71,6 +71,20 @@ RUN = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("zero", (2, 3))
+def test_what_is_gathered_and_scattered_is_counted_as_it_is_sent(zero, home):
+    """With four microbatches, ZeRO 2 gathers for each, and ZeRO 3 twice."""
+    layout = replace(ASKED.layout, tp=1, pp=1, dp=8, zero=zero)
+    train = replace(ASKED.train, global_batch_size=32, microbatch_size=1)
+    asked = question(replace(ASKED, layout=layout, train=train))
+    (choice,) = asked.space().choices()
+    (rank, *_) = winner.confirmed(asked, [choice], False).ranks
+    assert [axis.name for axis in rank.sent] == ["dp"]
+    # fsdp pads what dp does not divide, and ZeRO 3 gathers the ends once less
+    assert rank.sent[0].off == pytest.approx(0, abs=0.02 if zero == 2 else 0.1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ("a b.yaml", "a folder"))
 def test_the_command_that_is_printed_is_that_dry_run(model, home, tmp_path, monkeypatch):
     """Word by word as a shell would take them: the same bytes and messages of each rank."""
