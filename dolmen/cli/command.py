@@ -97,6 +97,7 @@ def parse_run(verb: str, argv: list[str]) -> Request | DryrunRequest:
     """A run, and what is to be done with it. Exits with 0 after --help, which reads no model and
     asks nothing of the machine. Raises BadInput, ValueError, KeyError or OSError.
     """
+    argv = ["--log.verbose" if word == "-v" else word for word in argv]
     words, helped = [word for word in argv[:1] if not word.startswith("-")], bool(HELP & {*argv})
     if not words and not helped:
         raise BadInput(

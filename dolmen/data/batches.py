@@ -6,6 +6,7 @@ chat_loader.py: chats in packed rows).
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -56,6 +57,18 @@ class HeldOutRows(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Description:
+    """The data of a run, in lines for its header."""
+
+    training: str
+    validation: str = "none"
+    changes: tuple[str, ...] = ()
+    """What was left out, cut off or kept out of training."""
+    details: tuple[str, ...] = ()
+    """The sources of a mixture and one example, which `--log.verbose` shows."""
+
+
 class Loader(ABC):
     """Training batches of `mixture`, validation batches of `validation`."""
 
@@ -68,13 +81,13 @@ class Loader(ABC):
         validation: HeldOutRows,
         global_batch_size: int,
         tokenizer: PreTrainedTokenizer,
-        lines: list[str],
+        description: Description,
         identity: dict[str, str],
     ):
         self.mixture, self.validation = mixture, validation
         self.global_batch_size = global_batch_size
         self.tokenizer = tokenizer
-        self.lines = lines
+        self.description = description
         self.identity = identity
         # samples that the batches before have read over step x global_batch_size: see go_on
         self.ahead = 0
@@ -177,10 +190,6 @@ class Loader(ABC):
     def validation_files(self) -> tuple[Path, ...]:
         """The held-out files, or () if some that is held out is no whole file."""
         return ()
-
-    def description(self) -> list[str]:
-        """What is trained and validated on, for the header of a run."""
-        return self.lines
 
     def fingerprint(self) -> dict[str, str]:
         """What decides the batches, by content and not by path: equal here and on another

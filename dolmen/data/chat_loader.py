@@ -2,13 +2,15 @@
 and what is told of it.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from dolmen.core.messages import counted, printable
 from dolmen.data import pair_loader
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
-from dolmen.data.batches import Loader
+from dolmen.data.batches import Description, Loader
 from dolmen.data.config import DataConfig
 from dolmen.data.examples import Examples, open_examples
 from dolmen.data.inputs import Inputs
@@ -75,20 +77,24 @@ def prepare(
     judged = examples if judge is None else judge
     mixture = _rows(examples, training, config, sequence_length, say, seed)
     validation = _rows(judged, held, config, sequence_length, say, None)
-    lines = _told(mixture, validation, config)
+    description = _describe(mixture, validation, config)
+    details = []
     if say == "end":
         set_padding(inputs.tokenizer)
-        lines.append(_told_padding(inputs.tokenizer))
+        details.append(_told_padding(inputs.tokenizer))
     what, first = "judged" if say == "end" else "trained", int(mixture.chosen[0])
     shown = marked(examples, first, inputs.tokenizer)
-    lines.append(f"{what} is what stands in »«, as of chat {first}: {shown}")
+    details.append(f"{what} is what stands in »«, as of chat {first}: {shown}")
     identity = {
         **identify(config, examples, judge),
         "sequence_length": str(sequence_length),
         "global_batch_size": str(global_batch_size),
         "seed": str(seed),
     }
-    return ChatLoader(mixture, validation, global_batch_size, inputs.tokenizer, lines, identity)
+    description = replace(description, details=tuple(details))
+    return ChatLoader(
+        mixture, validation, global_batch_size, inputs.tokenizer, description, identity
+    )
 
 
 def _rows(
@@ -122,20 +128,20 @@ def _rows(
     )
 
 
-def _told(mixture: Rows, validation: Rows, config: DataConfig) -> list[str]:
-    """What is trained on, for the header of a run."""
+def _describe(mixture: Rows, validation: Rows, config: DataConfig) -> Description:
+    """Describe the training and validation rows for the header of a run."""
     match config.rows:
         case "pairs":
-            lines = pair_loader.told(mixture)
+            training, *changes = pair_loader.describe_pairs(mixture)
             held = counted(len(validation.chosen) // 2, "pair")
         case "completions":
-            lines = pair_loader.told_of_completions(mixture)
+            training, changes = pair_loader.describe_completions(mixture), []
             held = counted(len(validation.chosen) // 2, "answer")
         case _:
-            lines = describe(mixture, config)
+            training, *changes = describe_chats(mixture, config)
             held = f"{counted(len(validation.chosen), 'chat')}, {validation.tokens:,} tokens"
-    none = not len(validation.chosen)
-    return [*lines, f"validation: {'none (--data.validation-fraction is 0)' if none else held}"]
+    none = "none (--data.validation-fraction is 0)"
+    return Description(training, held if len(validation.chosen) else none, tuple(changes))
 
 
 def set_padding(tokenizer: PreTrainedTokenizer) -> None:
@@ -247,8 +253,8 @@ def _hashes(examples: Examples, pairs: bool) -> np.ndarray:
     return examples.hashes[0::2] if pairs else examples.hashes
 
 
-def describe(mixture: Rows, config: DataConfig) -> list[str]:
-    """The chats that are trained on."""
+def describe_chats(mixture: Rows, config: DataConfig) -> list[str]:
+    """Describe the chats that are trained on, then what is left out or cut off."""
     examples = mixture.examples
     places = int(examples.places()[mixture.chosen].sum())
     lines = [

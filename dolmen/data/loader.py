@@ -11,7 +11,7 @@ from dolmen.core.rng import seed_of
 from dolmen.data import chat_loader
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
-from dolmen.data.batches import HeldOutRows, Loader
+from dolmen.data.batches import Description, HeldOutRows, Loader
 from dolmen.data.cloze import Cloze, of_tokenizer
 from dolmen.data.config import DataConfig
 from dolmen.data.corpora import open_corpus
@@ -46,7 +46,7 @@ class TextLoader(Loader):
         global_batch_size: int,
         tokenizer: tokenizers.PreTrainedTokenizer,
         end_of_text: int,
-        lines: list[str],
+        description: Description,
         identity: dict[str, str],
         document_mask: bool = False,
         cloze: Cloze | None = None,
@@ -54,7 +54,7 @@ class TextLoader(Loader):
         # what attention does not look behind
         self.boundary = end_of_text if document_mask else None
         validation = InOrder(held_out, mixture.sequence_length, self.boundary, cloze)
-        super().__init__(mixture, validation, global_batch_size, tokenizer, lines, identity)
+        super().__init__(mixture, validation, global_batch_size, tokenizer, description, identity)
         self.held_out, self.end_of_text, self.cloze = held_out, end_of_text, cloze
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
@@ -234,24 +234,35 @@ def describe(
     mixture: Order,
     corpora: list[Corpus],
     held: list[HeldOut],
-    notes: list[str],
+    changes: list[str],
     config: DataConfig,
-) -> list[str]:
-    lines = []
+) -> Description:
+    """Describe the mixture: one source in full, several by their sums, with each in the details."""
+    sources = []
     for part, weight, size, corpus in zip(
         mixture.parts, mixture.weights, mixture.sizes, corpora, strict=True
     ):
         copies = corpus.document_count - corpus.different_count
         told = f", {copies:,} copies of others" if copies else ""
         share = f"{weight / sum(mixture.weights):.1%} of the batches: " if len(corpora) > 1 else ""
-        lines.append(
+        sources.append(
             f"{share}{part.name}: {len(part.stream):,} tokens to train on of "
             f"{corpus.token_count:,} in {counted(corpus.document_count, 'document')} "
             f"({amount(corpus)}{told}), {size:,} windows of "
             f"{mixture.sequence_length:,} per epoch"
         )
+    training = sources[0]
+    if len(sources) > 1:
+        training = (
+            f"{len(sources)} sources: {sum(len(part.stream) for part in mixture.parts):,} tokens "
+            f"to train on, {sum(mixture.sizes):,} windows of {mixture.sequence_length:,}"
+        )
     if mixture.name:
-        lines.append(f"in the order of {mixture.name}")
+        training += f", in the order of {mixture.name}"
     zero = f"split is {config.shares}" if config.order == "megatron" else "validation-fraction is 0"
-    none = f"validation: none (--data.{zero})"
-    return lines + notes + ([f"validation: {out.note}" for out in held] or [none])
+    return Description(
+        training,
+        "; ".join(out.note for out in held) or f"none (--data.{zero})",
+        tuple(changes),
+        tuple(sources) if len(sources) > 1 else (),
+    )

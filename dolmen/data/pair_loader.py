@@ -93,8 +93,8 @@ def equal(examples: Examples) -> np.ndarray:
     return examples.hashes[0::2] == examples.hashes[1::2]
 
 
-def told(mixture: Rows) -> list[str]:
-    """The pairs that are trained on."""
+def describe_pairs(mixture: Rows) -> list[str]:
+    """Describe the pairs that are trained on, then what is left out or cut off."""
     examples, count = mixture.examples, len(mixture.examples) // 2
     of = "tokens of answers" if mixture.say == "next" else "answers, by their last token"
     lines = [
@@ -118,14 +118,14 @@ def told(mixture: Rows) -> list[str]:
     return lines
 
 
-def told_of_completions(mixture: Rows) -> list[str]:
-    """The answers that are trained on."""
+def describe_completions(mixture: Rows) -> str:
+    """Describe the completions, wanted or not, that are trained on."""
     answers = mixture.chosen[0::2]  # behind each, the one to another prompt
     examples = mixture.examples
-    return [
+    return (
         f"{examples.name}: {counted(len(answers), 'answer')} to train on of "
         f"{len(examples) - len(answers):,}, of which {int((examples.said[answers] > 0).sum()):,} "
         "are wanted, each beside one to another prompt, "
         f"{counted(len(mixture.rows), 'sequence')} of {mixture.sequence_length} per epoch, "
         f"{mixture.full:.1%} full"
-    ]
+    )

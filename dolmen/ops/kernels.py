@@ -98,11 +98,12 @@ class Kernels:
     lays_out: bool = True
     """Whether weights that nothing is trained by are laid out for a CPU (parallel/laid_out.py)."""
 
-    def __str__(self) -> str:
-        """For a person: `attention by flash, experts by grouped_mm, ...`."""
+    def describe(self, experts: bool) -> str:
+        """List the kernels: `attention by flash, norms fused, ...`; those of experts on demand."""
         lacking = f" (flash has no {self.without})" if self.without else ""
+        grouped = f"experts by {self.grouped}, " if experts else ""
         return (
-            f"attention by {self.attention}{lacking}, experts by {self.grouped}, "
+            f"attention by {self.attention}{lacking}, {grouped}"
             f"norms {NORMS[self.norm]}, {self.logits_at_once >> 20} Mi logits at once, "
             f"squares {SQUARES[self.squares]}"
         )

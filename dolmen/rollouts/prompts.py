@@ -5,7 +5,7 @@ an order that follows from the seed. Whatever else a row has is for its reward.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +15,7 @@ from dolmen.core.messages import counted
 from dolmen.core.rng import seed_of
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
-from dolmen.data.batches import Loader
+from dolmen.data.batches import Description, Loader
 from dolmen.data.chat_loader import refuse_model
 from dolmen.data.chats import ASSISTANT, Chat
 from dolmen.data.config import DataConfig
@@ -104,7 +104,12 @@ class PromptLoader(Loader):
     def beside(self, text: Loader) -> "PromptLoader":
         """The same, with `text` that goes on where it does."""
         self.text = text
-        self.lines = [*self.lines, *(f"pretraining text: {line}" for line in text.lines[:-1])]
+        training = f"{self.description.training}; pretraining text: {text.description.training}"
+        self.description = replace(
+            self.description,
+            training=training,
+            changes=(*self.description.changes, *text.description.changes),
+        )
         identity = {f"pretraining {name}": said for name, said in text.identity.items()}
         self.identity = {**self.identity, **identity}
         return self
@@ -163,19 +168,19 @@ def prepare(
             )
         )
     mixture = Prompts(source.name, kept, rollout.samples * rollout.epochs, seed)
-    lines = [f"{source.name}: {counted(len(kept), 'prompt')}, of {_lengths(kept)} tokens"]
-    if len(kept) < len(read):
-        lines.append(
-            f"left out: {counted(len(read) - len(kept), 'prompt')} of over {room} tokens "
-            "(--train.sequence-length, --rollout.max-new-tokens)"
-        )
-    updates = rollout.updates(global_batch_size)
-    lines.append(
-        f"a phase draws {rollout.answers(global_batch_size):,} answers for "
-        f"{counted(updates, 'update')}: the last is {counted(updates - 1, 'update')} off-policy"
+    left_out = (
+        f"left out: {counted(len(read) - len(kept), 'prompt')} of over {room} tokens "
+        "(--train.sequence-length, --rollout.max-new-tokens)"
     )
+    updates = rollout.updates(global_batch_size)
     shown = inputs.tokenizer.decode(kept[0].tokens)
-    lines.append(f"asked as in {kept[0].where}: {shown[:SHOWN]!r}")
+    description = Description(
+        f"{source.name}: {counted(len(kept), 'prompt')} of {_lengths(kept)} tokens; each iteration "
+        f"samples {rollout.answers(global_batch_size):,} completions for "
+        f"{counted(updates, 'update')}, the last {counted(updates - 1, 'update')} off-policy",
+        changes=(left_out,) if len(kept) < len(read) else (),
+        details=(f"prompt of {kept[0].where}: {shown[:SHOWN]!r}",),
+    )
     content = hashlib.blake2b(digest_size=8)
     for prompt in kept:
         content.update(np.array(prompt.tokens, "<i8").tobytes() + b"\xff" * 8)
@@ -186,7 +191,9 @@ def prepare(
         "global_batch_size": str(global_batch_size),
         "seed": str(seed),
     }
-    return PromptLoader(mixture, Nothing(), global_batch_size, inputs.tokenizer, lines, identity)
+    return PromptLoader(
+        mixture, Nothing(), global_batch_size, inputs.tokenizer, description, identity
+    )
 
 
 def _lengths(prompts: Sequence[Prompt]) -> str:

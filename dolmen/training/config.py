@@ -161,6 +161,10 @@ class TrainConfig:
 class LogConfig:
     """What one sees."""
 
+    verbose: bool = False
+    """Also show kernels, the definition of MFU, the sources of a mixture and an example of the data
+    before the first step. Short: -v.
+    """
     every: int = 1
     """Steps between rows of metrics.jsonl, TensorBoard points and plain progress lines."""
     validate_every: int | None = None

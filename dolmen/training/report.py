@@ -6,8 +6,6 @@ import time
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
-from rich.text import Text
 
 from dolmen.core import device as devices
 from dolmen.core import state
@@ -35,68 +33,93 @@ SHOWN = {
 
 def header(
     run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: Peak, out: str
-) -> Table:
-    """Model, parameters, layout, data, bytes per rank: a table of two columns."""
-    tree, layout = run.tree, run.layout
-    kept = state_.tensors()
-    rest = sum(state.local_elements(t) * t.element_size() for t in kept.values())
-    tokens = run.train.global_batch_size * run.sequence_length
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    tied = ", tied" if tree.head.tied else ""
-    heads = tree.blocks[0].mixer.words
-    table.add_row(
-        "model",
-        f"{run.known_model.model_type}, {size(count.parameters(tree))} parameters: "
-        f"{counted(tree.layers, 'layer')}, "
-        f"hidden {tree.hidden_size}, {heads}, vocabulary {tree.vocab_size:,}{tied}",
-    )
-    table.add_row(
-        "start",
-        f"checkpoint of step {state_.step}"
-        if state_.step
-        else run.init or f"random weights, seed {run.train.seed}",
-    )
-    if run.training.fp8 is not None:
-        begun = any(delayed.begun for delayed in state_.model.delayed().values())
-        scales = "; scales are those of --init" if begun and not state_.step else ""
-        table.add_row("products", f"{run.training.fp8}; {rounded(run)}{scales}")
-    if told := adapters(run):
-        table.add_row("adapters", told)
-    processes = counted(mesh.size, "process", "processes")
+) -> str:
+    """Describe the run before its first step: eight lines, and one for each way in which data were
+    changed. `--log.verbose` adds what is needed to judge speed and bits.
+    """
+    data, dtype = loader.description, run.train.dtype
+    precision = "" if run.training.fp8 is None else f", {run.training.fp8.precision}"
     device = devices.describe_device(mesh.device, run.train.device)
-    table.add_row("layout", f"{_layout(layout, state_)}: {processes} on {device}")
-    table.add_row("kernels", str(state_.model.split.kernels))
-    for i, line in enumerate(loader.description()):
-        # whatever the text of an example looks like, it is no markup
-        table.add_row("data" if i == 0 else "", Text(line))
-    table.add_row(
-        "batch",
-        f"{counted(run.train.global_batch_size, 'sequence')} of {run.sequence_length} = "
-        f"{tokens:,} tokens; "
-        f"{run.microbatch_size} at once per process",
+    tokens = run.train.global_batch_size * run.sequence_length
+    rows = [
+        ("model", _model(run)),
+        ("start", _start(run, state_)),
+        (
+            "layout",
+            f"{_layout(run.layout, state_)}: {counted(mesh.size, 'process', 'processes')} on "
+            f"{device}, {gib(_bytes_at_rest(state_))} of weights and optimizer state each",
+        ),
+        ("data", data.training),
+        *(("", change) for change in data.changes),
+        ("validation", data.validation),
+        (
+            "batch",
+            f"{counted(run.train.global_batch_size, 'sequence')} of {run.sequence_length} = "
+            f"{tokens:,} tokens; {run.microbatch_size} at once per process",
+        ),
+        (
+            "run",
+            f"{how_long(state_, loader, tokens)}, {dtype}{precision}, "
+            f"lr {run.optimizer.lr:g} ({run.optimizer.schedule}, {warmup(run)} warm-up)",
+        ),
+        ("out", out),
+    ]
+    if run.log.verbose:
+        rows += _details(run, state_, loader, mesh, peak)
+    return "\n".join(f"{name:<11}{text}" for name, text in rows)
+
+
+def _model(run: RunConfig) -> str:
+    """Describe the model's size and, with LoRA, how much of it is trained."""
+    tree = run.tree
+    trained = ""
+    if run.training.adapter is not None:
+        own, every = count.trained(run.trained), count.parameters(run.trained)
+        trained = f" (LoRA rank {run.adapter.rank} trains {size(own)}, {own / every:.2%})"
+    return (
+        f"{run.known_model.model_type}, {size(count.parameters(tree))} parameters{trained}: "
+        f"{counted(tree.layers, 'layer')}, hidden {tree.hidden_size}, "
+        f"{tree.blocks[0].mixer.words}, vocabulary {tree.vocab_size:,}"
+        f"{', tied' if tree.head.tied else ''}"
     )
-    table.add_row(
-        "run",
-        f"{how_long(state_, loader, tokens)}, {run.train.dtype}, lr {run.optimizer.lr:g} "
-        f"({run.optimizer.schedule}, {warmup(run)} warm-up)",
-    )
-    if state_.new_rows is not None:
-        rows = state_.new_rows
-        table.add_row(
-            "new rows",
-            f"those of tokens from id {rows.first} learn alone up to step {rows.until}, then all",
-        )
-    table.add_row(
-        "per rank",
-        f"{gib(rest)} of weights and optimizer state at rest; {peak}",
-    )
-    table.add_row("MFU", arithmetic(run))
-    if told := bits(run, mesh):
-        table.add_row("bits", told)
-    table.add_row("out", out)
-    return table
+
+
+def _start(run: RunConfig, state_: TrainState) -> str:
+    """Where the weights come from, and which of them are frozen at first."""
+    start = run.init or f"random weights, seed {run.train.seed}"
+    if state_.step:
+        start = f"checkpoint of step {state_.step}"
+    if (rows := state_.new_rows) is not None:
+        start += f"; until step {rows.until} only rows of tokens from id {rows.first} are trained"
+    return start
+
+
+def _bytes_at_rest(state_: TrainState) -> int:
+    """Bytes of weights and optimizer state of this rank."""
+    tensors = state_.tensors().values()
+    return sum(state.local_elements(t) * t.element_size() for t in tensors)
+
+
+def _details(
+    run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: Peak
+) -> list[tuple[str, str]]:
+    """The rows that `--log.verbose` adds."""
+    kernels = state_.model.split.kernels.describe(experts=run.tree.experts > 0)
+    rows = [
+        ("kernels", kernels),
+        *(("data" if i == 0 else "", line) for i, line in enumerate(loader.description.details)),
+        ("peak", str(peak)),
+        ("MFU", arithmetic(run)),
+    ]
+    if run.training.fp8 is not None:
+        calibrated = any(delayed.begun for delayed in state_.model.delayed().values())
+        scales = "; scales are those of --init" if calibrated and not state_.step else ""
+        rows.append(("fp8", f"{run.training.fp8}; {rounded(run)}{scales}"))
+    if run.training.adapter is not None:
+        rows.append(("adapters", adapters(run)))
+    if reproducible := bits(run, mesh):
+        rows.append(("bits", reproducible))
+    return rows
 
 
 def how_long(state_: TrainState, loader: Loader, tokens: int) -> str:
@@ -122,10 +145,8 @@ def rounded(run: RunConfig) -> str:
     return f"{own / every:.0%} of the multiply-adds of its matrices, all else in {run.train.dtype}"
 
 
-def adapters(run: RunConfig) -> str | None:
-    """What is trained in place of the model, None where all of it is."""
-    if run.training.adapter is None:
-        return None
+def adapters(run: RunConfig) -> str:
+    """Describe the adapters, and the memory that int8 saves for the frozen weights."""
     own, every = count.trained(run.trained), count.parameters(run.trained)
     where = ", ".join(run.adapter.targets)
     return (

@@ -220,12 +220,14 @@ def test_a_run_on_weights_of_eight_bits(material, tmp_path):
     """It holds them so, in its checkpoints too; what reads it reads the weights that it has trained
     with, restored, and adapters merged into those.
     """
-    asked = words(material, "--adapter.frozen", "int8", "--out", tmp_path / "run")
+    asked = words(material, "--adapter.frozen", "int8", "-v", "--out", tmp_path / "run")
     result = dolmen(*asked, "--finish.export", "--finish.verify")
     assert result.code == 0, result.err
     told = " ".join(result.out.split())
     # two layers of q, k, v, o: 32 x (32 + 16 + 16 + 32), gate, up, down: 3 x 32 x 48; 7 scales
     assert "of the others 61.4 kB are held in int8, in 17.2 kB" in told
+    assert "kernels attention by blocks, norms" in told, "-v, and no experts of a dense model"
+    assert "GFLOP per token" in told and "(LoRA rank " in told
     assert "the exported directory gives the same logits, loss, gradients and text" in told
     kept = tinyrun.tensors(tmp_path / "run", 4)
     after = load_file(tmp_path / "run/hf/model.safetensors")

@@ -18,7 +18,7 @@ def whole(material, tmp_path_factory):
     """Six steps, a checkpoint after the third."""
     out = tmp_path_factory.mktemp("eight") / "run"
     kept = ("--checkpoint.every", "3", "--checkpoint.keep", "0")
-    result = dolmen("train", material.file, *DELAYED, *kept, "--out", out)
+    result = dolmen("train", material.file, *DELAYED, *kept, "-v", "--out", out)
     assert result.code == 0, result.err
     return out, " ".join(result.out.split())
 
@@ -26,7 +26,7 @@ def whole(material, tmp_path_factory):
 @pytest.mark.slow
 def test_the_header_says_the_recipe(whole):
     _, said = whole
-    assert "products fp8-delayed, E4M3, gradients E5M2; max of 3 steps;" in said
+    assert "fp8 fp8-delayed, E4M3, gradients E5M2; max of 3 steps;" in said
     assert "all else in float32" in said
 
 
@@ -73,7 +73,16 @@ def test_its_scales_go_to_transformer_engine_and_begin_another_run(whole, materi
         for name in names:
             assert torch.equal(found[name].history, history)
             assert torch.equal(found[name].scale, scale)
-    words = ("--init", tmp_path / "te", "--train.steps", "1", *DELAYED, "--out", tmp_path / "run")
+    words = (
+        "--init",
+        tmp_path / "te",
+        "--train.steps",
+        "1",
+        "-v",
+        *DELAYED,
+        "--out",
+        tmp_path / "run",
+    )
     begun = dolmen("train", material.file, *words)
     assert begun.code == 0 and "scales are those of --init" in " ".join(begun.out.split()), (
         begun.err

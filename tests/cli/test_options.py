@@ -163,7 +163,8 @@ AFTER = f"""
     train.router.balance train.router.aux-loss-coef train.router.z-loss-coef train.router.bias-rate
     train.new-rows.share train.new-rows.first
     checkpoint.every checkpoint.keep
-    log.every log.validate-every log.profile log.to log.validate-sources log.no-validate-sources
+    log.verbose log.no-verbose log.every log.validate-every log.profile log.to
+    log.validate-sources log.no-validate-sources
     log.validation-tokens
     evaluate.tasks evaluate.num-fewshot evaluate.limit evaluate.apply-chat-template
     evaluate.no-apply-chat-template evaluate.tasks-path evaluate.every evaluate.samples

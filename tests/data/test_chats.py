@@ -333,7 +333,9 @@ def test_weights_of_chats(of_chats, tmp_path, tokenizer):
         found[text.split()[0]] = weight
         assert not batch.weights[row, ~real].any()
     assert found == {f"<user>{i}": i / 8 for i in range(1, 9)}
-    assert "left out: 1 chat in which no token would be trained" in " ".join(loader.lines)
+    assert "left out: 1 chat in which no token would be trained" in " ".join(
+        loader.description.changes
+    )
 
 
 def test_files_of_any_form_are_the_same(of_chats, tmp_path, tokenizer):
@@ -356,7 +358,7 @@ def test_files_of_any_form_are_the_same(of_chats, tmp_path, tokenizer):
 def test_what_is_too_long_is_cut_and_told(of_chats, file, tokenizer):
     loader = of_chats(file, sequence_length=24, validation_fraction=0)
     assert max(loader.mixture.examples.places()) == 24
-    assert "cut off (--train.sequence-length)" in " ".join(loader.lines)
+    assert "cut off (--train.sequence-length)" in " ".join(loader.description.changes)
     for n in range(len(loader.mixture.rows)):
         batch = loader.mixture.batch(loader.mixture.read(n, 1))
         assert batch.tokens.shape == (1, 24) and batch.real_tokens
@@ -368,7 +370,7 @@ def test_one_example_is_shown_with_what_is_trained(of_chats, tmp_path):
     path.write_text(json.dumps(row))
     loader = of_chats(path, validation_fraction=0)
     want = f"<user>[/bold]?{END}\\n<assistant>»first\\nsecond{END}«\\n"
-    assert loader.lines[-1] == f"trained is what stands in »«, as of chat 0: {want}"
+    assert loader.description.details[-1] == f"trained is what stands in »«, as of chat 0: {want}"
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_one_document_in_two_weighted_sources(tmp_path, load):
         assert not any(text in side for side in training), "trained on"
     assert loader.validation_bytes == sum(len(text.encode()) for text in judged)
     copies = sum(text in shared for text in judged)
-    (told,) = [line for line in loader.description() if "not trained on" in line]
+    (told,) = [line for line in loader.description.changes if "not trained on" in line]
     assert f"{copies} of 80 documents of {b}" in told and "copies of held-out text" in told
 
 
@@ -179,7 +179,7 @@ def test_copies_of_one_text_are_cut_at_one_place(tmp_path, load, copies):
     tail = held.removesuffix("<|endoftext|>")
     assert training == text.removesuffix(tail) * copies and text.endswith(tail)
     assert 0.05 < len(tail) / len(text) < 0.15 and loader.validation_bytes == len(tail)
-    assert f"{copies - 1} copies of others" in loader.description()[0]
+    assert f"{copies - 1} copies of others" in loader.description.training
 
 
 def test_a_document_that_is_cut_in_one_source_is_cut_in_all(tmp_path, load):
@@ -223,7 +223,7 @@ def test_validation_that_is_training_text_is_kept_out_of_training(tmp_path, load
     loader = load(documents, validation=str(judge))
     (training,), _ = sides(loader)
     assert "of document 3\n" not in training and "of document 4\n" in training
-    (told,) = [line for line in loader.description() if "not trained on" in line]
+    (told,) = [line for line in loader.description.changes if "not trained on" in line]
     assert "1 of 40 documents" in told and "also in --data.validation" in told and "%" in told
     assert loader.validation_tokens == len(loader.validation.stream)
 

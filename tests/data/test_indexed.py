@@ -99,7 +99,7 @@ def test_copies_are_held_out_of_all(data_set, load):
 def test_the_end_of_one_document_is_held_out(data_set, load):
     loader = load(data_set("a.bin", numbered(1, 400)), validation_fraction=0.1)
     assert loader.validation_tokens == 40 and loader.validation_bytes is None
-    assert "the last 40 of 401 tokens" in loader.description()[-1]
+    assert "the last 40 of 401 tokens" in loader.description.validation
 
 
 def test_a_document_of_several_blocks_has_the_hash_of_one(data_set, load, monkeypatch):
@@ -112,7 +112,7 @@ def test_a_document_of_several_blocks_has_the_hash_of_one(data_set, load, monkey
 
 def test_the_end_of_text_is_looked_for(data_set, load):
     cut = [[document[0][:-1]] for document in numbered(8)]
-    told = load(data_set("a.bin", [*cut, *numbered(2, first=3)])).description()
+    told = load(data_set("a.bin", [*cut, *numbered(2, first=3)])).description.changes
     (line,) = [line for line in told if "end-of-text" in line]
     assert line.startswith("8 of 10 documents of ") and line.endswith("end-of-text token (0)")
 

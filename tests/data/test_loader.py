@@ -116,7 +116,9 @@ def test_validation_given_and_shorter_than_a_window(documents, tmp_path, load):
     (batch,) = loader.validation_batches()
     assert batch.real_tokens == loader.validation_tokens < 64 and batch.tokens.shape == (4, 64)
     assert loader.validation_bytes == len("a word" + "and a line") and loader.validation_files == ()
-    assert (batch.labels[1:] == IGNORED).all() and "2 of 2 documents" in loader.description()[-1]
+    assert (
+        batch.labels[1:] == IGNORED
+    ).all() and "2 of 2 documents" in loader.description.validation
     (tmp_path / "both").mkdir()
     (tmp_path / "judge.jsonl").rename(tmp_path / "both" / "judge.jsonl")
     (tmp_path / "both" / "whole.txt").write_text("a file")
@@ -137,14 +139,14 @@ def test_validation_of_one_file_is_its_end(documents, load):
     assert text.endswith(
         loader.tokenizer.decode(loader.validation.stream.read(0, len(loader.validation.stream) - 1))
     )
-    assert "10.0%" in loader.description()[-1] and "39.txt" in loader.description()[-1]
+    assert "10.0%" in loader.description.validation and "39.txt" in loader.description.validation
 
 
 def test_no_validation(documents, load):
     loader = load(documents, validation_fraction=0.0)
     assert (
         loader.validation_tokens == loader.validation_bytes == 0
-        and "none" in loader.description()[-1]
+        and "none" in loader.description.validation
     )
     with pytest.raises(ValueError, match="--data.validation-fraction is 0"):
         next(loader.validation_batches())
@@ -160,7 +162,7 @@ def test_mixture_of_files(documents, load):
     assert load(f"1:{documents}", f"1:{b}").validation_files == (), (
         "the end of a document is no file"
     )
-    assert [line.split(":")[0] for line in loader.description()[:2]] == [
+    assert [line.split(":")[0] for line in loader.description.details] == [
         "75.0% of the batches",
         "25.0% of the batches",
     ]

@@ -226,6 +226,8 @@ def test_without_half_precision_an_h100_has_our_blocks():
 
 def test_a_host_that_reads_is_seen():
     """Of an A100 experts are a loop, for which the host must know how many rows each has."""
-    assert "loop" in str(made("mixtral", A100).split.kernels)
+    kernels = made("mixtral", A100).split.kernels
+    assert "experts by loop" in kernels.describe(experts=True)
+    assert "experts" not in kernels.describe(experts=False)
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         called(made("mixtral", A100))

@@ -199,7 +199,7 @@ def test_one_program_serves_all_prefixes(monkeypatch):
 def test_flash_has_no_prefix_mask():
     """What is chosen is said; and a model without a prefix mask is given none."""
     model = build(CONFIG, SINGLE, dtype=torch.bfloat16, hardware=H100)
-    assert "attention by blocks (flash has no prefix mask)" in str(model.split.kernels)
+    assert "attention by blocks (flash has no prefix mask)" in model.split.kernels.describe(False)
     causal = mixing(CONFIG, mask="causal")
     assert build(causal, SINGLE, dtype=torch.bfloat16, hardware=H100).split.kernels.without == ""
     with pytest.raises(ValueError, match="no layer of the model has a prefix mask"):

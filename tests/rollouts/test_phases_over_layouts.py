@@ -13,6 +13,7 @@ from spawning import Row
 from table import FAMILIES, Layout
 
 from dolmen.core.mesh import SINGLE
+from dolmen.data.batches import Description
 from dolmen.rollouts.config import RolloutConfig
 from dolmen.rollouts.drawn import Drawn
 from dolmen.rollouts.idle import Idle, Memory, parts_of
@@ -60,7 +61,7 @@ def phase(mesh, layout: Layout, tp: int, waits: bool = False) -> Drawn:
     drawing = Drawing(config.tree, config.training, mesh, tp, torch.float64)
     prompts = [Prompt([n, n + 1], {"prompt": str(n)}, str(n)) for n in range(1, 9)]
     numbers = Numbers()
-    loader = PromptLoader(Prompts("p", prompts, 2, 0), Nothing(), 8, numbers, [], {})  # pyright: ignore
+    loader = PromptLoader(Prompts("p", prompts, 2, 0), Nothing(), 8, numbers, Description(""), {})  # pyright: ignore
     parts = parts_of(mesh.device, [(trained, Nobody())], drawing.model, [reference])  # pyright: ignore
     judge = Checker(lambda answer: float(int(answer.text.split()[0]) % 2))
     phases = Phases(

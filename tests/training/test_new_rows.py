@@ -95,7 +95,7 @@ def test_the_recipe_tells_the_loss_of_each_language(material, tmp_path):
     shown = dolmen("train", "continue-language", "--init", model, *words, "--out", out)
     assert shown.code == 0, shown.err
     words_of = " ".join(shown.out.split())
-    assert "those of tokens from id 200 learn alone up to step 2, then all" in words_of
+    assert "until step 2 only rows of tokens from id 200 are trained" in words_of
     assert "replay text" not in words_of
     told = rows(out, "val_loss")
     assert [row["step"] for row in told] == [0, 2, 4]

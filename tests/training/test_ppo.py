@@ -34,6 +34,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.core.state import local_view
 from dolmen.data import loader as data_loader
 from dolmen.data.batch import Batch
+from dolmen.data.batches import Description
 from dolmen.model.layout import Layout
 from dolmen.model.tree import Scalar
 from dolmen.ops.loss import IGNORED
@@ -417,8 +418,10 @@ def test_each_rank_reads_its_own_text(material):
         asked.append(place)
         return Batch(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
 
-    text = SimpleNamespace(lines=[], identity={}, batch=batch)
-    loader = PromptLoader(Prompts("p", [], 1, 0), Nothing(), 8, None, [], {}).beside(text)
+    text = SimpleNamespace(description=Description(""), identity={}, batch=batch)
+    loader = PromptLoader(Prompts("p", [], 1, 0), Nothing(), 8, None, Description(""), {}).beside(
+        text
+    )
     run = material.config(ppo={**text_of(material)}, objective={"name": "ppo"})
     found = pretraining.of(run, loader, SimpleNamespace(dp=SimpleNamespace(rank=1, size=2)))
     found.batch(3)
@@ -428,8 +431,10 @@ def test_each_rank_reads_its_own_text(material):
 def test_prompts_and_text_of_one_name_are_told_apart():
     """How often each has been read."""
     prompts = Prompts("docs", [Prompt([1], {}, "1")] * 4, 2, 0)
-    loader = PromptLoader(prompts, Nothing(), 8, None, [], {})  # pyright: ignore
-    text = SimpleNamespace(lines=[], identity={}, epochs=lambda step: {"docs": 0.5 * step})
+    loader = PromptLoader(prompts, Nothing(), 8, None, Description(""), {})  # pyright: ignore
+    text = SimpleNamespace(
+        description=Description(""), identity={}, epochs=lambda step: {"docs": 0.5 * step}
+    )
     assert loader.beside(text).epochs(3) == {"docs": 3.0, "pretraining docs": 1.5}  # pyright: ignore
 
 
@@ -444,8 +449,10 @@ def changes_of(what: str) -> list[str]:
 
     def loader(content: str) -> PromptLoader:
         identity = {"tokenizer": content if what == "tokenizer" else "", "data 1": ""}
-        text = SimpleNamespace(lines=[], identity={"data 1": content if what == "text" else ""})
-        made = PromptLoader(Prompts("p", [], 1, 0), Nothing(), 8, None, [], identity)  # pyright: ignore
+        text = SimpleNamespace(
+            description=Description(""), identity={"data 1": content if what == "text" else ""}
+        )
+        made = PromptLoader(Prompts("p", [], 1, 0), Nothing(), 8, None, Description(""), identity)  # pyright: ignore
         return made.beside(text)  # pyright: ignore
 
     return data_loader.changes(loader("old").fingerprint(), loader("new").fingerprint())
