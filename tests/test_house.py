@@ -30,7 +30,7 @@ FOLDERS = (
     "checkpoint",
     "conversion",
     "serving",
-    "rollouts",
+    "rl",
     "evaluation",
     "vocabulary",
     "training",
@@ -345,8 +345,8 @@ PLAIN = {
     "data/quickstart_corpus.py": "documents, to be compressed",
     "data/tokenizer.py": "what the library of tokenizers gives as JSON",
     "checkpoint/seal.py": "what this process has just written",
-    "rollouts/judge.py": "what the process that has started this one asks",
-    "rollouts/apart.py": "what a process that this one has started answers",
+    "rl/judge.py": "what the process that has started this one asks",
+    "rl/function_worker.py": "what a process that this one has started answers",
 }
 
 

@@ -9,8 +9,8 @@ GOLDEN = "tests/golden/"
 ROWS = (
     "tests/parallel/test_assembly.py",
     "tests/parallel/test_styles.py",
-    "tests/rollouts/test_weights.py",
-    "tests/rollouts/test_phases_over_layouts.py",
+    "tests/rl/test_generation_model.py",
+    "tests/rl/test_iteration_over_layouts.py",
     "tests/comparison/test_diff.py",
     "tests/conversion/test_source.py",
     "tests/families/test_over_layouts.py",

@@ -13,7 +13,7 @@ from dolmen.data.tokenizer import load_tokenizer
 from dolmen.launch import process
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import DTYPES
-from dolmen.rollouts import best
+from dolmen.rl import best_of_n
 from dolmen.serving import adapters, engine, offline, placed
 from dolmen.serving.defaults import resolved
 from dolmen.serving.engine import Engine
@@ -29,7 +29,7 @@ def run(options: GenerateOptions) -> int:
         if options.input is not None:
             offline.check(options)
             if not process.launched_here():
-                best.check(options)
+                best_of_n.check(options)
         for text in options.prompt:
             check_text(text)
     except ValueError as error:
@@ -73,7 +73,7 @@ def _choose(job: offline.Job) -> int:
     if job.config.best is None:
         return 0
     try:
-        found = best.choose(job)
+        found = best_of_n.choose(job)
     except ValueError as error:
         raise BadInput(str(error)) from None
     print(

@@ -24,7 +24,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.model import tree
 from dolmen.model.decoder import Decoder
-from dolmen.objectives import score
+from dolmen.objectives import forward
 from dolmen.objectives.objective import check_end
 from dolmen.ops.loss import IGNORED
 from dolmen.ops.positions import PositionIds
@@ -93,7 +93,7 @@ def foretold(
         for group in _groups(model, rows, mesh, order.micros):
             own = group.rows[mesh.dp.rank * group.each : (mesh.dp.rank + 1) * group.each]
             batch = _batch(model, rows, own, group)
-            found = score.forward(model, batch, mesh, order, _end)
+            found = forward.forward(model, batch, mesh, order, _end)
             if found and len(own):
                 sums[:, torch.from_numpy(own)] = torch.cat(found, 1)[:, : len(own)]
             done += int((rows.lengths - rows.firsts)[group.rows].sum())

@@ -21,8 +21,8 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
-from dolmen.objectives import score
-from dolmen.objectives.filling import Filling
+from dolmen.objectives import forward
+from dolmen.objectives.masked_lm import Filling
 from dolmen.objectives.objective import CrossEntropy, Objective, check
 from dolmen.parallel import pipeline
 from dolmen.parallel import schedule as schedules
@@ -118,6 +118,6 @@ def _sums(
 ) -> Tensor:
     """What this rank computes of one batch: what is told, and the sum of the losses."""
     total = torch.zeros(len(objective.names) + 1, dtype=torch.float64, device=mesh.device)
-    for judged in score.forward(model, batch, mesh, order, objective):
+    for judged in forward.forward(model, batch, mesh, order, objective):
         total += torch.stack((*judged.metrics, judged.total.detach()))
     return total

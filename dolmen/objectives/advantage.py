@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from dolmen.objectives import tokens
+from dolmen.objectives import masked
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -68,17 +68,17 @@ def token_rewards(
     compute_reward (`reward_clip_range`), TRL's PPOTrainer (without a clip) and verl's
     apply_kl_penalty, which has the score where its reward function has put it.
     """
-    here = tokens.counted(mask)
+    here = masked.counted(mask)
     if clip is not None:
         low, high = clip if isinstance(clip, tuple) else (-clip, clip)
         scores = scores.clamp(low, high)
-    penalty = -kl_coef * estimated(tokens.only(policy - reference, here), kl)
+    penalty = -kl_coef * estimated(masked.only(policy - reference, here), kl)
     return penalty + scores[:, None] * last(mask)
 
 
 def last(mask: Shaped[Tensor, "rows tokens"]) -> Shaped[Tensor, "rows tokens"]:
     """Whether a token is the last of its row that counts."""
-    here = tokens.counted(mask)
+    here = masked.counted(mask)
     return here & (here.flip(1).cumsum(1).flip(1) == 1)
 
 
@@ -105,9 +105,9 @@ def gae(
     """
     if holes not in ("skipped", "steps"):
         raise ValueError(f"holes is {holes!r}: it must be 'skipped' or 'steps'")
-    here = tokens.counted(mask)
+    here = masked.counted(mask)
     moves = here if holes == "skipped" else torch.ones_like(here)
-    rewards, values = tokens.only(rewards, here), tokens.only(values, here)
+    rewards, values = masked.only(rewards, here), masked.only(values, here)
     value = advantage = values.new_zeros(len(values))
     backwards = []
     for t in reversed(range(values.shape[1])):
@@ -116,7 +116,7 @@ def gae(
         value = torch.where(moves[:, t], values[:, t], value)
         backwards.append(advantage)
     advantages = torch.stack(backwards[::-1], 1) if backwards else torch.zeros_like(values)
-    advantages = tokens.only(advantages, here)
+    advantages = masked.only(advantages, here)
     return advantages, advantages + values
 
 
@@ -134,9 +134,9 @@ def whitened(
     The variance is the unbiased one: TRL's and verl's masked_whiten; OpenRLHF takes the biased one.
     Of one token, and of values that are all alike, nothing is left but 0.
     """
-    here = tokens.counted(mask)
+    here = masked.counted(mask)
     values = values - values[here][:1].sum()  # as of `_centred`; 0 where no token counts
-    centred = tokens.only(values - tokens.token_mean(values, here), here)
+    centred = masked.only(values - masked.token_mean(values, here), here)
     variance = centred.square().sum() / (here.sum() - 1).clamp(min=1)
     return centred * (variance + eps).rsqrt()
 
@@ -235,7 +235,7 @@ def taught(
     thinkingmachines.ai/blog/on-policy-distillation; 2306.13649 has the divergence, of whole
     distributions).
     """
-    return tokens.only(teacher - policy, tokens.counted(mask))
+    return masked.only(teacher - policy, masked.counted(mask))
 
 
 @torch.no_grad()
@@ -266,8 +266,8 @@ def importance(
     vllm_importance_sampling_cap (2.0), verl's tis_imp_ratio_cap; of tokens, not of sequences. A
     surrogate is linear in its advantage, so it is the same to multiply that.
     """
-    here = tokens.counted(mask)
-    return tokens.only(tokens.only(trained - drawn, here).exp().clamp(max=cap), here)
+    here = masked.counted(mask)
+    return masked.only(masked.only(trained - drawn, here).exp().clamp(max=cap), here)
 
 
 def _centred(scores: Float[Tensor, " rows"], group: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:

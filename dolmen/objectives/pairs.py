@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dolmen.data.batch import SIDE, Batch
 from dolmen.model.head import Head
+from dolmen.objectives.masked import Metrics
 from dolmen.objectives.objective import Judged
-from dolmen.objectives.tokens import Metrics
 from dolmen.ops.loss import IGNORED
 
 METRICS = ("accuracy", "margin")

@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from dolmen.objectives import advantage, tokens
-from dolmen.objectives.tokens import Empty, Metrics, Reduce
+from dolmen.objectives import advantage, masked
+from dolmen.objectives.masked import Empty, Metrics, Reduce
 
 Kind = Literal["grpo", "bnpo", "dr-grpo", "dapo", "gspo", "cispo"]
 Level = Literal["token", "sequence"]
@@ -50,18 +50,18 @@ def clipped(
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}: it must be over 1, or None")
-    here = tokens.counted(mask)
-    ratio = (tokens.only(new - old, here)).exp()
-    advantages = tokens.only(advantages, here)
+    here = masked.counted(mask)
+    ratio = (masked.only(new - old, here)).exp()
+    advantages = masked.only(advantages, here)
     losses, stopped = _surrogate(ratio, advantages, clip_low, clip_high)
     metrics = _told(new, old, ratio, stopped, here)
     if dual_clip is not None:
         bound = -dual_clip * advantages
         over = (advantages < 0) & (losses > bound)
         losses = torch.where(over, bound, losses)
-        metrics["dual_clip_fraction"] = tokens.share(over, here)
+        metrics["dual_clip_fraction"] = masked.share(over, here)
     losses = _paid(losses, entropy, entropy_coef, here, metrics)
-    return tokens.reduced(losses, here, reduce, empty), metrics
+    return masked.reduced(losses, here, reduce, empty), metrics
 
 
 def group(
@@ -110,19 +110,19 @@ def group(
         raise ValueError(
             f"beta is {beta}: it is the weight of a KL from a reference, and none is given"
         )
-    here = tokens.counted(mask)
+    here = masked.counted(mask)
     advantages = advantages[:, None].expand_as(new) if advantages.ndim == 1 else advantages
-    advantages = tokens.only(advantages, here)
-    ratio = _ratios(tokens.only(new - old, here), here, kind, level)
+    advantages = masked.only(advantages, here)
+    ratio = _ratios(masked.only(new - old, here), here, kind, level)
     losses, stopped = _surrogate(ratio, advantages, clip_low, clip_high)
     if kind == "cispo":
         bounded = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
-        losses, stopped = -bounded * advantages * tokens.only(new, here), bounded != ratio
+        losses, stopped = -bounded * advantages * masked.only(new, here), bounded != ratio
     metrics = _told(new, old, ratio, stopped, here)
     if reference is not None:
-        away = advantage.kl(tokens.only(new, here), tokens.only(reference, here), estimator="k3")
+        away = advantage.kl(masked.only(new, here), masked.only(reference, here), estimator="k3")
         losses = losses + beta * away
-        metrics["reference_kl"] = tokens.token_mean(away, here).detach()
+        metrics["reference_kl"] = masked.token_mean(away, here).detach()
     losses = _paid(losses, entropy, entropy_coef, here, metrics)
     return _whole(losses, here, kind, max_length, empty), metrics
 
@@ -137,8 +137,8 @@ def _paid(
     """Less what the entropy of each token is worth, where it is given; `metrics` has its mean."""
     if entropy is None:
         return losses
-    metrics["entropy"] = tokens.token_mean(entropy, here).detach()
-    return losses - coef * tokens.only(entropy, here)
+    metrics["entropy"] = masked.token_mean(entropy, here).detach()
+    return losses - coef * masked.only(entropy, here)
 
 
 def _ratios(
@@ -148,7 +148,7 @@ def _ratios(
         raise ValueError(f"level is {level!r}: it must be one of {Level.__args__}")
     if level == "token" and kind != "gspo":
         return off.exp()
-    mean = tokens.row_means(off, here)[:, None].expand_as(off)
+    mean = masked.row_means(off, here)[:, None].expand_as(off)
     if level == "sequence":
         return mean.exp()
     return (mean.detach() + off - off.detach()).exp()
@@ -175,16 +175,16 @@ def _whole(
 ) -> Float[Tensor, ""]:
     match kind:
         case "grpo" | "gspo":
-            return tokens.sequence_mean(losses, here, empty)
+            return masked.sequence_mean(losses, here, empty)
         case "bnpo" | "dapo" | "cispo":
-            return tokens.token_mean(losses, here)
+            return masked.token_mean(losses, here)
         case "dr-grpo":
             if max_length is None or max_length < 1:
                 raise ValueError(
                     f"max_length is {max_length}: dr-grpo divides by it, so it must be at least 1"
                 )
             rows = max(len(here), 1) if empty == "counted" else here.any(1).sum().clamp(min=1)
-            return tokens.only(losses, here).sum() / (rows * max_length)
+            return masked.only(losses, here).sum() / (rows * max_length)
     raise ValueError(f"kind is {kind!r}: it must be one of {Kind.__args__}")
 
 
@@ -196,12 +196,12 @@ def _told(
     stopped: Bool[Tensor, "rows tokens"],
     here: Bool[Tensor, "rows tokens"],
 ) -> Metrics:
-    old, new = tokens.only(old, here), tokens.only(new, here)
+    old, new = masked.only(old, here), masked.only(new, here)
     return {
-        "clip_fraction": tokens.share(stopped, here),
-        "ratio": tokens.token_mean(ratio, here),
-        "kl_k1": tokens.token_mean(advantage.kl(old, new, estimator="k1"), here),
-        "kl_k3": tokens.token_mean(advantage.kl(old, new, estimator="k3"), here),
+        "clip_fraction": masked.share(stopped, here),
+        "ratio": masked.token_mean(ratio, here),
+        "kl_k1": masked.token_mean(advantage.kl(old, new, estimator="k1"), here),
+        "kl_k3": masked.token_mean(advantage.kl(old, new, estimator="k3"), here),
     }
 
 
@@ -221,8 +221,8 @@ def value(
     compute_value_loss agree. Metrics: the share of tokens whose clipped square is the larger, which
     have no gradient, and the mean of (V - R)^2.
     """
-    here = tokens.counted(mask)
-    new, old, returns = (tokens.only(each, here) for each in (new, old, returns))
+    here = masked.counted(mask)
+    new, old, returns = (masked.only(each, here) for each in (new, old, returns))
     squares = free = (new - returns).square()
     if clip is not None:
         if clip < 0:
@@ -230,7 +230,7 @@ def value(
         bounded = (old + (new - old).clamp(-clip, clip) - returns).square()
         squares = torch.maximum(free, bounded)
     metrics = {
-        "clip_fraction": tokens.share(squares > free, here),
-        "squared_error": tokens.token_mean(free, here).detach(),
+        "clip_fraction": masked.share(squares > free, here),
+        "squared_error": masked.token_mean(free, here).detach(),
     }
-    return tokens.token_mean(squares, here) / 2, metrics
+    return masked.token_mean(squares, here) / 2, metrics

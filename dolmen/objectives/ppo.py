@@ -17,9 +17,9 @@ from dolmen.data.batch import Batch
 from dolmen.model import tree
 from dolmen.model.head import Logits, Values
 from dolmen.objectives import policy
-from dolmen.objectives.drawn import ADVANTAGE, NONE, OLD
+from dolmen.objectives.grpo import ADVANTAGE, NONE, OLD
+from dolmen.objectives.masked import Metrics
 from dolmen.objectives.objective import Judged
-from dolmen.objectives.tokens import Metrics
 from dolmen.ops.loss import IGNORED
 
 VALUE, RETURN = "value", "return"

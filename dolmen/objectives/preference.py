@@ -1,7 +1,7 @@
 """Preference optimisation: DPO and its variants, as losses and as objectives of a run.
 
 A policy that learns from comparisons: the objectives of a run that call the losses
-below. The reference is asked first (objectives/score.py), and what it says of each token
+below. The reference is asked first (objectives/forward.py), and what it says of each token
 comes with the batch.
 
 Losses of comparisons, without a reward model: pure functions of log-probabilities summed over
@@ -22,8 +22,8 @@ from dolmen.model import tree
 from dolmen.model.head import Logits
 from dolmen.objectives import pairs
 from dolmen.objectives.config import SIMPO_MARGIN, Alone, Kind, check_dpo
+from dolmen.objectives.masked import Metrics
 from dolmen.objectives.objective import Judged, Objective
-from dolmen.objectives.tokens import Metrics
 from dolmen.ops.loss import IGNORED
 
 REFERENCE = "reference"

@@ -17,8 +17,8 @@ from dolmen.data.batch import MARGIN, Batch
 from dolmen.model import tree
 from dolmen.model.head import Values
 from dolmen.objectives import pairs
+from dolmen.objectives.masked import Metrics
 from dolmen.objectives.objective import Judged
-from dolmen.objectives.tokens import Metrics
 from dolmen.ops.loss import IGNORED
 
 TARGET = "target"

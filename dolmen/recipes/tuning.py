@@ -7,8 +7,8 @@ from dolmen.families import Model
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import OptimizerConfig
 from dolmen.recipes.common import FRESH
-from dolmen.rollouts.config import RolloutConfig
-from dolmen.rollouts.ppo_config import CriticConfig
+from dolmen.rl.config import RolloutConfig
+from dolmen.rl.ppo_config import CriticConfig
 from dolmen.training.config import LogConfig, NewRowsConfig, RunConfig, TrainConfig
 
 

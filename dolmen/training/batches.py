@@ -16,16 +16,16 @@ from dolmen.data.batch import Batch
 from dolmen.data.batches import Loader
 from dolmen.model.decoder import Decoder
 from dolmen.optim.optimizer import DTYPES
-from dolmen.rollouts import prompts
-from dolmen.rollouts.drawn import forget
-from dolmen.rollouts.idle import Idle, parts_of
-from dolmen.rollouts.phases import Models, Phases, Setup
-from dolmen.rollouts.prompts import PromptLoader
-from dolmen.rollouts.rewards import NoReward, is_model, judge_of, weighted
-from dolmen.rollouts.scoring import Judging, Part, Scorer
-from dolmen.rollouts.turns import Function, Turns
-from dolmen.rollouts.valued import ValuedPhases
-from dolmen.rollouts.weights import Drawing
+from dolmen.rl import prompts
+from dolmen.rl.environment import Function, Turns
+from dolmen.rl.iteration import Models, Phases, Setup
+from dolmen.rl.offload import Idle, parts_of
+from dolmen.rl.prompts import PromptLoader
+from dolmen.rl.rewards import NoReward, is_model, judge_of, weighted
+from dolmen.rl.rollout import forget
+from dolmen.rl.scoring import Judging, Part, Scorer
+from dolmen.rl.valued import ValuedPhases
+from dolmen.rl.weights import Drawing
 from dolmen.serving.engine import stop_tokens
 from dolmen.training import pretraining, reference
 from dolmen.training.check_init import own_tokenizer

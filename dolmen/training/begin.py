@@ -8,8 +8,8 @@ from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
 from dolmen.objectives.config import SIMPO_MARGIN
-from dolmen.objectives.drawn import Group, Undecided
-from dolmen.objectives.filling import Filling
+from dolmen.objectives.grpo import Group, Undecided
+from dolmen.objectives.masked_lm import Filling
 from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.objectives.ppo import Clipped, ClippedUndecided
 from dolmen.objectives.preference import DPO, KTO, ReferenceFree

@@ -5,8 +5,8 @@ any process starts and before anything is written.
 from dolmen.conversion.source import open_source, tokenizer_folder
 from dolmen.core.messages import counted
 from dolmen.model.layout import Layout
-from dolmen.rollouts import apart, rewards, scoring
-from dolmen.rollouts.config import COMPARING, RolloutConfig
+from dolmen.rl import function_worker, rewards, scoring
+from dolmen.rl.config import COMPARING, RolloutConfig
 from dolmen.training.config import RunConfig
 
 
@@ -65,7 +65,7 @@ def check_drawn(run: RunConfig) -> None:
 def _check_judges(run: RunConfig) -> None:
     """Raises ValueError for an environment or a reward that is none."""
     if run.environment is not None:
-        apart.check_name(run.environment, "environment")
+        function_worker.check_name(run.environment, "environment")
     for _, name in rewards.weighted(run.reward):
         if rewards.is_model(name):
             check_reward_model(run, name)

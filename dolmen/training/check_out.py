@@ -19,7 +19,7 @@ from dolmen.families import Model, tuned
 from dolmen.model.training import Training
 from dolmen.model.tree import Adapter, Scalar
 from dolmen.optim.config import OptimizerConfig
-from dolmen.rollouts.rewards import is_model, weighted
+from dolmen.rl.rewards import is_model, weighted
 from dolmen.training import folder, metrics
 from dolmen.training.config import RunConfig
 

@@ -1,8 +1,8 @@
 """Rules of a run that learns with a critic (PPO), part of the one screen that check.py is."""
 
-from dolmen.rollouts.config import RolloutConfig
-from dolmen.rollouts.learned import MOST
-from dolmen.rollouts.ppo_config import CriticConfig, PPOConfig
+from dolmen.rl.config import RolloutConfig
+from dolmen.rl.ppo_config import CriticConfig, PPOConfig
+from dolmen.rl.targets import MOST
 from dolmen.training import critic
 from dolmen.training.config import RunConfig
 

@@ -22,8 +22,8 @@ from dolmen.model.tree import Tree
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.ops.recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
-from dolmen.rollouts.config import RolloutConfig
-from dolmen.rollouts.ppo_config import CriticConfig, PPOConfig
+from dolmen.rl.config import RolloutConfig
+from dolmen.rl.ppo_config import CriticConfig, PPOConfig
 
 SEED = 2**63 - 1
 PROGRAMS = ("tensorboard", "wandb", "trackio")

@@ -13,7 +13,7 @@ from dolmen.model.tree import Scalar, Tree
 from dolmen.objectives.ppo import Expected
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
-from dolmen.rollouts.learned import Coefficient
+from dolmen.rl.targets import Coefficient
 from dolmen.training.begin import begin_state, built, fill
 from dolmen.training.config import RunConfig
 from dolmen.training.state import Critic, TrainState

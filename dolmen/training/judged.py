@@ -5,7 +5,7 @@ after a few prompts. Numbers join the rows of metrics.jsonl, texts samples.jsonl
 
 Every rank takes part, under any layout; nothing that the run draws or trains is touched. What a
 layout shares that no text is written by (sequences over cp, several stages per rank) is put into
-one that writes (rollouts/weights.py), for the moment.
+one that writes (rl/weights.py), for the moment.
 """
 
 import json
@@ -24,7 +24,7 @@ from dolmen.families import Model
 from dolmen.files import gate, write
 from dolmen.model.tree import Tree
 from dolmen.optim.optimizer import DTYPES
-from dolmen.rollouts.weights import Drawing
+from dolmen.rl.weights import Drawing
 from dolmen.serving.options import Options
 from dolmen.serving.prompts import encode
 from dolmen.training import folder

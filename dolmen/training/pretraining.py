@@ -18,7 +18,7 @@ from dolmen.data.config import DataConfig
 from dolmen.data.loader import prepare_loader
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.objectives.objective import CrossEntropy, Objective
-from dolmen.rollouts.prompts import PromptLoader
+from dolmen.rl.prompts import PromptLoader
 from dolmen.training.config import RunConfig
 
 LOSS = "pretraining_loss"  # the metric's name, among those of an objective

@@ -21,7 +21,7 @@ from dolmen.files import gate, write
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
-from dolmen.objectives import score
+from dolmen.objectives import forward
 from dolmen.objectives.preference import REFERENCE
 from dolmen.optim.optimizer import DTYPES, at_rest
 from dolmen.training import folder
@@ -153,7 +153,7 @@ def _of_rows(
         asked = rows.rows[first : first + size]
         asked = asked + [[]] * (size - len(asked))
         own = slice(mesh.dp.rank * mine, (mesh.dp.rank + 1) * mine)
-        here = score.log_probabilities(model, rows.batch(asked[own]), mesh, state.schedule)
+        here = forward.log_probabilities(model, rows.batch(asked[own]), mesh, state.schedule)
         whole = torch.zeros((size, *here.shape[1:]), dtype=here.dtype, device=here.device)
         whole[own] = here
         # of each row one rank of dp has the numbers, and the others 0

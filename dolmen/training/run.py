@@ -22,7 +22,7 @@ from dolmen.data.batches import Loader
 from dolmen.files import write
 from dolmen.launch.watch import Watch
 from dolmen.optim.optimizer import DTYPES
-from dolmen.rollouts.prompts import PromptLoader
+from dolmen.rl.prompts import PromptLoader
 from dolmen.training import batches, critic, folder, loop, mfu, pretraining, reference, report
 from dolmen.training.batches import Batches
 from dolmen.training.begin import make_state

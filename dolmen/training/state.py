@@ -26,7 +26,7 @@ from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import LossScale, Optimizer
 from dolmen.parallel import product
 from dolmen.parallel.actions import Schedule
-from dolmen.rollouts.learned import Coefficient
+from dolmen.rl.targets import Coefficient
 from dolmen.training.new_rows import NewRows
 from dolmen.training.pretraining import Text
 

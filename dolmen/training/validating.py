@@ -22,7 +22,7 @@ from dolmen.data.batches import HeldOutRows, Loader
 from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
 from dolmen.files import write
 from dolmen.launch.watch import Watch
-from dolmen.objectives.filling import Filling
+from dolmen.objectives.masked_lm import Filling
 from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.objectives.preference import decided
 from dolmen.objectives.reward import Calibrated, Preferred

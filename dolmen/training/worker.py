@@ -34,7 +34,7 @@ from dolmen.core.log import console
 from dolmen.core.messages import BadInput, Failed, message
 from dolmen.launch import launcher, process, rendezvous
 from dolmen.launch.watch import Watch, network_limit
-from dolmen.rollouts import rewards, turns
+from dolmen.rl import environment, rewards
 from dolmen.training import batches
 from dolmen.training.check import check_run
 from dolmen.training.check_out import beginning, check_folder, check_overwrite, check_resume
@@ -112,8 +112,8 @@ def begin_functions(config: RunConfig) -> None:
             with rewards.judge_of(name, limit) as judge:
                 judge.begin()
     if config.environment is not None:
-        with turns.Function(config.environment, limit) as environment:
-            environment.apart.begin()
+        with environment.Function(config.environment, limit) as function:
+            function.apart.begin()
 
 
 def refuse(

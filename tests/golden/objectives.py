@@ -18,9 +18,9 @@ from table import FAMILIES, LENGTH, ROWS, SINGLE, Layout, Run
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import FOLLOWS, IGNORED, SIDE, Batch
 from dolmen.model.tree import Scalar
-from dolmen.objectives import score
-from dolmen.objectives.drawn import ADVANTAGE, OLD, Group, Undecided
-from dolmen.objectives.filling import Filling
+from dolmen.objectives import forward
+from dolmen.objectives.grpo import ADVANTAGE, OLD, Group, Undecided
+from dolmen.objectives.masked_lm import Filling
 from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.objectives.ppo import RETURN, VALUE, Clipped, ClippedUndecided, Expected
 from dolmen.objectives.preference import DPO, KTO, REFERENCE, ReferenceFree
@@ -186,7 +186,7 @@ def compared(train: TrainState, mesh: Mesh, layout: Layout, **dtypes) -> list[Ba
     initialize(other, REFERENCE_SEED)
     out = []
     for batch in given:
-        found = score.log_probabilities(other, batch, mesh, train.schedule)
+        found = forward.log_probabilities(other, batch, mesh, train.schedule)
         drawn = {OLD: found, ADVANTAGE: batch.numbers[TARGET]}
         out.append(replace(batch, numbers={**batch.numbers, **drawn, REFERENCE: found}))
     assert all(p.grad is None for p in other.parameters())
@@ -233,15 +233,15 @@ def scored(mesh: Mesh, layout: Layout) -> torch.Tensor:
     schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
     found = []
     for config, ask in (
-        (REFERENCE_MODEL, score.log_probabilities),
-        (KINDS["values"].config, score.values),
+        (REFERENCE_MODEL, forward.log_probabilities),
+        (KINDS["values"].config, forward.values),
     ):
         model = build(config, mesh, layout, schedule, dtype=torch.float64)
         initialize(model, REFERENCE_SEED)
         found.append(ask(model, batches(mesh)[0], mesh, schedule))
     model = build(KINDS["policy, routed"].config, mesh, layout, schedule, dtype=torch.float64)
     initialize(model, REFERENCE_SEED)
-    routed = score.routed_log_probabilities(model, batches(mesh)[0], mesh, schedule)
+    routed = forward.routed_log_probabilities(model, batches(mesh)[0], mesh, schedule)
     return torch.cat([torch.stack(found, 1), routed.movedim(-1, 1)], 1)
 
 

@@ -10,7 +10,7 @@ from objectives import KINDS, OBJECTIVES, batches, compared, half, run, scores_o
 from spawning import Row
 from table import OPTIMIZER, SEED, SINGLE, Layout, start
 
-from dolmen.objectives import score
+from dolmen.objectives import forward
 from dolmen.objectives.preference import REFERENCE
 from dolmen.training.step import optimizer_step
 
@@ -86,7 +86,7 @@ def test_a_policy_compared_with_itself():
     same = build(config, SINGLE, layout, train.schedule)
     initialize(same, SEED)
     for batch, is_first in zip(batches(SINGLE), (True, False), strict=True):
-        numbers = {REFERENCE: score.log_probabilities(same, batch, SINGLE, train.schedule)}
+        numbers = {REFERENCE: forward.log_probabilities(same, batch, SINGLE, train.schedule)}
         told = optimizer_step(train, replace(batch, numbers=numbers), SINGLE)
         assert (abs(told.loss - math.log(2)) < 1e-7) == is_first
         assert (told.objective["rewards/margins"] == 0) == is_first and told.grad_norm > 0.1

@@ -12,8 +12,8 @@ from table import FAMILIES, SINGLE, Layout
 from dolmen.data.batch import Batch
 from dolmen.model.mlp import Router
 from dolmen.model.replay import places
-from dolmen.objectives import score
-from dolmen.objectives.drawn import ADVANTAGE, OLD
+from dolmen.objectives import forward
+from dolmen.objectives.grpo import ADVANTAGE, OLD
 from dolmen.objectives.ppo import Clipped
 from dolmen.ops import moe
 from dolmen.training.state import TrainState
@@ -33,8 +33,8 @@ def batch() -> Batch:
 
 
 def remembered(state: TrainState, given: Batch) -> Batch:
-    found = score.routed_log_probabilities(state.model, given, SINGLE, state.schedule)
-    alone = score.log_probabilities(state.model, given, SINGLE, state.schedule)
+    found = forward.routed_log_probabilities(state.model, given, SINGLE, state.schedule)
+    alone = forward.log_probabilities(state.model, given, SINGLE, state.schedule)
     assert torch.equal(found[..., 0], alone)
     return replace(given, experts=found[..., 1:].long())
 
@@ -112,4 +112,4 @@ def test_weights_and_gradients_are_of_now(score_of):
 def test_of_a_model_without_experts_none_are_asked():
     state = table.start(FAMILIES["llama"], SINGLE, Layout(), dtype=torch.float64)
     with pytest.raises(ValueError, match="the model has none"):
-        score.routed_log_probabilities(state.model, batch(), SINGLE, state.schedule)
+        forward.routed_log_probabilities(state.model, batch(), SINGLE, state.schedule)

@@ -20,7 +20,7 @@ from dolmen.data.batch import Batch
 from dolmen.model import head
 from dolmen.model.layout import Layout
 from dolmen.objectives import advantage
-from dolmen.objectives.drawn import ADVANTAGE, OLD, REFERENCE, Group
+from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE, Group
 from dolmen.objectives.ppo import Clipped
 
 ROWS, PLACES, VOCAB = 32, 6, FAMILIES["llama"].vocab_size

@@ -22,7 +22,7 @@ from dolmen.data.batch import IGNORED, MARGIN, SIDE, Batch
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Scalar
-from dolmen.objectives import pairs, score
+from dolmen.objectives import forward, pairs
 from dolmen.objectives.objective import CrossEntropy, check
 from dolmen.objectives.preference import DPO, KTO, REFERENCE, decided
 from dolmen.objectives.reward import TARGET, Calibrated, Preferred, SquaredError
@@ -145,7 +145,7 @@ def test_dpo_of_two_models(tmp_path):
     theirs, ours, source = theirs_and_ours(*LLAMA, 0, tmp_path / "policy")
     their_reference, reference, _ = theirs_and_ours(*GPT2, 1, tmp_path / "reference")
     given, schedule = batch(), schedules.make("1f1b", 1, 2)
-    found = score.log_probabilities(reference, given, SINGLE, schedule)
+    found = forward.log_probabilities(reference, given, SINGLE, schedule)
     with torch.no_grad():
         other = texts(their_reference, given)
     torch.testing.assert_close(found, other, rtol=TOLERANCE, atol=TOLERANCE)
@@ -251,7 +251,7 @@ def test_values_of_tokens(scalar):
         hidden = theirs.base_model(input_ids=given.tokens, use_cache=False).last_hidden_state
     values = theirs.score(hidden)[..., 0]
     schedule = schedules.make("1f1b", 1, 4)
-    found = score.values(ours, given, SINGLE, schedule)
+    found = forward.values(ours, given, SINGLE, schedule)
     torch.testing.assert_close(found, values.detach(), rtol=0, atol=1e-12)
     loss, _ = judged(SquaredError(), ours, given)
     weights = given.weights * (given.labels != IGNORED)
@@ -356,9 +356,9 @@ def test_what_is_asked_is_what_a_model_has():
         Decoder(replace(SMALL.tree, head=head)) for head in (SMALL.tree.head, Scalar())
     )
     with pytest.raises(ValueError, match="a value is for .* Scalar.*ends in Head"):
-        score.values(policy, batch(), SINGLE, schedule)
+        forward.values(policy, batch(), SINGLE, schedule)
     with pytest.raises(ValueError, match="a log-probability is for .* Head.*ends in Scalar"):
-        score.log_probabilities(rewards, batch(), SINGLE, schedule)
+        forward.log_probabilities(rewards, batch(), SINGLE, schedule)
     with pytest.raises(ValueError, match="CrossEntropy.* is for .* Head.*ends in Scalar"):
         mean_loss(rewards, [batch()], SINGLE)
 

@@ -17,14 +17,14 @@ from dolmen.data.batch import Batch
 from dolmen.model import head
 from dolmen.model.layout import Layout
 from dolmen.model.mlp import Router
-from dolmen.objectives.drawn import ADVANTAGE, OLD
+from dolmen.objectives.grpo import ADVANTAGE, OLD
 from dolmen.objectives.ppo import RETURN, VALUE, Clipped, ClippedUndecided, Expected
 from dolmen.ops.loss import IGNORED
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
-from dolmen.rollouts.drawn import of_answers
-from dolmen.rollouts.ppo_config import PPOConfig
-from dolmen.rollouts.valued import Valued, valued
+from dolmen.rl.ppo_config import PPOConfig
+from dolmen.rl.rollout import of_answers
+from dolmen.rl.valued import Valued, valued
 from dolmen.training.pretraining import Text
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step

@@ -15,9 +15,9 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.ops.loss import IGNORED
-from dolmen.rollouts import drawn
-from dolmen.rollouts.config import RolloutConfig
-from dolmen.rollouts.weights import Drawing
+from dolmen.rl import rollout
+from dolmen.rl.config import RolloutConfig
+from dolmen.rl.weights import Drawing
 from dolmen.training import warn
 from dolmen.training.config import RunConfig, TrainConfig
 
@@ -162,7 +162,7 @@ def test_what_is_never_told_apart_is_drawn_again_so_often_as_is_asked(prompts, t
     assert found.code == 0, found.err
     (row,) = rows(tmp_path / "run")
     assert (row["rollout/alike"], row["rollout/redrawn"]) == (2, 4)
-    made = drawn.load(tmp_path / "run", 0, 16)
+    made = rollout.load(tmp_path / "run", 0, 16)
     assert made is not None
     lines = (tmp_path / "run" / "rollouts" / "00000000.jsonl").read_text().splitlines()
     whole = torch.tensor([json.loads(line)["whole"] for line in lines])

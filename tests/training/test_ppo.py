@@ -39,9 +39,9 @@ from dolmen.model.layout import Layout
 from dolmen.model.tree import Scalar
 from dolmen.ops.loss import IGNORED
 from dolmen.optim.config import OptimizerConfig
-from dolmen.rollouts import drawn, phases
-from dolmen.rollouts.ppo_config import CriticConfig
-from dolmen.rollouts.prompts import Nothing, Prompt, PromptLoader, Prompts
+from dolmen.rl import iteration, rollout
+from dolmen.rl.ppo_config import CriticConfig
+from dolmen.rl.prompts import Nothing, Prompt, PromptLoader, Prompts
 from dolmen.training import batches, loop, pretraining
 from dolmen.training import run as run_module
 from dolmen.training.check_drawn import check_drawn
@@ -180,7 +180,7 @@ def test_models_wait_elsewhere(whole, material, prompts, tmp_path, monkeypatch):
     """Of what does not draw nothing is held while answers are drawn, and of the reference and the
     drawing model nothing while others learn; a run is the same to the bit.
     """
-    out, seen, answered = tmp_path / "run", [], phases.answered
+    out, seen, answered = tmp_path / "run", [], iteration.answered
 
     def drawing(model, *more):
         state = seen[0]
@@ -203,7 +203,7 @@ def test_models_wait_elsewhere(whole, material, prompts, tmp_path, monkeypatch):
 
     made = run_module.make_state
     monkeypatch.setattr(run_module, "make_state", state_of)
-    monkeypatch.setattr(phases, "answered", drawing)
+    monkeypatch.setattr(iteration, "answered", drawing)
     monkeypatch.setattr(batches, "ValuedPhases", Watched)
     train(material, prompts, out, rollout={"idle": "cpu"}, checkpoint=EACH)
     assert len(seen) == 1 + 3 and same(tensors(whole, 9), tensors(out, 9))
@@ -242,7 +242,7 @@ def test_a_critic_is_exported(whole, material, tmp_path):
 
 def at_the_end_of(answers: int) -> None:
     """Die when a phase of that number has been drawn, and nothing of it is kept."""
-    left, answered = [answers], phases.answered
+    left, answered = [answers], iteration.answered
 
     def dying(*more):
         found = answered(*more)
@@ -251,7 +251,7 @@ def at_the_end_of(answers: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    phases.answered = dying
+    iteration.answered = dying
 
 
 def between_two_updates(step: int) -> None:
@@ -462,7 +462,7 @@ def changes_of(what: str) -> list[str]:
 def test_what_others_would_have_drawn_is_forgotten(what, tmp_path):
     """From the step on that is gone on from, and where it follows from what has changed."""
     for step in (0, 4, 8):
-        drawn.save(drawn.of_answers([[1]], [[2]], [[-0.5]], 8, 2), tmp_path, step, [])
+        rollout.save(rollout.of_answers([[1]], [[2]], [[-0.5]], 8, 2), tmp_path, step, [])
     changed = changes_of(what)
     assert len(changed) == 1
     batches.forget_other(tmp_path, 4, changed)

@@ -14,15 +14,15 @@ from table import FAMILIES, Layout
 
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batches import Description
-from dolmen.rollouts.config import RolloutConfig
-from dolmen.rollouts.drawn import Drawn
-from dolmen.rollouts.idle import Idle, Memory, parts_of
-from dolmen.rollouts.phases import Models, Phases, Setup
-from dolmen.rollouts.prompts import Nothing, Prompt, PromptLoader, Prompts
-from dolmen.rollouts.rewards import Checker
-from dolmen.rollouts.scoring import Judging, Part
-from dolmen.rollouts.turns import Turn, Turns
-from dolmen.rollouts.weights import Drawing
+from dolmen.rl.config import RolloutConfig
+from dolmen.rl.environment import Turn, Turns
+from dolmen.rl.iteration import Models, Phases, Setup
+from dolmen.rl.offload import Idle, Memory, parts_of
+from dolmen.rl.prompts import Nothing, Prompt, PromptLoader, Prompts
+from dolmen.rl.rewards import Checker
+from dolmen.rl.rollout import Drawn
+from dolmen.rl.scoring import Judging, Part
+from dolmen.rl.weights import Drawing
 
 CONFIG = RolloutConfig(
     samples=2, prompts=4, max_new_tokens=10, redraws=2, reward_kl=0.1, importance_cap=2.0, batch=3

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dolmen.core.messages import cut
-from dolmen.rollouts.apart import Apart, check_name
-from dolmen.rollouts.judge import LARGEST
+from dolmen.rl.function_worker import Apart, check_name
+from dolmen.rl.judge import LARGEST
 
 NUMERIC = re.compile(r"\d+\.?\d*|\.\d+")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")

@@ -24,27 +24,27 @@ from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
 from dolmen.data.mixture import permute_index
 from dolmen.model.decoder import Decoder
-from dolmen.objectives import advantage, score
+from dolmen.objectives import advantage, forward
 from dolmen.ops.loss import IGNORED
 from dolmen.parallel.actions import Schedule
-from dolmen.rollouts import drawn as files
-from dolmen.rollouts.config import RolloutConfig
-from dolmen.rollouts.drawn import Drawn, of_answers
-from dolmen.rollouts.generation import Written, answered, of_rows, with_redraws
-from dolmen.rollouts.idle import Idle
-from dolmen.rollouts.learned import with_advantages
-from dolmen.rollouts.prompts import Prompt, PromptLoader
-from dolmen.rollouts.rewards import Answer
-from dolmen.rollouts.scoring import Judging
-from dolmen.rollouts.turns import Turns
-from dolmen.rollouts.weights import Drawing
+from dolmen.rl import rollout as files
+from dolmen.rl.config import RolloutConfig
+from dolmen.rl.environment import Turns
+from dolmen.rl.generation import Written, answered, of_rows, with_redraws
+from dolmen.rl.offload import Idle
+from dolmen.rl.prompts import Prompt, PromptLoader
+from dolmen.rl.rewards import Answer
+from dolmen.rl.rollout import Drawn, of_answers
+from dolmen.rl.scoring import Judging
+from dolmen.rl.targets import with_advantages
+from dolmen.rl.weights import Drawing
 from dolmen.serving.options import Options
 
 PADDED = 16
 """Tokens that rows of a model with experts are multiples of."""
 
 Ask = Callable[[Decoder, Batch, Mesh, Schedule], Tensor]
-"""Of each token of a rank's rows a number, or several (objectives/score.py)."""
+"""Of each token of a rank's rows a number, or several (objectives/forward.py)."""
 
 
 class Judged(NamedTuple):
@@ -300,7 +300,7 @@ class Phases:
 
         def ask(model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule) -> Tensor:
             temperature = self.config.temperature
-            return score.routed_log_probabilities(model, batch, mesh, schedule, temperature)
+            return forward.routed_log_probabilities(model, batch, mesh, schedule, temperature)
 
         found = self.asked(ask, self.models.trained, made)
         return replace(made, old=found[..., 0].contiguous(), experts=found[..., 1:].short())
@@ -309,7 +309,7 @@ class Phases:
         """Of every answer's tokens, on every rank."""
 
         def ask(model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule) -> Tensor:
-            return score.log_probabilities(model, batch, mesh, schedule, self.config.temperature)
+            return forward.log_probabilities(model, batch, mesh, schedule, self.config.temperature)
 
         return self.asked(ask, model, made)
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 from dolmen.core import agree
 from dolmen.core.mesh import Mesh
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.rollouts.apart import Apart
-from dolmen.rollouts.generation import Written
-from dolmen.rollouts.prompts import Prompt
-from dolmen.rollouts.rewards import NoReward
+from dolmen.rl.function_worker import Apart
+from dolmen.rl.generation import Written
+from dolmen.rl.prompts import Prompt
+from dolmen.rl.rewards import NoReward
 
 Draw = Callable[[Sequence[Sequence[int]], Sequence[str], Sequence[int]], list[Written]]
 """(texts, names, how many tokens at most) -> what follows each."""

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dolmen.ops.loss import IGNORED
-from dolmen.rollouts.config import RolloutConfig
-from dolmen.rollouts.drawn import of_answers
-from dolmen.rollouts.generation import alike, with_redraws
-from dolmen.rollouts.learned import with_advantages
+from dolmen.rl.config import RolloutConfig
+from dolmen.rl.generation import alike, with_redraws
+from dolmen.rl.rollout import of_answers
+from dolmen.rl.targets import with_advantages
 
 PROMPTS = [[1, 2], [1, 2], [3], [3]]
 ANSWERS = [[5, 6], [7, 8, 9], [4], [4, 4, 5, 6]]

@@ -15,17 +15,17 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from dolmen.model.decoder import Decoder
-from dolmen.objectives import advantage, score
+from dolmen.objectives import advantage, forward
 from dolmen.objectives.ppo import RETURN, VALUE
 from dolmen.ops.loss import IGNORED
-from dolmen.rollouts.config import RolloutConfig
-from dolmen.rollouts.drawn import Drawn
-from dolmen.rollouts.learned import Coefficient
-from dolmen.rollouts.phases import Models, Phases, Setup
-from dolmen.rollouts.ppo_config import PPOConfig
-from dolmen.rollouts.prompts import PromptLoader
-from dolmen.rollouts.scoring import Judging
-from dolmen.rollouts.turns import Turns
+from dolmen.rl.config import RolloutConfig
+from dolmen.rl.environment import Turns
+from dolmen.rl.iteration import Models, Phases, Setup
+from dolmen.rl.ppo_config import PPOConfig
+from dolmen.rl.prompts import PromptLoader
+from dolmen.rl.rollout import Drawn
+from dolmen.rl.scoring import Judging
+from dolmen.rl.targets import Coefficient
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class ValuedPhases(Phases):
         if self.models.reference is not None:
             reference = self.log_probabilities(self.models.reference, made)
             made = replace(made, reference=reference)
-        values = self.asked(score.values, self.critic, made)
+        values = self.asked(forward.values, self.critic, made)
         return valued(made, reference, values, self.ppo, self.coefficient.value)
 
     def begun(self, phase: Drawn) -> None:

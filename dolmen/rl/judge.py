@@ -1,7 +1,7 @@
 """A function of the user's in a process of its own, which may be ended at any time:
 
-    python -m dolmen.rollouts.judge reward MODULE:FUNCTION FD
-    python -m dolmen.rollouts.judge turn MODULE:FUNCTION FD
+    python -m dolmen.rl.judge reward MODULE:FUNCTION FD
+    python -m dolmen.rl.judge turn MODULE:FUNCTION FD
 
 reads a line of JSON per request from its standard input, {"number", "prompt", "answer", "row"} or
 {"number", "prompt", "turns", "row"}, and writes to the file descriptor FD one of {"reward":

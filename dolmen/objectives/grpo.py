@@ -15,9 +15,9 @@ from dolmen.data.batch import Batch
 from dolmen.model import tree
 from dolmen.model.head import Logits
 from dolmen.objectives import policy
+from dolmen.objectives.masked import Metrics
 from dolmen.objectives.objective import Judged
 from dolmen.objectives.policy import Kind, Level
-from dolmen.objectives.tokens import Metrics
 from dolmen.ops.loss import IGNORED
 
 OLD, ADVANTAGE, REFERENCE = "old", "advantage", "reference"

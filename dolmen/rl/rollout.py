@@ -22,7 +22,7 @@ from dolmen.files import gate, write
 from dolmen.files import safetensors as files
 from dolmen.model.replay import places
 from dolmen.model.tree import Tree
-from dolmen.objectives.drawn import ADVANTAGE, OLD, REFERENCE
+from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 

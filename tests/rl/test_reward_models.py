@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import tinyrun
 import torch
-from scorers import classifier, theirs
+from reward_models import classifier, theirs
 from tinyrun import dolmen
 from transformers import AutoTokenizer
 
@@ -15,9 +15,9 @@ from dolmen.conversion.source import open_source
 from dolmen.core.mesh import SINGLE
 from dolmen.model.layout import Layout
 from dolmen.ops.loss import IGNORED
-from dolmen.rollouts import drawn
-from dolmen.rollouts.rewards import Answer, NoReward, judge_of
-from dolmen.rollouts.scoring import Judging, Part, Scorer
+from dolmen.rl import rollout
+from dolmen.rl.rewards import Answer, NoReward, judge_of
+from dolmen.rl.scoring import Judging, Part, Scorer
 from dolmen.serving import engine
 
 ONE = Layout().make_schedule(2, 1)
@@ -120,7 +120,7 @@ def test_a_run_is_rewarded_by_what_transformers_says(asked, tmp_path):
     model = classifier(tmp_path / "rm")
     found = dolmen(*asked, "--reward", tmp_path / "rm", "0.5:stub")
     assert found.code == 0, found.err
-    made = drawn.load(tmp_path / "run", 0, 8)
+    made = rollout.load(tmp_path / "run", 0, 8)
     assert made is not None
     lines = (tmp_path / "run" / "rollouts" / "00000000.jsonl").read_text().splitlines()
     for tokens, labels, reward, line in zip(

@@ -58,7 +58,7 @@ class Apart:
         """Start its process. Raises ValueError where the function is not there."""
         ours, theirs = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dolmen.rollouts.judge", self.kind, self.name, str(theirs)],
+            [sys.executable, "-m", "dolmen.rl.judge", self.kind, self.name, str(theirs)],
             stdin=subprocess.PIPE,
             pass_fds=(theirs,),
             text=True,

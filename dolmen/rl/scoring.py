@@ -24,12 +24,12 @@ from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Scalar
-from dolmen.objectives import score
+from dolmen.objectives import forward
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 from dolmen.parallel.actions import Schedule
-from dolmen.rollouts import generation
-from dolmen.rollouts.rewards import Answer, Judge, Judgement, NoReward
+from dolmen.rl import generation
+from dolmen.rl.rewards import Answer, Judge, Judgement, NoReward
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Scorer:
             return Batch(tokens[rows], nothing, documents).with_positions(1)
 
         def ask(rows: Batch) -> Tensor:
-            return score.values(self.model, rows, self.mesh, self.schedule)
+            return forward.values(self.model, rows, self.mesh, self.schedule)
 
         found = generation.of_rows(batch, ask, len(tokens), self.size, self.mesh)
         return found[torch.arange(len(texts)), lengths[: len(texts)] - 1]

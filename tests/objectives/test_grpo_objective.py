@@ -12,7 +12,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model import head
 from dolmen.model.layout import Layout
-from dolmen.objectives.drawn import ADVANTAGE, OLD, REFERENCE, Group, Undecided
+from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE, Group, Undecided
 from dolmen.ops.loss import IGNORED
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dolmen.objectives import advantage
 from dolmen.ops.loss import IGNORED
-from dolmen.rollouts.config import RolloutConfig
-from dolmen.rollouts.drawn import Drawn
+from dolmen.rl.config import RolloutConfig
+from dolmen.rl.rollout import Drawn
 
 MOST = 0.2  # of the target, that a phase's KL is taken to be off (1909.08593, section 2.2)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import tinyrun
 import torch
-from scorers import classifier, theirs
+from reward_models import classifier, theirs
 from tinyrun import dolmen
 from transformers import AutoTokenizer
 

@@ -7,11 +7,11 @@ import torch
 
 from dolmen.files.gate import Refused
 from dolmen.objectives.advantage import whitened
-from dolmen.rollouts import drawn
-from dolmen.rollouts.drawn import of_answers
-from dolmen.rollouts.learned import Coefficient
-from dolmen.rollouts.ppo_config import CriticConfig, PPOConfig
-from dolmen.rollouts.valued import Valued, valued
+from dolmen.rl import rollout
+from dolmen.rl.ppo_config import CriticConfig, PPOConfig
+from dolmen.rl.rollout import of_answers
+from dolmen.rl.targets import Coefficient
+from dolmen.rl.valued import Valued, valued
 
 PLAIN = PPOConfig(whiten=False)
 
@@ -25,8 +25,8 @@ def two(kl_coef: float = 0.05, asked: PPOConfig = PLAIN) -> Valued:
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
     made = two(1 / 3)
-    drawn.save(made, tmp_path, 8, [])
-    found = drawn.load(tmp_path, 8, 2, Valued)
+    rollout.save(made, tmp_path, 8, [])
+    found = rollout.load(tmp_path, 8, 2, Valued)
     assert found is not None and float(found.kl_coef) == 1 / 3
     for one in fields(Valued):
         assert torch.equal(vars(made)[one.name], vars(found)[one.name]), one.name
@@ -35,9 +35,9 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
 def test_a_file_of_another_kind_is_refused(tmp_path):
     """A run that had no critic."""
     plain = of_answers([[1, 2]], [[3]], [[-0.5]], 16, 4)
-    drawn.save(plain, tmp_path, 0, [])
+    rollout.save(plain, tmp_path, 0, [])
     with pytest.raises(Refused, match="kl_coef"):
-        drawn.load(tmp_path, 0, 1, Valued)
+        rollout.load(tmp_path, 0, 1, Valued)
 
 
 def test_the_kl_is_taken_from_each_token_and_the_reward_is_at_the_last():

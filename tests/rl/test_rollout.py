@@ -12,9 +12,9 @@ from table import FAMILIES
 
 from dolmen.files.gate import Refused
 from dolmen.ops.loss import IGNORED
-from dolmen.rollouts import drawn
-from dolmen.rollouts.drawn import Drawn, of_answers
-from dolmen.rollouts.phases import Phases
+from dolmen.rl import rollout
+from dolmen.rl.iteration import Phases
+from dolmen.rl.rollout import Drawn, of_answers
 
 PROMPTS, ANSWERS = [[1, 2, 3], [4]], [[5, 6], [7, 8, 9]]
 LOGPROBS = [[-0.5, -0.6], [-0.7, -0.8, -0.9]]
@@ -44,31 +44,31 @@ def test_trainer_and_generator_are_compared():
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
     made = two(rewards=torch.tensor([1.0, float("nan")]))
-    drawn.save(made, tmp_path, 40, [{"answer": "half \ud800"}])
-    found = drawn.load(tmp_path, 40, 2)
+    rollout.save(made, tmp_path, 40, [{"answer": "half \ud800"}])
+    found = rollout.load(tmp_path, 40, 2)
     assert found is not None
     for one in fields(Drawn):
         a, b = getattr(made, one.name), getattr(found, one.name)
         assert a.dtype == b.dtype and torch.equal(a.nan_to_num(9), b.nan_to_num(9)), one.name
-    assert drawn.load(tmp_path, 41, 2) is None
+    assert rollout.load(tmp_path, 41, 2) is None
 
 
 def test_experts_are_kept_where_there_are_any(tmp_path):
     experts = torch.arange(48).view(2, 4, 6).short()
     assert two().batch(slice(0, 2)).experts is None
-    drawn.save(two(experts=experts), tmp_path, 0, [])
-    found = drawn.load(tmp_path, 0, 2)
+    rollout.save(two(experts=experts), tmp_path, 0, [])
+    found = rollout.load(tmp_path, 0, 2)
     assert found is not None and torch.equal(found.experts, experts)
     assert torch.equal(found.batch(torch.tensor([1])).experts, experts[1:].long())
-    drawn.save(two(experts=-experts), tmp_path, 1, [])
+    rollout.save(two(experts=-experts), tmp_path, 1, [])
     with pytest.raises(Refused, match="no numbers of experts"):
-        drawn.load(tmp_path, 1, 2)
+        rollout.load(tmp_path, 1, 2)
 
 
 @pytest.mark.parametrize("damage", ["short", "other", "unlike", "whole", "empty"])
 def test_a_file_that_is_not_ours_is_refused(damage, tmp_path):
-    drawn.save(two(), tmp_path, 0, [])
-    file = drawn.file_of(tmp_path, 0)
+    rollout.save(two(), tmp_path, 0, [])
+    file = rollout.file_of(tmp_path, 0)
     if damage == "short":
         file.write_bytes(file.read_bytes()[:-4])
     if damage == "other":
@@ -81,13 +81,13 @@ def test_a_file_that_is_not_ours_is_refused(damage, tmp_path):
         cut = {n: one if one.ndim == 1 else one[:, :0] for n, one in load_file(file).items()}
         save_file(cut, file)
     with pytest.raises(Refused):
-        drawn.load(tmp_path, 0, 2)
+        rollout.load(tmp_path, 0, 2)
 
 
 def test_a_phase_of_another_length_is_no_file_of_this_one(tmp_path):
     """It may begin at the same step."""
-    drawn.save(two(), tmp_path, 0, [])
-    assert drawn.load(tmp_path, 0, 3) is None and drawn.load(tmp_path, 0, 2) is not None
+    rollout.save(two(), tmp_path, 0, [])
+    assert rollout.load(tmp_path, 0, 3) is None and rollout.load(tmp_path, 0, 2) is not None
 
 
 @pytest.mark.parametrize("experts", [0, 8])
@@ -107,10 +107,10 @@ def test_rows_with_experts_are_as_wide_in_every_layout(experts):
 @pytest.mark.parametrize("name, number", [("tokens", -1), ("labels", -5), ("labels", 10**6)])
 def test_tokens_are_those_of_the_model(name, number):
     made, tree = two(), FAMILIES["llama"].tree
-    drawn.check_read(Path("/x"), made, tree)
+    rollout.check_read(Path("/x"), made, tree)
     vars(made)[name][0, 1] = number
     with pytest.raises(Refused, match=f"/x: {name} are from .*, and the model has"):
-        drawn.check_read(Path("/x"), made, tree)
+        rollout.check_read(Path("/x"), made, tree)
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,13 @@ def test_experts_are_those_of_the_model(shape, most, why):
     experts = torch.zeros(shape, dtype=torch.int16)
     experts[-1, -1, -1] = most
     with nullcontext() if why is None else pytest.raises(Refused, match=f"/x: experts {why}"):
-        drawn.check_experts(Path("/x"), experts, FAMILIES["qwen3-moe"].tree)
+        rollout.check_experts(Path("/x"), experts, FAMILIES["qwen3-moe"].tree)
 
 
 def test_files_of_before_are_taken_away_and_nothing_else(tmp_path):
     for step in (0, 8, 16):
-        drawn.save(two(), tmp_path, step, [])
+        rollout.save(two(), tmp_path, step, [])
     (tmp_path / "rollouts" / "notes.jsonl").write_text("mine")
-    drawn.forget(tmp_path, range(9))
+    rollout.forget(tmp_path, range(9))
     left = sorted(file.name for file in (tmp_path / "rollouts").iterdir())
     assert left == ["00000016.jsonl", "00000016.safetensors", "notes.jsonl"]

@@ -1,16 +1,16 @@
 """What judges answers: rules, and functions in a process of their own."""
 
-import judges
 import pytest
+import reward_functions
 
-from dolmen.rollouts.judge import check_signature
-from dolmen.rollouts.rewards import Answer, is_model, judge_of, last_number, weighted
+from dolmen.rl.judge import check_signature
+from dolmen.rl.rewards import Answer, is_model, judge_of, last_number, weighted
 
 
 @pytest.fixture(autouse=True)
 def named_from_here(monkeypatch):
     """MODULE is looked for in the current folder."""
-    monkeypatch.chdir("tests/rollouts")
+    monkeypatch.chdir("tests/rl")
 
 
 def reward(name: str, text: str, **row) -> float | None:
@@ -51,7 +51,7 @@ def test_a_row_without_what_is_compared_has_failed():
 
 @pytest.mark.spawn
 def test_a_function_judges_in_a_process_of_its_own(capfd):
-    assert reward("judges:length", "four", more=0.5) == 4.5
+    assert reward("reward_functions:length", "four", more=0.5) == 4.5
     assert "said by a reward" in capfd.readouterr().out
 
 
@@ -59,9 +59,9 @@ def test_a_function_judges_in_a_process_of_its_own(capfd):
 @pytest.mark.parametrize(
     "name, why",
     [
-        ("judges:raises", "RuntimeError: no reward today"),
-        ("judges:nothing", "it gave nan"),
-        ("judges:leaves", "gave no reward"),
+        ("reward_functions:raises", "RuntimeError: no reward today"),
+        ("reward_functions:nothing", "it gave nan"),
+        ("reward_functions:leaves", "gave no reward"),
     ],
 )
 def test_what_gives_no_reward_has_failed(name, why):
@@ -74,7 +74,7 @@ def test_what_gives_no_reward_has_failed(name, why):
 @pytest.mark.spawn
 def test_a_second_reply_to_one_request_is_an_error_and_no_reward():
     """Of a function that forks: the next request would take it for its own."""
-    with judge_of("judges:forks", 20.0) as judge:
+    with judge_of("reward_functions:forks", 20.0) as judge:
         found = [judge(Answer("?", str(number), {})) for number in range(6)]
     wrong = [one for one in found if one.reward is None]
     assert wrong and all("the function forks" in one.why for one in wrong)
@@ -83,7 +83,7 @@ def test_a_second_reply_to_one_request_is_an_error_and_no_reward():
 
 @pytest.mark.spawn
 def test_a_reward_is_a_number_and_no_text_or_bool():
-    with judge_of("judges:value", 20.0) as judge:
+    with judge_of("reward_functions:value", 20.0) as judge:
         for text, why in (
             ("text", "it gave str, not a number"),
             ("true", "it gave bool, not a number"),
@@ -102,7 +102,7 @@ def test_a_reward_is_a_number_and_no_text_or_bool():
 
 @pytest.mark.spawn
 def test_what_takes_too_long_has_failed_and_what_comes_after_has_not():
-    with judge_of("judges:hangs", 0.5) as judge:
+    with judge_of("reward_functions:hangs", 0.5) as judge:
         said = [judge(Answer("?", text, {})).reward for text in ("quick", "slow", "quick")]
     assert said == [1.0, None, 1.0]
 
@@ -111,9 +111,12 @@ def test_what_takes_too_long_has_failed_and_what_comes_after_has_not():
 @pytest.mark.parametrize(
     "name, why",
     [
-        ("judges:absent", "has no function absent"),
-        ("judges:of_trl", "judges:of_trl takes lists of completions, as a reward function of TRL"),
-        ("judges:NUMBER", "has no function NUMBER"),
+        ("reward_functions:absent", "has no function absent"),
+        (
+            "reward_functions:of_trl",
+            "of_trl takes lists of completions, as a reward function of TRL",
+        ),
+        ("reward_functions:NUMBER", "has no function NUMBER"),
         ("no_such_module:f", "cannot be imported"),
     ],
 )
@@ -145,23 +148,23 @@ def test_a_function_of_other_arguments_is_refused(function, kind, said):
 
 def test_a_function_of_trl_is_called_as_the_message_says():
     with pytest.raises(ValueError) as refusal:
-        check_signature("judges:of_trl", judges.of_trl, "reward")
+        check_signature("reward_functions:of_trl", reward_functions.of_trl, "reward")
     call = str(refusal.value).partition("returns ")[2]
     names = {"prompt": "p", "answer": "four", "row": {"prompt": "p", "more": 0.5}}
-    assert eval(call, {"of_trl": judges.of_trl, **names}) == 4.5
-    for function in (judges.length, lambda *_: 1.0, min):  # of min nothing is known
+    assert eval(call, {"of_trl": reward_functions.of_trl, **names}) == 4.5
+    for function in (reward_functions.length, lambda *_: 1.0, min):  # of min nothing is known
         check_signature("m:f", function, "reward")
 
 
-@pytest.mark.parametrize("name", ["exakt", "a b:c", "judges:", "regex:("])
+@pytest.mark.parametrize("name", ["exakt", "a b:c", "reward_functions:", "regex:("])
 def test_what_names_no_reward_is_refused(name):
     with pytest.raises(ValueError, match="reward"):
         judge_of(name, 1.0)
 
 
 def test_weights_are_spelled_as_those_of_data():
-    asked = ["0.7:gsm8k", "regex:^a:b", "2:judges:length", ".5:runs/reward"]
-    names = ["gsm8k", "regex:^a:b", "judges:length", "runs/reward"]
+    asked = ["0.7:gsm8k", "regex:^a:b", "2:reward_functions:length", ".5:runs/reward"]
+    names = ["gsm8k", "regex:^a:b", "reward_functions:length", "runs/reward"]
     assert weighted(asked) == list(zip((0.7, 1, 2, 0.5), names, strict=True))
     for asked in ("0:exact", "1:", f"{10**16}:exact", f"{'9' * 400}:exact"):
         with pytest.raises(ValueError, match="a weight over 0, at most 1e[+]15, and a reward"):
@@ -170,4 +173,4 @@ def test_weights_are_spelled_as_those_of_data():
 
 def test_a_folder_is_a_reward_model(tmp_path):
     assert is_model(str(tmp_path)) and is_model("org/name")
-    assert not any(map(is_model, ["exact", "regex:a/b", "judges:length"]))
+    assert not any(map(is_model, ["exact", "regex:a/b", "reward_functions:length"]))

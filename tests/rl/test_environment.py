@@ -7,13 +7,13 @@ import torch
 
 from dolmen.core.mesh import SINGLE
 from dolmen.ops.loss import IGNORED
-from dolmen.rollouts.config import RolloutConfig
-from dolmen.rollouts.drawn import of_answers
-from dolmen.rollouts.generation import Written
-from dolmen.rollouts.learned import with_advantages
-from dolmen.rollouts.prompts import Prompt
-from dolmen.rollouts.rewards import NoReward
-from dolmen.rollouts.turns import Function, Turn, Turns
+from dolmen.rl.config import RolloutConfig
+from dolmen.rl.environment import Function, Turn, Turns
+from dolmen.rl.generation import Written
+from dolmen.rl.prompts import Prompt
+from dolmen.rl.rewards import NoReward
+from dolmen.rl.rollout import of_answers
+from dolmen.rl.targets import with_advantages
 
 END = 0
 
@@ -136,16 +136,16 @@ def test_an_environment_that_fails_ends_the_run_or_the_answer():
 
 @pytest.mark.spawn
 def test_an_environment_is_a_process_of_its_own(monkeypatch):
-    monkeypatch.chdir("tests/rollouts")
+    monkeypatch.chdir("tests/rl")
     prompt = PROMPTS[0]
-    with Function("judges:calculator", 20.0) as environment:
+    with Function("reward_functions:calculator", 20.0) as environment:
         assert environment(prompt, ["1+2"]) == Turn(" = 3; ")
         assert environment(prompt, ["1", "2", "3", "4", "5"]) == Turn(None)
-        assert environment(prompt, ["x"]).why.startswith("judges:calculator: ValueError")
-    with Function("judges:says_a_number", 20.0) as environment:
+        assert environment(prompt, ["x"]).why.startswith("reward_functions:calculator: ValueError")
+    with Function("reward_functions:says_a_number", 20.0) as environment:
         assert "it gave int, not a text or None" in environment(prompt, ["x"]).why
-    with Function("judges:says_half_a_character", 20.0) as environment:
+    with Function("reward_functions:says_half_a_character", 20.0) as environment:
         assert "it gave half a character" in environment(prompt, ["x"]).why
         assert environment(prompt, ["raise"]).why.endswith(r"ValueError: \ud800")  # to be printed
-    with pytest.raises(ValueError, match="turn judges:absent: judges has no function absent"):
-        Function("judges:absent", 20.0)(prompt, ["x"])
+    with pytest.raises(ValueError, match="reward_functions has no function absent"):
+        Function("reward_functions:absent", 20.0)(prompt, ["x"])

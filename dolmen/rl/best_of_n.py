@@ -20,9 +20,9 @@ from dolmen.core.mesh import SINGLE
 from dolmen.core.paths import expand
 from dolmen.files import gate, write
 from dolmen.model.layout import Layout
-from dolmen.rollouts import rewards, scoring
-from dolmen.rollouts.rewards import Answer, is_model, judge_of, weighted
-from dolmen.rollouts.scoring import Judging, Part, Scorer
+from dolmen.rl import rewards, scoring
+from dolmen.rl.rewards import Answer, is_model, judge_of, weighted
+from dolmen.rl.scoring import Judging, Part, Scorer
 from dolmen.serving import engine
 from dolmen.serving.answers import ANSWER as LINE
 from dolmen.serving.config import GenerateConfig

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dolmen.checkpoint.writer import Pinned
-from dolmen.rollouts.idle import Idle, Memory, parts_of
+from dolmen.rl.offload import Idle, Memory, parts_of
 
 
 def held(tensor: torch.Tensor) -> int:

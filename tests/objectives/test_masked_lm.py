@@ -16,7 +16,7 @@ from dolmen.conversion.source import load_weights, open_source
 from dolmen.core import state
 from dolmen.data.batch import FOLLOWS, IGNORED, Batch
 from dolmen.model.decoder import Decoder
-from dolmen.objectives.filling import Filling
+from dolmen.objectives.masked_lm import Filling
 from dolmen.ops.attention import Documents
 from dolmen.ops.positions import PositionIds
 

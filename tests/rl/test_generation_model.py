@@ -14,8 +14,8 @@ from table import FAMILIES, Layout
 from dolmen.core.mesh import SINGLE
 from dolmen.model.layers import Parameters
 from dolmen.model.tree import Scalar
-from dolmen.rollouts.scoring import Scorer
-from dolmen.rollouts.weights import Drawing, whole
+from dolmen.rl.scoring import Scorer
+from dolmen.rl.weights import Drawing, whole
 from dolmen.serving.engine import generate
 
 WORDS = ("tp2 pp2 acc4 zero1", "pp2 dp2 acc4 zero3", "dp2 tp2 sp ep2 zero2")

@@ -29,8 +29,8 @@ from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import Model, special_tokens
 from dolmen.files import gate
 from dolmen.files.kinds import PROMPT_ROWS
-from dolmen.rollouts.config import RolloutConfig
-from dolmen.rollouts.rewards import NEEDS_ANSWER
+from dolmen.rl.config import RolloutConfig
+from dolmen.rl.rewards import NEEDS_ANSWER
 
 SHOWN = 300  # characters of the prompt that is shown
 
