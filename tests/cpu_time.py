@@ -1,20 +1,32 @@
 """CPU time of a test run: minutes of the whole run at its end, seconds of each file with `--cpu`.
 
-A process counts itself and every child that it has waited for (getrusage). With xdist each worker
-reports its own numbers when it ends, and the controller adds them.
+A process counts itself, every child that it has waited for (getrusage), and the server that ranks
+are forked from (spawning.py), which waits for them. With xdist each worker reports its own numbers
+when it ends, and the controller adds them.
 """
 
+import os
 import resource
 from collections import Counter
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and of its children that have ended."""
+    """CPU seconds of this process, of its children that have ended, and of ranks."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + rank_seconds()
+
+
+def rank_seconds() -> float:
+    """CPU seconds of the server of ranks, while it lives, and of its ranks that have ended."""
+    server = forkserver._forkserver._forkserver_pid
+    if server is None:
+        return 0.0
+    fields = Path(f"/proc/{server}/stat").read_text().rsplit(")", 1)[1].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # utime to cstime
 
 
 class CpuTime:
