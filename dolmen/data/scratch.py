@@ -6,14 +6,14 @@ with a MARK that nobody holds is ours and has no owner. Where a file system has 
 swept, and of several that build at once the first rename wins.
 """
 
-import fcntl
 import os
 import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+
+from dolmen.core import locks
 
 MARK = ".dolmen-is-building"
 NAMES = re.compile(r"([0-9a-f]{32}|bpe-\d+-[0-9a-f]{24})\.(lock|[a-z0-9_]{8})")  # of ours alone
@@ -22,32 +22,13 @@ NAMES = re.compile(r"([0-9a-f]{32}|bpe-\d+-[0-9a-f]{24})\.(lock|[a-z0-9_]{8})") 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
     """Within, no other process is in the same; one that waits goes on after the first is done."""
-    with _locked(path):
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)  # while it is locked: see _locked
-
-
-def _locked(path: Path) -> IO:
-    """The file `path`, made if need be, open and locked. Who had the lock before, or a sweep, may
-    have unlinked what was opened, and then the lock is on a file that nobody else will find.
-    """
-    while True:
-        handle = open(path, "w")
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        if _still(handle, path):
-            return handle
-        handle.close()
-
-
-def _still(handle: IO, path: Path) -> bool:
-    """Whether the open file is the one that `path` names."""
+    descriptor = locks.open_locked(path, optional=True)
+    assert descriptor is not None
     try:
-        return os.path.samestat(os.fstat(handle.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return False
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked (core/locks.py)
+        os.close(descriptor)
 
 
 @contextmanager
@@ -60,8 +41,7 @@ def building(folder: Path) -> Iterator[Path]:
     try:
         # locked before it has the name that others look for
         with open(part / f"{MARK}.new", "w") as handle:
-            with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
+            locks.lock(handle, optional=True)
             os.rename(handle.name, part / MARK)
             yield part
             os.unlink(part / MARK)
@@ -78,8 +58,7 @@ def sweep(parent: Path) -> None:
             continue
         mark = path / MARK if path.is_dir() else path
         with suppress(OSError), open(mark, "r+") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not _still(handle, mark):
+            if not locks.lock(handle, wait=False) or not locks.is_at(handle, mark):
                 continue
             if path.is_dir():
                 remove_folder(path)

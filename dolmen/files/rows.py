@@ -10,18 +10,17 @@ A file of JSON rows that is read while it grows: what is new each time, through 
 """
 
 import errno
-import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from dolmen.core import locks
 from dolmen.files import gate
 
 LASTING = 1.0  # seconds between two times that the disk is asked to have all
 LONGEST = 1 << 30  # bytes of a line
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without them
 
 
 class Lines:
@@ -34,12 +33,9 @@ class Lines:
         """
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | (os.O_EXCL if new else 0)
         self.descriptor = os.open(file, flags, 0o666)
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                os.close(self.descriptor)
-                raise
+        if not locks.lock(self.descriptor, wait=False, optional=True):
+            os.close(self.descriptor)
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(file))
         self.count, end = 0, 0
         with open(self.descriptor, "rb", closefd=False) as stream:
             for line in iter(lambda: stream.readline(LONGEST), b""):

@@ -16,8 +16,6 @@ writes no links, so a link is somebody else's. A run of before has no list, nor 
 model or a tokenizer, which have these names whoever wrote them.
 """
 
-import errno
-import fcntl
 import os
 import re
 import time
@@ -26,10 +24,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from dolmen.checkpoint import folders
+from dolmen.core import locks
 from dolmen.files import gate, kinds, write
 from dolmen.training.config import RunConfig
-
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without them says
 
 
 def take(out: Path, patience: float = 0) -> int | None:
@@ -37,44 +34,24 @@ def take(out: Path, patience: float = 0) -> int | None:
     no locks. Raises Unusable if another run still holds it after `patience` seconds (the process
     that a restart replaces may be dying), or if it cannot be held.
 
-    A file is locked, and not the folder: over NFS, Linux makes a lock of a file that is open for
-    writing one of all hosts, and a lock of a folder one of this host.
+    A file is locked, and not the folder: over NFS the lock of a folder is one of this host.
     """
     end = time.monotonic() + patience
     try:
         out.mkdir(parents=True, exist_ok=True)
-        while (descriptor := _held(out / LOCK)) is None:
+        while (descriptor := locks.open_locked(out / LOCK, wait=False)) is None:
             if time.monotonic() > end:
                 raise Unusable(
                     f"{out} is in use by another run: wait for it, or give another --out"
                 )
             time.sleep(0.1)
     except OSError as error:
-        if error.errno in NO_LOCKS:
+        if error.errno in locks.NO_LOCKS:
             return None
         raise Unusable(
             f"{out / LOCK} cannot be locked ({error.strerror}): mend it, or give another --out"
         ) from None
     return descriptor
-
-
-def _held(file: Path) -> int | None:
-    """A descriptor that holds `file`, made if there is none; None if somebody else holds it. Raises
-    OSError.
-    """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # who held it may have deleted it since it was opened: then it is not the folder's lock
-        if os.path.samestat(os.fstat(descriptor), os.stat(file)):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
 
 
 def free(out: Path, descriptor: int | None) -> None:
@@ -129,7 +106,7 @@ FORMS = {
         rf"(hf|{EXPORTING}/model)/({TOKENIZER}|{MODEL})", rf"hf|{EXPORTING}(/model)?", "files"
     ),
     "profile": Form(
-        r"profile/step-\d+/(trace-rank-\d+\.json\.gz|picture-rank-\d+\.png|table\.(txt|json))"
+        r"profile/step-\d+/(trace-rank-\d+\.json\.gz|table\.(txt|json))"
         r"(\.part)?",
         r"profile(/step-\d+)?",
     ),

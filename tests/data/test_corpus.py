@@ -300,7 +300,7 @@ def between(monkeypatch, flags, what):
             before.pop()()
         flock(handle, given)
 
-    monkeypatch.setattr(scratch.fcntl, "flock", first)
+    monkeypatch.setattr(fcntl, "flock", first)
 
 
 def test_a_sweep_takes_no_lock_file_that_is_open(tmp_path, monkeypatch):
