@@ -6,20 +6,19 @@ numbers are one uncompressed entry, of which the archive's directory holds the C
     __3_0.distcp   | archive | archive | archive: data.pkl | data/0: 64-byte aligned numbers | ... ,
                    with their CRC-32 |
 
-`.metadata`, DCP's description of a checkpoint. It is a pickle that somebody else may have
-written: it may name the dozen classes that describe tensors, and nothing else, and what it
-describes is looked at before anything is allocated or opened.
+`.metadata`, DCP's description of a checkpoint, is a pickle that somebody else may have written
+(files/pickles.py). It may name the dozen classes that describe tensors, and nothing else, and what
+it describes is checked before anything is allocated or opened.
 """
 
 import io
 import math
-import pickle
-import re
+import sys
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 from dolmen.checkpoint.folders import FILE, METADATA, Damaged
 from dolmen.checkpoint.seal import Seal
 from dolmen.core.torch_private.checkpoints import NUMBERS, PICKLED, Place
+from dolmen.files import pickles
 from dolmen.files.gate import MIB, read_bytes, refuse
-from dolmen.files.pickles import Instructions
 from dolmen.files.safetensors import NAMES
 from dolmen.files.window import Window
 
@@ -90,35 +89,7 @@ def compare(checksum: int, expected: int, name: str) -> None:
 MOST = 1024 * MIB
 """Bytes of a description. One of 140,000 tensors in 8 parts has 200 MB."""
 MEGATRON = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
-PLANS = frozenset(
-    ("torch.distributed.checkpoint.planner", name)
-    for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-)
-"""Classes of the save plans that Megatron-Core caches in `all_local_plans`."""
-BYTES = (BytesStorageMetadata.__module__, BytesStorageMetadata.__name__)
 KINDS = (TensorStorageMetadata, BytesStorageMetadata)
-ALLOWED = PICKLED | {("torch", str(dtype).removeprefix("torch.")) for dtype in NAMES}
-
-
-INSTRUCTIONS = Instructions(
-    # of protocol 4 and later
-    re.compile(
-        rb"(?:[(.)}\]NaesubtR\x81\x85-\x89\x93\x94]|[\x80Kh].|M..|[Jj].{4}|\x95.{8}){1,4096}",
-        re.DOTALL,
-    ),
-    {0x8C: 1, ord("X"): 4, 0x8A: 1},  # SHORT_BINUNICODE, BINUNICODE, LONG1
-    "a checkpoint of tensors",
-)
-"""Of the pickles that DCP writes."""
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which a checkpoint of tensors has no use for"
-            )
-        return super().find_class(module, name)
 
 
 class _Skipped:
@@ -128,22 +99,34 @@ class _Skipped:
         pass
 
 
-class _ForeignUnpickler(_Unpickler):
-    """Reads the `.metadata` that Megatron-Core writes. Beside tensors it has entries of bytes, a
-    metadata class of Megatron's own, the path it was saved to, and cached save plans, which are
-    skipped.
-    """
-
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) in PLANS:
-            return _Skipped
-        if (module, name) == MEGATRON:
-            return Metadata
-        if re.fullmatch(r"pathlib(\._local)?", module) and name in ("PosixPath", "PurePosixPath"):
-            return PurePosixPath
-        if (module, name) == BYTES:
-            return BytesStorageMetadata
-        return super().find_class(module, name)
+OWN: dict[tuple[str, str], Any] = {
+    **{one: getattr(sys.modules[one[0]], one[1]) for one in PICKLED},
+    **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in NAMES},
+}
+"""What the description of a checkpoint of tensors may name."""
+FOREIGN: dict[tuple[str, str], Any] = {
+    **OWN,
+    **{
+        ("torch.distributed.checkpoint.planner", name): _Skipped
+        for name in (
+            "SavePlan",
+            "WriteItem",
+            "WriteItemType",
+            "TensorWriteData",
+            "BytesIOWriteData",
+        )
+    },
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+    (BytesStorageMetadata.__module__, BytesStorageMetadata.__name__): BytesStorageMetadata,
+    **{
+        (module, name): PurePosixPath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath")
+    },
+}
+"""That of Megatron-Core has entries of bytes too, a class of Megatron's own, the path that it was
+saved to, and cached save plans (`all_local_plans`), which are skipped.
+"""
 
 
 def read_metadata(seal: Seal) -> Metadata:
@@ -153,7 +136,7 @@ def read_metadata(seal: Seal) -> Metadata:
     path = seal.folder / METADATA
     content = seal.read(METADATA)
     try:
-        found = _unpickled(content, _Unpickler)
+        found = _unpickled(content, OWN)
         stored = stored_tensors(found)
         _check_tensors(stored)
         _check_places(found.storage_data, stored)
@@ -163,9 +146,8 @@ def read_metadata(seal: Seal) -> Metadata:
     return found
 
 
-def _unpickled(content: bytes, unpickler: type[_Unpickler]) -> Metadata:
-    INSTRUCTIONS.follow(content)
-    found = unpickler(io.BytesIO(content)).load()
+def _unpickled(content: bytes, names: Mapping[tuple[str, str], Any]) -> Metadata:
+    found = pickles.load(content, lambda module, name: names.get((module, name)))
     if not isinstance(found, Metadata):
         raise TypeError(f"it is a {type(found).__name__}")
     return found
@@ -187,7 +169,7 @@ def read_foreign(file: Path) -> Foreign:
     """
     content = read_bytes(file, MOST)
     try:
-        found = _unpickled(content, _ForeignUnpickler)
+        found = _unpickled(content, FOREIGN)
         everything = found.state_dict_metadata
         tensors = {n: t for n, t in everything.items() if isinstance(t, TensorStorageMetadata)}
         known = {n: type(t) in KINDS and type(n) is str for n, t in everything.items()}

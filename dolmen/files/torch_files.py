@@ -5,9 +5,9 @@ nested values with tensors in them, as a pickle, and apart from it the tensors' 
     older     magic | version | system | values | keys | u64 n, numbers | u64 n, numbers | ...
 
 A pickle says what it is made of by naming classes and functions, which Python would import and
-call. Here each name of a written list has a stand-in of ours, and every other one is refused by its
-name. A stand-in computes nothing: a tensor becomes the place of its numbers (`Held`), a Namespace
-its values, anything else that training leaves in its files (`Left`) nothing at all.
+call. Here each name of a written list has a stand-in of ours, and every other one is refused
+(pickles.py). A stand-in computes nothing: a tensor becomes the place of its numbers (`Held`), a
+Namespace its values, anything else that training leaves in its files (`Left`) nothing at all.
 """
 
 import io
@@ -16,8 +16,9 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,17 +27,15 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.core.torch_private.checkpoints import MAGIC, NUMBERS, PARAMETERS, TENSORS, rebuild
+from dolmen.files import pickles
 from dolmen.files.gate import MIB, Refused, opened, refuse
-from dolmen.files.pickles import Instructions
 from dolmen.files.safetensors import NAMES, Form, Spec, Stored
 from dolmen.files.window import Window
 
 MOST = 256 * MIB
 """Bytes of a pickle. That of a model with 140,000 tensors has 30 MB."""
-VALUES = 2**20
-"""Most values of mappings. One may be the value of several: 32 that each have the next one twice
-are four billion to who walks them.
-"""
+MOST_BYTES = 64 * MIB
+"""Bytes of a pickle with numbers. 256 experts with a history of 1,024 steps have 5 MiB."""
 STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -57,18 +56,6 @@ ARCHIVE = b"PK\x03\x04"
 """What an archive begins with."""
 LARGE = 2**31  # bytes: from here on an archive says sizes in 8
 
-INSTRUCTIONS = Instructions(
-    # q and r put into the memo, r here below 2**23; c names a class
-    re.compile(
-        rb"(?:[()}\]NaesubtRQ02\x81\x85-\x89\x8f\x90\x93\x94]|[\x80Kqh].|M..|[Jj].{4}|[G\x95].{8}"
-        rb"|r..[\x00-\x7f]\x00|c[^\n]{1,255}\n[^\n]{1,255}\n){1,4096}",
-        re.DOTALL,
-    ),
-    {0x8C: 1, ord("X"): 4, ord("U"): 1, ord("T"): 4, 0x8A: 1, ord("C"): 1, ord("B"): 4},
-    "a file of tensors",
-)
-"""Of the pickles that torch.save writes, protocols 2 to 5."""
-
 
 @dataclass
 class Storage:
@@ -78,7 +65,9 @@ class Storage:
     dtype: torch.dtype
     elements: int
     start: int = -1
-    """Where they begin in the file."""
+    """Where they begin in the file, or in `content`."""
+    content: bytes = b""
+    """The bytes that they lie in, of a pickle that has them in memory (`load_bytes`)."""
 
 
 @dataclass
@@ -196,42 +185,25 @@ LEFT = re.compile(
 that makes an object. None of them is imported."""
 
 
-class Unpickler(pickle.Unpickler):
-    """Of what torch.save writes, by stand-ins; `storages`: those that it names."""
+def _find(module: str, name: str) -> Any:
+    """What stands for a name of a file of tensors (pickles.Find)."""
+    full = f"{module}.{name}"
+    if module in ("torch", "torch.storage") and name in STORAGES:
+        return STORAGES[name]
+    if module == "torch" and name in DTYPES:
+        return DTYPES[name]
+    return KNOWN.get(full) or (Left if LEFT.fullmatch(full) else None)
 
-    def __init__(self, stream: Any, storages: dict[str, Storage]):
-        super().__init__(stream, encoding="latin1")  # of Python 2, as torch takes it
-        self.storages = storages
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in TENSORS:
-            return _held
-        if (module, name) in PARAMETERS:
-            return _first
-        if module in ("torch", "torch.storage") and name in STORAGES:
-            return STORAGES[name]
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return torch.uint8
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
-        full = f"{module}.{name}"
-        if full in KNOWN:
-            return KNOWN[full]
-        if LEFT.fullmatch(full):
-            return Left
-        raise pickle.UnpicklingError(
-            f"it names {full}, which dolmen does not take from a pickle, since a pickle runs what "
-            "it names"
-        )
-
-    def persistent_load(self, pid: Any) -> Storage:
-        kind, dtype, key, _, elements, *view = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or any(view):
-            raise pickle.UnpicklingError(f"it has a part that is no storage: {str(pid)[:100]}")
-        found = self.storages.setdefault(str(key), Storage(str(key), dtype, _count(elements)))
-        if (found.dtype, found.elements) != (dtype, elements):
-            raise pickle.UnpicklingError(f"storage {key} is described in two ways")
-        return found
+def _resolve(pid: Any, storages: dict[str, Storage]) -> Storage:
+    """The storage that a pickle means by a persistent id; it is added to `storages`."""
+    kind, dtype, key, _, elements, *view = pid
+    if kind != "storage" or not isinstance(dtype, torch.dtype) or any(view):
+        raise pickle.UnpicklingError(f"it has a part that is no storage: {str(pid)[:100]}")
+    found = storages.setdefault(str(key), Storage(str(key), dtype, _count(elements)))
+    if (found.dtype, found.elements) != (dtype, elements):
+        raise pickle.UnpicklingError(f"storage {key} is described in two ways")
+    return found
 
 
 def _held(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> Held:
@@ -270,7 +242,10 @@ def _first(value: Any, *_: Any) -> Any:
     return value
 
 
-KNOWN: dict[str, Callable[..., Any]] = {
+KNOWN: dict[str, Any] = {
+    **{".".join(one): _held for one in TENSORS},
+    **{".".join(one): _first for one in PARAMETERS},
+    "torch.storage.UntypedStorage": torch.uint8,
     "argparse.Namespace": Namespace,
     "types.SimpleNamespace": Namespace,
     "_codecs.encode": _encoded,
@@ -316,10 +291,10 @@ def load_part(file: Path, position: int, length: int) -> Any:
 
 def tensors(value: Any, file: Path) -> dict[str, Stored]:
     """Every tensor that lies in mappings, by the names on its way: {"a": {"b.weight": t}} is
-    a.b.weight. Raises Refused for two of one name, and as `leaves`.
+    a.b.weight. Raises Refused for two of one name.
     """
     found: dict[str, Stored] = {}
-    for name, one in leaves(value, file):
+    for name, one in leaves(value):
         if isinstance(one, Held):
             if name in found:
                 raise refuse(file, f"holds {name} twice")
@@ -336,17 +311,14 @@ BIN = Form("pytorch_model.bin", "pytorch_model.bin.index.json", read_header)
 """As transformers saved models before safetensors."""
 
 
-def leaves(value: Any, file: Path) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """(name, value) of all that lies in mappings and is none, in order."""
-    left, seen = [("", value)], 0
+    left = [("", value)]
     while left:
         name, one = left.pop()
         if not isinstance(one, Mapping):
             yield name, one
             continue
-        seen += len(one)
-        if seen > VALUES:
-            raise refuse(file, f"has mappings of more than {VALUES:,} values")
         start = f"{name}." if name else ""
         left += [(f"{start}{inner}", content) for inner, content in reversed([*one.items()])]
 
@@ -367,7 +339,9 @@ def of_archive(stream: BinaryIO, position: int = 0) -> Any:
         if entries[pickled].file_size > MOST:
             raise ValueError(f"its pickle has more than {MOST:,} bytes")
         storages: dict[str, Storage] = {}
-        value = _unpickled(archive.read(entries[pickled]), storages)
+        value = pickles.load(
+            archive.read(entries[pickled]), _find, partial(_resolve, storages=storages)
+        )
     for storage in storages.values():
         entry = entries.get(f"{root}{NUMBERS}{storage.key}")
         size = storage.elements * storage.dtype.itemsize
@@ -393,10 +367,8 @@ def of_older(stream: BinaryIO) -> Any:
     head, at, storages = stream.read(MOST), 0, {}
     values = []
     for _ in range(5):
-        end = INSTRUCTIONS.follow(head, at, pickle.STOP) + 1
-        if end > len(head):
-            raise ValueError("it ends early")
-        values.append(_unpickled(head[at:end], storages))
+        end = pickles.scan(head, at)
+        values.append(pickles.load(head[at:end], _find, partial(_resolve, storages=storages)))
         if values[0] != MAGIC:
             raise ValueError("it is no file of torch.save")
         at = end
@@ -416,11 +388,69 @@ def of_older(stream: BinaryIO) -> Any:
     return value
 
 
-def _unpickled(content: bytes, storages: dict[str, Storage]) -> Any:
-    end = INSTRUCTIONS.follow(content, 0, pickle.STOP)
-    if end >= len(content):
-        raise ValueError("its pickle has no end")
-    return Unpickler(io.BytesIO(content[: end + 1]), storages).load()
+def load_bytes(content: bytes, where: Path) -> dict[str, Any]:
+    """The mapping that `content` is, its tensors in memory, with stand-ins in place of what is
+    neither they nor plain values. `where` is the file that it was found in. Raises Refused.
+
+    Transformer Engine keeps the state of a module so. pickle itself has written it: in place of
+    each tensor's numbers stands a whole older file of `torch.save`, which holds one storage. Until
+    1.11 it was `torch.save`, an archive.
+    """
+    if len(content) > MOST_BYTES:
+        raise refuse(
+            where, f"holds a state of {len(content):,} bytes: {MOST_BYTES:,} are read at most"
+        )
+    try:
+        if content.startswith(ARCHIVE):
+            value = of_archive(io.BytesIO(content))
+        else:
+            value = pickles.load(content, _find_in_bytes)
+        if value is None:  # a module that has no state wrote that
+            return {}
+        if not isinstance(value, Mapping):
+            raise ValueError(f"it is a {type(value).__name__}, and no mapping")
+        return {
+            str(name): _tensor(one, one.storage.content or content)
+            if isinstance(one, Held)
+            else one
+            for name, one in value.items()
+        }
+    except Exception as error:  # a damaged pickle can raise almost anything
+        raise refuse(where, f"holds a state that is not read: {error}") from error
+
+
+def _find_in_bytes(module: str, name: str) -> Any:
+    """`_find`, with the function that stands where pickle itself has written a storage."""
+    if (module, name) == ("torch.storage", "_load_from_bytes"):
+        return _storage
+    return _find(module, name)
+
+
+def _storage(content: Any) -> Storage:
+    """A storage that a file from before archives in memory holds."""
+    if type(content) is not bytes:
+        raise pickle.UnpicklingError("the numbers of a tensor are not bytes")
+    found = of_older(io.BytesIO(content))
+    if not isinstance(found, Storage):
+        raise pickle.UnpicklingError("the numbers of a tensor are no storage")
+    found.content = content
+    return found
+
+
+def _tensor(held: Held, content: bytes) -> Tensor:
+    """The tensor, of numbers in memory."""
+    if not held.contiguous:
+        raise pickle.UnpicklingError("a tensor's numbers do not lie in a row")
+    start = held.storage.start + held.offset * held.dtype.itemsize
+    if not held.reach:
+        return torch.empty(held.shape, dtype=held.dtype)
+    numbers = bytearray(content[start : start + held.reach * held.dtype.itemsize])
+    return torch.frombuffer(numbers, dtype=held.dtype).view(held.shape)
+
+
+def dump_bytes(value: Mapping[str, Shaped[Tensor, "..."] | Mapping[str, int | str]]) -> bytes:
+    """The inverse of `load_bytes`, of tensors and plain values: as pickle itself writes them."""
+    return pickle.dumps(dict(value), protocol=4)
 
 
 class Writer:
@@ -431,7 +461,7 @@ class Writer:
 
     def __init__(self, file: Path, value: Any):
         self.file = file
-        self.specs = {n: spec for n, spec in leaves(value, file) if isinstance(spec, Spec)}
+        self.specs = {n: spec for n, spec in leaves(value) if isinstance(spec, Spec)}
         self.keys = {name: str(i) for i, name in enumerate(self.specs)}
         self.archive = zipfile.ZipFile(file, "x")
         pickled = io.BytesIO()

@@ -16,11 +16,11 @@ from seals import edit, seal_again
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dolmen.checkpoint import folders
-from dolmen.checkpoint import metadata as descriptions
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.core.mesh import SINGLE
+from dolmen.files import pickles
 
 META = {"step": 1, "updates": 16, "norms": [0.25, 3.5], "run": {"model": {"family": "llama"}}}
 
@@ -217,10 +217,10 @@ BOMBS = {
 
 @pytest.mark.parametrize("case", BOMBS)
 def test_a_description_that_takes_gigabytes_is_refused_unread(store, case, monkeypatch):
-    monkeypatch.setattr(descriptions, "_Unpickler", None)
+    monkeypatch.setattr(pickles, "RestrictedUnpickler", None)
     (store.path(1) / folders.METADATA).write_bytes(b"\x80\x04" + BOMBS[case])
     seal_again(store.path(1))
-    with pytest.raises(Damaged, match="an instruction that a checkpoint of tensors has no use for"):
+    with pytest.raises(Damaged, match="an instruction that a pickle of tensors has no use for"):
         store.load(1, tensors(0.0))
 
 
@@ -229,9 +229,9 @@ def test_every_instruction_of_a_pickle_is_found(store):
     content = (store.path(1) / folders.METADATA).read_bytes()
     begins = [at for _, _, at in pickletools.genops(content)]
     for at in begins:
-        descriptions.INSTRUCTIONS.follow(content[:at])
-        with pytest.raises(pickle.UnpicklingError, match=f"byte {at} is 0x72"):
-            descriptions.INSTRUCTIONS.follow(content[:at] + pickle.LONG_BINPUT + content[at:])
+        assert pickles.scan(content[:at] + pickle.STOP) == at + 1
+        with pytest.raises(pickle.UnpicklingError, match=f"byte {at} is 0x96"):
+            pickles.scan(content[:at] + pickle.BYTEARRAY8 + content[at:])
 
 
 def test_chunks_that_overlap_are_seen_without_a_seal(store):

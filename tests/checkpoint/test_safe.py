@@ -135,9 +135,6 @@ def test_the_allowed_names_exist():
     """Each pair is found on this torch, and is a class, a dtype or `_get_layout`: no dotted way to
     anything else.
     """
-    for module, name in descriptions.ALLOWED:
-        found = pickle.Unpickler.find_class(
-            descriptions._Unpickler(open(os.devnull, "rb")), module, name
-        )
+    for (_, name), found in descriptions.OWN.items():
         assert isinstance(found, type | torch.dtype) or name == "_get_layout"
         assert "." not in name

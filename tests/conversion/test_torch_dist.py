@@ -341,7 +341,7 @@ NORM, HEAD = "decoder.final_layernorm.weight", "output_layer.weight"
         ),
         (
             described(lambda m: m.state_dict_metadata.update(evil=Evil())),
-            "it names builtins.print, which a checkpoint of tensors has no use for",
+            "it names builtins.print, which dolmen does not take from a pickle",
         ),
         (place(NORM, relative_path="../x.distcp"), "it names ../x.distcp, a file outside"),
         (place(NORM, offset=-1), "the place of decoder.final_layernorm.weight is no position"),

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from dolmen.files import torch_files
+from dolmen.files import pickles, torch_files
 from dolmen.files.gate import Refused
 from dolmen.files.safetensors import Spec
 from dolmen.files.torch_files import Namespace, Writer, load, tensors
@@ -184,13 +184,14 @@ def test_what_would_unpack_to_more_than_the_file(tmp_path, monkeypatch):
     file = archived(tmp_path / "a.pt", tensor(0, (2,), (1,)), zipfile.ZIP_DEFLATED)
     with pytest.raises(Refused, match="it is compressed"):
         load(file)
-    monkeypatch.setattr(torch_files, "VALUES", 1000)
-    many = {"w": torch.ones(1)}
+    monkeypatch.setattr(pickles, "VALUES", 1000)
+    mappings, lists = {"w": torch.ones(1)}, [1]
     for _ in range(40):
-        many = {"a": many, "b": many}
-    torch.save(many, file)
-    with pytest.raises(Refused, match="more than 1,000 values"):
-        tensors(load(file), file)
+        mappings, lists = {"a": mappings, "b": mappings}, [lists, lists]
+    for many in (mappings, {"rng": lists}):
+        torch.save(many, file)
+        with pytest.raises(Refused, match="more than 1,000 values"):
+            load(file)
 
 
 def test_what_is_written_torch_loads(tmp_path):

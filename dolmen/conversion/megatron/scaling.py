@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dolmen.conversion.weights import Scaling
 from dolmen.files.gate import refuse
-from dolmen.files.torch_bytes import dump_bytes, load_bytes
+from dolmen.files.torch_files import dump_bytes, load_bytes
 
 TENSORS = ("amax_history_fwd", "scale_fwd", "amax_history_bwd", "scale_bwd")
 

@@ -17,8 +17,7 @@ from dolmen.conversion.weights import Scales, Scaling, joined
 from dolmen.families.rules import Entry
 from dolmen.files import torch_files
 from dolmen.files.gate import refuse
-from dolmen.files.torch_bytes import MOST
-from dolmen.files.torch_files import Buffer, Held
+from dolmen.files.torch_files import MOST_BYTES, Buffer, Held
 from dolmen.model.tree import Leaf, Tree
 
 STATE = re.compile(r"(?P<module>.+\.)_extra_state(?P<number>\d{0,6})")
@@ -46,7 +45,7 @@ class Kept:
                 pass
             case Buffer(content):
                 pass
-            case Held(shape=(size,), dtype=torch.uint8) if size <= MOST:
+            case Held(shape=(size,), dtype=torch.uint8) if size <= MOST_BYTES:
                 stored = value.stored("_extra_state", self.file)
                 content = bytes(stored.read().numpy())
             case _:
@@ -80,7 +79,7 @@ def place(
     """Adds the states of a chunk to `found`: of the rank `at` (tp, pp, ep), which has so many
     `experts`, where layers `before` come first.
     """
-    for stored, value in torch_files.leaves(held, file):
+    for stored, value in torch_files.leaves(held):
         name = product(stored)
         if name is None or (name.expert is None and at[2] > 0):  # every rank of ep has it
             continue
