@@ -341,7 +341,6 @@ PLAIN = {
     "planning/winner.py": "the bytes of our own source, to know when it has changed",
     "launch/process.py": "/proc",
     "launch/watch.py": "/proc",
-    "training/profile.py": "the trace that this process has just recorded",
     "data/quickstart_corpus.py": "documents, to be compressed",
     "data/tokenizer.py": "what the library of tokenizers gives as JSON",
     "checkpoint/seal.py": "what this process has just written",

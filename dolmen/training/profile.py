@@ -1,22 +1,22 @@
-"""The profile of one step (--log.profile STEP): a trace that chrome://tracing and Perfetto open, a
-table of where the time went by kind, and both as a picture.
+"""The profile of one step (--log.profile STEP): a trace for chrome://tracing and Perfetto, and a
+table of where the time went by kind of work.
 
-    profile/step-N/trace-rank-R.json.gz, picture-rank-R.png    of the first rank of each stage
-    profile/step-N/table.txt, table.json                       of the same ranks
+    profile/step-N/trace-rank-R.json.gz    of the first rank of each stage
+    profile/step-N/table.txt, table.json   of the same ranks: seconds by kind, and by operator
 
-One rank per stage of the pipeline: the others of its stage compute the same sizes in the same
-order, and the stages differ. All ranks record, as a rank that records is slower and the others
-would be seen waiting for it; and each tells how long its collectives took, so that what was waiting
-for other ranks is told apart.
+One rank per stage of the pipeline writes: the others of its stage compute the same sizes in the
+same order, and the stages differ. All ranks record, as a rank that records is slower and the others
+would be seen waiting for it; and each measures how long its collectives took, so that waiting for
+other ranks is separated from communication.
 
     with record(device) as recording: step()
-    print("\\n".join(timeline.lines(timeline.tabulate(recording.timeline()))))
+    print("\n".join(recording.tabulate()[0].lines()))
 """
 
 import gzip
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,9 +28,10 @@ from dolmen.core import agree, collectives, ranges
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.messages import counted
 from dolmen.files import write
-from dolmen.training import events, folder, picture, timeline
-from dolmen.training.events import Timeline
-from dolmen.training.timeline import Table
+from dolmen.training import folder, profile_table
+from dolmen.training.profile_table import Table
+
+OPERATORS = 30  # the longest of them, in table.txt
 
 
 class Recording:
@@ -75,25 +76,28 @@ class Recording:
             self.started = False
 
     def trace(self) -> bytes:
-        """The Chrome trace, JSON."""
+        """The Chrome trace, JSON. Raises OSError where it cannot be written."""
         with tempfile.TemporaryDirectory() as made:
             file = Path(made) / "trace.json"
             self.profiler.export_chrome_trace(str(file))
-            return file.read_bytes()
+            trace = file.read_bytes()
+        if not trace.rstrip().endswith(b"}"):  # torch writes to a full disk in silence
+            raise OSError(0, "it is cut short", f"the trace in {tempfile.gettempdir()}")
+        return trace
 
-    def timeline(self) -> Timeline:
-        return read_profile(self.trace())
+    def tabulate(self) -> tuple[Table, Mapping[str, list[float]]]:
+        """The step by kind of work, and the seconds of each collective by kind."""
+        return profile_table.tabulate(self.profiler.events() or ())
 
-
-def read_profile(trace: bytes) -> Timeline:
-    """A Chrome trace that `Recording` gave. Raises ValueError where it is none."""
-    # strict: kernels' names are C++, and may hold anything
-    return events.read_trace(json.loads(trace, strict=False)["traceEvents"])
+    def operators(self) -> str:
+        """The operators that took most time, as a table of torch.profiler."""
+        by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        return self.profiler.key_averages().table(sort_by=by, row_limit=OPERATORS)
 
 
 @contextmanager
 def record(device: torch.device) -> Iterator[Recording]:
-    """Within is one step that is recorded; `timeline` and `trace` afterwards."""
+    """Record one step, the body; `tabulate` and `trace` read it afterwards."""
     recording = Recording(device)
     with recording.step():
         yield recording
@@ -128,98 +132,87 @@ class Profile:
             self.recording.stop()
 
     def write(self, facts: Callable[[float], dict[str, Any]]) -> list[str]:
-        """Write what was recorded; what to tell, on the first rank, else nothing. All ranks call
-        it. `facts`: what is to stand in table.json of a step of so many seconds. What cannot be
-        written is told, and raises nothing: no rank waits for one that failed.
+        """Write what was recorded; return lines to show, on the first rank. All ranks call it.
+        `facts`: numbers for table.json of a step of so many seconds. A file that cannot be written
+        is reported and raises nothing: no rank waits for one that failed.
         """
         assert self.recording is not None
         recording, self.recording = self.recording, None
-        mesh, failed, table = self.mesh, [], None
-        trace, found = b"", None
-        with _telling(failed):
-            trace = recording.trace()
-            found = read_profile(trace)
-        least = _least(found.took if found else {}, mesh)
-        if found:
-            table = timeline.with_waiting(timeline.tabulate(found), found.took, least)
+        mesh, failed = self.mesh, []
+        table, durations = recording.tabulate()
+        measured = {kind: sum(seconds) for kind, seconds in durations.items()}
+        table = table.with_waiting(measured, _least(durations, mesh))
         shown = mesh.dp.rank == mesh.cp.rank == mesh.tp.rank == 0
-        with _telling(failed):
+        with _collect_failure(failed):
             if mesh.first:
                 folder.claim(self.out, "profile")
-            if shown and found and table:
-                self._trace(trace, found, table)
-        mine = ((mesh.rank, mesh.pp.rank, table) if shown and table else None, mesh.rank, failed)
+            if shown:
+                packed = gzip.compress(recording.trace(), 6, mtime=0)
+                write.replace(self._make() / f"trace-rank-{mesh.rank}.json.gz", packed)
+        mine = ((mesh.rank, mesh.pp.rank, table) if shown else None, mesh.rank, failed)
         everyone = agree.gather_objects(mine) if mesh.size > 1 else [mine]
         if not mesh.first:
             return []
-        tables = [one for one, *_ in everyone if one is not None]
-        text = self._tables(tables, facts, failed) if tables else []
-        why = [f"on rank {rank}: {one}" for _, rank, some in everyone for one in some[:1]]
-        why += [f"on rank {mesh.rank}: {one}" for one in failed if not why]
-        if not why:
+        tables = [table for table, *_ in everyone if table is not None]
+        text = self._tables(tables, facts, recording.operators(), failed)
+        reasons = [f"on rank {rank}: {one}" for _, rank, some in everyone for one in some[:1]]
+        reasons += [f"on rank {mesh.rank}: {one}" for one in failed if not reasons]
+        if not reasons:
             return [*text, f"profile: {self._folder()}"]
-        more = f" (and on {counted(len(why) - 1, 'other rank')})" if len(why) > 1 else ""
-        return [*text, f"the profile of step {self.number} is not written {why[0]}{more}"]
+        more = f" (and on {counted(len(reasons) - 1, 'other rank')})" if len(reasons) > 1 else ""
+        return [*text, f"the profile of step {self.number} is not written {reasons[0]}{more}"]
 
     def _folder(self) -> Path:
         return self.out / f"profile/step-{self.number}"
 
-    def _made(self) -> Path:
-        """The folder, made. Raises OSError."""
+    def _make(self) -> Path:
+        """Make the folder. Raises OSError."""
         return write.folder(self.out, self._folder().relative_to(self.out))
-
-    def _trace(self, trace: bytes, found: Timeline, table: Table) -> None:
-        rank, stage = self.mesh.rank, self.mesh.pp
-        title = f"step {self.number}, rank {rank}, stage {stage.rank} of {stage.size}"
-        to = self._made()
-        write.replace(to / f"trace-rank-{rank}.json.gz", gzip.compress(trace, 6, mtime=0))
-        write.replace(to / f"picture-rank-{rank}.png", picture.draw(table, found, title))
 
     def _tables(
         self,
         tables: list[tuple[int, int, Table]],
         facts: Callable[[float], dict],
+        operators: str,
         failed: list[str],
     ) -> list[str]:
-        """Write table.txt and table.json; what to tell."""
+        """Write table.txt and table.json; return the lines to show."""
         known = facts(tables[0][2].seconds)
         text = []
         for rank, stage, table in tables:
             text.append(f"step {self.number}, rank {rank}, stage {stage}: {table.seconds:.4f} s")
-            text += [f"  {line}" for line in timeline.lines(table)]
+            text += [f"  {line}" for line in table.lines()]
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in known.items())
         text += [f"{numbers} (under the profiler)"] if known else []
         rows = [{"rank": r, "stage": s, **asdict(table)} for r, s, table in tables]
         whole = {"step": self.number, **known, "ranks": rows}
-        with _telling(failed):
-            to = self._made()
+        with _collect_failure(failed):
+            to = self._make()
             write.replace(to / "table.json", json.dumps(whole, indent=1) + "\n")
-            write.replace(to / "table.txt", "\n".join(text) + "\n")
+            write.replace(to / "table.txt", "\n".join([*text, "", operators]) + "\n")
         return text
 
 
 @contextmanager
-def _telling(failed: list[str]) -> Iterator[None]:
-    """Within, what cannot be written, or was cut short, is put into `failed`."""
+def _collect_failure(failed: list[str]) -> Iterator[None]:
+    """Put an OSError of the body into `failed`."""
     try:
         yield
     except OSError as error:
         failed.append(f"{error.filename or 'its trace'}: {error.strerror or error}")
-    except json.JSONDecodeError as error:  # a full disk may cut a trace in silence
-        failed.append(f"its trace in {tempfile.gettempdir()} is cut short: {error}")
 
 
-def _least(took: dict[str, list[float]], mesh: Mesh) -> dict[str, list[float]]:
-    """By kind of collective, the least that each took on any rank of its axis. Kinds of which the
-    ranks had different numbers are left out: their stages differ.
+def _least(durations: Mapping[str, list[float]], mesh: Mesh) -> dict[str, float]:
+    """The sum of what each collective of a kind took on the rank of its axis where it took least.
+    Kinds of which the ranks had different numbers are left out: their stages differ.
     """
     out = {}
     for axis in (mesh.tp, mesh.cp, mesh.ep, mesh.fsdp, mesh.edp, mesh.dp, mesh.world):
-        kind = f"{events.COLLECTIVES} {axis.name}"
-        mine = took.get(kind, [])
+        kind = f"{profile_table.COLLECTIVES} {axis.name}"
+        mine = durations.get(kind, [])
         if axis.size > 1 and _same(len(mine), axis, mesh) and mine:
             times = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
-            out[kind] = collectives.reduce_scalar(times, axis, "min").tolist()
+            out[kind] = float(collectives.reduce_scalar(times, axis, "min").sum())
     return out
 
 

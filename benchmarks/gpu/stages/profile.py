@@ -14,7 +14,7 @@ from benchmarks.gpu import house, shapes
 from benchmarks.gpu.case import Case, Context, Record
 from benchmarks.gpu.shapes import Shape
 from benchmarks.sides import Work
-from dolmen.training import profile, timeline
+from dolmen.training import profile
 
 TRACE_BYTES = 12 << 20  # of a file that must travel
 
@@ -37,8 +37,8 @@ def step(context: Context, shape: Shape, compile: bool, record: Record) -> None:
         with profile.record(device) as recording:
             side()
     trace = recording.trace()
-    table = timeline.tabulate(profile.read_profile(trace))
-    record.tell(lines=timeline.lines(table), **asdict(table))
+    table, _ = recording.tabulate()
+    record.tell(lines=table.lines(), **asdict(table))
     record.check("kinds of work", 3 - len(table.rows), 0, "products, attention, optimizer at least")
     off = abs(sum(row.seconds for row in table.rows) / table.seconds - 1)
     record.check("the kinds add up to the step", off, 1e-6, "each instant is of one kind")
