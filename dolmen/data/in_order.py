@@ -16,7 +16,7 @@ import numpy as np
 from dolmen.data.batch import Batch
 from dolmen.data.cloze import Cloze
 from dolmen.data.corpus import added
-from dolmen.data.division import HeldOut
+from dolmen.data.division import ValidationSplit
 from dolmen.data.mixture import TokenStream
 from dolmen.ops.loss import IGNORED
 
@@ -28,7 +28,7 @@ class InOrder:
 
     def __init__(
         self,
-        parts: Sequence[HeldOut],
+        parts: Sequence[ValidationSplit],
         sequence_length: int,
         boundary: int | None,
         cloze: Cloze | None = None,

@@ -18,12 +18,12 @@ from dolmen.data.corpora import open_corpus
 from dolmen.data.corpus import Corpus
 from dolmen.data.division import (
     Division,
-    HeldOut,
-    by_split,
+    ValidationSplit,
     check_length,
-    everything,
+    divide_by_split,
+    exclude_validation,
     hold_out,
-    without,
+    whole_documents,
 )
 from dolmen.data.in_order import InOrder
 from dolmen.data.inputs import Inputs, check_inputs
@@ -42,7 +42,7 @@ class TextLoader(Loader):
     def __init__(
         self,
         mixture: Order,
-        held_out: tuple[HeldOut, ...],
+        held_out: tuple[ValidationSplit, ...],
         global_batch_size: int,
         tokenizer: tokenizers.PreTrainedTokenizer,
         end_of_text: int,
@@ -185,21 +185,21 @@ def make_cloze(
 
 def divide_corpora(
     config: DataConfig, inputs: Inputs, corpora: list[Corpus], judge: Corpus | None
-) -> tuple[list[Division], list[HeldOut]]:
+) -> tuple[list[Division], list[ValidationSplit]]:
     """What of each corpus is trained on, and what is validated on: all of `judge`, the text of
     --data.validation, if there is one, else a fraction of the documents.
     """
     if config.order == "megatron":
-        divisions = [by_split(corpus, config.shares) for corpus in corpora]
+        divisions = [divide_by_split(corpus, config.shares) for corpus in corpora]
     elif judge is not None:
-        divisions = without(corpora, judge)
+        divisions = exclude_validation(corpora, judge)
     else:
         divisions = hold_out(
             corpora, inputs.sources, config.validation_fraction, inputs.tokenizer, config.text_field
         )
     if judge is not None:
-        return divisions, [everything(judge, range(judge.document_count))]
-    return divisions, [division.held for division in divisions if division.held]
+        return divisions, [whole_documents(judge, range(judge.document_count))]
+    return divisions, [division.validation for division in divisions if division.validation]
 
 
 def identify(
@@ -233,7 +233,7 @@ def amount(corpus: Corpus) -> str:
 def describe(
     mixture: Order,
     corpora: list[Corpus],
-    held: list[HeldOut],
+    held: list[ValidationSplit],
     changes: list[str],
     config: DataConfig,
 ) -> Description:

@@ -51,6 +51,9 @@ from dolmen.parallel.laid_out import Weights
 from dolmen.parallel.product import Delayed
 from dolmen.parallel.several import Several
 
+BEHIND = ("final_norm", "project_out", "head", "score", "transform", "pooler", "follows")
+"""Names of the modules behind the last block."""
+
 
 class Decoder(nn.Module):
     """The model, or this rank's stages of it. Build it on meta, place it (`plan`), shard it, then
@@ -67,53 +70,69 @@ class Decoder(nn.Module):
         super().__init__()
         tree, split = training.applied(tree), split or whole(tree.layers)
         components.check(tree)
-        tp, leaves = split.tp, tree.leaves
-        self.sizes = {"tp": tp.axis.size, "ep": split.ep.size}
-        check_cuts(leaves, self.sizes)
-        check_rounding(leaves, self.sizes)
-        self.tree, self.split, self.tp = tree, split, tp
+        self.sizes = {"tp": split.tp.axis.size, "ep": split.ep.size}
+        check_cuts(tree.leaves, self.sizes)
+        check_rounding(tree.leaves, self.sizes)
+        self.tree, self.split, self.tp = tree, split, split.tp
         self.dropout, self.router = training.dropout, training.router
-        embeds = split.first or split.last and tree.head.tied
-        self.embed = Embedding(tree.embedding, under(leaves, "embed"), tp) if embeds else None
-        width, norm = tree.embedding.width, tree.embedding.norm
-        into, after = under(leaves, "project_in"), under(leaves, "embed_norm")
-        self.project_in = Whole(into, tp) if split.first and width else None
-        self.embed_norm = Norm(norm, after, split.kernels) if split.first and norm else None
-        table, types = tree.embedding.positions, tree.embedding.types
-        rows = [under(leaves, name) for name in ("positions", "block_positions")]
-        self.positions, self.block_positions = (
-            Positions(table, own) if split.first and table and own else None for own in rows
+        self._add_embedding()
+        self.layers = nn.ModuleDict(
+            {
+                str(i): components.make(
+                    tree.blocks[i],
+                    under(tree.leaves, f"layers.{i}"),
+                    Setting(i, split, training),
+                )
+                for i in split.layers
+            }
         )
-        own = under(leaves, "types")
-        self.types = Positions(Table(types), own) if split.first and types else None
-        self.layers = nn.ModuleDict()
-        for i in split.layers:
-            setting = Setting(i, split, training)
-            self.layers[str(i)] = components.make(
-                tree.blocks[i], under(leaves, f"layers.{i}"), setting
-            )
-        self.final_norm = (
-            Norm(tree.final_norm, under(leaves, "final_norm"), split.kernels)
-            if split.last and tree.final_norm
-            else None
-        )
-        out = under(leaves, "project_out")
-        self.project_out = Whole(out, tp) if split.last and width else None
-        head, score = under(leaves, "head"), under(leaves, "score")
-        # rows that are normalised first are asked for as they are
-        of_head = Parameters if tree.head.normalised else Column
-        self.head = of_head(head) if split.last and head else None
-        self.score = Parameters(score) if split.last and score else None
-        transform, before = tree.head.transform, under(leaves, "transform")
-        self.transform = (
-            Transform(transform, before, tp, split.kernels) if split.last and transform else None
-        )
-        pooler, follows = under(leaves, "pooler"), under(leaves, "follows")
-        self.pooler = Whole(pooler, tp) if split.last and pooler else None
-        self.follows = Whole(follows, tp) if split.last and follows else None
+        self._add_head()
         self.compiled = False
         self.compute: torch.dtype | None = None  # None: in the dtype of the parameters
         self.alone: Weights | None = None  # what is held of weights that have gone (alone.py)
+
+    def _add_embedding(self) -> None:
+        """Make the modules before the first block. One is None where the model has none of its
+        kind, and on a rank without the first stage. A tied embedding is also on the last stage.
+        """
+        tree, tp, first = self.tree, self.tp, self.split.first
+        embedding, leaves = tree.embedding, tree.leaves
+        has_table = first or (self.split.last and tree.head.tied)
+        self.embed = Embedding(embedding, under(leaves, "embed"), tp) if has_table else None
+        width, norm = embedding.width, embedding.norm
+        self.project_in = Whole(under(leaves, "project_in"), tp) if first and width else None
+        self.embed_norm = (
+            Norm(norm, under(leaves, "embed_norm"), self.split.kernels) if first and norm else None
+        )
+        self.positions = self._positions_table("positions", embedding.positions)
+        self.block_positions = self._positions_table("block_positions", embedding.positions)
+        types = Table(embedding.types) if embedding.types else None
+        self.types = self._positions_table("types", types)
+
+    def _positions_table(self, name: str, table: Table | None) -> Positions | None:
+        own = under(self.tree.leaves, name)
+        return Positions(table, own) if self.split.first and table and own else None
+
+    def _add_head(self) -> None:
+        """Make the modules behind the last block. One is None where the model has none of its
+        kind, and on a rank without the last stage.
+        """
+        tree, tp, last, kernels = self.tree, self.tp, self.split.last, self.split.kernels
+        own = {name: under(tree.leaves, name) if last else {} for name in BEHIND}
+        self.final_norm = (
+            Norm(tree.final_norm, own["final_norm"], kernels) if last and tree.final_norm else None
+        )
+        self.project_out = Whole(own["project_out"], tp) if own["project_out"] else None
+        # rows that are normalized first are read as they are, not multiplied
+        head = Parameters if tree.head.normalised else Column
+        self.head = head(own["head"]) if own["head"] else None
+        self.score = Parameters(own["score"]) if own["score"] else None
+        transform = tree.head.transform
+        self.transform = (
+            Transform(transform, own["transform"], tp, kernels) if last and transform else None
+        )
+        self.pooler = Whole(own["pooler"], tp) if own["pooler"] else None
+        self.follows = Whole(own["follows"], tp) if own["follows"] else None
 
     def compile_parts(self) -> None:
         """torch.compile of what repeats: each block, and the loss of a chunk of tokens; and of the
