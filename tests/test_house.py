@@ -337,6 +337,7 @@ PARSERS = ("json.load", "json.loads", "yaml.load", "yaml.safe_load", "yaml.parse
 PARSERS += ("pickle.load", "pickle.loads", "tomllib.load", "tomllib.loads", "np.fromfile")
 # Of what is not read from outside, or is read nowhere as a whole
 PLAIN = {
+    "training/profile.py": "the trace that this process has just recorded",
     "core/agree.py": "the bytes of our own source, to compare ranks",
     "planning/winner.py": "the bytes of our own source, to know when it has changed",
     "launch/process.py": "/proc",
