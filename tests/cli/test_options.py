@@ -22,7 +22,6 @@ from dolmen.cli.options import PARTS, DryrunOptions, TrainOptions, run_options
 from dolmen.cli.options import VERBS as VERB_OPTIONS
 from dolmen.cli.parse import names, stray_words
 from dolmen.cli.short import SHORT
-from dolmen.conversion import hf, source
 from dolmen.core.config import to_dict
 from dolmen.core.messages import BadInput
 from dolmen.families import find
@@ -448,24 +447,6 @@ def test_stray_words_are_found_in_what_tyro_lists(argv, words, stray):
 
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-COMMANDS = re.findall(r"^ +dolmen (.*?)(?: +#.*)?$", README, re.MULTILINE)
-
-
-def test_the_readme_shows_every_verb():
-    assert {command.split()[0] for command in COMMANDS} == set(VERBS)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_of_the_readme_parse(command, tmp_path, monkeypatch):
-    """As they stand there, but for files and models that a reader would have."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "pretrain").mkdir(parents=True)
-    (tmp_path / "runs" / "pretrain" / "config.yaml").write_text("name: pretrain\n")
-    model = RECIPES["llama-8b"]().model
-    monkeypatch.setattr(source, "pinned", str)
-    monkeypatch.setattr(source, "open_source", lambda name: hf.Transformers(Path(name), model))
-    verb, *words = shlex.split(command)
-    read(verb, words)
 
 
 def test_options_that_the_readme_names_exist():

@@ -1,0 +1,201 @@
+"""Code blocks of the documentation: each is fenced, and is run, read by the parser of the command
+line, or marked as output (CONTRIBUTING.md has the table).
+"""
+
+import ast
+import contextlib
+import importlib.util
+import inspect
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tinyrun
+import yaml
+
+import dolmen
+from dolmen.cli import VERBS, command
+from dolmen.conversion import hf, source
+from dolmen.core.messages import BadInput
+from dolmen.recipes import RECIPES
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+LANGUAGES = {"sh", "console", "python", "yaml", "json", "text"}
+LAUNCHERS = ("srun", "torchrun", ".venv/bin/python")
+PROGRAMS = {"pip", "pytest", "torchrun", "curl", "export", "head=$(scontrol"}
+NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
+material = tinyrun.material
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+    not_run: bool
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks_of(page: Path, text: str) -> list[Block]:
+    """The fenced blocks of a page."""
+    lines, found, start = text.splitlines(), [], None
+    for number, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        marked = start > 0 and NOT_RUN.fullmatch(lines[start - 1]) is not None
+        body = "\n".join(lines[start + 1 : number]) + "\n"
+        found.append(Block(page, start + 1, lines[start][3:], body, marked))
+        start = None
+    return found
+
+
+def indented(text: str) -> list[str]:
+    """Lines that begin an indented code block, which does not say what it is."""
+    prose = re.sub(r"(?ms)^```.*?^```", "", text).splitlines()
+    pairs = zip(prose, prose[1:], strict=False)
+    return [line for before, line in pairs if not before.strip() and line.startswith("    ")]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page, page.read_text())]
+
+
+def commands(block: Block) -> list[str]:
+    """The command lines of a block, without comments; those of a transcript begin with `$ `."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if block.language == "console":
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return [line for line in lines if shlex.split(line, comments=True)]
+
+
+def problem_of_command(line: str) -> str | None:
+    """Why a command line cannot work as it is written, or None."""
+    words = shlex.split(line, comments=True)
+    if words[0] in LAUNCHERS and "-m" in words:
+        words = words[words.index("-m") + 1 :]
+    match words:
+        case ["dolmen", verb, *rest]:
+            try:
+                command.read(verb, rest)
+            except (BadInput, KeyError, SystemExit) as error:
+                return str(error)
+        case ["make", *targets]:
+            known = re.findall(r"(?m)^([\w-]+):", (ROOT / "Makefile").read_text())
+            return next((name for name in targets if "=" not in name and name not in known), None)
+        case ["python", "-m", module, *_]:
+            return None if importlib.util.find_spec(module) else f"there is no module {module}"
+        case ["python", file, *_]:
+            return None if (ROOT / file).exists() else f"there is no file {file}"
+        case [program, *_]:
+            return None if Path(program).name in PROGRAMS else f"{program} is not in PROGRAMS"
+    return None
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder in which every path of a model opens as a model of `llama-8b`."""
+    (tmp_path / "runs" / "pretrain").mkdir(parents=True)
+    (tmp_path / "runs" / "pretrain" / "config.yaml").write_text("name: pretrain\n")
+    model = RECIPES["llama-8b"]().model
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(source, "pinned", str)
+    monkeypatch.setattr(source, "open_source", lambda name: hf.Transformers(Path(name), model))
+    return tmp_path
+
+
+def test_every_code_block_is_fenced_and_says_what_it_is():
+    offenders = [f"{page.name}: {line}" for page in PAGES for line in indented(page.read_text())]
+    offenders += [
+        f"{block}: {block.language!r}" for block in BLOCKS if block.language not in LANGUAGES
+    ]
+    assert offenders == []
+    assert indented("a\n\n    make x\n") == ["    make x"] and not indented("```sh\n\n    x\n```")
+
+
+def test_every_command_of_a_page_is_read_by_the_real_parser(folder):
+    shells = [block for block in BLOCKS if block.language in ("sh", "console")]
+    lines = [(block, line) for block in shells for line in commands(block)]
+    problems = [(f"{block}: {line}", problem_of_command(line)) for block, line in lines]
+    assert [f"{line}\n    {problem}" for line, problem in problems if problem] == []
+    assert len(lines) > 80
+    for wrong in (
+        "dolmen train quickstart --layout.xp 2",
+        "make nothing",
+        "python -m nothing",
+        "x y",
+    ):
+        assert problem_of_command(wrong), wrong
+
+
+def test_the_readme_shows_every_verb():
+    lines = [line for block in BLOCKS if block.page.name == "README.md" for line in commands(block)]
+    shown = {words[1] for line in lines if (words := line.split())[0] == "dolmen"}
+    assert shown == set(VERBS)
+
+
+def test_yaml_and_json_are_valid():
+    for block in BLOCKS:
+        if block.language == "yaml":
+            list(yaml.safe_load_all(block.text))
+        if block.language == "json":
+            [json.loads(line) for line in block.text.splitlines()]
+
+
+def problems_of_calls(text: str) -> list[str]:
+    """Calls of `dolmen.NAME` that their functions would not take."""
+    found = []
+    for call in ast.walk(ast.parse(text)):
+        if not isinstance(call, ast.Call) or not ast.unparse(call.func).startswith("dolmen."):
+            continue
+        try:
+            function = eval(ast.unparse(call.func), {"dolmen": dolmen})
+            given = {one.arg: None for one in call.keywords if one.arg}
+            inspect.signature(function).bind(*call.args, **given)
+        except (AttributeError, TypeError) as error:
+            found.append(f"{ast.unparse(call)}: {error}")
+    return found
+
+
+def test_python_that_is_not_run_calls_what_is_there():
+    marked = [block for block in BLOCKS if block.language == "python" and block.not_run]
+    assert [f"{block}: {text}" for block in marked for text in problems_of_calls(block.text)] == []
+    assert len(problems_of_calls("dolmen.absent()\ndolmen.load('m', nothing=1, x=2)")) >= 1
+
+
+RUN = [b for b in BLOCKS if b.language == "python" and not b.not_run]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", sorted({block.page for block in RUN}), ids=lambda page: page.name)
+def test_python_of_a_page_runs(page, material, tmp_path, monkeypatch):
+    """In order, in one folder; a program that starts a process group under torchrun."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("model", "path/to/model"):
+        shutil.copytree(material.model, tmp_path / name)
+    for name in ("book.txt", "other.txt"):
+        texts = [file.read_text() for file in sorted(material.docs.iterdir())]
+        (tmp_path / name).write_text("".join(texts))
+    names = {"dolmen": dolmen, "model": dolmen.load("model")}
+    for block in (block for block in RUN if block.page == page):
+        if "init_process_group" in block.text:
+            Path("toy.py").write_text(block.text)
+            torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+            done = subprocess.run([*torchrun, "toy.py"], capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            assert "step 1: loss 4.5610" in done.stdout
+        else:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile(block.text, str(block), "exec"), names)
