@@ -13,7 +13,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.planning.calibrate import calibrate, errors_yaml, published_rows
+from benchmarks.planning.calibrate import (
+    Calibration,
+    calibrate,
+    coverage,
+    errors_yaml,
+    published_rows,
+)
 from benchmarks.planning.predict import Prediction, gib, predict
 from benchmarks.planning.published import Published, read_rows
 from dolmen.files.gate import Refused
@@ -29,13 +35,14 @@ def main() -> int:
         "--write", action="store_true", help="learn the errors anew from the published runs"
     )
     asked = parser.parse_args()
-    if asked.write:
-        FILE.write_text(errors_yaml(calibrate(published_rows()).errors))
     try:
         rows = read_rows(asked.rows) if asked.rows else published_rows()
     except Refused as error:
         print(f"error: {error}")
         return 2
+    calibration = None if asked.rows else calibrate(rows)
+    if asked.write:
+        FILE.write_text(errors_yaml((calibration or calibrate(published_rows())).errors))
     spread = read_errors().spread
     predictions = [predict(row, spread) for row in rows]
     print(
@@ -45,6 +52,9 @@ def main() -> int:
     for prediction in predictions:
         _tell(prediction)
     _summary(predictions)
+    if calibration is not None:
+        for line in left_out(calibration):
+            print(line)
     _spreads(predictions, spread)
     if asked.json:
         return _write(asked.json, [_row(p) for p in predictions])
@@ -121,6 +131,27 @@ def _summary(predictions: Sequence[Prediction]) -> None:
             for p in wrong
         )
     )
+
+
+def left_out(calibration: Calibration) -> list[str]:
+    """Compare, for each publication, the mean error with factors that were fitted to all runs and
+    with factors that were fitted to the others alone: the second is what a stranger's run has.
+    """
+    fitted, others = calibration.fitted.rows, calibration.errors.rows
+    lines = ["mean absolute error with factors fitted to all publications, and to the others:"]
+    for name in [*dict.fromkeys(row[1] for row in others), None]:
+        both = [
+            [abs(math.expm1(-error)) for _, paper, _, error in rows if name in (None, paper)]
+            for rows in (fitted, others)
+        ]
+        means = "  ".join(f"{sum(each) / len(each):6.1%}" for each in both)
+        lines.append(f"  {name or 'all':30} n {len(both[0]):3}  {means}")
+    wide, inside = coverage(calibration.errors)
+    lines.append(
+        f"intervals made from other publications: median high / low {wide:.2f}, {inside:.0%} of "
+        "runs inside"
+    )
+    return lines
 
 
 def _regret(timed: list[tuple[Prediction, float]]) -> str:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -49,6 +50,9 @@ class Calibration:
 
     factors: Mapping[str, tuple[float, float, float]]
     errors: PredictionErrors
+    """Of each run, predicted with its publication left out."""
+    fitted: PredictionErrors = PredictionErrors(())
+    """Of each run, predicted with factors that were fitted to it too."""
     warnings: tuple[str, ...] = ()
     """What of its rows was not understood or had to be chosen, each with its row_id."""
 
@@ -127,7 +131,21 @@ def calibrate(rows: Iterable[Published]) -> Calibration:
                 error = applied(sample, factors)
                 errors.append((sample.row_id, sample.dataset, sample.device, error))
     factors = {device: fit([s for s in found if s.device == device]) for device in devices}
-    return Calibration(factors, PredictionErrors(tuple(errors)), warnings)
+    fitted = tuple((s.row_id, s.dataset, s.device, applied(s, factors[s.device])) for s in found)
+    return Calibration(factors, PredictionErrors(tuple(errors)), PredictionErrors(fitted), warnings)
+
+
+def coverage(errors: PredictionErrors) -> tuple[float, float]:
+    """Of intervals that are made without a run's own publication: their median high / low, and the
+    share of runs inside.
+    """
+    widths, inside = [], 0
+    for _, paper, group, error in errors.rows:
+        others = PredictionErrors(tuple(row for row in errors.rows if row[1] != paper))
+        half = others.spread(group).log
+        widths.append(math.exp(2 * half))
+        inside += abs(error) <= half
+    return median(widths), inside / len(widths)
 
 
 def report(calibration: Calibration) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dolmen.model.count import training_flops_per_token
+from dolmen.model.layout import balance
 from dolmen.model.tree import Experts, Tree, under
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
@@ -88,10 +89,11 @@ class Job:
 
     @property
     def layers(self) -> list[int]:
-        """Of each stage; those that do not divide come first."""
+        """Of each stage: as many, or where they do not divide, with the ends a layer each."""
         stages = self.topology.pp * self.virtual_stages
-        even, more = divmod(self.tree.layers, stages)
-        return [even + (stage < more) for stage in range(stages)]
+        if self.tree.layers % stages:
+            return [len(stage) for stage in balance(self.tree.layers, stages)]
+        return [self.tree.layers // stages] * stages
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,12 @@ class Forecast:
     """The same of all FLOPs that are done, what is computed again among them."""
 
     @property
+    def holds(self) -> int:
+        return self.tensors + self.reserved
+
+    @property
     def fits(self) -> bool:
-        return self.tensors + self.reserved <= self.memory
+        return self.holds <= self.memory
 
 
 def forecast(job: Job, spread: Spread) -> Forecast:
@@ -147,11 +153,16 @@ def _stages(job: Job, machine: Machine) -> tuple[list[Stage], Operations]:
     rows = block_rows(tree, 0, share, program)
     whole = rows.recomputed(job.recompute)
     if job.zero == 3:
-        whole = _gathered(whole, job)
+        whole = _gathered(whole, job, _block(job).number)
     block = rows_seconds(whole, machine)
-    ends = [
-        rows_seconds(make(tree, share, program), machine) for make in (embedding_rows, head_rows)
-    ]
+    both = [make(tree, share, program) for make in (embedding_rows, head_rows)]
+    if job.zero == 3:  # what is gathered first and scattered last has nothing to hide behind
+        table = math.prod(tree.leaves["embed.weight"].held({"tp": job.topology.tp}))
+        both = [
+            _gathered(both[0], job, table + _block(job).number),
+            both[1] if tree.head.tied else _gathered(both[1], job, table),
+        ]
+    ends = [rows_seconds(one, machine) for one in both]
     parts = [[(n, block)] for n in job.layers]
     if not job.block_alone:
         parts[0].append((1, ends[0]))
@@ -160,9 +171,8 @@ def _stages(job: Job, machine: Machine) -> tuple[list[Stage], Operations]:
     return [together(some, send) for some in parts], rows
 
 
-def _gathered(rows: Operations, job: Job) -> Operations:
-    """With what ZeRO 3 gathers of a block before each direction, and scatters after."""
-    elements = _block(job).number
+def _gathered(rows: Operations, job: Job, elements: int) -> Operations:
+    """With what ZeRO 3 gathers of a part before each direction, and scatters after."""
     gather = Row("F", "", "collective", "all-gather", axis="fsdp", payload=BYTES * elements)
     scatter = replace(gather, op="reduce-scatter", payload=job.program.gradient * elements)
     copies = Row("F", "", "memory", "copy", read=BYTES * elements, written=BYTES * elements)
@@ -247,8 +257,8 @@ def _reduced(job: Job, machine: Machine, elements: int, stages: list[Stage]) -> 
     return sum(
         max(sent - computed, sent * least) + BESIDE * min(sent, computed)
         for sent, computed in (
-            (seconds, stages[0].backward.total),
-            (gathers, stages[0].forward.total),
+            (seconds, stages[0].backward.compute),
+            (gathers, stages[0].forward.compute),
         )
     )
 

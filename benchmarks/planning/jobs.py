@@ -18,6 +18,7 @@ from dolmen.planning.placement import Placement
 
 MOST_JOBS = 48
 BATCHES = (1, 4, 16)
+VIRTUAL = (2, 3, 4, 6, 8)
 """Microbatches per stage of a pipeline, of a run that does not say its batch."""
 LENGTHS = (1024, 2048, 4096)
 """Tokens of a sequence, of a run that does not say it."""
@@ -243,7 +244,9 @@ def _schedules(row: Published, pp: int) -> list[tuple[str, int]]:
         return [(row.schedule, 1)]
     if chunks:
         return [("interleaved", chunks) if chunks > 1 else ("1f1b", 1)]
-    several = [("interleaved", v) for v in (2, 3, 4, 6, 8) if pp * v <= layers + pp]
+    # stages are alike, or are with the embedding and the head as a layer each (2407.21783, 3.3.2)
+    whole = [v for v in VIRTUAL if layers % (pp * v) == 0 or (layers + 2) % (pp * v) == 0]
+    several = [("interleaved", v) for v in whole or VIRTUAL if pp * v <= layers + pp]
     if row.schedule == "interleaved":
         return several or [("interleaved", 2)]
     return [("1f1b", 1), *several[:1]]

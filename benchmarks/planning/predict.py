@@ -97,13 +97,15 @@ def measured_of(row: Published, cluster: Cluster, warnings: list[str]) -> float 
 
 
 Found = list[tuple[str, Job, Forecast]]
+CLOSE = 1.05
+"""Of a device's memory: what is counted over it by less may have fitted."""
 
 
 def _that_fit(found: Found) -> Found:
     """Of several choices those that fit, or else all; of those that differ in recomputation alone
     the one that recomputes least: nobody computes again what he has room for.
     """
-    fit = [item for item in found if item[2].fits] or found
+    fit = [item for item in found if item[2].holds <= CLOSE * item[2].memory] or found
     least: dict[Job, tuple[str, Job, Forecast]] = {}
     for item in fit:
         least.setdefault(replace(item[1], recompute=""), item)

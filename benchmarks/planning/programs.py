@@ -35,6 +35,8 @@ V1 = Ways("Megatron-LM of 2019", Program("scores", "no", True, 2, False, STATE),
 # fused by hand (2104.04473, section 4.2); gradients in half precision, added in a pass of their own
 V2 = Ways("Megatron-LM of 2021", Program("scores", "pairs", True, 2, False), NONE, True, 0)
 # gradients added by their product, sums over tp behind it (2205.05198)
+# the same operations, by programs that sum and send while they compute
+DDP = replace(V2, name="data parallel, fused", overlap=GRADIENTS, waits=False)
 V3 = Ways("Megatron-LM of 2022", Program("scores", "pairs", True, 2, True), INPUTS, True, 0)
 # experts are multiplied one after another, on several streams (TEGroupedMLP)
 CORE_PROGRAM = Program("tuned", "pairs", False, 4, True, grouped=False)
@@ -56,7 +58,9 @@ def ways(row: Published) -> list[Ways]:
     elif "megatron" in framework or "deepspeed" in framework:
         found = _megatron(row, old)
     else:
-        found = [V2] if old else [FLASH, replace(FLASH, program=replace(FLASH.program, fused="no"))]
+        found = (
+            [DDP] if old else [FLASH, replace(FLASH, program=replace(FLASH.program, fused="no"))]
+        )
     return [_stated(row, way) for way in found]
 
 
@@ -86,6 +90,9 @@ def _stated(row: Published, way: Ways) -> Ways:
     program = replace(way.program, fp8=row.precision == "fp8")
     if re.search(r"async ?tp|tp.comm.overlap", row.text):
         way = replace(way, overlap=replace(way.overlap, tp="action"))
+    if "nemo" in row.framework.lower() and row.precision == "fp8":
+        # as its recipes of fp8 say (NeMo-Framework-Launcher): optim.grad_sync_dtype=bf16
+        program = replace(program, gradient=2)
     if program.gradient == 2 and row.precision == "bf16":
         # DeepSpeed's BF16_Optimizer adds `grad.to(float32)` to its sum
         program = replace(program, gradient=4, converts="deepspeed" in row.framework.lower())

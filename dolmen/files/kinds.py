@@ -455,6 +455,7 @@ DEVICE = Kind(
 )
 LINK = Object(
     required={"gb_s": GB_S, "latency_us": MICROSECONDS, "share": SHARE},
+    optional={"peers": Int(1, 1152)},
     rest=None,
 )
 CLUSTER = Kind(

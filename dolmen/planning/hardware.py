@@ -95,6 +95,8 @@ class Link:
     latency: float
     """Seconds of a step of a collective."""
     share: float
+    peers: int | None = None
+    """GPUs that one is wired to where no switch joins all; None: a switch does."""
 
     @property
     def rate(self) -> float:
@@ -278,4 +280,4 @@ def _beside(file: Path, device: str) -> str:
 
 
 def _link(found: dict) -> Link:
-    return Link(found["gb_s"] * GB, found["latency_us"] / 1e6, found["share"])
+    return Link(found["gb_s"] * GB, found["latency_us"] / 1e6, found["share"], found.get("peers"))

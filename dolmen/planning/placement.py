@@ -76,8 +76,9 @@ class Placement:
         first, last = min(nodes), max(nodes)
         if first == last or between is None:
             tier = "gpu" if len(ranks) == 1 else "node"
-            rate = inside.rate
-            latency = inside.latency
+            rate, latency = inside.rate, inside.latency
+            if inside.peers is not None:  # a part of its links goes to the other members
+                rate *= min(1.0, max(len(ranks) - 1, 1) / inside.peers)
             return Road(len(ranks), len(ranks), rate, rate, rate, latency, latency, tier)
         together = min(nodes.count(first), nodes.count(last))
         tier, thinner, latency = self._reach(first, last)
@@ -119,9 +120,8 @@ def collective_seconds(op: str, payload: int, road: Road) -> float:
     if n == 1:
         return 0.0
     share = (n - 1) / n
-    inside, across = g - 1, road.nodes - 1
-    # a ring over several nodes: the steps within each happen side by side
-    ring = inside * road.step + across * road.latency
+    # a part goes once around the ring: through every node, and over every link between two of them
+    ring = (n - road.nodes) * road.step + (road.nodes - 1) * road.latency
     tree = math.log2(g) * road.step + math.ceil(math.log2(road.nodes)) * road.latency
     if op == "all-reduce":
         wire = 2 * share * payload / road.rate
@@ -131,7 +131,9 @@ def collective_seconds(op: str, payload: int, road: Road) -> float:
     if op == "broadcast":
         return payload / road.rate + tree
     if op == "all-to-all":
-        return max((n - g) / n * payload / road.alone, inside / n * payload / road.near) + ring
+        # each rank sends to all others at once, and not around a ring
+        start = (g - 1) * road.step + (road.nodes - 1) * road.latency
+        return max((n - g) / n * payload / road.alone, (g - 1) / n * payload / road.near) + start
     raise ValueError(
         f"there is no collective {op!r}: it must be all-reduce, all-gather, reduce-scatter, "
         "all-to-all or broadcast"

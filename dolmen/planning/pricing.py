@@ -230,24 +230,29 @@ class Pricing:
         if choice.dp * choice.cp == 1:
             return 0.0
         every, gather, reduce = self._over_fsdp(choice, elements)
+        # the first unit that is gathered, and the last that is reduced, have nothing to hide behind
+        first = 1 / self._units(choice)
         if choice.zero == 0:
-            return _beside(every, backward)
+            return exposed_seconds(every, backward, first)
         if choice.schedule.startswith("zero-bubble"):  # after the last weight gradients
-            return _beside(gather, forward) + reduce
+            return exposed_seconds(gather, forward, first) + reduce
         if choice.zero == 3:
-            each = _beside(gather, forward) + _beside(gather + reduce, backward)
+            each = exposed_seconds(gather, forward, first) + exposed_seconds(
+                gather + reduce, backward, first
+            )
             return self.micros(choice) * each
         # ZeRO 2 frees what it gathered with each backward
         times = self.micros(choice) if choice.zero == 2 else 1
-        return times * (_beside(gather, forward) + _beside(reduce, backward))
+        return times * (
+            exposed_seconds(gather, forward, first) + exposed_seconds(reduce, backward, first)
+        )
 
     def _over_fsdp(self, choice: Choice, elements: int) -> tuple[float, float, float]:
         """Seconds of summing gradients everywhere, of gathering parameters, of scattering sums."""
         key = (choice[:4], elements)
         if key not in self._sent:
             road, size = self.machine(choice).road("fsdp"), self.capacity.element_bytes
-            # a block at a time, and the ends
-            units = self.capacity.tree.layers // choice.pp + 1
+            units = self._units(choice)
             payloads = {"all-reduce": 4, "all-gather": size, "reduce-scatter": 4}
             every, gather, reduce = (
                 units * collective_seconds(op, each * elements // units, road)
@@ -255,6 +260,10 @@ class Pricing:
             )
             self._sent[key] = every, gather, reduce
         return self._sent[key]
+
+    def _units(self, choice: Choice) -> int:
+        """Parts that are gathered and reduced one at a time: blocks, and the ends."""
+        return self.capacity.tree.layers // choice.pp + 1
 
     def _send(self, choice: Choice) -> float:
         if choice.pp == 1:
@@ -333,9 +342,11 @@ class Pricing:
             yield Row("B0", "", "collective", op, axis="fsdp", payload=payload, times=times)
 
 
-def _beside(seconds: float, computed: float) -> float:
-    """What a collective adds to a computation that it runs beside."""
-    hidden = min(seconds, computed)
+def exposed_seconds(seconds: float, computed: float, first: float) -> float:
+    """Seconds that a collective adds to the computation that it runs beside; a share of it,
+    `first`, has nothing to hide behind.
+    """
+    hidden = min(seconds * (1 - first), computed)
     return seconds - hidden + BESIDE * hidden
 
 

@@ -10,6 +10,7 @@ from benchmarks.planning.calibrate import (
     Sample,
     applied,
     calibrate,
+    coverage,
     errors_yaml,
     fit,
     main,
@@ -111,3 +112,12 @@ def test_rows_that_were_not_measured_teach_nothing():
     rows = [row for row in published_rows() if row.measured() is None]
     with pytest.raises(ValueError, match="nothing to calibrate by"):
         calibrate(rows)
+
+
+def test_coverage_is_of_intervals_made_without_the_publication():
+    """Each of two papers has twenty runs; one is off by 10 %, the other by twice as much: each is
+    judged by the other's errors.
+    """
+    rows = [(f"{p}#{i}", p, "a100", e) for p, e in (("one", 0.1), ("two", 0.2)) for i in range(20)]
+    wide, inside = coverage(PredictionErrors(tuple(rows)))
+    assert inside == 0.5 and math.exp(2 * 0.1) < wide < math.exp(2 * 0.2)

@@ -187,6 +187,26 @@ def test_a_ring_sends_what_its_formula_says():
         collective_seconds("gossip", payload, ring)
 
 
+def test_a_ring_over_nodes_goes_through_every_rank_of_each():
+    """16 ranks in two nodes: 14 hops inside them, and one between; so small gathers of many nodes
+    take the longer the more ranks there are.
+    """
+    both = road("dp", dp=16)
+    assert both.nodes == 2
+    small = collective_seconds("all-gather", 16, both)
+    assert small == pytest.approx(14 * both.step + both.latency, rel=1e-3)
+
+
+def test_gpus_without_a_switch_share_the_links_to_their_peers():
+    """Of six links of a DGX-1's GPU to four others, two GPUs have a quarter, and five all."""
+    dgx = read_cluster("dgx-1")
+    placed = Placement(dgx, Topology(tp=8), 8)
+    rates = [placed.road(range(n)).rate / dgx.inside.rate for n in (2, 3, 5, 8)]
+    assert rates == [0.25, 0.5, 1, 1]
+    switched = Placement(read_cluster("dgx-a100"), Topology(tp=8), 8)
+    assert switched.road(range(2)).rate == switched.road(range(8)).rate
+
+
 def test_of_an_all_to_all_what_stays_in_a_node_does_not_leave_it():
     both = road("ep", dp=16, ep=16)
     seconds = collective_seconds("all-to-all", 16 * 10**9, both)
