@@ -1,4 +1,4 @@
-"""What a folder of checkpoints looks like, and the renames that make a save all or nothing.
+"""Layout of a folder of checkpoints, and the renames that make a save all or nothing.
 
     checkpoints/
       step-00000100/              whole: it got this name after all that is in it was on disk
@@ -50,7 +50,7 @@ def name(step: int) -> str:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether this folder has the name of a whole checkpoint. The name alone says so: one that
+    """True if this folder has the name of a whole checkpoint. The name alone decides: one that
     lacks a file is damaged, and not one that is still being written.
     """
     return WHOLE.fullmatch(path.name) is not None and (path.is_dir() or path.is_symlink())
@@ -69,7 +69,7 @@ def whole_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def newest_told(folder: Path) -> str:
-    """Which checkpoint a run can go on from, as the beginning of a sentence."""
+    """Say which checkpoint a run can resume from, as the beginning of a sentence."""
     steps = whole_checkpoints(folder)
     return (
         f"The newest whole checkpoint is of step {max(steps)}" if steps else "Nothing is saved yet"

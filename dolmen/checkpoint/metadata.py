@@ -43,7 +43,7 @@ BLOCK = 64 * 2**20  # bytes
 
 
 class Numbers(NamedTuple):
-    """Where the numbers of a part are in its file, how many bytes, and their CRC-32."""
+    """Place of a part's numbers in its file, their bytes, and their CRC-32."""
 
     start: int
     size: int
@@ -51,8 +51,8 @@ class Numbers(NamedTuple):
 
 
 def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers:
-    """Those of the archive of `length` bytes at `position`. Raises BadZipFile, ValueError, OSError,
-    NotImplementedError or EOFError where there is none.
+    """Find the numbers of the archive of `length` bytes at `position`. Raises BadZipFile,
+    ValueError, OSError, NotImplementedError or EOFError where there is none.
     """
     window = Window(file, position, length)
     with zipfile.ZipFile(window) as archive:
@@ -103,7 +103,7 @@ OWN: dict[tuple[str, str], Any] = {
     **{one: getattr(sys.modules[one[0]], one[1]) for one in PICKLED},
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in NAMES},
 }
-"""What the description of a checkpoint of tensors may name."""
+"""Names that the description of a checkpoint of tensors may use."""
 FOREIGN: dict[tuple[str, str], Any] = {
     **OWN,
     **{
@@ -124,8 +124,8 @@ FOREIGN: dict[tuple[str, str], Any] = {
         for name in ("PosixPath", "PurePosixPath")
     },
 }
-"""That of Megatron-Core has entries of bytes too, a class of Megatron's own, the path that it was
-saved to, and cached save plans (`all_local_plans`), which are skipped.
+"""Names that Megatron-Core's description may use too: entries of bytes, a class of Megatron's own,
+the path that it was saved to, and cached save plans (`all_local_plans`), which are skipped.
 """
 
 
@@ -154,13 +154,13 @@ def _unpickled(content: bytes, names: Mapping[tuple[str, str], Any]) -> Metadata
 
 
 class Foreign(NamedTuple):
-    """What a checkpoint of Megatron is described as."""
+    """The description of a checkpoint of Megatron."""
 
     tensors: dict[str, TensorStorageMetadata]
     places: dict[MetadataIndex, Place]
-    """Of every chunk of these, each in a file of the folder."""
+    """Place of every chunk of the tensors, each in a file of the folder."""
     others: dict[str, Place]
-    """Where what is no tensor lies, by its name."""
+    """Place of each entry that is no tensor, by its name."""
 
 
 def read_foreign(file: Path) -> Foreign:
@@ -187,7 +187,7 @@ def read_foreign(file: Path) -> Foreign:
 
 
 def stored_tensors(found: Metadata) -> dict[str, TensorStorageMetadata]:
-    """What it says of each tensor. Raises TypeError where it tells of anything else."""
+    """Metadata of each tensor. Raises TypeError where there is anything else."""
     everything = found.state_dict_metadata
     stored = {n: t for n, t in everything.items() if type(t) is TensorStorageMetadata}
     if odd := [n for n in everything if n not in stored]:
@@ -233,7 +233,7 @@ class Box(Protocol):
 
 
 def overlap(chunks: Sequence[Box]) -> bool:
-    """Whether two of the chunks share an element."""
+    """True if two of the chunks share an element."""
     boxes = [list(zip(c.offsets, c.sizes, strict=True)) for c in chunks if math.prod(c.sizes)]
     return any(
         all(a < b + m and b < a + n for (a, n), (b, m) in zip(box, other, strict=True))

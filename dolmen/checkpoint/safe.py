@@ -157,8 +157,8 @@ class Reader(FileSystemReader):
                 metadata.compare(checksum, expected, index.fqn)
 
     def _place(self, index: MetadataIndex) -> tuple[tuple[int, ...], int, int, int]:
-        """Of a stored part in an open file: its sizes, bytes of a row, position of its numbers in
-        the file, their CRC-32.
+        """Place of a stored part in an open file: its sizes, bytes of a row, position of its
+        numbers in the file, their CRC-32.
         """
         stored = self.stored[index.fqn]
         chunk = (

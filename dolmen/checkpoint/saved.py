@@ -1,5 +1,5 @@
-"""What a checkpoint of a run keeps beside its tensors: everything else that a run that goes on must
-know to be the run that never stopped.
+"""State of a run that a checkpoint keeps beside its tensors: all that a resumed run needs to
+continue as if it had never stopped.
 """
 
 from collections.abc import Mapping
@@ -27,29 +27,29 @@ class Validation:
     tokens: int
     """Held-out tokens that were read."""
     held_out_tokens: int
-    """Of so many."""
+    """Number of tokens of the validation split."""
     bits_per_byte: float | None
-    """Of the held-out text; None where only a part of it was read."""
+    """Bits per byte of the validation split; None where only a part of it was read."""
     sources: dict[str, float] = field(default_factory=dict)
     """The loss of each source, where it was asked for."""
     sources_per_byte: dict[str, float] = field(default_factory=dict)
-    """In bits per byte, of those whose bytes are known."""
+    """Bits per byte of each source whose bytes are known."""
     sources_before: dict[str, float] = field(default_factory=dict)
     """The same before the first step."""
 
 
 @dataclass(frozen=True)
 class SavedCritic:
-    """Of what learns beside a policy."""
+    """State of the critic that is trained beside a policy."""
 
     updates: int
-    """That its optimizer has made."""
+    """Number of its optimizer's updates."""
     loss_scale: tuple[float, int]
-    """Of fp16, and steps since it last changed."""
+    """fp16 loss scale, and steps since it last changed."""
     norms: tuple[float, ...]
     """Gradient norms that the spike policy remembers."""
     kl_coef: float
-    """Of the KL in rewards, for the next phase."""
+    """Coefficient of the KL penalty in the rewards of the next iteration."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ class Saved:
     updates: int
     """Updates that the optimizer has made in them: steps less those skipped."""
     inherited: int
-    """What the optimizer's count of updates is over these: those before the first step, of the run
-    whose moments it began with; less than 0 where it has begun anew since.
+    """Difference between the optimizer's count of updates and the run's: updates before the first
+    step, by the run whose moments it began with; less than 0 where the optimizer has started anew
+    since.
     """
     samples: int
     """Samples of the training data read: where the next batch begins."""
@@ -75,14 +76,14 @@ class Saved:
     data: dict[str, str]
     """The data's fingerprint, see data/loader.py."""
     loss_scale: tuple[float, int]
-    """Of fp16, and steps since it last changed."""
+    """fp16 loss scale, and steps since it last changed."""
     norms: tuple[float, ...]
     """Gradient norms that the spike policy remembers."""
     validation: Validation | None
     critic: SavedCritic | None = None
 
     def meta(self) -> dict[str, Any]:
-        """As JSON keeps it; `read_saved` is its inverse."""
+        """Return the state as JSON keeps it; `read_saved` is the inverse."""
         meta = asdict(self)
         own = {"loss_scale": list(self.loss_scale), "norms": list(self.norms)}
         if self.critic is not None:

@@ -1,19 +1,39 @@
-"""The seal of a checkpoint: what each of its files must be. It is written last and compared first.
+"""The seal of a checkpoint: the digest and size of each of its files, written last, compared first.
+
+Problem. A checkpoint is read years later, by other layouts, after power cuts, full disks, copies
+that stopped, and edits by people. DCP's own loader reads a flipped bit as a number, takes a file of
+another step for this one's, and unpickles its description freely. A checksum over all bytes before
+the first number is used would read everything twice.
+
+Idea. A small file, `seal`, says what each other file must be:
 
     dolmen checkpoint 2, 5d41402abc4b2a76b9719d911017c592...      blake2b of all that follows
     7d793037a0760186574b0282f2f435e7...  4213  .metadata          blake2b, bytes, name
     9b74c9897bac770ffc029102a200c5de...  1203  state.json
     e4da3b7fbbce2345d7772b0674a318d5...  98304  __0_0.distcp      blake2b of the list of its parts
 
-The small files are sealed byte for byte. Of a file of tensors the seal holds the size and a digest
-of the list (position, length, CRC-32 of the numbers) of its parts, which the rank that wrote it has
-read off it; the numbers themselves are compared with their CRC-32 when they are read. So nothing is
-read for the seal's sake but the head of each part that lies in a file one reads anyway, and a file
-of another step is not taken for this one's. What is in a file of tensors beside numbers, positions
-and checksums (names, padding, descriptions) is used for nothing.
+The small files (DCP's description, the run's state) are sealed byte for byte. For a file of tensors
+the seal holds its size and a digest of the list (position, length, CRC-32 of the numbers) of its
+parts: the archive that torch.save writes of each part has the CRC-32 in its directory, so the rank
+that writes a file knows the list without reading anything back. The chain of evidence is
 
-A newer format, whatever else it changes, has its number in the seal and in state.json, which tells
-it from damage of one of them.
+    seal's own digest -> .metadata -> positions of parts -> heads of these parts -> list of CRC-32
+        -> digest in the seal;  numbers -> their CRC-32, compared when the numbers are read
+
+Invariants.
+- The seal is written and synced after all other files, and the folder is renamed after that
+  (folders.py): a folder with the name of a checkpoint and without a valid seal is damaged, never
+  half-written.
+- Nothing that the seal does not vouch for is used. Bytes of a file of tensors besides numbers,
+  positions and checksums (names, padding, descriptions) are never looked at.
+- A file is never read for the seal alone, except the head of each part in files that are opened
+  anyway. A resume at the same layout reads every number once and verifies every checksum; a resume
+  at another layout reads some rows of a part, and leaves those parts to `verify` (safe.py).
+- The number of a newer format stands in the seal and in state.json, whatever else that format
+  changes: the two together tell "written by a newer version" from damage of one of them.
+
+The seal is no signature: whoever can write the folder can seal it anew. What is read must be safe
+to read even then, which metadata.py and files/pickles.py see to.
 """
 
 import hashlib
@@ -39,7 +59,7 @@ def digest(content: bytes) -> str:
 
 
 def digest_of_parts(parts: Iterable[tuple[int, int, int]]) -> str:
-    """Of a file's (position, length, CRC-32 of the numbers), in any order."""
+    """Digest of a file's (position, length, CRC-32 of the numbers), in any order."""
     lines = [f"{position} {length} {crc}\n" for position, length, crc in sorted(parts)]
     return digest("".join(lines).encode())
 
@@ -62,7 +82,7 @@ def write_seal(folder: Path, parts: Mapping[str, list[tuple[int, int, int]]]) ->
 
 @dataclass(frozen=True)
 class Seal:
-    """What the files of the checkpoint in `folder` must be: name -> (digest, bytes)."""
+    """Expected digest and size of each file of the checkpoint in `folder`, by its name."""
 
     folder: Path
     files: dict[str, tuple[str, int]]
@@ -70,35 +90,35 @@ class Seal:
     def read(self, name: str) -> bytes:
         """A small file, as it was saved. Raises Damaged."""
         path = self.folder / name
-        want, size = self._of(name)
+        want, size = self._expected(name)
         content = _read(path, min(size, LARGEST[name]))  # what a file has grown by is not read
         if len(content) != size or digest(content) != want:
             raise Damaged(f"{path} is damaged: it is not what was saved")
         return content
 
     def check_parts(self, name: str, parts: Iterable[tuple[int, int, int]]) -> None:
-        """Raises Damaged unless these are the parts that the file of tensors had."""
-        if digest_of_parts(parts) != self._of(name)[0]:
+        """Raise Damaged unless these are the parts that the file of tensors had."""
+        if digest_of_parts(parts) != self._expected(name)[0]:
             raise Damaged(f"{self.folder / name} is damaged: it is not the file that was saved")
 
     def check_size(self, name: str, least: int) -> None:
-        """Raises Damaged unless the file is there, as long as it was and as its parts need; reads
+        """Raise Damaged unless the file is there, as long as it was and as its parts need; reads
         nothing.
         """
         path = self.folder / name
         size = path.stat().st_size if path.is_file() else -1
-        if size < least or size != self._of(name)[1]:
+        if size < least or size != self._expected(name)[1]:
             raise Damaged(f"{path} is missing, damaged or truncated")
 
-    def _of(self, name: str) -> tuple[str, int]:
+    def _expected(self, name: str) -> tuple[str, int]:
         if name not in self.files:
             raise Damaged(f"{self.folder / SEAL} is damaged: it says nothing of {name}")
         return self.files[name]
 
 
 def read_sealed(folder: Path) -> tuple[Seal, dict]:
-    """The seal of a checkpoint, and its state.json, compared with it. Raises Damaged, or ValueError
-    where it is of a newer format.
+    """Read the seal of a checkpoint, and its state.json, compared with it. Raises Damaged, or
+    ValueError where it is of a newer format.
     """
     path = folder / SEAL
     content = _read(path, LARGEST[SEAL])

@@ -33,13 +33,13 @@ class NotSaved(RuntimeError):
 
 
 class _Done(NamedTuple):
-    """What a rank tells the others of its part of a work."""
+    """A rank's report to the others of its part of a job."""
 
     step: int
     """The checkpoint that it was done on."""
     error: str | None
     damaged: bool
-    """Whether the error is Damaged."""
+    """True if the error is Damaged."""
     value: Any
 
 
@@ -88,7 +88,7 @@ class Checkpoints:
             self.finish()
 
     def poll(self) -> bool:
-        """Whether no save is in progress. Ranks may see it some microseconds apart. An error waits
+        """True if no save is in progress. Ranks may see it some microseconds apart. An error waits
         for `finish`.
         """
         return self._saving is None or self._saving[1].done()
@@ -130,11 +130,13 @@ class Checkpoints:
         return found[step]
 
     def meta(self, step: int) -> dict:
-        """What `save` was given beside the tensors. Raises Damaged."""
+        """The values that `save` was given beside the tensors. Raises Damaged."""
         return seal.read_sealed(self.path(step))[1]
 
     def damaged(self, step: int, error: Exception) -> Damaged:
-        """What to raise where `step`, the newest checkpoint, cannot be read because of `error`."""
+        """The error to raise where `step`, the newest checkpoint, cannot be read because of
+        `error`.
+        """
         older = max((s for s in self.steps() if s < step), default=None)
         way = f"to go on from step {older}" if older is not None else "to start again"
         return Damaged(
@@ -178,8 +180,8 @@ class Checkpoints:
             self.together(step, lambda: Reader(self.path(step)).verify(mine))
 
     def together(self, step: int, work: Callable[[], T]) -> list[T]:
-        """What `work` of `step` gives on each rank. If it fails on one, all raise: KeyError,
-        ValueError, OSError, or Damaged if any has.
+        """Run `work` of `step` on each rank and return all results. If it fails on one, all raise:
+        KeyError, ValueError, OSError, or Damaged if any has.
         """
         error = value = None
         try:

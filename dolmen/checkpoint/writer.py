@@ -145,7 +145,7 @@ def _rounded(size: int) -> int:
 
 @dataclass(frozen=True)
 class Written(WriteResult):
-    """What a rank tells of a part that it has written, with the CRC-32 of its numbers."""
+    """A rank's report of a part that it has written, with the CRC-32 of its numbers."""
 
     crc: int
 

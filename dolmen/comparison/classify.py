@@ -1,4 +1,4 @@
-"""What a difference looks like: of two tensors that part, the one change that makes B's of A's.
+"""Classification of a difference: the one change that turns B's tensor into A's.
 
 Each kind is tried in turn, and the first that explains the difference is told: it leaves at most a
 hundredth of it. Sums over ranks come first, since they say where to look; then exchanges of whole
@@ -24,18 +24,18 @@ ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 @dataclass(frozen=True)
 class Fault:
-    """What a difference looks like."""
+    """The likely cause of a difference."""
 
     kind: str
     """One of a few words."""
     text: str
     """The same as a sentence, with its numbers."""
     axis: str | None = None
-    """Of the mesh, where it has to do with one."""
+    """Mesh axis that the cause has to do with, if any."""
 
 
 def classify(a: Side, b: Side, row: Row) -> Fault:
-    """Of the first tensor that parts."""
+    """Classify the first tensor that differs."""
     if row.stage == "numbers":
         return Fault("other values", f"{row.name}: {row.note}")
     if row.name.endswith(".attn.scores") and row.stage == "forward":
@@ -59,7 +59,7 @@ def _unexplained(row: Row) -> Fault:
 
 
 def _explains(made: Tensor, a: Tensor, b: Tensor) -> bool:
-    """Whether `made` is b, but for a hundredth of what a differs from it."""
+    """True if `made` is b, but for a hundredth of what a differs from it."""
     if made.shape != b.shape:
         return False
     left, apart = (made.double() - b.double()).norm(), (a.double() - b.double()).norm()
@@ -68,8 +68,8 @@ def _explains(made: Tensor, a: Tensor, b: Tensor) -> bool:
 
 
 def _over_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
-    """What ranks of A hold, against B put together: sums that were not made, or made twice, and
-    parts of another rank.
+    """Compare what single ranks of A hold with the whole of B: missing or doubled sums, and parts
+    that belong to another rank.
     """
     held = _by_rank(x)
     if x.partial or len(held) < 2:
@@ -83,7 +83,7 @@ def _over_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
 
 
 def _in_group(axis: str, pieces: list[Piece], right: list[Tensor]) -> Iterator[Fault]:
-    """Of the ranks of one line along an axis: what each holds, and should hold."""
+    """Compare what the ranks of one line along an axis hold with what they should hold."""
     n, first = len(pieces), pieces[0]
     if all(_same_region(first, piece) for piece in pieces):
         total = torch.stack([p.values.double() for p in pieces]).sum(0)
@@ -106,7 +106,7 @@ def _in_group(axis: str, pieces: list[Piece], right: list[Tensor]) -> Iterator[F
 
 
 def _by_rank(recorded: Recorded) -> dict[int, Piece]:
-    """What each rank holds, its microbatches together."""
+    """Join the microbatches of each rank into one piece."""
     found: dict[int, Piece] = {}
     for piece in recorded.pieces:
         before = found.get(piece.rank)
@@ -302,7 +302,7 @@ def _scaled(x: Tensor, y: Tensor, row: Row) -> Iterator[Fault]:
 
 
 def _somewhere(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """In some rows or columns alone."""
+    """Find differences in some rows or columns only."""
     if x.ndim != 2:
         return
     one, other = as_rows(x), as_rows(y)

@@ -39,7 +39,7 @@ HEALED = 1e-2  # of a difference inside a layer: what may be left of it behind t
 size, and nothing behind it does; of a difference that is a fault most comes through.
 """
 THROUGH_SCORES = ("attn.query", "attn.key", "attn.q_norm", "attn.k_norm", "attn.q", "attn.k")
-"""What a gradient reaches through a softmax, whose own cancels where one score is the largest."""
+"""Tensors whose gradient comes through a softmax, where it cancels if one score is the largest."""
 UNITS = {
     torch.float64: 2.0**-53,
     torch.float32: 2.0**-24,
@@ -94,8 +94,8 @@ def first(found: Sequence[Row]) -> Row | None:
 
 
 def difference(a: Tensor, b: Tensor, least: float = 0.0) -> float:
-    """Of the worst row, relative; `least`: what a row is held to at least. NaN where either is
-    not finite.
+    """Relative difference of the worst row, of which `least` is the smallest scale. NaN where
+    either is not finite.
     """
     a, b = as_rows(a), as_rows(b)
     apart = torch.linalg.vector_norm(a - b, dim=1)
@@ -115,7 +115,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 class _Allowed:
-    """What the next tensor may differ by."""
+    """The tolerance for the next tensor, which grows with what was tolerated before it."""
 
     def __init__(self, a: Side, b: Side, before: float = 0.0):
         unit = max(UNITS[side.recording.dtype] for side in (a, b))
@@ -242,7 +242,9 @@ def _behind(b: Side, name: str) -> list[str]:
 
 
 def _scores(a: Side, b: Side, sums: str, allowed: float) -> Row | None:
-    """Of the queries and keys of both, by the definition, each as its own model says."""
+    """Compare the attention scores of both sides, computed from their queries and keys by the
+    definition and each side's own model.
+    """
     name = sums.replace("sums", "scores")
     x, y = (scores_of(side, name) for side in (a, b))
     if x is None or y is None or x.shape != y.shape:
@@ -251,8 +253,8 @@ def _scores(a: Side, b: Side, sums: str, allowed: float) -> Row | None:
 
 
 def largest_score(side: Side, sums: str) -> float:
-    """What no score of a layer is larger than, before softmax: scale |q| |k|. Where queries and
-    keys differ by e of their size, a score differs by 2 e of it, and so does a probability, however
+    """Upper bound of the scores of a layer before softmax: scale |q| |k|. Where queries and keys
+    differ by e of their size, a score differs by 2 e of it, and so does a probability, however
     small; 0 where they are not known.
     """
     number = taps.layer_of(sums)
@@ -328,7 +330,7 @@ def _backward(a: Side, b: Side, before: float, other_form: set[str]) -> Iterator
 
 
 def _made_with(parameter: str, place: dict[str, int]) -> tuple[int, int]:
-    """Where the gradient of a parameter is known: with that of what it makes."""
+    """Sort key of the gradient of a parameter: that of the tensor computed with it."""
     tensor = taps.made_with(parameter)
     if tensor in place:
         return taps.place(tensor), place[tensor]
@@ -360,7 +362,7 @@ def _update(a: Side, b: Side, before: float) -> Iterator[Row]:
 
 
 def _norm(side: Side, stage: Stage) -> float:
-    """Of all tensors of a stage together."""
+    """Norm of all tensors of a stage together."""
     recording = side.recording
     return math.hypot(*(_size(recording.tensors[stage, n]) for n in recording.names(stage)))
 
@@ -370,7 +372,7 @@ def _size(recorded: Recorded) -> float:
 
 
 def _least(whole: float, recorded: Recorded) -> float:
-    """What each row of a tensor is held to at least, where all of them have that norm."""
+    """Smallest scale for the rows of a tensor, from the norm of all tensors of its stage."""
     rows = math.prod(recorded.shape[:-1]) if len(recorded.shape) > 1 else 1
     return SMALL * whole / math.sqrt(rows)
 

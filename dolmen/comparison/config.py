@@ -1,4 +1,4 @@
-"""What `diff` may be told. Without torch."""
+"""Options of `diff`. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -79,8 +79,8 @@ class DiffConfig:
 
 @dataclass(frozen=True)
 class DiffWork(DiffConfig):
-    """What a process is handed that `diff` starts for a side of several."""
+    """The request that `diff` gives to each process it starts for a side."""
 
     side: SideName = "A"
     folder: str = ""
-    """Which it records into."""
+    """Folder to record into."""

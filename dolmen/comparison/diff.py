@@ -1,6 +1,6 @@
-"""Which tensor is the first in which two programs of one model part?
+"""Finds the first tensor in which two programs of one model differ.
 
-    A  dolmen, under any layout and dtype  \\   recordings    rows in the order    the first that
+    A  dolmen, under any layout and dtype  \   recordings    rows in the order    the first that
     B  dolmen under another, or transformers /   of one step   of a step            parts, and how
 
 Each side runs by itself, one of a single process in this one, and leaves what its ranks have seen
@@ -62,7 +62,7 @@ class Opened:
 
     @property
     def rest(self) -> torch.dtype:
-        """What its parameters rest in."""
+        """Dtype of the stored parameters."""
         return DTYPES[self.dtype] if self.theirs else at_rest(self.dtype)
 
 
@@ -94,7 +94,7 @@ def diff(config: DiffConfig) -> Report:
 
 
 def compared_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) -> Report:
-    """What two recordings say."""
+    """Compare two recordings."""
     rows = tuple(compare.rows(a, b))
     first = compare.first(rows)
     if first is None:
@@ -105,7 +105,7 @@ def compared_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) ->
 
 
 def work(asked: DiffWork) -> None:
-    """Of a process that `diff` has started: record its side, with the others of it."""
+    """Record one side, in a process that `diff` has started, with the side's other ranks."""
     both = opened(asked)
     side = both.a if asked.side == both.a.name else both.b
     started = process.started()
@@ -171,7 +171,7 @@ def _multiple(least: int, of: int) -> int:
 
 
 def _pinned(spelled: str) -> str:
-    """What a run is read from may not change from one process to the next."""
+    """Pin a run to its newest checkpoint: all processes must read the same one."""
     program, colon, folder = spelled.partition(":")
     if program == THEIRS:
         return f"{program}{colon}{pinned(folder)}" if folder else spelled
@@ -179,7 +179,9 @@ def _pinned(spelled: str) -> str:
 
 
 def _recorded(side: Opened, both: Both, config: DiffConfig) -> Recording:
-    """What it leaves; a side of one process runs in this one, unless it computes in copies."""
+    """Record a side, in this process if one is enough for it and it computes in its parameters'
+    dtype.
+    """
     layout, dtype = side.layout, DTYPES[side.dtype]
     sizes = Topology(dp=layout.dp or 1, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
     # copies in another dtype than that of rest are made by what shares parameters over processes
@@ -217,7 +219,7 @@ def _title(both: Both) -> str:
 
 
 def _notes(both: Both) -> tuple[str, ...]:
-    """In what the two differ before anything is computed, and what is not seen."""
+    """List what differs before anything is computed, and what is not covered."""
     a, b = both.a.source, both.b.source
     fields = [f"{name} is {x} in A, {y} in B" for name, x, y in compared(a.model, b.model)]
     windows = {block.mixer.window for side in (a, b) for block in side.tree.blocks}

@@ -1,4 +1,4 @@
-"""What passes through the modules of a decoder on this rank, as hooks see it, with its gradients.
+"""Hooks that record the activations of a decoder on this rank, and their gradients.
 
 Of each tensor a hook knows which rows and columns of the logical one it sees: rows follow from the
 microbatch, and from cp and sequence parallelism; columns of heads and of the feed-forward width
@@ -32,9 +32,9 @@ WITHIN = {"attn": "attn.sums", "mlp": "mlp.act", "mlp.shared": "mlp.shared.act"}
 
 
 class Hooks:
-    """On all modules of `model`, within. `rows(part)`: of the next forward of this rank's stage
-    `part`, the index in the whole batch, of so many `tokens`, of each token that this rank of cp
-    has.
+    """Context manager that records from all modules of `model`. `rows(part)` returns the index in
+    the whole batch, of so many `tokens`, of each token that this rank of cp has in the next forward
+    of stage `part`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Hooks:
         self.stack.close()
 
     def logits(self, logits: Float[Tensor, "sequences here rows"]) -> None:
-        """Of this rank's rows of the vocabulary: no module makes them."""
+        """Record this rank's columns of the logits, which no module computes."""
         vocabulary = self.model.tree.vocab_size
         first, size = vocabulary_range(vocabulary, self.mesh.tp)
         self._see("logits", logits.flatten(0, 1), vocabulary, slice(first, first + size))
@@ -100,7 +100,7 @@ class Hooks:
         self._made(block, partial(self._stream, layer))
 
     def _norm(self, module: Norm, path: str, heads: "_Heads") -> None:
-        """Of the residual stream, or of heads of queries or keys."""
+        """Record the norm of the residual stream, or of the heads of queries or keys."""
         if path.endswith(("q_norm", "k_norm")):
             number = heads.queries if path.endswith("q_norm") else heads.keys
             first = heads.first if path.endswith("q_norm") else heads.first_key
@@ -207,7 +207,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class _Heads:
-    """Of a mixer, on this rank of tp."""
+    """Numbers of heads of a mixer, and this rank's first ones under tensor parallelism."""
 
     queries: int
     keys: int

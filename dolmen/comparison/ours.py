@@ -39,7 +39,7 @@ DEPTHS = ("weights", "forward", "backward", "update")
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What both sides do."""
+    """The work that both sides do."""
 
     windows: Int64[np.ndarray, "sequences window"]
     """Tokens, and one more of each sequence, which is the label of the last."""
@@ -59,8 +59,8 @@ def record(
     rest: torch.dtype = torch.float32,
     compute: torch.dtype | None = None,
 ) -> Tensors:
-    """What this rank sees of the model of `source`, which rests in `rest` and computes in
-    `compute`. `layout` is resolved and has been checked. Raises as `load_weights`.
+    """Record what this rank computes with the model of `source`, with parameters in `rest` and
+    computation in `compute`. `layout` is resolved and has been checked. Raises as `load_weights`.
     """
     rows = len(asked.windows)
     schedule = layout.make_schedule(rows, 1)
@@ -130,7 +130,7 @@ def _step(model: Decoder, asked: Asked, mesh: Mesh, layout: Layout, recorder: Re
 
 
 def _add(recorder: Recorder, stage: Stage, model: Decoder, values: dict[str, Tensor]) -> None:
-    """What this rank holds of tensors that lie as the parameters of these names do."""
+    """Record this rank's part of tensors that are sharded as the parameters of these names."""
     for name, p in model.named_parameters():
         if name in values:
             recorder.add(stage, name, tuple(p.shape), state.region(p), values[name])

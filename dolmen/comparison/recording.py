@@ -1,5 +1,5 @@
-"""What one side leaves to be compared: of each tensor the pieces that its ranks held, where each
-piece lies in the logical tensor, and in which order they were computed.
+"""Recording of one side: for each tensor, the pieces that its ranks held, their place in the
+logical tensor, and the order in which they were computed.
 
     layers.0.attn.q [tokens, heads x head_size]   rank 0: all rows, columns  0:16
                                                   rank 1: all rows, columns 16:32
@@ -26,23 +26,23 @@ Stage = Literal[
 ]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 MOMENTS: tuple[Stage, ...] = ("exp_avg", "exp_avg_sq")
-"""As AdamW names what it keeps."""
+"""AdamW's names of its state."""
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What one rank held of a tensor, in its computing dtype, on the CPU."""
+    """A rank's part of a tensor, in its computing dtype, on the CPU."""
 
     rank: int
     where: tuple[slice, ...]
     """Its region of the logical tensor, one slice per dim."""
     values: Tensor
     rows: Tensor | None = None
-    """In place of the first slice: the index of each row."""
+    """Index of each row, in place of the first slice."""
 
     @property
     def index(self) -> tuple[slice | Tensor, ...]:
-        """What takes the same region out of the logical tensor."""
+        """Index that selects the same region of the logical tensor."""
         return self.where if self.rows is None else (self.rows, *self.where[1:])
 
 
@@ -83,13 +83,13 @@ class Recording:
     title: str
     topology: Topology
     dtype: torch.dtype
-    """What it computes in."""
+    """Dtype of the computation."""
     rest: torch.dtype
-    """What its parameters rest in."""
+    """Dtype of the stored parameters."""
     tensors: Tensors
 
     def names(self, stage: Stage) -> list[str]:
-        """Of a stage, as they were recorded."""
+        """Names of the tensors of a stage, in the order in which they were recorded."""
         return [name for at, name in self.tensors if at == stage]
 
     def whole(self, stage: Stage, name: str) -> Tensor | None:
@@ -99,7 +99,7 @@ class Recording:
 
 
 class Recorder:
-    """Of one rank."""
+    """Collects the tensors of one rank."""
 
     def __init__(self, rank: int = 0):
         self.rank, self.tensors = rank, Tensors()
@@ -130,8 +130,8 @@ class Recorder:
 
 
 def merged(ranks: list[Tensors]) -> Tensors:
-    """What several ranks have recorded, in the order in which they did: first the names of the
-    first rank, then those that only others have.
+    """Merge the recordings of several ranks, in the order in which they were made: first the names
+    of the first rank, then those that only others have.
     """
     out = Tensors()
     for tensors in ranks:
@@ -156,7 +156,7 @@ def save(folder: Path, tensors: Tensors, rank: int) -> None:
 
 
 def load(folder: Path, ranks: int) -> Tensors:
-    """What so many ranks have saved. Raises ValueError where one has not."""
+    """Load what so many ranks have saved. Raises ValueError where one has not."""
     return merged([_read(folder / f"rank-{rank:05d}") for rank in range(ranks)])
 
 

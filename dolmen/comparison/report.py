@@ -17,18 +17,18 @@ AFTER = 4  # rows that are shown behind the first that parts: what it leads to
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two programs part."""
+    """The first difference between two programs."""
 
     row: Row
     operation: str
-    """What makes the tensor."""
+    """The operation that computes the tensor."""
     fault: Fault
     processes: dict[str, int]
-    """Of side A, and of B."""
+    """Number of processes of side A and of side B."""
 
     @property
     def ranks(self) -> str:
-        """Which of a side of several processes hold something else than B put together."""
+        """Ranks that hold something else than B as a whole, of the sides with several processes."""
         sides = {
             side: [rank for of, rank in self.row.ranks if of == side]
             for side, number in self.processes.items()
@@ -125,7 +125,7 @@ def shown(row: Row) -> str:
 
 
 def operation(row: Row) -> str:
-    """What makes the tensor of a row."""
+    """Name the operation that computes the tensor of a row."""
     match row.stage:
         case "weights":
             return "conversion, or loading"

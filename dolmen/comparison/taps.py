@@ -1,4 +1,4 @@
-"""Which tensors are compared, under which names, in which order, and which operation makes each.
+"""Names and order of the tensors that are compared, and the operation that computes each.
 
 Names are those of our modules, as our parameters have them: `layers.3.attn.q` is what the product
 with `layers.3.attn.q.weight` makes. What has no module has a word of its own:
@@ -95,7 +95,7 @@ def place(name: str) -> int:
 
 
 def operation(name: str) -> str:
-    """What makes a tensor of forward."""
+    """Name the operation that computes a tensor of forward."""
     return {**OUTSIDE, **INSIDE}.get(inside(name), "a part of the layer")
 
 
@@ -110,7 +110,7 @@ def made_with(parameter: str) -> str:
 
 
 def behind(word: str) -> tuple[str, ...]:
-    """Of a tensor inside a layer, those that all of it goes through."""
+    """Names of the tensors that everything in a tensor inside a layer passes through."""
     if word in ("mlp.gate", "mlp.up"):
         return ("mlp.act",)
     if word in ("attn", "attn.sums", "attn_post_norm"):

@@ -39,8 +39,8 @@ ATTENTION = "dolmen_seen"
 def record(
     source: Source, asked: Asked, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensors:
-    """What transformers makes of `source`, which is exported for the while where it cannot load it;
-    its update is that of torch.optim.AdamW. Raises as `as_transformers`.
+    """Record what transformers computes with `source`, which is exported for the while where it
+    cannot load it; its update is that of torch.optim.AdamW. Raises as `as_transformers`.
     """
     recorder, model = Recorder(), source.model
     with theirs.quiet(), as_transformers(source) as folder:
@@ -157,7 +157,7 @@ class _Seen:
         return self.modules.get(".".join(path))
 
     def _owner(self, module: nn.Module, entry: Entry, ours: Sequence[str], leaf: Leaf) -> None:
-        """What a module with a weight is given and makes."""
+        """Record the input and the output of a module with a weight."""
         name = ours[0]
         if leaf.role in ("norm", "router"):
             self._made(module, name)
@@ -211,10 +211,10 @@ class _Seen:
 
 
 def _module(entry: Entry) -> str:
-    """Of a stored tensor, the name of the module that owns it."""
+    """Name of the module that owns a stored tensor."""
     return entry.hf.rpartition(".")[0]
 
 
 def _first(out: Any) -> Any:
-    """What a module makes: of several things the first."""
+    """Output of a module; the first of several."""
     return out[0] if isinstance(out, tuple) else out

@@ -50,7 +50,7 @@ def opened(name: str | Path, base: Source) -> LowRank:
 
 
 def pinned(name: str | Path) -> str:
-    """What opens the same adapters however often: of a run, which may go on, its newest checkpoint.
+    """Pin a run to its newest checkpoint, so that the same adapters are opened however often.
     Raises ValueError.
     """
     folder = hf.resolve_model(name)

@@ -1,4 +1,4 @@
-"""What lies beside weights that say little of themselves: a config.json, a tokenizer, a
+"""Sidecar files of weights that say little of themselves: a config.json, a tokenizer, a
 generation_config.json; and a config.json for a tree that has none.
 """
 
@@ -15,7 +15,7 @@ FIRST = ("llama", "gpt2", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 def place(folder: Path) -> Path:
-    """Of a checkpoint's folder, and the one that it lies in with others, that which has them."""
+    """Folder of the sidecar files: a checkpoint's own, or the one that it lies in with others."""
     for one in (folder, folder.parent):
         if (one / "config.json").is_file() or tokenizer(one) is not None:
             return one
@@ -23,7 +23,7 @@ def place(folder: Path) -> Path:
 
 
 def config(folder: Path) -> Model | None:
-    """Of the folder's config.json. Raises ValueError as `read_config`."""
+    """Model of the folder's config.json. Raises ValueError as `read_config`."""
     return read_config(folder) if (folder / "config.json").is_file() else None
 
 

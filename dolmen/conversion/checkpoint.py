@@ -41,12 +41,12 @@ class RunCheckpoint(WeightsAlone):
     adapter: Adapter | None
     step: int
     own: Model
-    """That it was trained as; `model` may be another one, to which its weights are given."""
+    """Model that was trained; `model` may be another one, to which its weights are given."""
     checkpoint: stream.Checkpoint
     init: str | None
     """The model that its run began with."""
     part: str = ""
-    """What the names of its tensors begin with, of a model beside another."""
+    """Prefix of its tensors' names, for a model beside another, as a critic."""
 
     @property
     def where(self) -> Path:
@@ -75,7 +75,7 @@ class RunCheckpoint(WeightsAlone):
 
     @property
     def scaling(self) -> Scales:
-        """Of a run that has updated: else it has scaled nothing yet."""
+        """Scales of a run that has made an update: before the first it has scaled nothing."""
         return self._scaling
 
     @cached_property
@@ -118,7 +118,7 @@ class RunCheckpoint(WeightsAlone):
         return {name: self._whole(name, stored[name]) for name in self.tree.leaves}
 
     def _whole(self, name: str, spec: Spec) -> Spec:
-        """What it is restored in: a weight in eight bits in the dtype of its scale."""
+        """Spec in which it is restored: a weight in eight bits in the dtype of its scale."""
         if not self._in_eight_bits(name):
             return spec
         return replace(spec, dtype=self.checkpoint.specs[self._kind + scale_of(name)].dtype)
@@ -155,13 +155,13 @@ class RunCheckpoint(WeightsAlone):
         return self.checkpoint.read(f"{self._kind}{name}")
 
     def _differences(self) -> str:
-        """What was asked of the model that the checkpoint is not of."""
+        """Say how the requested model differs from the checkpoint's."""
         told = [f"{n} is {a} there, {b} here" for n, a, b in compared(self.own, self.model)]
         return f" ({'; '.join(told)})" if told else ""
 
 
 def found(folder: Path) -> bool:
-    """Whether a folder is meant as a run, as its folder of checkpoints, or as one of these."""
+    """True if a folder is meant as a run, as its folder of checkpoints, or as one of these."""
     named = re.fullmatch(folders.FOLDER, folder.resolve().name) is not None
     return (
         named
@@ -218,6 +218,6 @@ def _made(model: Model, tokenizer: Path | None) -> Model:
 
 
 def _tokenizer(folder: Path) -> Path | None:
-    """That of the run that a step folder lies in, if it is still there."""
+    """Tokenizer of the run that a step folder lies in, if it is still there."""
     tokenizer = folder.parent.parent / "tokenizer"
     return tokenizer if tokenizer.is_dir() else None

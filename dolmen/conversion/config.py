@@ -1,4 +1,4 @@
-"""What `export` and `convert` may be told. Without torch."""
+"""Options of `export` and `convert`. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,8 +23,8 @@ class ExportConfig:
     adapters: bool = False
     """Write the adapters of a run without the model, as PEFT does, and the tokenizer."""
     critic: bool = False
-    """Of a run of PPO write its critic, in the place of the policy: a model that ends in one number
-    for each token.
+    """Write the critic of a PPO run in the place of the policy: a model that ends in one number for
+    each token.
     """
 
     def __post_init__(self):

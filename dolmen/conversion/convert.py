@@ -131,8 +131,8 @@ def convert(asked: ConvertConfig, shown: bool = False) -> str:
 
 
 def _state(source: Source, to: str) -> Moments | None:
-    """What of an optimizer comes along to a format: the moments of AdamW, and fp32 masters as one
-    kind more. What stays behind is told in a warning.
+    """The optimizer state that a format can hold: AdamW's moments, and fp32 masters as one kind
+    more. Warns of what is left behind.
     """
     try:
         state, why = source.moments, f"--to {to} has no place for it"
@@ -215,4 +215,4 @@ WRITERS: dict[str, Callable[[Source, torch.dtype, Moments | None, ConvertConfig]
     "megatron-core": _to_megatron,
     "torch-dist": _to_torch_dist,
 }
-"""By the name of a format."""
+"""Constructors of writers by the name of a format."""

@@ -206,7 +206,7 @@ class Transformers(WeightsAlone):
 
     @cached_property
     def _compared(self) -> dict[str, Stored]:
-        """Those that are read for their numbers. Raises as `stream`."""
+        """Tensors whose numbers are compared. Raises as `stream`."""
         read, weights = dict(self._stored), self._weights
         if head := read.pop(weights.head if weights.is_tied_head(weights.head) else "", None):
             _require_equal(head, read[weights.embedding])
@@ -214,7 +214,7 @@ class Transformers(WeightsAlone):
 
 
 def found(folder: Path) -> bool:
-    """Whether a folder is meant as one of transformers, config.json or weights missing or not."""
+    """True if a folder is meant as one of transformers, config.json or weights missing or not."""
     return (folder / "config.json").is_file() or any(form.lies_in(folder) for form in FORMS)
 
 
@@ -235,7 +235,7 @@ def _as_named(model: Model, folder: Path) -> Model:
 
 
 def tokenizer_files(folder: Path | str) -> list[Path]:
-    """Those of TOKENIZER_FILES that are there."""
+    """Files of TOKENIZER_FILES that exist."""
     return sorted({file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern)})
 
 

@@ -54,8 +54,8 @@ def write(source: Source, folder: Path | str, dtype: torch.dtype | None = None) 
 
 @contextmanager
 def as_transformers(source: Source) -> Iterator[Path]:
-    """Where transformers itself can load the source: where it is, or as an export in float32 among
-    the temporary files, which is there within. Raises as `write`.
+    """Folder from which transformers itself can load the source: its own, or an export in float32
+    among the temporary files, which exists within. Raises as `write`.
     """
     if source.transformers is not None:
         yield source.transformers
@@ -99,7 +99,7 @@ def export_weights(
 
 
 def check_target(folder: Path | str, tokenizer_folder: Path | str | None = None) -> None:
-    """What `save` refuses of its target: ValueError for a `folder` that has anything in it, and a
+    """Check the target of `save`. Raises ValueError for a `folder` that has anything in it, and a
     `tokenizer_folder` without a tokenizer.
     """
     folder = Path(folder)
@@ -178,7 +178,7 @@ class TransformersWriter:
 
 
 def write_beside(source: Source, folder: Path, dtype: torch.dtype) -> None:
-    """What a folder of transformers has beside its weights, which are in `dtype`."""
+    """Write the sidecar files of a folder of transformers, whose weights are in `dtype`."""
     _beside(folder, source.model, dtype, source.generation_config, source.tokenizer)
 
 
@@ -201,7 +201,7 @@ def _beside(
 
 
 def _specs(model: Model, dtype: torch.dtype) -> dict[str, Spec]:
-    """Of each tensor that is written, by its stored name."""
+    """Spec of each tensor that is written, by its stored name."""
     leaves, wide = model.tree.leaves, torch.promote_types(dtype, torch.float32)
     return {
         name: Spec(entry.shape, wide if leaves[entry.ours[0]].precise else dtype)
@@ -223,7 +223,7 @@ def _part(name: str, full: Callable[[str], Tensor], shapes: dict[str, tuple[int,
 
 
 def _generation_config(content: dict[str, Any]) -> dict[str, Any]:
-    """Of the token ids that a config.json states, if any."""
+    """Generation config with the token ids that a config.json states, if any."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: content[name] for name in names if content.get(name) is not None}
     return {"_from_model_config": True, **ids} if ids else {}

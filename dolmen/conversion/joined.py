@@ -1,5 +1,5 @@
-"""What sources (source.py) have in common whose tensors are joined out of the files of several
-ranks: a config.json and a tokenizer lie beside these, if anywhere.
+"""Base of sources (source.py) whose tensors are joined from the files of several ranks, with a
+config.json and a tokenizer beside these, if anywhere.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ class Joined:
 
     model: Model
     beside: Path
-    """Where its config.json and its tokenizer would lie."""
+    """Folder of its config.json and its tokenizer."""
 
     @property
     def where(self) -> Path:

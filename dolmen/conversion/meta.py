@@ -66,8 +66,8 @@ EMBEDDING, HEAD, UP = "tok_embeddings.weight", "output.weight", "layers.0.feed_f
 
 
 def found(folder: Path) -> bool:
-    """Whether a folder is meant as one; with a config.json it is one of transformers too, which is
-    asked first.
+    """True if a folder is meant as one; with a config.json it is one of transformers too, which is
+    tried first.
     """
     return any(FILE.fullmatch(path.name) for path in folder.glob("consolidated.*.pth"))
 
@@ -135,7 +135,7 @@ class Consolidated(WeightsAlone, Joined):
         return {name: by_name[name] for name in self.tree.leaves}
 
     def _share(self, name: str) -> Share:
-        """As our own ranks share it, but for the embedding of Llama 1 and 2, cut by its columns."""
+        """Sharding as ours, but for the embedding of Llama 1 and 2, cut by its columns."""
         if name == EMBEDDING:
             return Share(_embedding_dim(self.ranks, self.tree.hidden_size))
         entry = self._entries[name]
@@ -186,7 +186,7 @@ def _embedding_dim(ranks: tuple[Mapping[str, Stored], ...], hidden: int) -> int:
 
 
 def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
-    """Of params.json, and of sizes that it leaves to the tensors."""
+    """Model of params.json, and of sizes that it leaves to the tensors."""
     if not (folder / PARAMS).is_file():
         raise ValueError(f"{folder} has no {PARAMS}, from which the model's sizes are read")
     said = gate.read_json(folder / PARAMS, KIND)

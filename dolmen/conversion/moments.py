@@ -59,7 +59,7 @@ class Moments:
 
     step: int
     kinds: Mapping[str, Tensors]
-    """By the names of MOMENTS: of each parameter that is trained."""
+    """Tensors of each trained parameter, by the names of MOMENTS."""
 
 
 class WeightsAlone:

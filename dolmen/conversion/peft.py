@@ -59,10 +59,10 @@ class LowRank:
 
     form: Adapter
     stored: Mapping[str, Readable]
-    """By our names of A, B and, of DoRA, the lengths of rows."""
+    """Readers by our names of A, B and, for DoRA, the lengths of rows."""
 
     def tensors(self, weight: str) -> dict[str, Tensor]:
-        """What stands beside one of the targets, by our names: A, B, and DoRA's lengths."""
+        """Tensors beside one of the targets, by our names: A, B, and DoRA's lengths."""
         return {name: self.stored[name].read() for name in names(self.form, weight)}
 
     def merged(self, name: str, value: Tensor) -> Tensor:
@@ -77,12 +77,12 @@ class LowRank:
 
 
 def names(form: Adapter, weight: str) -> tuple[str, ...]:
-    """Of the parameters beside a weight, in the order of KINDS."""
+    """Names of the parameters beside a weight, in the order of KINDS."""
     return (*form.pair(weight), *([magnitude_of(weight)] if form.kind == "dora" else ()))
 
 
 def found(folder: Path) -> bool:
-    """Whether a folder is meant as one of PEFT's."""
+    """True if a folder is meant as one of PEFT's."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
@@ -225,7 +225,7 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
 
 
 def _config(run: RunCheckpoint, form: Adapter, modules: Mapping[str, str]) -> dict[str, Any]:
-    """Of `modules`: our weight -> module of transformers."""
+    """Config of PEFT for `modules`: our weight -> module of transformers."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

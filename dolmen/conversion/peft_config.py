@@ -29,7 +29,7 @@ OTHERWISE = (
     "megatron_config",
     "layer_replication",
 )
-"""What makes adapters something else than B A beside a matrix, where it is not empty."""
+"""Fields that make adapters something else than B A beside a matrix, where they are not empty."""
 FORMS = ("arrow_config", "kasa_config", "monteclora_config", "use_bdlora", "velora_config")
 """The same, and {} too: that is such a form with its defaults."""
 HARMLESS = (
@@ -41,7 +41,8 @@ HARMLESS = (
     "use_dora",
     "use_rslora",
 )
-"""What is read, and how A and B were begun, of which the base as it is knows nothing."""
+"""Fields that are accepted: how A and B were initialized, which does not concern the base as it is.
+"""
 
 SECONDS = 5  # of one core, to match one expression with all modules: those in use take milliseconds
 MEMORY = 1 << 30
@@ -140,7 +141,7 @@ class Reach:
         return self._matched("target_modules", modules)
 
     def _matched(self, field: str, modules: Sequence[str]) -> frozenset[str]:
-        """Those of `modules` that a field matches, which is a list or a regular expression."""
+        """Modules that a field matches, which is a list or a regular expression."""
         value = self.said.get(field)
         if isinstance(value, str) and value:
             return _fullmatched(self.file, field, value, modules)
@@ -175,7 +176,7 @@ class Reach:
         return found
 
     def _layer(self, module: str) -> int | None:
-        """As PEFT counts: behind the first of the lists that the module is in."""
+        """Number of the layer as PEFT counts: behind the first list that the module is in."""
         parts = module.split(".")
         numbered = [i for i in range(1, len(parts) - 1) if parts[i].isdecimal()]
         if not self._lists:  # PEFT has one name at least before that of the list
@@ -185,14 +186,14 @@ class Reach:
 
 
 def _named(module: str, names: frozenset[str]) -> bool:
-    """Whether one of the names is the module's, or ends it behind a dot."""
+    """True if one of the names is the module's, or ends it behind a dot."""
     parts = module.split(".")
     return any(".".join(parts[i:]) in names for i in range(len(parts)))
 
 
 def _fullmatched(file: Path, field: str, expression: str, modules: Sequence[str]) -> frozenset[str]:
-    """Those of `modules` that a regular expression matches in full. Raises Refused where it is
-    none, or takes too much time or memory.
+    """Modules that a regular expression matches in full. Raises Refused where it is none, or takes
+    too much time or memory.
     """
     given = {"expression": expression, "modules": list(modules)}
     ended = run_limited(MATCH, given, seconds=SECONDS, memory=MEMORY)

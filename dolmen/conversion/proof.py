@@ -1,5 +1,6 @@
-"""That a conversion is the same model: what it has written is opened again, by nothing but what it
-says of itself, and compared with the source, tensor by tensor and then by what both compute.
+"""Proof that a conversion is the same model: the written folder is opened again, by nothing but
+what it says of itself, and compared with the source, tensor by tensor and then by what both
+compute.
 
 Both compute on the same random tokens in fp32, from the numbers that were written, so all logits
 are equal to the bit. Where both models fit into memory they are computed whole, else a layer at a
@@ -27,7 +28,7 @@ ROOM = 2 * 2**30
 
 
 class Unlike(Failed):
-    """What was written is not the model that it was written of."""
+    """The written model differs from its source."""
 
 
 def compare_weights(
@@ -52,7 +53,9 @@ def compare_weights(
 
 
 def compare_state(state: Moments, written: Source) -> str:
-    """That an optimizer's state is the same to the bit, dtypes too, in words. Raises Unlike."""
+    """Check that an optimizer's state is the same to the bit, dtypes too; return a report. Raises
+    Unlike.
+    """
     found = written.moments
     if found is None or found.step != state.step:
         raise Unlike(f"{written.where} has not the optimizer of {state.step} updates")
@@ -69,7 +72,9 @@ def compare_state(state: Moments, written: Source) -> str:
 
 
 def compare_scales(scales: Scales, written: Source) -> str:
-    """That what delayed scaling knows is the same to the bit, in words. Raises Unlike."""
+    """Check that the scales of delayed scaling are the same to the bit; return a report. Raises
+    Unlike.
+    """
     found = written.scaling
     if found.keys() != scales.keys():
         raise Unlike(f"{written.where} has scales of {len(found)} weights, not of {len(scales)}")
@@ -110,7 +115,7 @@ def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:
 def _run(
     source: Source, layers: range, dtypes: dict[str, torch.dtype], tokens: Tensor, x: Tensor | None
 ) -> Tensor:
-    """What some layers make of x, the first of them of tokens; the last ends in logits."""
+    """Run some layers on x, the first of them on tokens; the last layer returns logits."""
     tree = source.tree
     part = Part(layers, layers.start == 0, layers.stop == tree.layers)
     with torch.device("meta"):

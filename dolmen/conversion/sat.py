@@ -42,7 +42,7 @@ def ranks(folder: Path) -> dict[int, Path]:
 
 
 def found(folder: Path) -> bool:
-    """Whether a folder is meant as one: has files of ranks, or says which folder in it does."""
+    """True if a folder is meant as one: it has files of ranks, or says which folder in it does."""
     return bool(ranks(folder)) or (folder / LATEST).is_file() and bool(_iterations(folder))
 
 
@@ -71,7 +71,7 @@ class Sat(WeightsAlone, Joined):
 
     folder: Path
     held: tuple[Mapping[str, Stored], ...]
-    """Of each rank: name -> where."""
+    """Tensors of each rank: name -> place."""
 
     @property
     def where(self) -> Path:

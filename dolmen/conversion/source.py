@@ -35,7 +35,7 @@ class Source(Tensors, Protocol):
 
     @property
     def title(self) -> str:
-        """As the end of a sentence: wrote model/, from ..."""
+        """Title for the end of a sentence: wrote model/, from ..."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class Source(Tensors, Protocol):
 
     @property
     def tree(self) -> Tree:
-        """What is stored: that of `model`, and what training has added to it."""
+        """Tree of the stored parameters: that of `model`, and what training has added to it."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class Source(Tensors, Protocol):
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """What its generation_config.json says; empty where there is none. Raises Refused."""
+        """Content of its generation_config.json; empty where there is none. Raises Refused."""
         ...
 
     @property
@@ -85,8 +85,8 @@ class Source(Tensors, Protocol):
 
     @property
     def scaling(self) -> Scales:
-        """What delayed scaling knows of its weights; empty, where it has multiplied by none. Raises
-        ValueError for what lies there and is none.
+        """Scales of delayed scaling by weight; empty, where it has multiplied by none. Raises
+        ValueError for entries that are no scales.
         """
         ...
 
@@ -96,17 +96,19 @@ class Format:
     """A way in which models lie in folders."""
 
     told: str
-    """What it is called, and what of it is seen in a folder."""
+    """Title of the format, and the files by which a folder shows it."""
     found: Callable[[Path], bool]
-    """Whether a folder is meant as one; that it is whole is found when it is opened."""
+    """Function that says whether a folder is meant as one; whether it is whole shows when it is
+    opened.
+    """
     newest: Callable[[Path], Path]
     """The folder to open: itself, or of a run, which grows, its newest whole checkpoint. Raises
     ValueError where there is none yet.
     """
     opened: Callable[[Path, Model | None, int | None], Source]
-    """What `newest` gave, as a source; the weights as those of the model, where one is given. The
-    number is of the tokens, where the folder need not say how many of its rows are padding. Raises
-    ValueError.
+    """Function that opens the result of `newest`; with the weights of the model, where one is
+    given. The number is of the tokens, where the folder need not say how many of its rows are
+    padding. Raises ValueError.
     """
 
 
@@ -182,8 +184,8 @@ def open_source(
 
 
 def pinned(name: str | Path) -> str:
-    """What opens the same source however often: of a run, which may go on while it is read, its
-    newest checkpoint now; all else, a hub id too, as it is named. Raises as `open_source`.
+    """Pin a run to its newest checkpoint, so that the same source is opened however often; anything
+    else, a hub id too, stays as it is named. Raises as `open_source`.
     """
     folder = hf.resolve_model(name)
     newest = _format(folder).newest(folder)
@@ -196,7 +198,7 @@ def open_alike(name: str | Path, mesh: Mesh) -> Source:
 
 
 def tokenizer_folder(source: Source) -> str:
-    """Where its tokenizer is read; of a source without one its own folder, to be named where it is
+    """Folder of its tokenizer; of a source without one its own folder, to be named where it is
     refused.
     """
     return str(source.tokenizer or source.where)

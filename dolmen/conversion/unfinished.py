@@ -1,4 +1,5 @@
-"""Where a folder with a model is built, so that what kill -9 leaves is taken for none.
+"""Temporary folder in which a model's folder is built, so that nothing takes what kill -9 leaves
+for a model.
 
     .model.xk2j8f.unfinished/     beside its destination, model/
         model/                    weights, written and then proved

@@ -1,9 +1,5 @@
-"""Weight rules applied to tensors, and the scaling state of FP8 weights.
-
-What delayed scaling (parallel/product.py) knows of each weight, beside the weights of a source:
-by the names of weights, whatever the format.
-
-Weight rules (dolmen/families/rules.py) applied to tensors, in both directions.
+"""Weight rules (families/rules.py) applied to tensors, in both directions; and the scales of
+delayed scaling (parallel/product.py) by the names of weights, whatever the format.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -17,7 +13,7 @@ from dolmen.families.rules import Bare, Each, Entry, Paired, Rename, Rule, Split
 
 
 class Scaling(NamedTuple):
-    """Of one weight, or of each expert's: inputs, weight, gradients of outputs, as
+    """Scaling of one weight, or of each expert's: inputs, weight, gradients of outputs, as
     parallel/product.py orders them.
     """
 
@@ -26,12 +22,12 @@ class Scaling(NamedTuple):
 
 
 Scales = Mapping[str, Scaling]
-"""By the names of weights; those that have none are not there."""
+"""Scaling of each weight that has one, by name."""
 
 
 def joined(parts: Iterable[Scaling]) -> Scaling:
-    """Of one product that is several here (q, k and v with the same input): the largest numbers,
-    and the scales that the largest numbers have.
+    """Scaling of one product that is several here (q, k and v with the same input): the largest
+    numbers, and the scales that the largest numbers have.
     """
     parts = list(parts)
     history = torch.stack([part.history for part in parts]).amax(0)

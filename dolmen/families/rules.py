@@ -1,14 +1,37 @@
-"""Invertible weight rules: how one family's tensors on disk are made of ours, and ours of them.
-They are data, without torch; dolmen/conversion/weights.py applies them.
+"""Weight rules: which tensors on disk hold which parameters of ours, as invertible data.
 
-A rule pairs one Hugging Face module with one or several of ours and covers its weight and, where
-there is one, its bias; "{}" stands for the layer. Importer and exporter read the same rule, so they
-cannot drift. Three kinds and three wrappers cover almost every layout of the field:
+Problem. Every family stores the same model in another form: q, k and v fused in one of four orders,
+gate and up in one tensor, weights transposed, experts one by one or stacked, rope's pairs
+interleaved. An importer and an exporter written by hand per family drift apart, and neither can
+tell the shape of what is on disk before it is read.
 
-    Split reshapes dim 0 to [groups, sum(counts), unit] and cuts the second, e.g. 4 query and 2
-    key-value heads:
-      phi3:   groups=1 counts=(4, 2, 2)   rows q0 q1 q2 q3 | k0 k1 | v0 v1
-      falcon: groups=2 counts=(2, 1, 1)   rows q0 q1 k0 v0 | q2 q3 k1 v1
+Idea. A family is a list of rules, without torch. A rule pairs the name of a module on disk (`hf`)
+with the names of one or several modules of ours (`names`), and covers weight and bias; "{}" stands
+for the number of the layer, a second one for that of an expert. Three readers share a rule:
+
+    shape(parts)             the shape on disk from the shapes of ours, or a ValueError: checked
+                             before anything is read or written
+    split_stored, assemble   from disk to ours    (conversion/weights.py)
+    join_stored              from ours to disk    (conversion/weights.py)
+
+A leaf of the algebra moves data, a wrapper changes how an inner rule is applied:
+
+    Rename           one tensor, another name
+    Split            one tensor on disk is several of ours: dim 0 is reshaped to
+                     [groups, sum(counts), unit], and its second dim is cut. E.g. 4 query and
+                     2 key-value heads:
+                       phi3:   groups=1 counts=(4, 2, 2)   rows q0 q1 q2 q3 | k0 k1 | v0 v1
+                       falcon: groups=2 counts=(2, 1, 1)   rows q0 q1 k0 v0 | q2 q3 k1 v1
+    Stack            several tensors on disk, one per expert, are one of ours, stacked
+    Paired           rope's pairs as neighbours on disk, as halves here
+    Transpose(rule)  the inner rule on weights stored [in, out]
+    Each(rule)       the inner rule on each matrix of a stack
+    Bare(rule)       the inner rule on a parameter that no module owns
+
+Invariants. `join_stored(rule, split_stored(rule, t))` is t, bit for bit, for every rule and every t
+of its shape, and the other way round. Every parameter of a model is made by exactly one rule:
+`entries` raises otherwise. A rule never looks at numbers, only at shapes, so ranks that hold parts
+of a tensor apply it to their parts where the cut allows it (conversion/megatron/shares.py).
 """
 
 from collections.abc import Iterable, Mapping

@@ -53,8 +53,7 @@ class Kind:
     thousand, and whatever walks the values later is recursive too.
     """
     constants: bool = False
-    """Whether NaN and Infinity, which Python writes and JSON does not know, may stand where nobody
-    reads them.
+    """Allow NaN and Infinity, which Python writes and JSON does not know, where nobody reads them.
     """
 
 

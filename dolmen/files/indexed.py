@@ -47,7 +47,7 @@ class Indexed:
     """A data set, memory-mapped."""
 
     tokens: Shaped[np.ndarray, " tokens"]
-    """Of all sequences, in the type of the file."""
+    """Tokens of all sequences, in the type of the file."""
     lengths: Int32[np.ndarray, " sequences"]
     documents: Int64[np.ndarray, " bounds"]
     """The first sequence of each document, and their number."""
@@ -60,7 +60,9 @@ class Indexed:
 
 
 def is_indexed(file: Path) -> bool:
-    """Whether `file` is the .bin of a data set: its .idx lies beside it, and begins as one."""
+    """True if `file` is the .bin of a data set: its .idx lies beside it, and has the right
+    beginning.
+    """
     if file.suffix != BIN or not (file.is_file() and file.with_suffix(IDX).is_file()):
         return False
     with gate.opened(file.with_suffix(IDX)) as stream:
@@ -152,7 +154,7 @@ def _mapped(file: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
 
 
 def dtype_of(vocab_size: int) -> np.dtype:
-    """What Megatron writes tokens of such a vocabulary as."""
+    """Dtype in which Megatron writes the tokens of a vocabulary of this size."""
     return np.dtype("<u2" if vocab_size < LARGE else "<i4")
 
 

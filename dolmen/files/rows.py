@@ -55,7 +55,7 @@ class Lines:
             self.last()
 
     def last(self) -> None:
-        """What was written outlives a power cut."""
+        """Make what was written survive a power cut."""
         os.fsync(self.descriptor)
         self._asked = time.monotonic()
 

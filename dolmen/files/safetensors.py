@@ -104,7 +104,7 @@ class Form:
     """The tensors of one file, in its order. Raises Refused."""
 
     def lies_in(self, folder: Path) -> bool:
-        """Whether the folder has it."""
+        """True if the folder has it."""
         return any((folder / name).is_file() for name in (self.single, self.index))
 
 
@@ -203,7 +203,7 @@ class Shards:
 
     @cached_property
     def names(self) -> dict[str, list[str]]:
-        """Of each file the tensors in it."""
+        """Names of the tensors of each file."""
         shards = _shards(self.specs, self.shard_bytes)
         if len(shards) == 1:
             return {SINGLE: shards[0]}
@@ -212,7 +212,7 @@ class Shards:
 
     @cached_property
     def parts(self) -> dict[str, Path]:
-        """What each file is called while it is not whole."""
+        """Name of each file while it is not whole."""
         return {name: self.folder / f".{name}.part" for name in self.names}
 
     def begin(self) -> None:
@@ -256,7 +256,7 @@ class Shards:
 
     @cached_property
     def _layout(self) -> dict[str, tuple[bytes, dict[str, Stored]]]:
-        """By file: its header, and the place of each tensor."""
+        """Header of each file, and the place of each tensor in it."""
         return {
             file: _lay(self.parts[file], {name: self.specs[name] for name in names})
             for file, names in self.names.items()

@@ -69,7 +69,7 @@ class Model:
 
     @property
     def byte_fallback(self) -> bool:
-        """Whether there is a piece for each byte, of characters that have none."""
+        """True if there is a piece for each byte, for characters that have none."""
         return sum(piece.kind == BYTE for piece in self.pieces) == 256
 
 
@@ -241,5 +241,5 @@ def record(number: int, value: Value) -> bytes:
 
 
 def texts(pieces: Iterable[Piece]) -> list[str]:
-    """Of those that text is cut into."""
+    """Texts of the pieces that text is cut into."""
     return [piece.text for piece in pieces if piece.kind == NORMAL]

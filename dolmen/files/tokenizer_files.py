@@ -36,7 +36,7 @@ MAX_GROWTH = 64
 """Most times as long as the text that its normal form may be, in characters. Of 18 in the published
 ones: NFKC makes 18 characters of U+FDFA."""
 MATCHES_NOTHING = re.compile(r"[*?|^$]|\{0|\{,|\\[bBAZzGK]")
-"""What a regular expression has in it that can match between two characters. (A `+` cannot.)"""
+"""Parts of a regular expression that can match between two characters. (A `+` cannot.)"""
 PROBE = """
 from tokenizers import Tokenizer
 limit()

@@ -48,12 +48,12 @@ STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-"""By the dtype of whose numbers a pickle calls what holds them."""
+"""Dtypes by the name of the storage class that a pickle gives for them."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in NAMES}
 CLASSES = {dtype: vars(torch)[name] for name, dtype in STORAGES.items()}
 ALIGNED = 64  # bytes, as torch puts numbers
 ARCHIVE = b"PK\x03\x04"
-"""What an archive begins with."""
+"""First bytes of an archive."""
 LARGE = 2**31  # bytes: from here on an archive says sizes in 8
 
 
@@ -65,7 +65,7 @@ class Storage:
     dtype: torch.dtype
     elements: int
     start: int = -1
-    """Where they begin in the file, or in `content`."""
+    """Position of the first number in the file, or in `content`."""
     content: bytes = b""
     """The bytes that they lie in, of a pickle that has them in memory (`load_bytes`)."""
 
@@ -84,7 +84,7 @@ class Held:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its numbers lie in a row."""
+        """True if its numbers are contiguous."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != expected:
@@ -155,7 +155,7 @@ class Buffer:
 
 @dataclass
 class Namespace:
-    """What `argparse` made of a command line."""
+    """Namespace of `argparse`, with the values of a command line."""
 
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -181,12 +181,13 @@ LEFT = re.compile(
     r"|pathlib\.(?:\w+\.)?\w*Path"
     r"|torch\.(?:device|Generator))"
 )
-"""What training leaves in its files beside tensors and options: names of a class, or of a function
-that makes an object. None of them is imported."""
+"""Classes and functions whose objects training leaves in its files beside tensors and options. None
+of them is imported.
+"""
 
 
 def _find(module: str, name: str) -> Any:
-    """What stands for a name of a file of tensors (pickles.Find)."""
+    """Stand-in for a name of a file of tensors (pickles.Find)."""
     full = f"{module}.{name}"
     if module in ("torch", "torch.storage") and name in STORAGES:
         return STORAGES[name]
@@ -232,7 +233,7 @@ def _count(value: Any) -> int:
 
 
 def _encoded(text: Any, encoding: Any) -> bytes:
-    """As protocols that have no bytes write them."""
+    """Encode bytes that a protocol without bytes has written as text."""
     if type(text) is not str or encoding != "latin1":
         raise pickle.UnpicklingError("bytes are not written as text of latin1")
     return text.encode("latin1")
@@ -308,7 +309,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 BIN = Form("pytorch_model.bin", "pytorch_model.bin.index.json", read_header)
-"""As transformers saved models before safetensors."""
+"""Form of transformers' models from before safetensors."""
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:
@@ -324,7 +325,7 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def of_archive(stream: BinaryIO, position: int = 0) -> Any:
-    """What begins at `position` of the file that is read."""
+    """Read the archive that begins at `position` of the file."""
     with zipfile.ZipFile(stream) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         (pickled,) = [name for name in entries if name.endswith("/data.pkl")]
@@ -352,7 +353,9 @@ def of_archive(stream: BinaryIO, position: int = 0) -> Any:
 
 
 def _data_start(stream: BinaryIO, header: int) -> int:
-    """Where an entry of an archive begins: behind its header, of 30 bytes, a name and padding."""
+    """Position of the first byte of an entry of an archive, behind its header, of 30 bytes, a name
+    and padding.
+    """
     stream.seek(header + 26)
     lengths = stream.read(4)
     name, padding = (int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
@@ -513,7 +516,7 @@ def _apart(value: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Of values with a Spec where a tensor is; the storage of each has the next of `keys`."""
+    """Pickles values with a Spec for each tensor; each gets a storage with the next of `keys`."""
 
     def __init__(self, stream: BinaryIO, keys: Iterator[str]):
         super().__init__(stream, protocol=2)

@@ -39,7 +39,7 @@ from dolmen.model.tree.mlp import Activation
 
 
 def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
-    """What the code that saved `args` computes, with `rows` of a vocabulary. `legacy`: by
+    """Tree that the code which saved `args` computes, with `rows` of a vocabulary. `legacy`: by
     Megatron's own classes, not those of its core. They fit SCHEMA. Raises ValueError, with option
     and value, for what dolmen does not compute.
     """
@@ -75,7 +75,7 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
 
 
 def shifted(args: Mapping[str, Any]) -> bool:
-    """Whether the weights of norms are stored less 1."""
+    """True if the weights of norms are stored less 1."""
     return bool(Said(args).first("layernorm_zero_centered_gamma", "apply_layernorm_1p"))
 
 
@@ -87,7 +87,7 @@ def _norm(said: Said) -> Norm:
 
 
 def _biased(said: Said) -> bool:
-    """Whether all products have biases."""
+    """True if all products have biases."""
     if said["disable_bias_linear"] is not None:
         return not said["disable_bias_linear"]
     return said["add_bias_linear"] in (None, True)
@@ -159,7 +159,7 @@ def _mlp(said: Said, size: str = "ffn_hidden_size") -> Mlp:
 
 
 def _sparse_layers(said: Said) -> list[bool]:
-    """Of each layer whether it has experts. Raises ValueError for a list of another length."""
+    """List which layers have experts. Raises ValueError for a list of another length."""
     layers, often = said["num_layers"], said.first("moe_layer_freq", default=1)
     if not said["num_experts"]:
         return [False] * layers

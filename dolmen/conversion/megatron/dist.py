@@ -58,7 +58,7 @@ STATE = re.compile(
     r"(?P<key>.+)"
 )
 KIND = {"fp32_param": "param"}
-"""As older checkpoints, and those of no distributed optimizer, call the masters."""
+"""Names of the masters in older checkpoints, and in those of no distributed optimizer."""
 SHARD = re.compile(r"(?P<module>.+\.)_extra_state/shard_(?P<at>\d{1,6}(?:\.\d{1,6}){0,3})_[\d.]+")
 """An `_extra_state`, which of a stack, and of how many."""
 FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..*")
@@ -79,7 +79,7 @@ class Chunk:
     length: int
 
     def held(self, name: str, dtype: torch.dtype) -> Held:
-        """Where its numbers are. Raises Refused where it is no such tensor."""
+        """Place of its numbers. Raises Refused where it is no such tensor."""
         held = torch_files.load_part(self.file, self.position, self.length)
         if not isinstance(held, Held) or (held.shape, held.dtype) != (self.sizes, dtype):
             raise gate.refuse(
@@ -116,7 +116,7 @@ class Pieces(Stored):
         return whole
 
     def _piece(self, part: Chunk) -> Tensor:
-        """What of a chunk is this tensor's."""
+        """Part of a chunk that belongs to this tensor."""
         held, first = part.held(self.name, self.spec.dtype), len(self.at)
         steps = zip(self.at, part.offsets, held.strides, strict=False)
         skipped = sum((at - offset) * stride for at, offset, stride in steps)
@@ -134,7 +134,7 @@ class Pieces(Stored):
 
 
 def found(folder: Path) -> bool:
-    """Whether a folder is meant as one, or as a folder of several. Raises Refused as `newest`."""
+    """True if a folder is meant as one, or as a folder of several. Raises Refused as `newest`."""
     return (folders.newest(folder) / MARKER).is_file()
 
 
@@ -146,8 +146,8 @@ def opened(folder: Path, model: Model | None = None, rows: int | None = None) ->
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """What it is described as, before a tensor is read. Raises Refused for what is missing,
-    damaged or of another format, ValueError for layers that are not all there.
+    """Read the description of a checkpoint, before a tensor is read. Raises Refused for what is
+    missing, damaged or of another format, ValueError for layers that are not all there.
     """
     backend = gate.read_json(folder / MARKER, kinds.DIST_MARKER)["sharded_backend"]
     if backend != BACKEND:
@@ -177,7 +177,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_common(folder: Path, description: Foreign) -> tuple[Mapping[str, Any], Path]:
-    """What is no tensor, and its file. Raises Refused where there is none."""
+    """Read the values that are no tensors; return them and their file. Raises Refused where there
+    is none.
+    """
     file = folder / COMMON
     place = description.others.get(COMMON_ENTRY)
     if file.is_file():
@@ -227,7 +229,7 @@ def _state(
     common: Mapping[str, Any],
     file: Path,
 ) -> State:
-    """Of the optimizer: each tensor has the shape of its parameter, padding included."""
+    """Optimizer state: each tensor has the shape of its parameter, padding included."""
     found: dict[str, dict[str, Stored]] = {}
     for own, one in stored.items():
         if FLAT.fullmatch(own):
@@ -256,7 +258,7 @@ def _state(
 
 
 def _states(folder: Path, description: Foreign) -> States:
-    """Of products, each an entry that is no tensor: of a stack of layers or experts one by one."""
+    """States of products, which are no tensors: one for each layer or expert of a stack."""
     found: dict[str, dict[int, list[Kept]]] = {}
     for key, where in description.others.items():
         shard = SHARD.fullmatch(key)
@@ -296,7 +298,7 @@ def updates(common: Mapping[str, Any], file: Path) -> int | None:
 
 
 def _steps(inner: Any) -> Iterator[Any]:
-    """What one optimizer of torch says: of each group, or for all parameters."""
+    """Step counts of an optimizer of torch: of each group, or for all parameters."""
     if not isinstance(inner, Mapping):
         return
     groups, state = inner.get("param_groups", ()), inner.get("state", {})
@@ -354,7 +356,9 @@ def _counted(whole: Stored, sizes: list[int], said: str | None) -> Sequence[int]
 
 
 def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
-    """Of each tensor. Raises Refused for a file that is missing, or ends before its chunks do."""
+    """Chunks of each tensor. Raises Refused for a file that is missing, or ends before its chunks
+    do.
+    """
     found: dict[str, list[Chunk]] = {key: [] for key in description.tensors}
     ends: dict[Path, int] = {}
     sizes = {

@@ -39,8 +39,8 @@ OPTIMIZER = "optimizer.state."
 
 
 class Held(NamedTuple):
-    """What a file holds: a part, which lies at `at` in a tensor of shape `whole`, or what is none,
-    without a dtype.
+    """An entry of a file: a part, which lies at `at` in a tensor of shape `whole`, or a value that
+    is no tensor, without a dtype.
     """
 
     key: str
@@ -65,7 +65,7 @@ class File:
         self.held.append(Held(key, place, part.dtype, shape, at, tuple(part.shape)))
 
     def value(self, key: str, value: Any) -> None:
-        """What is no tensor."""
+        """Add a value that is no tensor."""
         self.held.append(Held(key, self._put(value)))
 
     def _put(self, value: Any) -> Place:
@@ -75,7 +75,7 @@ class File:
 
 
 def description(held: Iterable[Held]) -> bytes:
-    """Of all that lies in files."""
+    """Description of all entries of the files."""
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
     for one in held:
@@ -159,15 +159,15 @@ class TorchDistWriter:
         (folder / folders.TRACKER).write_text(folders.names(self.iteration)[1])
 
     def open_written(self, folder: Path, sidecars: Path) -> Megatron:
-        """By its options: a config.json beside them would take precedence."""
+        """Open it by its options: a config.json beside them would take precedence."""
         return opened(folder / self._name, rows=self.plan.tree.vocab_size)
 
 
 def _common(
     plan: Plan, dtype: torch.dtype, iteration: int | None, state: Moments | None
 ) -> dict[str, Any]:
-    """What is no tensor. Groups of parameters have the count of updates and nothing else: rates
-    and decays are of the run that goes on.
+    """Values that are no tensors. Groups of parameters have the count of updates and nothing else:
+    rates and decays are decided by the run that resumes.
     """
     content: dict[str, Any] = {"singleton_local_shards": False}
     common = {
@@ -183,8 +183,8 @@ def _common(
 
 
 def _stored(plan: Plan, entry: Entry, read: Callable[[str], Tensor], padding: bool) -> Tensor:
-    """As one tensor. The rows behind a vocabulary are its last one again, or, without `padding`,
-    zeros: a moment that has seen no gradient.
+    """Read an entry as one tensor. The rows behind a vocabulary are its last one again, or, without
+    `padding`, zeros: a moment that has seen no gradient.
     """
     whole = join_stored(entry.rule, [read(ours) for ours in entry.ours])
     if not plan.share(entry).padded:
@@ -197,15 +197,15 @@ def _stored(plan: Plan, entry: Entry, read: Callable[[str], Tensor], padding: bo
 
 @dataclass(frozen=True)
 class Lying:
-    """Where a tensor goes: the layers of a model with experts are not alike to Megatron, whichever
-    they are, and of others it is one of a stack.
+    """Place of a tensor: each layer of a model with experts is an entry of its own to Megatron, and
+    the layers of other models are one stack.
     """
 
     key: str
     index: tuple[int, ...] = ()
-    """In the stack."""
+    """Index in the stack."""
     count: tuple[int, ...] = ()
-    """Of the stack."""
+    """Size of the stack."""
 
     def write(self, file: File, prefix: str, whole: Tensor) -> None:
         part = whole[(None,) * len(self.index)]
@@ -213,7 +213,9 @@ class Lying:
         file.tensor(prefix + self.key, shape, at, part.contiguous().clone())
 
     def states(self, file: File, experts: int, known: Sequence[Scaling]) -> None:
-        """Beside the weight of a product, of each expert its own; empty, where nothing is known."""
+        """Write the states beside the weight of a product, of each expert its own; empty, where
+        nothing is known.
+        """
         product = PRODUCT.fullmatch(self.key)
         if product is None:
             return
@@ -226,7 +228,7 @@ class Lying:
 
 
 def _lying(plan: Plan, name: str) -> Lying:
-    """Of a tensor by its canonical name."""
+    """Place of a tensor by its canonical name."""
     parsed = names.canonical(name)
     assert parsed is not None
     if parsed.layer is None:

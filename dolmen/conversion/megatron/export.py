@@ -65,7 +65,7 @@ class Ranks:
 
     @property
     def stages(self) -> int:
-        """Of the model, in the order of its layers."""
+        """Number of stages of the model, in the order of its layers."""
         return self.pp * self.virtual_stages
 
     def check(self, tree: Tree) -> None:
@@ -85,7 +85,7 @@ class Ranks:
             )
 
     def _check_experts(self, numbers: set[int]) -> None:
-        """That it divides each of the numbers that layers have."""
+        """Check that ep divides each of the numbers of experts that layers have."""
         if self.ep > 1 and not numbers:
             raise ValueError(f"--ep is {self.ep}, but the model has no experts: leave it out")
         for number in numbers:
@@ -98,7 +98,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor goes: a stage, and its name in the files there; of one of experts the rank of
+    """Place of a tensor: a stage, and its name in the files there; of one of experts the rank of
     ep, which has some of them, and their names.
     """
 
@@ -121,7 +121,8 @@ class Plan:
     ranks: Ranks
     dialect: Dialect
     scales: Scales = field(default_factory=dict)
-    """Of delayed scaling; a dialect other than Transformer Engine's has no place for them."""
+    """Scales of delayed scaling; a dialect other than Transformer Engine's has no place for them.
+    """
 
     def __post_init__(self):
         self.ranks.check(self.tree)
@@ -143,7 +144,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Of the vocabulary, padding included."""
+        """Rows of the vocabulary, padding included."""
         of = PADDED_TO * self.ranks.tp
         return -(-self.tree.vocab_size // of) * of
 
@@ -153,8 +154,8 @@ class Plan:
         return shares.share(entry, self.tree.leaves[entry.ours[0]])
 
     def places(self, name: str) -> list[Place]:
-        """Of a tensor by its canonical name: of a tied embedding two, where there are stages, and
-        of experts one on each rank of ep, in order.
+        """Places of a tensor by its canonical name: of a tied embedding two, where there are
+        stages, and of experts one on each rank of ep, in order.
         """
         parsed = names.canonical(name)
         assert parsed is not None
@@ -182,7 +183,7 @@ class Plan:
         return "model" if self.ranks.virtual_stages == 1 else f"model{chunk}"
 
     def specs(self, pp: int, ep: int, dtype: torch.dtype) -> dict[str, Spec]:
-        """Of what each rank of tp holds there, by its full name in the file."""
+        """Spec of each tensor that a rank of tp holds there, by its full name in the file."""
         found, wide = {}, torch.promote_types(dtype, torch.float32)
         for name, entry in self.entries.items():
             share, precise = self.share(entry), self.tree.leaves[entry.ours[0]].precise
@@ -195,7 +196,7 @@ class Plan:
         return found
 
     def states(self, pp: int, ep: int) -> dict[str, bytes | None]:
-        """Of each `_extra_state` there, by its full name, beside what products hold, the bytes;
+        """Bytes of each `_extra_state` there, by its full name, beside the weights of products;
         None: it is empty.
         """
         if not self.dialect.stateful:
@@ -217,7 +218,7 @@ class Plan:
         return {name: scaling.write(known) if known else None for name, known in found.items()}
 
     def values(self, pp: int, ep: int, dtype: torch.dtype, iteration: int) -> dict[str, Any]:
-        """What the file of a rank there holds, with a Spec for each tensor."""
+        """Content of the file of a rank there, with a Spec for each tensor."""
         values: dict[str, Any] = {
             "args": argparse.Namespace(**self.args(dtype, iteration)),
             "checkpoint_version": VERSION,
@@ -345,7 +346,7 @@ class MegatronWriter:
         (folder / folders.TRACKER).write_text(folders.names(self.iteration)[1])
 
     def open_written(self, folder: Path, sidecars: Path) -> Megatron:
-        """By its `args`: a config.json beside them would take precedence."""
+        """Open it by its `args`: a config.json beside them would take precedence."""
         return opened(folder / self._name, rows=self.plan.tree.vocab_size)
 
 

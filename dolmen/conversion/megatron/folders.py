@@ -1,4 +1,4 @@
-"""Where the ranks of a checkpoint of Megatron lie, and whether all do.
+"""Folders of the ranks of a checkpoint of Megatron, and the check that all are there.
 
 SAVE/latest_checkpointed_iteration.txt                 100, or: release
 SAVE/iter_0000100/mp_rank_01_003/model_optim_rng.pt    tp 1, pp 3
@@ -22,7 +22,7 @@ RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
 
 
 def found(folder: Path) -> bool:
-    """Whether a folder is meant as one, or as a folder of several. Raises Refused as `newest`."""
+    """True if a folder is meant as one, or as a folder of several. Raises Refused as `newest`."""
     return bool(ranks(folder)) or (folder / TRACKER).is_file() and bool(ranks(newest(folder)))
 
 
@@ -42,8 +42,8 @@ def newest(folder: Path) -> Path:
 
 
 def names(iteration: int | None) -> tuple[str, str]:
-    """Of a checkpoint that is written: its folder, and what the tracker says. What no update has
-    made is a release: Megatron reads no tracker that says 0.
+    """Names of a checkpoint that is written: its folder, and the content of the tracker. A model
+    without updates is a release: Megatron reads no tracker that says 0.
     """
     if not iteration:
         return RELEASE, RELEASE
@@ -69,15 +69,15 @@ class Sizes:
         return ", ".join(f"{n} {size}" for n, size in vars(self).items() if n == "tp" or size > 1)
 
     def name(self, tp: int, pp: int, ep: int) -> str:
-        """Of the folder of a rank."""
+        """Name of the folder of a rank."""
         name = f"mp_rank_{tp:02d}"
         name += f"_{pp:03d}" if self.pp > 1 else ""
         return name + (f"_{ep:03d}" if self.ep > 1 else "")
 
 
 def sizes(folder: Path, args: Mapping[str, Any]) -> Sizes:
-    """What `args` say, and where they say nothing, the folders that there are. Raises ValueError
-    where a rank has no folder, or a folder no rank.
+    """Sizes that `args` state, and where they state none, those of the folders that there are.
+    Raises ValueError where a rank has no folder, or a folder no rank.
     """
     names = {path.name for path in ranks(folder)}
     numbers = [
@@ -105,7 +105,7 @@ def sizes(folder: Path, args: Mapping[str, Any]) -> Sizes:
 
 
 def weights_file(folder: Path) -> Path:
-    """Of a rank. Raises ValueError where there is none."""
+    """File with the weights of a rank. Raises ValueError where there is none."""
     for name in WEIGHTS:
         if (folder / name).is_file():
             return folder / name

@@ -17,7 +17,7 @@ from dolmen.conversion.megatron.options import Said
 from dolmen.model.tree import LatentAttention, Norm, Rope, Yarn
 
 FIRST_CONTEXT = 4096
-"""That of MLATransformerConfig."""
+"""Default of MLATransformerConfig."""
 SIZES = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
 """And what the command line has, where it is told nothing."""
 

@@ -1,5 +1,4 @@
-"""Which tensor of Megatron holds which of our parameters, for all families, and what each
-generation of its code calls it.
+"""Megatron's names of our parameters, for all families and each generation of its code.
 
 One set of rules speaks Megatron-Core's names, those of its local layers, with layers and experts
 counted over the whole model:
@@ -25,15 +24,15 @@ QKV, FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
 IN_NORM, MLP_NORM = "input_layernorm", "pre_mlp_layernorm"
 Q_NORM, KV_NORM = "self_attention.q_layernorm", "self_attention.kv_layernorm"
 DOWN = re.compile(r".*\.self_attention\.linear_(?:q|kv)_down_proj\.weight")
-"""What makes latents: Megatron's own layers cut it by rows, Transformer Engine's no longer do, and
-every rank needs all that it makes.
+"""Products that compute latents: Megatron's own layers shard them by rows, Transformer Engine's no
+longer do, and every rank needs the whole result.
 """
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 def rules(tree: Tree, version: float = 3.0) -> list[Rule]:
-    """By Megatron-Core's names, of a checkpoint whose q, k, v lie as `version` has them. Raises
-    ValueError for a tree whose layers it has no names for.
+    """Weight rules by Megatron-Core's names, for a checkpoint with the layout of q, k, v of
+    `version`. Raises ValueError for a tree whose layers it has no names for.
     """
     ours = "layers.{}."
     gate_up = ("gate", "up")
@@ -68,7 +67,7 @@ def _gated(hf: str, ours: str) -> Split:
 
 
 def _mlp(tree: Tree, hf: str, ours: str) -> list[Rule]:
-    """Of the layers without experts, which are all gated or all plain."""
+    """Rules of the layers without experts, which are all gated or all plain."""
     gated = {block.mlp.gated for block in tree.blocks if isinstance(block.mlp, Mlp)}
     if len(gated) > 1:
         raise ValueError(
@@ -79,7 +78,7 @@ def _mlp(tree: Tree, hf: str, ours: str) -> list[Rule]:
 
 
 def _mixer(tree: Tree, version: float) -> list[Rule]:
-    """Of all layers but their output. Raises ValueError as `_qkv`."""
+    """Rules of all mixers but their output. Raises ValueError as `_qkv`."""
     if all(isinstance(block.mixer, LatentAttention) for block in tree.blocks):
         return [Rename(f"{LAYER}{stored}", f"layers.{{}}.attn.{ours}") for stored, ours in LATENT]
     return [
@@ -130,7 +129,7 @@ def weights(tree: Tree, version: float = 3.0) -> dict[str, Entry]:
 
 @dataclass(frozen=True)
 class Dialect:
-    """What one generation calls the tensors."""
+    """Names of the tensors in one generation of the code."""
 
     layers: str = "decoder.layers."
     ends: Mapping[str, str] = field(default_factory=dict)
@@ -142,13 +141,15 @@ class Dialect:
     cuts_down: bool = True
     """Ranks have rows of what makes latents (DOWN), not all of it."""
     tied: str = HEAD
-    """What the last of several stages calls its copy of the embedding, where the head is tied."""
+    """Name of the last stage's copy of the embedding, where the head is tied."""
     stateful: bool = True
-    """Beside the weight of every product, and of the head, an empty `_extra_state` lies."""
+    """True if an empty `_extra_state` lies beside the weight of every product, and of the head."""
     grouped: bool = False
     """A tensor of an expert is named linear_fc1.weight3, not local_experts.3.linear_fc1.weight."""
     legacy: bool = False
-    """Of the classes from before Megatron-Core, whose tensors lie in mappings of their modules."""
+    """True for the classes from before Megatron-Core, whose tensors lie in mappings of their
+    modules.
+    """
 
     def spelled(
         self,
@@ -258,7 +259,7 @@ class Name:
     expert: int | None = None
 
     def numbered(self, layers: int) -> str:
-        """Of the whole model, where so many layers come before those of its own file."""
+        """Name in the whole model, where so many layers come before those of its own file."""
         return self.rest if self.layer is None else f"{self.start}{self.layer + layers}.{self.rest}"
 
 

@@ -1,5 +1,5 @@
-"""Which options of Megatron's command line (`args`) say what a model computes, what they may be,
-and who looks at them.
+"""Options of Megatron's command line (`args`) that decide what a model computes, their values, and
+who reads them.
 """
 
 from typing import Any
@@ -146,5 +146,5 @@ class Said(dict[str, Any]):
         return None
 
     def first(self, *names: str, default: Any = None) -> Any:
-        """Of the first of `names` that is given."""
+        """Value of the first of `names` that is given."""
         return next((self[name] for name in names if self[name] is not None), default)

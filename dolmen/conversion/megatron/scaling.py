@@ -1,5 +1,7 @@
-"""What delayed scaling knows, as Transformer Engine keeps it: the `_extra_state` beside the weights
-of a module, bytes that hold (transformer_engine/pytorch/module/base.py, get_extra_state)
+"""Scales of delayed scaling as Transformer Engine keeps them.
+
+The `_extra_state` beside the weights of a module is bytes with these tensors
+(transformer_engine/pytorch/module/base.py, get_extra_state):
 
     amax_history_fwd [steps, 3 n]    input, weight and output of each of n products
     scale_fwd [3 n]                  what each is multiplied by before it is rounded
@@ -25,8 +27,8 @@ TENSORS = ("amax_history_fwd", "scale_fwd", "amax_history_bwd", "scale_bwd")
 
 
 def read(state: bytes, where: Path) -> list[Scaling]:
-    """Of each product of a module; none where it has multiplied by no delayed scales. `where`: the
-    file that the bytes were found in. Raises Refused.
+    """Scales of each product of a module; none where it has multiplied by no delayed scales.
+    `where`: the file that the bytes were found in. Raises Refused.
     """
     if not state:
         return []

@@ -66,18 +66,18 @@ def _apart(stored: Stored, first: bool, hidden: int, experts: int) -> Iterator[t
 
 @dataclass(frozen=True)
 class Share:
-    """Of one tensor."""
+    """Sharding of one tensor over the ranks of tp."""
 
     dim: int | None
-    """That it is cut along; None: every rank has all of it."""
+    """Dim that it is sharded along; None: every rank has all of it."""
     blocks: int = 1
     """So many equal parts of that dim are each cut by themselves."""
     padded: bool = False
     """Ranks have rows behind the last, so that all have as many (of a vocabulary)."""
 
     def shape(self, whole: Shape, size: int) -> Shape:
-        """Of a rank's, where `whole` is that of the tensor with padding. Raises ValueError, with
-        the numbers, where so many ranks cannot share it.
+        """Shape of a rank's part, where `whole` is that of the tensor with padding. Raises
+        ValueError, with the numbers, where so many ranks cannot share it.
         """
         if self.dim is None:
             return whole
@@ -94,7 +94,7 @@ class Share:
         return tuple(n * size if i == self.dim else n for i, n in enumerate(shape))
 
     def cut(self, tensor: Shaped[Tensor, "*whole"], rank: int, size: int) -> Tensor:
-        """What `rank` of `size` holds of the tensor, whose padding is there."""
+        """Part of `rank` of `size` of the tensor, whose padding is there."""
         if self.dim is None:
             return tensor
         blocks = tensor.chunk(self.blocks, self.dim)
@@ -110,8 +110,8 @@ class Share:
 
 
 def share(entry: Entry, leaf: Leaf) -> Share:
-    """Of a stored tensor, of which `leaf` is the first parameter that it holds: cut as our own
-    ranks cut that.
+    """Sharding of a stored tensor, of which `leaf` is the first parameter that it holds: as our own
+    ranks shard that.
     """
     cut = next((cut for cut in leaf.cuts if cut.axis == "tp"), None)
     if cut is None:
@@ -129,6 +129,6 @@ def _blocks(rule: Rule) -> int:
 
 
 def pad(tensor: Shaped[Tensor, "*table"], rows: int) -> Tensor:
-    """With as many rows, the last one again and again, as Megatron's own converter has it."""
+    """Pad a table to so many rows with copies of its last one, as Megatron's own converter does."""
     more = rows - len(tensor)
     return torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])]) if more else tensor

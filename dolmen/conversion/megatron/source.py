@@ -42,7 +42,7 @@ class Shards:
     """One tensor, of which every rank of tp has a file: of experts one for each of them."""
 
     name: str
-    """As the first rank's file calls it."""
+    """Name in the first rank's file."""
     held: dict[int, dict[int, Stored]] = field(default_factory=dict)
     """Rank of tp -> expert (0 of what is of none) -> where."""
 
@@ -72,7 +72,7 @@ class State:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the pickles of all ranks say, before a tensor is read."""
+    """Content of the pickles of all ranks, before a tensor is read."""
 
     folder: Path
     args: Mapping[str, Any]
@@ -83,12 +83,12 @@ class Checkpoint:
     """Canonical name, layer and expert counted over the model -> its files."""
     legacy: bool
     layers: int
-    """That are there."""
+    """Number of layers that are there."""
     kind: str = ""
     """How it lies, where it is no folder per rank."""
     state: State = State()
     states: States = field(default_factory=dict)
-    """Of Transformer Engine, beside its products."""
+    """States of Transformer Engine, beside its products."""
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -130,7 +130,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _values(file: Path) -> Mapping[str, Any]:
-    """Of a rank's file. Raises Refused for one that is not what Megatron saves."""
+    """Content of a rank's file. Raises Refused for one that is not what Megatron saves."""
     values = torch_files.load(file)
     if not isinstance(values, Mapping) or not _chunks(values):
         raise gate.refuse(file, "holds no `model`, which Megatron's files do")
@@ -219,7 +219,7 @@ class Megatron(Joined):
 
     checkpoint: Checkpoint
     moment: bool = False
-    """Whether these are no weights but a moment of each that is trained."""
+    """True if these are no weights but a moment of each trained one."""
 
     @property
     def where(self) -> Path:
@@ -352,17 +352,17 @@ class Megatron(Joined):
         return whole.to(self._dtype(name)) + 1 if self._shifted(name) else whole
 
     def _shifted(self, name: str) -> bool:
-        """Whether it is the weight of a norm that is stored less 1: its gradient is the same."""
+        """True if it is the weight of a norm that is stored less 1: its gradient is the same."""
         leaf = self.tree.leaves[self._entries[name].ours[0]]
         return not self.moment and leaf.role == "norm" and arguments.shifted(self.checkpoint.args)
 
     def _dtype(self, name: str) -> torch.dtype:
-        """Of what is read: 1 + w has more digits than w."""
+        """Dtype of what is read: 1 + w has more digits than w."""
         stored = self._checked[name].stored[0].spec.dtype
         return torch.promote_types(stored, torch.float32) if self._shifted(name) else stored
 
     def _joined(self, name: str, shards: Shards) -> Tensor:
-        """Of all ranks, of the shape of its entry."""
+        """Join the parts of all ranks to the shape of its entry."""
         entry, share = self._entries[name], self._share(name)
         ranks = [shards.held[tp] for tp in sorted(shards.held)]
         if share.dim is None:
@@ -376,8 +376,8 @@ class Megatron(Joined):
 
     @cached_property
     def _compared(self) -> dict[str, Shards]:
-        """Those that are checked. Raises ValueError where the last stage's copy of the embedding is
-        another one.
+        """Tensors that are checked. Raises ValueError where the last stage's copy of the embedding
+        differs.
         """
         tied = self.checkpoint.shards.get(names.HEAD) if self.tree.head.tied else None
         if tied is None:

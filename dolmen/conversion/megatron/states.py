@@ -1,6 +1,7 @@
-"""Which `_extra_state` of a checkpoint is of which weights (scaling.py says what one holds): it
-lies beside the weight of a product, whose canonical name it is known by. A product of experts has
-one state for all of a rank's, or each expert has its own.
+"""Weights to which the `_extra_state` entries of a checkpoint belong (scaling.py reads one).
+
+An entry lies beside the weight of a product and is known by that weight's canonical name. A product
+of experts has one state for all of a rank's experts, or each expert has its own.
 """
 
 import re
@@ -33,7 +34,7 @@ class Kept:
     """Position and length of the archive in the file that has the value, alone in a list."""
 
     def read(self) -> list[Scaling]:
-        """Of each product of the module. Raises Refused."""
+        """Scaling of each product of the module. Raises Refused."""
         value = self.value
         if self.part is not None:
             value = torch_files.load_part(self.file, *self.part)
@@ -88,8 +89,8 @@ def place(
 
 
 def read(states: States, entries: Mapping[str, Entry], tree: Tree) -> dict[str, Scaling]:
-    """What is known of each weight of a product. Raises Refused for states that are none, or are
-    not of these weights.
+    """Scaling of each weight of a product. Raises Refused for states that are none, or do not
+    belong to these weights.
     """
     found: dict[str, Scaling] = {}
     for name, entry in entries.items():
@@ -101,7 +102,7 @@ def read(states: States, entries: Mapping[str, Entry], tree: Tree) -> dict[str, 
 
 
 def _whole(name: str, kept: Mapping[int, list[Kept]], leaf: Leaf) -> Scaling | None:
-    """Of all ranks and experts."""
+    """Scaling of a weight from those of all ranks and experts."""
     each: list[Scaling] = []
     for first in sorted(kept):
         ranks = [one.read() for one in kept[first]]
@@ -128,7 +129,9 @@ def _whole(name: str, kept: Mapping[int, list[Kept]], leaf: Leaf) -> Scaling | N
 
 
 def products(scales: Scales, entry: Entry) -> list[Scaling]:
-    """Of what is one product of theirs, of experts each; none, where a part of it has none."""
+    """Scalings of the products that Megatron makes of an entry, one for each expert; none, where a
+    part of it has none.
+    """
     parts = [scales[name] for name in entry.ours if name in scales]
     if len(parts) < len(entry.ours):
         return []
@@ -140,7 +143,7 @@ def products(scales: Scales, entry: Entry) -> list[Scaling]:
 
 
 def shared(scales: Scales, entries: Mapping[str, Entry]) -> dict[str, Scaling]:
-    """As they read back: what is one product of theirs has one scale."""
+    """Scales as they are read back: parts of one product of Megatron share one scale."""
     found: dict[str, Scaling] = {}
     for entry in entries.values():
         if products(scales, entry):
