@@ -30,8 +30,8 @@ from torch import Tensor
 
 from dolmen.comparison import ours, recording, theirs
 from dolmen.comparison.compare import Side
-from dolmen.comparison.diff import compared_sides
-from dolmen.comparison.ours import Asked
+from dolmen.comparison.diff import compare_sides
+from dolmen.comparison.ours import DiffTask
 from dolmen.comparison.recording import Recording, Tensors
 from dolmen.comparison.report import Report
 from dolmen.core import state, transfers
@@ -115,7 +115,7 @@ class Fault:
     weights: Callable[[Weights], None] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     code: Callable[[Patch], None] | None = None
-    asked: Callable[[Asked], Asked] = lambda asked: asked
+    asked: Callable[[DiffTask], DiffTask] = lambda asked: asked
     layout: Layout | None = None
     """None: one process, beside transformers."""
 
@@ -231,7 +231,7 @@ def weight_gradients_twice(patch: Patch) -> None:
     patch.setattr(layers.Row, "linear", linear)
 
 
-def knobs(**wrong: Any) -> Callable[[Asked], Asked]:
+def knobs(**wrong: Any) -> Callable[[DiffTask], DiffTask]:
     return lambda asked: replace(asked, optimizer=replace(asked.optimizer, **wrong))
 
 
@@ -523,9 +523,9 @@ def wrong_source(fault: Fault) -> Held:
 
 
 @cache
-def right_asked(name: str) -> Asked:
+def right_asked(name: str) -> DiffTask:
     windows = draw(61, (SEQUENCES, LENGTH + 1), None, 0).numpy()
-    return Asked(windows, OptimizerConfig(schedule="constant"), "update")
+    return DiffTask(windows, OptimizerConfig(schedule="constant"), "update")
 
 
 @cache
@@ -554,7 +554,7 @@ def report(fault: Fault, tensors: Tensors) -> Report:
     layout = fault.layout or Layout(dp=1)
     topology = Topology(dp=layout.dp or 1, tp=layout.tp, pp=layout.pp, cp=layout.cp)
     a = side(tensors, wrong_source(fault), topology)
-    return compared_sides(a, beside(fault.model, fault.layout is not None), fault.name)
+    return compare_sides(a, beside(fault.model, fault.layout is not None), fault.name)
 
 
 def right(fault: Fault, found: Report) -> tuple[bool, bool]:

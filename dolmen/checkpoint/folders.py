@@ -56,7 +56,7 @@ def is_whole(path: Path) -> bool:
     return WHOLE.fullmatch(path.name) is not None and (path.is_dir() or path.is_symlink())
 
 
-def whole_checkpoints(folder: Path) -> dict[int, Path]:
+def list_checkpoints(folder: Path) -> dict[int, Path]:
     """Step -> folder of every whole checkpoint, oldest first; empty where `folder` does
     not exist.
     """
@@ -68,9 +68,9 @@ def whole_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def newest_told(folder: Path) -> str:
+def describe_newest(folder: Path) -> str:
     """Say which checkpoint a run can resume from, as the beginning of a sentence."""
-    steps = whole_checkpoints(folder)
+    steps = list_checkpoints(folder)
     return (
         f"The newest whole checkpoint is of step {max(steps)}" if steps else "Nothing is saved yet"
     )
@@ -109,7 +109,7 @@ def prune(folder: Path, keep: int, saved: int) -> None:
     """Delete all but the `keep` newest (0: none of them) and the one just saved, and those that
     were replaced.
     """
-    kept = whole_checkpoints(folder)
+    kept = list_checkpoints(folder)
     old = [path for step, path in list(kept.items())[:-keep] if step != saved] if keep else []
     old += [path for path in folder.glob(f"step-*{REPLACED}") if path not in kept.values()]
     for path in old:

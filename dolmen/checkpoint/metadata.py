@@ -136,7 +136,7 @@ def read_metadata(seal: Seal) -> Metadata:
     path = seal.folder / METADATA
     content = seal.read(METADATA)
     try:
-        found = _unpickled(content, OWN)
+        found = _read_pickle(content, OWN)
         stored = stored_tensors(found)
         _check_tensors(stored)
         _check_places(found.storage_data, stored)
@@ -146,7 +146,7 @@ def read_metadata(seal: Seal) -> Metadata:
     return found
 
 
-def _unpickled(content: bytes, names: Mapping[tuple[str, str], Any]) -> Metadata:
+def _read_pickle(content: bytes, names: Mapping[tuple[str, str], Any]) -> Metadata:
     found = pickles.load(content, lambda module, name: names.get((module, name)))
     if not isinstance(found, Metadata):
         raise TypeError(f"it is a {type(found).__name__}")
@@ -169,7 +169,7 @@ def read_foreign(file: Path) -> Foreign:
     """
     content = read_bytes(file, MOST)
     try:
-        found = _unpickled(content, FOREIGN)
+        found = _read_pickle(content, FOREIGN)
         everything = found.state_dict_metadata
         tensors = {n: t for n, t in everything.items() if isinstance(t, TensorStorageMetadata)}
         known = {n: type(t) in KINDS and type(n) is str for n, t in everything.items()}

@@ -108,13 +108,13 @@ class Checkpoints:
             )
             raise NotSaved(
                 f"step {step} was not saved in {self.folder}: {reason!r}. "
-                f"{folders.newest_told(self.folder)}: make room or use another folder, and save "
-                "again"
+                f"{folders.describe_newest(self.folder)}: make room or use another folder, and "
+                "save again"
             ) from error
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints on disk, oldest first."""
-        return list(folders.whole_checkpoints(self.folder))
+        return list(folders.list_checkpoints(self.folder))
 
     def newest(self) -> int | None:
         """Step of the newest whole checkpoint, None if there is none."""
@@ -122,7 +122,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint of `step`. Raises ValueError if there is no whole one."""
-        found = folders.whole_checkpoints(self.folder)
+        found = folders.list_checkpoints(self.folder)
         if step not in found:
             raise ValueError(
                 f"{self.folder} has no checkpoint of step {step}, but of steps {list(found)}"

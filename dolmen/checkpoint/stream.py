@@ -65,7 +65,7 @@ def locate(path: Path) -> Path:
     if folders.is_whole(path) or ((path / folders.STATE).is_file() and not partial):
         return path
     for folder in (path / "checkpoints", path):
-        if found := folders.whole_checkpoints(folder):
+        if found := folders.list_checkpoints(folder):
             return found[max(found)]
     if (path / "checkpoints").is_dir():
         lies = [entry.name for entry in sorted((path / "checkpoints").iterdir())]

@@ -112,12 +112,12 @@ def plan(wanted: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
     """The sizes of the chunks to ask for, powers of 2, and where each of `wanted` so many bytes
     lies: (chunk, its first byte).
     """
-    most = min(LARGEST, _rounded(sum(wanted)))
-    tried = (_packed(wanted, max(ALIGNED, most >> power)) for power in range(TRIED))
+    most = min(LARGEST, _round_up(sum(wanted)))
+    tried = (_pack_chunks(wanted, max(ALIGNED, most >> power)) for power in range(TRIED))
     return min(tried, key=lambda found: sum(found[0]))
 
 
-def _packed(wanted: tuple[int, ...], chunk: int) -> tuple[list[int], list[tuple[int, int]]]:
+def _pack_chunks(wanted: tuple[int, ...], chunk: int) -> tuple[list[int], list[tuple[int, int]]]:
     """First fit, the largest first, so that the small fill what the large have left. A chunk is of
     `chunk` bytes, or of what its first needs; and then no larger than it need be.
     """
@@ -131,20 +131,20 @@ def _packed(wanted: tuple[int, ...], chunk: int) -> tuple[list[int], list[tuple[
         while first < len(rooms) and used[first] + size > rooms[first]:
             first += 1
         if first == len(rooms):
-            rooms.append(max(chunk, _rounded(size)))
+            rooms.append(max(chunk, _round_up(size)))
             used.append(0)
         places[which], before = (first, used[first]), size
         used[first] += size
-    return [_rounded(bytes_) for bytes_ in used], places
+    return [_round_up(bytes_) for bytes_ in used], places
 
 
-def _rounded(size: int) -> int:
+def _round_up(size: int) -> int:
     """The power of 2 to which the allocator rounds."""
     return 1 << (max(size, ALIGNED) - 1).bit_length()
 
 
 @dataclass(frozen=True)
-class Written(WriteResult):
+class WrittenPart(WriteResult):
     """A rank's report of a part that it has written, with the CRC-32 of its numbers."""
 
     crc: int
@@ -203,7 +203,7 @@ class Writer(FileSystemWriter):
                 for r in written:
                     place = r.storage_data
                     crc = find_numbers(file, place.offset, place.length).crc
-                    found.append(Written(r.index, r.size_in_bytes, place, crc))
+                    found.append(WrittenPart(r.index, r.size_in_bytes, place, crc))
         return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -215,7 +215,7 @@ class Writer(FileSystemWriter):
                 os.fsync(file.fileno())
             files: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
             for r in (r for written in results for r in written):
-                assert isinstance(r, Written)
+                assert isinstance(r, WrittenPart)
                 place = r.storage_data
                 files[place.relative_path].append((place.offset, place.length, r.crc))
             seal.write_seal(self.partial, files)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dolmen.comparison import taps
-from dolmen.comparison.compare import UNITS, Row, Side, as_rows, scores_of
+from dolmen.comparison.compare import UNITS, Row, Side, scores_of, to_matrix
 from dolmen.comparison.recording import Piece, Recorded
 
 LEFT = 1e-2  # of a difference, where a kind explains it
@@ -39,17 +39,17 @@ def classify(a: Side, b: Side, row: Row) -> Fault:
     if row.stage == "numbers":
         return Fault("other values", f"{row.name}: {row.note}")
     if row.name.endswith(".attn.scores") and row.stage == "forward":
-        return _of_scores(a, b, row)
+        return _compare_scores(a, b, row)
     x, y = (side.recording.tensors.get((row.stage, row.name)) for side in (a, b))
     if x is None or y is None:
         return Fault("only on one side", f"side {'A' if y is None else 'B'} alone has it")
     if x.shape != y.shape:
         return Fault("another shape", f"{list(x.shape)} in A, {list(y.shape)} in B")
-    tried = chain(_over_ranks(a, x, y), _of_tensors(a, b, row, x.whole(), y.whole()))
-    return next(tried, _unexplained(row))
+    tried = chain(_compare_ranks(a, x, y), _compare_tensors(a, b, row, x.whole(), y.whole()))
+    return next(tried, _without_explanation(row))
 
 
-def _unexplained(row: Row) -> Fault:
+def _without_explanation(row: Row) -> Fault:
     if row.stage == "weights":
         return Fault("other values", "other numbers, that no change known here makes of B's")
     if row.difference <= NEARLY * row.allowed:
@@ -67,11 +67,11 @@ def _explains(made: Tensor, a: Tensor, b: Tensor) -> bool:
     return bool(left <= torch.maximum(LEFT * apart, torch.minimum(rounding, 0.3 * apart)))
 
 
-def _over_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
+def _compare_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
     """Compare what single ranks of A hold with the whole of B: missing or doubled sums, and parts
     that belong to another rank.
     """
-    held = _by_rank(x)
+    held = _join_microbatches(x)
     if x.partial or len(held) < 2:
         return
     whole = y.whole()
@@ -79,10 +79,10 @@ def _over_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
         for group in side.recording.topology.groups(axis):
             pieces = [held[rank] for rank in group if rank in held]
             if len(group) > 1 and len(pieces) == len(group):
-                yield from _in_group(axis, pieces, [whole[p.index] for p in pieces])
+                yield from _compare_group(axis, pieces, [whole[p.index] for p in pieces])
 
 
-def _in_group(axis: str, pieces: list[Piece], right: list[Tensor]) -> Iterator[Fault]:
+def _compare_group(axis: str, pieces: list[Piece], right: list[Tensor]) -> Iterator[Fault]:
     """Compare what the ranks of one line along an axis hold with what they should hold."""
     n, first = len(pieces), pieces[0]
     if all(_same_region(first, piece) for piece in pieces):
@@ -105,7 +105,7 @@ def _in_group(axis: str, pieces: list[Piece], right: list[Tensor]) -> Iterator[F
                 yield Fault(kind, f"rank {piece.rank} of {axis} holds {many} what is right", axis)
 
 
-def _by_rank(recorded: Recorded) -> dict[int, Piece]:
+def _join_microbatches(recorded: Recorded) -> dict[int, Piece]:
     """Join the microbatches of each rank into one piece."""
     found: dict[int, Piece] = {}
     for piece in recorded.pieces:
@@ -125,7 +125,7 @@ def _same_region(one: Piece, other: Piece) -> bool:
     return one.where == other.where and torch.equal(one.rows, other.rows)
 
 
-def _of_tensors(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _compare_tensors(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """One change of x that makes it y."""
     if not x.isfinite().all():
         yield Fault("not finite", f"{int((~x.isfinite()).sum())} elements of A are no numbers")
@@ -133,16 +133,16 @@ def _of_tensors(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fa
     x, y = x.double(), y.double()
     if not x.any() and y.any():
         yield Fault("missing", "A has zeros")
-    yield from _terms(b, row, x, y)
-    yield from _exchanged(a, b, row, x, y)
-    yield from _moved(a, row, x, y)
-    yield from _added(a, row, x, y)
-    yield from _scaled(x, y, row)
-    yield from _somewhere(a, row, x, y)
-    yield from _rounded(row, x, y)
+    yield from _find_terms(b, row, x, y)
+    yield from _find_exchange(a, b, row, x, y)
+    yield from _find_permutation(a, row, x, y)
+    yield from _find_offset(a, row, x, y)
+    yield from _find_scale(x, y, row)
+    yield from _find_region(a, row, x, y)
+    yield from _find_rounding(row, x, y)
 
 
-def _rounded(row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_rounding(row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """One of the two fits into a coarser dtype, and the other is within its rounding."""
     for side, other, coarse in (("A", "B", x), ("B", "A", y)):
         for dtype, name in ROUNDED.items():
@@ -153,7 +153,7 @@ def _rounded(row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
                 yield Fault("rounding", f"{side} holds {told}")
 
 
-def _terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """A sum of forward's tensors with one term less, or one twice."""
     if row.stage != "forward":
         return
@@ -171,7 +171,7 @@ def _terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
                 yield Fault(kind, text)
 
 
-def _exchanged(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_exchange(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Another tensor of the same stage and layer."""
     layer = taps.layer_of(row.name)
     for name in b.recording.names(row.stage):
@@ -186,7 +186,7 @@ def _exchanged(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fau
             yield Fault("swapped", text)
 
 
-def _moved(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_permutation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """The same numbers in other places."""
     if x.ndim == 2 and x.shape[0] == x.shape[1] and _explains(x.t(), x, y):
         yield Fault("transposed", "A's is B's with rows and columns exchanged")
@@ -201,10 +201,10 @@ def _moved(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
             yield Fault("swapped halves", f"the halves of dim {dim} are exchanged")
         size = side.tree.blocks[layer].mixer.head_size if layer is not None else 0
         if size and n % size == 0 and ".attn." in row.name:
-            yield from _heads(x, y, dim, size)
+            yield from _find_head_order(x, y, dim, size)
     if activation:
-        yield from _shifted(x, y, side.length)
-        yield from _turned(side, row, x, y)
+        yield from _find_shift(x, y, side.length)
+        yield from _find_rotation(side, row, x, y)
 
 
 def _halves(x: Tensor, dim: int) -> Tensor:
@@ -212,7 +212,7 @@ def _halves(x: Tensor, dim: int) -> Tensor:
     return torch.cat((second, first), dim)
 
 
-def _heads(x: Tensor, y: Tensor, dim: int, size: int) -> Iterator[Fault]:
+def _find_head_order(x: Tensor, y: Tensor, dim: int, size: int) -> Iterator[Fault]:
     """Heads in another order, or the pairs of each head."""
     one, other = (t.movedim(dim, 0).reshape(-1, size, t.numel() // t.shape[dim]) for t in (x, y))
     if len(one) > 1:
@@ -232,7 +232,7 @@ def _heads(x: Tensor, y: Tensor, dim: int, size: int) -> Iterator[Fault]:
                 yield Fault("permuted pairs", f"A's pairs of rope are {told}")
 
 
-def _shifted(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
+def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
     """Tokens that are off by some positions in each sequence."""
     one, other = (t.unflatten(0, (-1, length)) for t in (x, y))
     for by in (1, -1, 2, -2):
@@ -248,7 +248,7 @@ def _shifted(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
             yield Fault("shifted", f"A's tokens are {abs(by)} position{'s' * (abs(by) > 1)} off")
 
 
-def _turned(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_rotation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Pairs of equal length that point elsewhere: what rope has turned by other angles."""
     layer, word = taps.layer_of(row.name), taps.inside(row.name)
     if layer is None or word not in ("attn.query", "attn.key"):
@@ -269,7 +269,7 @@ def _turned(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
             yield Fault("other positions", "turned from the first token on: positions are off")
 
 
-def _added(a: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_offset(a: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Something more, or less."""
     apart = x - y
     if x.ndim == 2 and row.stage == "forward":
@@ -286,7 +286,7 @@ def _added(a: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
             yield Fault("an offset", f"{apart.mean().item():+.4g} everywhere")
 
 
-def _scaled(x: Tensor, y: Tensor, row: Row) -> Iterator[Fault]:
+def _find_scale(x: Tensor, y: Tensor, row: Row) -> Iterator[Fault]:
     """A number times B, or one for each row or column."""
     factor = (x * y).sum() / y.square().sum()
     if _explains(factor * y, y, x):
@@ -301,11 +301,11 @@ def _scaled(x: Tensor, y: Tensor, row: Row) -> Iterator[Fault]:
             )
 
 
-def _somewhere(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_region(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Find differences in some rows or columns only."""
     if x.ndim != 2:
         return
-    one, other = as_rows(x), as_rows(y)
+    one, other = to_matrix(x), to_matrix(y)
     apart = (one - other).abs()
     limit = 1e-2 * apart.max()
     rows, columns = (apart.amax(1) > limit), (apart.amax(0) > limit)
@@ -323,7 +323,7 @@ def _somewhere(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
             yield Fault("a part", f"{number} of {len(which)} {told} differ, from {first} on")
 
 
-def _of_scores(a: Side, b: Side, row: Row) -> Fault:
+def _compare_scores(a: Side, b: Side, row: Row) -> Fault:
     """Other pairs are seen, or they are weighed otherwise."""
     x, y = scores_of(a, row.name), scores_of(b, row.name)
     assert x is not None and y is not None

@@ -74,21 +74,21 @@ class Row:
         return self.difference <= self.allowed
 
 
-def rows(a: Side, b: Side) -> Iterator[Row]:
+def compare_recordings(a: Side, b: Side) -> Iterator[Row]:
     """All that both sides have, in the order of a step, and what only one has."""
-    yield from _weights(a, b)
-    forward = list(_forward(a, b))
+    yield from _compare_weights(a, b)
+    forward = list(_compare_forward(a, b))
     yield from forward
     before = max((row.difference for row in forward if row.ok), default=0.0)
-    yield from _numbers(a, b, "loss", before)
-    backward = list(_backward(a, b, before, {row.name for row in forward if row.note}))
+    yield from _compare_numbers(a, b, "loss", before)
+    backward = list(_compare_backward(a, b, before, {row.name for row in forward if row.note}))
     yield from backward
     before = max((row.difference for row in backward if row.ok), default=before)
-    yield from _numbers(a, b, "gradient norm", before)
-    yield from _update(a, b, before)
+    yield from _compare_numbers(a, b, "gradient norm", before)
+    yield from _compare_update(a, b, before)
 
 
-def first(found: Sequence[Row]) -> Row | None:
+def first_difference(found: Sequence[Row]) -> Row | None:
     """The first that parts."""
     return next((row for row in found if not row.ok), None)
 
@@ -97,7 +97,7 @@ def difference(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     """Relative difference of the worst row, of which `least` is the smallest scale. NaN where
     either is not finite.
     """
-    a, b = as_rows(a), as_rows(b)
+    a, b = to_matrix(a), to_matrix(b)
     apart = torch.linalg.vector_norm(a - b, dim=1)
     size = torch.linalg.vector_norm(b, dim=1)
     usual = size.square().mean().sqrt()
@@ -108,13 +108,13 @@ def difference(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     return worst
 
 
-def as_rows(x: Tensor) -> Tensor:
+def to_matrix(x: Tensor) -> Tensor:
     """x as a matrix in float64: of vectors one row, of stacked matrices the rows of all."""
     x = x.double()
     return x.reshape(1, -1) if x.ndim < 2 else x.reshape(-1, x.shape[-1])
 
 
-class _Allowed:
+class Tolerance:
     """The tolerance for the next tensor, which grows with what was tolerated before it."""
 
     def __init__(self, a: Side, b: Side, before: float = 0.0):
@@ -131,7 +131,7 @@ class _Allowed:
         return row
 
 
-def _held(
+def _differences_by_rank(
     a: Recorded, b: Recorded, least: float = 0.0
 ) -> tuple[float, dict[tuple[str, int], float]]:
     """The largest difference of what any rank of either side holds from B put together, and that
@@ -166,12 +166,12 @@ def _row(
 ) -> Row:
     if a.shape != b.shape:
         return Row(stage, name, math.inf, allowed, note=f"shapes {a.shape} and {b.shape}")
-    apart, by_rank = _held(a, b, least)
+    apart, by_rank = _differences_by_rank(a, b, least)
     ranks = tuple(key for key, one in by_rank.items() if not one <= allowed)
     return Row(stage, name, apart, allowed, ranks)
 
 
-def _weights(a: Side, b: Side) -> Iterator[Row]:
+def _compare_weights(a: Side, b: Side) -> Iterator[Row]:
     """Equal, or rounded to the coarser of the dtypes that they rest in."""
     one, other = a.recording, b.recording
     unit = 0.0 if one.rest == other.rest else 2 * max(UNITS[one.rest], UNITS[other.rest])
@@ -186,7 +186,7 @@ def _weights(a: Side, b: Side) -> Iterator[Row]:
             yield _row("weights", name, x, y, unit)
 
 
-def ordered(a: Side, b: Side) -> list[str]:
+def forward_order(a: Side, b: Side) -> list[str]:
     """The tensors of forward that both have, as they are computed: those of A that a hook has seen
     first, layer by layer.
     """
@@ -196,28 +196,28 @@ def ordered(a: Side, b: Side) -> list[str]:
     return sorted(both, key=lambda name: (taps.place(name), place[name]))
 
 
-def _forward(a: Side, b: Side) -> Iterator[Row]:
-    allowed, names = _Allowed(a, b), ordered(a, b)
+def _compare_forward(a: Side, b: Side) -> Iterator[Row]:
+    allowed, names = Tolerance(a, b), forward_order(a, b)
     found: list[Row] = []
     for name in names:
         factor = 1.0
         if name.endswith(".attn.sums"):
             factor = max(1.0, *(largest_score(side, name) for side in (a, b)))
-            scores = _scores(a, b, name, allowed.now(factor))
+            scores = _compare_scores(a, b, name, allowed.now(factor))
             if scores is not None:
                 found.append(allowed.passed(scores))
         x, y = (side.recording.tensors["forward", name] for side in (a, b))
         row = _row("forward", name, x, y, allowed.now(factor))
         found.append(allowed.passed(row))
-    yield from _healed(b, found)
+    yield from _excuse_other_forms(b, found)
 
 
-def _healed(b: Side, found: list[Row]) -> list[Row]:
+def _excuse_other_forms(b: Side, found: list[Row]) -> list[Row]:
     """The same, where a difference inside a layer of which nothing is left behind it is none."""
     by_name = {row.name: row for row in found}
     out = []
     for row in found:
-        behind = [] if row.ok else [by_name.get(name) for name in _behind(b, row.name)]
+        behind = [] if row.ok else [by_name.get(name) for name in _names_downstream(b, row.name)]
         limit = HEALED * _or_inf(row.difference)
         if any(one is not None and one.ok and one.difference <= limit for one in behind):
             note = "in another form: nothing behind it differs"
@@ -226,13 +226,13 @@ def _healed(b: Side, found: list[Row]) -> list[Row]:
     return out
 
 
-def _behind(b: Side, name: str) -> list[str]:
+def _names_downstream(b: Side, name: str) -> list[str]:
     """The tensors that all of one goes through inside its layer, and the layer's own."""
     number, word = taps.layer_of(name), taps.inside(name)
     if number is None or word == "":
         return []
     layer = f"layers.{number}"
-    names = [f"{layer}.{one}" for one in taps.behind(word)]
+    names = [f"{layer}.{one}" for one in taps.downstream(word)]
     before = b.recording.whole("forward", f"layers.{number - 1}" if number else "embed")
     middle = b.recording.whole("forward", f"{layer}.middle")
     # where mixer and mlp are side by side, what enters the mlp has not seen the mixer
@@ -241,7 +241,7 @@ def _behind(b: Side, name: str) -> list[str]:
     return [*names, layer]
 
 
-def _scores(a: Side, b: Side, sums: str, allowed: float) -> Row | None:
+def _compare_scores(a: Side, b: Side, sums: str, allowed: float) -> Row | None:
     """Compare the attention scores of both sides, computed from their queries and keys by the
     definition and each side's own model.
     """
@@ -293,32 +293,32 @@ def scores_of(side: Side, name: str) -> Tensor | None:
     return reference.definition(q, k, one, attend).transpose(1, 2)
 
 
-def _numbers(a: Side, b: Side, name: str, before: float) -> Iterator[Row]:
+def _compare_numbers(a: Side, b: Side, name: str, before: float) -> Iterator[Row]:
     x, y = (side.recording.whole("numbers", name) for side in (a, b))
     if x is not None and y is not None:
         one, other = x.item(), y.item()
         apart = abs(one - other) / abs(other) if other else math.nan
-        limit = _Allowed(a, b, before).now()
+        limit = Tolerance(a, b, before).now()
         yield Row("numbers", name, apart, limit, note=f"{one:.7g} and {other:.7g}")
 
 
-def _backward(a: Side, b: Side, before: float, other_form: set[str]) -> Iterator[Row]:
+def _compare_backward(a: Side, b: Side, before: float, other_form: set[str]) -> Iterator[Row]:
     """Gradients of parameters and of what forward has made, from the head down."""
     one, other = a.recording.tensors, b.recording.tensors
-    made = [n for n in ordered(a, b) if ("backward", n) in one and ("backward", n) in other]
+    made = [n for n in forward_order(a, b) if ("backward", n) in one and ("backward", n) in other]
     trained = [n for n in a.recording.names("gradients") if ("gradients", n) in other]
     if not trained:
         return
     whole = _norm(b, "gradients")
-    place = {name: i for i, name in enumerate(ordered(a, b))}
+    place = {name: i for i, name in enumerate(forward_order(a, b))}
     # behind each tensor's gradient, those of the parameters that it gives
     keyed: dict[tuple[Stage, str], tuple[int, int, int]] = {}
     for name in made:
         if name not in other_form:
             keyed["backward", name] = (taps.place(name), place[name], 1)
     for name in trained:
-        keyed["gradients", name] = (*_made_with(name, place), 0)
-    allowed = _Allowed(a, b, before)
+        keyed["gradients", name] = (*_gradient_order(name, place), 0)
+    allowed = Tolerance(a, b, before)
     for stage, name in sorted(keyed, key=lambda one: keyed[one], reverse=True):
         x, y = one[stage, name], other[stage, name]
         least = _least(whole, y) if stage == "gradients" else 0.0
@@ -329,20 +329,20 @@ def _backward(a: Side, b: Side, before: float, other_form: set[str]) -> Iterator
         yield allowed.passed(_row(stage, name, x, y, allowed.now(factor), least))
 
 
-def _made_with(parameter: str, place: dict[str, int]) -> tuple[int, int]:
+def _gradient_order(parameter: str, place: dict[str, int]) -> tuple[int, int]:
     """Sort key of the gradient of a parameter: that of the tensor computed with it."""
-    tensor = taps.made_with(parameter)
+    tensor = taps.gradient_tensor(parameter)
     if tensor in place:
         return taps.place(tensor), place[tensor]
     return taps.place(parameter), -1
 
 
-def _update(a: Side, b: Side, before: float) -> Iterator[Row]:
+def _compare_update(a: Side, b: Side, before: float) -> Iterator[Row]:
     """Moments, which follow their gradient, and the change of each parameter, each element times
     its gradient: of one that is rounding alone AdamW makes a step of full length.
     """
     one, other = a.recording.tensors, b.recording.tensors
-    limit = _Allowed(a, b, before).now()
+    limit = Tolerance(a, b, before).now()
     moments: tuple[tuple[Stage, int], ...] = (("exp_avg", 1), ("exp_avg_sq", 2))
     sizes = {stage: _norm(b, stage) for stage, _ in moments}
     names = [n for n in a.recording.names("update") if ("update", n) in other]
@@ -350,11 +350,11 @@ def _update(a: Side, b: Side, before: float) -> Iterator[Row]:
         for stage, power in moments:
             x, y = one[stage, name], other[stage, name]
             yield _row(stage, name, x, y, power * limit, _least(sizes[stage], y))
-    steps = {name: _weighted(b, name, other["update", name]) for name in names}
+    steps = {name: _weight_by_gradient(b, name, other["update", name]) for name in names}
     size = math.hypot(*(_size(step) for step in steps.values()))
     stages: tuple[Stage, Stage] = ("weights", "update")
     for name, y in steps.items():
-        x = _weighted(b, name, one["update", name])
+        x = _weight_by_gradient(b, name, one["update", name])
         weight, change = (_size(other[stage, name]) for stage in stages)
         unit = max(UNITS[side.recording.rest] for side in (a, b))
         rounded = 2 * unit * weight / change if change else 0.0  # a weight is, after its update
@@ -377,7 +377,7 @@ def _least(whole: float, recorded: Recorded) -> float:
     return SMALL * whole / math.sqrt(rows)
 
 
-def _weighted(b: Side, name: str, recorded: Recorded) -> Recorded:
+def _weight_by_gradient(b: Side, name: str, recorded: Recorded) -> Recorded:
     """Times the gradient of B."""
     gradient = b.recording.tensors["gradients", name].whole().double().abs()
     pieces = [replace(p, values=p.values.double() * gradient[p.index]) for p in recorded.pieces]

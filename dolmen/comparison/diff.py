@@ -19,12 +19,12 @@ from dolmen.comparison import compare, ours, recording, theirs
 from dolmen.comparison.classify import classify
 from dolmen.comparison.compare import Side
 from dolmen.comparison.config import DiffConfig, DiffWork, SideName
-from dolmen.comparison.ours import Asked
+from dolmen.comparison.ours import DiffTask
 from dolmen.comparison.recording import Recording
-from dolmen.comparison.report import Parting, Report, operation
+from dolmen.comparison.report import FirstDifference, Report, operation
 from dolmen.conversion.hf_export import check_expressible
 from dolmen.conversion.moments import check_whole
-from dolmen.conversion.source import Source, open_source, pinned
+from dolmen.conversion.source import Source, open_source, pin_source
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.config import to_dict
@@ -43,7 +43,7 @@ THEIRS, SEQUENCES, SEED, DEVICE = "transformers", 4, 0, "device"
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenSide:
     """One side, that can be run."""
 
     name: SideName
@@ -67,12 +67,12 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Both:
+class SidePair:
     """Two sides, and what they do."""
 
-    a: Opened
-    b: Opened
-    asked: Asked
+    a: OpenSide
+    b: OpenSide
+    asked: DiffTask
 
     @property
     def length(self) -> int:
@@ -85,28 +85,29 @@ def diff(config: DiffConfig) -> Report:
     """
     if process.started() is not None:
         raise BadInput("diff starts the processes of each side by itself: run it in one process")
-    both = opened(config)
-    config = replace(config, first=_pinned(config.first), second=_pinned(config.second))
+    both = open_sides(config)
+    config = replace(config, first=_pin_side(config.first), second=_pin_side(config.second))
     sides = [
-        Side(_recorded(one, both, config), one.source.tree, both.length) for one in (both.a, both.b)
+        Side(_record_side(one, both, config), one.source.tree, both.length)
+        for one in (both.a, both.b)
     ]
-    return compared_sides(*sides, title=_title(both), notes=_notes(both))
+    return compare_sides(*sides, title=_title(both), notes=_notes(both))
 
 
-def compared_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) -> Report:
+def compare_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) -> Report:
     """Compare two recordings."""
-    rows = tuple(compare.rows(a, b))
-    first = compare.first(rows)
+    rows = tuple(compare.compare_recordings(a, b))
+    first = compare.first_difference(rows)
     if first is None:
         return Report(title, rows, None, notes)
     processes = {"A": a.recording.topology.size, "B": b.recording.topology.size}
-    found = Parting(first, operation(first), classify(a, b, first), processes)
+    found = FirstDifference(first, operation(first), classify(a, b, first), processes)
     return Report(title, rows, found, notes)
 
 
 def work(asked: DiffWork) -> None:
     """Record one side, in a process that `diff` has started, with the side's other ranks."""
-    both = opened(asked)
+    both = open_sides(asked)
     side = both.a if asked.side == both.a.name else both.b
     started = process.started()
     device = devices.choose_device(asked.device, started, DEVICE)
@@ -120,7 +121,7 @@ def work(asked: DiffWork) -> None:
         recording.save(Path(asked.folder), made, mesh.rank)
 
 
-def opened(config: DiffConfig) -> Both:
+def open_sides(config: DiffConfig) -> SidePair:
     """Both sides, read and checked. Raises BadInput."""
     try:
         a, b = _side("A", config, config.first), _side("B", config, config.second)
@@ -144,10 +145,10 @@ def opened(config: DiffConfig) -> Both:
     known = next((one for one in padding if one is not None), None)
     size = min(side.source.tree.vocab_size for side in (a, b))
     windows = draw(size, (sequences, length + 1), known, SEED)
-    return Both(a, b, Asked(windows.numpy(), config.optimizer.config, config.until))
+    return SidePair(a, b, DiffTask(windows.numpy(), config.optimizer.config, config.until))
 
 
-def _side(name: SideName, config: DiffConfig, spelled: str) -> Opened:
+def _side(name: SideName, config: DiffConfig, spelled: str) -> OpenSide:
     """Raises ValueError, KeyError or OSError."""
     said = config.a if name == "A" else config.b
     program, colon, folder = spelled.partition(":")
@@ -163,22 +164,22 @@ def _side(name: SideName, config: DiffConfig, spelled: str) -> Opened:
             "leave it out"
         )
     source = open_source(folder if theirs else spelled)
-    return Opened(name, source, theirs, said.dtype, said.layout.resolve(None))
+    return OpenSide(name, source, theirs, said.dtype, said.layout.resolve(None))
 
 
 def _multiple(least: int, of: int) -> int:
     return -(-least // of) * of
 
 
-def _pinned(spelled: str) -> str:
+def _pin_side(spelled: str) -> str:
     """Pin a run to its newest checkpoint: all processes must read the same one."""
     program, colon, folder = spelled.partition(":")
     if program == THEIRS:
-        return f"{program}{colon}{pinned(folder)}" if folder else spelled
-    return pinned(spelled)
+        return f"{program}{colon}{pin_source(folder)}" if folder else spelled
+    return pin_source(spelled)
 
 
-def _recorded(side: Opened, both: Both, config: DiffConfig) -> Recording:
+def _record_side(side: OpenSide, both: SidePair, config: DiffConfig) -> Recording:
     """Record a side, in this process if one is enough for it and it computes in its parameters'
     dtype.
     """
@@ -187,7 +188,9 @@ def _recorded(side: Opened, both: Both, config: DiffConfig) -> Recording:
     # copies in another dtype than that of rest are made by what shares parameters over processes
     copies = not side.theirs and dtype != side.rest
     if sizes.size > 1 or copies:
-        return Recording(side.title, sizes, dtype, side.rest, _started(side, sizes.size, config))
+        return Recording(
+            side.title, sizes, dtype, side.rest, _record_in_processes(side, sizes.size, config)
+        )
     device = devices.choose_device(config.device, None, DEVICE)
     with precise():
         if side.theirs:
@@ -200,7 +203,7 @@ def _recorded(side: Opened, both: Both, config: DiffConfig) -> Recording:
     return Recording(side.title, sizes, seen, side.rest, made)
 
 
-def _started(side: Opened, processes: int, config: DiffConfig) -> recording.Tensors:
+def _record_in_processes(side: OpenSide, processes: int, config: DiffConfig) -> recording.Tensors:
     with tempfile.TemporaryDirectory(prefix="dolmen-diff-") as folder:
         asked = {name: vars(config)[name] for name in DiffConfig.__dataclass_fields__}
         handed = to_dict(DiffWork(**asked, side=side.name, folder=folder))
@@ -212,13 +215,13 @@ def _started(side: Opened, processes: int, config: DiffConfig) -> recording.Tens
         return recording.load(Path(folder), processes)
 
 
-def _title(both: Both) -> str:
+def _title(both: SidePair) -> str:
     sequences, window = both.asked.windows.shape
     tokens = f"{counted(sequences, 'sequence')} of {window - 1} random tokens"
     return f"{both.a.title}\n{both.b.title}\n{tokens}"
 
 
-def _notes(both: Both) -> tuple[str, ...]:
+def _notes(both: SidePair) -> tuple[str, ...]:
     """List what differs before anything is computed, and what is not covered."""
     a, b = both.a.source, both.b.source
     fields = [f"{name} is {x} in A, {y} in B" for name, x, y in compared(a.model, b.model)]

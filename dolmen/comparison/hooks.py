@@ -81,7 +81,7 @@ class Hooks:
 
     def _block(self, block: Block) -> None:
         layer = f"layers.{block.layer}"
-        heads = _Heads.of(self.model.tree.blocks[block.layer].mixer, self.mesh)
+        heads = HeadCounts.of(self.model.tree.blocks[block.layer].mixer, self.mesh)
         if block.layer == 0:
             self._given(block, lambda x: self._stream("embed", x))
         for name, module in block.named_modules():
@@ -99,7 +99,7 @@ class Hooks:
             self._made(module, partial(self._stream, name))
         self._made(block, partial(self._stream, layer))
 
-    def _norm(self, module: Norm, path: str, heads: "_Heads") -> None:
+    def _norm(self, module: Norm, path: str, heads: "HeadCounts") -> None:
         """Record the norm of the residual stream, or of the heads of queries or keys."""
         if path.endswith(("q_norm", "k_norm")):
             number = heads.queries if path.endswith("q_norm") else heads.keys
@@ -110,7 +110,9 @@ class Hooks:
             self._given(module, partial(self._stream, path.replace("mlp_norm", "middle")))
         self._made(module, partial(self._stream, path))
 
-    def _branch(self, module: Branch, path: str, result: str, layer: str, heads: "_Heads") -> None:
+    def _branch(
+        self, module: Branch, path: str, result: str, layer: str, heads: "HeadCounts"
+    ) -> None:
         columns = [name for name, one in module.named_children() if isinstance(one, Column)]
 
         def products(made: tuple[Tensor, ...]) -> None:
@@ -123,7 +125,7 @@ class Hooks:
         self._made(module.products, products)
         self._made(module.result, partial(self._equal_part, f"{layer}.{result}"))
 
-    def _scores(self, module: Scores, path: str, heads: "_Heads") -> None:
+    def _scores(self, module: Scores, path: str, heads: "HeadCounts") -> None:
         """Queries and keys without what ALiBi has made them longer by."""
 
         def given(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -206,7 +208,7 @@ class Hooks:
 
 
 @dataclass(frozen=True)
-class _Heads:
+class HeadCounts:
     """Numbers of heads of a mixer, and this rank's first ones under tensor parallelism."""
 
     queries: int
@@ -216,7 +218,7 @@ class _Heads:
     first_key: int
 
     @classmethod
-    def of(cls, mixer: tree.Attention | tree.LatentAttention, mesh: Mesh) -> "_Heads":
+    def of(cls, mixer: tree.Attention | tree.LatentAttention, mesh: Mesh) -> "HeadCounts":
         match mixer:
             case tree.Attention():
                 keys = mixer.kv_heads

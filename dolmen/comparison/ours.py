@@ -38,7 +38,7 @@ DEPTHS = ("weights", "forward", "backward", "update")
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class DiffTask:
     """The work that both sides do."""
 
     windows: Int64[np.ndarray, "sequences window"]
@@ -53,7 +53,7 @@ class Asked:
 
 def record(
     source: Source,
-    asked: Asked,
+    asked: DiffTask,
     mesh: Mesh = SINGLE,
     layout: Layout = Layout(),
     rest: torch.dtype = torch.float32,
@@ -76,7 +76,7 @@ def record(
     return recorder.tensors
 
 
-def _step(model: Decoder, asked: Asked, mesh: Mesh, layout: Layout, recorder: Recorder) -> None:
+def _step(model: Decoder, asked: DiffTask, mesh: Mesh, layout: Layout, recorder: Recorder) -> None:
     """One update, and what is seen of it."""
     rows, length = asked.windows.shape[0], asked.windows.shape[1] - 1
     mine = rows // mesh.dp.size
@@ -106,7 +106,7 @@ def _step(model: Decoder, asked: Asked, mesh: Mesh, layout: Layout, recorder: Re
 
     adamw.register_step_pre_hook(keep)
     batch = batch_of(model.tree, asked.windows[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine])
-    objective = _Seen(hooks.logits, objective_of(model.tree, batch))
+    objective = _RecordingObjective(hooks.logits, objective_of(model.tree, batch))
     training = TrainState(
         model, adamw, asked.optimizer, 1, layout.zero, schedule, objective=objective
     )
@@ -137,7 +137,7 @@ def _add(recorder: Recorder, stage: Stage, model: Decoder, values: dict[str, Ten
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
+class _RecordingObjective:
     """An objective, which never has logits whole: they are computed once more to be seen."""
 
     names: ClassVar[tuple[str, ...]] = ()

@@ -129,7 +129,7 @@ class Recorder:
         self.add_whole("numbers", name, torch.tensor(value, dtype=torch.float64))
 
 
-def merged(ranks: list[Tensors]) -> Tensors:
+def merge_ranks(ranks: list[Tensors]) -> Tensors:
     """Merge the recordings of several ranks, in the order in which they were made: first the names
     of the first rank, then those that only others have.
     """
@@ -148,7 +148,7 @@ def merged(ranks: list[Tensors]) -> Tensors:
 
 def save(folder: Path, tensors: Tensors, rank: int) -> None:
     """Write what this rank has recorded into a folder of its own."""
-    stored = dict(_stored(tensors))
+    stored = dict(_named_pieces(tensors))
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in stored.items()}
     mine = folder / f"rank-{rank:05d}"
     mine.mkdir()
@@ -157,10 +157,10 @@ def save(folder: Path, tensors: Tensors, rank: int) -> None:
 
 def load(folder: Path, ranks: int) -> Tensors:
     """Load what so many ranks have saved. Raises ValueError where one has not."""
-    return merged([_read(folder / f"rank-{rank:05d}") for rank in range(ranks)])
+    return merge_ranks([_read(folder / f"rank-{rank:05d}") for rank in range(ranks)])
 
 
-def _stored(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+def _named_pieces(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
     for (stage, name), recorded in tensors.items():
         for number, piece in enumerate(recorded.pieces):
             shape = "x".join(map(str, recorded.shape))

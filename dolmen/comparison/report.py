@@ -16,7 +16,7 @@ AFTER = 4  # rows that are shown behind the first that parts: what it leads to
 
 
 @dataclass(frozen=True)
-class Parting:
+class FirstDifference:
     """The first difference between two programs."""
 
     row: Row
@@ -47,7 +47,7 @@ class Report:
 
     title: str
     rows: tuple[Row, ...]
-    parting: Parting | None
+    parting: FirstDifference | None
     notes: tuple[str, ...] = ()
 
     @property
@@ -59,7 +59,7 @@ class Report:
             return f"the same: {counted(len(self.rows), 'tensor')} compared"
         row, fault = self.parting.row, self.parting.fault
         lines = [
-            f"first to part: {shown(row)}",
+            f"first to part: {describe_row(row)}",
             f"    made by     {self.parting.operation}",
             f"    looks like  {fault.kind}: {fault.text}",
             f"    differs by  {row.difference:.3g}, allowed {row.allowed:.3g}",
@@ -85,8 +85,8 @@ class Report:
         )
         for name in ("stage", "tensor", "difference", "allowed", "", ""):
             table.add_column(name, overflow="fold")
-        for row, note in _told(self.rows, self.parting):
-            verdict = "ok" if row.ok else "PARTS" if _is(row, self.parting) else "differs"
+        for row, note in _shown_rows(self.rows, self.parting):
+            verdict = "ok" if row.ok else "PARTS" if _is_first(row, self.parting) else "differs"
             allowed = "" if math.isinf(row.allowed) else f"{row.allowed:.2g}"
             table.add_row(
                 row.stage, row.name, f"{row.difference:.2g}", allowed, verdict, note or row.note
@@ -113,7 +113,7 @@ class Report:
         }
 
 
-def shown(row: Row) -> str:
+def describe_row(row: Row) -> str:
     """A tensor as a sentence names it."""
     words = {
         "backward": "the gradient that reaches {}",
@@ -149,19 +149,21 @@ def _plain(row: Row) -> dict[str, Any]:
     }
 
 
-def _is(row: Row, parting: Parting | None) -> bool:
+def _is_first(row: Row, parting: FirstDifference | None) -> bool:
     return parting is not None and row is parting.row
 
 
-def _told(rows: tuple[Row, ...], parting: Parting | None) -> Iterator[tuple[Row, str]]:
+def _shown_rows(
+    rows: tuple[Row, ...], parting: FirstDifference | None
+) -> Iterator[tuple[Row, str]]:
     """(row, note) of what a table shows."""
     layer = None if parting is None else taps.layer_of(parting.row.name)
     left = math.inf
     for stage in dict.fromkeys(row.stage for row in rows):
         mine = [row for row in rows if row.stage == stage]
         if stage in ("forward", "backward"):
-            chosen = [(r, "") for r in mine if _is_told(r, layer, parting)]
-        elif any(_is(row, parting) for row in mine):
+            chosen = [(r, "") for r in mine if _is_shown(r, layer, parting)]
+        elif any(_is_first(row, parting) for row in mine):
             chosen = [(row, "") for row in mine if not row.ok]
         else:
             worst = max(mine, key=lambda r: math.inf if math.isnan(r.difference) else r.difference)
@@ -170,10 +172,10 @@ def _told(rows: tuple[Row, ...], parting: Parting | None) -> Iterator[tuple[Row,
         for row, note in chosen:
             if left > 0:
                 yield row, note
-            left = AFTER if _is(row, parting) else left - 1
+            left = AFTER if _is_first(row, parting) else left - 1
 
 
-def _is_told(row: Row, layer: int | None, parting: Parting | None) -> bool:
+def _is_shown(row: Row, layer: int | None, parting: FirstDifference | None) -> bool:
     """The residual stream, and inside the layer that parts all that is of the same stage."""
     if taps.inside(row.name) in ("", *taps.OUTSIDE):
         return True

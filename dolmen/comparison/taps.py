@@ -99,7 +99,7 @@ def operation(name: str) -> str:
     return {**OUTSIDE, **INSIDE}.get(inside(name), "a part of the layer")
 
 
-def made_with(parameter: str) -> str:
+def gradient_tensor(parameter: str) -> str:
     """The tensor whose gradient, once known, gives that of a parameter."""
     module, _, _ = parameter.rpartition(".")
     number, word = layer_of(module), inside(module)
@@ -109,7 +109,7 @@ def made_with(parameter: str) -> str:
     return f"layers.{number}.{MADE_WITH.get(word, word)}"
 
 
-def behind(word: str) -> tuple[str, ...]:
+def downstream(word: str) -> tuple[str, ...]:
     """Names of the tensors that everything in a tensor inside a layer passes through."""
     if word in ("mlp.gate", "mlp.up"):
         return ("mlp.act",)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dolmen.comparison.ours import Asked
+from dolmen.comparison.ours import DiffTask
 from dolmen.comparison.recording import MOMENTS, Recorder, Tensors
-from dolmen.conversion.hf_export import as_transformers
+from dolmen.conversion.hf_export import transformers_folder
 from dolmen.conversion.source import Source
 from dolmen.conversion.weights import split_stored
 from dolmen.core.torch_private import hub
@@ -37,13 +37,13 @@ ATTENTION = "dolmen_seen"
 
 
 def record(
-    source: Source, asked: Asked, device: torch.device, dtype: torch.dtype = torch.float32
+    source: Source, asked: DiffTask, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensors:
     """Record what transformers computes with `source`, which is exported for the while where it
     cannot load it; its update is that of torch.optim.AdamW. Raises as `as_transformers`.
     """
     recorder, model = Recorder(), source.model
-    with theirs.quiet(), as_transformers(source) as folder:
+    with theirs.quiet(), transformers_folder(source) as folder:
         network = theirs.load(folder, model, dtype, device)
     named = dict(network.named_parameters())
     known = weight_map(model)
@@ -57,7 +57,7 @@ def record(
         return recorder.tensors
     batch = batch_of(model.tree, asked.windows)
     gradients = asked.reaches("backward")
-    with torch.set_grad_enabled(gradients), _Seen(network, model, recorder, gradients):
+    with torch.set_grad_enabled(gradients), _TransformersHooks(network, model, recorder, gradients):
         logits, loss = theirs.asked(network, model, batch)
         recorder.add_whole("forward", "logits", logits.flatten(0, 1))
         recorder.add_number("loss", loss.item())
@@ -65,14 +65,14 @@ def record(
             loss.backward()
     if gradients:
         stored = hub.as_stored(network, {n: p.grad for n, p in named.items()})
-        _updated(recorder, model, asked, weights, theirs.by_our_names(model, stored))
+        _record_update(recorder, model, asked, weights, theirs.by_our_names(model, stored))
     return recorder.tensors
 
 
-def _updated(
+def _record_update(
     recorder: Recorder,
     model: Model,
-    asked: Asked,
+    asked: DiffTask,
     weights: dict[str, Tensor],
     gradients: dict[str, Tensor],
 ) -> None:
@@ -108,7 +108,7 @@ def _updated(
         recorder.add_whole("update", name, p.detach() - before[name])
 
 
-class _Seen:
+class _TransformersHooks:
     """Hooks on a model of transformers, within."""
 
     def __init__(self, network: Any, model: Model, recorder: Recorder, gradients: bool):

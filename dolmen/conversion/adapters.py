@@ -34,32 +34,32 @@ class OfRun:
         return self.run.of_adapter(self.name)
 
 
-def opened(name: str | Path, base: Source) -> LowRank:
+def open_adapters(name: str | Path, base: Source) -> LowRank:
     """The adapters in a folder, or in that of a hub id, which are of the model of `base`. Raises
     ValueError, with the folder, for what they are not.
     """
     folder = hf.resolve_model(name)
-    if peft.found(folder):
+    if peft.is_peft(folder):
         return peft.read(folder, base.model)
-    if not checkpoint.found(folder):
+    if not checkpoint.is_run(folder):
         raise ValueError(
             f"{folder} has no adapters: give a folder that PEFT has written "
             f"({peft.CONFIG}, {peft.WEIGHTS}), or a run with adapters"
         )
-    return _of_run(checkpoint.opened(checkpoint.newest(folder)), base)
+    return _from_run(checkpoint.open_run(checkpoint.newest(folder)), base)
 
 
-def pinned(name: str | Path) -> str:
+def pin_adapters(name: str | Path) -> str:
     """Pin a run to its newest checkpoint, so that the same adapters are opened however often.
     Raises ValueError.
     """
     folder = hf.resolve_model(name)
-    if peft.found(folder) or not checkpoint.found(folder):
+    if peft.is_peft(folder) or not checkpoint.is_run(folder):
         return str(name)
     return str(checkpoint.newest(folder))
 
 
-def _of_run(run: RunCheckpoint, base: Source) -> LowRank:
+def _from_run(run: RunCheckpoint, base: Source) -> LowRank:
     form = run.adapter
     if form is None:
         raise ValueError(f"{run.where} has no adapters: it is of a run that trains all weights")

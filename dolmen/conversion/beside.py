@@ -58,7 +58,7 @@ def vocabulary(folder: Path, said: Model | None, rows: int | None) -> int | None
     return len(load_tokenizer(str(where), option="").get_vocab())
 
 
-def expressed(tree: Tree) -> Model:
+def express(tree: Tree) -> Model:
     """A config.json that says the tree, of the first family that can. Raises ValueError where none
     can, with what the first says.
     """
@@ -71,7 +71,7 @@ def expressed(tree: Tree) -> Model:
     raise ValueError(f"no family's config.json can say this model; {reasons[0]}")
 
 
-def ended(model: Model, folder: Path | None) -> Model:
+def with_special_tokens(model: Model, folder: Path | None) -> Model:
     """The model with the end of text that the folder's tokenizer names, where generation stops;
     as it is where it names one itself, or there is no tokenizer.
     """
@@ -83,7 +83,7 @@ def ended(model: Model, folder: Path | None) -> Model:
     return model if end is None else edit(model, eos_token_id=end)
 
 
-def padded(model: Model, tokenizer: str | None, option: str = "") -> Model:
+def pad_vocabulary(model: Model, tokenizer: str | None, option: str = "") -> Model:
     """The model whose padding is a token of that tokenizer, which the user named by `option`, that
     ends no text: a program that looks for padding so finds the end of a text; none, where there is
     no such token. As it is without a tokenizer.

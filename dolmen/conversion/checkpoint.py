@@ -16,7 +16,7 @@ from torch import Tensor
 from dolmen.checkpoint import folders, stream
 from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.checkpoint.saved import model_of, read_saved
-from dolmen.conversion.beside import ended, padded
+from dolmen.conversion.beside import pad_vocabulary, with_special_tokens
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import Scales, Scaling
 from dolmen.core.messages import counted
@@ -160,7 +160,7 @@ class RunCheckpoint(WeightsAlone):
         return f" ({'; '.join(told)})" if told else ""
 
 
-def found(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
     """True if a folder is meant as a run, as its folder of checkpoints, or as one of these."""
     named = re.fullmatch(folders.FOLDER, folder.resolve().name) is not None
     return (
@@ -178,7 +178,7 @@ def newest(folder: Path) -> Path:
     return stream.locate(folder)
 
 
-def opened(folder: Path, model: Model | None = None) -> RunCheckpoint:
+def open_run(folder: Path, model: Model | None = None) -> RunCheckpoint:
     """The checkpoint in a step folder, its weights as those of `model`, where one is given. Raises
     Damaged.
     """
@@ -189,7 +189,7 @@ def opened(folder: Path, model: Model | None = None) -> RunCheckpoint:
     except ValueError as error:
         raise Damaged(f"{folder / STATE}: {error}") from None
     if kept.run.get("init") is None:
-        own = _made(own, _tokenizer(folder))
+        own = _make_model(own, _tokenizer(folder))
     model, adapter = model or own, training.adapter
     tree = replace(training, adapter=None).applied(model.tree)
     return RunCheckpoint(model, tree, adapter, kept.step, own, checkpoint, kept.run.get("init"))
@@ -205,16 +205,16 @@ def critic(source: RunCheckpoint) -> RunCheckpoint:
             f"{source.where} has no critic: one learns in dolmen train ppo; leave out --critic"
         )
     named = None if source.tokenizer is None else str(source.tokenizer)
-    model = padded(scored(source.own), named)
+    model = pad_vocabulary(scored(source.own), named)
     tree = replace(source.tree, head=model.tree.head)
     return replace(source, model=model, own=model, tree=tree, part=CRITIC)
 
 
-def _made(model: Model, tokenizer: Path | None) -> Model:
+def _make_model(model: Model, tokenizer: Path | None) -> Model:
     """A model that came from no config.json, as a whole one: with the end of text that its
     tokenizer names, where generation stops.
     """
-    return ended(completed(model), tokenizer)
+    return with_special_tokens(completed(model), tokenizer)
 
 
 def _tokenizer(folder: Path) -> Path | None:

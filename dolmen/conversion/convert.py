@@ -13,10 +13,10 @@ from rich.progress import MofNCompleteColumn
 from dolmen.conversion import beside, checkpoint, hf_export, peft, proof, unfinished
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.hf import stated_dtype
-from dolmen.conversion.layer_pool import Advance, LayerPool, by_layer
+from dolmen.conversion.layer_pool import Advance, LayerPool, group_by_layer
 from dolmen.conversion.megatron import dist_export, export, names
 from dolmen.conversion.moments import Moments
-from dolmen.conversion.source import Source, in_dtype, open_source
+from dolmen.conversion.source import Source, cast_source, open_source
 from dolmen.conversion.weights import Scales
 from dolmen.core.log import bar
 from dolmen.core.messages import counted
@@ -66,18 +66,18 @@ def export_model(
     """
     opened = open_source(source)
     if critic:
-        opened = _critic(opened)
+        opened = _open_critic(opened)
     if adapters:
         return peft.write(opened, to, DTYPES[dtype or "float32"])
     unknown.warn(opened.model)
     wanted = DTYPES[dtype] if dtype else stated_dtype(opened.model)
-    _state(opened, "hf")
+    _optimizer_state(opened, "hf")
     _check_scales(opened, {}, "hf")
-    hf_export.write(in_dtype(opened, wanted), to, wanted)
+    hf_export.write(cast_source(opened, wanted), to, wanted)
     return opened.title
 
 
-def _critic(opened: Source) -> Source:
+def _open_critic(opened: Source) -> Source:
     if not isinstance(opened, checkpoint.RunCheckpoint):
         raise ValueError(
             f"{opened.where} is no run of dolmen's, and a critic learns in one (dolmen train ppo): "
@@ -100,13 +100,13 @@ def convert(asked: ConvertConfig, shown: bool = False) -> str:
     if target.is_mount():
         raise ValueError(f"{target} is where a disk is mounted: name a folder in it")
     dtype = DTYPES[asked.dtype] if asked.dtype else stated_dtype(opened.model)
-    source, state = in_dtype(opened, dtype), _state(opened, asked.to)
+    source, state = cast_source(opened, dtype), _optimizer_state(opened, asked.to)
     writer = WRITERS[asked.to](source, dtype, state, asked)
     scales = writer.scales
     _check_scales(source, scales, asked.to)
     specs = source.specs  # checked here, before threads share the source
 
-    with unfinished.beside(target) as (part, sidecars):
+    with unfinished.build_beside(target) as (part, sidecars):
         with bar(f"writing {target}", writer.tensors, shown, MofNCompleteColumn()) as show:
             writer.write(part, LayerPool(asked.threads, show))
         writer.write_sidecars(sidecars)
@@ -117,12 +117,12 @@ def convert(asked: ConvertConfig, shown: bool = False) -> str:
                 advance(1)
 
         with bar("reading it back", len(specs), shown, MofNCompleteColumn()) as show:
-            LayerPool(asked.threads, show).run(compare_layer, by_layer(specs, str))
+            LayerPool(asked.threads, show).run(compare_layer, group_by_layer(specs, str))
         logits = proof.compare_logits(source, written)
         report = "" if state is None else proof.compare_state(state, written)
         report += proof.compare_scales(scales, written)
         if asked.to != "hf":
-            hf_export.write_beside(source, sidecars, dtype)
+            hf_export.write_sidecar_files(source, sidecars, dtype)
     count = counted(len(specs), "parameter")
     return (
         f"read {source.title}\nwrote {target}: {count} read back, the same to the bit; "
@@ -130,7 +130,7 @@ def convert(asked: ConvertConfig, shown: bool = False) -> str:
     )
 
 
-def _state(source: Source, to: str) -> Moments | None:
+def _optimizer_state(source: Source, to: str) -> Moments | None:
     """The optimizer state that a format can hold: AdamW's moments, and fp32 masters as one kind
     more. Warns of what is left behind.
     """
@@ -179,14 +179,14 @@ def _check_one_dtype(source: Source) -> None:
         )
 
 
-def _to_hf(
+def _make_hf_writer(
     source: Source, dtype: torch.dtype, state: Moments | None, asked: ConvertConfig
 ) -> ModelWriter:
     hf_export.check_expressible(source.model, source.tree)
     return hf_export.TransformersWriter(source, dtype)
 
 
-def _to_megatron(
+def _make_megatron_writer(
     source: Source, dtype: torch.dtype, state: Moments | None, asked: ConvertConfig
 ) -> ModelWriter:
     hf_export.check_expressible(source.model, source.tree)
@@ -196,23 +196,23 @@ def _to_megatron(
         dialect = names.LOCAL if asked.spec == "local" else names.TE
     scales = source.scaling if dialect is names.TE else {}
     plan = export.Plan(source.tree, ranks, dialect, scales)
-    beside.expressed(source.tree)  # or it could not be read back alone
+    beside.express(source.tree)  # or it could not be read back alone
     return export.MegatronWriter(plan, source.read, dtype, source.iteration)
 
 
-def _to_torch_dist(
+def _make_torch_dist_writer(
     source: Source, dtype: torch.dtype, state: Moments | None, asked: ConvertConfig
 ) -> ModelWriter:
     hf_export.check_expressible(source.model, source.tree)
     plan = export.Plan(source.tree, export.Ranks(), names.TE, source.scaling)
-    beside.expressed(source.tree)  # or it could not be read back alone
+    beside.express(source.tree)  # or it could not be read back alone
     return dist_export.TorchDistWriter(plan, source.read, dtype, source.iteration, state)
 
 
 WRITERS: dict[str, Callable[[Source, torch.dtype, Moments | None, ConvertConfig], ModelWriter]] = {
-    "hf": _to_hf,
-    "megatron": _to_megatron,
-    "megatron-core": _to_megatron,
-    "torch-dist": _to_torch_dist,
+    "hf": _make_hf_writer,
+    "megatron": _make_megatron_writer,
+    "megatron-core": _make_megatron_writer,
+    "torch-dist": _make_torch_dist_writer,
 }
 """Constructors of writers by the name of a format."""

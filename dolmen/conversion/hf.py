@@ -213,19 +213,21 @@ class Transformers(WeightsAlone):
         return read
 
 
-def found(folder: Path) -> bool:
+def is_transformers(folder: Path) -> bool:
     """True if a folder is meant as one of transformers, config.json or weights missing or not."""
     return (folder / "config.json").is_file() or any(form.lies_in(folder) for form in FORMS)
 
 
-def opened(folder: Path, model: Model | None = None, said: Path | None = None) -> Transformers:
+def open_transformers(
+    folder: Path, model: Model | None = None, said: Path | None = None
+) -> Transformers:
     """The folder, its weights as those of `model`, or else of its config.json, which lies in `said`
     where the folder is not finished. Raises as `read_config`.
     """
-    return Transformers(folder, model or _as_named(read_config(said or folder), folder))
+    return Transformers(folder, model or _with_name(read_config(said or folder), folder))
 
 
-def _as_named(model: Model, folder: Path) -> Model:
+def _with_name(model: Model, folder: Path) -> Model:
     """The same, as the folder's files name tensors, of a family whose exports keep that."""
     family = model.family
     if BARE not in family.fields:

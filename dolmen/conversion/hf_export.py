@@ -23,11 +23,11 @@ from dolmen.conversion import unfinished
 from dolmen.conversion.hf import (
     TOKENIZER_FILES,
     copy_tokenizer,
-    opened,
+    open_transformers,
     stated_dtype,
     tokenizer_files,
 )
-from dolmen.conversion.layer_pool import Advance, LayerPool, by_layer
+from dolmen.conversion.layer_pool import Advance, LayerPool, group_by_layer
 from dolmen.conversion.source import Source
 from dolmen.conversion.weights import Scales, join_stored
 from dolmen.families import Model, changed, edit, unknown, weight_map
@@ -53,7 +53,7 @@ def write(source: Source, folder: Path | str, dtype: torch.dtype | None = None) 
 
 
 @contextmanager
-def as_transformers(source: Source) -> Iterator[Path]:
+def transformers_folder(source: Source) -> Iterator[Path]:
     """Folder from which transformers itself can load the source: its own, or an export in float32
     among the temporary files, which exists within. Raises as `write`.
     """
@@ -131,9 +131,9 @@ def save(
     check_target(folder, tokenizer_folder)
     folder, dtype = Path(folder), dtype or stated_dtype(model)
     specs = _specs(model, dtype)
-    with unfinished.beside(folder) as (part, words):
+    with unfinished.build_beside(folder) as (part, words):
         safetensors.write_tensors(part, specs, export_weights(model, full), shard_bytes)
-        _beside(words, model, dtype, generation_config, tokenizer_folder)
+        _write_sidecar_files(words, model, dtype, generation_config, tokenizer_folder)
 
 
 @dataclass(frozen=True)
@@ -165,24 +165,24 @@ class TransformersWriter:
 
         shards.begin()
         entries = weight_map(model).written.values()
-        pool.run(write_layer, by_layer(entries, lambda entry: entry.ours[0]))
+        pool.run(write_layer, group_by_layer(entries, lambda entry: entry.ours[0]))
         shards.end()
 
     def write_sidecars(self, folder: Path) -> None:
-        write_beside(self.source, folder, self.dtype)
+        write_sidecar_files(self.source, folder, self.dtype)
 
     def open_written(self, folder: Path, sidecars: Path) -> Source:
         """Fields that config.json cannot express, of which a warning tells, are the source's."""
-        written = opened(folder, said=sidecars)
+        written = open_transformers(folder, said=sidecars)
         return replace(written, model=changed(written.model, unknown.unsaid(self.source.model)))
 
 
-def write_beside(source: Source, folder: Path, dtype: torch.dtype) -> None:
+def write_sidecar_files(source: Source, folder: Path, dtype: torch.dtype) -> None:
     """Write the sidecar files of a folder of transformers, whose weights are in `dtype`."""
-    _beside(folder, source.model, dtype, source.generation_config, source.tokenizer)
+    _write_sidecar_files(folder, source.model, dtype, source.generation_config, source.tokenizer)
 
 
-def _beside(
+def _write_sidecar_files(
     folder: Path,
     model: Model,
     dtype: torch.dtype,

@@ -24,7 +24,7 @@ MOST = 4
 """Threads, unless more are requested: each holds one tensor, and they share one disk."""
 
 
-def by_layer(items: Iterable[T], parameter: Callable[[T], str]) -> list[list[T]]:
+def group_by_layer(items: Iterable[T], parameter: Callable[[T], str]) -> list[list[T]]:
     """Group neighbours that belong to the same layer, in order; `parameter` names a parameter of an
     item.
     """

@@ -65,7 +65,7 @@ ONLY = ("moe", "sliding_window", "quantization_args", "lora_args", "vision_chunk
 EMBEDDING, HEAD, UP = "tok_embeddings.weight", "output.weight", "layers.0.feed_forward.w3.weight"
 
 
-def found(folder: Path) -> bool:
+def is_meta(folder: Path) -> bool:
     """True if a folder is meant as one; with a config.json it is one of transformers too, which is
     tried first.
     """
@@ -169,7 +169,7 @@ class Consolidated(WeightsAlone, Joined):
         return of.join(rank[name].read() for rank in ranks)
 
 
-def opened(folder: Path, model: Model | None = None) -> Consolidated:
+def open_meta(folder: Path, model: Model | None = None) -> Consolidated:
     """The files in a folder, their weights those of `model`, or else of params.json. Raises
     ValueError for a rank that is missing, and for what dolmen does not compute.
     """
@@ -216,7 +216,7 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
         head=Head(tied=HEAD not in ranks[0]),
         max_position_embeddings=_longest(said),
     )
-    model = beside.ended(beside.expressed(tree), beside.tokenizer(folder))
+    model = beside.with_special_tokens(beside.express(tree), beside.tokenizer(folder))
     dtype = ranks[0][EMBEDDING].spec.dtype
     return edit(model, dtype=str(dtype).removeprefix("torch."))
 

@@ -81,7 +81,7 @@ def names(form: Adapter, weight: str) -> tuple[str, ...]:
     return (*form.pair(weight), *([magnitude_of(weight)] if form.kind == "dora" else ()))
 
 
-def found(folder: Path) -> bool:
+def is_peft(folder: Path) -> bool:
     """True if a folder is meant as one of PEFT's."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
@@ -207,7 +207,7 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
     }
     tensors = {theirs: run.of_adapter(ours).to(dtype) for ours, theirs in stored.items()}
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    with unfinished.beside(folder) as (part, words):
+    with unfinished.build_beside(folder) as (part, words):
         safetensors.write_tensors(part, specs, tensors.items())
         os.rename(part / safetensors.SAFETENSORS.single, part / WEIGHTS)
         (words / CONFIG).write_text(json.dumps(_config(run, form, modules), indent=2) + "\n")

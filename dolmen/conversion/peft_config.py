@@ -144,9 +144,9 @@ class Reach:
         """Modules that a field matches, which is a list or a regular expression."""
         value = self.said.get(field)
         if isinstance(value, str) and value:
-            return _fullmatched(self.file, field, value, modules)
+            return _match_expression(self.file, field, value, modules)
         names = frozenset(value or ())
-        return frozenset(module for module in modules if _named(module, names))
+        return frozenset(module for module in modules if _has_name(module, names))
 
     @cached_property
     def _layers(self) -> frozenset[int]:
@@ -185,13 +185,15 @@ class Reach:
         return next(found, None)
 
 
-def _named(module: str, names: frozenset[str]) -> bool:
+def _has_name(module: str, names: frozenset[str]) -> bool:
     """True if one of the names is the module's, or ends it behind a dot."""
     parts = module.split(".")
     return any(".".join(parts[i:]) in names for i in range(len(parts)))
 
 
-def _fullmatched(file: Path, field: str, expression: str, modules: Sequence[str]) -> frozenset[str]:
+def _match_expression(
+    file: Path, field: str, expression: str, modules: Sequence[str]
+) -> frozenset[str]:
     """Modules that a regular expression matches in full. Raises Refused where it is none, or takes
     too much time or memory.
     """

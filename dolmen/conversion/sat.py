@@ -41,7 +41,7 @@ def ranks(folder: Path) -> dict[int, Path]:
     return {int(named[1]): file for file, named in sorted(found.items()) if named is not None}
 
 
-def found(folder: Path) -> bool:
+def is_sat(folder: Path) -> bool:
     """True if a folder is meant as one: it has files of ranks, or says which folder in it does."""
     return bool(ranks(folder)) or (folder / LATEST).is_file() and bool(_iterations(folder))
 
@@ -158,7 +158,7 @@ class Sat(WeightsAlone, Joined):
         return share.join([one.read() for one in each])
 
 
-def opened(folder: Path, model: Model | None = None) -> Sat:
+def open_sat(folder: Path, model: Model | None = None) -> Sat:
     """The checkpoint whose ranks lie in `folder`, its weights as those of `model`, or else of the
     config.json beside it. Raises ValueError for a rank that is missing, or is none.
     """
@@ -172,10 +172,12 @@ def opened(folder: Path, model: Model | None = None) -> Sat:
     files = ranks(folder)
     if missing := sorted({*range(max(files))} - files.keys()):
         raise ValueError(f"{folder} has rank {max(files)}, and rank {missing[0]} is missing")
-    return Sat(model, place, folder, tuple(_held(files[rank]) for rank in range(len(files))))
+    return Sat(
+        model, place, folder, tuple(_read_tensors(files[rank]) for rank in range(len(files)))
+    )
 
 
-def _held(file: Path) -> dict[str, Stored]:
+def _read_tensors(file: Path) -> dict[str, Stored]:
     """The tensors of a rank. Raises Refused for a file that is not what SAT saves."""
     values = torch_files.load(file)
     if not isinstance(values, Mapping) or not isinstance(values.get("module"), Mapping):

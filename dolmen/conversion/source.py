@@ -112,10 +112,10 @@ class Format:
     """
 
 
-def _adapted(folder: Path, model: Model | None, vocab_size: int | None) -> Source:
+def _open_adapted(folder: Path, model: Model | None, vocab_size: int | None) -> Source:
     """Adapters of PEFT's, with the model that they name: once, as that may name no other."""
     named = hf.resolve_model(peft.base(folder))
-    if peft.found(named):
+    if peft.is_peft(named):
         raise ValueError(f"{folder} names {named} as its model, which is a folder of adapters too")
     base = open_source(named, model, vocab_size)
     return peft.Adapted(folder, base, peft.read(folder, base.model))
@@ -125,41 +125,43 @@ FORMATS = (
     # before the next: a config.json lies beside what we write
     Format(
         "a Megatron checkpoint (latest_checkpointed_iteration.txt, mp_rank_00/)",
-        folders.found,
+        folders.is_megatron,
         folders.newest,
-        megatron.opened,
+        megatron.open_megatron,
     ),
     Format(
         "one of its torch_dist checkpoints (latest_checkpointed_iteration.txt, metadata.json)",
-        dist.found,
+        dist.is_torch_dist,
         folders.newest,
-        dist.opened,
+        dist.open_torch_dist,
     ),
     Format(
         "a checkpoint of SAT (latest, mp_rank_00_model_states.pt)",
-        sat.found,
+        sat.is_sat,
         sat.newest,
-        lambda folder, model, _: sat.opened(folder, model),
+        lambda folder, model, _: sat.open_sat(folder, model),
     ),
     Format(
         "a transformers directory (config.json, model.safetensors)",
-        hf.found,
+        hf.is_transformers,
         lambda folder: folder,
-        lambda folder, model, _: hf.opened(folder, model),
+        lambda folder, model, _: hf.open_transformers(folder, model),
     ),
     Format(
         "a run or checkpoint of dolmen (checkpoints/, step-NNNNNNNN/)",
-        checkpoint.found,
+        checkpoint.is_run,
         checkpoint.newest,
-        lambda folder, model, _: checkpoint.opened(folder, model),
+        lambda folder, model, _: checkpoint.open_run(folder, model),
     ),
     Format(
         "Meta's files of a Llama (params.json, consolidated.00.pth)",
-        meta.found,
+        meta.is_meta,
         lambda folder: folder,
-        lambda folder, model, _: meta.opened(folder, model),
+        lambda folder, model, _: meta.open_meta(folder, model),
     ),
-    Format("adapters of PEFT (adapter_config.json)", peft.found, lambda folder: folder, _adapted),
+    Format(
+        "adapters of PEFT (adapter_config.json)", peft.is_peft, lambda folder: folder, _open_adapted
+    ),
 )
 
 
@@ -183,7 +185,7 @@ def open_source(
     return source
 
 
-def pinned(name: str | Path) -> str:
+def pin_source(name: str | Path) -> str:
     """Pin a run to its newest checkpoint, so that the same source is opened however often; anything
     else, a hub id too, stays as it is named. Raises as `open_source`.
     """
@@ -194,7 +196,7 @@ def pinned(name: str | Path) -> str:
 
 def open_alike(name: str | Path, mesh: Mesh) -> Source:
     """`open_source`, by every rank of the mesh, of what the first rank finds. Raises as that."""
-    return open_source(name if mesh.size == 1 else agree.once(lambda: pinned(name)))
+    return open_source(name if mesh.size == 1 else agree.once(lambda: pin_source(name)))
 
 
 def tokenizer_folder(source: Source) -> str:
@@ -204,7 +206,7 @@ def tokenizer_folder(source: Source) -> str:
     return str(source.tokenizer or source.where)
 
 
-def in_dtype(source: Source, dtype: torch.dtype) -> Source:
+def cast_source(source: Source, dtype: torch.dtype) -> Source:
     """The source that has the digits of `dtype`: of fp32 and wider its masters, where it has any,
     else its weights.
     """

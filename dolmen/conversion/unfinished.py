@@ -21,7 +21,7 @@ NAME = re.compile(rf"\..+{re.escape(SUFFIX)}")
 
 
 @contextmanager
-def beside(target: Path) -> Iterator[tuple[Path, Path]]:
+def build_beside(target: Path) -> Iterator[tuple[Path, Path]]:
     """Empty folders for weights and words, which are `target` when what is within has ended, and
     gone where it raises.
     """

@@ -25,7 +25,7 @@ Scales = Mapping[str, Scaling]
 """Scaling of each weight that has one, by name."""
 
 
-def joined(parts: Iterable[Scaling]) -> Scaling:
+def join_scaling(parts: Iterable[Scaling]) -> Scaling:
     """Scaling of one product that is several here (q, k and v with the same input): the largest
     numbers, and the scales that the largest numbers have.
     """
@@ -106,7 +106,7 @@ def assemble(
             pairs = zip(entry.ours, split_stored(entry.rule, read(entry.hf)), strict=True)
         else:
             pairs = [
-                (name, _stacked(stacks.pop(name), read)) for name in entry.ours if name in stacks
+                (name, _read_stack(stacks.pop(name), read)) for name in entry.ours if name in stacks
             ]
         for ours, tensor in pairs:
             if only is None or ours in only:
@@ -115,7 +115,7 @@ def assemble(
         del pairs
 
 
-def _stacked(pieces: dict[int, str], read: Callable[[str], Tensor]) -> Tensor:
+def _read_stack(pieces: dict[int, str], read: Callable[[str], Tensor]) -> Tensor:
     """[count, ...], filled a piece at a time."""
     whole = None
     for i, name in sorted(pieces.items()):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dolmen.conversion.hf_export import as_transformers, check_expressible
+from dolmen.conversion.hf_export import check_expressible, transformers_folder
 from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source
 from dolmen.core.mesh import SINGLE, Mesh
@@ -93,7 +93,7 @@ def verify(
     with theirs.precise():
         reference = None
         if mesh.first:
-            with theirs.quiet(), as_transformers(against) as folder:
+            with theirs.quiet(), transformers_folder(against) as folder:
                 reference = _ask_transformers(folder, against.model, tokens, mesh.device, gradients)
         model = engine.load_decoder(source, mesh, torch.float32)
         rows = _compare(model, mesh, tokens, reference, gradients)

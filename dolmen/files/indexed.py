@@ -102,7 +102,7 @@ def read(file: Path) -> Indexed:
     check_sequences(index, lengths, begins, DTYPES[code].itemsize)
     check_documents(index, firsts, sequences)
     tokens = int(np.sum(lengths, dtype=np.int64))
-    return Indexed(_mapped(file, tokens, DTYPES[code]), lengths, firsts, modes)
+    return Indexed(_map_tokens(file, tokens, DTYPES[code]), lengths, firsts, modes)
 
 
 def check_sequences(
@@ -139,7 +139,7 @@ def check_documents(index: Path, firsts: Int64[np.ndarray, " bounds"], sequences
         )
 
 
-def _mapped(file: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
+def _map_tokens(file: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
     """The tokens. Raises Refused where the file has not that many."""
     with gate.opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size

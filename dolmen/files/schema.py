@@ -145,7 +145,9 @@ def check_value(value: Any, schema: Schema, where: str = "") -> None:
         case Object() if isinstance(value, dict):
             _check_object(value, schema, where)
         case _ if not _fits(value, schema):
-            raise Mismatch(f"{where or 'it'} is {shown(value)}: it must be {described(schema)}")
+            raise Mismatch(
+                f"{where or 'it'} is {shown(value)}: it must be {describe_schema(schema)}"
+            )
 
 
 def _check_either(value: Any, kinds: tuple[Schema, ...], where: str) -> None:
@@ -162,7 +164,9 @@ def _check_either(value: Any, kinds: tuple[Schema, ...], where: str) -> None:
                 deep.append(error)
     if len(deep) == 1:
         raise deep[0]
-    raise Mismatch(f"{where or 'it'} is {shown(value)}: it must be {described(Either(kinds))}")
+    raise Mismatch(
+        f"{where or 'it'} is {shown(value)}: it must be {describe_schema(Either(kinds))}"
+    )
 
 
 def _check_object(value: dict, schema: Object, where: str) -> None:
@@ -229,7 +233,7 @@ def _writable(text: str) -> bool:
     return True
 
 
-def described(schema: Schema) -> str:
+def describe_schema(schema: Schema) -> str:
     """What a schema allows, as the end of `it must be ...`."""
     match schema:
         case Null():
@@ -248,15 +252,15 @@ def described(schema: Schema) -> str:
                 return f"one of {', '.join(choices)}"
             return "text" if longest == FEW else f"text of at most {longest:,} characters"
         case List(item, n, m) if n == m:
-            return f"a list of {n}, each {described(item)}"
+            return f"a list of {n}, each {describe_schema(item)}"
         case List(item):
-            return "a list" if item == Anything() else f"a list, each {described(item)}"
+            return "a list" if item == Anything() else f"a list, each {describe_schema(item)}"
         case Row(items):
-            return f"a list of {', '.join(described(item) for item in items)}"
+            return f"a list of {', '.join(describe_schema(item) for item in items)}"
         case Map() | Object():
             return "a mapping"
         case Either(kinds):
-            return " or ".join(described(kind) for kind in kinds)
+            return " or ".join(describe_schema(kind) for kind in kinds)
     return "anything"
 
 

@@ -139,16 +139,16 @@ def charsmap(content: bytes) -> bytes:
         return b""
 
 
-def added(model: Model, pieces: Sequence[Piece]) -> bytes:
+def add_pieces(model: Model, pieces: Sequence[Piece]) -> bytes:
     """The file of `model` with `pieces` behind its own. Raises ValueError for one that is there."""
     if twice := [piece.text for piece in pieces if piece.text in model.ids]:
         raise ValueError(f"{twice[0]!r} is a piece already")
     total = len(model.pieces) + len(pieces)
     said = record(TRAINER, record(VOCAB_SIZE, total))
-    return model.content + b"".join(map(_written, pieces)) + said
+    return model.content + b"".join(map(_write_piece, pieces)) + said
 
 
-def _written(piece: Piece) -> bytes:
+def _write_piece(piece: Piece) -> bytes:
     text = record(1, piece.text.encode())
     score = varint(2 * 8 + FIXED32) + struct.pack("<f", piece.score)
     kind = b"" if piece.kind == NORMAL else record(3, piece.kind)

@@ -162,7 +162,7 @@ def check_expressions(file: Path, content: dict) -> None:
     if not any(True for _ in expressions(steps)):
         return
     bare = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, **steps}
-    code, said = tried(json.dumps(bare))
+    code, said = try_expressions(json.dumps(bare))
     if code in VERDICTS or "memory allocation of" in said:
         longest = max(expressions(steps), key=len)
         raise refuse(
@@ -180,7 +180,7 @@ def check_expressions(file: Path, content: dict) -> None:
 
 
 @cache
-def tried(tokenizer: str) -> tuple[int, str]:
+def try_expressions(tokenizer: str) -> tuple[int, str]:
     """(exit code, what it wrote to stderr) of the process that tries a tokenizer.json on TEXTS. The
     same text is tried once per process: a start looks at its tokenizer several times.
     """

@@ -207,7 +207,7 @@ def _resolve(pid: Any, storages: dict[str, Storage]) -> Storage:
     return found
 
 
-def _held(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> Held:
+def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> Held:
     """A tensor, all of which lies in its storage. `more`: whether it has gradients, hooks, of an
     untyped storage the dtype.
     """
@@ -232,24 +232,24 @@ def _count(value: Any) -> int:
     return value
 
 
-def _encoded(text: Any, encoding: Any) -> bytes:
+def _encode_latin1(text: Any, encoding: Any) -> bytes:
     """Encode bytes that a protocol without bytes has written as text."""
     if type(text) is not str or encoding != "latin1":
         raise pickle.UnpicklingError("bytes are not written as text of latin1")
     return text.encode("latin1")
 
 
-def _first(value: Any, *_: Any) -> Any:
+def _first_argument(value: Any, *_: Any) -> Any:
     return value
 
 
 KNOWN: dict[str, Any] = {
-    **{".".join(one): _held for one in TENSORS},
-    **{".".join(one): _first for one in PARAMETERS},
+    **{".".join(one): _rebuild_tensor for one in TENSORS},
+    **{".".join(one): _first_argument for one in PARAMETERS},
     "torch.storage.UntypedStorage": torch.uint8,
     "argparse.Namespace": Namespace,
     "types.SimpleNamespace": Namespace,
-    "_codecs.encode": _encoded,
+    "_codecs.encode": _encode_latin1,
     "io.BytesIO": Buffer,
     "_io.BytesIO": Buffer,
     "collections.OrderedDict": OrderedDict,
@@ -268,8 +268,8 @@ def load(file: Path | str) -> Any:
     with opened(file) as stream:
         try:
             if stream.read(len(ARCHIVE)) == ARCHIVE:
-                return of_archive(stream)
-            return of_older(stream)
+                return read_archive(stream)
+            return read_legacy(stream)
         except Refused:
             raise
         except zipfile.BadZipFile as error:
@@ -283,7 +283,7 @@ def load_part(file: Path, position: int, length: int) -> Any:
     with opened(file) as stream:
         try:
             window = Window(stream, position, length)
-            return of_archive(io.BufferedReader(window), position)
+            return read_archive(io.BufferedReader(window), position)
         except Refused:
             raise
         except Exception as error:  # a damaged pickle can raise almost anything
@@ -324,7 +324,7 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
         left += [(f"{start}{inner}", content) for inner, content in reversed([*one.items()])]
 
 
-def of_archive(stream: BinaryIO, position: int = 0) -> Any:
+def read_archive(stream: BinaryIO, position: int = 0) -> Any:
     """Read the archive that begins at `position` of the file."""
     with zipfile.ZipFile(stream) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
@@ -362,7 +362,7 @@ def _data_start(stream: BinaryIO, header: int) -> int:
     return header + 30 + name + padding
 
 
-def of_older(stream: BinaryIO) -> Any:
+def read_legacy(stream: BinaryIO) -> Any:
     """The values of a file from before archives. Raises ValueError, UnpicklingError."""
     stream.seek(0, 2)
     length = stream.tell()
@@ -405,7 +405,7 @@ def load_bytes(content: bytes, where: Path) -> dict[str, Any]:
         )
     try:
         if content.startswith(ARCHIVE):
-            value = of_archive(io.BytesIO(content))
+            value = read_archive(io.BytesIO(content))
         else:
             value = pickles.load(content, _find_in_bytes)
         if value is None:  # a module that has no state wrote that
@@ -433,7 +433,7 @@ def _storage(content: Any) -> Storage:
     """A storage that a file from before archives in memory holds."""
     if type(content) is not bytes:
         raise pickle.UnpicklingError("the numbers of a tensor are not bytes")
-    found = of_older(io.BytesIO(content))
+    found = read_legacy(io.BytesIO(content))
     if not isinstance(found, Storage):
         raise pickle.UnpicklingError("the numbers of a tensor are no storage")
     found.content = content
@@ -468,7 +468,7 @@ class Writer:
         self.keys = {name: str(i) for i, name in enumerate(self.specs)}
         self.archive = zipfile.ZipFile(file, "x")
         pickled = io.BytesIO()
-        _Pickler(pickled, iter(self.keys.values())).dump(_apart(value))
+        _Pickler(pickled, iter(self.keys.values())).dump(_copy_specs(value))
         for name, content in (
             ("data.pkl", pickled.getvalue()),
             ("byteorder", b"little"),
@@ -504,14 +504,14 @@ class Writer:
                 stream.write(part)
 
 
-def _apart(value: Any) -> Any:
+def _copy_specs(value: Any) -> Any:
     """The same with a Spec of its own in each place: of an object that came before, a pickle says
     that it is the same one.
     """
     if isinstance(value, Spec):
         return replace(value)
     if isinstance(value, Mapping):
-        return {name: _apart(inner) for name, inner in value.items()}
+        return {name: _copy_specs(inner) for name, inner in value.items()}
     return value
 
 

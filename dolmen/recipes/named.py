@@ -87,7 +87,8 @@ def begun(run: RunConfig, init: str | None) -> RunConfig:
     source, own = init or run.init, run.model is not None and not init
     if source is None or (own and is_absent(source)):
         return run
-    from dolmen.conversion.source import open_source, pinned  # torch, and few runs are of --init
+    # torch, and few runs are of --init
+    from dolmen.conversion.source import open_source, pin_source
 
-    source = pinned(source)
+    source = pin_source(source)
     return replace(run, init=source, model=run.model if own else open_source(source).model)

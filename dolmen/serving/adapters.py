@@ -103,14 +103,14 @@ def opened(
     """
 
     def pinned() -> dict[str, str]:
-        return {name: adapters.pinned(folder) for name, folder in folders.items()}
+        return {name: adapters.pin_adapters(folder) for name, folder in folders.items()}
 
     together = mesh is not None and mesh.size > 1 and len(folders) > 0
     found = agree.once(pinned) if together else folders
     out: dict[str, LowRank] = {}
     for name, folder in found.items():
         try:
-            out[name] = adapters.opened(folder, base)
+            out[name] = adapters.open_adapters(folder, base)
             _check(out[name], base.tree, weights)
         except (ValueError, KeyError, OSError) as error:
             raise ValueError(f"adapter {name}: {message(error)}") from error

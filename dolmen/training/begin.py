@@ -2,7 +2,7 @@
 the objective that it is asked for.
 """
 
-from dolmen.conversion.source import Source, in_dtype, load_weights, open_source
+from dolmen.conversion.source import Source, cast_source, load_weights, open_source
 from dolmen.core.mesh import Mesh
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
@@ -62,7 +62,7 @@ def fill(model: Decoder, source: Source | None, run: RunConfig) -> None:
         return
     stored = [name for name, _ in model.named_parameters() if name in source.tree.leaves]
     build.initialize(model, run.train.seed, stored)
-    masters = in_dtype(source, at_rest(run.train.dtype))
+    masters = cast_source(source, at_rest(run.train.dtype))
     build.load(model, lambda write: load_weights(masters, write, only=stored))
 
 

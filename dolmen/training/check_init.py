@@ -4,7 +4,7 @@ there, before any process starts and before anything is written.
 
 from dataclasses import replace
 
-from dolmen.conversion.beside import padded
+from dolmen.conversion.beside import pad_vocabulary
 from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
 from dolmen.core.messages import counted
@@ -86,7 +86,7 @@ def with_padding(run: RunConfig) -> RunConfig:
     could not end one.
     """
     named = run.data.tokenizer or own_tokenizer(run.init)
-    made = padded(run.known_model, named, "--data.tokenizer")
+    made = pad_vocabulary(run.known_model, named, "--data.tokenizer")
     return run if made is run.known_model else replace(run, model=made)
 
 

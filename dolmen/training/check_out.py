@@ -36,7 +36,7 @@ def beginning(run: RunConfig, out: Path, resumed: bool) -> RunConfig:
 
     if not resumed or not (gone(run.init) or gone(run.critic.init)):
         return run
-    kept = folders.whole_checkpoints(out / "checkpoints")
+    kept = folders.list_checkpoints(out / "checkpoints")
     if not kept:
         return run
     own = str(kept[max(kept)])

@@ -245,6 +245,6 @@ def explained(out: Path) -> Iterator[None]:
             raise
         raise Failed(
             f"{error.filename or out}: {error.strerror}. "
-            f"{folders.newest_told(out / 'checkpoints')}: make room or mend the folder, and go on "
-            f"with dolmen train {out}/config.yaml --resume"
+            f"{folders.describe_newest(out / 'checkpoints')}: make room or mend the folder, and go "
+            f"on with dolmen train {out}/config.yaml --resume"
         ) from None

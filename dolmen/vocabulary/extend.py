@@ -32,7 +32,7 @@ from dolmen.conversion import hf_export, unfinished
 from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.layer_pool import LayerPool
 from dolmen.conversion.moments import WeightsAlone
-from dolmen.conversion.source import Source, in_dtype, open_source, pinned
+from dolmen.conversion.source import Source, cast_source, open_source, pin_source
 from dolmen.core import state
 from dolmen.core.messages import counted, shown
 from dolmen.data.config import TextConfig
@@ -120,7 +120,7 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
     to = Path(asked.to).expanduser()
     hf_export.check_target(to)
     text = open_text(asked.data)
-    asked = replace(asked, model=pinned(asked.model))
+    asked = replace(asked, model=pin_source(asked.model))
     found = open_source(asked.model)
     unknown.warn(found.model)
     if found.tokenizer is None:
@@ -132,7 +132,7 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
     check_grown(old, new, asked)
     gives_back(new, probes(new), f"--tokenizer {asked.tokenizer}")
     dtype = stated_dtype(found.model)
-    source = in_dtype(found, dtype)
+    source = cast_source(found, dtype)
     first, size = vocabulary_size(old), vocabulary_size(new)
     rows = max(found.tree.vocab_size, size)
     grown = Grown(
@@ -144,7 +144,7 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
     measured = None if text is None else measure(asked.model, old, text, asked, progress)
     hf_export.check_expressible(found.model, source.tree)
     writer = hf_export.TransformersWriter(grown, dtype)
-    with unfinished.beside(to) as (part, sidecars):
+    with unfinished.build_beside(to) as (part, sidecars):
         writer.write(part, LayerPool())
         writer.write_sidecars(sidecars)
         write(sidecars, first, size, asked.init)

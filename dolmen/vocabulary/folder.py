@@ -101,7 +101,7 @@ def open_vocabulary(name: str, option: str) -> Vocabulary:
     if model is not None and not (place / JSON).is_file():
         bare, named = sentencepiece_model.read(model), tokens_by_name(place)
         pieces = fillers(bare, {number: token for token, number in named.items()})
-        whole = sentencepiece_model.added(bare, pieces)
+        whole = sentencepiece_model.add_pieces(bare, pieces)
         read = sentencepiece_model.parse(whole, model)
         return Vocabulary(place, "sentencepiece", read, None)
     content = _content(place, load_tokenizer(str(place), option))

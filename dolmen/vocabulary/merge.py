@@ -117,7 +117,7 @@ def merge(asked: VocabMergeConfig, progress: bool = True) -> Merged:
         grown, files = FORMS[base.form](base, wanted, reach)
     if not grown.tokens:
         raise ValueError(f"NEW {asked.new} has no token that BASE {asked.base} has not")
-    with unfinished.beside(to) as (part, words):
+    with unfinished.build_beside(to) as (part, words):
         write(part, files)
         _copy(base.where, part)
         check_merged(base, part, first, grown.tokens, text)
@@ -173,7 +173,7 @@ def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Adde
         place = {text: number for number, text in enumerate(order, 1)}
         scores = [lowest - place[text] for text in grown.tokens]
     pieces = [Piece(text, score) for text, score in zip(grown.tokens, scores, strict=True)]
-    content = sentencepiece_model.added(model, [*filled, *pieces])
+    content = sentencepiece_model.add_pieces(model, [*filled, *pieces])
     merged = sentencepiece_model.parse(content, "the merged model")
     name = base.where.name if base.where.is_file() else _model_name(base.where)
     files: Files = {name if name in MODELS else MODELS[0]: content}

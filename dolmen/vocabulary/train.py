@@ -141,7 +141,7 @@ def train(asked: VocabTrainConfig, progress: bool = True) -> Trained:
         sample = draw(text, asked.max_bytes, asked.seed, reach)
     check_size(asked, sample)
     say(f"learning {asked.size:,} tokens from {counted(sample.bytes, 'byte')}", progress)
-    with unfinished.beside(to) as (part, _):
+    with unfinished.build_beside(to) as (part, _):
         LEARN[asked.kind](asked, sample, part)
         made = load_tokenizer(str(part), "--to")
         lines = [line for one in sample.lines[:GIVEN_BACK] for line in lines_of(one)]

@@ -117,7 +117,7 @@ class Run:
 
     def _checkpoints(self) -> list[int]:
         """Steps of those on disk."""
-        return list(folders.whole_checkpoints(self.folder / "checkpoints"))[-MOST_STARTS:]
+        return list(folders.list_checkpoints(self.folder / "checkpoints"))[-MOST_STARTS:]
 
     def _facts(self, config: Mapping[str, Any]) -> list[list[str]]:
         """What a reader wants to know first: (what, words)."""

@@ -78,7 +78,7 @@ def test_killed_and_restarted_is_bitwise_never_killed(material, tmp_path, capfd)
         lambda: (
             (wild / OWNER).exists()
             and at_step(wild, 6)
-            and bool(folders.whole_checkpoints(wild / "checkpoints"))
+            and bool(folders.list_checkpoints(wild / "checkpoints"))
         ),
         lambda: os.kill(ranks(os.getpid())[1], signal.SIGKILL),
     )
@@ -375,7 +375,7 @@ def test_two_ranks_fall_back_together(whole, run, capfd):
 
 
 def steps_whole(out) -> list[int]:
-    return list(folders.whole_checkpoints(out / "checkpoints"))
+    return list(folders.list_checkpoints(out / "checkpoints"))
 
 
 def newer(checkpoint) -> None:

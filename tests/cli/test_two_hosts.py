@@ -180,7 +180,7 @@ def test_tp_inside_a_host_and_another_axis_across(hosts, material, alone, tmp_pa
 
     def begun(pids):
         meanwhile(
-            lambda: folders.whole_checkpoints(out / "checkpoints"),
+            lambda: folders.list_checkpoints(out / "checkpoints"),
             lambda: os.kill(ranks(pids[1])[2], signal.SIGKILL),
         )
 

@@ -14,7 +14,7 @@ from benchmarks.diff_faults import FAULTS, MODELS, Fault
 from dolmen.cli import main
 from dolmen.comparison import diff, recording
 from dolmen.comparison.config import DiffConfig
-from dolmen.comparison.recording import merged
+from dolmen.comparison.recording import merge_ranks
 from dolmen.conversion import hf_export
 from dolmen.core import agree
 from dolmen.model.layout import Layout
@@ -54,7 +54,7 @@ def test_a_fault_is_named(fault):
 def by_both(fault: Fault):
     """What is said of a fault in a layout of this world, which every rank finds."""
     mesh = fault.layout.mesh(torch.device("cpu"))
-    tensors = merged(agree.gather_objects(diff_faults.recorded(fault, mesh)))
+    tensors = merge_ranks(agree.gather_objects(diff_faults.recorded(fault, mesh)))
     return diff_faults.report(fault, tensors)
 
 
@@ -198,7 +198,7 @@ def test_a_window_that_is_not_filled_is_told_of_either_side(side, folder, tmp_pa
     windowed = config | {"model_type": "mistral", "sliding_window": 16}
     (made / "config.json").write_text(json.dumps(windowed))
     names = [str(made), str(folder)]
-    both = diff.opened(DiffConfig(*(names if side == "A" else names[::-1]), length=8))
+    both = diff.open_sides(DiffConfig(*(names if side == "A" else names[::-1]), length=8))
     assert any("do not fill the sliding window of 16" in line for line in diff._notes(both))
 
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dolmen.conversion import convert, proof
 from dolmen.conversion.config import ConvertConfig
-from dolmen.conversion.layer_pool import LayerPool, by_layer
+from dolmen.conversion.layer_pool import LayerPool, group_by_layer
 from dolmen.conversion.megatron import export, shares
 from dolmen.conversion.source import open_source
 from dolmen.families import Model
@@ -396,6 +396,6 @@ def test_the_first_failure_ends_all_threads(error):
 
 def test_neighbours_of_a_layer_are_one_part():
     names = ["embedding", "layers.0.a", "layers.0.b", "layers.10.a", "norm", "head"]
-    assert by_layer(names, str) == [names[:1], names[1:3], names[3:4], names[4:]]
+    assert group_by_layer(names, str) == [names[:1], names[1:3], names[3:4], names[4:]]
     with pytest.raises(ValueError, match="--threads is 0: it must be at least 1"):
         ConvertConfig("a", "b", "hf", threads=0)

@@ -25,7 +25,7 @@ from laid import (
     of_mixtral,
 )
 
-from dolmen.conversion.source import open_source, pinned
+from dolmen.conversion.source import open_source, pin_source
 from dolmen.core.mesh import SINGLE
 from dolmen.evaluation.verify import verify
 from dolmen.model import head
@@ -312,8 +312,8 @@ def test_what_reads_a_model_reads_ranks(models, tmp_path):
     model, logits = models["llama, tied"]
     folder = lay(tmp_path / "m", parts(model), How(LOCAL, 3.0, 2, TWO))
     model.config.save_pretrained(folder)
-    assert pinned(folder) == str(folder / "iter_0000012")
-    report = verify(open_source(pinned(folder)), length=8)
+    assert pin_source(folder) == str(folder / "iter_0000012")
+    report = verify(open_source(pin_source(folder)), length=8)
     assert report.ok
     run = RunConfig(model=open_source(folder).model, layout=Layout(dp=1))
     check_init(run, str(folder))

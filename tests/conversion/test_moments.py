@@ -18,7 +18,7 @@ from dolmen.conversion import convert, proof
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.megatron import dist_export
 from dolmen.conversion.moments import MOMENTS
-from dolmen.conversion.source import in_dtype, open_source
+from dolmen.conversion.source import cast_source, open_source
 from dolmen.core.config import from_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
@@ -123,8 +123,8 @@ def test_moments_and_masters_have_our_names(case, laid, tmp_path):
         assert same(source.moments.kinds[kind], where / kind)
     assert same(source, where / "param", torch.bfloat16)
     assert same(source.precise, where / "param")
-    assert in_dtype(source, torch.bfloat16) is source
-    assert same(in_dtype(source, torch.float32), where / "param")
+    assert cast_source(source, torch.bfloat16) is source
+    assert same(cast_source(source, torch.float32), where / "param")
 
 
 def test_a_moment_of_a_norm_that_is_stored_less_one(laid, tmp_path):
@@ -185,19 +185,19 @@ def test_other_formats_say_that_they_stay_behind(format, laid, tmp_path):
 def test_what_is_written_otherwise_is_seen(laid, tmp_path, monkeypatch):
     _, made = laid
     folder = laid_in(tmp_path / "a", made)
-    honest = dist_export.Lying.write
+    honest = dist_export.StackPlace.write
 
     def write(self, files, prefix, tensor):
         honest(self, files, prefix, tensor + 1 if "exp_avg_sq" in prefix else tensor)
 
-    monkeypatch.setattr(dist_export.Lying, "write", write)
+    monkeypatch.setattr(dist_export.StackPlace, "write", write)
     with pytest.raises(proof.Unlike, match="exp_avg_sq of .* reads back otherwise"):
         run(folder, tmp_path / "b", "torch-dist")
 
     def half(self, files, prefix, tensor):
         honest(self, files, prefix, tensor.to(torch.bfloat16) if prefix else tensor)
 
-    monkeypatch.setattr(dist_export.Lying, "write", half)
+    monkeypatch.setattr(dist_export.StackPlace, "write", half)
     with pytest.raises(proof.Unlike, match="exp_avg of .* is torch.bfloat16"):
         run(folder, tmp_path / "c", "torch-dist")
     assert not (tmp_path / "b").exists() and not (tmp_path / "c").exists()
@@ -246,7 +246,7 @@ def test_what_is_not_read_is_told_and_weights_are_read(case, laid, tmp_path):
         _ = source.moments
     assert "\n" not in str(error.value)
     with pytest.warns(UserWarning, match="the optimizer's state is left behind: .*" + why):
-        assert convert._state(source, "torch-dist") is None
+        assert convert._optimizer_state(source, "torch-dist") is None
 
 
 def test_updates_are_iterations_where_nothing_else_is_said(laid, tmp_path):

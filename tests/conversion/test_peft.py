@@ -181,7 +181,7 @@ def test_adapters_may_be_a_hub_id(tmp_path, monkeypatch):
     fetched = {file.name for file in (tmp_path / "cache/org/fr").iterdir()}
     assert fetched == {folders.CONFIG, folders.WEIGHTS}
     there = folders.read(tmp_path / "adapter", source.model)
-    over = adapters.opened("org/fr", open_source("org/base"))
+    over = adapters.open_adapters("org/fr", open_source("org/base"))
     assert over.form == there.form
     for weight in there.form.targets:
         merged = there.merged(weight, open_source(tmp_path / "base").read(weight))

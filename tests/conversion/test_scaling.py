@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dolmen.conversion.megatron import scaling
-from dolmen.conversion.weights import Scaling, joined
+from dolmen.conversion.weights import Scaling, join_scaling
 from dolmen.files.gate import Refused
 
 WHERE = Path("model_optim_rng.pt")
@@ -77,7 +77,7 @@ def test_written_is_read_to_the_bit():
 def test_several_of_ours_are_one_of_theirs():
     q = Scaling(torch.tensor([[0.0, 0, 0], [1, 4, 2]]), torch.tensor([448.0, 112, 28672]))
     v = Scaling(torch.tensor([[0.0, 0, 0], [1, 2, 8]]), torch.tensor([448.0, 224, 7168]))
-    whole = joined((q, v))
+    whole = join_scaling((q, v))
     assert whole.history.tolist() == [[0, 0, 0], [1, 4, 8]]
     assert whole.scale.tolist() == [448, 112, 7168]
 

@@ -21,7 +21,7 @@ from dolmen.checkpoint.saved import Saved
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import Checkpoint
 from dolmen.conversion import hf, hf_export
-from dolmen.conversion.source import Source, load_weights, open_alike, open_source, pinned
+from dolmen.conversion.source import Source, load_weights, open_alike, open_source, pin_source
 from dolmen.core import agree
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import SINGLE, Mesh
@@ -169,14 +169,14 @@ def test_what_names_a_run(tmp_path, monkeypatch):
     four, two = (run / "checkpoints" / f"step-0000000{n}" for n in (4, 2))
     for name, where in ((run, four), (run / "checkpoints", four), (four, four), (two, two)):
         source = open_source(name)
-        assert source.where == where and pinned(name) == str(where)
+        assert source.where == where and pin_source(name) == str(where)
     assert open_source(run).title == "the checkpoint of step 4"
     assert different(open_source(four), open_source(two))  # negative control
     hf_export.write(open_source(run), tmp_path / "hf")
     assert open_source(tmp_path / "hf").where == tmp_path / "hf"
-    assert pinned(tmp_path / "hf") == str(tmp_path / "hf")
+    assert pin_source(tmp_path / "hf") == str(tmp_path / "hf")
     monkeypatch.setattr(hf, "resolve_model", lambda name: tmp_path / "hf")
-    assert pinned("org/name") == "org/name" and open_source("org/name").where == tmp_path / "hf"
+    assert pin_source("org/name") == "org/name" and open_source("org/name").where == tmp_path / "hf"
 
 
 def test_what_is_none_is_told_with_what_is_there(tmp_path):
@@ -199,7 +199,7 @@ def test_what_is_none_is_told_with_what_is_there(tmp_path):
         none.mkdir()
         for name in content:
             (none / name).mkdir(parents=True) if name[-1] == "/" else (none / name).touch()
-        for opening in (open_source, pinned):
+        for opening in (open_source, pin_source):
             if opening is open_source or "no config.json" not in said:
                 with pytest.raises(ValueError, match=said):
                     opening(none)
@@ -344,12 +344,12 @@ def test_a_directory_is_written_again(tmp_path):
     assert after.tokenizer == tmp_path / "half" and (tmp_path / "half/vocab.txt").is_file()
     for name, tensor in before.stream():
         assert torch.equal(after.read(name), tensor.half()), name
-    with hf_export.as_transformers(after) as folder:
+    with hf_export.transformers_folder(after) as folder:
         assert folder == after.where
 
 
 def test_a_run_is_exported_for_a_while(kept):
-    with hf_export.as_transformers(open_source(kept)) as folder:
+    with hf_export.transformers_folder(open_source(kept)) as folder:
         assert not different(open_source(folder), open_source(kept))
     assert not folder.parent.exists()
 

@@ -389,7 +389,7 @@ def test_chunks_that_lie_over_each_other(tmp_path):
     files.close({})
     description = read_foreign(tmp_path / "f" / ".metadata")
     (chunks,) = dist.chunks_of(tmp_path / "f", description).values()
-    by_row = dist.by_index(chunks, 1)
+    by_row = dist.group_by_index(chunks, 1)
     spec = Spec((2,), torch.float32)
     for at, whole in ((0, True), (1, False), (2, False)):
         one = dist.Pieces("x", spec, tmp_path, 0, (at,), tuple(by_row.get((at,), ())))

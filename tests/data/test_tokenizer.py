@@ -156,35 +156,35 @@ def with_expression(folder, expression):
 
 def test_only_the_probe_blames_an_expression(tmp_path, monkeypatch):
     """Where the probe itself does not run, the message is its own, and the tokenizer is not."""
-    tokenizer_files.tried.cache_clear()
+    tokenizer_files.try_expressions.cache_clear()
     with pytest.raises(Refused, match="a regular expression fails, or takes too long.*a\\+\\)\\+"):
         tokenizer_files.check_files(with_expression(tmp_path / "slow", "(a+)+$"))
     good = with_expression(tmp_path / "good", "a+b")
     monkeypatch.setattr(tokenizer_files, "PROBE", "import no_such_module")
     with pytest.raises(Refused, match="could not be tried.*No module named 'no_such_module'"):
         tokenizer_files.check_files(good)
-    tokenizer_files.tried.cache_clear()
+    tokenizer_files.try_expressions.cache_clear()
     for code in ("import os; os.kill(os.getpid(), 15)", "import os; os.abort()", "exit(3)"):
         monkeypatch.setattr(tokenizer_files, "PROBE", code)
         with pytest.raises(Refused, match="could not be tried.*ended with code"):
             tokenizer_files.check_files(good)
-        tokenizer_files.tried.cache_clear()
+        tokenizer_files.try_expressions.cache_clear()
     for code in ("SIGXCPU", "SIGKILL"):
         monkeypatch.setattr(
             tokenizer_files, "PROBE", f"import os, signal; os.kill(os.getpid(), signal.{code})"
         )
         with pytest.raises(Refused, match="a regular expression fails, or takes too long"):
             tokenizer_files.check_files(good)
-        tokenizer_files.tried.cache_clear()
+        tokenizer_files.try_expressions.cache_clear()
 
 
 def test_an_expression_that_fills_the_memory_is_blamed(tmp_path, monkeypatch):
-    tokenizer_files.tried.cache_clear()
+    tokenizer_files.try_expressions.cache_clear()
     code = "import os; os.write(2, b'memory allocation of 9 bytes failed'); os.abort()"
     monkeypatch.setattr(tokenizer_files, "PROBE", code)
     with pytest.raises(Refused, match="or too much memory"):
         tokenizer_files.check_files(with_expression(tmp_path / "good", "a+b"))
-    tokenizer_files.tried.cache_clear()
+    tokenizer_files.try_expressions.cache_clear()
 
 
 def charsmap(replacement):
@@ -256,16 +256,18 @@ def test_the_probe_imports_from_where_we_do(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     probe = tokenizer_files.PROBE.replace("from tokenizers", "import only_here\nfrom tokenizers")
     monkeypatch.setattr(tokenizer_files, "PROBE", probe)
-    tokenizer_files.tried.cache_clear()
+    tokenizer_files.try_expressions.cache_clear()
     tokenizer_files.check_files(with_expression(tmp_path / "good", "a+b"))
-    tokenizer_files.tried.cache_clear()
+    tokenizer_files.try_expressions.cache_clear()
 
 
 def test_expressions_are_tried_once_per_host(tmp_path, load, monkeypatch):
     tried = []
     text = tmp_path / "a.txt"
     text.write_text("ab" * 500)
-    monkeypatch.setattr(tokenizer_files, "tried", lambda text: tried.append(text) or (0, ""))
+    monkeypatch.setattr(
+        tokenizer_files, "try_expressions", lambda text: tried.append(text) or (0, "")
+    )
     folder = with_expression(tmp_path / "t", "a+b")
     tokenizers.load_tokenizer(str(folder))
     tokenizers.load_tokenizer(str(folder), probe=False)

@@ -3,7 +3,7 @@
 import pytest
 
 from dolmen.families import Model, changed, families
-from dolmen.files.schema import Int, described
+from dolmen.files.schema import Int, describe_schema
 
 # which have no option of their own: spellings of rope in older files, and quirks of a file
 OLDER = {
@@ -36,6 +36,6 @@ def test_a_family_declares_its_fields(name):
 
 
 def test_limits_are_told_with_the_field():
-    assert described(Int(1, 2**22)) == "an integer from 1 to 4,194,304"
+    assert describe_schema(Int(1, 2**22)) == "an integer from 1 to 4,194,304"
     with pytest.raises(ValueError, match="hidden_size is 0: it must be an integer from 1 to"):
         changed(Model({"model_type": "llama"}), {"hidden_size": 0})

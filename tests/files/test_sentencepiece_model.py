@@ -45,7 +45,9 @@ def test_pieces_are_added_behind_and_nothing_else_changes(content):
     """But for what older models test themselves by, with the vocabulary that they were."""
     model = sentencepiece_model.parse(content + record(4, b"self test"), "x")
     assert model.content == content
-    grown = sentencepiece_model.added(model, [Piece("\u5929\u6c14", -999.5), Piece("<pad>", 0, 3)])
+    grown = sentencepiece_model.add_pieces(
+        model, [Piece("\u5929\u6c14", -999.5), Piece("<pad>", 0, 3)]
+    )
     assert grown.startswith(model.content)
     theirs = sentencepiece_model_pb2.ModelProto()
     theirs.ParseFromString(grown)
@@ -56,7 +58,7 @@ def test_pieces_are_added_behind_and_nothing_else_changes(content):
     loaded = sentencepiece.SentencePieceProcessor(model_proto=grown)
     assert loaded.encode("\u5929\u6c14")[-1] == 300
     with pytest.raises(ValueError, match="'<unk>' is a piece already"):
-        sentencepiece_model.added(model, [Piece("<unk>", 0)])
+        sentencepiece_model.add_pieces(model, [Piece("<unk>", 0)])
 
 
 def test_other_models_are_refused(content):

@@ -143,7 +143,7 @@ def killed(whole: Path, out: Path, step: int, drew: bool) -> None:
     after.
     """
     shutil.copytree(whole, out)
-    for other, folder in folders.whole_checkpoints(out / "checkpoints").items():
+    for other, folder in folders.list_checkpoints(out / "checkpoints").items():
         if other > step:
             shutil.rmtree(folder)
     for file in (out / "rollouts").iterdir():
@@ -300,7 +300,7 @@ def test_kill_9_and_it_goes_on_bitwise(whole, material, prompts, tmp_path, momen
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert max(folders.whole_checkpoints(out / "checkpoints")) < 9
+    assert max(folders.list_checkpoints(out / "checkpoints")) < 9
     train(material, prompts, out, resumed=True, checkpoint=EACH)
     assert same(tensors(whole, 9), tensors(out, 9))
     assert losses(out) == losses(whole)

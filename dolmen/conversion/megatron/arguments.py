@@ -58,7 +58,7 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
         )
     norm = _norm(said)
     of = latent.read if said["multi_latent_attention"] else _mixer
-    mixer, mlp = of(said, norm, _biased(said)), _mlp(said)
+    mixer, mlp = of(said, norm, _has_biases(said)), _mlp(said)
     experts = _experts(said) if said["num_experts"] else mlp
     blocks = [Block(mixer, experts if sparse else mlp, norm) for sparse in _sparse_layers(said)]
     learned = _positions(said) == "learned_absolute"
@@ -74,7 +74,7 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
     )
 
 
-def shifted(args: Mapping[str, Any]) -> bool:
+def has_shifted_norms(args: Mapping[str, Any]) -> bool:
     """True if the weights of norms are stored less 1."""
     return bool(Said(args).first("layernorm_zero_centered_gamma", "apply_layernorm_1p"))
 
@@ -86,7 +86,7 @@ def _norm(said: Said) -> Norm:
     return Norm("layernorm", eps, bias=True)
 
 
-def _biased(said: Said) -> bool:
+def _has_biases(said: Said) -> bool:
     """True if all products have biases."""
     if said["disable_bias_linear"] is not None:
         return not said["disable_bias_linear"]
@@ -145,7 +145,7 @@ def _window(said: Said) -> int | None:
 
 
 def _activation(said: Said) -> Activation:
-    fused = bool(said["bias_gelu_fusion"]) and _biased(said)
+    fused = bool(said["bias_gelu_fusion"]) and _has_biases(said)
     if said["onnx_safe"]:
         return "gelu"
     return "gelu_tanh" if fused or said["openai_gelu"] else "gelu"
@@ -154,8 +154,8 @@ def _activation(said: Said) -> Activation:
 def _mlp(said: Said, size: str = "ffn_hidden_size") -> Mlp:
     width = said[size] or 4 * said["hidden_size"]
     if said["swiglu"]:
-        return Mlp(width, True, "silu", _biased(said))
-    return Mlp(width, False, _activation(said), _biased(said))
+        return Mlp(width, True, "silu", _has_biases(said))
+    return Mlp(width, False, _activation(said), _has_biases(said))
 
 
 def _sparse_layers(said: Said) -> list[bool]:
@@ -172,7 +172,7 @@ def _sparse_layers(said: Said) -> list[bool]:
 
 def _experts(said: Said) -> Experts:
     """Raises ValueError for experts that are not gated, or have biases."""
-    if not said["swiglu"] or _biased(said):
+    if not said["swiglu"] or _has_biases(said):
         raise ValueError("experts without swiglu, or with biases: dolmen has names for neither")
     top, groups = said["moe_router_topk"] or 2, said["moe_router_num_groups"] or 1
     kept = said["moe_router_group_topk"] or groups
@@ -205,7 +205,7 @@ def new(tree: Tree, legacy: bool) -> dict[str, Any]:
     """The options that make Megatron compute the tree, by the names of today and of before. Raises
     ValueError naming what it cannot.
     """
-    said = _said(tree)
+    said = _arguments(tree)
     again = read(said, legacy, tree.vocab_size)
     if found := differences(tree, again):
         text = "; ".join(f"{n} = {a} (it would be {b})" for n, a, b in found[:3])
@@ -214,7 +214,7 @@ def new(tree: Tree, legacy: bool) -> dict[str, Any]:
     return said
 
 
-def _said(tree: Tree) -> dict[str, Any]:
+def _arguments(tree: Tree) -> dict[str, Any]:
     block = tree.blocks[0]
     mixer, norm = block.mixer, block.norm
     dense = [expect(b.mlp, Mlp, "mlp") for b in tree.blocks if not b.mlp.experts]

@@ -133,12 +133,12 @@ class Pieces(Stored):
         return (bytes(part.numpy()) for part in data.split(size))
 
 
-def found(folder: Path) -> bool:
+def is_torch_dist(folder: Path) -> bool:
     """True if a folder is meant as one, or as a folder of several. Raises Refused as `newest`."""
     return (folders.newest(folder) / MARKER).is_file()
 
 
-def opened(folder: Path, model: Model | None = None, rows: int | None = None) -> Megatron:
+def open_torch_dist(folder: Path, model: Model | None = None, rows: int | None = None) -> Megatron:
     """The checkpoint in the folder of an iteration, as megatron/source.py opens ranks. Raises
     ValueError.
     """
@@ -205,9 +205,9 @@ def _shards(
     shards: dict[str, Shards] = {}
     layers = 0
     for key, whole in stored.items():
-        named = list(_named(key, whole))
+        named = list(_name_pieces(key, whole))
         dims = len(named[0][1]) if named else 0
-        lying = by_index(chunks[whole.name], dims)
+        lying = group_by_index(chunks[whole.name], dims)
         for name, at in named:
             canonical = names.canonical(name)
             if canonical is None:
@@ -318,7 +318,7 @@ def _number(step: Any, file: Path) -> int:
     raise ValueError(f"{file}: the optimizer's step is {step!r:.40}, which is no count")
 
 
-def _named(key: str, whole: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _name_pieces(key: str, whole: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(a rank's name, indices in the first dims) of each tensor that a stored one is, which is of
     the parameter `key`.
     """
@@ -327,13 +327,13 @@ def _named(key: str, whole: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield key, ()
         return
     sizes, said, rest = list(whole.spec.shape), match["layer"], match["rest"]
-    layers = _counted(whole, sizes, said)
+    layers = _count_index(whole, sizes, said)
     expert = EXPERTS.fullmatch(rest)
     if expert is None:
         for layer in layers:
             yield f"{match['start']}{layer}.{rest}", (layer,) * (said is None)
         return
-    experts = _counted(whole, sizes, expert["expert"])
+    experts = _count_index(whole, sizes, expert["expert"])
     for layer in layers:
         for number in experts:
             at = (layer,) * (said is None) + (number,) * (expert["expert"] is None)
@@ -341,7 +341,7 @@ def _named(key: str, whole: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{match['start']}{layer}.{own}", at
 
 
-def _counted(whole: Stored, sizes: list[int], said: str | None) -> Sequence[int]:
+def _count_index(whole: Stored, sizes: list[int], said: str | None) -> Sequence[int]:
     """The numbers of layers or experts: the one that a name says, or those of the first dim that is
     left. Raises Refused where there are more than any model has.
     """
@@ -379,7 +379,7 @@ def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
     return found
 
 
-def by_index(chunks: Sequence[Chunk], dims: int) -> dict[tuple[int, ...], list[Chunk]]:
+def group_by_index(chunks: Sequence[Chunk], dims: int) -> dict[tuple[int, ...], list[Chunk]]:
     """Indices in the first `dims` -> the chunks that have them."""
     found: dict[tuple[int, ...], list[Chunk]] = {}
     for chunk in chunks:

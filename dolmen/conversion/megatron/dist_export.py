@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dolmen.checkpoint.folders import METADATA
-from dolmen.conversion.layer_pool import Advance, LayerPool, by_layer
+from dolmen.conversion.layer_pool import Advance, LayerPool, group_by_layer
 from dolmen.conversion.megatron import folders, names, scaling, shares, states
-from dolmen.conversion.megatron.dist import BACKEND, COMMON, MARKER, opened
+from dolmen.conversion.megatron.dist import BACKEND, COMMON, MARKER, open_torch_dist
 from dolmen.conversion.megatron.export import PRODUCT, VERSION, Plan
 from dolmen.conversion.megatron.source import Megatron
 from dolmen.conversion.moments import MOMENTS, Moments
@@ -38,7 +38,7 @@ from dolmen.families.rules import Entry
 OPTIMIZER = "optimizer.state."
 
 
-class Held(NamedTuple):
+class FileEntry(NamedTuple):
     """An entry of a file: a part, which lies at `at` in a tensor of shape `whole`, or a value that
     is no tensor, without a dtype.
     """
@@ -57,16 +57,16 @@ class File:
 
     stream: BinaryIO
     name: str
-    held: list[Held] = field(default_factory=list)
+    held: list[FileEntry] = field(default_factory=list)
 
     def tensor(self, key: str, shape: tuple[int, ...], at: tuple[int, ...], part: Tensor) -> None:
         """A part, which lies at `at` in the tensor `key` of this shape."""
         place = self._put(part)
-        self.held.append(Held(key, place, part.dtype, shape, at, tuple(part.shape)))
+        self.held.append(FileEntry(key, place, part.dtype, shape, at, tuple(part.shape)))
 
     def value(self, key: str, value: Any) -> None:
         """Add a value that is no tensor."""
-        self.held.append(Held(key, self._put(value)))
+        self.held.append(FileEntry(key, self._put(value)))
 
     def _put(self, value: Any) -> Place:
         start = self.stream.tell()
@@ -74,7 +74,7 @@ class File:
         return Place(self.name, start, self.stream.tell() - start)
 
 
-def description(held: Iterable[Held]) -> bytes:
+def description(held: Iterable[FileEntry]) -> bytes:
     """Description of all entries of the files."""
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
@@ -112,7 +112,7 @@ class TorchDistWriter:
 
     @property
     def scales(self) -> Scales:
-        return states.shared(self.plan.scales, self.plan.entries)
+        return states.share_scales(self.plan.scales, self.plan.entries)
 
     @property
     def _name(self) -> str:
@@ -121,8 +121,8 @@ class TorchDistWriter:
     def write(self, folder: Path, pool: LayerPool) -> None:
         where = folder / self._name
         where.mkdir()
-        layers = by_layer(self.plan.entries.items(), lambda item: item[1].ours[0])
-        held: list[list[Held]] = [[] for _ in layers]
+        layers = group_by_layer(self.plan.entries.items(), lambda item: item[1].ours[0])
+        held: list[list[FileEntry]] = [[] for _ in layers]
 
         def write_file(number: int, advance: Advance) -> None:
             name = f"__{number}_0.distcp"
@@ -144,14 +144,14 @@ class TorchDistWriter:
     def _write_one(self, file: File, canonical: str, entry: Entry) -> None:
         """And its moments."""
         plan, kinds = self.plan, {} if self.state is None else self.state.kinds
-        leaf, lying = plan.tree.leaves[entry.ours[0]], _lying(plan, canonical)
+        leaf, lying = plan.tree.leaves[entry.ours[0]], _stack_place(plan, canonical)
         wide = torch.promote_types(self.dtype, torch.float32)
-        whole = _stored(plan, entry, self.read, padding=True)
+        whole = _read_entry(plan, entry, self.read, padding=True)
         lying.write(file, "", whole.to(wide if leaf.precise else self.dtype))
         lying.states(file, len(whole), states.products(plan.scales, entry))
         del whole
         for kind, tensors in kinds.items() if leaf.trained else ():
-            moment = _stored(plan, entry, tensors.read, padding=kind not in MOMENTS)
+            moment = _read_entry(plan, entry, tensors.read, padding=kind not in MOMENTS)
             lying.write(file, f"{OPTIMIZER}{kind}.", moment)
             del moment
 
@@ -160,7 +160,7 @@ class TorchDistWriter:
 
     def open_written(self, folder: Path, sidecars: Path) -> Megatron:
         """Open it by its options: a config.json beside them would take precedence."""
-        return opened(folder / self._name, rows=self.plan.tree.vocab_size)
+        return open_torch_dist(folder / self._name, rows=self.plan.tree.vocab_size)
 
 
 def _common(
@@ -182,7 +182,7 @@ def _common(
     return common
 
 
-def _stored(plan: Plan, entry: Entry, read: Callable[[str], Tensor], padding: bool) -> Tensor:
+def _read_entry(plan: Plan, entry: Entry, read: Callable[[str], Tensor], padding: bool) -> Tensor:
     """Read an entry as one tensor. The rows behind a vocabulary are its last one again, or, without
     `padding`, zeros: a moment that has seen no gradient.
     """
@@ -196,7 +196,7 @@ def _stored(plan: Plan, entry: Entry, read: Callable[[str], Tensor], padding: bo
 
 
 @dataclass(frozen=True)
-class Lying:
+class StackPlace:
     """Place of a tensor: each layer of a model with experts is an entry of its own to Megatron, and
     the layers of other models are one stack.
     """
@@ -227,18 +227,18 @@ class Lying:
             _state(file, product[1], at, count, known[expert : expert + 1])
 
 
-def _lying(plan: Plan, name: str) -> Lying:
+def _stack_place(plan: Plan, name: str) -> StackPlace:
     """Place of a tensor by its canonical name."""
     parsed = names.canonical(name)
     assert parsed is not None
     if parsed.layer is None:
-        return Lying(name)
+        return StackPlace(name)
     rest = names.TE.spelled(parsed.rest, parsed.layer, plan.tree.blocks[parsed.layer])
     rest = rest.removeprefix(f"{names.TE.layers}{parsed.layer}.")
     rest = re.sub(r"^mlp\.experts\.", "mlp.experts.experts.", rest)
     if any(block.mlp.experts for block in plan.tree.blocks):
-        return Lying(f"{names.TE.layers}{parsed.layer}.{rest}")
-    return Lying(f"{names.TE.layers}{rest}", (parsed.layer,), (plan.tree.layers,))
+        return StackPlace(f"{names.TE.layers}{parsed.layer}.{rest}")
+    return StackPlace(f"{names.TE.layers}{rest}", (parsed.layer,), (plan.tree.layers,))
 
 
 def _state(

@@ -27,7 +27,7 @@ from dolmen.conversion.megatron import arguments, folders, names, scaling, share
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.names import Dialect
 from dolmen.conversion.megatron.shares import Share
-from dolmen.conversion.megatron.source import Megatron, opened
+from dolmen.conversion.megatron.source import Megatron, open_megatron
 from dolmen.conversion.weights import Scales, Scaling, join_stored
 from dolmen.core.messages import divisor
 from dolmen.families.rules import Entry
@@ -164,7 +164,7 @@ class Plan:
             per = self.tree.layers // self.ranks.stages
             stage, layer = divmod(parsed.layer, per)
             block = self.tree.blocks[parsed.layer]
-            if not _of_experts(name):
+            if not _is_expert(name):
                 return [self._place(stage, [spelled(parsed.rest, layer, block)])]
             each = range(block.mlp.experts // self.ranks.ep)
             own = [spelled(parsed.rest, layer, block, expert) for expert in each]
@@ -191,7 +191,7 @@ class Plan:
             shape = share.shape(whole, self.ranks.tp)
             for place in self.places(name):
                 if place.lies_on(pp, ep):
-                    one = shape[1:] if _of_experts(name) else shape
+                    one = shape[1:] if _is_expert(name) else shape
                     found |= {own: Spec(one, wide if precise else dtype) for own in place.names}
         return found
 
@@ -282,7 +282,7 @@ class Plan:
         }
 
 
-def _of_experts(name: str) -> bool:
+def _is_expert(name: str) -> bool:
     return ".mlp.experts." in name
 
 
@@ -305,7 +305,7 @@ class MegatronWriter:
 
     @property
     def scales(self) -> Scales:
-        return states.shared(self.plan.scales, self.plan.entries)
+        return states.share_scales(self.plan.scales, self.plan.entries)
 
     @property
     def _name(self) -> str:
@@ -347,7 +347,7 @@ class MegatronWriter:
 
     def open_written(self, folder: Path, sidecars: Path) -> Megatron:
         """Open it by its `args`: a config.json beside them would take precedence."""
-        return opened(folder / self._name, rows=self.plan.tree.vocab_size)
+        return open_megatron(folder / self._name, rows=self.plan.tree.vocab_size)
 
 
 def _write_shares(

@@ -21,7 +21,7 @@ WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
 RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
 
 
-def found(folder: Path) -> bool:
+def is_megatron(folder: Path) -> bool:
     """True if a folder is meant as one, or as a folder of several. Raises Refused as `newest`."""
     return bool(ranks(folder)) or (folder / TRACKER).is_file() and bool(ranks(newest(folder)))
 

@@ -55,14 +55,14 @@ def rules(tree: Tree, version: float = 3.0) -> list[Rule]:
             )
         ),
         Each(Rename(LAYER + "mlp.experts.linear_fc2", ours + "mlp.experts.down")),
-        _gated(LAYER + "mlp.shared_experts.", ours + "mlp.shared."),
+        _split_gate(LAYER + "mlp.shared_experts.", ours + "mlp.shared."),
         Rename(LAYER + "mlp.shared_experts.linear_fc2", ours + "mlp.shared.down"),
         Rename("decoder.final_layernorm", "final_norm"),
         Rename("output_layer", "head"),
     ]
 
 
-def _gated(hf: str, ours: str) -> Split:
+def _split_gate(hf: str, ours: str) -> Split:
     return Split(hf + "linear_fc1", (ours + "gate", ours + "up"), 1, (1, 1), apart=True)
 
 
@@ -73,7 +73,7 @@ def _mlp(tree: Tree, hf: str, ours: str) -> list[Rule]:
         raise ValueError(
             "feed-forward layers are gated in some layers alone: Megatron has one kind"
         )
-    first = _gated(hf, ours) if True in gated else Rename(hf + "linear_fc1", ours + "up")
+    first = _split_gate(hf, ours) if True in gated else Rename(hf + "linear_fc1", ours + "up")
     return [first, Rename(hf + "linear_fc2", ours + "down")]
 
 
@@ -162,7 +162,7 @@ class Dialect:
         the norm before experts is joined to no product.
         """
         if layer is None or block is None:
-            return _replaced(name, self.ends)
+            return _replace_start(name, self.ends)
         if block.mlp.experts and name.startswith(MLP_NORM):
             return f"{self.layers}{layer}.{name}"
         if expert is not None:
@@ -172,10 +172,10 @@ class Dialect:
                 own = f"local_experts.{expert}.{module}.{kind}"
             name = ".".join([*start, own])
         within = self.latent if isinstance(block.mixer, LatentAttention) else self.within
-        return f"{self.layers}{layer}.{_replaced(name, within)}"
+        return f"{self.layers}{layer}.{_replace_start(name, within)}"
 
 
-def _replaced(name: str, starts: Mapping[str, str]) -> str:
+def _replace_start(name: str, starts: Mapping[str, str]) -> str:
     for start, own in starts.items():
         if name.startswith(start):
             return own + name.removeprefix(start)

@@ -33,7 +33,7 @@ from dolmen.model.tree import Leaf
 TENSOR = re.compile(r"(.*mlp\.experts\.)weight([12])")
 
 
-def apart(held: Mapping[str, Stored], hidden: int, experts: int) -> dict[str, Stored]:
+def split_experts(held: Mapping[str, Stored], hidden: int, experts: int) -> dict[str, Stored]:
     """A rank's tensors, those of `experts` each by itself, [out, in], by the names that they have
     in other classes. Raises Refused for a tensor of another size.
     """
@@ -41,14 +41,16 @@ def apart(held: Mapping[str, Stored], hidden: int, experts: int) -> dict[str, St
     for name, stored in held.items():
         if matched := TENSOR.fullmatch(name):
             start, which = matched.groups()
-            parts = _apart(stored, which == "1", hidden, experts)
+            parts = _split_stacked(stored, which == "1", hidden, experts)
             found |= {f"{start}local_experts.{e}.linear_fc{which}.weight": p for e, p in parts}
         else:
             found[name] = stored
     return found
 
 
-def _apart(stored: Stored, first: bool, hidden: int, experts: int) -> Iterator[tuple[int, Stored]]:
+def _split_stacked(
+    stored: Stored, first: bool, hidden: int, experts: int
+) -> Iterator[tuple[int, Stored]]:
     """(expert, its matrix), where it lies."""
     width, left = divmod(math.prod(stored.spec.shape), max(1, experts * hidden))
     if left or not experts or isinstance(stored, Strided):

@@ -184,7 +184,7 @@ def _shards(
                     if key not in ranks[at]:
                         raise gate.refuse(files[at], f"holds no {key}, which other ranks' do")
                     held = torch_files.tensors(ranks[at][key], files[at])
-                    held = shares.apart(held, hidden, experts)
+                    held = shares.split_experts(held, hidden, experts)
                     here = max(here, _place(held, at, before, found))
                     states.place(ranks[at][key], files[at], at, before, experts, kept)
             before += here
@@ -354,7 +354,11 @@ class Megatron(Joined):
     def _shifted(self, name: str) -> bool:
         """True if it is the weight of a norm that is stored less 1: its gradient is the same."""
         leaf = self.tree.leaves[self._entries[name].ours[0]]
-        return not self.moment and leaf.role == "norm" and arguments.shifted(self.checkpoint.args)
+        return (
+            not self.moment
+            and leaf.role == "norm"
+            and arguments.has_shifted_norms(self.checkpoint.args)
+        )
 
     def _dtype(self, name: str) -> torch.dtype:
         """Dtype of what is read: 1 + w has more digits than w."""
@@ -392,7 +396,7 @@ class Megatron(Joined):
         return self._checked
 
 
-def opened(folder: Path, model: Model | None = None, rows: int | None = None) -> Megatron:
+def open_megatron(folder: Path, model: Model | None = None, rows: int | None = None) -> Megatron:
     """The checkpoint in the folder of an iteration, its weights those of `model`, or else of what
     lies beside it: a config.json, or its `args` and the vocabulary of its tokenizer, or of `rows`
     tokens. Raises ValueError where none says the vocabulary, and as `read_checkpoint`.
@@ -403,7 +407,7 @@ def opened(folder: Path, model: Model | None = None, rows: int | None = None) ->
 def source_of(
     checkpoint: Checkpoint, model: Model | None = None, rows: int | None = None
 ) -> Megatron:
-    """`opened`, of one that has been read."""
+    """`open_megatron`, of one that has been read."""
     place = beside.place(checkpoint.folder)
     if model is None:
         model = _model(checkpoint, place, rows)
@@ -438,7 +442,7 @@ def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:
         )
     tree = arguments.read(checkpoint.args, checkpoint.legacy, known)
     if said is None:
-        model = beside.ended(beside.expressed(tree), beside.tokenizer(place))
+        model = beside.with_special_tokens(beside.express(tree), beside.tokenizer(place))
         return edit(model, dtype=str(dtype).removeprefix("torch."))
     if found := differences(said.tree, tree):
         text = "; ".join(f"{n} = {a}, args say {b}" for n, a, b in found[:3])

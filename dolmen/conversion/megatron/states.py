@@ -14,7 +14,7 @@ import torch
 
 from dolmen.conversion.megatron import names, scaling
 from dolmen.conversion.megatron.names import Name
-from dolmen.conversion.weights import Scales, Scaling, joined
+from dolmen.conversion.weights import Scales, Scaling, join_scaling
 from dolmen.families.rules import Entry
 from dolmen.files import torch_files
 from dolmen.files.gate import refuse
@@ -96,12 +96,12 @@ def read(states: States, entries: Mapping[str, Entry], tree: Tree) -> dict[str, 
     for name, entry in entries.items():
         leaf = tree.leaves[entry.ours[0]]
         if name in states and leaf.role in ("matrix", "expert"):
-            whole = _whole(name, states[name], leaf)
+            whole = _join_scaling(name, states[name], leaf)
             found |= {} if whole is None else dict.fromkeys(entry.ours, whole)
     return found
 
 
-def _whole(name: str, kept: Mapping[int, list[Kept]], leaf: Leaf) -> Scaling | None:
+def _join_scaling(name: str, kept: Mapping[int, list[Kept]], leaf: Leaf) -> Scaling | None:
     """Scaling of a weight from those of all ranks and experts."""
     each: list[Scaling] = []
     for first in sorted(kept):
@@ -111,7 +111,7 @@ def _whole(name: str, kept: Mapping[int, list[Kept]], leaf: Leaf) -> Scaling | N
             raise refuse(
                 kept[first][0].file, f"holds a state of {name} that ranks of tp have otherwise"
             )
-        each += [joined(parts) for parts in zip(*ranks, strict=True)]
+        each += [join_scaling(parts) for parts in zip(*ranks, strict=True)]
     if not each:
         return None
     wanted = leaf.shape[0] if leaf.stacked else 1
@@ -135,17 +135,17 @@ def products(scales: Scales, entry: Entry) -> list[Scaling]:
     parts = [scales[name] for name in entry.ours if name in scales]
     if len(parts) < len(entry.ours):
         return []
-    whole = joined(parts)
+    whole = join_scaling(parts)
     if whole.scale.ndim == 1:
         return [whole]
     each = zip(whole.history.unbind(1), whole.scale.unbind(), strict=True)
     return [Scaling(*one) for one in each]
 
 
-def shared(scales: Scales, entries: Mapping[str, Entry]) -> dict[str, Scaling]:
+def share_scales(scales: Scales, entries: Mapping[str, Entry]) -> dict[str, Scaling]:
     """Scales as they are read back: parts of one product of Megatron share one scale."""
     found: dict[str, Scaling] = {}
     for entry in entries.values():
         if products(scales, entry):
-            found |= dict.fromkeys(entry.ours, joined(scales[name] for name in entry.ours))
+            found |= dict.fromkeys(entry.ours, join_scaling(scales[name] for name in entry.ours))
     return found
