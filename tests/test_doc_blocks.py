@@ -111,7 +111,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "runs" / "pretrain" / "config.yaml").write_text("name: pretrain\n")
     model = RECIPES["llama-8b"]().model
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(source, "pinned", str)
+    monkeypatch.setattr(source, "pin_source", str)
     monkeypatch.setattr(source, "open_source", lambda name: hf.Transformers(Path(name), model))
     return tmp_path
 
