@@ -112,7 +112,7 @@ class Reader(FileSystemReader):
         for item in sorted(plan.items, key=lambda item: places[item.storage_index].offset):
             files.setdefault(places[item.storage_index].relative_path, []).append(item)
         for name, items in files.items():
-            with self._opened(name) as file:
+            with self._open(name) as file:
                 for item in items:
                     self._read(file, item, planner.resolve_tensor(item).detach())
         done: Future[None] = Future()
@@ -120,7 +120,7 @@ class Reader(FileSystemReader):
         return done
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[BufferedIOBase]:
+    def _open(self, name: str) -> Iterator[BufferedIOBase]:
         """One file of tensors, whose list of parts is what was saved. What goes wrong within is
         told as Damaged.
         """
@@ -149,7 +149,7 @@ class Reader(FileSystemReader):
         wrong.
         """
         for index in stored:
-            with self._opened(self.metadata.storage_data[index].relative_path) as file:
+            with self._open(self.metadata.storage_data[index].relative_path) as file:
                 sizes, row, start, expected = self._place(index)
                 checksum = 0
                 for block in metadata.blocks(file, start, sizes[0] * row, row, index.fqn):

@@ -90,7 +90,7 @@ class Seal:
     def read(self, name: str) -> bytes:
         """A small file, as it was saved. Raises Damaged."""
         path = self.folder / name
-        want, size = self._expected(name)
+        want, size = self._lookup(name)
         content = _read(path, min(size, LARGEST[name]))  # what a file has grown by is not read
         if len(content) != size or digest(content) != want:
             raise Damaged(f"{path} is damaged: it is not what was saved")
@@ -98,7 +98,7 @@ class Seal:
 
     def check_parts(self, name: str, parts: Iterable[tuple[int, int, int]]) -> None:
         """Raise Damaged unless these are the parts that the file of tensors had."""
-        if digest_of_parts(parts) != self._expected(name)[0]:
+        if digest_of_parts(parts) != self._lookup(name)[0]:
             raise Damaged(f"{self.folder / name} is damaged: it is not the file that was saved")
 
     def check_size(self, name: str, least: int) -> None:
@@ -107,10 +107,10 @@ class Seal:
         """
         path = self.folder / name
         size = path.stat().st_size if path.is_file() else -1
-        if size < least or size != self._expected(name)[1]:
+        if size < least or size != self._lookup(name)[1]:
             raise Damaged(f"{path} is missing, damaged or truncated")
 
-    def _expected(self, name: str) -> tuple[str, int]:
+    def _lookup(self, name: str) -> tuple[str, int]:
         if name not in self.files:
             raise Damaged(f"{self.folder / SEAL} is damaged: it says nothing of {name}")
         return self.files[name]

@@ -133,7 +133,7 @@ class Checkpoints:
         """The values that `save` was given beside the tensors. Raises Damaged."""
         return seal.read_sealed(self.path(step))[1]
 
-    def damaged(self, step: int, error: Exception) -> Damaged:
+    def damage_error(self, step: int, error: Exception) -> Damaged:
         """The error to raise where `step`, the newest checkpoint, cannot be read because of
         `error`.
         """

@@ -1,9 +1,10 @@
 """Classification of a difference: the one change that turns B's tensor into A's.
 
-Each kind is tried in turn, and the first that explains the difference is told: it leaves at most a
-hundredth of it. Sums over ranks come first, since they say where to look; then exchanges of whole
-tensors, of halves, heads and rows; then what was added or multiplied. What nothing explains is
-another function of inputs that agree, which the name of the tensor says.
+Each kind is tried in turn, and the first that explains the difference is reported: what it leaves
+unexplained is at most a hundredth of the difference. Sums over ranks come first, since they say
+where to look; then exchanges of whole tensors, of halves, heads and rows; then offsets and factors.
+If nothing explains it, the two programs compute another function of inputs that agree, and the name
+of the tensor says which.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dolmen.comparison import taps
-from dolmen.comparison.compare import UNITS, Row, Side, scores_of, to_matrix
+from dolmen.comparison.compare import UNITS, Row, Side, flatten_rows, scores_of
 from dolmen.comparison.recording import Piece, Recorded
 
 LEFT = 1e-2  # of a difference, where a kind explains it
@@ -45,7 +46,7 @@ def classify(a: Side, b: Side, row: Row) -> Fault:
         return Fault("only on one side", f"side {'A' if y is None else 'B'} alone has it")
     if x.shape != y.shape:
         return Fault("another shape", f"{list(x.shape)} in A, {list(y.shape)} in B")
-    tried = chain(_compare_ranks(a, x, y), _compare_tensors(a, b, row, x.whole(), y.whole()))
+    tried = chain(_compare_ranks(a, x, y), _compare_tensors(a, b, row, x.join(), y.join()))
     return next(tried, _without_explanation(row))
 
 
@@ -62,9 +63,9 @@ def _explains(made: Tensor, a: Tensor, b: Tensor) -> bool:
     """True if `made` is b, but for a hundredth of what a differs from it."""
     if made.shape != b.shape:
         return False
-    left, apart = (made.double() - b.double()).norm(), (a.double() - b.double()).norm()
+    left, deviation = (made.double() - b.double()).norm(), (a.double() - b.double()).norm()
     rounding = 1e-5 * b.double().norm()
-    return bool(left <= torch.maximum(LEFT * apart, torch.minimum(rounding, 0.3 * apart)))
+    return bool(left <= torch.maximum(LEFT * deviation, torch.minimum(rounding, 0.3 * deviation)))
 
 
 def _compare_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
@@ -74,7 +75,7 @@ def _compare_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
     held = _join_microbatches(x)
     if x.partial or len(held) < 2:
         return
-    whole = y.whole()
+    whole = y.join()
     for axis in ("tp", "cp", "dp", "ep", "fsdp"):
         for group in side.recording.topology.groups(axis):
             pieces = [held[rank] for rank in group if rank in held]
@@ -149,8 +150,8 @@ def _find_rounding(row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
             near = (x - y).abs().max() <= UNITS[dtype] * y.abs().max()
             if near and torch.equal(coarse, coarse.to(dtype).double()):
                 what = f"{other}'s numbers, rounded to {name}"
-                told = what if row.stage == "weights" else f"{name} numbers"
-                yield Fault("rounding", f"{side} holds {told}")
+                text = what if row.stage == "weights" else f"{name} numbers"
+                yield Fault("rounding", f"{side} holds {text}")
 
 
 def _find_terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
@@ -160,7 +161,7 @@ def _find_terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     layer = taps.layer_of(row.name)
     for name in b.recording.names("forward"):
         near = taps.layer_of(name) in (layer, None if not layer else layer - 1)
-        other = b.recording.whole("forward", name) if near and name != row.name else None
+        other = b.recording.tensor("forward", name) if near and name != row.name else None
         if other is None or other.shape != x.shape:
             continue
         for sign, kind, text in (
@@ -177,7 +178,7 @@ def _find_exchange(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator
     for name in b.recording.names(row.stage):
         if name == row.name or taps.layer_of(name) != layer:
             continue
-        other, mine = (side.recording.whole(row.stage, name) for side in (b, a))
+        other, mine = (side.recording.tensor(row.stage, name) for side in (b, a))
         if other is None or other.shape != x.shape or mine is None:
             continue
         if _explains(other.double(), y, x):
@@ -216,20 +217,20 @@ def _find_head_order(x: Tensor, y: Tensor, dim: int, size: int) -> Iterator[Faul
     """Heads in another order, or the pairs of each head."""
     one, other = (t.movedim(dim, 0).reshape(-1, size, t.numel() // t.shape[dim]) for t in (x, y))
     if len(one) > 1:
-        apart = torch.cdist(other.flatten(1)[None], one.flatten(1)[None])[0]
-        order = apart.argmin(1)
+        deviation = torch.cdist(other.flatten(1)[None], one.flatten(1)[None])[0]
+        order = deviation.argmin(1)
         if len(order.unique()) == len(order) and _explains(one[order], one, other):
             yield Fault("permuted heads", f"A's heads are B's {order.argsort().tolist()}")
     half = size // 2
     if size % 2 == 0 and half:
         if _explains(torch.cat((one[:, half:], one[:, :half]), 1), one, other):
             yield Fault("swapped halves", "the halves of each head are exchanged")
-        for told, made in (
+        for order, pairs in (
             ("neighbours, B's are halves", one.unflatten(1, (half, 2)).transpose(1, 2)),
             ("halves, B's are neighbours", one.unflatten(1, (2, half)).transpose(1, 2)),
         ):
-            if _explains(made.reshape(one.shape), one, other):
-                yield Fault("permuted pairs", f"A's pairs of rope are {told}")
+            if _explains(pairs.reshape(one.shape), one, other):
+                yield Fault("permuted pairs", f"A's pairs of rope are {order}")
 
 
 def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
@@ -271,19 +272,21 @@ def _find_rotation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault
 
 def _find_offset(a: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Something more, or less."""
-    apart = x - y
+    deviation = x - y
     if x.ndim == 2 and row.stage == "forward":
-        same = apart.mean(0, keepdim=True).expand_as(apart)
-        if _explains(same, torch.zeros_like(apart), apart):
+        same = deviation.mean(0, keepdim=True).expand_as(deviation)
+        if _explains(same, torch.zeros_like(deviation), deviation):
             yield Fault("an offset", "the same vector is added to every token: a bias")
-        alike = apart.unflatten(0, (-1, a.length)).mean(0, keepdim=True)
-        alike = alike.expand(len(apart) // a.length, -1, -1).reshape(apart.shape)
-        if _explains(alike, torch.zeros_like(apart), apart):
+        by_position = deviation.unflatten(0, (-1, a.length)).mean(0, keepdim=True)
+        by_position = by_position.expand(len(deviation) // a.length, -1, -1).reshape(
+            deviation.shape
+        )
+        if _explains(by_position, torch.zeros_like(deviation), deviation):
             yield Fault("an offset by position", "what is added is the same in every sequence")
     elif x.ndim:
-        same = apart.mean() * torch.ones_like(apart)
-        if _explains(same, torch.zeros_like(apart), apart):
-            yield Fault("an offset", f"{apart.mean().item():+.4g} everywhere")
+        same = deviation.mean() * torch.ones_like(deviation)
+        if _explains(same, torch.zeros_like(deviation), deviation):
+            yield Fault("an offset", f"{deviation.mean().item():+.4g} everywhere")
 
 
 def _find_scale(x: Tensor, y: Tensor, row: Row) -> Iterator[Fault]:
@@ -305,10 +308,10 @@ def _find_region(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Find differences in some rows or columns only."""
     if x.ndim != 2:
         return
-    one, other = to_matrix(x), to_matrix(y)
-    apart = (one - other).abs()
-    limit = 1e-2 * apart.max()
-    rows, columns = (apart.amax(1) > limit), (apart.amax(0) > limit)
+    one, other = flatten_rows(x), flatten_rows(y)
+    deviation = (one - other).abs()
+    limit = 1e-2 * deviation.max()
+    rows, columns = (deviation.amax(1) > limit), (deviation.amax(0) > limit)
     activation = row.stage in ("forward", "backward")
     if activation:
         places = rows.view(-1, side.length).any(0).nonzero().flatten().tolist()
@@ -316,11 +319,11 @@ def _find_region(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
             yield Fault("from a position on", f"tokens differ from position {places[0]} on")
         if places[-1] < side.length - 1:
             yield Fault("some positions", f"tokens differ up to position {places[-1]} alone")
-    for told, which in (("rows", rows), ("columns", columns)):
+    for unit, which in (("rows", rows), ("columns", columns)):
         number = int(which.sum())
-        if number <= len(which) // 2 and not (activation and told == "rows"):
+        if number <= len(which) // 2 and not (activation and unit == "rows"):
             first = int(which.nonzero()[0])
-            yield Fault("a part", f"{number} of {len(which)} {told} differ, from {first} on")
+            yield Fault("a part", f"{number} of {len(which)} {unit} differ, from {first} on")
 
 
 def _compare_scores(a: Side, b: Side, row: Row) -> Fault:

@@ -97,18 +97,18 @@ def difference(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     """Relative difference of the worst row, of which `least` is the smallest scale. NaN where
     either is not finite.
     """
-    a, b = to_matrix(a), to_matrix(b)
-    apart = torch.linalg.vector_norm(a - b, dim=1)
+    a, b = flatten_rows(a), flatten_rows(b)
+    deviation = torch.linalg.vector_norm(a - b, dim=1)
     size = torch.linalg.vector_norm(b, dim=1)
     usual = size.square().mean().sqrt()
     scale = torch.maximum(size, (0.1 * usual).clamp(min=least))
-    if not (apart.isfinite().all() and scale.isfinite().all()):
+    if not (deviation.isfinite().all() and scale.isfinite().all()):
         return math.nan
-    worst = torch.where(apart > 0, apart / scale, torch.zeros_like(apart)).max().item()
+    worst = torch.where(deviation > 0, deviation / scale, torch.zeros_like(deviation)).max().item()
     return worst
 
 
-def to_matrix(x: Tensor) -> Tensor:
+def flatten_rows(x: Tensor) -> Tensor:
     """x as a matrix in float64: of vectors one row, of stacked matrices the rows of all."""
     x = x.double()
     return x.reshape(1, -1) if x.ndim < 2 else x.reshape(-1, x.shape[-1])
@@ -125,7 +125,7 @@ class Tolerance:
     def now(self, factor: float = 1.0) -> float:
         return min(self.most, factor * max(self.own, GROWTH * self.before))
 
-    def passed(self, row: Row) -> Row:
+    def admit(self, row: Row) -> Row:
         if row.ok and not row.note:
             self.before = max(self.before, row.difference)
         return row
@@ -137,18 +137,18 @@ def _differences_by_rank(
     """The largest difference of what any rank of either side holds from B put together, and that
     of each rank.
     """
-    whole = b.whole()
+    whole = b.join()
     sides = {"A": a, "B": b}
     found: dict[tuple[str, int], float] = {}
     for side, recorded in sides.items():
         pieces = recorded.pieces
         if recorded.partial:
             region = tuple(slice(0, n) for n in recorded.shape)
-            pieces = [Piece(pieces[0].rank, region, recorded.whole())]
+            pieces = [Piece(pieces[0].rank, region, recorded.join())]
         for piece in pieces:
-            apart = difference(piece.values, whole[piece.index], least)
+            deviation = difference(piece.values, whole[piece.index], least)
             key = side, piece.rank
-            found[key] = worse(apart, found.get(key, 0.0))
+            found[key] = worse(deviation, found.get(key, 0.0))
     return max(found.values(), key=_or_inf), found
 
 
@@ -166,9 +166,9 @@ def _row(
 ) -> Row:
     if a.shape != b.shape:
         return Row(stage, name, math.inf, allowed, note=f"shapes {a.shape} and {b.shape}")
-    apart, by_rank = _differences_by_rank(a, b, least)
+    deviation, by_rank = _differences_by_rank(a, b, least)
     ranks = tuple(key for key, one in by_rank.items() if not one <= allowed)
-    return Row(stage, name, apart, allowed, ranks)
+    return Row(stage, name, deviation, allowed, ranks)
 
 
 def _compare_weights(a: Side, b: Side) -> Iterator[Row]:
@@ -205,10 +205,10 @@ def _compare_forward(a: Side, b: Side) -> Iterator[Row]:
             factor = max(1.0, *(largest_score(side, name) for side in (a, b)))
             scores = _compare_scores(a, b, name, allowed.now(factor))
             if scores is not None:
-                found.append(allowed.passed(scores))
+                found.append(allowed.admit(scores))
         x, y = (side.recording.tensors["forward", name] for side in (a, b))
         row = _row("forward", name, x, y, allowed.now(factor))
-        found.append(allowed.passed(row))
+        found.append(allowed.admit(row))
     yield from _excuse_other_forms(b, found)
 
 
@@ -233,8 +233,8 @@ def _names_downstream(b: Side, name: str) -> list[str]:
         return []
     layer = f"layers.{number}"
     names = [f"{layer}.{one}" for one in taps.downstream(word)]
-    before = b.recording.whole("forward", f"layers.{number - 1}" if number else "embed")
-    middle = b.recording.whole("forward", f"{layer}.middle")
+    before = b.recording.tensor("forward", f"layers.{number - 1}" if number else "embed")
+    middle = b.recording.tensor("forward", f"{layer}.middle")
     # where mixer and mlp are side by side, what enters the mlp has not seen the mixer
     if before is not None and middle is not None and torch.equal(before, middle):
         names = [one for one in names if one != f"{layer}.middle"]
@@ -269,7 +269,7 @@ def largest_score(side: Side, sums: str) -> float:
 
 def _heads(side: Side, number: int, word: str) -> Tensor | None:
     """Queries or keys of a layer, [sequences, length, heads, size], in fp32."""
-    found = side.recording.whole("forward", f"layers.{number}.attn.{word}")
+    found = side.recording.tensor("forward", f"layers.{number}.attn.{word}")
     size = side.tree.blocks[number].mixer.head_size
     return (
         None if found is None else found.float().view(-1, side.length, found.shape[1] // size, size)
@@ -286,7 +286,7 @@ def scores_of(side: Side, name: str) -> Tensor | None:
     if q is None or k is None:
         return None
     attend = components.attends(side.tree)[number]
-    sinks = side.recording.whole("weights", f"layers.{number}.attn.sinks.weight")
+    sinks = side.recording.tensor("weights", f"layers.{number}.attn.sinks.weight")
     one = torch.eye(side.length, dtype=q.dtype)[:, None]
     one = one.expand(len(q), side.length, k.shape[2], side.length)
     attend = attend._replace(sinks=None if sinks is None else sinks.to(q.dtype))
@@ -294,12 +294,12 @@ def scores_of(side: Side, name: str) -> Tensor | None:
 
 
 def _compare_numbers(a: Side, b: Side, name: str, before: float) -> Iterator[Row]:
-    x, y = (side.recording.whole("numbers", name) for side in (a, b))
+    x, y = (side.recording.tensor("numbers", name) for side in (a, b))
     if x is not None and y is not None:
         one, other = x.item(), y.item()
-        apart = abs(one - other) / abs(other) if other else math.nan
+        deviation = abs(one - other) / abs(other) if other else math.nan
         limit = Tolerance(a, b, before).now()
-        yield Row("numbers", name, apart, limit, note=f"{one:.7g} and {other:.7g}")
+        yield Row("numbers", name, deviation, limit, note=f"{one:.7g} and {other:.7g}")
 
 
 def _compare_backward(a: Side, b: Side, before: float, other_form: set[str]) -> Iterator[Row]:
@@ -326,7 +326,7 @@ def _compare_backward(a: Side, b: Side, before: float, other_form: set[str]) -> 
         factor = 1.0
         if stage == "backward" and taps.inside(name) in THROUGH_SCORES:
             factor = max(1.0, *(largest_score(side, sums) for side in (a, b)))
-        yield allowed.passed(_row(stage, name, x, y, allowed.now(factor), least))
+        yield allowed.admit(_row(stage, name, x, y, allowed.now(factor), least))
 
 
 def _gradient_order(parameter: str, place: dict[str, int]) -> tuple[int, int]:
@@ -368,7 +368,7 @@ def _norm(side: Side, stage: Stage) -> float:
 
 
 def _size(recorded: Recorded) -> float:
-    return torch.linalg.vector_norm(recorded.whole().double()).item()
+    return torch.linalg.vector_norm(recorded.join().double()).item()
 
 
 def _least(whole: float, recorded: Recorded) -> float:
@@ -379,6 +379,6 @@ def _least(whole: float, recorded: Recorded) -> float:
 
 def _weight_by_gradient(b: Side, name: str, recorded: Recorded) -> Recorded:
     """Times the gradient of B."""
-    gradient = b.recording.tensors["gradients", name].whole().double().abs()
+    gradient = b.recording.tensors["gradients", name].join().double().abs()
     pieces = [replace(p, values=p.values.double() * gradient[p.index]) for p in recorded.pieces]
     return Recorded(recorded.shape, recorded.partial, pieces)

@@ -1,6 +1,6 @@
 """Finds the first tensor in which two programs of one model differ.
 
-    A  dolmen, under any layout and dtype  \   recordings    rows in the order    the first that
+    A  dolmen, under any layout and dtype  \\   recordings    rows in the order    the first that
     B  dolmen under another, or transformers /   of one step   of a step            parts, and how
 
 Each side runs by itself, one of a single process in this one, and leaves what its ranks have seen
@@ -72,11 +72,11 @@ class SidePair:
 
     a: OpenSide
     b: OpenSide
-    asked: DiffTask
+    task: DiffTask
 
     @property
     def length(self) -> int:
-        return self.asked.windows.shape[1] - 1
+        return self.task.windows.shape[1] - 1
 
 
 def diff(config: DiffConfig) -> Report:
@@ -105,20 +105,20 @@ def compare_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) -> 
     return Report(title, rows, found, notes)
 
 
-def work(asked: DiffWork) -> None:
+def work(request: DiffWork) -> None:
     """Record one side, in a process that `diff` has started, with the side's other ranks."""
-    both = open_sides(asked)
-    side = both.a if asked.side == both.a.name else both.b
+    both = open_sides(request)
+    side = both.a if request.side == both.a.name else both.b
     started = process.started()
-    device = devices.choose_device(asked.device, started, DEVICE)
+    device = devices.choose_device(request.device, started, DEVICE)
     with meshes.joined(started, device):
         devices.refuse_shared_gpus(device, DEVICE)
         with precise():
             mesh = side.layout.mesh(device)
             made = ours.record(
-                side.source, both.asked, mesh, side.layout, side.rest, DTYPES[side.dtype]
+                side.source, both.task, mesh, side.layout, side.rest, DTYPES[side.dtype]
             )
-        recording.save(Path(asked.folder), made, mesh.rank)
+        recording.save(Path(request.folder), made, mesh.rank)
 
 
 def open_sides(config: DiffConfig) -> SidePair:
@@ -194,10 +194,10 @@ def _record_side(side: OpenSide, both: SidePair, config: DiffConfig) -> Recordin
     device = devices.choose_device(config.device, None, DEVICE)
     with precise():
         if side.theirs:
-            made = theirs.record(side.source, both.asked, device, dtype)
+            made = theirs.record(side.source, both.task, device, dtype)
         else:
             mesh = replace(SINGLE, device=device)
-            made = ours.record(side.source, both.asked, mesh, layout, side.rest, dtype)
+            made = ours.record(side.source, both.task, mesh, layout, side.rest, dtype)
     # norms and rope of transformers compute in float32 where all else is wider
     seen = torch.float32 if side.theirs and dtype == torch.float64 else dtype
     return Recording(side.title, sizes, seen, side.rest, made)
@@ -205,8 +205,8 @@ def _record_side(side: OpenSide, both: SidePair, config: DiffConfig) -> Recordin
 
 def _record_in_processes(side: OpenSide, processes: int, config: DiffConfig) -> recording.Tensors:
     with tempfile.TemporaryDirectory(prefix="dolmen-diff-") as folder:
-        asked = {name: vars(config)[name] for name in DiffConfig.__dataclass_fields__}
-        handed = to_dict(DiffWork(**asked, side=side.name, folder=folder))
+        options = {name: vars(config)[name] for name in DiffConfig.__dataclass_fields__}
+        handed = to_dict(DiffWork(**options, side=side.name, folder=folder))
         code = launcher.launch(processes, ["diff"], handed=handed)
         if code == 2:
             raise BadInput(f"side {side.name} was refused")
@@ -216,7 +216,7 @@ def _record_in_processes(side: OpenSide, processes: int, config: DiffConfig) -> 
 
 
 def _title(both: SidePair) -> str:
-    sequences, window = both.asked.windows.shape
+    sequences, window = both.task.windows.shape
     tokens = f"{counted(sequences, 'sequence')} of {window - 1} random tokens"
     return f"{both.a.title}\n{both.b.title}\n{tokens}"
 

@@ -59,7 +59,7 @@ class Hooks:
         for block in model.all_blocks():
             self._block(block)
         if model.final_norm is not None:
-            self._made(model.final_norm, partial(self._stream, "final_norm"))
+            self._on_output(model.final_norm, partial(self._stream, "final_norm"))
 
     def __exit__(self, *_: object) -> None:
         self.stack.close()
@@ -81,9 +81,9 @@ class Hooks:
 
     def _block(self, block: Block) -> None:
         layer = f"layers.{block.layer}"
-        heads = HeadCounts.of(self.model.tree.blocks[block.layer].mixer, self.mesh)
+        heads = HeadCounts.from_mixer(self.model.tree.blocks[block.layer].mixer, self.mesh)
         if block.layer == 0:
-            self._given(block, lambda x: self._stream("embed", x))
+            self._on_input(block, lambda x: self._stream("embed", x))
         for name, module in block.named_modules():
             path = f"{layer}.{name}"
             match module:
@@ -96,19 +96,21 @@ class Hooks:
                 case Router():
                     self._router(module, path)
         for module, name in ((block.attn, f"{layer}.attn"), (block.mlp, f"{layer}.mlp")):
-            self._made(module, partial(self._stream, name))
-        self._made(block, partial(self._stream, layer))
+            self._on_output(module, partial(self._stream, name))
+        self._on_output(block, partial(self._stream, layer))
 
     def _norm(self, module: Norm, path: str, heads: "HeadCounts") -> None:
         """Record the norm of the residual stream, or of the heads of queries or keys."""
         if path.endswith(("q_norm", "k_norm")):
             number = heads.queries if path.endswith("q_norm") else heads.keys
             first = heads.first if path.endswith("q_norm") else heads.first_key
-            self._made(module, lambda x: self._of_heads(path, x, number, first, x.shape[-1]))
+            self._on_output(
+                module, lambda x: self._record_heads(path, x, number, first, x.shape[-1])
+            )
             return
         if path.endswith(".mlp_norm"):
-            self._given(module, partial(self._stream, path.replace("mlp_norm", "middle")))
-        self._made(module, partial(self._stream, path))
+            self._on_input(module, partial(self._stream, path.replace("mlp_norm", "middle")))
+        self._on_output(module, partial(self._stream, path))
 
     def _branch(
         self, module: Branch, path: str, result: str, layer: str, heads: "HeadCounts"
@@ -118,40 +120,40 @@ class Hooks:
         def products(made: tuple[Tensor, ...]) -> None:
             for name, x in zip(columns, made, strict=True):
                 if name in ("k", "v"):
-                    self._of_heads(f"{path}.{name}", x, heads.keys, heads.first_key, heads.size)
+                    self._record_heads(f"{path}.{name}", x, heads.keys, heads.first_key, heads.size)
                 else:
                     self._equal_part(f"{path}.{name}", x)
 
-        self._made(module.products, products)
-        self._made(module.result, partial(self._equal_part, f"{layer}.{result}"))
+        self._on_output(module.products, products)
+        self._on_output(module.result, partial(self._equal_part, f"{layer}.{result}"))
 
     def _scores(self, module: Scores, path: str, heads: "HeadCounts") -> None:
         """Queries and keys without what ALiBi has made them longer by."""
 
-        def given(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        def record_inputs(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             q, k, v = args[:3]
             size, kept = heads.size, slice(None, heads.size)
-            self._of_heads(f"{path}.query", q, heads.queries, heads.first, size, kept)
-            self._of_heads(f"{path}.key", k, heads.keys, heads.first_key, size, kept)
-            self._of_heads(f"{path}.value", v, heads.keys, heads.first_key, v.shape[-1])
+            self._record_heads(f"{path}.query", q, heads.queries, heads.first, size, kept)
+            self._record_heads(f"{path}.key", k, heads.keys, heads.first_key, size, kept)
+            self._record_heads(f"{path}.value", v, heads.keys, heads.first_key, v.shape[-1])
 
-        self._keep(module.register_forward_pre_hook(given))
+        self._keep(module.register_forward_pre_hook(record_inputs))
 
     def _router(self, module: Router, path: str) -> None:
         """Its logits are the same on all ranks of tp, each of which sends back a part of their
         gradient.
         """
 
-        def made(_: nn.Module, args: tuple, out: tuple[Tensor, ...]) -> None:
+        def record_logits(_: nn.Module, args: tuple, out: tuple[Tensor, ...]) -> None:
             logits = out[0]
             self._see(path, logits, logits.shape[-1], slice(0, logits.shape[-1]), partial=True)
 
-        self._keep(module.register_forward_hook(made))
+        self._keep(module.register_forward_hook(record_logits))
 
-    def _made(self, module: nn.Module, see: Callable[[Any], None]) -> None:
+    def _on_output(self, module: nn.Module, see: Callable[[Any], None]) -> None:
         self._keep(module.register_forward_hook(lambda module, args, out: see(out)))
 
-    def _given(self, module: nn.Module, see: Callable[[Any], None]) -> None:
+    def _on_input(self, module: nn.Module, see: Callable[[Any], None]) -> None:
         self._keep(module.register_forward_pre_hook(lambda module, args: see(args[0])))
 
     def _stream(self, name: str, x: Float[Tensor, "here hidden"]) -> None:
@@ -163,7 +165,7 @@ class Hooks:
         tp, width = self.mesh.tp, x.shape[-1]
         self._see(name, x, width * tp.size, slice(tp.rank * width, (tp.rank + 1) * width))
 
-    def _of_heads(
+    def _record_heads(
         self,
         name: str,
         x: Tensor,
@@ -218,7 +220,7 @@ class HeadCounts:
     first_key: int
 
     @classmethod
-    def of(cls, mixer: tree.Attention | tree.LatentAttention, mesh: Mesh) -> "HeadCounts":
+    def from_mixer(cls, mixer: tree.Attention | tree.LatentAttention, mesh: Mesh) -> "HeadCounts":
         match mixer:
             case tree.Attention():
                 keys = mixer.kv_heads

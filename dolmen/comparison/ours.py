@@ -53,7 +53,7 @@ class DiffTask:
 
 def record(
     source: Source,
-    asked: DiffTask,
+    task: DiffTask,
     mesh: Mesh = SINGLE,
     layout: Layout = Layout(),
     rest: torch.dtype = torch.float32,
@@ -62,7 +62,7 @@ def record(
     """Record what this rank computes with the model of `source`, with parameters in `rest` and
     computation in `compute`. `layout` is resolved and has been checked. Raises as `load_weights`.
     """
-    rows = len(asked.windows)
+    rows = len(task.windows)
     schedule = layout.make_schedule(rows, 1)
     model = build.build(
         source.tree, mesh, layout, schedule, training=NO_BALANCE, dtype=rest, compute=compute
@@ -71,14 +71,14 @@ def record(
     recorder = Recorder(mesh.rank)
     weights = {name: state.local_view(p) for name, p in model.named_parameters()}
     _add(recorder, "weights", model, weights)
-    if asked.reaches("forward"):
-        _step(model, asked, mesh, layout, recorder)
+    if task.reaches("forward"):
+        _step(model, task, mesh, layout, recorder)
     return recorder.tensors
 
 
-def _step(model: Decoder, asked: DiffTask, mesh: Mesh, layout: Layout, recorder: Recorder) -> None:
+def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: Recorder) -> None:
     """One update, and what is seen of it."""
-    rows, length = asked.windows.shape[0], asked.windows.shape[1] - 1
+    rows, length = task.windows.shape[0], task.windows.shape[1] - 1
     mine = rows // mesh.dp.size
     schedule = layout.make_schedule(rows, 1)
     # of each stage of this rank, the microbatches whose forward is yet to come
@@ -93,9 +93,9 @@ def _step(model: Decoder, asked: DiffTask, mesh: Mesh, layout: Layout, recorder:
         rows * length,
         lambda part: (mesh.dp.rank * mine + left[part].pop(0)) * length + index,
         recorder,
-        asked.reaches("backward"),
+        task.reaches("backward"),
     )
-    adamw = optimizer.adamw(model, asked.optimizer)
+    adamw = optimizer.adamw(model, task.optimizer)
     optimizer.prime(adamw)  # a step that is not finite updates nothing
     before = {n: state.local_view(p).clone() for n, p in model.named_parameters()}
     gradients: dict[str, Tensor] = {}
@@ -105,22 +105,22 @@ def _step(model: Decoder, asked: DiffTask, mesh: Mesh, layout: Layout, recorder:
         gradients.update({name: state.local_view(g).clone() for name, g in held.items()})
 
     adamw.register_step_pre_hook(keep)
-    batch = batch_of(model.tree, asked.windows[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine])
+    batch = batch_of(model.tree, task.windows[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine])
     objective = _RecordingObjective(hooks.logits, objective_of(model.tree, batch))
     training = TrainState(
-        model, adamw, asked.optimizer, 1, layout.zero, schedule, objective=objective
+        model, adamw, task.optimizer, 1, layout.zero, schedule, objective=objective
     )
     if model.tree.streams > 1 and model.tree.embedding.types is None:
         batch = batch.with_positions(model.tree.streams)
     with hooks:
-        told = optimizer_step(training, batch, mesh)
-    recorder.add_number("loss", told.loss)
-    if asked.reaches("backward"):
-        recorder.add_number("gradient norm", told.grad_norm)
-        clip = asked.optimizer.clip  # the gradients that an update sees are clipped
-        factor = min(1.0, clip / (told.grad_norm + 1e-6)) if clip > 0 else 1.0
+        metrics = optimizer_step(training, batch, mesh)
+    recorder.add_number("loss", metrics.loss)
+    if task.reaches("backward"):
+        recorder.add_number("gradient norm", metrics.grad_norm)
+        clip = task.optimizer.clip  # the gradients that an update sees are clipped
+        factor = min(1.0, clip / (metrics.grad_norm + 1e-6)) if clip > 0 else 1.0
         _add(recorder, "gradients", model, {n: g / factor for n, g in gradients.items()})
-    if asked.reaches("update"):
+    if task.reaches("update"):
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         for kind in MOMENTS:
             moments = {n: state.local_view(adamw.state[p][kind]) for n, p in trained.items()}
@@ -143,12 +143,12 @@ class _RecordingObjective:
     names: ClassVar[tuple[str, ...]] = ()
     head: ClassVar[type] = tree.Head
     see: Callable[[Tensor], None]
-    judged: Objective
+    objective: Objective
 
     def count(self, batch: Batch) -> float:
-        return self.judged.count(batch)
+        return self.objective.count(batch)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
         with torch.no_grad():
             self.see(head.logits(hidden.detach()))
-        return Judged(self.judged(hidden, head, batch).total)
+        return Judged(self.objective(hidden, head, batch).total)

@@ -55,7 +55,7 @@ class Recorded:
     """It is the sum of the pieces of a region, and not each of them."""
     pieces: list[Piece] = field(default_factory=list)
 
-    def whole(self, pieces: list[Piece] | None = None) -> Tensor:
+    def join(self, pieces: list[Piece] | None = None) -> Tensor:
         """Put together; of pieces of one region those of the last rank, or the sum of a partial
         one. NaN where no rank held anything.
         """
@@ -92,10 +92,10 @@ class Recording:
         """Names of the tensors of a stage, in the order in which they were recorded."""
         return [name for at, name in self.tensors if at == stage]
 
-    def whole(self, stage: Stage, name: str) -> Tensor | None:
+    def tensor(self, stage: Stage, name: str) -> Tensor | None:
         """A tensor put together; None where this side has none of that name."""
         found = self.tensors.get((stage, name))
-        return None if found is None else found.whole()
+        return None if found is None else found.join()
 
 
 class Recorder:

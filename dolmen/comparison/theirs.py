@@ -37,7 +37,7 @@ ATTENTION = "dolmen_seen"
 
 
 def record(
-    source: Source, asked: DiffTask, device: torch.device, dtype: torch.dtype = torch.float32
+    source: Source, task: DiffTask, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensors:
     """Record what transformers computes with `source`, which is exported for the while where it
     cannot load it; its update is that of torch.optim.AdamW. Raises as `as_transformers`.
@@ -53,10 +53,10 @@ def record(
     weights = theirs.by_our_names(model, stored)
     for name, weight in weights.items():
         recorder.add_whole("weights", name, weight)
-    if not asked.reaches("forward"):
+    if not task.reaches("forward"):
         return recorder.tensors
-    batch = batch_of(model.tree, asked.windows)
-    gradients = asked.reaches("backward")
+    batch = batch_of(model.tree, task.windows)
+    gradients = task.reaches("backward")
     with torch.set_grad_enabled(gradients), _TransformersHooks(network, model, recorder, gradients):
         logits, loss = theirs.asked(network, model, batch)
         recorder.add_whole("forward", "logits", logits.flatten(0, 1))
@@ -65,21 +65,21 @@ def record(
             loss.backward()
     if gradients:
         stored = hub.as_stored(network, {n: p.grad for n, p in named.items()})
-        _record_update(recorder, model, asked, weights, theirs.by_our_names(model, stored))
+        _record_update(recorder, model, task, weights, theirs.by_our_names(model, stored))
     return recorder.tensors
 
 
 def _record_update(
     recorder: Recorder,
     model: Model,
-    asked: DiffTask,
+    task: DiffTask,
     weights: dict[str, Tensor],
     gradients: dict[str, Tensor],
 ) -> None:
     """Gradients, and one update by them, in fp32 or wider."""
     for name, gradient in gradients.items():
         recorder.add_whole("gradients", name, gradient)
-    leaves, config = model.tree.leaves, asked.optimizer
+    leaves, config = model.tree.leaves, task.optimizer
     kept = {}
     for name, gradient in gradients.items():
         wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -88,7 +88,7 @@ def _record_update(
     most = config.clip if config.clip > 0 else torch.inf
     norm = nn.utils.clip_grad_norm_(kept.values(), most)
     recorder.add_number("gradient norm", norm.item())
-    if not asked.reaches("update"):
+    if not task.reaches("update"):
         return
     groups = [
         {
@@ -134,12 +134,12 @@ class _TransformersHooks:
             for part in ("attn", "mlp"):
                 inner = self._common(f"layers.{number}.{part}.")
                 if inner is not None and inner is not layer:
-                    self._made(inner, f"layers.{number}.{part}")
+                    self._on_output(inner, f"layers.{number}.{part}")
             if layer is not None:
                 layers |= dict.fromkeys(layer.modules(), number)
-                self._made(layer, f"layers.{number}")
+                self._on_output(layer, f"layers.{number}")
                 if number == 0:
-                    self._given(layer, "embed")
+                    self._on_input(layer, "embed")
         see = hub.seen_attention(self.network, ATTENTION, partial(self._attends, layers))
         self.stack.enter_context(see)
 
@@ -160,24 +160,26 @@ class _TransformersHooks:
         """Record the input and the output of a module with a weight."""
         name = ours[0]
         if leaf.role in ("norm", "router"):
-            self._made(module, name)
+            self._on_output(module, name)
             if name.endswith(".mlp_norm"):
-                self._given(module, name.replace("mlp_norm", "middle"))
+                self._on_input(module, name.replace("mlp_norm", "middle"))
         elif name.endswith((".attn.o", ".mlp.down")):
-            self._given(module, name.replace("attn.o", "attn.sums").replace("mlp.down", "mlp.act"))
+            self._on_input(
+                module, name.replace("attn.o", "attn.sums").replace("mlp.down", "mlp.act")
+            )
         elif leaf.role == "matrix" and name.startswith("layers."):
             out = sum(self.model.tree.leaves[f"{one}.weight"].shape[0] for one in ours)
             columns = list(split_stored(entry.rule, torch.arange(out)))
             for one, which in zip(ours, columns, strict=True):
-                self._made(module, one, which)
+                self._on_output(module, one, which)
 
-    def _made(self, module: nn.Module, name: str, columns: Tensor | None = None) -> None:
+    def _on_output(self, module: nn.Module, name: str, columns: Tensor | None = None) -> None:
         def see(_: nn.Module, args: Any, out: Any) -> None:
             self._see(name, _first(out), columns)
 
         self.stack.callback(module.register_forward_hook(see).remove)
 
-    def _given(self, module: nn.Module, name: str) -> None:
+    def _on_input(self, module: nn.Module, name: str) -> None:
         def see(_: nn.Module, args: tuple, options: dict[str, Any]) -> None:
             self._see(name, args[0] if args else options["hidden_states"])
 

@@ -31,7 +31,7 @@ class OfRun:
     name: str
 
     def read(self) -> Tensor:
-        return self.run.of_adapter(self.name)
+        return self.run.read_adapter(self.name)
 
 
 def open_adapters(name: str | Path, base: Source) -> LowRank:
@@ -64,8 +64,10 @@ def _from_run(run: RunCheckpoint, base: Source) -> LowRank:
     if form is None:
         raise ValueError(f"{run.where} has no adapters: it is of a run that trains all weights")
     free, differing = tuned(run.model), compared(run.model, base.model)
-    if told := [f"{n} is {a} there, {b} here" for n, a, b in differing if n not in free]:
-        raise ValueError(f"{run.where} is of another model than {base.where}: {'; '.join(told)}")
+    if differences := [f"{n} is {a} there, {b} here" for n, a, b in differing if n not in free]:
+        raise ValueError(
+            f"{run.where} is of another model than {base.where}: {'; '.join(differences)}"
+        )
     check_whole(run)
     weight = min(form.targets)
     theirs, ours = run.frozen(weight).double(), base.read(weight).double()

@@ -16,8 +16,8 @@ from torch import Tensor
 from dolmen.checkpoint import folders, stream
 from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.checkpoint.saved import model_of, read_saved
-from dolmen.conversion.beside import pad_vocabulary, with_special_tokens
 from dolmen.conversion.moments import WeightsAlone
+from dolmen.conversion.sidecars import pad_vocabulary, with_special_tokens
 from dolmen.conversion.weights import Scales, Scaling
 from dolmen.core.messages import counted
 from dolmen.families import Model, compared, completed, scored
@@ -115,9 +115,9 @@ class RunCheckpoint(WeightsAlone):
                 f"{name} is {stored[name].shape} in {self.where}, the model makes it "
                 f"{shapes[name]}{self._differences()}"
             )
-        return {name: self._whole(name, stored[name]) for name in self.tree.leaves}
+        return {name: self._restored_spec(name, stored[name]) for name in self.tree.leaves}
 
-    def _whole(self, name: str, spec: Spec) -> Spec:
+    def _restored_spec(self, name: str, spec: Spec) -> Spec:
         """Spec in which it is restored: a weight in eight bits in the dtype of its scale."""
         if not self._in_eight_bits(name):
             return spec
@@ -139,7 +139,7 @@ class RunCheckpoint(WeightsAlone):
         down, up = (self.checkpoint.read(f"{self._kind}{one}") for one in self.adapter.pair(name))
         lengths = None
         if self.adapter.kind == "dora":
-            lengths = self.of_adapter(magnitude_of(name))
+            lengths = self.read_adapter(magnitude_of(name))
         return tensor.Adapter(down, up, self.adapter.scale, lengths).merged(weight)
 
     def frozen(self, name: str) -> Shaped[Tensor, "*whole"]:
@@ -150,14 +150,14 @@ class RunCheckpoint(WeightsAlone):
         scale = self.checkpoint.read(f"{self._kind}{scale_of(name)}")
         return int8.restored(weight, scale, scale.dtype)
 
-    def of_adapter(self, name: str) -> Shaped[Tensor, "*whole"]:
+    def read_adapter(self, name: str) -> Shaped[Tensor, "*whole"]:
         """A matrix of an adapter, by its name."""
         return self.checkpoint.read(f"{self._kind}{name}")
 
     def _differences(self) -> str:
         """Say how the requested model differs from the checkpoint's."""
-        told = [f"{n} is {a} there, {b} here" for n, a, b in compared(self.own, self.model)]
-        return f" ({'; '.join(told)})" if told else ""
+        differences = [f"{n} is {a} there, {b} here" for n, a, b in compared(self.own, self.model)]
+        return f" ({'; '.join(differences)})" if differences else ""
 
 
 def is_run(folder: Path) -> bool:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from rich.progress import MofNCompleteColumn
 
-from dolmen.conversion import beside, checkpoint, hf_export, peft, proof, unfinished
+from dolmen.conversion import checkpoint, hf_export, peft, proof, sidecars, unfinished
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.layer_pool import Advance, LayerPool, group_by_layer
@@ -86,43 +86,43 @@ def _open_critic(opened: Source) -> Source:
     return checkpoint.critic(opened)
 
 
-def convert(asked: ConvertConfig, shown: bool = False) -> str:
+def convert(config: ConvertConfig, shown: bool = False) -> str:
     """Write the source in the requested format; returns a report in lines. `shown`: progress bars
     on stderr. Raises ValueError, KeyError or OSError for what cannot be written whole, before
     anything is, and proof.Unlike where what was written differs from the source.
     """
-    opened = open_source(asked.source, vocab_size=asked.vocab_size)
-    target = Path(asked.destination).resolve()  # a link cannot be replaced by a folder
+    opened = open_source(config.source, vocab_size=config.vocab_size)
+    target = Path(config.destination).resolve()  # a link cannot be replaced by a folder
     unknown.warn(opened.model)
-    if asked.dtype is None:
+    if config.dtype is None:
         _check_one_dtype(opened)
     hf_export.check_target(target)
     if target.is_mount():
         raise ValueError(f"{target} is where a disk is mounted: name a folder in it")
-    dtype = DTYPES[asked.dtype] if asked.dtype else stated_dtype(opened.model)
-    source, state = cast_source(opened, dtype), _optimizer_state(opened, asked.to)
-    writer = WRITERS[asked.to](source, dtype, state, asked)
+    dtype = DTYPES[config.dtype] if config.dtype else stated_dtype(opened.model)
+    source, state = cast_source(opened, dtype), _optimizer_state(opened, config.to)
+    writer = WRITERS[config.to](source, dtype, state, config)
     scales = writer.scales
-    _check_scales(source, scales, asked.to)
+    _check_scales(source, scales, config.to)
     specs = source.specs  # checked here, before threads share the source
 
-    with unfinished.build_beside(target) as (part, sidecars):
+    with unfinished.build_beside(target) as (part, sidecar_folder):
         with bar(f"writing {target}", writer.tensors, shown, MofNCompleteColumn()) as show:
-            writer.write(part, LayerPool(asked.threads, show))
-        writer.write_sidecars(sidecars)
-        written = writer.open_written(part, sidecars)
+            writer.write(part, LayerPool(config.threads, show))
+        writer.write_sidecars(sidecar_folder)
+        written = writer.open_written(part, sidecar_folder)
 
         def compare_layer(parameters: list[str], advance: Advance) -> None:
             for _ in proof.compare_weights(source, written, {*parameters}):
                 advance(1)
 
         with bar("reading it back", len(specs), shown, MofNCompleteColumn()) as show:
-            LayerPool(asked.threads, show).run(compare_layer, group_by_layer(specs, str))
+            LayerPool(config.threads, show).run(compare_layer, group_by_layer(specs, str))
         logits = proof.compare_logits(source, written)
         report = "" if state is None else proof.compare_state(state, written)
         report += proof.compare_scales(scales, written)
-        if asked.to != "hf":
-            hf_export.write_sidecar_files(source, sidecars, dtype)
+        if config.to != "hf":
+            hf_export.write_sidecar_files(source, sidecar_folder, dtype)
     count = counted(len(specs), "parameter")
     return (
         f"read {source.title}\nwrote {target}: {count} read back, the same to the bit; "
@@ -180,32 +180,32 @@ def _check_one_dtype(source: Source) -> None:
 
 
 def _make_hf_writer(
-    source: Source, dtype: torch.dtype, state: Moments | None, asked: ConvertConfig
+    source: Source, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
 ) -> ModelWriter:
     hf_export.check_expressible(source.model, source.tree)
     return hf_export.TransformersWriter(source, dtype)
 
 
 def _make_megatron_writer(
-    source: Source, dtype: torch.dtype, state: Moments | None, asked: ConvertConfig
+    source: Source, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
 ) -> ModelWriter:
     hf_export.check_expressible(source.model, source.tree)
-    ranks = export.Ranks(asked.tp, asked.pp, asked.virtual_stages, asked.ep)
+    ranks = export.Ranks(config.tp, config.pp, config.virtual_stages, config.ep)
     dialect = names.LEGACY
-    if asked.to == "megatron-core":
-        dialect = names.LOCAL if asked.spec == "local" else names.TE
+    if config.to == "megatron-core":
+        dialect = names.LOCAL if config.spec == "local" else names.TE
     scales = source.scaling if dialect is names.TE else {}
     plan = export.Plan(source.tree, ranks, dialect, scales)
-    beside.express(source.tree)  # or it could not be read back alone
+    sidecars.express(source.tree)  # or it could not be read back alone
     return export.MegatronWriter(plan, source.read, dtype, source.iteration)
 
 
 def _make_torch_dist_writer(
-    source: Source, dtype: torch.dtype, state: Moments | None, asked: ConvertConfig
+    source: Source, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
 ) -> ModelWriter:
     hf_export.check_expressible(source.model, source.tree)
     plan = export.Plan(source.tree, export.Ranks(), names.TE, source.scaling)
-    beside.express(source.tree)  # or it could not be read back alone
+    sidecars.express(source.tree)  # or it could not be read back alone
     return dist_export.TorchDistWriter(plan, source.read, dtype, source.iteration, state)
 
 

@@ -265,7 +265,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     beyond: list[str] = []
     form = next((one for one in FORMS if one.lies_in(folder)), None)
-    beside: list[str] = []
+    other_parts: list[str] = []
     for name, stored in safetensors.index(folder, form).items():
         canonical = weights.canonical(name)
         if canonical in found:
@@ -275,7 +275,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
         if weights.is_beyond(canonical):
             beyond.append(stored.name)
         elif weights.is_beside(canonical):
-            beside.append(stored.name)
+            other_parts.append(stored.name)
         elif not weights.ignores(canonical):
             found[canonical] = stored
     extra = [stored.name for name, stored in found.items() if weights.expected_shape(name) is None]
@@ -300,10 +300,10 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
             f"left out, e.g. {beyond[0]}: they are no part of the decoder",
             stacklevel=4,
         )
-    if beside:
+    if other_parts:
         warnings.warn(
-            f"{folder}: {counted(len(beside), 'tensor')} of other parts of the model are left out, "
-            f"e.g. {beside[0]}: what is read is its {weights.model.model_type} alone",
+            f"{folder}: {counted(len(other_parts), 'tensor')} of other parts of the model are left "
+            f"out, e.g. {other_parts[0]}: what is read is its {weights.model.model_type} alone",
             stacklevel=4,
         )
     return found

@@ -11,7 +11,7 @@ from typing import Any
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.conversion import beside
+from dolmen.conversion import sidecars
 from dolmen.conversion.weights import assemble
 from dolmen.families import Model
 from dolmen.families.rules import Entry
@@ -23,7 +23,7 @@ class Joined:
     """A format says what is stored (`_holding`, `_checked`) and joins it (`_tensor`)."""
 
     model: Model
-    beside: Path
+    sidecar_folder: Path
     """Folder of its config.json and its tokenizer."""
 
     @property
@@ -37,11 +37,11 @@ class Joined:
 
     @property
     def tokenizer(self) -> Path | None:
-        return beside.tokenizer(self.beside)
+        return sidecars.tokenizer(self.sidecar_folder)
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        return beside.generation_config(self.beside)
+        return sidecars.generation_config(self.sidecar_folder)
 
     @property
     def transformers(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dolmen.conversion import beside
+from dolmen.conversion import sidecars
 from dolmen.conversion.hf import FLOATS
 from dolmen.conversion.joined import Joined
 from dolmen.conversion.megatron.shares import Share, share
@@ -104,7 +104,7 @@ class Consolidated(WeightsAlone, Joined):
 
     @property
     def where(self) -> Path:
-        return self.beside
+        return self.sidecar_folder
 
     @property
     def title(self) -> str:
@@ -153,7 +153,7 @@ class Consolidated(WeightsAlone, Joined):
                 )
             for name, entry in self._entries.items():
                 stored = rank[name]
-                whole = self._share(name).whole(stored.spec.shape, len(self.ranks))
+                whole = self._share(name).full_shape(stored.spec.shape, len(self.ranks))
                 if whole != entry.shape:
                     raise ValueError(
                         f"{name} is {stored.spec.shape} in {stored.file}, {whole} of "
@@ -201,7 +201,9 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
     size, heads = said["dim"], said["n_heads"]
     if size % heads:
         raise gate.refuse(folder / PARAMS, f"dim ({size}) is not divisible by n_heads ({heads})")
-    whole = Share(_embedding_dim(ranks, size)).whole(ranks[0][EMBEDDING].spec.shape, len(ranks))
+    whole = Share(_embedding_dim(ranks, size)).full_shape(
+        ranks[0][EMBEDDING].spec.shape, len(ranks)
+    )
     norm = Norm("rmsnorm", float(said["norm_eps"]))
     mixer = Attention(
         heads, said.get("n_kv_heads") or heads, size // heads, positions=_rope(folder, said)
@@ -216,7 +218,7 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
         head=Head(tied=HEAD not in ranks[0]),
         max_position_embeddings=_longest(said),
     )
-    model = beside.with_special_tokens(beside.express(tree), beside.tokenizer(folder))
+    model = sidecars.with_special_tokens(sidecars.express(tree), sidecars.tokenizer(folder))
     dtype = ranks[0][EMBEDDING].spec.dtype
     return edit(model, dtype=str(dtype).removeprefix("torch."))
 

@@ -65,15 +65,15 @@ class LowRank:
         """Tensors beside one of the targets, by our names: A, B, and DoRA's lengths."""
         return {name: self.stored[name].read() for name in names(self.form, weight)}
 
-    def merged(self, name: str, value: Tensor) -> Tensor:
+    def merge(self, name: str, value: Tensor) -> Tensor:
         """A whole weight with what stands beside it, if anything does, in its dtype."""
         if name not in self.form.targets:
             return value
         parts = list(self.tensors(name).values())
         dtype = torch.promote_types(value.dtype, parts[0].dtype)
         down, up, *lengths = (part.to(dtype) for part in parts)
-        beside = tensor.Adapter(down, up, self.form.scale, lengths[0] if lengths else None)
-        return beside.merged(value.to(dtype)).to(value.dtype)
+        adapter = tensor.Adapter(down, up, self.form.scale, lengths[0] if lengths else None)
+        return adapter.merged(value.to(dtype)).to(value.dtype)
 
 
 def names(form: Adapter, weight: str) -> tuple[str, ...]:
@@ -95,8 +95,8 @@ def base(folder: Path) -> str:
         raise gate.refuse(
             folder / CONFIG, "has no base_model_name_or_path: write there which model it is of"
         )
-    beside = folder / said
-    return str(beside) if not expand(said).is_dir() and beside.is_dir() else said
+    local = folder / said
+    return str(local) if not expand(said).is_dir() and local.is_dir() else said
 
 
 def read(folder: Path, model: Model) -> LowRank:
@@ -205,7 +205,7 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
         for weight in sorted(form.targets)
         for kind, ours in zip(KINDS, names(form, weight), strict=False)
     }
-    tensors = {theirs: run.of_adapter(ours).to(dtype) for ours, theirs in stored.items()}
+    tensors = {theirs: run.read_adapter(ours).to(dtype) for ours, theirs in stored.items()}
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     with unfinished.build_beside(folder) as (part, words):
         safetensors.write_tensors(part, specs, tensors.items())
@@ -213,15 +213,15 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
         (words / CONFIG).write_text(json.dumps(_config(run, form, modules), indent=2) + "\n")
         copy_tokenizer(run.tokenizer, words)
     base = "the weights it began with" if run.init is None else run.init
-    told = f"the adapters of {run.title}, which were trained beside {base}"
+    title = f"the adapters of {run.title}, which were trained beside {base}"
     if form.frozen != "whole":
         warnings.warn(
-            f"{told} rounded to {form.frozen} (--adapter.frozen): beside its own weights, which "
+            f"{title} rounded to {form.frozen} (--adapter.frozen): beside its own weights, which "
             "that put off by half a scale at most, they are another model by as much; without "
             "--adapters the rounded weights are written, with the adapters merged, as was trained",
             stacklevel=3,
         )
-    return told
+    return title
 
 
 def _config(run: RunCheckpoint, form: Adapter, modules: Mapping[str, str]) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class Adapted(WeightsAlone):
         return self.base.specs
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        return ((n, self.adapters.merged(n, value)) for n, value in self.base.stream(only))
+        return ((n, self.adapters.merge(n, value)) for n, value in self.base.stream(only))
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
-        return self.adapters.merged(name, self.base.read(name))
+        return self.adapters.merge(name, self.base.read(name))

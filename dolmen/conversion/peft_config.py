@@ -97,8 +97,8 @@ class Reach:
         leaves out. It ignores their tensors, so neither reading nor dropping them silently is what
         their author meant. `heads` are the output embeddings, which "all-linear" leaves out.
         """
-        excluded = self._matched("exclude_modules", modules)
-        targets = self._targeted(modules, heads)
+        excluded = self._match_field("exclude_modules", modules)
+        targets = self._find_targets(modules, heads)
         for module in modules:
             if module in excluded:
                 raise gate.refuse(
@@ -128,7 +128,7 @@ class Reach:
                 "its tensors from the other file",
             )
 
-    def _targeted(self, modules: Sequence[str], heads: Container[str]) -> frozenset[str]:
+    def _find_targets(self, modules: Sequence[str], heads: Container[str]) -> frozenset[str]:
         value = self.said.get("target_modules")
         if value is None:
             raise gate.refuse(
@@ -138,9 +138,9 @@ class Reach:
             )
         if isinstance(value, str) and value.lower() == "all-linear":
             return frozenset(module for module in modules if module not in heads)
-        return self._matched("target_modules", modules)
+        return self._match_field("target_modules", modules)
 
-    def _matched(self, field: str, modules: Sequence[str]) -> frozenset[str]:
+    def _match_field(self, field: str, modules: Sequence[str]) -> frozenset[str]:
         """Modules that a field matches, which is a list or a regular expression."""
         value = self.said.get(field)
         if isinstance(value, str) and value:
@@ -151,8 +151,8 @@ class Reach:
     @cached_property
     def _layers(self) -> frozenset[int]:
         """Empty: all."""
-        asked = self.said.get("layers_to_transform")
-        found = frozenset([asked] if isinstance(asked, int) else asked or ())
+        value = self.said.get("layers_to_transform")
+        found = frozenset([value] if isinstance(value, int) else value or ())
         if found and isinstance(self.said.get("target_modules"), str):
             raise gate.refuse(
                 self.file,
@@ -164,8 +164,8 @@ class Reach:
     @cached_property
     def _lists(self) -> tuple[str, ...]:
         """Names of the lists whose layers are counted; empty: any."""
-        asked = self.said.get("layers_pattern") or ()
-        found = (asked,) if isinstance(asked, str) else tuple(asked)
+        value = self.said.get("layers_pattern") or ()
+        found = (value,) if isinstance(value, str) else tuple(value)
         for name in found:
             if re.fullmatch(r"\w+", name) is None:
                 raise gate.refuse(

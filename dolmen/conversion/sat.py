@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dolmen.conversion import beside, hf
+from dolmen.conversion import hf, sidecars
 from dolmen.conversion.joined import Joined
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.moments import WeightsAlone
@@ -142,7 +142,7 @@ class Sat(WeightsAlone, Joined):
         share, one = self._share(entry), each[0]
         if any(other.spec != one.spec for other in each):
             raise ValueError(f"{self.where}: {one.name} is not alike on all ranks")
-        whole = share.whole(one.spec.shape, len(each))
+        whole = share.full_shape(one.spec.shape, len(each))
         if whole != entry.shape:
             raise ValueError(
                 f"{one.name} is {one.spec.shape} on each of {counted(len(each), 'rank')} in "
@@ -162,7 +162,7 @@ def open_sat(folder: Path, model: Model | None = None) -> Sat:
     """The checkpoint whose ranks lie in `folder`, its weights as those of `model`, or else of the
     config.json beside it. Raises ValueError for a rank that is missing, or is none.
     """
-    place = beside.place(folder)
+    place = sidecars.place(folder)
     model = model or hf.read_config(place)
     if model.model_type != FAMILY:
         raise ValueError(

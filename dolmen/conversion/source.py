@@ -95,9 +95,9 @@ class Source(Tensors, Protocol):
 class Format:
     """A way in which models lie in folders."""
 
-    told: str
+    title: str
     """Title of the format, and the files by which a folder shows it."""
-    found: Callable[[Path], bool]
+    matches: Callable[[Path], bool]
     """Function that says whether a folder is meant as one; whether it is whole shows when it is
     opened.
     """
@@ -105,7 +105,7 @@ class Format:
     """The folder to open: itself, or of a run, which grows, its newest whole checkpoint. Raises
     ValueError where there is none yet.
     """
-    opened: Callable[[Path, Model | None, int | None], Source]
+    open: Callable[[Path, Model | None, int | None], Source]
     """Function that opens the result of `newest`; with the weights of the model, where one is
     given. The number is of the tokens, where the folder need not say how many of its rows are
     padding. Raises ValueError.
@@ -177,7 +177,7 @@ def open_source(
     folder = hf.resolve_model(name)
     unfinished.check(folder)
     format_ = _format(folder)
-    source = format_.opened(format_.newest(folder), model, vocab_size)
+    source = format_.open(format_.newest(folder), model, vocab_size)
     if vocab_size not in (None, known := source.model.tree.vocab_size):
         raise ValueError(
             f"--vocab-size is {vocab_size}, but {source.where} says {known}: leave it out"
@@ -231,9 +231,9 @@ def load_weights(
 
 def _format(folder: Path) -> Format:
     for format_ in FORMATS:
-        if format_.found(folder):
+        if format_.matches(folder):
             return format_
     names = sorted(os.listdir(folder))
     held = f"holds {', '.join(names[:5])}{' ...' * (len(names) > 5)}" if names else "is empty"
-    known = ", nor ".join(format_.told for format_ in FORMATS)
+    known = ", nor ".join(format_.title for format_ in FORMATS)
     raise ValueError(f"{folder} is neither {known}: it {held}")

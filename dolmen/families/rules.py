@@ -71,7 +71,7 @@ class Split:
     ours: tuple[str, ...]
     groups: int
     counts: tuple[int, ...]
-    apart: bool = False
+    shard_parts: bool = False
     """Where ranks share it, each part is cut by itself and a rank has its piece of every one
     ([gate; up] of a Megatron rank), not the rows of the whole in order.
     """

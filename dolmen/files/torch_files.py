@@ -99,7 +99,7 @@ class Held:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
-    def stored(self, name: str, file: Path) -> Stored:
+    def locate(self, name: str, file: Path) -> Stored:
         """The tensor, to be read."""
         at = self.storage.start + self.offset * self.dtype.itemsize
         spec = Spec(self.shape, self.dtype)
@@ -299,7 +299,7 @@ def tensors(value: Any, file: Path) -> dict[str, Stored]:
         if isinstance(one, Held):
             if name in found:
                 raise refuse(file, f"holds {name} twice")
-            found[name] = one.stored(name, file)
+            found[name] = one.locate(name, file)
     return found
 
 

@@ -4,8 +4,8 @@ there, before any process starts and before anything is written.
 
 from dataclasses import replace
 
-from dolmen.conversion.beside import pad_vocabulary
 from dolmen.conversion.moments import check_whole
+from dolmen.conversion.sidecars import pad_vocabulary
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
 from dolmen.core.messages import counted
 from dolmen.families import compared, scored, unscored

@@ -136,7 +136,7 @@ def check_resume(run: RunConfig, out: Path) -> None:
         reader.check_files()
         found = saved_state.read_saved(reader.state, saved.path(step))
     except Damaged as error:
-        raise saved.damaged(step, error) from None
+        raise saved.damage_error(step, error) from None
     check_same_model(found.run, run, step)
     check_same_optimizer(found.run, run, step)
     if run.train.steps is not None and step > run.train.steps:

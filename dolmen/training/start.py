@@ -108,7 +108,7 @@ def load_newest(
             return _load(step, state, run, checkpoints, console)
         except Damaged as error:
             if not fall_back or step == steps[0]:
-                raise checkpoints.damaged(step, error) from None
+                raise checkpoints.damage_error(step, error) from None
             aside = checkpoints.put_aside(step)
             console.print(
                 f"WARNING: the newest checkpoint, of step {step}, is damaged ({error}); it is kept "

@@ -244,8 +244,8 @@ def test_what_to_remove_and_what_is_before_it_is_told(tmp_path):
     for step in (3, 5):
         checkpoints.save(step, tensors(step), {}, wait=True)
     assert checkpoints.newest() == 5
-    told = str(checkpoints.damaged(5, ValueError("no end")))
+    told = str(checkpoints.damage_error(5, ValueError("no end")))
     assert told.endswith(f"(no end): remove {checkpoints.path(5)} to go on from step 3")
-    assert str(checkpoints.damaged(3, ValueError())).endswith(
+    assert str(checkpoints.damage_error(3, ValueError())).endswith(
         f"{checkpoints.path(3)} to start again"
     )

@@ -267,4 +267,4 @@ def test_a_recording_is_read_as_it_was_saved(tmp_path):
             other.partial,
             len(other.pieces),
         )
-        assert torch.equal(one.whole(), other.whole()), key
+        assert torch.equal(one.join(), other.join()), key

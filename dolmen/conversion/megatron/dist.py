@@ -78,7 +78,7 @@ class Chunk:
     position: int
     length: int
 
-    def held(self, name: str, dtype: torch.dtype) -> Held:
+    def locate(self, name: str, dtype: torch.dtype) -> Held:
         """Place of its numbers. Raises Refused where it is no such tensor."""
         held = torch_files.load_part(self.file, self.position, self.length)
         if not isinstance(held, Held) or (held.shape, held.dtype) != (self.sizes, dtype):
@@ -117,7 +117,7 @@ class Pieces(Stored):
 
     def _piece(self, part: Chunk) -> Tensor:
         """Part of a chunk that belongs to this tensor."""
-        held, first = part.held(self.name, self.spec.dtype), len(self.at)
+        held, first = part.locate(self.name, self.spec.dtype), len(self.at)
         steps = zip(self.at, part.offsets, held.strides, strict=False)
         skipped = sum((at - offset) * stride for at, offset, stride in steps)
         own = replace(
@@ -126,7 +126,7 @@ class Pieces(Stored):
             shape=held.shape[first:],
             strides=held.strides[first:],
         )
-        return own.stored(self.name, part.file).read()
+        return own.locate(self.name, part.file).read()
 
     def chunks(self, size: int = 2**20) -> Iterator[bytes]:
         data = self.read().reshape(-1).view(torch.uint8)
@@ -214,7 +214,7 @@ def _shards(
                 continue
             if canonical.layer is not None:
                 layers = max(layers, canonical.layer + 1)
-            full = canonical.numbered(0)
+            full = canonical.with_layers_before(0)
             own = tuple(lying.get(at, ()))
             spec = Spec(whole.spec.shape[dims:], whole.spec.dtype)
             file = own[0].file if own else whole.file / METADATA
@@ -275,7 +275,7 @@ def _states(folder: Path, description: Foreign) -> States:
         name = names.canonical(own)
         if name is not None:
             kept = Kept(folder / where.relative_path, part=(where.offset, where.length))
-            found.setdefault(name.numbered(0), {}).setdefault(expert, []).append(kept)
+            found.setdefault(name.with_layers_before(0), {}).setdefault(expert, []).append(kept)
     return found
 
 
@@ -311,7 +311,7 @@ def _steps(inner: Any) -> Iterator[Any]:
 def _number(step: Any, file: Path) -> int:
     """A count, which may lie as a tensor. Raises ValueError for what is none."""
     if isinstance(step, Held) and step.shape in ((), (1,)):
-        step = step.stored("step", file).read().item()
+        step = step.locate("step", file).read().item()
     if isinstance(step, int | float) and not isinstance(step, bool):
         if 0 <= step < 2**40 and step == int(step):
             return int(step)

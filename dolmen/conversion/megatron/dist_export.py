@@ -61,14 +61,14 @@ class File:
 
     def tensor(self, key: str, shape: tuple[int, ...], at: tuple[int, ...], part: Tensor) -> None:
         """A part, which lies at `at` in the tensor `key` of this shape."""
-        place = self._put(part)
+        place = self._append(part)
         self.held.append(FileEntry(key, place, part.dtype, shape, at, tuple(part.shape)))
 
     def value(self, key: str, value: Any) -> None:
         """Add a value that is no tensor."""
-        self.held.append(FileEntry(key, self._put(value)))
+        self.held.append(FileEntry(key, self._append(value)))
 
-    def _put(self, value: Any) -> Place:
+    def _append(self, value: Any) -> Place:
         start = self.stream.tell()
         torch.save(value, self.stream)
         return Place(self.name, start, self.stream.tell() - start)
@@ -233,7 +233,7 @@ def _stack_place(plan: Plan, name: str) -> StackPlace:
     assert parsed is not None
     if parsed.layer is None:
         return StackPlace(name)
-    rest = names.TE.spelled(parsed.rest, parsed.layer, plan.tree.blocks[parsed.layer])
+    rest = names.TE.spell(parsed.rest, parsed.layer, plan.tree.blocks[parsed.layer])
     rest = rest.removeprefix(f"{names.TE.layers}{parsed.layer}.")
     rest = re.sub(r"^mlp\.experts\.", "mlp.experts.experts.", rest)
     if any(block.mlp.experts for block in plan.tree.blocks):

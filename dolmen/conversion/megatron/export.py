@@ -159,20 +159,20 @@ class Plan:
         """
         parsed = names.canonical(name)
         assert parsed is not None
-        last, spelled = self.ranks.stages - 1, self.dialect.spelled
+        last, spell = self.ranks.stages - 1, self.dialect.spell
         if parsed.layer is not None:
             per = self.tree.layers // self.ranks.stages
             stage, layer = divmod(parsed.layer, per)
             block = self.tree.blocks[parsed.layer]
             if not _is_expert(name):
-                return [self._place(stage, [spelled(parsed.rest, layer, block)])]
+                return [self._place(stage, [spell(parsed.rest, layer, block)])]
             each = range(block.mlp.experts // self.ranks.ep)
-            own = [spelled(parsed.rest, layer, block, expert) for expert in each]
+            own = [spell(parsed.rest, layer, block, expert) for expert in each]
             return [replace(self._place(stage, own), ep=ep) for ep in range(self.ranks.ep)]
         if name == names.EMBEDDING and self.tree.head.tied and self.ranks.pp > 1:
-            return [self._place(0, [spelled(name)]), self._place(last, [self.dialect.tied])]
+            return [self._place(0, [spell(name)]), self._place(last, [self.dialect.tied])]
         first = name.startswith("embedding.")
-        return [self._place(0 if first else last, [spelled(name)])]
+        return [self._place(0 if first else last, [spell(name)])]
 
     def _place(self, stage: int, own: list[str]) -> Place:
         """Stages lie over the ranks in order, and again in order for the next chunk."""

@@ -51,7 +51,7 @@ def rules(tree: Tree, version: float = 3.0) -> list[Rule]:
                 tuple(f"{ours}mlp.experts.{name}" for name in gate_up),
                 1,
                 (1, 1),
-                apart=True,
+                shard_parts=True,
             )
         ),
         Each(Rename(LAYER + "mlp.experts.linear_fc2", ours + "mlp.experts.down")),
@@ -63,7 +63,7 @@ def rules(tree: Tree, version: float = 3.0) -> list[Rule]:
 
 
 def _split_gate(hf: str, ours: str) -> Split:
-    return Split(hf + "linear_fc1", (ours + "gate", ours + "up"), 1, (1, 1), apart=True)
+    return Split(hf + "linear_fc1", (ours + "gate", ours + "up"), 1, (1, 1), shard_parts=True)
 
 
 def _mlp(tree: Tree, hf: str, ours: str) -> list[Rule]:
@@ -114,7 +114,7 @@ def _qkv(tree: Tree, version: float) -> Split:
     if version < 2 and number != groups:
         raise ValueError(f"checkpoint_version is {version}, which has no groups of queries")
     if version < 1:  # [3, heads, size] on each rank
-        return Split(stored, names, 1, (1, 1, 1), apart=True)
+        return Split(stored, names, 1, (1, 1, 1), shard_parts=True)
     if version < 2:  # [heads, size, 3]
         return Split(stored, names, number * size, (1, 1, 1))
     return Split(stored, names, groups, (number // groups, 1, 1))
@@ -151,7 +151,7 @@ class Dialect:
     modules.
     """
 
-    def spelled(
+    def spell(
         self,
         name: str,
         layer: int | None = None,
@@ -258,7 +258,7 @@ class Name:
     rest: str
     expert: int | None = None
 
-    def numbered(self, layers: int) -> str:
+    def with_layers_before(self, layers: int) -> str:
         """Name in the whole model, where so many layers come before those of its own file."""
         return self.rest if self.layer is None else f"{self.start}{self.layer + layers}.{self.rest}"
 

@@ -89,7 +89,7 @@ class Share:
             )
         return tuple(n // size if i == self.dim else n for i, n in enumerate(whole))
 
-    def whole(self, shape: Shape, size: int) -> Shape:
+    def full_shape(self, shape: Shape, size: int) -> Shape:
         """The inverse: of the tensor, padding included, whose ranks have this shape."""
         if self.dim is None:
             return shape
@@ -125,7 +125,7 @@ def _blocks(rule: Rule) -> int:
     match rule:
         case Each(inner):
             return _blocks(inner)
-        case Split(apart=True):
+        case Split(shard_parts=True):
             return len(rule.ours)
     return 1
 

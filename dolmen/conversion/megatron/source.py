@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dolmen.conversion import beside
+from dolmen.conversion import sidecars
 from dolmen.conversion.joined import Joined
 from dolmen.conversion.megatron import arguments, folders, names, options, shares, states
 from dolmen.conversion.megatron.folders import Sizes
@@ -208,7 +208,7 @@ def _place(
         if name.expert is None and ep > 0:
             continue  # every rank of ep has it
         expert = 0 if name.expert is None else name.expert + ep * experts
-        full = name.numbered(before)
+        full = name.with_layers_before(before)
         found.setdefault(full, Shards(stored.name)).add(tp, expert, stored)
     return here
 
@@ -240,7 +240,7 @@ class Megatron(Joined):
     @property
     def precise(self) -> "Megatron":
         masters = self.checkpoint.state.shards.get("param")
-        return self._with({**self.checkpoint.shards, **masters}) if masters else self
+        return self._replace_shards({**self.checkpoint.shards, **masters}) if masters else self
 
     @property
     def moments(self) -> Moments | None:
@@ -253,7 +253,7 @@ class Megatron(Joined):
             raise ValueError(f"{self.where} does not say how many updates its optimizer has made")
         if absent := [kind for kind in MOMENTS if kind not in state.shards]:
             raise ValueError(f"{self.where} has no {absent[0]} of its optimizer, which is no AdamW")
-        kinds = {kind: self._with(state.shards[kind], moment=True) for kind in MOMENTS}
+        kinds = {kind: self._replace_shards(state.shards[kind], moment=True) for kind in MOMENTS}
         check_whole(*kinds.values())
         return Moments(state.step, kinds)
 
@@ -261,7 +261,7 @@ class Megatron(Joined):
     def scaling(self) -> Scales:
         return states.read(self.checkpoint.states, self._entries, self.tree)
 
-    def _with(self, shards: Mapping[str, Shards], moment: bool = False) -> "Megatron":
+    def _replace_shards(self, shards: Mapping[str, Shards], moment: bool = False) -> "Megatron":
         """Other tensors of the same names and shapes."""
         return replace(
             self, checkpoint=replace(self.checkpoint, shards=dict(shards)), moment=moment
@@ -284,9 +284,9 @@ class Megatron(Joined):
         entries = names.weights(self.tree, self.checkpoint.version)
         if not self.moment:
             return entries
-        return {name: one for name, one in entries.items() if self._trained(one)}
+        return {name: one for name, one in entries.items() if self._is_trained(one)}
 
-    def _trained(self, entry: Entry) -> bool:
+    def _is_trained(self, entry: Entry) -> bool:
         return self.tree.leaves[entry.ours[0]].trained
 
     @cached_property
@@ -335,7 +335,7 @@ class Megatron(Joined):
             )
         stacked = len(entry.shape) == len(first.spec.shape) + 1
         count = (len(experts.pop()),) if stacked else ()
-        found = share.whole((*count, *first.spec.shape), tp)
+        found = share.full_shape((*count, *first.spec.shape), tp)
         same = found == entry.shape
         if share.padded:
             same = found[0] >= entry.shape[0] and found[1:] == entry.shape[1:]
@@ -348,10 +348,10 @@ class Megatron(Joined):
             raise ValueError(f"{shards.name} in {first.file} is {first.spec.dtype}: no weights")
 
     def _tensor(self, name: str) -> Tensor:
-        whole = self._joined(name, self._checked[name])
-        return whole.to(self._dtype(name)) + 1 if self._shifted(name) else whole
+        whole = self._join(name, self._checked[name])
+        return whole.to(self._dtype(name)) + 1 if self._is_shifted(name) else whole
 
-    def _shifted(self, name: str) -> bool:
+    def _is_shifted(self, name: str) -> bool:
         """True if it is the weight of a norm that is stored less 1: its gradient is the same."""
         leaf = self.tree.leaves[self._entries[name].ours[0]]
         return (
@@ -363,9 +363,9 @@ class Megatron(Joined):
     def _dtype(self, name: str) -> torch.dtype:
         """Dtype of what is read: 1 + w has more digits than w."""
         stored = self._checked[name].stored[0].spec.dtype
-        return torch.promote_types(stored, torch.float32) if self._shifted(name) else stored
+        return torch.promote_types(stored, torch.float32) if self._is_shifted(name) else stored
 
-    def _joined(self, name: str, shards: Shards) -> Tensor:
+    def _join(self, name: str, shards: Shards) -> Tensor:
         """Join the parts of all ranks to the shape of its entry."""
         entry, share = self._entries[name], self._share(name)
         ranks = [shards.held[tp] for tp in sorted(shards.held)]
@@ -408,22 +408,22 @@ def source_of(
     checkpoint: Checkpoint, model: Model | None = None, rows: int | None = None
 ) -> Megatron:
     """`open_megatron`, of one that has been read."""
-    place = beside.place(checkpoint.folder)
+    place = sidecars.place(checkpoint.folder)
     if model is None:
         model = _model(checkpoint, place, rows)
     return Megatron(model, place, checkpoint)
 
 
 def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:
-    said = beside.config(place)
-    known = beside.vocabulary(place, said, rows)
+    said = sidecars.config(place)
+    known = sidecars.vocabulary(place, said, rows)
     embedding = checkpoint.shards.get(names.EMBEDDING)
     if embedding is None:
         raise KeyError(
             f"{checkpoint.folder} has no {names.EMBEDDING}, by any name that dolmen knows"
         )
     shape, dtype = embedding.stored[0].spec.shape, embedding.stored[0].spec.dtype
-    stored = Share(0).whole(shape, checkpoint.sizes.tp)[0]
+    stored = Share(0).full_shape(shape, checkpoint.sizes.tp)[0]
     if known is None:
         raise ValueError(
             f"{checkpoint.folder} has {stored:,} rows of a vocabulary, padding among them, and "
@@ -442,7 +442,7 @@ def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:
         )
     tree = arguments.read(checkpoint.args, checkpoint.legacy, known)
     if said is None:
-        model = beside.with_special_tokens(beside.express(tree), beside.tokenizer(place))
+        model = sidecars.with_special_tokens(sidecars.express(tree), sidecars.tokenizer(place))
         return edit(model, dtype=str(dtype).removeprefix("torch."))
     if found := differences(said.tree, tree):
         text = "; ".join(f"{n} = {a}, args say {b}" for n, a, b in found[:3])

@@ -47,7 +47,7 @@ class Kept:
             case Buffer(content):
                 pass
             case Held(shape=(size,), dtype=torch.uint8) if size <= MOST_BYTES:
-                stored = value.stored("_extra_state", self.file)
+                stored = value.locate("_extra_state", self.file)
                 content = bytes(stored.read().numpy())
             case _:
                 raise refuse(self.file, "holds an _extra_state that is no bytes")
@@ -85,7 +85,9 @@ def place(
         if name is None or (name.expert is None and at[2] > 0):  # every rank of ep has it
             continue
         first = 0 if name.expert is None else name.expert + at[2] * experts
-        found.setdefault(name.numbered(before), {}).setdefault(first, []).append(Kept(file, value))
+        found.setdefault(name.with_layers_before(before), {}).setdefault(first, []).append(
+            Kept(file, value)
+        )
 
 
 def read(states: States, entries: Mapping[str, Entry], tree: Tree) -> dict[str, Scaling]:
