@@ -1,6 +1,7 @@
 """A stand-in for the CUDA kernels behind aten::_flash_attention_forward and _backward, registered
-for CPU tensors: their published semantics (FlashAttention-2 as torch has it), in float64. Beside
-them the backward of the fused RMSNorm, which torch has for a GPU alone: its own decomposition.
+for CPU tensors: their published semantics (FlashAttention-2 as torch has it), in float64; and for
+cuDNN's attention, whole tensors without a window. Beside them the backward of the fused RMSNorm,
+which torch has for a GPU alone: its own decomposition.
 
 What the kernels leave unwritten, or of which nothing is promised, is NaN here: the output of a
 query that sees no key, the rows of a tensor that no segment covers, the gradient of keys that no
@@ -18,7 +19,9 @@ NAN = float("nan")
 
 @contextmanager
 def on_cpu() -> Iterator[list[str]]:
-    """Within, the operators run on CPU tensors; their calls, `dense` or `varlen`, in order."""
+    """Within, the operators run on CPU tensors; their forward calls, `dense`, `varlen` or `cudnn`,
+    in order.
+    """
     calls: list[str] = []
 
     def forward(q, k, v, cum_q, cum_k, max_q, max_k, p, causal, debug, **options):
@@ -32,7 +35,28 @@ def on_cpu() -> Iterator[list[str]]:
         assert p == 0.0 and rng.dtype == torch.uint64 and rng.numel() == 2, "no random state"
         return _backward(g, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, causal, **options)
 
+    def cudnn_forward(q, k, v, bias, log_sum, p=0.0, causal=False, debug=False, *, scale):
+        calls.append("cudnn")
+        assert bias is None and log_sum and p == 0.0 and not debug
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        assert q.shape[1] == k.shape[1] or not causal, "the corner of its diagonal is not ours"
+        assert q.shape[3] <= 128 and min(q.shape[1], k.shape[1]) > 1
+        out, log_sum, seed, offset, unused = _forward(*q_k_v(q, k, v), causal, scale=scale)
+        lengths = unused, unused, q.shape[1], k.shape[1]
+        return out.transpose(1, 2), log_sum[..., None], *lengths, seed, offset, unused
+
+    def cudnn_backward(g, q, k, v, out, log_sum, *rest, scale):
+        _, _, bias, cum_q, cum_k, longest_q, longest_k, p, causal = rest
+        assert bias is None and cum_q is None and cum_k is None and p == 0.0
+        g, q, k, v, out = (t.transpose(1, 2) for t in (g, q, k, v, out))
+        assert (longest_q, longest_k) == (q.shape[1], k.shape[1])
+        lengths = (None, None, longest_q, longest_k, causal)
+        grads = _backward(g, q, k, v, out, log_sum.squeeze(-1), *lengths, scale=scale)
+        return tuple(d.transpose(1, 2) for d in grads)
+
     library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_cudnn_attention", cudnn_forward, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward, "CPU")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
     rms_norm = torch.ops.aten._fused_rms_norm_backward.default
@@ -41,6 +65,11 @@ def on_cpu() -> Iterator[list[str]]:
         yield calls
     finally:
         library._destroy()
+
+
+def q_k_v(q, k, v):
+    """The first arguments of `_forward` for whole tensors."""
+    return q, k, v, None, None, q.shape[1], k.shape[1]
 
 
 def _segments(q, k, cum_q, cum_k, max_q, max_k):

@@ -101,14 +101,19 @@ def batch(tree: Tree, sequences: int, length: int, documents: int = 1) -> Batch:
 
 
 def attention_of(
-    q: Tensor, k: Tensor, v: Tensor, attend: Attend = Attend(), starts: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attend: Attend = Attend(),
+    starts: Tensor | None = None,
+    backend: Literal["blocks", "flash", "cudnn"] | None = None,
 ) -> Callable[[], Tensor]:
-    """Attention by the kernels that a model of this device and dtype is built with, to be called
-    again and again: what a step knows once per batch is done here. starts [batch, length] lie on
-    the host.
+    """Attention by `backend`, or by the kernels that a model of this device and dtype is built
+    with, to be called again and again: what a step knows once per batch is done here. starts
+    [batch, length] lie on the host.
     """
-    chosen = kernels.choose(kernels.Hardware.of(q.device), q.dtype, q.shape[3])
-    here = context.ContextParallel(Axis("cp"), kernel=chosen.attention)
+    chosen = kernels.choose(kernels.Hardware.of(q.device), q.dtype, q.shape[3]).attention
+    here = context.ContextParallel(Axis("cp"), kernel=backend or chosen)
     documents = None if starts is None else here.documents(Documents.of(starts).on(q.device))
     return lambda: here.attention(q, k, v, attend.of(documents))
 

@@ -205,13 +205,14 @@ def operators(own: dict[str, dict]) -> str:
             name.removeprefix("speed of attention, "),
             ms(v["forward"]),
             ms(v["seconds"]),
+            ms(v["flash"]) if "flash" in v else "",
             ms(v["sdpa"]),
             f"{v['causal_flops_per_second'] / 1e12:.4g}",
         )
         for name, v in speed.items()
     ]
-    columns = ("attention", "forward ms", "forward and backward ms", "SDPA causal ms")
-    fast = table((*columns, "causal TFLOP/s"), rows)
+    columns = ("attention", "forward ms", "forward and backward ms", "FlashAttention-2 ms")
+    fast = table((*columns, "SDPA causal ms", "causal TFLOP/s"), rows)
     rest = {n: c for n, c in own.items() if n not in speed}
     return f"{checked(rest)}\n\n{fast}"
 

@@ -86,7 +86,10 @@ def scale_of(
     amax: Float[Tensor, "*scales"], format: Format, granularity: Granularity
 ) -> Float[Tensor, "*scales"]:
     """What brings the largest to the format's largest number; NaN or infinite where amax is."""
-    by = (amax / LARGEST[format]).clamp(min=SMALLEST_SCALE)
+    # a tensor of the device: by a number, a GPU multiplies by its rounded inverse, and half of the
+    # scales differ from a CPU's in their last bit
+    largest = amax.new_full((), LARGEST[format])
+    by = (amax / largest).clamp(min=SMALLEST_SCALE)
     if granularity == "mx":
         by = _power_above(by)
     return torch.where(amax == 0, 1.0, by)

@@ -59,9 +59,10 @@ class Kernels:
     everywhere.
     """
 
-    attention: Literal["blocks", "flash"] = "blocks"
+    attention: Literal["blocks", "flash", "cudnn"] = "blocks"
     """blocks: our own, in blocks of queries, on any device and in any dtype. flash: torch's
-    FlashAttention operators. Both take memory in proportion to queries + keys.
+    FlashAttention operators. cudnn: cuDNN's for whole sequences, flash for documents and windows.
+    All take memory in proportion to queries + keys.
     """
     without: str = ""
     """What these models ask of attention, in words, and flash, which would be chosen, lacks."""
@@ -128,9 +129,10 @@ def choose(
         return Kernels(turned=hardware.tiles and dtype == torch.bfloat16)
     widths = tuple(widths)
     flash = _flash(hardware, dtype, head_dim)
+    fused = "cudnn" if _cudnn(hardware, head_dim) else "flash"
     without = " and no ".join(_beyond_flash(tuple(attends))) if flash else ""
     return Kernels(
-        attention="flash" if flash and not without else "blocks",
+        attention=fused if flash and not without else "blocks",
         without=without,
         grouped="grouped_mm"
         if widths and not one_by_one and _grouped_mm(hardware, dtype, widths)
@@ -154,6 +156,13 @@ def _flash(hardware: Hardware, dtype: torch.dtype, head_dim: int) -> bool:
         and head_dim % 8 == 0
         and head_dim <= (192 if small else 256)
     )
+
+
+def _cudnn(hardware: Hardware, head_dim: int) -> bool:
+    """cuDNN's attention where `_flash` holds: Hopper and Blackwell of data centres, heads of up to
+    128, for which its backward is there.
+    """
+    return hardware.capability[0] in (9, 10) and head_dim <= 128
 
 
 def _beyond_flash(attends: tuple[Attend, ...]) -> list[str]:

@@ -49,7 +49,7 @@ class ContextParallel:
 
     axis: Axis
     kind: Literal["ring", "gather"] = "ring"
-    kernel: Literal["blocks", "flash"] = "blocks"
+    kernel: Literal["blocks", "flash", "cudnn"] = "blocks"
     """What attends: see ops/kernels.py."""
 
     @property

@@ -94,6 +94,14 @@ def _flash_backward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
     return one._replace(flops=5 * one.flops)
 
 
+def _cudnn(q: Tensor, k: Tensor, causal: bool, products: int) -> Multiplied:
+    """So many products of the scores of whole tensors, q [sequences, heads, queries, size]."""
+    sequences, heads, queries, size = q.shape
+    seen = _seen(queries, k.shape[2], -1, 0 if causal else -1)
+    flops = products * 2 * sequences * heads * size * seen
+    return Multiplied("attention", (sequences * heads, queries, k.shape[2], size), flops, q.dtype)
+
+
 PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any]], Multiplied]] = {
     "aten.mm": lambda args, _: _matrices(*args[:2]),
     "aten.bmm": lambda args, _: _matrices(*args[:2]),
@@ -105,6 +113,10 @@ PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any]], Multiplied]] = {
     "aten._scaled_mm_v2": lambda args, _: _matrices(*args[:2]),
     "aten._flash_attention_forward": _flash_forward,
     "aten._flash_attention_backward": _flash_backward,
+    "aten._scaled_dot_product_cudnn_attention": lambda args, _: _cudnn(*args[:2], args[6], 2),
+    "aten._scaled_dot_product_cudnn_attention_backward": lambda args, _: _cudnn(
+        *args[1:3], args[14], 5
+    ),
 }
 """By the name of the operator, without its overload."""
 

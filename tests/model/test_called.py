@@ -92,59 +92,61 @@ def small(name: str) -> dict[str, Any]:
 
 
 FIELDS |= {name: small(name) for name in families() if name not in FIELDS}
-# Calls of a forward and backward of two layers. flash and fused (RMSNorm): one each way.
-# products: of matrices; grouped, loop: those of experts, in one kernel or one each; blocks: those
-# of our attention. Gemma's norms are zero-centred, which torch's kernel is not.
+# Calls of a forward and backward of two layers. cudnn, flash (attention with a window) and fused
+# (RMSNorm): one each way. products: of matrices; grouped, loop: those of experts, in one kernel or
+# one each; blocks: those of our attention. Gemma's norms are zero-centred, which torch's is not.
 LISTED = """
-                H100, bfloat16                              CPU, bfloat16
-    llama       flash 2, fused 5, products 45               blocks 14, products 45
-    mistral     flash 2, fused 5, products 45               blocks 14, products 45
-    mixtral     flash 2, fused 5, products 33, grouped 18   blocks 14, products 33, loop 72
-    qwen2       flash 2, fused 5, products 45               blocks 14, products 45
-    qwen3       flash 2, fused 9, products 45               blocks 14, products 45
-    qwen2_moe   flash 2, fused 5, products 57, grouped 18   blocks 14, products 57, loop 72
-    olmoe       flash 2, fused 5, products 33, grouped 18   blocks 14, products 33, loop 72
-    gpt_oss     flash 2, fused 5, products 39, grouped 18   blocks 14, products 39, loop 72
-    gemma3_text flash 2, products 45                        blocks 14, products 45
-    bert        blocks 14, layer norm 6, products 42        blocks 14, layer norm 6, products 42
-    roberta     blocks 14, layer norm 6, products 42        blocks 14, layer norm 6, products 42
-    qwen3_moe   flash 2, fused 9, products 33, grouped 18   blocks 14, products 33, loop 72
-    gpt2        flash 2, layer norm 5, products 39          blocks 14, layer norm 5, products 39
-    falcon      flash 2, layer norm 3, products 39          blocks 14, layer norm 3, products 39
-    bloom       blocks 14, layer norm 6, products 39        blocks 14, layer norm 6, products 39
-    gemma       flash 2, products 45                        blocks 14, products 45
-    gemma2      blocks 14, products 45                      blocks 14, products 45
-    deepseek_v2 flash 2, fused 9, products 54, grouped 9    blocks 14, products 54, loop 36
-    deepseek_v3 flash 2, fused 9, products 54, grouped 9    blocks 14, products 54, loop 36
-    baichuan    flash 2, fused 5, products 45               blocks 14, products 45
-    chatglm     blocks 14, layer norm 5, products 39        blocks 14, layer norm 5, products 39
-    chatglm2    flash 2, fused 5, products 45               blocks 14, products 45
-    codegen     flash 2, layer norm 3, products 39          blocks 14, layer norm 3, products 39
-    cohere      flash 2, layer norm 3, products 45          blocks 14, layer norm 3, products 45
-    cohere2     flash 2, layer norm 3, products 45          blocks 14, layer norm 3, products 45
-    glm         flash 2, fused 5, products 45               blocks 14, products 45
-    glm4        flash 2, fused 9, products 45               blocks 14, products 45
-    glm_10b     blocks 14, layer norm 5, products 39        blocks 14, layer norm 5, products 39
-    glm-130b    blocks 14, layer norm 5, products 45        blocks 14, layer norm 5, products 45
-    gpt_bigcode flash 2, layer norm 5, products 39          blocks 14, layer norm 5, products 39
-    gpt_neo     flash 2, layer norm 5, products 39          blocks 14, layer norm 5, products 39
-    gpt_neox    flash 2, layer norm 5, products 39          blocks 14, layer norm 5, products 39
-    gptj        flash 2, layer norm 3, products 39          blocks 14, layer norm 3, products 39
-    granite     flash 2, fused 5, products 45               blocks 14, products 45
-    internlm2   flash 2, fused 5, products 45               blocks 14, products 45
-    mpt         blocks 14, layer norm 5, products 39        blocks 14, layer norm 5, products 39
-    olmo        flash 2, layer norm 5, products 45          blocks 14, layer norm 5, products 45
-    olmo2       flash 2, fused 5, products 45               blocks 14, products 45
-    opt         flash 2, layer norm 5, products 39          blocks 14, layer norm 5, products 39
-    phi         flash 2, layer norm 3, products 39          blocks 14, layer norm 3, products 39
-    phi3        flash 2, fused 5, products 45               blocks 14, products 45
-    qwen        flash 2, fused 5, products 45               blocks 14, products 45
-    stablelm    flash 2, layer norm 5, products 45          blocks 14, layer norm 5, products 45
-    starcoder2  flash 2, layer norm 5, products 39          blocks 14, layer norm 5, products 39
+              H100, bfloat16                                    CPU, bfloat16
+  llama       cudnn 2, fused 5, products 45                     blocks 14, products 45
+  mistral     flash 2, fused 5, products 45                     blocks 14, products 45
+  mixtral     cudnn 2, fused 5, products 33, grouped 18         blocks 14, products 33, loop 72
+  qwen2       cudnn 2, fused 5, products 45                     blocks 14, products 45
+  qwen3       cudnn 2, fused 9, products 45                     blocks 14, products 45
+  qwen2_moe   cudnn 2, fused 5, products 57, grouped 18         blocks 14, products 57, loop 72
+  olmoe       cudnn 2, fused 5, products 33, grouped 18         blocks 14, products 33, loop 72
+  gpt_oss     cudnn 1, flash 1, fused 5, products 39, grouped 18blocks 14, products 39, loop 72
+  gemma3_text flash 2, products 45                              blocks 14, products 45
+  bert        blocks 14, layer norm 6, products 42              blocks 14, layer norm 6, products 42
+  roberta     blocks 14, layer norm 6, products 42              blocks 14, layer norm 6, products 42
+  qwen3_moe   cudnn 2, fused 9, products 33, grouped 18         blocks 14, products 33, loop 72
+  gpt2        cudnn 2, layer norm 5, products 39                blocks 14, layer norm 5, products 39
+  falcon      cudnn 2, layer norm 3, products 39                blocks 14, layer norm 3, products 39
+  bloom       blocks 14, layer norm 6, products 39              blocks 14, layer norm 6, products 39
+  gemma       cudnn 2, products 45                              blocks 14, products 45
+  gemma2      blocks 14, products 45                            blocks 14, products 45
+  deepseek_v2 cudnn 2, fused 9, products 54, grouped 9          blocks 14, products 54, loop 36
+  deepseek_v3 cudnn 2, fused 9, products 54, grouped 9          blocks 14, products 54, loop 36
+  baichuan    cudnn 2, fused 5, products 45                     blocks 14, products 45
+  chatglm     blocks 14, layer norm 5, products 39              blocks 14, layer norm 5, products 39
+  chatglm2    cudnn 2, fused 5, products 45                     blocks 14, products 45
+  codegen     cudnn 2, layer norm 3, products 39                blocks 14, layer norm 3, products 39
+  cohere      cudnn 2, layer norm 3, products 45                blocks 14, layer norm 3, products 45
+  cohere2     flash 2, layer norm 3, products 45                blocks 14, layer norm 3, products 45
+  glm         cudnn 2, fused 5, products 45                     blocks 14, products 45
+  glm4        cudnn 2, fused 9, products 45                     blocks 14, products 45
+  glm_10b     blocks 14, layer norm 5, products 39              blocks 14, layer norm 5, products 39
+  glm-130b    blocks 14, layer norm 5, products 45              blocks 14, layer norm 5, products 45
+  gpt_bigcode cudnn 2, layer norm 5, products 39                blocks 14, layer norm 5, products 39
+  gpt_neo     cudnn 1, flash 1, layer norm 5, products 39       blocks 14, layer norm 5, products 39
+  gpt_neox    cudnn 2, layer norm 5, products 39                blocks 14, layer norm 5, products 39
+  gptj        cudnn 2, layer norm 3, products 39                blocks 14, layer norm 3, products 39
+  granite     cudnn 2, fused 5, products 45                     blocks 14, products 45
+  internlm2   cudnn 2, fused 5, products 45                     blocks 14, products 45
+  mpt         blocks 14, layer norm 5, products 39              blocks 14, layer norm 5, products 39
+  olmo        cudnn 2, layer norm 5, products 45                blocks 14, layer norm 5, products 45
+  olmo2       cudnn 2, fused 5, products 45                     blocks 14, products 45
+  opt         cudnn 2, layer norm 5, products 39                blocks 14, layer norm 5, products 39
+  phi         cudnn 2, layer norm 3, products 39                blocks 14, layer norm 3, products 39
+  phi3        cudnn 2, fused 5, products 45                     blocks 14, products 45
+  qwen        cudnn 2, fused 5, products 45                     blocks 14, products 45
+  stablelm    cudnn 2, layer norm 5, products 45                blocks 14, layer norm 5, products 45
+  starcoder2  cudnn 2, layer norm 5, products 39                blocks 14, layer norm 5, products 39
 """
 NAMES = {
     "_flash_attention_forward.default": "flash",
     "_flash_attention_backward.default": "flash back",
+    "_scaled_dot_product_cudnn_attention.default": "cudnn",
+    "_scaled_dot_product_cudnn_attention_backward.default": "cudnn back",
     "_fused_rms_norm_backward.default": "fused",
     "native_layer_norm.default": "layer norm",
     "native_layer_norm_backward.default": "layer norm back",
@@ -161,9 +163,9 @@ UNLISTED = ("attention", "attn", "norm", "mm", "conv", "fused", "scaled")  # in 
 
 def listed(name: str, hardware: Hardware) -> dict[str, int]:
     line = next(line for line in LISTED.splitlines() if line.split()[:1] == [name])
-    text = line[16:60] if hardware is H100 else line[60:]
+    text = line[14:64] if hardware is H100 else line[64:]
     calls = {words: int(n) for words, _, n in (c.strip().rpartition(" ") for c in text.split(","))}
-    return calls | {f"{w} back": calls[w] for w in ("flash", "layer norm") if w in calls}
+    return calls | {f"{w} back": calls[w] for w in ("flash", "cudnn", "layer norm") if w in calls}
 
 
 class Called(TorchDispatchMode):
@@ -209,7 +211,8 @@ def test_what_is_called_is_what_is_listed(name, hardware):
     model = made(name, hardware)
     found, chosen = called(model), model.split.kernels
     assert found == listed(name, hardware)
-    assert ("flash" in found) == (chosen.attention == "flash") != ("blocks" in found)
+    fused = bool({"flash", "cudnn"} & set(found))
+    assert fused == (chosen.attention == "cudnn") != ("blocks" in found)
     assert ("grouped" in found) <= (chosen.grouped == "grouped_mm")
     assert ("loop" in found) <= (chosen.grouped == "loop")
     assert ("fused" in found) <= (chosen.norm == "fused")

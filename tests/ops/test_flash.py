@@ -1,4 +1,4 @@
-"""The flash backend without a GPU: its glue by a stand-in for the kernels (tests/flash_kernel.py),
+"""The flash and cuDNN backends without a GPU: their glue by a stand-in (tests/flash_kernel.py),
 against the definition in float64 and the backend of blocks.
 """
 
@@ -37,8 +37,48 @@ def kernel():
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("name", CASES)
 def test_definition(name, road, dtype, tolerance):
-    found = reference.errors("flash", CASES[name], dtype, HERE, road)
-    assert all(error <= tolerance for error in found.values()), found
+    for backend in ("flash", "cudnn"):
+        found = reference.errors(backend, CASES[name], dtype, HERE, road)
+        assert all(error <= tolerance for error in found.values()), (backend, found)
+
+
+CUDNN = {  # case and road -> whether cuDNN computes some of it; the others are FlashAttention-2's
+    ("grouped", "whole"): True,
+    ("grouped", "ring"): True,
+    ("window in a chunk", "whole"): False,
+    ("documents", "whole"): False,
+}
+
+
+def test_cudnn_computes_whole_sequences_alone(kernel):
+    for (name, road), some in CUDNN.items():
+        kernel.clear()
+        reference.errors("cudnn", CASES[name], torch.bfloat16, HERE, road)
+        assert ("cudnn" in kernel) == some, (name, road, kernel)
+
+
+def test_a_repeatable_backward_is_flash_attentions(monkeypatch):
+    """cuDNN's adds up in any order; log_sum is the same of both, so forward stays cuDNN's."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    monkeypatch.setattr(operators.compute, "cudnn_backward", None)
+    found = reference.errors("cudnn", CASES["grouped"], torch.float64, HERE)
+    assert all(error <= 1e-13 for error in found.values()), found
+
+
+@pytest.mark.parametrize(
+    "bounds, queries, keys, fits",
+    [
+        (operators.CAUSAL, 8, 8, True),
+        (operators.ALL, 4, 8, True),
+        (operators.CAUSAL, 4, 8, False),  # whose diagonal would begin at the first key
+        ((3, 0), 8, 8, False),
+        (operators.ALL, 1, 8, False),
+    ],
+)
+def test_calls_that_fit_cudnn(bounds, queries, keys, fits):
+    call = operators.Call.of(None, bounds, 1.0, True)
+    assert call.fits_cudnn(queries, keys) == fits
+    assert not call._replace(cudnn=False).fits_cudnn(queries, keys)
 
 
 def test_a_wrong_window_is_seen(monkeypatch):
@@ -76,6 +116,10 @@ class Seen(TorchDispatchMode):
 
 LENGTH, SIZE, HEADS, KV = 32768, 128, 8, 2
 FLASH = {"_flash_attention_forward", "_flash_attention_backward"}
+CUDNN_OPERATORS = {
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward",
+}
 LONG = {  # window, documents
     "plain": (None, False),
     "window": (4096, False),
@@ -165,10 +209,13 @@ def texts(several: int, length: int = 512) -> tuple[torch.Tensor, Documents]:
 @pytest.mark.parametrize("several", [None, 5])
 def test_a_model_built_as_on_an_h100_calls_what_was_chosen(several):
     model, (tokens, documents) = decoder(), texts(several or 1)
-    assert model.split.kernels.attention == "flash"
+    assert model.split.kernels.attention == "cudnn"
     with Seen() as seen:
         model(tokens, loss_of(tokens), documents=None if several is None else documents).backward()
-    assert seen.attending == FLASH and seen.called.count("_flash_attention_forward") == 2
+    if several is None:  # the first layer has no window
+        assert seen.attending == FLASH | CUDNN_OPERATORS
+    else:
+        assert seen.attending == FLASH
     with Seen() as seen, torch.no_grad():
         decoder(torch.float32)(tokens, documents=documents)
     assert seen.attending == {"bmm"}  # fp32: our blocks
@@ -185,8 +232,9 @@ def test_a_model_with_flash_is_the_model_with_blocks():
     assert abs(losses[0] / losses[1] - 1) < 1e-3 and losses[0] != losses[1]
 
 
+@pytest.mark.parametrize("backend", ["flash", "cudnn"])
 @pytest.mark.parametrize("name", ["grouped", "documents"])
-def test_what_is_traced_has_the_shapes_of_what_is_computed(name):
+def test_what_is_traced_has_the_shapes_of_what_is_computed(name, backend):
     """Each operator's fake against the operator, and nothing of its inputs in its outputs."""
     case = CASES[name]
     q, k, v, g = case.tensors(torch.float32, HERE)
@@ -195,7 +243,7 @@ def test_what_is_traced_has_the_shapes_of_what_is_computed(name):
         q, k, v, g = (t.flatten(0, 1) for t in (q, k, v, g))
         begins = reference.spec.begins(case.starts)
         run = reference.spec.run(begins, 0, case.length, HERE)
-    call = operators.Call.of(run, operators.CAUSAL, 0.25)
+    call = operators.Call.of(run, operators.CAUSAL, 0.25, backend == "cudnn")
     kept = q, k, v, *operators.forward(q, k, v, call)
     checks = dict(test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(operators.opaque_forward, (q, k, v, *call), **checks)

@@ -19,7 +19,8 @@ HALF, FULL = torch.bfloat16, torch.float32
 @pytest.mark.parametrize(
     "hardware, dtype, head_dim, attention",
     [
-        (H100, HALF, 128, "flash"),
+        (H100, HALF, 128, "cudnn"),
+        (H100, HALF, 136, "flash"),
         (A100, torch.float16, 64, "flash"),
         (H100, HALF, 256, "flash"),
         (CPU, HALF, 128, "blocks"),
@@ -32,6 +33,7 @@ HALF, FULL = torch.bfloat16, torch.float32
         (Hardware("cuda", (8, 9), "L40S"), HALF, 200, "blocks"),
         (Hardware("cuda", (12, 0), "RTX 5090"), HALF, 256, "blocks"),
         (Hardware("cuda", (10, 0), "B200"), HALF, 256, "flash"),
+        (Hardware("cuda", (10, 0), "B200"), HALF, 128, "cudnn"),
     ],
     ids=str,
 )
@@ -76,11 +78,11 @@ def test_a_model_with_alibi_has_blocks():
         )
         for name in ("bloom", "llama")
     }
-    assert (kernels["llama"].attention, kernels["llama"].without) == ("flash", "")
+    assert (kernels["llama"].attention, kernels["llama"].without) == ("cudnn", "")
     assert (kernels["bloom"].attention, kernels["bloom"].without) == ("blocks", "ALiBi")
 
 
-@pytest.mark.parametrize("hidden, attention", [(64, "flash"), (496, "flash"), (512, "blocks")])
+@pytest.mark.parametrize("hidden, attention", [(64, "cudnn"), (496, "flash"), (512, "blocks")])
 def test_what_keys_carry_is_part_of_their_size(hidden, attention):
     """Flash takes heads of 256: 248, and 8 that keys carry."""
     fields = dict(alibi=True, multi_query=False, hidden_size=hidden, num_attention_heads=2)
@@ -93,13 +95,15 @@ def test_a_cpu_has_the_defaults_and_is_what_a_device_of_it_says():
     assert replace(Hardware.of(torch.device("cpu")), tiles=False) == CPU
     gpu = choose(H100, FULL, 64)
     assert (gpu.logits_at_once, gpu.squares, gpu.norm) == (1 << 28, "whole", "fused")
-    assert "attention by blocks" in str(gpu) and "256 Mi logits at once" in str(gpu)
+    assert "attention by blocks" in gpu.describe(True) and "256 Mi logits at once" in gpu.describe(
+        True
+    )
 
 
 @pytest.mark.parametrize(
     "attends, attention, said",
     [
-        ([Attend(window=5, scale=0.3)], "flash", "attention by flash, experts"),
+        ([Attend(window=5, scale=0.3)], "cudnn", "attention by cudnn, experts"),
         ([Attend(), Attend(soft_cap=50.0)], "blocks", "by blocks (flash has no soft cap), experts"),
         ([Attend(slopes=slopes(4))], "blocks", "by blocks (flash has no ALiBi), experts"),
         ([Attend(soft_cap=1.0, slopes=(1.0,))], "blocks", "(flash has no soft cap and no ALiBi)"),
@@ -107,9 +111,9 @@ def test_a_cpu_has_the_defaults_and_is_what_a_device_of_it_says():
 )
 def test_what_flash_lacks_is_computed_by_blocks_and_said(attends, attention, said):
     kernels = choose(H100, HALF, 128, (), attends)
-    assert kernels.attention == attention and said in str(kernels)
+    assert kernels.attention == attention and said in kernels.describe(True)
     # where flash would not be chosen, it is not what is missing
-    assert "flash" not in str(choose(H100, FULL, 128, (), attends))
+    assert "flash" not in choose(H100, FULL, 128, (), attends).describe(True)
     assert choose(CPU, HALF, 128, (), attends) == Kernels()
 
 
@@ -131,9 +135,9 @@ def test_a_model_is_told_where_it_is_built():
     here = build(CONFIG, SINGLE, compute=HALF).split.kernels
     assert replace(here, turned=False) == Kernels()  # the machine's own, where it has tiles
     gpu = build(CONFIG, SINGLE, compute=HALF, hardware=H100).split.kernels
-    assert (gpu.attention, gpu.grouped) == ("flash", "grouped_mm")
+    assert (gpu.attention, gpu.grouped) == ("cudnn", "grouped_mm")
     odd = build(replace(CONFIG, moe_intermediate_size=20), SINGLE, dtype=HALF, hardware=H100)
-    assert (odd.split.kernels.attention, odd.split.kernels.grouped) == ("flash", "loop")
+    assert (odd.split.kernels.attention, odd.split.kernels.grouped) == ("cudnn", "loop")
     capped = tiny("gemma2", vocab_size=32, hidden_size=32, num_hidden_layers=1, intermediate_size=8)
     kernels = build(capped, SINGLE, compute=HALF, hardware=H100).split.kernels
     assert (kernels.attention, kernels.without) == ("blocks", "soft cap")

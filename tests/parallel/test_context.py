@@ -233,8 +233,9 @@ def in_world() -> dict[str, float]:
         )
     with flash_kernel.on_cpu():
         for (size, axis), kind, case in itertools.product(axes.items(), ("ring", "gather"), FLASH):
-            cp = ContextParallel(axis, kind, "flash")
-            note(f"flash {kind} of {size}, {case}", error(case, cp, torch.float64))
+            for kernel in ("flash", "cudnn"):
+                cp = ContextParallel(axis, kind, kernel)
+                note(f"{kernel} {kind} of {size}, {case}", error(case, cp, torch.float64))
     for kind in (
         "ring",
         "gather",
@@ -279,9 +280,9 @@ def test_equals_one_process(kind, size):
 @pytest.mark.parametrize("kind", ["ring", "gather"])
 def test_flash_equals_one_process(kind, size):
     """By a stand-in for the kernels of a GPU, in float64: what is sliced for them, and merged."""
-    for case in FLASH:
-        found = results()[f"flash {kind} of {size}, {case}"]
-        assert found <= 1e-14, f"{case} differs by {found:.1e}"
+    for case, kernel in itertools.product(FLASH, ("flash", "cudnn")):
+        found = results()[f"{kernel} {kind} of {size}, {case}"]
+        assert found <= 1e-14, f"{case} by {kernel} differs by {found:.1e}"
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather"])

@@ -5,6 +5,7 @@ and gradient norms beside those of the CPU in float64.
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -44,7 +45,7 @@ def family(context: Context, name: str, record: Record) -> None:
     torch.set_num_threads(1)  # models so small wait for a second thread
     device = torch.device(context.place)
     with tempfile.TemporaryDirectory() as to, house.alone(device) as mesh:
-        source = open_source(tiny.save(tiny.build(name), to))
+        source = open_source(tiny.save(tiny.build(name), Path(to)))
         cpu = meshes.grid(1, 1, torch.device("cpu"))
         true = updates(source, cpu, torch.float64)
         record.tell(loss=true[0][0], norm=true[1][0])

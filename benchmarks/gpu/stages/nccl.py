@@ -3,14 +3,12 @@ made by hand. What several ranks do needs several GPUs.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from benchmarks.gpu import clock, compare, house
 from benchmarks.gpu.case import Case, Context, Record
@@ -147,14 +145,14 @@ def to_itself_calls(axis: Axis) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def _sent(x: Tensor, axis: Axis) -> Tensor:
+    """Over NCCL in one batch, in which torch's calls give no work of their own."""
     into = torch.empty_like(x)
-    batch = nullcontext([]) if axis.gloo else _coalescing_manager(axis.group, x.device, True)
-    with batch as together:
-        works = [
-            transfers.start_send(x, axis, 0),
-            transfers.start_receive(into, axis, 0),
-        ]
-    for work in works if axis.gloo else together.works:
+    if axis.gloo:
+        works = [transfers.start_send(x, axis, 0), transfers.start_receive(into, axis, 0)]
+    else:
+        pair = (dist.isend, x), (dist.irecv, into)
+        works = dist.batch_isend_irecv([dist.P2POp(f, t, 0, axis.group) for f, t in pair])
+    for work in works:
         work.wait()
     return into
 

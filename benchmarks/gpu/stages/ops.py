@@ -88,7 +88,7 @@ def product(given: Given) -> None:
 def backends(context: Context, dtype: torch.dtype) -> list[str]:
     """Those that the device has for this dtype."""
     half = context.cuda and dtype in HALF
-    return ["flash", "blocks"] if half else ["blocks"]
+    return ["flash", "cudnn", "blocks"] if half else ["blocks"]
 
 
 def attention(
@@ -255,3 +255,9 @@ def speed(context: Context, window: int | None, documents: int, record: Record) 
         sdpa=clock.rate(both(causal), device),
         causal_flops_per_second=7 * heads * 128 * length * (length + 1) / seconds,
     )
+    if context.cuda:  # FlashAttention-2 beside what was chosen
+        flash = house.attention_of(q, k, v, Attend(window), starts, "flash")
+        record.tell(
+            flash=clock.rate(both(flash), device),
+            flash_forward=clock.rate(lambda: flash().detach(), device),
+        )

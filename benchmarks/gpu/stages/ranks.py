@@ -1,5 +1,7 @@
 """Two ranks that share the one GPU: NCCL refuses that, gloo takes tensors of a GPU for some of its
-collectives. Each way to split is tried, and what gloo refuses is told.
+collectives. Each layout whose collectives gloo has is compared with one rank. Left out are those
+that failed on an H200 (torch 2.11): pp 2, as a send of a GPU's tensor ends in "Bad address", and
+tp 2 with sequence parallelism, whose exchange never returns.
 """
 
 import json
@@ -25,15 +27,13 @@ from dolmen.training.step import optimizer_step
 
 LAYOUTS = {
     "tp 2": Layout(tp=2, dp=1),
-    "tp 2, sequence parallel": Layout(tp=2, dp=1, sequence_parallel=True),
-    "pp 2": Layout(pp=2, dp=1),
     "cp 2, ring": Layout(cp=2, dp=1),
     "cp 2, gather": Layout(cp=2, dp=1, context="gather"),
     "dp 2, ZeRO 1": Layout(dp=2),
     "dp 2, ZeRO 3": Layout(dp=2, zero=3),
     "ep 2": Layout(dp=2, ep=2),
 }
-FEW = ("tp 2", "pp 2")
+FEW = ("tp 2", "dp 2, ZeRO 1")
 SEQUENCES, LENGTH, UPDATES = 4, 32, 3
 SECONDS = 60  # of all of a layout: a rank that waits for one that was refused waits for ever
 BOUND = 1e-5  # fp32, sums in another order: ten times what the golden table sees on CPU

@@ -21,6 +21,13 @@ no flash kernel has. Called by position up to `return_debug_mask`. 2.11 to 2.13.
 flash_backward = torch.ops.aten._flash_attention_backward
 """Of either form, from the sum that forward has kept. 2.11 to 2.13."""
 
+cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+"""cuDNN's attention with its log-sum-exp, which SDPA, which is public, keeps to itself. Called by
+position up to `return_debug_mask`. 2.11 to 2.13."""
+
+cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+"""From out and the log-sum-exp; bias and segments may be None. 2.11 to 2.13."""
+
 rms_norm = torch.ops.aten._fused_rms_norm
 """-> (normal, 1 / root mean square). `F.rms_norm`, which is public, gives the first alone, and its
 backward rounds g * weight. 2.11 to 2.13."""

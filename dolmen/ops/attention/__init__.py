@@ -4,7 +4,8 @@
     blocks.py     the algebra of one block of queries, on any device
     blockwise.py  the backend of those blocks
     flash.py      the backend of torch's FlashAttention operators
-    operators.py  their calls
+    cudnn.py      the same, with cuDNN's operators where they compute a call
+    operators.py  the calls of both
     alibi.py      slopes
     sinks.py      scores that weigh no value, on top of any backend
     decode.py     one query of each text, to keys in the pages of a cache
@@ -15,7 +16,7 @@ Which backend computes is chosen where a model is built (ops/kernels.py), and no
 its device.
 """
 
-from dolmen.ops.attention import blockwise, flash
+from dolmen.ops.attention import blockwise, cudnn, flash
 from dolmen.ops.attention.spec import (
     Attend,
     Attention,
@@ -26,7 +27,7 @@ from dolmen.ops.attention.spec import (
     visible,
 )
 
-BACKENDS: dict[str, Attention] = {"blocks": blockwise, "flash": flash}
+BACKENDS: dict[str, Attention] = {"blocks": blockwise, "flash": flash, "cudnn": cudnn}
 
 __all__ = [
     "BACKENDS",

@@ -33,9 +33,11 @@ from dolmen.ops.attention.spec import (
 )
 
 
-def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
-    """See `spec.Attention`; `later` is 0, as there are no prefixes."""
-    size, run, call = v.shape[3], _run(attend.documents), _call(q, attend)
+def attention(
+    q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0, *, cudnn: bool = False
+) -> Attended:
+    """See `spec.Attention`; `later` is 0, as there are no prefixes. `cudnn`: see cudnn.py."""
+    size, run, call = v.shape[3], _run(attend.documents), _call(q, attend, cudnn)
     q, k, v = _alike(q, k, v)
     if run is None:
         return _narrow(Flash.apply(q, k, v, attend.sinks, *call), size)
@@ -43,38 +45,47 @@ def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) ->
     return _narrow(out.view(q.shape), size)
 
 
-def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
+def partial(
+    q: Queries, k: Keys, v: Values, at: Place, *, cudnn: bool = False
+) -> tuple[Attended, LogSum]:
     """See `spec.Attention`."""
-    size, call = v.shape[3], _call(q, at.attend)
+    size, call = v.shape[3], _call(q, at.attend, cudnn)
     q, k, v = _alike(q, k, v)
     if at.q_start == at.k_start:
         out, log_sum = _own(q, k, v, call)
     else:
-        out, log_sum = _earlier(q, k, v, at, call.scale)
+        out, log_sum = _earlier(q, k, v, at, call)
     return _narrow(out, size), log_sum
 
 
 def partial_backward(
-    g: Attended, q: Queries, k: Keys, v: Values, whole: tuple[Attended, LogSum], at: Place
+    g: Attended,
+    q: Queries,
+    k: Keys,
+    v: Values,
+    whole: tuple[Attended, LogSum],
+    at: Place,
+    *,
+    cudnn: bool = False,
 ) -> tuple[Queries, Keys, Values]:
     """See `spec.Attention`; dk and dv in fp32."""
     (out, log_sum), sizes = whole, (q.shape[3], k.shape[3], v.shape[3])
-    call = _call(q, at.attend)
+    call = _call(q, at.attend, cudnn)
     g, q, k, v, out = _alike(g, q, k, v, out)
     if at.q_start == at.k_start:
         grads = _own_backward(g, q, k, v, (out, log_sum), call)
     else:
-        grads = _earlier_backward(g, q, k, v, (out, log_sum), at, call.scale)
+        grads = _earlier_backward(g, q, k, v, (out, log_sum), at, call)
     dq, dk, dv = (_narrow(d, size) for d, size in zip(grads, sizes, strict=True))
     return dq, dk, dv
 
 
-def _earlier(q: Tensor, k: Tensor, v: Tensor, at: Place, scale: float) -> tuple[Tensor, Tensor]:
+def _earlier(q: Tensor, k: Tensor, v: Tensor, at: Place, whole: Call) -> tuple[Tensor, Tensor]:
     """A run of queries and keys before it."""
     out = torch.zeros_like(q)
     log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=_wide(q))
     for rows, mine, theirs, bounds in _pieces(len(q), q.shape[1], k.shape[1], at):
-        call = Call.of(None, bounds, scale)
+        call = Call.of(None, bounds, whole.scale, whole.cudnn)
         out[rows, mine], piece, _ = forward(q[rows, mine], k[rows, theirs], v[rows, theirs], call)
         log_sum[rows, mine] = piece.transpose(1, 2)
     return out, log_sum
@@ -87,7 +98,7 @@ def _earlier_backward(
     v: Tensor,
     whole: tuple[Tensor, Tensor],
     at: Place,
-    scale: float,
+    call: Call,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, (out, log_sum) = torch.zeros_like(q), whole
     dk, dv = (torch.zeros_like(t, dtype=_wide(q)) for t in (k, v))
@@ -100,7 +111,7 @@ def _earlier_backward(
             out[rows, mine],
             log_sum[rows, mine].transpose(1, 2),
             no_state(q),
-            Call.of(None, bounds, scale),
+            Call.of(None, bounds, call.scale, call.cudnn),
         )
         dk[rows, theirs] += more_k
         dv[rows, theirs] += more_v
@@ -131,13 +142,13 @@ def _own_backward(
     return dq, dk.to(_wide(q)), dv.to(_wide(q))
 
 
-def _call(q: Tensor, attend: Attend) -> Call:
+def _call(q: Tensor, attend: Attend, cudnn: bool) -> Call:
     """Of all queries, with all keys before them: q before `_alike` has padded it."""
     assert attend.plain and attend.mask == "causal", (
         "no soft cap, no slopes and no prefixes: ops/kernels.py chooses other kernels for them"
     )
     scale = attend.scale_of(q.shape[3])
-    return Call.of(_run(attend.documents), _causal(attend.window), scale)
+    return Call.of(_run(attend.documents), _causal(attend.window), scale, cudnn)
 
 
 def _alike(*tensors: Tensor) -> list[Tensor]:

@@ -156,7 +156,7 @@ SCORES = {
         attend=Attend(100, scale=0.3, soft_cap=2.0, slopes=slopes(12), first_head=6),
     ),
 }
-KNOWN = {"blocks": CASES | SCORES, "flash": CASES}
+KNOWN = {"blocks": CASES | SCORES, "flash": CASES, "cudnn": CASES}
 """What each backend computes."""
 
 
