@@ -23,8 +23,7 @@ from benchmarks.planning.calibrate import (
 from benchmarks.planning.predict import Prediction, gib, predict
 from benchmarks.planning.published import Published, read_rows
 from dolmen.files.gate import Refused
-from dolmen.planning.prediction_error import FILE, read_errors
-from dolmen.planning.step import Spread
+from dolmen.planning.step import FILE, Spread, read_errors
 
 
 def main() -> int:

@@ -19,8 +19,7 @@ import numpy as np
 
 from benchmarks.planning.predict import Prediction, predict
 from benchmarks.planning.published import FOLDER, Published, read_rows
-from dolmen.planning.prediction_error import PredictionErrors
-from dolmen.planning.step import Spread
+from dolmen.planning.step import PredictionErrors, Spread
 
 GROUPS = {
     "compute": ("product", "attention"),

@@ -14,7 +14,7 @@ from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Simulation
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows, update_rows
 from dolmen.planning.capacity import layer_bytes
-from dolmen.planning.cost import BESIDE, Machine, Overlap, Parts, action_seconds, row_seconds
+from dolmen.planning.cost import CONTENTION, Machine, Overlap, Parts, action_seconds, row_seconds
 from dolmen.planning.ledger import Row
 from dolmen.planning.operations import Operations, Program, Share
 from dolmen.planning.placement import Placement, send_seconds
@@ -132,7 +132,7 @@ def forecast(job: Job, spread: Spread) -> Forecast:
     peak = machine.device.rate(job.dtype) * job.topology.size * estimate.seconds
     tokens = job.sequences * job.length
     model = training_flops_per_token(job.tree, job.length, "full") * tokens
-    again = sum(row.flops for row in rows.recomputed(job.recompute).backward)
+    again = sum(row.flops for row in rows.add_recomputation(job.recompute).backward)
     again -= sum(row.flops for row in rows.backward)
     ranks = job.topology.tp * job.topology.cp * job.topology.dp
     hardware = model + again * job.tree.layers * job.micros * ranks
@@ -151,7 +151,7 @@ def _stages(job: Job, machine: Machine) -> tuple[list[Stage], Operations]:
     """What each virtual stage takes, and the rows of a block."""
     tree, share, program = job.tree, job.share, job.program
     rows = block_rows(tree, 0, share, program)
-    whole = rows.recomputed(job.recompute)
+    whole = rows.add_recomputation(job.recompute)
     if job.zero == 3:
         whole = _gathered(whole, job, _block(job).number)
     block = rows_seconds(whole, machine)
@@ -200,7 +200,7 @@ def _send(job: Job, machine: Machine) -> float:
 def _block(job: Job) -> Held:
     """Parameters of a block on a rank of tp and ep."""
     leaves, sizes = under(job.tree.leaves, "layers.0"), {"tp": job.topology.tp, "ep": job.ep}
-    found = Held.of(leaves, sizes)
+    found = Held.count(leaves, sizes)
     return Held(found.dense, found.experts * (job.topology.tp if job.folded > 1 else 1))
 
 
@@ -255,7 +255,7 @@ def _reduced(job: Job, machine: Machine, elements: int, stages: list[Stage]) -> 
     # behind the last backward and the first forward; one layer's has nothing to hide behind
     least = 1 / max(1, job.layers[0])
     return sum(
-        max(sent - computed, sent * least) + BESIDE * min(sent, computed)
+        max(sent - computed, sent * least) + CONTENTION * min(sent, computed)
         for sent, computed in (
             (seconds, stages[0].backward.compute),
             (gathers, stages[0].forward.compute),

@@ -11,8 +11,7 @@ from benchmarks.planning.jobs import jobs
 from benchmarks.planning.models import experts_of
 from benchmarks.planning.published import Published
 from dolmen.planning.hardware import GIB, Cluster
-from dolmen.planning.prediction_error import error_group
-from dolmen.planning.step import Estimate, Spread
+from dolmen.planning.step import Estimate, Spread, error_group
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ def plan(
             explain=True,
         )
         outputs.refuse(asked)
-        question = Question.of(_planned(model, asked))
-        found = search.answer(question, asked, progress)
+        question = Question.from_request(_planned(model, asked))
+        found = search.make_plan(question, asked, progress)
         if asked.as_recipe is not None:
             outputs.write_recipe(question, found, Path(asked.as_recipe))
         return found
@@ -123,7 +123,7 @@ def plan_inference(
             layout={} if tp is None else {"tp": tp},
             train={} if dtype is None else {"dtype": dtype},
         )
-        question = Question.of(_planned(model, asked))
+        question = Question.from_request(_planned(model, asked))
         return serving_plan.inference(question, asked.batch, asked.length)
 
 

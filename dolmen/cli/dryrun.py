@@ -13,9 +13,9 @@ from dolmen.planning.steady_state import check_layout, uneven_stages
 
 def run(request: DryrunRequest) -> int:
     try:
-        if request.asked.json is not None:
-            words = f"--json {request.asked.json}"
-            outputs.refuse_anothers(words, Path(request.asked.json), ('{\n "ranks": [',))
+        if request.options.json is not None:
+            words = f"--json {request.options.json}"
+            outputs.refuse_anothers(words, Path(request.options.json), ('{\n "ranks": [',))
         check_layout(request)
         # torch takes seconds to import: what cannot be run is refused before
         say("loading torch ...")
@@ -29,9 +29,9 @@ def run(request: DryrunRequest) -> int:
     if note := uneven_stages(report.run):
         screen.print(note)
     screen.print(report.table())
-    if request.asked.json is not None:
+    if request.options.json is not None:
         try:
-            write.replace(Path(request.asked.json), json.dumps(report.as_dict(), indent=1) + "\n")
+            write.replace(Path(request.options.json), json.dumps(report.as_dict(), indent=1) + "\n")
         except OSError as error:
-            raise BadInput(f"--json {request.asked.json}: {error.strerror}") from None
+            raise BadInput(f"--json {request.options.json}: {error.strerror}") from None
     return 0

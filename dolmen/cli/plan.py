@@ -17,7 +17,7 @@ from dolmen.planning.inference import inference
 from dolmen.planning.plan import Plan
 from dolmen.planning.question import Question
 from dolmen.planning.report import write_report
-from dolmen.planning.search import with_fleets
+from dolmen.planning.search import add_fleets
 from dolmen.recipes.named import planned
 
 
@@ -26,14 +26,14 @@ def run(options: PlanOptions) -> int:
         if options.measure:
             return measure_here()
         request = asked(options)
-        if request.asked.inference:
+        if request.options.inference:
             return generation(request)
-        outputs.refuse(request.asked)
-        question = Question.of(request)
-        found = search.answer(question, request.asked, progress=True)
-        tell(found, request.asked)
-        for line in written(question, found, request.asked):
-            if request.asked.json != "-":
+        outputs.refuse(request.options)
+        question = Question.from_request(request)
+        found = search.make_plan(question, request.options, progress=True)
+        tell(found, request.options)
+        for line in written(question, found, request.options):
+            if request.options.json != "-":
                 print(line)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
@@ -62,7 +62,7 @@ def asked(options: PlanOptions) -> PlanRequest:
 
 def tell(found: Plan, asked: PlanConfig) -> None:
     """The table and what was asked beside it, or JSON."""
-    save(answer.as_dict(found), asked.json)
+    save(answer.plan_dict(found), asked.json)
     if asked.json == "-":
         return
     screen = console()
@@ -75,7 +75,7 @@ def tell(found: Plan, asked: PlanConfig) -> None:
         told += answer.explanation(found)
     for line in told:
         print(line)
-    for line in answer.ran(found):
+    for line in answer.dry_run_lines(found):
         screen.print(line)
 
 
@@ -86,15 +86,15 @@ def written(question: Question, found: Plan, asked: PlanConfig) -> Iterator[str]
         yield f"wrote {file}: {outputs.write_recipe(question, found, file)}"
     if asked.report is not None:
         try:
-            yield f"wrote {write_report(with_fleets(question, found), Path(asked.report))}"
+            yield f"wrote {write_report(add_fleets(question, found), Path(asked.report))}"
         except OSError as error:
             raise ValueError(f"--report {asked.report}: {error.strerror}") from None
 
 
 def generation(request: PlanRequest) -> int:
     """The table of inference, or JSON."""
-    asked = request.asked
-    found = inference(Question.of(request), asked.batch, asked.length)
+    asked = request.options
+    found = inference(Question.from_request(request), asked.batch, asked.length)
     save(answer.inference_dict(found), asked.json)
     if asked.json != "-":
         screen = console()

@@ -41,7 +41,7 @@ def run(options: ScheduleOptions) -> int:
             schedule, simulation = found.schedule, found.simulation
         else:
             found, widths, schedule = None, (), chosen(options)
-            simulation = schedules.simulate_stages(schedule, times.of_stages(schedule))
+            simulation = schedules.simulate_stages(schedule, times.stage_costs(schedule))
         if options.out:
             write_out(schedule, simulation, Path(options.out))
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""A plan told to a person and to a program."""
+"""A plan lines to a person and to a program."""
 
 from dataclasses import asdict
 from typing import Any
@@ -16,13 +16,13 @@ MFU = (
     "device's maker promises in {dtype}; HFU: with what backward computes again."
 )
 SHOWN = 4
-"""Changes of a layout that are told."""
+"""Changes of a layout that are lines."""
 DIFFERS = 0.01
-"""Of the peak: kinds of memory whose closed form is further off are told."""
+"""Share of the peak: kinds of memory whose closed form differs by more are shown."""
 
 
 def title(plan: Plan) -> str:
-    """What was planned."""
+    """Return the lines above the table: model, cluster, batch, number of layouts."""
     cluster = plan.cluster
     where = f"{cluster.name}, {counted(cluster.nodes, 'node')} of {cluster.gpus_per_node} GPUs"
     batch = f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,}"
@@ -81,28 +81,30 @@ def notes(plan: Plan) -> list[str]:
     ]
 
 
-def ran(plan: Plan) -> list[str | Table]:
-    """What the dry run of the first layout says beside its closed forms."""
+def dry_run_lines(plan: Plan) -> list[str | Table]:
+    """Return the dry run of the first layout, compared with its closed forms."""
     dry = plan.dry
     if dry is None:
         return []
-    told: list[str | Table] = [f"not listed, by the dry run: {why}" for why in dry.struck]
+    lines: list[str | Table] = [f"not listed, by the dry run: {why}" for why in dry.struck]
     if dry.left_out:
-        return [*told, f"The first layout was not dry-run: {dry.left_out}."]
+        return [*lines, f"The first layout was not dry-run: {dry.left_out}."]
     made = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
     made.add_column("dry run of 1.", no_wrap=True)
     for one in dry.ranks:
         made.add_column(f"rank {one.rank:,}", justify="right", no_wrap=True)
-    made.add_row("GiB at the peak", *(beside(one.peak) for one in dry.ranks))
+    made.add_row("GiB at the peak", *(format_compared(one.peak) for one in dry.ranks))
     least = DIFFERS * max(one.peak.counted for one in dry.ranks)
     for held in zip(*(one.held for one in dry.ranks), strict=True):
         if any(abs(one.formed - one.counted) >= least for one in held):
-            made.add_row(f"  {held[0].name}", *map(beside, held))
+            made.add_row(f"  {held[0].name}", *map(format_compared, held))
     for axis in dict.fromkeys(sent.name for one in dry.ranks for sent in one.sent):
         found = [next((s for s in one.sent if s.name == axis), None) for one in dry.ranks]
-        made.add_row(f"GiB sent over {axis}", *(beside(one) if one else "-" for one in found))
+        made.add_row(
+            f"GiB sent over {axis}", *(format_compared(one) if one else "-" for one in found)
+        )
     return [
-        *told,
+        *lines,
         made,
         "in brackets: the closed forms beside what the real step does, without values; of what is "
         f"held, kinds that differ by {DIFFERS:.0%} of the peak.",
@@ -130,14 +132,14 @@ def _differing_seconds(step: float, dry: DryRun) -> list[str]:
     return lines
 
 
-def beside(one: Compared) -> str:
+def format_compared(one: Compared) -> str:
     """ "60.09 (+3.8%)": GiB as counted, and how far off the closed form is."""
     return f"{one.counted / 2**30:,.2f} ({one.off:+.1%})"
 
 
 def explanation(plan: Plan) -> list[str]:
-    """Of each layout what its step is made of, what fills its fullest rank, and what one change
-    would buy.
+    """Explain each layout: what its step is made of, what fills its fullest rank, and what one
+    change would gain.
     """
     lines = []
     for number, one in enumerate(plan.ranked, 1):
@@ -161,11 +163,11 @@ def explanation(plan: Plan) -> list[str]:
             f"   time: {shares}",
             f"   GiB of stage {fullest}: {held}",
         ]
-        lines += [f"   {told(plan, one, change)}" for change in worth_telling(one)]
+        lines += [f"   {format_change(plan, one, change)}" for change in changes_to_show(one)]
     return lines
 
 
-def worth_telling(one: Candidate) -> list[Change]:
+def changes_to_show(one: Candidate) -> list[Change]:
     """The fastest changes that fit, and the fastest of those that do not, where it would buy
     something.
     """
@@ -174,7 +176,7 @@ def worth_telling(one: Candidate) -> list[Change]:
     return [*fitting, *faster[:1]]
 
 
-def told(plan: Plan, one: Candidate, change: Change) -> str:
+def format_change(plan: Plan, one: Candidate, change: Change) -> str:
     """A change in a line."""
     percent = change.seconds / one.estimate.seconds - 1
     way = f"{abs(percent):.1%} {'less' if percent < 0 else 'more'} time"
@@ -197,17 +199,19 @@ def budget(plan: Plan) -> list[str]:
         energy = plan.cluster.nodes * plan.cluster.node_watts / 1e6 * 24 * days.seconds
         lines.append(f"energy: {energy:,.1f} MWh, of nodes at full power, without cooling")
     if plan.prices.rent:
-        lines.append(f"rented: {plan.rented(fleet):,.0f} at {plan.prices.rent:g} per GPU and hour")
+        lines.append(
+            f"rented: {plan.rent_cost(fleet):,.0f} at {plan.prices.rent:g} per GPU and hour"
+        )
     if plan.prices.node:
         lines.append(
-            f"owned: {plan.owned(fleet):,.0f}, nodes at {plan.prices.node:,.0f} over "
+            f"owned: {plan.owning_cost(fleet):,.0f}, nodes at {plan.prices.node:,.0f} over "
             f"{plan.prices.years:g} years, {plan.prices.kilowatt_hour:g} per kWh"
         )
     return lines
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """What --json writes: seconds and bytes."""
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """Return the content of --json: seconds and bytes."""
     return {
         "model": plan.model,
         "parameters": plan.parameters,
@@ -271,7 +275,7 @@ def _candidate(plan: Plan, one: Candidate, tie: int) -> dict[str, Any]:
 
 
 def inference_title(found: Inference) -> str:
-    """What was asked of generation."""
+    """Return the line above the table of inference."""
     cluster = found.cluster
     texts = counted(found.batch, "text")
     return (
@@ -302,7 +306,7 @@ def inference_table(found: Inference) -> Table:
 
 
 def inference_dict(found: Inference) -> dict[str, Any]:
-    """What --json writes of generation: seconds and bytes."""
+    """Return the content of --json for inference: seconds and bytes."""
     return {
         "model": found.model,
         "cluster": found.cluster.name,

@@ -37,7 +37,7 @@ from dolmen.planning.operations import (
 
 
 def embedding_rows(tree: Tree, share: Share, program: Program) -> Operations:
-    """Of tokens looked up, positions added, dropout."""
+    """Return the rows of the embedding: tokens looked up, positions added, dropout."""
     maker = Maker(tree.width, share, program)
     x, stream = maker.whole, maker.x
     forward = [memory("F", "embed", "rows", x, x)]
@@ -67,34 +67,34 @@ def head_rows(tree: Tree, share: Share, program: Program) -> Operations:
     passes = (22, 16) if program.attention == "scores" or program.fused == "no" else (8, 8)
     loss = [memory("F", "loss", "loss", *(p * logits for p in passes))]
     back = [memory("B", "loss", "loss", 6 * logits, 4 * logits)] if program.late_loss else []
-    entered = maker.entered("head", [linear])
+    entered = maker.column_parallel("head", [linear])
     if not program.late_loss:
-        entered = _at_once(entered)
+        entered = _fuse_loss(entered)
     if share.tp > 1:
         for size in (4, 4, 4):  # largest, sum, the label's
             loss.append(collective("F", "loss", "all-reduce", size * tokens))
     steps = [entered, (loss, back)]
     if tree.final_norm is not None:
         steps.insert(0, maker.norm("final_norm", tree.final_norm.kind))
-    return Operations.of(steps)
+    return Operations.join(steps)
 
 
-def _at_once(entered: Both) -> Both:
+def _fuse_loss(entered: Both) -> Both:
     """The products of a head whose loss forms its gradients: all of forward, where what entered is
     there; what leaves it crosses tp in backward.
     """
     forward, backward = entered
     computed: Rows = [replace(row, action="F") for row in backward if row.kind != "collective"]
     sums = [row for row in backward if row.kind == "collective" and row.op != "all-gather"]
-    kept = [replace(row, beside=False) for row in sums]
+    kept = [replace(row, overlapped=False) for row in sums]
     return [*forward, *computed], kept
 
 
 def update_rows(
     elements: int, held: int, sharded: bool, program: Program, clips: bool = True, moments: int = 2
 ) -> tuple[Row, ...]:
-    """Of the update: `elements` parameters that this rank updates, `held` whose gradients it has
-    whole before (`sharded`: of ZeRO they differ).
+    """Return the rows of the update: `elements` parameters that this rank updates, `held` whose
+    gradients it has whole before (`sharded`: with ZeRO they differ).
     """
     g = program.gradient
     passes = [memory("optimizer", "", "zero", 0, g * held)] if program.buffers else []
@@ -111,11 +111,11 @@ def update_rows(
 
 
 BACKWARD = 2.5
-"""Of fused attention against forward: it forms the scores again."""
+"""FLOPs of fused attention's backward against its forward: it forms the scores again."""
 
 
 def block_rows(tree: Tree, number: int, share: Share, program: Program) -> Operations:
-    """Of layer `number`."""
+    """Return the rows of layer `number`."""
     leaves = under(tree.leaves, f"layers.{number}")
     return _Block(tree.hidden_size, share, program, tree, number, leaves).rows()
 
@@ -134,34 +134,36 @@ class _Block(Maker):
 
     def rows(self) -> Operations:
         around, kind = self.block.arrangement, self.block.norm.kind
-        apart = around.additions == 2
-        attention = [name for name in self.of("attn.") if name != "attn.o.weight"]
+        separate = around.additions == 2
+        attention = [name for name in self.matrix_names("attn.") if name != "attn.o.weight"]
         steps = [
             self.norm("attn_norm", kind),
-            self.entered("attn.qkv", self.linears("attn.qkv", attention)),
-            self.rotated(),
+            self.column_parallel("attn.qkv", self.linears("attn.qkv", attention)),
+            self.rope_rows(),
             self.inner(),
-            self.left("attn.o", self.linears("attn.o", ["attn.o.weight"])[0], sends=apart),
+            self.row_parallel(
+                "attn.o", self.linears("attn.o", ["attn.o.weight"])[0], sends=separate
+            ),
         ]
-        if apart:
-            steps.append(self.added("attn.add", "attn.o.bias" in self.leaves))
+        if separate:
+            steps.append(self.residual_rows("attn.add", "attn.o.bias" in self.leaves))
         if around.norm_count > 1:
             steps.append(self.norm("mlp_norm", kind))
-        steps += self.features(sends=apart)
-        steps.append(self.added("mlp.add", "mlp.down.bias" in self.leaves))
+        steps += self.features(sends=separate)
+        steps.append(self.residual_rows("mlp.add", "mlp.down.bias" in self.leaves))
         steps += [self.norm("norm", kind)] * (around.norm_count - 2)
         if self.program.fp8:
             steps.append(self.casts())
         if self.program.random_state:
             state = Row("F", "random", "host", "copy", read=self.program.random_state)
             steps.append(([state], []))
-        return Operations.of(steps)
+        return Operations.join(steps)
 
-    def of(self, prefix: str) -> list[str]:
+    def matrix_names(self, prefix: str) -> list[str]:
         """Names of the matrices below it."""
         return [n for n, leaf in self.leaves.items() if n.startswith(prefix) and leaf.products]
 
-    def held(self, name: str) -> tuple[int, ...]:
+    def local_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a matrix that a rank multiplies: of keys that each rank stores whole, those of
         the heads that its queries use.
         """
@@ -175,7 +177,7 @@ class _Block(Maker):
 
     def linears(self, module: str, names: list[str]) -> list[Both]:
         """Products of one input each, or of those that a program joins."""
-        shapes = [self.held(name) for name in names]
+        shapes = [self.local_shape(name) for name in names]
         if self.program.joined and len({shape[-1] for shape in shapes}) == 1:
             *stack, _, inp = shapes[0]
             shapes = [(*stack, sum(shape[-2] for shape in shapes), inp)]
@@ -196,7 +198,7 @@ class _Block(Maker):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Of queries and of keys, on this rank."""
+        """Number of query heads and key heads on this rank."""
         mixer, size = self.block.mixer, self.block.mixer.head_size
         k = self.leaves.get("attn.k.weight")
         return self.share.part(mixer.heads), self.share.part(
@@ -204,7 +206,7 @@ class _Block(Maker):
         )
 
     def inner(self) -> Both:
-        """Between q, k, v and the output projection."""
+        """Return the rows between q, k, v and the output projection."""
         return self.scores() if self.program.attention == "scores" else self.flash()
 
     def flash(self) -> Both:
@@ -258,7 +260,7 @@ class _Block(Maker):
         backward += [plain.product("B", module, values)] * 2
         return forward, backward
 
-    def rotated(self) -> Both:
+    def rope_rows(self) -> Both:
         if self.block.mixer.positions is None:
             return [], []
         heads, size = sum(self.heads), self.block.mixer.head_size
@@ -270,8 +272,8 @@ class _Block(Maker):
             [memory("B", "attn.rope", "rope", moved, moved)],
         )
 
-    def added(self, module: str, biased: bool) -> Both:
-        """What leaves a branch, with its bias and dropout, added to the residual stream."""
+    def residual_rows(self, module: str, biased: bool) -> Both:
+        """Return the rows that add a branch, with its bias and dropout, to the residual stream."""
         x, masked = self.x, 0.5 * self.x * self.program.dropout
         backward = [memory("B", module, "add", 2 * x, x)]  # of the two gradients that meet
         if self.program.dropout:
@@ -292,36 +294,36 @@ class _Block(Maker):
         if not isinstance(self.block.mlp, Experts):
             down = self.linears("mlp.down", ["mlp.down.weight"])[0]
             return [
-                self.entered("mlp.up", self.up("mlp"), sends),
-                self.activated("mlp"),
-                self.left("mlp.down", down),
+                self.column_parallel("mlp.up", self.up("mlp"), sends),
+                self.activation_rows("mlp"),
+                self.row_parallel("mlp.down", down),
             ]
         shared: list[Both] = []
         if "mlp.shared.up.weight" in self.leaves:
-            shared = [*self.up("mlp.shared"), self.activated("mlp.shared")]
+            shared = [*self.up("mlp.shared"), self.activation_rows("mlp.shared")]
             shared += self.linears("mlp.shared", ["mlp.shared.down.weight"])
         down = self.linears("mlp.down", ["mlp.experts.down.weight"])[0]
         routed = self.linears("mlp.router", ["mlp.router.weight"])
-        there, back = self.sorted(), self.sorted()
+        there, back = self.dispatch_rows(), self.dispatch_rows()
         sends = sends and not self.share.folded
         return [
-            self.entered("mlp.router", routed, sends),
+            self.column_parallel("mlp.router", routed, sends),
             *shared,
             there,
             *self.up("mlp.experts"),
-            self.activated("mlp.experts"),
+            self.activation_rows("mlp.experts"),
             down,
             back,
-            self.left("mlp.down", ([], []), not self.share.folded),
+            self.row_parallel("mlp.down", ([], []), not self.share.folded),
         ]
 
     def up(self, prefix: str) -> list[Both]:
         names = (f"{prefix}.gate.weight", f"{prefix}.up.weight")
         return self.linears("mlp.up", [name for name in names if name in self.leaves])
 
-    def activated(self, prefix: str) -> Both:
+    def activation_rows(self, prefix: str) -> Both:
         eager = self.program.fused == "no"
-        *stack, inner, _ = self.held(f"{prefix}.up.weight")
+        *stack, inner, _ = self.local_shape(f"{prefix}.up.weight")
         rows = self.expert_rows(stack[0], True) * stack[0] if stack else self.share.tokens
         f = self.program.element * rows * inner
         if f"{prefix}.gate.weight" in self.leaves:
@@ -335,7 +337,7 @@ class _Block(Maker):
         forward = [memory("F", "mlp.act", "act", f, f)]
         return forward, [memory("B", "mlp.act", "act", 2 * f + bias, f)]
 
-    def sorted(self) -> Both:
+    def dispatch_rows(self) -> Both:
         """Rows in the order of experts, sent to their ranks; or back. Of sequence parallelism this
         rank's tokens are sent, and put together over tp there.
         """
@@ -356,7 +358,7 @@ class _Block(Maker):
         takes both of its factors by rows; its largest number is known of what makes it.
         """
         name = next(name for name in self.leaves if name.endswith("up.weight"))
-        *stack, inner, _ = self.held(name)
+        *stack, inner, _ = self.local_shape(name)
         # experts that are multiplied one after another are cast so too
         times = stack[0] if stack and not self.program.grouped else 1
         rows = self.expert_rows(stack[0], True) * stack[0] if stack else self.share.tokens

@@ -45,29 +45,29 @@ def layer_bytes(
     of experts those of the dense layer that a token passes, with what is sent to them and comes
     back; latents beside the heads that are made of them.
     """
-    tokens, beside, e = batch * length / cp, 0.0, element_bytes
+    tokens, extra, e = batch * length / cp, 0.0, element_bytes
     if isinstance(block.mlp, Experts):
         experts = block.mlp
-        beside += tokens * 2 * e * experts.per_token * tree.hidden_size
-        beside += tokens * 8 * experts.number  # the router's, in fp32
+        extra += tokens * 2 * e * experts.per_token * tree.hidden_size
+        extra += tokens * 8 * experts.number  # the router's, in fp32
         block = replace(block, mlp=Mlp(experts.per_token * experts.size))
     if not isinstance(block.mixer, Attention):
         mixer = block.mixer
-        beside += tokens * e * 2 * ((mixer.q_rank or 0) + mixer.kv_rank)
+        extra += tokens * e * 2 * ((mixer.q_rank or 0) + mixer.kv_rank)
         block = replace(block, mixer=Attention(mixer.heads, mixer.heads, mixer.head_size))
     one = replace(tree, runs=(Run((block,), 1),))
     how = {"cp": cp, "recompute": recompute, "element_bytes": e, **more}
     kept = activation_bytes_per_layer(one, batch, length, **how)
-    return kept + (0.0 if recompute == "full" else beside)
+    return kept + (0.0 if recompute == "full" else extra)
 
 
 LOGITS = 1 << 28
-"""Of a chunk of the loss on a GPU (ops/kernels.py: logits_at_once)."""
+"""Logits in a chunk of the loss on a GPU (ops/kernels.py: logits_at_once)."""
 LOGIT_BYTES = 6
-"""Of each: in half precision and in fp32, which becomes its gradient."""
+"""Bytes of each: in half precision and in fp32, which becomes its gradient."""
 
 
-def in_flight(schedule: str, ranks: int, micros: int, chunks: int, rank: int) -> float:
+def microbatches_in_flight(schedule: str, ranks: int, micros: int, chunks: int, rank: int) -> float:
     """Microbatches that a pipeline rank holds at once, in units of all its layers."""
     match schedule:
         case "gpipe":
@@ -83,7 +83,7 @@ def in_flight(schedule: str, ranks: int, micros: int, chunks: int, rank: int) ->
 
 
 class States(NamedTuple):
-    """What does not depend on a microbatch."""
+    """Bytes that do not depend on a microbatch."""
 
     held: Live
     """At any moment, gradients aside."""
@@ -98,7 +98,7 @@ class States(NamedTuple):
     packed: int
     """... and where they are, in what fsdp sends of the largest of these; ..."""
     lasting: int
-    """... of which that of the last is there until the next backward."""
+    """The part of `moment` that the last unit keeps until the next backward."""
     early: int
     """Gradients that a split backward makes of the head, before any of its weights."""
 
@@ -107,13 +107,13 @@ class Moments(NamedTuple):
     """Bytes of activations."""
 
     forward: float
-    """As a forward ends: with the loss and its logits, at the last stage."""
+    """Bytes as a forward ends: with the loss and its logits, at the last stage."""
     before: float
-    """In the first backward, ..."""
+    """Bytes in the first backward, ..."""
     after: float
     """... and in one that finds gradients there."""
     more: bool
-    """Whether a forward comes after the first backward."""
+    """A forward comes after the first backward."""
     sent: int
     """The batch, and what goes to neighbours and comes from them."""
 
@@ -131,13 +131,13 @@ def _moments_of(states: States, moments: Moments) -> tuple[float, float, float]:
 
 @dataclass
 class Capacity:
-    """Of a model that is trained on sequences of `sequence_length`."""
+    """Memory of the ranks of a model that is trained on sequences of `sequence_length`."""
 
     tree: Tree
     sequence_length: int
     dropout: float = 0.0
     element_bytes: int = 2
-    """Of the dtype of a step; parameters rest in four."""
+    """Bytes of the dtype of a step; parameters rest in four."""
     moments: int = 2
     """Numbers of the optimizer per parameter, in fp32."""
     other: int = 0
@@ -149,12 +149,14 @@ class Capacity:
 
     @cached_property
     def ranks(self) -> Ranks:
-        """Which layers and parameters they have."""
+        """Layers and parameters of each rank."""
         return Ranks(self.tree)
 
     def stages(self, choice: Choice, global_batch_size: int) -> tuple[StageMemory, ...]:
-        """Of each pipeline rank, at its fullest."""
-        return tuple(self.of(choice, rank, global_batch_size) for rank in range(choice.pp))
+        """Return the memory of each pipeline rank at its fullest."""
+        return tuple(
+            self.stage_memory(choice, rank, global_batch_size) for rank in range(choice.pp)
+        )
 
     def fullest(self, choice: Choice, global_batch_size: int) -> int:
         """Bytes of the fullest rank: the first or last of those with equally many layers."""
@@ -169,8 +171,8 @@ class Capacity:
             most = total if total > most else most
         return round(most) + self.other
 
-    def of(self, choice: Choice, rank: int, global_batch_size: int) -> StageMemory:
-        """Of one pipeline rank, at the fullest of its moments."""
+    def stage_memory(self, choice: Choice, rank: int, global_batch_size: int) -> StageMemory:
+        """Return the memory of one pipeline rank at the fullest of its moments."""
         micros = global_batch_size // choice.dp // choice.microbatch_size
         states, moments = self._states(choice, rank, micros), self._moments(choice, rank, micros)
         found = _moments_of(states, moments)
@@ -246,7 +248,9 @@ class Capacity:
         )
         if found := self._known_moments.get(key):
             return found
-        at_once = in_flight(choice.schedule, choice.pp, micros, choice.virtual_stages, rank)
+        at_once = microbatches_in_flight(
+            choice.schedule, choice.pp, micros, choice.virtual_stages, rank
+        )
         kept, again = self._activations(choice, rank)
         loss = logits = 0.0
         if choice.pp * choice.virtual_stages - 1 in stages_of(choice, rank):
@@ -300,8 +304,8 @@ class Capacity:
             return found
         if key not in self._known_layers:
             kinds = self.ranks.blocks
-            plain = [self._kept(block, choice, "none") for block in kinds]
-            kept = [self._kept(block, choice, choice.recompute) for block in kinds]
+            plain = [self._kept_bytes(block, choice, "none") for block in kinds]
+            kept = [self._kept_bytes(block, choice, choice.recompute) for block in kinds]
             self._known_layers[key] = plain, kept
         plain, kept = self._known_layers[key]
         total = moment = 0.0
@@ -315,7 +319,7 @@ class Capacity:
         self._known_activations[rank_key] = total, moment
         return total, moment
 
-    def _kept(self, block: Block, choice: Choice, recompute: str) -> float:
+    def _kept_bytes(self, block: Block, choice: Choice, recompute: str) -> float:
         """Bytes that a layer keeps; where cp gathers, with keys and values of the whole sequence
         (docs/context-parallel.md).
         """
@@ -341,8 +345,9 @@ class Capacity:
         return kept + whole * (1 - 0.5 / choice.cp) * width * self.element_bytes
 
     def _loss(self, choice: Choice) -> tuple[float, float]:
-        """What the head keeps from forward to backward: what enters and both gradients; and what
-        it needs for a moment: a chunk of logits, and the gradient of its weight in fp32.
+        """Return the bytes that the head keeps from forward to backward (what enters and both
+        gradients), and those that it needs for a moment (a chunk of logits, and the gradient of its
+        weight in fp32).
         """
         tokens = choice.microbatch_size * self.sequence_length / choice.cp
         rows = -(-self.tree.vocab_size // choice.tp)

@@ -1,4 +1,4 @@
-"""What may be asked of the planning room, as data. Without torch."""
+"""Options of `dolmen plan` and `dolmen dryrun`. Nothing here imports torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,9 +15,9 @@ class DryrunConfig:
     """A dry run of a step."""
 
     ranks: str = "first,middle,last"
-    """Which ranks of the world to run as: first, middle, last, or numbers, separated by commas."""
+    """Ranks of the world to run as: first, middle, last, or numbers, separated by commas."""
     device: Device = "h100"
-    """Whose kernels are chosen. None need be here."""
+    """Device for which kernels are chosen. None need be here."""
     exact: bool = False
     """Run every microbatch of the step, and not the steady state of the pipeline once."""
     max_load: float = 1.0
@@ -41,7 +41,7 @@ class DryrunRequest:
     """A dry run of a run."""
 
     run: RunConfig
-    asked: DryrunConfig
+    options: DryrunConfig
 
 
 def ranks_of(text: str, world: int) -> list[int]:
@@ -68,7 +68,7 @@ def ranks_of(text: str, world: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """What a step is; unset, as the model's recipe or file has it."""
+    """A training step; unset options are those of the model's recipe or file."""
 
     global_batch_size: int | None = None
     """Sequences of one update, over all GPUs."""
@@ -85,17 +85,18 @@ class StepConfig:
 
     @property
     def said(self) -> dict:
-        """Those that are given."""
+        """Options that were given."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What a plan is asked."""
+    """Options of `dolmen plan`."""
 
     cluster: str | None = None
-    """Where: NAME or NAME:NODES of a cluster that dolmen knows, GPUS such as 64xh100, or a YAML
-    file, FILE.yaml:NODES."""
+    """Cluster: NAME or NAME:NODES of one that dolmen knows, a number of GPUs such as 64xh100, or a
+    YAML file, FILE.yaml:NODES.
+    """
     layout: Pins = Pins()
     train: StepConfig = StepConfig()
     top: int = 10
@@ -125,9 +126,9 @@ class PlanConfig:
     inference: bool = False
     """Memory and bandwidth of weights and cache for generation, in place of training."""
     batch: int = 1
-    """Of inference: texts at once."""
+    """Sequences at once, for --inference."""
     length: int | None = None
-    """Of inference: tokens of each text. Unset: the model's longest."""
+    """Tokens of each sequence, for --inference. Unset: the model's longest."""
 
     def __post_init__(self):
         for name in ("json", "as_recipe", "report", "cluster"):
@@ -161,6 +162,6 @@ class PlanRequest:
     """A plan of a run, whose model it must have."""
 
     name: str
-    """Of the model, for a person."""
+    """Name of the model, for a person."""
     run: RunConfig
-    asked: PlanConfig
+    options: PlanConfig

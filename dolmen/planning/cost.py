@@ -31,15 +31,15 @@ SPLITS = (1, 2, 4, 8)
 # of fused attention against its forward (Dao, 2307.08691, figures 5 and 6: 0.75 to 0.85)
 ATTENTION_BACKWARD = 0.80
 # what a collective that runs beside compute takes from it: multiprocessors and memory
-BESIDE = 0.25
+CONTENTION = 0.25
 
 Hides = Literal["nothing", "products", "action"]
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Behind what the collectives of an axis hide: nothing; the products that are issued after
-    those that are not waited for (Row.beside); all that the action computes.
+    """The work behind which the collectives of an axis hide: nothing; the products that are issued
+    after those that are not waited for (Row.overlapped); all that the action computes.
     """
 
     tp: Hides = "products"
@@ -47,7 +47,7 @@ class Overlap:
     ep: Hides = "nothing"
     fsdp: Hides = "action"
 
-    def of(self, axis: str) -> Hides:
+    def hides_behind(self, axis: str) -> Hides:
         known: Mapping[str, Hides] = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
         return known.get(axis, self.fsdp)
 
@@ -59,9 +59,9 @@ class Parts:
     product: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
-    """What is bound by bytes."""
+    """Kernels bound by bytes."""
     host: float = 0.0
-    """That the device waits for the host."""
+    """Time in which the device waits for the host."""
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
@@ -70,13 +70,13 @@ class Parts:
 
     @property
     def total(self) -> float:
-        return sum(self.by_name().values())
+        return sum(self.named_seconds().values())
 
     @property
     def compute(self) -> float:
         return self.product + self.attention + self.memory
 
-    def by_name(self) -> dict[str, float]:
+    def named_seconds(self) -> dict[str, float]:
         return dict(vars(self))
 
     def __add__(self, other: "Parts") -> "Parts":
@@ -94,10 +94,10 @@ class Machine:
     placement: Placement
     rank: int
     dtype: str = "bf16"
-    """Of products that do not say theirs."""
+    """Dtype of products that do not say theirs."""
     overlap: Overlap = Overlap()
     roads: dict[str, Road] = field(default_factory=dict, compare=False, repr=False)
-    """By axis, as they are asked for."""
+    """Links by axis, filled as they are needed."""
 
     @property
     def device(self) -> Hardware:
@@ -105,21 +105,21 @@ class Machine:
 
     @cached_property
     def slowest(self) -> float:
-        """What the slowest of all GPUs takes against the mean, since every step waits for it: of n
-        normal numbers the largest is about the quantile (n - 3/8) / (n + 1/4) (Blom, 1958).
+        """Time of the slowest of all GPUs over the mean, since every step waits for it: of n normal
+        numbers the largest is about the quantile (n - 3/8) / (n + 1/4) (Blom, 1958).
         """
         n = self.placement.topology.size
         return 1 + self.device.variation * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
     def road(self, axis: str) -> Road:
-        """Between the ranks of the group along `axis` that this rank is in."""
+        """Return the links between the ranks of the group along `axis` that this rank is in."""
         if axis not in self.roads:
             group = self.placement.topology.group(axis, self.rank)
             self.roads[axis] = self.placement.road(group)
         return self.roads[axis]
 
     def hop(self) -> Road:
-        """From this rank's stage to the next (or, of the last, to the first)."""
+        """Return the link from this rank's stage to the next (or, of the last, to the first)."""
         if "hop" not in self.roads:
             line = self.placement.topology.group("pp", self.rank)
             at = line.index(self.rank)
@@ -132,8 +132,8 @@ class Machine:
 def product_seconds(
     device: Hardware, shape: tuple[int, int, int, int], dtype: str, moved: int
 ) -> float:
-    """Of `batch` products [rows, contraction] x [contraction, columns] that read and write `moved`
-    bytes; without the launch.
+    """Return the seconds of `batch` products [rows, contraction] x [contraction, columns] that read
+    and write `moved` bytes; without the launch.
     """
     batch, rows, columns, contraction = shape
     share = device.fp8 if dtype == "fp8" else device.product
@@ -162,7 +162,7 @@ def _waves(full: float) -> float:
 
 
 def row_seconds(row: Row, machine: Machine) -> float:
-    """Of one row by itself, its launch included."""
+    """Return the seconds of one row by itself, its launch included."""
     device = machine.device
     moved = row.read + row.written
     if row.kind == "product":
@@ -190,8 +190,8 @@ def _four(row: Row) -> tuple[int, int, int, int]:
 
 
 def action_seconds(rows: Iterable[Row], machine: Machine) -> Parts:
-    """Of the rows of one action, in the order in which the host issues them. Sends are not among
-    what it takes: they are of the schedule (step.py).
+    """Return the seconds of the rows of one action, in the order in which the host issues them.
+    Sends are left out: they belong to the schedule (step.py).
     """
     spent = {"product": 0.0, "attention": 0.0, "memory": 0.0}
     shown = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "dp": 0.0}
@@ -212,11 +212,11 @@ def action_seconds(rows: Iterable[Row], machine: Machine) -> Parts:
             spent[row.kind] += seconds
             hidden = min(pending, seconds)
             pending -= hidden
-            spent[row.kind] += BESIDE * hidden
+            spent[row.kind] += CONTENTION * hidden
         elif row.kind == "collective":
             axis = row.axis if row.axis in shown else "dp"
-            hides = machine.overlap.of(row.axis)
-            if hides == "products" and row.beside:
+            hides = machine.overlap.hides_behind(row.axis)
+            if hides == "products" and row.overlapped:
                 pending, pending_axis = seconds, axis
             elif hides == "action":
                 behind[axis] += seconds
@@ -227,7 +227,7 @@ def action_seconds(rows: Iterable[Row], machine: Machine) -> Parts:
     computed = sum(spent.values())
     for axis, seconds in behind.items():
         hidden = min(seconds, computed)
-        spent["memory"] += BESIDE * hidden
+        spent["memory"] += CONTENTION * hidden
         shown[axis] += seconds - hidden
     device = sum(spent.values()) + sum(shown.values())
     return Parts(**spent, **shown, host=waited + max(0.0, issued * machine.device.host - device))

@@ -30,15 +30,17 @@ Shape = tuple[int, int, int, int]
 
 
 class Multiplied(NamedTuple):
-    """What is known of one operator."""
+    """Products or attention of one operator: shape, FLOPs, dtype."""
 
     kind: str
     """product, or attention."""
     shape: Shape
-    """Of attention (sequences x heads, queries, keys, size of a head)."""
+    """(batch, rows, columns, contraction); for attention (sequences x heads, queries, keys, size of
+    a head).
+    """
     flops: int
     dtype: torch.dtype
-    """Of the factors."""
+    """Dtype of the factors."""
 
 
 def _matrices(a: Tensor, b: Tensor) -> Multiplied:
@@ -118,7 +120,7 @@ PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any]], Multiplied]] = {
         *args[1:3], args[14], 5
     ),
 }
-"""By the name of the operator, without its overload."""
+"""Functions that count an operator, by its name without overload."""
 
 
 COLLECTIVES = {
@@ -139,9 +141,9 @@ HOLD = frozenset(
     f"_c10d_functional.{name}"
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 )
-"""Those that send what they are given, and no copy of it."""
+"""Collectives that send their input itself, and no copy of it."""
 SILENT = ("c10d.", "_c10d_functional.", "prim.", "profiler.")
-"""What begins the names of others that compute nothing."""
+"""Prefixes of the names of other operators that compute nothing."""
 SHORT = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -155,7 +157,7 @@ EMPTY = frozenset({"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empt
 
 
 class Places:
-    """Where in the model the operators are."""
+    """The module in which operators run, followed by hooks."""
 
     def __init__(self, model: nn.Module):
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -172,7 +174,7 @@ class Places:
         return self.entered[bisect_right(self.numbers, number) - 1]
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
+    def follow(self) -> Iterator[None]:
         """Within, modules say when they are entered and left."""
         entering = hooks.register_module_forward_pre_hook(self._enter)
         leaving = hooks.register_module_forward_hook(self._leave, always_call=True)
@@ -223,7 +225,7 @@ class Counting(watching.Dispatch):
     @contextmanager
     def seeing(self) -> Iterator[None]:
         """Within, what is held is counted."""
-        with watching.resizes(self.memory.resized), self:
+        with watching.resizes(self.memory.resize), self:
             yield
 
     @contextmanager
@@ -231,10 +233,10 @@ class Counting(watching.Dispatch):
         """Within is the step of `model` that rows are of."""
         self.places = Places(model)
         self.memory.begin()
-        with self.places.followed(), self.memory.makes("activation"):
+        with self.places.follow(), self.memory.makes("activation"):
             yield
 
-    def ended(self, action: str, times: int = 1) -> None:
+    def end_action(self, action: str, times: int = 1) -> None:
         """The rows since the last call are of this action, which the step does so often."""
         end = self.memory.since_last()
         if self.since and end.total > self.highs[-1].total:
@@ -262,22 +264,21 @@ class Counting(watching.Dispatch):
         if name in HOLD:
             self.sent[id(out.untyped_storage())] = args[0]
         elif name == WAIT:
-            out = self._waited(args[0])
+            out = self._wait(args[0])
         self.memory.making, making = self._kind, self.memory.making
         made = [t for t in _tensors(out) if not isinstance(t, watching.Arriving)]
         if not operator.is_view:  # of what was not made here, such as the batch, too
             for tensor in made:
-                self.memory.made(tensor)
+                self.memory.add(tensor)
         self.memory.making = making
-        for kind, tensor in known(name, args, options, made, self.memory.kind_of):
+        for kind, tensor in known_kinds(name, args, options, made, self.memory.kind_of):
             self.memory.is_now(kind, tensor)
         if self.places is not None and not operator.is_view:
             self._seen(operator, name, args, options, made)
         return watching.done() if self.instant and name == "c10d.send" else out
 
-    def _waited(self, tensor: Tensor) -> Tensor:
-        """What waiting for `tensor` gives: itself. (torch makes another where it has no values.)
-
+    def _wait(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` itself for a wait on it. (torch makes another where it has no values.)
         What is sent is not let go before the result has been waited for. Without values torch does
         so at once, too, as if it compiled: the second time is ours.
         """
@@ -290,7 +291,7 @@ class Counting(watching.Dispatch):
 
     @property
     def _kind(self) -> Kind:
-        """Of what is made now: in a step outside of all modules, a buffer."""
+        """Kind of a tensor that is made now: in a step outside of all modules, a buffer."""
         if self.places is None or self.places.here is not None:
             return self.memory.making
         return "buffer"
@@ -366,13 +367,13 @@ class Counting(watching.Dispatch):
 
 
 OF_PARAMETERS = ("dp", "fsdp", "edp", "cp", "ep", "world")
-"""Which axis a group that is several is called after: what FSDP sends."""
+"""Axes after which a group that is several is called, in this order: FSDP's first."""
 OF_EXPERTS = ("ep", "tp", "cp", "dp", "fsdp", "edp", "world")
 OF_ACTIVATIONS = ("tp", "pp", "cp", "dp", "ends", "ep", "fsdp", "edp", "world")
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Those in what an operator takes or gives."""
+    """Return the tensors among the inputs or results of an operator."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -382,14 +383,14 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for one in value for tensor in _tensors(one)]
 
 
-def known(
+def known_kinds(
     name: str,
     args: Sequence[Any],
     options: dict[str, Any],
     made: list[Tensor],
     kind_of: Callable[[Tensor], Kind | None],
 ) -> Iterator[tuple[Kind, Tensor]]:
-    """What an operator tells of the kind of its tensors."""
+    """Yield the tensors of an operator whose kind follows from it."""
     match name:
         case "fsdp.all_gather_copy_in":
             yield "buffer", args[1]

@@ -20,10 +20,10 @@ CENTRED = {"ha": "center", "va": "center_baseline"}
 
 def gantt(simulation: Simulation, schedule: Schedule, to: Path, title: str) -> None:
     """One schedule as a picture. Raises ValueError unless `to` ends in .svg or .png."""
-    stacked([(title, schedule, simulation)], to)
+    draw_stacked([(title, schedule, simulation)], to)
 
 
-def stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> None:
+def draw_stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> None:
     """Several (title, schedule, simulation) under one another on one scale of time. Raises
     ValueError unless `to` ends in .svg or .png.
     """
@@ -53,8 +53,10 @@ def _panel(axis, title: str, schedule: Schedule, simulation: Simulation, span: f
     for rank in range(schedule.ranks):
         _rank(axis, rank, schedule, simulation, 0.8 * WIDTH / span)
         idle = 1 - simulation.busy[rank] / simulation.span
-        _beside(axis, rank, (f"{idle:.0%}", f"{simulation.peak[rank]:.4g}"), fontsize=9, color=INK)
-    _beside(axis, -0.78, ("bubble", "live"), fontsize=8, color=GREY)
+        _draw_columns(
+            axis, rank, (f"{idle:.0%}", f"{simulation.peak[rank]:.4g}"), fontsize=9, color=INK
+        )
+    _draw_columns(axis, -0.78, ("bubble", "live"), fontsize=8, color=GREY)
     axis.set(xlim=(0, span), ylim=(schedule.ranks - 0.45, -0.55), yticks=range(schedule.ranks))
     axis.set_yticklabels([f"rank {rank}" for rank in range(schedule.ranks)], fontsize=9, color=INK)
     axis.tick_params(length=0, labelcolor=INK)
@@ -103,7 +105,7 @@ def _rank(axis, rank: int, schedule: Schedule, simulation: Simulation, inch: flo
         )
 
 
-def _beside(axis, y: float, texts: tuple[str, str], **style) -> None:
+def _draw_columns(axis, y: float, texts: tuple[str, str], **style) -> None:
     """The two columns at the right of a panel, at height y."""
     for x, text in zip((1.035, 1.095), texts, strict=True):
         axis.text(x, y, text, transform=axis.get_yaxis_transform(), **CENTRED, **style)

@@ -1,4 +1,4 @@
-"""What dry runs of several ranks of one world have counted, told to a person and to a program."""
+"""Tables and JSON of what dry runs of several ranks of one world have counted."""
 
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ from dolmen.training.config import RunConfig
 
 @dataclass(frozen=True)
 class Report:
-    """Of one run, as on some hardware."""
+    """Ledgers of several ranks of one run, as on some hardware."""
 
     run: RunConfig
     hardware: Hardware
@@ -25,11 +25,11 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """For a program."""
-        return {"ranks": [_of_rank(ledger) for ledger in self.ledgers]}
+        return {"ranks": [_rank_dict(ledger) for ledger in self.ledgers]}
 
     @property
     def title(self) -> str:
-        """What was run, in a line."""
+        """Model, layout and microbatches, in a line."""
         layout, run = self.run.layout, self.run
         axes = [("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("dp", layout.dp)]
         sizes = " x ".join(f"{name} {size}" for name, size in axes if size != 1) or "one"
@@ -56,9 +56,12 @@ class Report:
                 held = [live._asdict()[kind] for live in lives]
                 if any(held):
                     table.add_row(f"  {word}", *map(log.gib, held))
-        table.add_row("  reached in", *(_where(ledger) for ledger in self.ledgers))
+        table.add_row("  reached in", *(_peak_place(ledger) for ledger in self.ledgers))
         self._add(table, "FLOPs", [_flops(one) for one in self.ledgers], log.size)
-        sent = [{f"{a} {op}": both for (a, op), both in _sent(one).items()} for one in self.ledgers]
+        sent = [
+            {f"{a} {op}": both for (a, op), both in _sends_by_axis(one).items()}
+            for one in self.ledgers
+        ]
         self._add(table, "sent, times and bytes", sent, lambda both: f"{both[0]:,}  {_gib(both)}")
         return table
 
@@ -75,13 +78,15 @@ def _gib(both: tuple[int, int]) -> str:
     return log.gib(both[1])
 
 
-def _where(ledger: Ledger) -> str:
+def _peak_place(ledger: Ledger) -> str:
     row = max(ledger.rows, key=lambda row: row.peak)
     return f"{row.action} {row.module}".strip()
 
 
 def _flops(ledger: Ledger) -> dict[str, int]:
-    """By module, of all layers together; what the model itself multiplies is of the head."""
+    """Return the FLOPs by module, of all layers together; what the model itself multiplies belongs
+    to the head.
+    """
     found: Counter[str] = Counter()
     for row in ledger.rows:
         if row.flops:
@@ -90,7 +95,7 @@ def _flops(ledger: Ledger) -> dict[str, int]:
     return {**found, "in all": ledger.flops}
 
 
-def _sent(ledger: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
+def _sends_by_axis(ledger: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
     """(axis, operation) -> how often, and bytes together."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
     rows: list[Row] = [row for row in ledger.rows if row.kind in ("collective", "send")]
@@ -100,19 +105,19 @@ def _sent(ledger: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
     return dict(sorted(found.items()))
 
 
-def _of_rank(ledger: Ledger) -> dict[str, Any]:
+def _rank_dict(ledger: Ledger) -> dict[str, Any]:
     return {
         "rank": ledger.rank,
         "peak_bytes": ledger.peak,
-        "live_bytes": in_words(ledger.at_peak),
+        "live_bytes": named_bytes(ledger.at_peak),
         "flops": ledger.flops,
         "collectives": [
             {"axis": axis, "op": op, "count": often, "bytes": size}
-            for (axis, op), (often, size) in _sent(ledger).items()
+            for (axis, op), (often, size) in _sends_by_axis(ledger).items()
         ],
     }
 
 
-def in_words(live: Live) -> dict[str, int]:
-    """By kind, as people call it."""
+def named_bytes(live: Live) -> dict[str, int]:
+    """Return the bytes by kind, under the names that people use."""
     return {WORDS[kind]: size for kind, size in live._asdict().items()}

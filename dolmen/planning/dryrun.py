@@ -39,7 +39,7 @@ from dolmen.planning.counting import Counting
 from dolmen.planning.dry_report import Report
 from dolmen.planning.ledger import Ledger, Live
 from dolmen.planning.memory import Memory
-from dolmen.planning.steady_state import Steps, shortened
+from dolmen.planning.steady_state import Steps, shorten_step
 from dolmen.training import loop
 from dolmen.training.begin import begin_state
 from dolmen.training.check import check_computed
@@ -53,7 +53,7 @@ class Trace(NamedTuple):
 
     ledger: Ledger
     highs: tuple[Live, ...]
-    """Of each row, what was held when it was the most while it ran."""
+    """For each row, the bytes held when they were the most while it ran."""
     ends: tuple[Live, ...]
     """After each action, and after the update, once all is known for what it is."""
 
@@ -63,11 +63,11 @@ def report(request: DryrunRequest, progress: bool = False) -> Report:
     of each rank when it is done. Raises ValueError for a run that would be refused, and for one
     that would crash.
     """
-    asked = request.asked
+    options = request.options
     run = check_computed(request.run, None)
-    ranks, hardware = ranks_of(asked.ranks, run.layout.world), KNOWN[asked.device]
+    ranks, hardware = ranks_of(options.ranks, run.layout.world), KNOWN[options.device]
     pp = run.layout.world // run.layout.pp
-    steps = [shortened(run, rank, asked.exact).schedule for rank in ranks]
+    steps = [shorten_step(run, rank, options.exact).schedule for rank in ranks]
     actions = [len(one.actions[rank // pp]) for one, rank in zip(steps, ranks, strict=True)]
     done, found = count(1), []
     title = f"dry run of {counted(len(ranks), 'rank')} of {run.layout.world:,}"
@@ -78,8 +78,8 @@ def report(request: DryrunRequest, progress: bool = False) -> Report:
                     run,
                     rank,
                     hardware=hardware,
-                    exact=asked.exact,
-                    max_load=asked.max_load,
+                    exact=options.exact,
+                    max_load=options.max_load,
                     observe=lambda: reach(next(done)),
                 )
             )
@@ -98,18 +98,19 @@ def dryrun(
     max_load: float = 1.0,
     observe: Callable[[], None] = lambda: None,
 ) -> Ledger:
-    """What `rank` of the world of `run.layout` does in a step of `run`, computed as on `hardware`.
+    """Run a step of `run` as `rank` of the world of `run.layout`, computed as on `hardware`, and
+    return its ledger.
 
     The run has been checked. `exact`: all microbatches are run. Routers send as many rows to every
-    expert; `max_load`: those of this rank get so many times as many. `observe` is called after
-    each action. Raises ValueError where a process group has been joined, and whatever the step
-    would raise.
+    expert; `max_load`: those of this rank get so many times as many. `observe` is called after each
+    action. Raises ValueError where a process group has been joined, and whatever the step would
+    raise.
     """
-    steps = shortened(run, rank, exact)
-    return traced(run, rank, run.tree, steps, hardware, max_load, observe).ledger
+    steps = shorten_step(run, rank, exact)
+    return trace_step(run, rank, run.tree, steps, hardware, max_load, observe).ledger
 
 
-def traced(
+def trace_step(
     run: RunConfig,
     rank: int,
     tree: Tree,
@@ -127,13 +128,13 @@ def traced(
         raise ValueError("a dry run plays a process of a world, and this one is of a world already")
     watching.join_fake(run.layout.world, rank)
     try:
-        mesh = as_on(hardware, run.layout.mesh(torch.device("cpu")))
-        return _counted(run, rank, tree, mesh, steps, hardware, max_load, observe, stages)
+        mesh = match_hardware(hardware, run.layout.mesh(torch.device("cpu")))
+        return _count_step(run, rank, tree, mesh, steps, hardware, max_load, observe, stages)
     finally:
         dist.destroy_process_group()
 
 
-def _counted(
+def _count_step(
     run: RunConfig,
     rank: int,
     tree: Tree,
@@ -161,32 +162,32 @@ def _counted(
 
     def answer(x: Tensor, rows: int | None) -> Any:
         counting.read(x)
-        return balanced(x, rows, max_load)
+        return balanced_values(x, rows, max_load)
 
-    def ended(action: Action) -> None:
-        counting.ended(str(action), steps.times.get(action, 1))
+    def end_action(action: Action) -> None:
+        counting.end_action(str(action), steps.times.get(action, 1))
         settle(model, counting.memory)
         ends.append(counting.memory.live)
         observe()
 
     batch = batch_of(run, schedule)
     with watching.Fake(allow_non_fake_inputs=True), answered(answer), counting.seeing():
-        state = allocated(run, model, schedule, mesh, counting)
+        state = allocate_state(run, model, schedule, mesh, counting)
         rest = counting.memory.live
         # what training leaves to no collector is no matter of chance here
-        with loop.by_hand(), counting.step(model), followed(model, counting.memory):
+        with loop.by_hand(), counting.step(model), follow_fsdp(model, counting.memory):
             try:
-                optimizer_step(state, batch, mesh, observe=ended)
+                optimizer_step(state, batch, mesh, observe=end_action)
             except Exception as error:  # whatever the code of the run raises, which runs here
-                raise crash(rank, counting, error) from error
-        counting.ended("optimizer")
+                raise crash_error(rank, counting, error) from error
+        counting.end_action("optimizer")
         ends.append(counting.memory.live)
     ledger = Ledger(rank, rest, tuple(counting.rows), counting.memory.at_most)
     return Trace(ledger, tuple(counting.highs), tuple(ends))
 
 
-def crash(rank: int, counting: Counting, error: Exception) -> ValueError:
-    """That the step of this rank would raise `error`, and where."""
+def crash_error(rank: int, counting: Counting, error: Exception) -> ValueError:
+    """Return an error that says that the step of this rank would raise `error`, and where."""
     last = counting.rows[-1].action if counting.rows else ""
     where = f"after {last}" if last else "at its beginning"
     module = counting.places.here if counting.places is not None else None
@@ -195,7 +196,7 @@ def crash(rank: int, counting: Counting, error: Exception) -> ValueError:
     return ValueError(f"the step of rank {rank} would crash {where}{inside}: {said}")
 
 
-def allocated(
+def allocate_state(
     run: RunConfig, model: Decoder, schedule: Schedule, mesh: Mesh, counting: Counting
 ) -> TrainState:
     """A model that has been placed, with memory, and its optimizer."""
@@ -205,12 +206,12 @@ def allocated(
         return begin_state(run, model, schedule, mesh, steps=run.steps or 1)
 
 
-def as_on(hardware: Hardware, mesh: Mesh) -> Mesh:
+def match_hardware(hardware: Hardware, mesh: Mesh) -> Mesh:
     """A mesh whose groups send as those of `hardware` do."""
     gloo = hardware.kind == "cpu"
     axes = {name: axis for name, axis in axes_of(mesh).items() if axis.group is not None}
-    told = {name: replace(axis, gloo=gloo) for name, axis in axes.items() if name not in ALL}
-    return replace(mesh, **told)
+    changed = {name: replace(axis, gloo=gloo) for name, axis in axes.items() if name not in ALL}
+    return replace(mesh, **changed)
 
 
 ALL = ("ends", "world")
@@ -218,7 +219,7 @@ ALL = ("ends", "world")
 
 
 def axes_of(mesh: Mesh) -> dict[str, Axis]:
-    """By the name of their field."""
+    """Return the axes of a mesh by the name of their field."""
     return {name: axis for name, axis in vars(mesh).items() if isinstance(axis, Axis)}
 
 
@@ -264,10 +265,10 @@ def batch_of(run: RunConfig, schedule: Schedule) -> Cut:
     return Cut(**vars(whole), parts=parts)
 
 
-def balanced(x: Tensor, rows: int | None, max_load: float) -> Any:
-    """What the host reads of a tensor without values: ones; of counts of `rows` by expert, equal
-    shares. Where it counts those that go and those that come [2, ranks, experts of each], of the
-    second `max_load` times as many.
+def balanced_values(x: Tensor, rows: int | None, max_load: float) -> Any:
+    """Return the values that the host reads from a tensor without values: ones; for counts of
+    `rows` by expert, equal shares. Where it counts those that go and those that come [2, ranks,
+    experts of each], the second are `max_load` times as many.
     """
     if rows is None:
         return np.ones(x.shape).tolist()
@@ -281,17 +282,17 @@ def balanced(x: Tensor, rows: int | None, max_load: float) -> Any:
 
 
 @contextmanager
-def followed(model: Decoder, memory: Memory) -> Iterator[None]:
+def follow_fsdp(model: Decoder, memory: Memory) -> Iterator[None]:
     """Within, what FSDP has gathered for a module, and a gradient that is added to one that it has
     not reduced, are known for what they are.
     """
     watched: set[nn.Parameter] = set()
 
-    def added(p: Tensor) -> None:
+    def mark_gradient(p: Tensor) -> None:
         assert p.grad is not None
         memory.is_now("unsharded", p.grad)
 
-    def gathered(unit: nn.Module, args: object) -> None:
+    def mark_gathered(unit: nn.Module, args: object) -> None:
         assert isinstance(unit, FSDPModule)
         for record in sharding.records(unit):
             # before its first forward, a shard that is uneven is copied to one that is padded
@@ -301,11 +302,11 @@ def followed(model: Decoder, memory: Memory) -> Iterator[None]:
             p = record.unsharded_param
             if p.requires_grad and p not in watched:
                 watched.add(p)
-                p.register_post_accumulate_grad_hook(added)
+                p.register_post_accumulate_grad_hook(mark_gradient)
 
     # FSDP's own comes first
     handles = [
-        unit.register_forward_pre_hook(gathered)
+        unit.register_forward_pre_hook(mark_gathered)
         for unit in model.modules()
         if isinstance(unit, FSDPModule)
     ]

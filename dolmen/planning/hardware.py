@@ -1,19 +1,19 @@
-"""What computes, and what joins it: devices and clusters, read from YAML files that say where each
-number is from (devices/, clusters/; a user's own has the same fields).
+"""Devices and clusters, read from YAML files that say where each number is from (devices/,
+clusters/; a user's own has the same fields).
 
 Two kinds of numbers are in them. Constants are of the datasheet: peaks, bytes per second, sizes.
-Efficiencies are the few shares of them that programs reach (fitted by
-`python -m benchmarks.planning.calibrate`).
+Efficiencies are the few shares of them that programs reach (fitted by `python -m
+benchmarks.planning.calibrate`).
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from dolmen.core.messages import did_you_mean
 from dolmen.files import gate, kinds
-from dolmen.planning.plausible import check_cluster, check_device
 
 GIB = 2**30
 GB = 1e9
@@ -69,7 +69,7 @@ class Hardware:
     streaming: float
     """Share of `bandwidth` that long sweeps through memory reach."""
     variation: float
-    """Between the speeds of GPUs of one kind, the standard deviation as a share."""
+    """Standard deviation between the speeds of GPUs of one kind, as a share."""
     launch: float
     """Seconds from the end of one kernel to the start of the next."""
     host: float
@@ -89,7 +89,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Link:
-    """Of one GPU, each way; `share` of its bytes per second reach a collective."""
+    """The link of one GPU, each way; `share` of its bytes per second reach a collective."""
 
     bandwidth: float
     latency: float
@@ -170,7 +170,7 @@ def read_cluster(name: str) -> Cluster:
     file; `NAME:NODES` takes so many of its nodes. Raises ValueError.
     """
     if counted := re.fullmatch(r"([0-9]{1,7})x([a-z0-9-]+)", name.lower()):
-        return _of_gpus(int(counted[1]), counted[2])
+        return _take_gpus(int(counted[1]), counted[2])
     name, nodes = _nodes(name)
     file = _file(name, CLUSTERS, "cluster")
     found = gate.read_yaml(file, kinds.CLUSTER)
@@ -190,7 +190,7 @@ def read_cluster(name: str) -> Cluster:
     between = _link(found["between"]) if "between" in found else None
     if between is None and nodes > 1:
         raise gate.refuse(file, f"has {nodes:,} nodes and no `between`: say what joins them")
-    device = read_device(_beside(file, found["device"]))
+    device = read_device(_device_path(file, found["device"]))
     check_cluster(file, found, device.bandwidth, device.watts)
     return Cluster(
         file.stem,
@@ -205,7 +205,7 @@ def read_cluster(name: str) -> Cluster:
     )
 
 
-def _of_gpus(gpus: int, device: str) -> Cluster:
+def _take_gpus(gpus: int, device: str) -> Cluster:
     """Take so many GPUs of a device: whole nodes, or a part of one. Raises ValueError."""
     if device not in OF_DEVICE:
         hint = did_you_mean(device, OF_DEVICE, cutoff=0.4)
@@ -232,14 +232,14 @@ def measured_at() -> Path:
     return Path.home() / ".cache" / "dolmen" / "planning"
 
 
-def _measured() -> Path:
+def _measured_file() -> Path:
     file = measured_at() / f"{LOCAL}.yaml"
     if not file.is_file():
         raise ValueError("the cluster local is not measured yet: run dolmen plan --measure first")
     return file
 
 
-def known(folder: Path) -> list[str]:
+def known_names(folder: Path) -> list[str]:
     """The names of the files that the package has in DEVICES or CLUSTERS."""
     return sorted(file.stem for file in folder.glob("*.yaml"))
 
@@ -254,14 +254,14 @@ def _nodes(name: str) -> tuple[str, int | None]:
 
 
 def _file(name: str, folder: Path, what: str) -> Path:
-    """Where a name's file is, ours or the user's. Raises ValueError, with the names that are near,
-    for neither.
+    """Return the path of a name's file, ours or the user's. Raises ValueError, with the names that
+    are near, for neither.
     """
     if Path(name).suffix in (".yaml", ".yml"):
         return Path(name)
     if (name, folder) == (LOCAL, CLUSTERS):
-        return _measured()
-    names = known(folder)
+        return _measured_file()
+    names = known_names(folder)
     name = name.lower()
     if folder == CLUSTERS:
         name = ALIASES.get(name, name)
@@ -274,10 +274,118 @@ def _file(name: str, folder: Path, what: str) -> Path:
     )
 
 
-def _beside(file: Path, device: str) -> str:
+def _device_path(file: Path, device: str) -> str:
     """A device's file is named from where its cluster's file lies."""
     return str(file.parent / device) if Path(device).suffix in (".yaml", ".yml") else device
 
 
 def _link(found: dict) -> Link:
     return Link(found["gb_s"] * GB, found["latency_us"] / 1e6, found["share"], found.get("peers"))
+
+
+# Bounds of the numbers of a file: one outside is in another unit, and would be planned for a
+# machine that nobody has. They lie an order of magnitude around what there is, from one core of a
+# CPU to a rack of GB200; two numbers together are held closer.
+class Bound(NamedTuple):
+    """`least` to `most`, both included."""
+
+    least: float
+    most: float
+    unit: str
+    known: str
+    """Known values."""
+
+
+DEVICE = {
+    "peak_tflops": Bound(0.001, 20_000, "TFLOP/s", "a core of a CPU 0.05, a GB200 4,900 in fp8"),
+    "memory_gib": Bound(0.1, 8192, "GiB", "a V100 has 32, a GB200 186"),
+    "memory_gb_s": Bound(0.001, 50_000, "GB/s", "a V100 has 981, a GB200 8,000"),
+    "multiprocessors": Bound(1, 1024, "multiprocessors", "a V100 has 80, a B200 148"),
+    "efficiency.product": Bound(0.02, 1, "of the peak", "cuBLAS reaches 0.54 to 0.79"),
+    "efficiency.attention": Bound(0.01, 1, "of the peak", "FlashAttention 2 reaches 0.22 to 0.62"),
+    "efficiency.memory": Bound(0.1, 1, "of the rate", "sweeps reach 0.8 to 0.85"),
+    "launch_us": Bound(0, 100, "us", "a kernel takes 2 to 4"),
+    "host_us": Bound(0, 1000, "us", "an operator of PyTorch takes 6 to 15"),
+    "host_gb_s": Bound(0.001, 2000, "GB/s", "PCIe 3.0 has 3, NVLink C2C 40 unpinned"),
+    "watts": Bound(1, 5000, "W", "a V100 takes 450, a GB200 1,200"),
+}
+CLUSTER = {
+    "gpus_per_node": Bound(1, 1152, "GPUs", "a GB200 NVL72 has 72"),
+    "nodes": Bound(1, 100_000, "nodes", "the largest clusters have 25,000"),
+    "inside.gb_s": Bound(0.01, 10_000, "GB/s of a GPU", "NVLink has 150 to 900"),
+    "inside.latency_us": Bound(0, 5000, "us", "NVLink takes 6, gloo some hundred"),
+    "between.gb_s": Bound(0.01, 100_000, "GB/s of a node", "8 x 200 Gb/s are 200, NVL72 has 3,600"),
+    "between.latency_us": Bound(0, 5000, "us", "InfiniBand takes 7"),
+    "storage_gb_s": Bound(0.001, 10_000, "GB/s of a node", "a DGX H100 has 100"),
+    "node_kw": Bound(0.01, 1000, "kW", "a DGX A100 takes 6.5, a GB200 NVL72 120"),
+}
+
+
+def check_device(file: Path, found: dict[str, Any]) -> None:
+    """Raises Refused, with both numbers where two do not go together."""
+    for dtype, peak in found["peak_tflops"].items():
+        _check(file, f"peak_tflops.{dtype}", peak, DEVICE["peak_tflops"])
+    _check_all(file, found, DEVICE)
+    fastest, rate = max(found["peak_tflops"].values()), found["memory_gb_s"]
+    # a V100 multiplies 132 numbers for each byte that it reads, a GB200 612 in fp8, a CPU 5 to 50
+    per_byte = 1000 * fastest / rate
+    if not 0.5 <= per_byte <= 10_000:
+        raise gate.refuse(
+            file,
+            f"peak_tflops {fastest:,} and memory_gb_s {rate:,} are {per_byte:.3g} FLOPs per byte, "
+            "and 0.5 to 10,000 can be: one of them is in another unit",
+        )
+    # an A100 reads all its memory in 0.04 s, a V100 in 0.035
+    sweep = found["memory_gib"] * 1.073741824 / rate
+    if sweep < 0.002:
+        raise gate.refuse(
+            file,
+            f"memory_gib {found['memory_gib']:,} at memory_gb_s {rate:,} is read in {sweep:.3g} s, "
+            "and 0.002 and more can be: one of them is in another unit",
+        )
+    if found["reserved_gib"] >= found["memory_gib"]:
+        raise gate.refuse(
+            file,
+            f"reserved_gib is {found['reserved_gib']:,} of memory_gib {found['memory_gib']:,}: "
+            "nothing is left for a model",
+        )
+
+
+def check_cluster(
+    file: Path, found: dict[str, Any], memory_rate: float, watts: float | None
+) -> None:
+    """The same, of nodes of a device that reads so many bytes per second and takes so much."""
+    _check_all(file, found, CLUSTER)
+    inside = found["inside"]["gb_s"]
+    if found["gpus_per_node"] > 1 and inside * 1e9 > memory_rate:
+        raise gate.refuse(
+            file,
+            f"inside.gb_s is {inside:,}, and the device's memory has {memory_rate / 1e9:,.0f}: no "
+            "link is faster than the memory that it reads; bits are an eighth of bytes",
+        )
+    gpus, kilowatts = found["gpus_per_node"], found.get("node_kw")
+    if kilowatts is not None and watts is not None:
+        share = 1000 * kilowatts / (gpus * watts)
+        if not 0.5 <= share <= 20:  # 0.97 of a DGX-1, 2.0 of a DGX A100
+            raise gate.refuse(
+                file,
+                f"node_kw is {kilowatts:,}, {share:.3g} times what its {gpus} GPUs of {watts:,} W "
+                "take, and 0.5 to 20 times can be",
+            )
+
+
+def _check_all(file: Path, found: dict[str, Any], bounds: dict[str, Bound]) -> None:
+    for name, bound in bounds.items():
+        section, _, number = name.rpartition(".")
+        value = (found.get(section) or {}).get(number) if section else found.get(number)
+        if isinstance(value, (int, float)):
+            _check(file, name, value, bound)
+
+
+def _check(file: Path, name: str, value: float, bound: Bound) -> None:
+    if not bound.least <= value <= bound.most:
+        raise gate.refuse(
+            file,
+            f"{name} is {value:,g}, and {bound.least:,g} to {bound.most:,g} {bound.unit} can be "
+            f"({bound.known})",
+        )

@@ -26,17 +26,17 @@ class Serving:
     tp: int
     weights: int
     cache: int
-    """Of the texts asked for, at their full length."""
+    """Bytes of the KV cache of all sequences at their full length."""
     other: int
     fits: bool
     seconds: float
     """Until each text has its next token, once all are at full length."""
     tokens_per_second: float
-    """Of all texts, per GPU."""
+    """Tokens of all sequences, per GPU."""
     bound: str
     """memory, compute or tp."""
     most_texts: int
-    """Of this length that fit."""
+    """Most sequences of this length that fit."""
 
     @property
     def held(self) -> int:
@@ -46,7 +46,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Inference:
-    """What `dolmen plan --inference` says."""
+    """The result of `dolmen plan --inference`."""
 
     model: str
     cluster: Cluster
@@ -54,12 +54,12 @@ class Inference:
     length: int
     dtype: str
     rows: tuple[Serving, ...]
-    """By tp."""
+    """A row for each tp."""
 
 
 def inference(question: Question, batch: int, length: int | None) -> Inference:
-    """Of `batch` texts of `length` tokens (None: the model's longest), for every tp within a node.
-    Raises ValueError.
+    """Predict the generation of `batch` sequences of `length` tokens (None: the model's longest),
+    for every tp within a node. Raises ValueError.
     """
     tree, cluster = question.run.tree, question.cluster
     if tree.both_ways:
@@ -90,7 +90,7 @@ def serving(tree: Tree, cluster: Cluster, tp: int, batch: int, length: int, dtyp
     for leaf in tree.leaves.values():
         number = size * math.prod(leaf.held({"tp": tp}))
         weights += number
-        read += round(number * _chosen(tree, batch)) if leaf.stacked else number
+        read += round(number * _chosen_share(tree, batch)) if leaf.stacked else number
     text = cache_bytes(tree, tp, length, size)
     moved = (read + batch * text) / (device.bandwidth * device.streaming)
     per_token = count.training_flops_per_token(tree, length) / 3
@@ -115,8 +115,9 @@ def serving(tree: Tree, cluster: Cluster, tp: int, batch: int, length: int, dtyp
 
 
 def cache_bytes(tree: Tree, tp: int, length: int, size: int) -> int:
-    """Of one text on a rank of tp: keys and values of its heads, all where tp does not divide them,
-    those within its window; or the latent that they are made of.
+    """Return the bytes of the KV cache of one sequence on a rank of tp: keys and values of its
+    heads, all where tp does not divide them, those within its window; or the latent that they are
+    made of.
     """
     total = 0
     for block in tree.blocks:
@@ -131,7 +132,7 @@ def cache_bytes(tree: Tree, tp: int, length: int, size: int) -> int:
     return total
 
 
-def _chosen(tree: Tree, batch: int) -> float:
+def _chosen_share(tree: Tree, batch: int) -> float:
     """Share of the experts that a batch of texts has need of."""
     known = [b.mlp for b in tree.blocks if isinstance(b.mlp, Experts)]
     return 1 - (1 - known[0].per_token / known[0].number) ** batch if known else 1.0

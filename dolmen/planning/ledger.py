@@ -1,7 +1,8 @@
-"""What a rank does in a step, counted: the one thing that the planner, the report of memory and the
-pictures read. A dry run writes it (planning/dryrun.py). Nothing here knows of torch.
+"""The ledger of a step: the operations of one rank, counted, in the order in which the host issues
+them.
 
-A ledger is the rows of one rank in the order in which the host issues them.
+It is the one thing that the planner, the report of memory and the pictures read. A dry run writes
+it (planning/dryrun.py). Nothing here imports torch.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class Live(NamedTuple):
     """Gradients before their reduction."""
     optimizer: int = 0
     activation: int = 0
-    """What backward needs, and temporaries of a module."""
+    """Tensors that backward needs, and temporaries of a module."""
     buffer: int = 0
     """All else: the batch, tables, what a collective packs into."""
 
@@ -49,9 +50,10 @@ class Row:
     """One operation. Bytes are of this rank."""
 
     action: str
-    """Of the schedule, as its text has it: "F0", "B3.1", "W2"; "optimizer" for what follows."""
+    """Action of the schedule, as its text has it: "F0", "B3.1", "W2"; "optimizer" for what follows.
+    """
     module: str
-    """Where in the model: "layers.3.attn"; "" outside of it."""
+    """Module of the model: "layers.3.attn"; "" outside of it."""
     kind: Literal["product", "attention", "memory", "collective", "send", "host"]
     """product: a matrix product. attention: a kernel that holds scores. memory: bound by bytes.
     collective, send: over `axis`. host: a read that waits for the device.
@@ -64,18 +66,18 @@ class Row:
     read: int = 0
     written: int = 0
     shape: tuple[int, ...] = ()
-    """Of a product (batch, rows, columns, contraction); of attention (sequences x heads, queries,
-    keys, size of a head).
+    """Shape of a product (batch, rows, columns, contraction), or of attention (sequences x heads,
+    queries, keys, size of a head).
     """
     dtype: str = ""
-    """Of a product, what it multiplies: "bf16", "fp8"; "" the dtype of the step."""
+    """Dtype of a product's factors: "bf16", "fp8"; "" the dtype of the step."""
     axis: str = ""
-    """Of a collective or send, the mesh axis that it crosses."""
+    """Mesh axis that a collective or a send crosses."""
     payload: int = 0
     """Bytes of the largest tensor that a collective makes or takes, as the formulas of a ring have
     it: of an all-gather the gathered one, of a reduce-scatter the whole one."""
-    beside: bool = False
-    """Of a collective, whether the program goes on before it has ended: the products that follow
+    overlapped: bool = False
+    """For a collective: the program continues before it has ended, and the products that follow
     hide it.
     """
     live: Live = Live()
@@ -96,7 +98,7 @@ class Ledger:
     rest: Live
     rows: tuple[Row, ...]
     at_peak: Live = Live()
-    """By kind, when it held the most."""
+    """Bytes by kind, when the rank held the most."""
 
     @property
     def flops(self) -> int:

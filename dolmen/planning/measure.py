@@ -40,7 +40,7 @@ class Measured:
     products: dict[str, float]
     """FLOPs, by dtype: of large squares."""
     share: float
-    """Of that, products of a block's shape."""
+    """Share of the peak that products of a block's shape reach."""
     bandwidth: float
     operator: float
     """Seconds of an operator on next to nothing."""

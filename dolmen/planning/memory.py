@@ -1,5 +1,5 @@
-"""What is held at every moment, in bytes, by kind: each storage from the operator that makes it to
-the last tensor that lets it go.
+"""Bytes held at every moment, by kind: each storage from the operator that makes it to the last
+tensor that lets it go.
 
 A storage is of the kind that `making` says, until something is known better of it (`is_now`): a
 gradient is a temporary of its module until it has been added to its parameter's.
@@ -41,7 +41,7 @@ class Memory:
 
     @property
     def live(self) -> Live:
-        """What is held now."""
+        """Bytes held now, by kind."""
         return Live(*self.bytes.values())
 
     @contextmanager
@@ -63,18 +63,18 @@ class Memory:
         most, self.lately = self.lately, self.live
         return most
 
-    def made(self, tensor: Tensor) -> None:
-        """What an operator gave: counted, where it is new."""
+    def add(self, tensor: Tensor) -> None:
+        """Count the result of an operator, where it is new."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self.held:
-            self.resized(storage)
+            self.resize(storage)
             return
-        reference = weakref.ref(storage, lambda _: self._gone(key))
+        reference = weakref.ref(storage, lambda _: self._remove(key))
         self.held[key] = _Held(storage.nbytes(), self.making, reference)
         self._add(self.making, storage.nbytes())
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def resize(self, storage: torch.UntypedStorage) -> None:
         """A storage that may have another size than before; of those not seen here, nothing."""
         found = self.held.get(id(storage))
         if found is not None and found.bytes != storage.nbytes():
@@ -82,7 +82,7 @@ class Memory:
             found.bytes = storage.nbytes()
 
     def is_now(self, kind: Kind, tensor: Tensor) -> None:
-        """Of what kind the storage of `tensor` is from here on."""
+        """Set the kind of the storage of `tensor` from here on."""
         found = self.held.get(id(tensor.untyped_storage()))
         if found is not None and found.kind != kind:
             self.bytes[found.kind] -= found.bytes
@@ -94,7 +94,7 @@ class Memory:
         found = self.held.get(id(tensor.untyped_storage()))
         return None if found is None else found.kind
 
-    def _gone(self, key: int) -> None:
+    def _remove(self, key: int) -> None:
         found = self.held.pop(key)
         self._add(found.kind, -found.bytes)
 

@@ -18,14 +18,14 @@ class Program:
     """Scores in memory, or in a kernel that never writes them: FlashAttention 2, or one that is
     written for the device."""
     fused: Literal["no", "pairs", "compiled"] = "pairs"
-    """Which operations of bytes are one kernel: none; those that Megatron wrote by hand (bias and
-    activation, mask and softmax, bias, dropout and addition); whatever follows another.
+    """Memory-bound operations that are one kernel: none; those that Megatron wrote by hand (bias
+    and activation, mask and softmax, bias, dropout and addition); any that follow one another.
     """
     dropout: bool = False
     gradient: int = 4
     """Bytes of a gradient that microbatches add to."""
     accumulates: bool = True
-    """Whether the product of a weight gradient adds to it, without a pass of its own."""
+    """The product of a weight gradient adds to it, without a pass of its own."""
     random_state: int = 0
     """Bytes of its random state that a block copies to the host or back, in forward and as it is
     computed again."""
@@ -34,7 +34,7 @@ class Program:
     element: int = 2
     """Bytes of an element that is multiplied."""
     converts: bool = False
-    """Whether a gradient is put in the dtype of the sum by a pass of its own first."""
+    """A gradient is put in the dtype of the sum by a pass of its own first."""
     grouped: bool = True
     """Products of all experts of a rank are one kernel, and not one each."""
     joined: bool = True
@@ -58,12 +58,12 @@ OURS = Program(
     buffers=False,
     late_loss=False,
 )
-"""What a step of this house does."""
+"""How dolmen computes a step."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a microbatch."""
+    """The part of a microbatch that a rank has."""
 
     sequences: int
     length: int
@@ -76,8 +76,9 @@ class Share:
     """Rows that the experts of a rank get, over those of a router that sends equally many to all;
     what a capacity leaves room for."""
     copies: float | None = None
-    """Of a token that is sent to experts, how many go: one for each of them, or fewer where those
-    of a node share one (DeepEP)."""
+    """Copies that are sent of a token that goes to experts: one for each of them, or fewer where
+    those of a node share one (DeepEP).
+    """
     folded: bool = False
     """Experts are whole on the ranks of tp, which are among those of ep, each with the tokens of
     its own residual stream (Megatron-Core, 2504.14960)."""
@@ -97,15 +98,15 @@ class Share:
         return self.stream if self.folded else self.tokens
 
     def part(self, width: int) -> int:
-        """Of heads or columns that tp divides."""
+        """Return this rank's part of heads or columns that tp divides."""
         return -(-width // self.tp)
 
 
 Rows = list[Row]
 Both = tuple[Rows, Rows]
-"""Of forward and of backward."""
+"""Rows of forward and of backward."""
 WEIGHTS = "weights"
-"""In the operator of what makes gradients of weights."""
+"""Mark in the operator name of a row that makes gradients of weights."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +117,15 @@ class Operations:
     backward: tuple[Row, ...]
 
     @staticmethod
-    def of(steps: Iterable[Both]) -> "Operations":
-        """Of steps that backward goes through in turn."""
+    def join(steps: Iterable[Both]) -> "Operations":
+        """Join the rows of steps that backward goes through in turn."""
         steps = list(steps)
         forward = [row for step in steps for row in step[0]]
         return Operations(tuple(forward), tuple(r for s in reversed(steps) for r in s[1]))
 
     @property
     def inputs(self) -> tuple[Row, ...]:
-        """Of backward, what the stage before waits for; ..."""
+        """Rows of backward that the stage before waits for; ..."""
         return tuple(row for row in self.backward if WEIGHTS not in row.op)
 
     @property
@@ -132,10 +133,10 @@ class Operations:
         """... and the rest."""
         return tuple(row for row in self.backward if WEIGHTS in row.op)
 
-    def recomputed(self, recompute: str) -> "Operations":
-        """With what backward computes again: "full", all; "selective", the inner part of attention;
-        "op", as torchtitan's: all but attention and every other product. Collectives are sent
-        again with "full" alone.
+    def add_recomputation(self, recompute: str) -> "Operations":
+        """Return the rows with those that backward computes again: "full", all; "selective", the
+        inner part of attention; "op", as torchtitan's: all but attention and every other product.
+        Collectives are sent again with "full" alone.
         """
         again = list(self.forward)
         if recompute == "selective":
@@ -150,15 +151,15 @@ class Operations:
 
 
 def memory(action: str, module: str, op: str, read: float, written: float) -> Row:
-    """What is bound by its bytes."""
+    """Make a row that is bound by its bytes."""
     return Row(action, module, "memory", op, read=round(read), written=round(written))
 
 
 def collective(
-    action: str, module: str, op: str, payload: int, beside: bool = False, axis: str = "tp"
+    action: str, module: str, op: str, payload: int, overlapped: bool = False, axis: str = "tp"
 ) -> Row:
     """Over the ranks of an axis."""
-    return Row(action, module, "collective", op, axis=axis, payload=payload, beside=beside)
+    return Row(action, module, "collective", op, axis=axis, payload=payload, overlapped=overlapped)
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class Maker:
         backward = memory("B", module, "norm", *((16 * x, 10 * x) if eager else (4 * x, x)))
         return [forward], [backward]
 
-    def entered(self, module: str, linears: list[Both], sends: bool = True) -> Both:
+    def column_parallel(self, module: str, linears: list[Both], sends: bool = True) -> Both:
         """Columns of one input, and what crosses tp for them: I -> R, or S -> R."""
         share = self.share
         forward = [row for one in linears for row in one[0]]
@@ -243,13 +244,13 @@ class Maker:
             return forward, [*inputs, *weights]
         if share.sequence_parallel:
             forward = [collective("F", module, "all-gather", self.whole), *forward]
-            again = collective("B", module, "all-gather", self.whole, beside=True)
-            out = collective("B", module, "reduce-scatter", self.whole, beside=True)
+            again = collective("B", module, "all-gather", self.whole, overlapped=True)
+            out = collective("B", module, "reduce-scatter", self.whole, overlapped=True)
             return forward, [again, *inputs, out, *weights]
-        summed = collective("B", module, "all-reduce", self.whole, beside=True)
+        summed = collective("B", module, "all-reduce", self.whole, overlapped=True)
         return forward, [*inputs, summed, *weights]
 
-    def left(self, module: str, linear: Both, sends: bool = True) -> Both:
+    def row_parallel(self, module: str, linear: Both, sends: bool = True) -> Both:
         """Rows, whose partial sums leave: P -> I, or P -> S."""
         forward, backward = list(linear[0]), list(linear[1])
         if self.share.tp > 1 and sends:

@@ -22,25 +22,25 @@ RECIPE = "# Written by dolmen plan --as-recipe."
 # what is at the beginning of each file that we write
 MARKS = {"as-recipe": (RECIPE,), "json": ('{\n "model": ', '\n "cluster": '), "report": (MARK,)}
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-"""Of a folder of transformers that has one."""
+"""Files of which a folder of transformers with a tokenizer has one."""
 BEGINNING = 4096
 """Bytes in which a mark is."""
 
 
-def refuse(asked: PlanConfig) -> None:
+def refuse(options: PlanConfig) -> None:
     """Raises ValueError for a file that could not be written, or is not ours to replace."""
-    if asked.as_recipe is not None and Path(asked.as_recipe).suffix not in (".yaml", ".yml"):
-        raise ValueError(f"--as-recipe {asked.as_recipe}: give a .yaml file")
-    json = None if asked.json == "-" else asked.json
-    for option, told in (("as-recipe", asked.as_recipe), ("json", json)):
-        if told is not None:
-            _refuse(f"--{option} {told}", Path(told), Path(told).parent)
-            refuse_anothers(f"--{option} {told}", Path(told), MARKS[option])
-    if asked.report is not None:
-        folder = Path(asked.report).absolute()
+    if options.as_recipe is not None and Path(options.as_recipe).suffix not in (".yaml", ".yml"):
+        raise ValueError(f"--as-recipe {options.as_recipe}: give a .yaml file")
+    json = None if options.json == "-" else options.json
+    for option, file in (("as-recipe", options.as_recipe), ("json", json)):
+        if file is not None:
+            _refuse(f"--{option} {file}", Path(file), Path(file).parent)
+            refuse_anothers(f"--{option} {file}", Path(file), MARKS[option])
+    if options.report is not None:
+        folder = Path(options.report).absolute()
         found = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
-        _refuse(f"--report {asked.report}", folder / NAME, found)
-        refuse_anothers(f"--report {asked.report}", folder / NAME, MARKS["report"])
+        _refuse(f"--report {options.report}", folder / NAME, found)
+        refuse_anothers(f"--report {options.report}", folder / NAME, MARKS["report"])
 
 
 def refuse_anothers(words: str, file: Path, marks: Sequence[str]) -> None:
@@ -76,10 +76,10 @@ def _refuse(words: str, file: Path, folder: Path) -> None:
 
 def write_recipe(question: Question, found: Plan, file: Path) -> str:
     """The first layout as a run for the tokens that were planned; returned is the command that
-    trains it, with a place for what it must still be told. Raises ValueError where it cannot be
+    trains it, with a place for what it must still be given. Raises ValueError where it cannot be
     written.
     """
-    run = question.as_run(found.ranked[0].layout)
+    run = question.run_with_layout(found.ranked[0].layout)
     if found.tokens:
         train = replace(run.train, tokens=found.tokens, steps=None, epochs=None)
         run = replace(run, train=train)

@@ -1,11 +1,11 @@
-"""Which links a group of ranks crosses, and how long a collective or a send over them takes.
+"""Links that a group of ranks crosses, and how long a collective or a send over them takes.
 
     rank -> GPU -> node -> leaf -> spine -> core
 
 Ranks fill nodes in order, `used` GPUs of each. A ring visits the members of one node before it goes
-to the next, and a group has as many rings as members in a node, each through the adapter of its
-own GPU: so g of the `used` GPUs of a node that are one group have g / used of its adapters, and the
-groups beside it the rest.
+to the next, and a group has as many rings as members in a node, each through the adapter of its own
+GPU: so g of the `used` GPUs of a node that are one group have g / used of its adapters, and the
+other groups of the node the rest.
 """
 
 import math
@@ -21,11 +21,11 @@ TREE = 1.5
 
 @dataclass(frozen=True)
 class Road:
-    """What a group of ranks has between them."""
+    """The links between the ranks of a group."""
 
     ranks: int
     together: int
-    """Of them in one node; where nodes have unlike numbers, the least."""
+    """Ranks in one node; where nodes have unlike numbers, the least."""
     rate: float
     """Bytes per second that the slowest link of a ring passes on."""
     alone: float
@@ -70,7 +70,7 @@ class Placement:
         return rank // self.used
 
     def road(self, ranks: Sequence[int]) -> Road:
-        """Of a group, in its order."""
+        """Return the links of a group, whose ranks are in order."""
         inside, between = self.cluster.inside, self.cluster.between
         nodes = [self.node(rank) for rank in ranks]
         first, last = min(nodes), max(nodes)
@@ -109,11 +109,12 @@ class Placement:
 
 
 def collective_seconds(op: str, payload: int, road: Road) -> float:
-    """Of one collective over a group, `payload` as a ledger has it (Row.payload).
+    """Return the seconds of one collective over a group, `payload` as a ledger has it
+    (Row.payload).
 
     A ring of n ranks sends (n - 1) / n of the payload, an all-reduce twice that. Small all-reduces
     go by a tree, whose steps are as many as the group has doublings, and whose inner ranks take
-    from two and send to one. Of an all-to-all only what is for other nodes leaves a node. Raises
+    from two and send to one. In an all-to-all only what is for other nodes leaves a node. Raises
     ValueError for an unknown collective.
     """
     n, g = road.ranks, road.together
@@ -141,5 +142,5 @@ def collective_seconds(op: str, payload: int, road: Road) -> float:
 
 
 def send_seconds(payload: int, road: Road) -> float:
-    """From one rank of a pair to the other."""
+    """Return the seconds of a send from one rank of a pair to the other."""
     return payload / road.alone + road.latency

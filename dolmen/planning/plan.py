@@ -1,5 +1,5 @@
-"""What a plan says, as data: `dolmen plan` makes it, its table and `--report` (report.py) read it.
-Seconds, bytes, watts; money in one currency, whichever the prices are in.
+"""The result of a plan, as data: `dolmen plan` makes it; its table and `--report` (report.py) read
+it. Seconds, bytes, watts; money in one currency, whichever the prices are in.
 """
 
 import shlex
@@ -16,12 +16,12 @@ from dolmen.planning.step import Estimate
 
 @dataclass(frozen=True)
 class Prices:
-    """What GPUs cost. A price that is not known is 0, and no curve of it is drawn."""
+    """Prices of GPUs. A price that is not known is 0, and no curve of it is drawn."""
 
     rent: float = 0
     """Per GPU and hour."""
     node: float = 0
-    """Of a node with its share of the network, bought."""
+    """Price of a node with its share of the network, bought."""
     years: float = 4
     """Over which what was bought is written off."""
     kilowatt_hour: float = 0
@@ -29,7 +29,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """What the fullest rank of a pipeline rank holds."""
+    """Memory of the fullest rank of a pipeline rank."""
 
     live: Live
     """At its peak."""
@@ -44,7 +44,7 @@ class StageMemory:
 
 
 class Traffic(NamedTuple):
-    """What a GPU sends in a step over a tier, for an axis of the mesh."""
+    """Bytes that a GPU sends in a step over a tier, for an axis of the mesh."""
 
     tier: str
     """node, or the name of a tier of switches (placement.Road)."""
@@ -52,7 +52,7 @@ class Traffic(NamedTuple):
     sent: float
     """Bytes."""
     seconds: float
-    """That the link is busy, hidden behind compute or not."""
+    """Seconds in which the link is busy, hidden behind compute or not."""
 
 
 def words(layout: Mapping[str, int | str | bool]) -> str:
@@ -64,7 +64,7 @@ def words(layout: Mapping[str, int | str | bool]) -> str:
     )
 
 
-def spelled(options: Mapping[str, object]) -> str:
+def command_options(options: Mapping[str, object]) -> str:
     """Options as words of the command line, which a shell takes as they are; what is false, as
     --SECTION.no-NAME.
     """
@@ -79,12 +79,12 @@ def spelled(options: Mapping[str, object]) -> str:
 
 
 class Change(NamedTuple):
-    """What one change of a layout would buy."""
+    """A change of a layout in one thing, and what it would gain."""
 
     words: str
     """ "recompute none" """
     seconds: float
-    """Of a step with it, simulated as the layout itself is."""
+    """Seconds of a step with it, simulated as the layout itself is."""
     held: int
     """Bytes of its fullest rank."""
     fits: bool
@@ -97,18 +97,18 @@ class Candidate:
     layout: dict[str, int | str | bool]
     """Options as `dolmen train` takes them, without dashes: {"layout.tp": 8, ...}."""
     estimate: Estimate
-    """Of a step."""
+    """Predicted time of a step."""
     memory: tuple[StageMemory, ...]
-    """Of each pipeline rank."""
+    """Memory of each pipeline rank."""
     bound: str
-    """What bounds it: compute, tp, bubble, dp, memory, host."""
+    """What bounds the step: compute, tp, bubble, dp, memory, host."""
     mfu: float = 0
     """Floating-point operations of the model alone, over the peak of the datasheet."""
     hfu: float = 0
     """The same with what backward computes again."""
     traffic: tuple[Traffic, ...] = ()
     changes: tuple[Change, ...] = ()
-    """Of one thing each, the fastest first; empty where they were not asked for."""
+    """Changes of one thing each, the fastest first; empty where they were not requested."""
 
     @property
     def words(self) -> str:
@@ -127,7 +127,7 @@ class Timeline(NamedTuple):
     schedule: Schedule
     simulation: Simulation
 
-    def held(self, rank: int) -> list[int]:
+    def chunks_held(self, rank: int) -> list[int]:
         """Chunks of which the rank holds activations, after each of its actions."""
         count, found = 0, []
         for action in self.schedule.actions[rank]:
@@ -151,7 +151,9 @@ class Compared(NamedTuple):
     counted: int
     formed: int
     seconds: float = 0.0
-    """Of what is sent: how long its links take for `formed`, hidden behind compute or not."""
+    """For bytes that are sent: seconds that their links take for `formed`, hidden behind compute or
+    not.
+    """
 
     @property
     def more_seconds(self) -> float:
@@ -165,19 +167,19 @@ class Compared(NamedTuple):
 
 
 class RankRun(NamedTuple):
-    """What the dry run of a rank says."""
+    """The result of a rank's dry run."""
 
     rank: int
     peak: Compared
     held: tuple[Compared, ...]
     """At the peak, by kind."""
     sent: tuple[Compared, ...]
-    """What leaves it in a step, by axis."""
+    """Bytes that leave it in a step, by axis."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Of the first layout."""
+    """Dry run of the first layout."""
 
     ranks: tuple[RankRun, ...]
     struck: tuple[str, ...] = ()
@@ -194,7 +196,7 @@ class Plan:
     global_batch_size: int
     cluster: Cluster
     gpus: int
-    """That the candidates use."""
+    """GPUs that the candidates use."""
     ranked: tuple[Candidate, ...]
     """The fastest first; at least one."""
     timeline: Timeline
@@ -203,11 +205,11 @@ class Plan:
     considered: int = 0
     """Layouts that were looked at, those that do not fit included."""
     fitting: int = 0
-    """Of them those that fit."""
+    """Layouts that fit, of those considered."""
     dtype: str = "bf16"
-    """Of products, as the device's file has it."""
+    """Dtype of products, as the device's file has it."""
     interval: str = ""
-    """What the intervals are made from."""
+    """The errors that the intervals are made from."""
     tokens: float = 0
     """To train on; 0: 20 for each parameter, as 2203.15556 found best."""
     prices: Prices = Prices()
@@ -216,7 +218,7 @@ class Plan:
     assumed: tuple[str, ...] = ()
     """Options that nobody has said, so that defaults are planned: train.sequence-length."""
     command: str = ""
-    """That runs the first layout's step as some of its ranks."""
+    """Command that runs the first layout's step as some of its ranks."""
 
     @property
     def step_tokens(self) -> int:
@@ -232,11 +234,11 @@ class Plan:
         steps = self.budget / self.step_tokens / 86400
         return Estimate(estimate.seconds * steps, estimate.low * steps, estimate.high * steps, {})
 
-    def rented(self, fleet: Fleet) -> float:
+    def rent_cost(self, fleet: Fleet) -> float:
         """Money for the budget on rented GPUs."""
         return fleet.gpus * 24 * self.days(fleet.estimate).seconds * self.prices.rent
 
-    def owned(self, fleet: Fleet) -> float:
+    def owning_cost(self, fleet: Fleet) -> float:
         """The same on nodes that are bought: their share of the years they last, and power."""
         days = self.days(fleet.estimate).seconds
         nodes = -(-fleet.gpus // self.cluster.gpus_per_node)

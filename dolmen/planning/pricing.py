@@ -24,11 +24,12 @@ from dolmen.parallel.actions import Schedule
 from dolmen.parallel.schedule import Simulation
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows, update_rows
 from dolmen.planning.capacity import Capacity
-from dolmen.planning.cost import BESIDE, Machine, Parts, action_seconds
+from dolmen.planning.cost import CONTENTION, Machine, Parts, action_seconds, row_seconds
 from dolmen.planning.hardware import Cluster
 from dolmen.planning.ledger import Row
 from dolmen.planning.operations import OURS, Operations, Program, Share
-from dolmen.planning.placement import Placement, collective_seconds, send_seconds
+from dolmen.planning.placement import Placement, Road, collective_seconds, send_seconds
+from dolmen.planning.plan import Traffic
 from dolmen.planning.ranks import stages_of
 from dolmen.planning.space import Choice
 from dolmen.planning.step import Estimate, Spread, Stage, rows_seconds, step_time, together
@@ -42,22 +43,22 @@ class Timed(NamedTuple):
 
     estimate: Estimate
     simulation: Simulation
-    """Of as many microbatches as `schedule` has, which may be fewer than the step's."""
+    """Simulation of as many microbatches as `schedule` has, which may be fewer than the step's."""
     schedule: Schedule
 
 
 class Part(NamedTuple):
-    """Of a stage: a kind of layer by its number, or an end."""
+    """A part of a stage: a kind of layer by its number, or an end."""
 
     kind: int
     again: bool = False
-    """Whether backward computes it again, where the choice has anything computed again."""
+    """Backward computes it again, where the choice has anything computed again."""
 
 
 EMBEDDING, HEAD = Part(-1), Part(-2)
 
 
-class Alike(NamedTuple):
+class RankGroup(NamedTuple):
     """Pipeline ranks that have the same parts."""
 
     ranks: int
@@ -67,25 +68,25 @@ class Alike(NamedTuple):
 
 @dataclass
 class Pricing:
-    """Of a model on a cluster."""
+    """Seconds of the layouts of a model on a cluster."""
 
     capacity: Capacity
-    """Which has its tree, length and dtype."""
+    """Memory of its ranks, which has its tree, length and dtype."""
     cluster: Cluster
     global_batch_size: int
     dtype: str
-    """Of products, as devices have it: "bf16"."""
+    """Dtype of products, as devices have it: "bf16"."""
     spread: Spread
     _machines: dict[tuple, Machine] = field(default_factory=dict)
     _parts: dict[tuple, Stage] = field(default_factory=dict)
-    _alike: dict[tuple, list[Alike]] = field(default_factory=dict)
+    _rank_groups: dict[tuple, list[RankGroup]] = field(default_factory=dict)
     _quick: dict[tuple, tuple[float, float, float]] = field(default_factory=dict)
     _updates: dict[int, Parts] = field(default_factory=dict)
     _sent: dict[tuple, tuple[float, float, float]] = field(default_factory=dict)
 
     @cached_property
     def program(self) -> Program:
-        """What a step of ours does: with dropout it forms the scores."""
+        """How dolmen computes a step of this run: with dropout it forms the scores."""
         capacity = self.capacity
         scores: Literal["scores", "flash"] = "scores" if capacity.dropout else "flash"
         dropped = capacity.dropout > 0
@@ -108,7 +109,7 @@ class Pricing:
     def quick(self, choice: Choice) -> float:
         """Seconds of a step, in closed form."""
         span, forward, backward = self._closed_form(choice)
-        optimizer, shown = self._after(choice, forward, backward)
+        optimizer, shown = self._update_seconds(choice, forward, backward)
         return span + optimizer.total + shown
 
     def _closed_form(self, choice: Choice) -> tuple[float, float, float]:
@@ -138,22 +139,22 @@ class Pricing:
         return self._quick[key]
 
     def _seconds(self, choice: Choice, kind: str) -> dict[Part, float]:
-        """Of an action of each part that the pipeline has."""
+        """Return the seconds of an action of each part that the pipeline has."""
         parts = {part for rank in self._ranks(choice) for part, _ in rank.parts}
         return {part: self._part(part, choice).parts(kind).total for part in parts}
 
-    def _ranks(self, choice: Choice) -> list[Alike]:
+    def _ranks(self, choice: Choice) -> list[RankGroup]:
         """Pipeline ranks that have equal parts, each kind once."""
         key = (choice.pp, choice.schedule, choice.virtual_stages, choice.recompute_layers)
-        if key not in self._alike:
+        if key not in self._rank_groups:
             found: Counter[tuple] = Counter()
             for rank in range(choice.pp):
                 parts = Counter(
                     p for s in stages_of(choice, rank) for p in self._parts_of(choice, s)
                 )
                 found[tuple(sorted(parts.items()))] += 1
-            self._alike[key] = [Alike(number, parts) for parts, number in found.items()]
-        return self._alike[key]
+            self._rank_groups[key] = [RankGroup(number, parts) for parts, number in found.items()]
+        return self._rank_groups[key]
 
     def _parts_of(self, choice: Choice, stage: int) -> list[Part]:
         layers, limit = self.capacity.ranks.layers_of_stages(choice), choice.recompute_layers
@@ -186,19 +187,20 @@ class Pricing:
             return Timed(estimate, simulation, lists)
         parts = dict(estimate.parts)
         slowest = max(
-            (self._of_rank(choice, rank, stages) for rank in range(p)), key=lambda one: one.total
+            (self._rank_seconds(choice, rank, stages) for rank in range(p)),
+            key=lambda one: one.total,
         )
-        for name, seconds in slowest.by_name().items():
+        for name, seconds in slowest.named_seconds().items():
             parts[name] += (micros - some) * seconds
         return Timed(self.spread.around(sum(parts.values()), parts), simulation, lists)
 
-    def _of_rank(self, choice: Choice, rank: int, stages: list[Stage]) -> Parts:
-        """What a rank computes for a microbatch."""
+    def _rank_seconds(self, choice: Choice, rank: int, stages: list[Stage]) -> Parts:
+        """Return the seconds that a rank computes for a microbatch."""
         here = [stages[stage] for stage in stages_of(choice, rank)]
         return sum((stage.forward + stage.backward for stage in here), Parts())
 
     def stages(self, choice: Choice) -> list[Stage]:
-        """What each virtual stage takes, in order."""
+        """Return the seconds of each virtual stage, in order."""
         made, send = [], self._send(choice)
         for stage in range(choice.pp * choice.virtual_stages):
             parts = Counter(self._parts_of(choice, stage))
@@ -206,30 +208,34 @@ class Pricing:
         return made
 
     def update(self, choice: Choice) -> Parts:
-        """What follows the last action, on the rank that has most: the optimizer, and what fsdp
-        sends and no computation hides.
+        """Return the seconds after the last action, on the rank that has most: the optimizer, and
+        what fsdp sends and no computation hides.
         """
         _, forward, backward = self._closed_form(choice)
-        optimizer, shown = self._after(choice, forward, backward)
+        optimizer, shown = self._update_seconds(choice, forward, backward)
         return optimizer + Parts(dp=shown)
 
-    def _after(self, choice: Choice, forward: float, backward: float) -> tuple[Parts, float]:
+    def _update_seconds(
+        self, choice: Choice, forward: float, backward: float
+    ) -> tuple[Parts, float]:
         ranks = self.capacity.ranks
         most = max(ranks.elements(choice, rank) for rank in ranks.telling(choice))
         own = most if choice.zero == 0 else most // (choice.dp * choice.cp)
         if own not in self._updates:
             rows = update_rows(own, own, True, self.program, moments=self.capacity.moments)
             self._updates[own] = action_seconds(rows, self.machine(choice))
-        return self._updates[own], self._shown(choice, most, forward, backward)
+        return self._updates[own], self._exposed_fsdp(choice, most, forward, backward)
 
-    def _shown(self, choice: Choice, elements: int, forward: float, backward: float) -> float:
-        """Of gathering parameters and reducing gradients what is longer than the action that they
-        are sent behind, and what they slow it: once per step, or per microbatch. docs/zero.md says
-        when.
+    def _exposed_fsdp(
+        self, choice: Choice, elements: int, forward: float, backward: float
+    ) -> float:
+        """Return the seconds of gathering parameters and reducing gradients beyond the action that
+        they are sent behind, and by which they slow it: once per step, or per microbatch.
+        docs/zero.md says when.
         """
         if choice.dp * choice.cp == 1:
             return 0.0
-        every, gather, reduce = self._over_fsdp(choice, elements)
+        every, gather, reduce = self._fsdp_seconds(choice, elements)
         # the first unit that is gathered, and the last that is reduced, have nothing to hide behind
         first = 1 / self._units(choice)
         if choice.zero == 0:
@@ -247,7 +253,7 @@ class Pricing:
             exposed_seconds(gather, forward, first) + exposed_seconds(reduce, backward, first)
         )
 
-    def _over_fsdp(self, choice: Choice, elements: int) -> tuple[float, float, float]:
+    def _fsdp_seconds(self, choice: Choice, elements: int) -> tuple[float, float, float]:
         """Seconds of summing gradients everywhere, of gathering parameters, of scattering sums."""
         key = (choice[:4], elements)
         if key not in self._sent:
@@ -271,13 +277,13 @@ class Pricing:
         return send_seconds(self._sent_bytes(choice), self.machine(choice).hop())
 
     def _sent_bytes(self, choice: Choice) -> int:
-        """From a stage to the next, for a microbatch."""
+        """Return the bytes from a stage to the next, for a microbatch."""
         tokens = choice.microbatch_size * self.capacity.sequence_length // choice.cp
         payload = tokens * self.capacity.tree.hidden_size * self.capacity.element_bytes
         return payload // choice.tp if choice.sequence_parallel else payload
 
     def _part(self, part: Part, choice: Choice) -> Stage:
-        """What it takes for a microbatch."""
+        """Return the seconds of a part for a microbatch."""
         mesh = choice[:5] if choice.ep > 1 or choice.cp > 1 else choice[:1]
         recompute = choice.recompute if part.again else "none"
         key = (part, mesh, choice.sequence_parallel, recompute, choice.microbatch_size)
@@ -301,7 +307,7 @@ class Pricing:
         if part == HEAD:
             return head_rows(tree, share, self.program)
         rows = block_rows(tree, ranks.examples[part.kind], share, self.program)
-        return rows.recomputed(choice.recompute if part.again else "none")
+        return rows.add_recomputation(choice.recompute if part.again else "none")
 
     def crossing(self, choice: Choice, rank: int) -> Iterator[Row]:
         """The collectives and sends of a whole step of a pipeline rank, each with how often."""
@@ -317,7 +323,7 @@ class Pricing:
             payload = self._sent_bytes(choice)
             yield Row("F0", "", "send", "send", axis="pp", payload=payload, times=hops)
         if choice.dp * choice.cp > 1:
-            yield from self._over_fsdp_rows(choice, rank)
+            yield from self._fsdp_rows(choice, rank)
 
     def _neighbours(self, choice: Choice, rank: int) -> int:
         """Stages of other ranks before and after those of a pipeline rank."""
@@ -325,8 +331,8 @@ class Pricing:
         around = [other for stage in mine for other in (stage - 1, stage + 1)]
         return sum(0 <= other <= last and other not in mine for other in around)
 
-    def _over_fsdp_rows(self, choice: Choice, rank: int) -> Iterator[Row]:
-        """What _shown prices."""
+    def _fsdp_rows(self, choice: Choice, rank: int) -> Iterator[Row]:
+        """Yield the collectives that `_exposed_fsdp` prices."""
         elements, micros = self.capacity.ranks.elements(choice, rank), self.micros(choice)
         late = choice.zero < 2 or choice.schedule.startswith("zero-bubble")
         reduces = 1 if late else micros
@@ -347,8 +353,62 @@ def exposed_seconds(seconds: float, computed: float, first: float) -> float:
     `first`, has nothing to hide behind.
     """
     hidden = min(seconds * (1 - first), computed)
-    return seconds - hidden + BESIDE * hidden
+    return seconds - hidden + CONTENTION * hidden
 
 
-def _total(rank: Alike, seconds: dict[Part, float]) -> float:
+def _total(rank: RankGroup, seconds: dict[Part, float]) -> float:
     return sum(number * seconds[part] for part, number in rank.parts)
+
+
+# Traffic: a ring of n ranks, g of them in each node, goes from one node to the next at one of g
+# steps: so of what its ranks send, (n - 1) / n of a payload each (twice that of an all-reduce),
+# 1 / g crosses the network, and the rest stays in nodes.
+NODE = "node"
+AXES = {"fsdp": "dp"}  # what cost.Parts calls them
+
+
+def traffic(pricing: Pricing, choice: Choice) -> tuple[Traffic, ...]:
+    """Return the traffic of the rank with most parameters that has stages before and after it,
+    where one has; the nearest tier first.
+    """
+    machine = pricing.machine(choice)
+    rank = max(
+        range(choice.pp)[1:-1] or range(choice.pp),
+        key=lambda rank: pricing.capacity.ranks.elements(choice, rank),
+    )
+    sums: dict[tuple[str, str], tuple[float, float]] = {}
+    for row in pricing.crossing(choice, rank):
+        for one in tier_traffic(row, machine):
+            sent, seconds = sums.get((one.tier, one.axis), (0.0, 0.0))
+            sums[one.tier, one.axis] = sent + one.sent, seconds + one.seconds
+    tiers = [NODE, *(tier.name for tier in pricing.cluster.tiers), "network"]
+    found = (Traffic(*key, *values) for key, values in sums.items())
+    return tuple(sorted(found, key=lambda one: (tiers.index(one.tier), one.axis)))
+
+
+def tier_traffic(row: Row, machine: Machine) -> Iterator[Traffic]:
+    """Yield the bytes of a collective or a send, as often as it happens, on each tier."""
+    axis = AXES.get(row.axis, row.axis)
+    if row.kind == "send":
+        tier, size = machine.hop().tier, float(row.payload * row.times)
+        yield Traffic(tier, axis, size, row_seconds(row, machine) * row.times)
+        return
+    road = machine.road(row.axis)
+    if road.ranks == 1:
+        return
+    inside, across = (part * row.payload * row.times for part in shares(row.op, road))
+    if inside:
+        yield Traffic(NODE, axis, inside, inside / road.near)
+    if across:
+        yield Traffic(road.tier, axis, across, row_seconds(row, machine) * row.times)
+
+
+def shares(op: str, road: Road) -> tuple[float, float]:
+    """Return (the share of a payload that each rank sends within its node, the share that it sends
+    out of it).
+    """
+    n, g = road.ranks, road.together
+    if op == "all-to-all":
+        return (g - 1) / n, (n - g) / n
+    sent = (n - 1) / n * (2 if op == "all-reduce" else 1)
+    return (sent, 0.0) if g == n else (sent * (g - 1) / g, sent / g)

@@ -1,5 +1,5 @@
-"""What is asked of a plan: a run on all GPUs of a cluster. Its space, what its ranks hold and what
-its layouts take are made of it once.
+"""A run on all GPUs of a cluster, to be planned. Its space, the memory of its ranks and the time of
+its layouts are computed from it once.
 """
 
 from collections.abc import Mapping
@@ -12,17 +12,17 @@ from dolmen.model.layout import Layout
 from dolmen.planning.capacity import Capacity
 from dolmen.planning.config import PlanRequest
 from dolmen.planning.hardware import Cluster, read_cluster
-from dolmen.planning.prediction_error import error_group, read_errors
 from dolmen.planning.pricing import Pricing
 from dolmen.planning.space import Choice, Pins, Space
+from dolmen.planning.step import error_group, read_errors
 from dolmen.training.config import RunConfig, TrainConfig
 
 PRODUCTS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""What devices call the dtype of a step's products."""
+"""Names that devices have for the dtype of a step's products."""
 
 
 STEP = ("global_batch_size", "sequence_length")
-"""What no plan means anything without."""
+"""Options without which a plan means nothing."""
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,30 @@ class Question:
     """Options of STEP that neither it nor what is asked says: a run's defaults."""
 
     @staticmethod
-    def of(request: PlanRequest) -> "Question":
-        """Of what is asked. Raises ValueError."""
-        asked = request.asked
-        if asked.cluster is None:
+    def from_request(request: PlanRequest) -> "Question":
+        """Resolve a request. Raises ValueError."""
+        options = request.options
+        if options.cluster is None:
             raise ValueError("missing --cluster (such as dgx-a100:384, or a YAML file)")
-        cluster = read_cluster(asked.cluster)
-        step = {n: v for n, v in asked.train.said.items() if n != "microbatch_size"}
+        cluster = read_cluster(options.cluster)
+        step = {n: v for n, v in options.train.said.items() if n != "microbatch_size"}
         if "dtype" not in step and request.run.train.dtype not in ("bfloat16", "float16"):
             step["dtype"] = "bfloat16"
-        if "dtype" not in asked.train.said and "bf16" not in cluster.device.peak:
+        if "dtype" not in options.train.said and "bf16" not in cluster.device.peak:
             step["dtype"] = "float16" if "fp16" in cluster.device.peak else "float32"
-        split = (asked.layout.schedule or "").startswith("zero-bubble")
+        split = (options.layout.schedule or "").startswith("zero-bubble")
         if split and "compile" not in step:
             step["compile"] = False
         run = replace(request.run, train=replace(request.run.train, **step))
         run.check_length()
         if split:
-            replace(run, layout=Layout(**asked.layout.said)).refuse_compiled()
+            replace(run, layout=Layout(**options.layout.said)).refuse_compiled()
         cluster.device.rate(PRODUCTS[run.train.dtype])
         default = to_dict(TrainConfig())
         named = to_dict(request.run.train)
         assumed = tuple(n for n in STEP if n not in step and named[n] == default[n])
-        micro = asked.train.microbatch_size
-        return Question(request.name, run, cluster, asked.layout, micro, request.run, assumed)
+        micro = options.train.microbatch_size
+        return Question(request.name, run, cluster, options.layout, micro, request.run, assumed)
 
     @property
     def batch(self) -> int:
@@ -84,7 +84,7 @@ class Question:
 
     @cached_property
     def capacity(self) -> Capacity:
-        """What ranks hold."""
+        """Memory of its ranks."""
         return Capacity(
             self.run.trained,
             self.run.sequence_length,
@@ -95,21 +95,21 @@ class Question:
 
     @cached_property
     def pricing(self) -> Pricing:
-        """What layouts take."""
+        """Time of its layouts."""
         dtype = PRODUCTS[self.run.train.dtype]
         group = error_group(self.cluster.device.name, self.run.tree.experts > 0)
         spread = read_errors().spread(group)
         return Pricing(self.capacity, self.cluster, self.batch, dtype, spread)
 
-    def held(self, choice: Choice) -> int:
+    def fullest_bytes(self, choice: Choice) -> int:
         """Bytes of the fullest rank."""
         return self.capacity.fullest(choice, self.batch)
 
     def fits(self, choice: Choice) -> bool:
-        """Whether every rank has memory enough."""
-        return self.held(choice) <= self.cluster.device.memory
+        """Return whether every rank has memory enough."""
+        return self.fullest_bytes(choice) <= self.cluster.device.memory
 
-    def as_run(self, layout: Mapping[str, int | str | bool]) -> RunConfig:
+    def run_with_layout(self, layout: Mapping[str, int | str | bool]) -> RunConfig:
         """The run with a layout, whose options these are, as `dolmen train` takes it."""
         said: dict[str, dict[str, Any]] = {"layout": {}, "train": {}}
         for name, value in layout.items():

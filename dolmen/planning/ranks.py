@@ -1,5 +1,5 @@
-"""Which layers and how many parameters each rank of a pipeline has, asked for layouts by the
-hundred thousand: what is known once is kept.
+"""Layers and parameters of each rank of a pipeline, for layouts by the hundred thousand: results
+are cached.
 """
 
 import math
@@ -30,12 +30,12 @@ class Held:
 
     @property
     def number(self) -> int:
-        """Of both."""
+        """Dense and expert parameters together."""
         return self.dense + self.experts
 
     @staticmethod
-    def of(leaves: Leaves, sizes: Mapping[str, int]) -> "Held":
-        """Of these leaves, where each axis has so many ranks."""
+    def count(leaves: Leaves, sizes: Mapping[str, int]) -> "Held":
+        """Count these leaves, where each axis has so many ranks."""
         dense = experts = 0
         for leaf in leaves.values():
             number = math.prod(leaf.held(sizes))
@@ -50,18 +50,18 @@ class Held:
 
 
 class Parameters(NamedTuple):
-    """Of a pipeline rank, on one rank of tp."""
+    """Parameters of a pipeline rank, on one rank of tp."""
 
     blocks: Held
     ends: Held
     """Embedding and head."""
     largest: Held
-    """Of the blocks."""
+    """Parameters of the largest of the blocks."""
 
 
 @dataclass
 class Ranks:
-    """Of a model."""
+    """Layers and parameters of the ranks of a model."""
 
     tree: Tree
     _layers: dict[int, list[range]] = field(default_factory=dict)
@@ -82,7 +82,9 @@ class Ranks:
         return [layer for stage in stages_of(choice, rank) for layer in stages[stage]]
 
     def telling(self, choice: Choice) -> list[int]:
-        """Of pipeline ranks with equal layers the first and the last: one of them is fullest."""
+        """Return the first and the last of pipeline ranks with equal layers: one of them is
+        fullest.
+        """
         key = (choice.pp, choice.schedule, choice.virtual_stages)
         if key not in self._telling:
             classes: dict[object, list[int]] = {}
@@ -108,11 +110,11 @@ class Ranks:
             ends, owned = Held(), stages_of(choice, rank)
             first, last = 0 in owned, choice.pp * choice.virtual_stages - 1 in owned
             if first:
-                ends += Held.of(self._first, sizes)
+                ends += Held.count(self._first, sizes)
             if last:
-                ends += Held.of(self._last, sizes)
+                ends += Held.count(self._last, sizes)
             if last and not first and self.tree.head.tied:  # the table has two owners
-                ends += Held.of({"embed.weight": self._first["embed.weight"]}, sizes)
+                ends += Held.count({"embed.weight": self._first["embed.weight"]}, sizes)
             largest = max(here, key=lambda one: one.number, default=Held())
             self._parameters[key] = Parameters(sum(here, Held()), ends, largest)
         return self._parameters[key]
@@ -120,7 +122,7 @@ class Ranks:
     def _held_blocks(self, tp: int, ep: int) -> list[Held]:
         if (tp, ep) not in self._of_blocks:
             leaves = [under(self.tree.leaves, f"layers.{i}") for i in self.examples]
-            self._of_blocks[tp, ep] = [Held.of(one, {"tp": tp, "ep": ep}) for one in leaves]
+            self._of_blocks[tp, ep] = [Held.count(one, {"tp": tp, "ep": ep}) for one in leaves]
         return self._of_blocks[tp, ep]
 
     @cached_property
@@ -130,13 +132,13 @@ class Ranks:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """Of each layer the number of its kind."""
+        """Number of the kind of each layer."""
         number = {block: i for i, block in enumerate(self.blocks)}
         return [number[block] for block in self.tree.blocks]
 
     @cached_property
     def examples(self) -> list[int]:
-        """Of each kind its first layer."""
+        """First layer of each kind."""
         return [self.kinds.index(kind) for kind in range(len(self.blocks))]
 
     @cached_property

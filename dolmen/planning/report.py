@@ -14,13 +14,13 @@ from dolmen.files import gate, write
 from dolmen.pages.style import house_style
 from dolmen.planning.figures import front, memory, network, ranking, timeline
 from dolmen.planning.figures.svg import Drawing, patterns, short
-from dolmen.planning.plan import Plan, spelled
+from dolmen.planning.plan import Plan, command_options
 from dolmen.planning.step import Estimate
 
 FRAME = Path(__file__).with_name("report.html")
 NAME = "index.html"
 MARK = '<meta name="generator" content="dolmen plan">'
-"""In what we write, by which we know it."""
+"""Tag in the pages that we write, by which we know them."""
 
 
 class Figure(NamedTuple):
@@ -136,7 +136,7 @@ def _summary(plan: Plan) -> str:
     cells = "\n".join(
         f"<tr><td>{escape(name)}</td><td>{escape(words)}</td></tr>" for name, words in rows.items()
     )
-    return f"<table>\n{cells}\n</table>\n<pre>{escape(spelled(best.layout))}</pre>"
+    return f"<table>\n{cells}\n</table>\n<pre>{escape(command_options(best.layout))}</pre>"
 
 
 def _between(found: Estimate) -> str:

@@ -18,27 +18,26 @@ from dolmen.core.messages import counted
 from dolmen.model import count
 from dolmen.planning.config import PlanConfig
 from dolmen.planning.plan import Candidate, Change, Fleet, Plan, Prices, Timeline, words
-from dolmen.planning.pricing import Timed
+from dolmen.planning.pricing import Timed, traffic
 from dolmen.planning.question import Question
 from dolmen.planning.space import Choice, Pins, divisors
-from dolmen.planning.traffic import traffic
-from dolmen.planning.winner import command, confirmed
+from dolmen.planning.winner import command, confirm
 
 LESS = 0.99
-"""Of the bytes of a layout: what holds more than this holds as much."""
+"""Share of the bytes of a layout: one that holds more than this holds as much."""
 
 
 def changes(question: Question, choice: Choice, now: float) -> Iterator[Change]:
-    """What one change of a layout would buy that takes `now` seconds, the fastest first; dp is what
-    the others leave. Each is simulated, as that is. What takes as long and holds as much buys
-    nothing.
+    """Yield what each change of one thing would gain over a layout that takes `now` seconds, the
+    fastest first; dp is what the others leave. Each is simulated, as that is. A change that takes
+    as long and holds as much gains nothing.
     """
-    here = question.held(choice)
+    here = question.fullest_bytes(choice)
     tried = []
     for other in dict.fromkeys(neighbours(question, choice)):
         if other == choice:  # of what has no effect, such as ZeRO where dp is 1
             continue
-        held = question.held(other)
+        held = question.fullest_bytes(other)
         seconds = question.pricing.full(other).estimate.seconds
         if seconds >= now and held > LESS * here:
             continue
@@ -87,11 +86,11 @@ def _variants(choice: Choice) -> dict[str, list]:
 def difference(one: Choice, other: Choice) -> str:
     """ "tp 4" of two that differ in tp, and in the dp that it leaves."""
     pairs = zip(one._asdict().items(), other, strict=True)
-    told = [f"{n.replace('_', '-')} {b}" for (n, a), b in pairs if a != b and n != "dp"]
-    return " ".join(told)
+    text = [f"{n.replace('_', '-')} {b}" for (n, a), b in pairs if a != b and n != "dp"]
+    return " ".join(text)
 
 
-def with_fleets(question: Question, plan: Plan) -> Plan:
+def add_fleets(question: Question, plan: Plan) -> Plan:
     """The plan, with the best layouts of half as many nodes, twice as many, and so on. These keep
     the tensor, context and expert parallelism of its first layout, which is seconds in place of
     minutes.
@@ -109,7 +108,7 @@ def _others(question: Question, plan: Plan) -> Iterator[Fleet]:
         placed = replace(cluster, nodes=nodes)
         other = replace(question, cluster=placed, pins=pins)
         try:
-            found = look(other, 1)
+            found = search_layouts(other, 1)
         except ValueError:  # no layout of so many GPUs
             continue
         if found.best:
@@ -131,7 +130,7 @@ BOUNDS = {"product": "compute", "attention": "compute", "optimizer": "memory", "
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has seen."""
+    """The result of a search."""
 
     considered: int
     fitting: int
@@ -139,21 +138,21 @@ class Found:
     """The fastest in closed form first, of layouts that differ in ZeRO or in how cp attends alone
     one."""
     nearest: tuple[int, Choice] | None
-    """Where none fits, that which holds least, and its bytes."""
+    """Where none fits, the layout that holds least, and its bytes."""
 
 
-def answer(question: Question, asked: PlanConfig, progress: bool = False) -> Plan:
+def make_plan(question: Question, options: PlanConfig, progress: bool = False) -> Plan:
     """The fastest layouts; `progress` shows that of a dry run on stderr. Raises ValueError, in one
     line, where no layout can be or none fits.
     """
-    found = look(question, max(SIMULATED, asked.top))
+    found = search_layouts(question, max(SIMULATED, options.top))
     if not found.best:
         raise ValueError(refusal(question, found))
     timed = [(question.pricing.full(choice), choice) for choice in found.best]
     timed.sort(key=lambda one: one[0].estimate.seconds)
     dry = None
-    if asked.dryrun:
-        dry = confirmed(question, [choice for _, choice in timed], progress)
+    if options.dryrun:
+        dry = confirm(question, [choice for _, choice in timed], progress)
         timed = timed[len(dry.struck) :]
     tree = question.run.tree
     first = timed[0][0]
@@ -165,14 +164,14 @@ def answer(question: Question, asked: PlanConfig, progress: bool = False) -> Pla
         question.cluster,
         question.cluster.gpus,
         tuple(
-            candidate(question, choice, one, asked.explain or asked.json is not None)
-            for one, choice in timed[: asked.top]
+            candidate(question, choice, one, options.explain or options.json is not None)
+            for one, choice in timed[: options.top]
         ),
         Timeline(first.schedule, first.simulation),
         considered=found.considered,
         fitting=found.fitting,
-        tokens=asked.tokens or 0,
-        prices=Prices(asked.rent, asked.node_price, asked.years, asked.kilowatt_hour),
+        tokens=options.tokens or 0,
+        prices=Prices(options.rent, options.node_price, options.years, options.kilowatt_hour),
         dtype=question.pricing.dtype,
         interval=question.pricing.spread.words,
         dry=dry,
@@ -181,7 +180,7 @@ def answer(question: Question, asked: PlanConfig, progress: bool = False) -> Pla
     )
 
 
-def look(question: Question, best: int = SIMULATED) -> Found:
+def search_layouts(question: Question, best: int = SIMULATED) -> Found:
     """Every layout, held against memory. Raises ValueError where there is none."""
     considered = fitting = 0
     nearest: tuple[int, Choice] | None = None
@@ -193,19 +192,19 @@ def look(question: Question, best: int = SIMULATED) -> Found:
         if choice.recompute == "selective" and choice._replace(recompute="none") == whole:
             fitting += 1  # as what computes nothing again does, which is faster
             continue
-        held = question.held(choice)
+        held = question.fullest_bytes(choice)
         if held > memory:
             if nearest is None or held < nearest[0]:
                 nearest = held, choice
             continue
         fitting += 1
         whole = choice if choice.recompute == "none" else whole
-        alike = choice._replace(zero=1, context="ring")
+        kind = choice._replace(zero=1, context="ring")
         # the closed forms are a ring's: what is gathered is longer than what they count
         gathers = choice.context == "gather"
         key = round(question.pricing.quick(choice), 6), held, gathers, choice
-        if alike not in fastest or key < fastest[alike]:
-            fastest[alike] = key
+        if kind not in fastest or key < fastest[kind]:
+            fastest[kind] = key
     if not considered:
         question.space().refuse()
     chosen = [choice for *_, choice in heapq.nsmallest(best, fastest.values())]
@@ -213,28 +212,28 @@ def look(question: Question, best: int = SIMULATED) -> Found:
 
 
 def refusal(question: Question, found: Found) -> str:
-    """Of layouts of which none fits: what is missing, and the nearest that does."""
+    """Explain that no layout fits: what is missing, and the nearest that does."""
     assert found.nearest is not None
     held, choice = found.nearest
     memory = question.cluster.device.memory
     gpus = counted(question.cluster.gpus, "GPU")
     layouts, lacks = counted(found.considered, "layout"), gib(held - memory)
-    told = (
+    text = (
         f"none of {layouts} fits {gpus} of {gib(memory)}: the nearest, {words(choice.options)}, "
         f"needs {gib(held)} on its fullest rank, {lacks} too many"
     )
     other = nearest_fitting(question, choice)
     if other is not None:
-        fitting = f"{words(other.options)} ({gib(question.held(other))})"
-        return f"{told}; the nearest that fits is {fitting}"
-    larger = enough(question)
+        fitting = f"{words(other.options)} ({gib(question.fullest_bytes(other))})"
+        return f"{text}; the nearest that fits is {fitting}"
+    larger = enough_nodes(question)
     if larger is None:
-        return f"{told}: use more nodes or a smaller model"
-    return f"{told}: use --cluster {question.cluster.name}:{larger} or more"
+        return f"{text}: use more nodes or a smaller model"
+    return f"{text}: use --cluster {question.cluster.name}:{larger} or more"
 
 
 def nearest_fitting(question: Question, near: Choice) -> Choice | None:
-    """Of layouts without what is pinned the one that fits and differs in least."""
+    """Return the layout that fits and differs in least, of those without what is pinned."""
     if not question.pins.said and question.microbatch_size is None:
         return None
     free = replace(question, pins=Pins(), microbatch_size=None)
@@ -247,7 +246,7 @@ def nearest_fitting(question: Question, near: Choice) -> Choice | None:
     return min(fitting, key=distance, default=None)
 
 
-def enough(question: Question) -> int | None:
+def enough_nodes(question: Question) -> int | None:
     """The fewest nodes, by doubling, on which a layout fits; None: more than the cluster has."""
     cluster = question.cluster
     most = cluster.tiers[-1].nodes if cluster.tiers else cluster.nodes
@@ -287,8 +286,8 @@ def candidate(question: Question, choice: Choice, timed: Timed, explained: bool)
 
 
 def bound(parts: dict[str, float]) -> str:
-    """What of a step takes longest beside the products that it is for; these, where nothing else
-    takes a tenth.
+    """Return the part of a step that takes longest other than the products; compute, where nothing
+    else takes a tenth.
     """
     sums: dict[str, float] = {}
     for name, seconds in parts.items():

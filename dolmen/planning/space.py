@@ -14,7 +14,8 @@ from dolmen.model.layout import Layout
 from dolmen.model.tree import Tree, check_cuts
 
 CONTEXT_TOKENS = 4096
-"""Of a sequence, what a rank of cp keeps at least: cp that leaves less is planned if pinned."""
+"""Tokens of a sequence that a rank of cp keeps at least: cp that leaves less is planned if pinned.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Pins:
     virtual_stages: int | None = None
     """Stages per process of pp."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """What backward computes again: nothing, attention's inner part, or whole layers."""
+    """Recomputation in backward: nothing, attention's inner part, or whole layers."""
     recompute_layers: int | None = None
     """Layers of each stage that recompute, the first ones. Unset: all."""
 
@@ -51,7 +52,7 @@ class Pins:
 
     @property
     def said(self) -> dict:
-        """Those that are given."""
+        """Options that were given."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         if given.get("recompute_layers") is not None and "recompute" not in given:
             given["recompute"] = "full"
@@ -77,12 +78,12 @@ class Choice(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """As a run says it."""
+        """Return the layout of a run."""
         return Layout(**{k: v for k, v in self._asdict().items() if k != "microbatch_size"})
 
     @property
     def options(self) -> dict[str, int | str | bool]:
-        """As `dolmen train` takes them, without what is its default."""
+        """Return the options of `dolmen train`, without those that have their default."""
         found: dict[str, int | str | bool] = {}
         sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep}
         found |= {f"layout.{name}": size for name, size in sizes.items() if size > 1}
@@ -107,7 +108,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """What is planned: a model on `gpus` GPUs, its batch, and what is given of its layout."""
+    """The layouts to plan: a model on `gpus` GPUs, its batch, and what is given of its layout."""
 
     tree: Tree
     gpus: int
@@ -115,7 +116,7 @@ class Space:
     sequence_length: int
     microbatch_size: int | None = None
     compile: bool = False
-    """Whether blocks are compiled, which leaves no weight gradients for later."""
+    """Blocks are compiled, which leaves no weight gradients for later."""
     pins: Pins = Pins()
 
     def choices(self) -> Iterator[Choice]:
@@ -124,7 +125,7 @@ class Space:
             if self.global_batch_size % dp:
                 continue
             for size in self._microbatches(dp):
-                yield from self._of(tp, cp, pp, dp, ep, size)
+                yield from self._layouts(tp, cp, pp, dp, ep, size)
 
     def meshes(self) -> Iterator[tuple[int, int, int, int, int]]:
         """(tp, cp, pp, dp, ep) that divide the GPUs and the model, whatever the batch."""
@@ -156,13 +157,15 @@ class Space:
     def _microbatches(self, dp: int) -> list[int]:
         return _sizes(self.global_batch_size // dp, self.microbatch_size)
 
-    def _of(self, tp: int, cp: int, pp: int, dp: int, ep: int, size: int) -> Iterator[Choice]:
+    def _layouts(self, tp: int, cp: int, pp: int, dp: int, ep: int, size: int) -> Iterator[Choice]:
         pins = self.pins
         tokens = size * self.sequence_length // cp
         splits = tp > 1 and tokens % tp == 0
-        stream = _given((False, True) if splits else (False,), pins.sequence_parallel)
-        zeros = _given((0, 1, 2, 3) if dp * cp > 1 else (1,), pins.zero, alone=dp * cp == 1)
-        contexts = _given(("ring", "gather") if cp > 1 else ("ring",), pins.context, alone=cp == 1)
+        stream = _pinned_values((False, True) if splits else (False,), pins.sequence_parallel)
+        zeros = _pinned_values((0, 1, 2, 3) if dp * cp > 1 else (1,), pins.zero, alone=dp * cp == 1)
+        contexts = _pinned_values(
+            ("ring", "gather") if cp > 1 else ("ring",), pins.context, alone=cp == 1
+        )
         again = (pins.recompute,) if pins.recompute else ("none", "selective", "full")
         if pins.recompute_layers is not None and pins.recompute is None:
             again = ("full",)
@@ -220,7 +223,7 @@ class Space:
 
 
 class _Cuts:
-    """Whether an axis of a size splits all parameters, each kind of cut asked once."""
+    """Checks whether an axis of a size splits all parameters, each kind of cut once."""
 
     def __init__(self, tree: Tree):
         self.leaves = {str(leaf.cuts): leaf for leaf in tree.leaves.values()}
@@ -258,18 +261,18 @@ def _schedules(pp: int, micros: int, layers: int, pins: Pins) -> tuple[tuple[str
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """In order."""
+    """Return the divisors in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def _sizes(number: int, pinned: int | None) -> list[int]:
-    """What divides `number`, of which one may be given."""
+    """Return the divisors of `number`, of which one may be given."""
     if pinned is not None:
         return [pinned] if number % pinned == 0 else []
     return list(divisors(number))
 
 
-def _given(known: tuple, pinned: object, alone: bool = False) -> tuple:
-    """Of what is `known` what is given; where there is one alone it stands for all."""
+def _pinned_values(known: tuple, pinned: object, alone: bool = False) -> tuple:
+    """Return the given one of the `known` values; a single one stands for all."""
     return known if pinned is None or alone else tuple(one for one in known if one == pinned)

@@ -27,7 +27,7 @@ class Steps:
     """How many actions of the whole step each repeated action counts for."""
 
 
-def shortened(run: RunConfig, rank: int, exact: bool = False) -> Steps:
+def shorten_step(run: RunConfig, rank: int, exact: bool = False) -> Steps:
     """Return the steps that a dry run of `rank` executes: all of them if `exact`. Raises ValueError
     for a rank outside the layout.
     """
@@ -44,13 +44,13 @@ def shortened(run: RunConfig, rank: int, exact: bool = False) -> Steps:
     last = min(whole.micros, 2 * layout.pp * whole.chunks + 3 * period)
     for micros in range(first, last, period):
         short = layout.make_schedule((layout.dp or 1) * micros * size, size)
-        repeated = steady(short, pp_rank, period)
+        repeated = find_period(short, pp_rank, period)
         if repeated:  # as many microbatches are in flight in it as in the whole step
             return Steps(short, dict.fromkeys(repeated, 1 + (whole.micros - micros) // period))
     return Steps(whole, {})
 
 
-def steady(schedule: Schedule, pp_rank: int, period: int) -> Sequence[Action]:
+def find_period(schedule: Schedule, pp_rank: int, period: int) -> Sequence[Action]:
     """Return consecutive actions of a pipeline rank, the nearest to the middle, that do the forward
     and the backward of `period` microbatches in every chunk, and none of the first or the last
     microbatch; empty where there are none.
@@ -84,7 +84,7 @@ def check_layout(request: DryrunRequest) -> None:
     layout = run.layout.resolve(None)
     layout.check(run.tree, run.sequence_length, run.train.global_batch_size, run.microbatch_size)
     layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
-    ranks_of(request.asked.ranks, layout.world)
+    ranks_of(request.options.ranks, layout.world)
 
 
 def uneven_stages(run: RunConfig) -> str:
@@ -99,11 +99,11 @@ def uneven_stages(run: RunConfig) -> str:
     )
 
 
-def blocks_run(run: RunConfig, asked: DryrunConfig) -> int:
+def blocks_run(run: RunConfig, options: DryrunConfig) -> int:
     """Return how many times the dry run executes a block, forward or backward."""
     total = 0
-    for rank in ranks_of(asked.ranks, run.layout.world):
-        schedule = shortened(run, rank, asked.exact).schedule
+    for rank in ranks_of(options.ranks, run.layout.world):
+        schedule = shorten_step(run, rank, options.exact).schedule
         pp_rank = rank // (run.layout.world // run.layout.pp)
         layers = balance(run.tree.layers, schedule.stages)
         actions = schedule.actions[pp_rank]

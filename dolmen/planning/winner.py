@@ -28,7 +28,7 @@ from dolmen.planning.config import Device, DryrunConfig, DryrunRequest, ranks_of
 from dolmen.planning.cost import row_seconds
 from dolmen.planning.hardware import measured_at
 from dolmen.planning.ledger import WORDS
-from dolmen.planning.plan import Compared, DryRun, RankRun, spelled, words
+from dolmen.planning.plan import Compared, DryRun, RankRun, command_options, words
 from dolmen.planning.question import Question
 from dolmen.planning.space import Choice
 from dolmen.planning.steady_state import blocks_run
@@ -36,7 +36,7 @@ from dolmen.training.config import RunConfig
 
 
 @cache
-def program() -> str:
+def program_hash() -> str:
     """A hash of the code, and the version of torch."""
     root, found = Path(__file__).parent.parent, hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
@@ -44,10 +44,10 @@ def program() -> str:
     return f"{found.hexdigest()} {version('torch')}"
 
 
-def of_step(run: RunConfig, *more: object) -> str:
+def step_hash(run: RunConfig, *more: object) -> str:
     """A hash of the program, of what a step of `run` depends on beside its model, and of `more`."""
-    asked = (run.adapter, run.layout, run.objective, run.optimizer, run.train)
-    text = repr((program(), asked, run.sequence_length, run.data.document_mask, more))
+    parts = (run.adapter, run.layout, run.objective, run.optimizer, run.train)
+    text = repr((program_hash(), parts, run.sequence_length, run.data.document_mask, more))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -56,24 +56,24 @@ TRIED = 3
 MOST = 8000
 """Blocks, forward and backward, of all ranks that are run: about 10 ms of a core each."""
 AXES = {"fsdp": "dp", "edp": "dp"}
-"""What of parameters and gradients crosses, as cost.Parts calls it."""
+"""Names in cost.Parts of the axes that parameters and gradients cross."""
 
 
-def confirmed(question: Question, choices: Sequence[Choice], progress: bool) -> DryRun:
-    """Of the first of `choices`, the fastest first, that the dry run finds to fit; of those before
-    it, why not. `progress` shows a bar on stderr.
+def confirm(question: Question, choices: Sequence[Choice], progress: bool) -> DryRun:
+    """Dry-run the first of `choices`, the fastest first, that fits, and say why those before it do
+    not. `progress` shows a bar on stderr.
     """
     struck: list[str] = []
     for choice in choices[:TRIED]:
-        run = question.as_run(choice.options)
+        run = question.run_with_layout(choice.options)
         try:
-            counted = counted_of(run, device_of(question), progress)
+            counted = count_ranks(run, device_of(question), progress)
         except ValueError as error:
             struck.append(f"{words(choice.options)}: {error}")
             continue
         if isinstance(counted, str):
             return DryRun((), tuple(struck), counted)
-        ranks = tuple(beside(question, choice, one) for one in counted)
+        ranks = tuple(compare_rank(question, choice, one) for one in counted)
         held = max(one.peak.counted for one in ranks) + question.cluster.device.reserved
         if held <= question.cluster.device.memory:
             return DryRun(ranks, tuple(struck))
@@ -83,27 +83,27 @@ def confirmed(question: Question, choices: Sequence[Choice], progress: bool) -> 
 
 
 def device_of(question: Question) -> Device:
-    """Whose kernels are chosen: those of the cluster's device, or of an H100."""
+    """Return the device whose kernels are chosen: the cluster's, or an H100."""
     name = question.cluster.device.name.partition("-")[0]
     return next((known for known in get_args(Device) if known == name), "h100")
 
 
 def command(question: Question, choice: Choice) -> str:
-    """What runs the step of a layout as `confirmed` does: all options in which its run differs from
-    the one that the model's name stands for.
+    """Return the command that runs the step of a layout as `confirmed` does: all options in which
+    its run differs from the one that the model's name stands for.
     """
     plain = flatten(to_dict(question.named))
-    run = flatten(to_dict(question.as_run(choice.options)))
+    run = flatten(to_dict(question.run_with_layout(choice.options)))
     options = {name.replace("_", "-"): value for name, value in run.items() if value != plain[name]}
-    words = spelled({**options, "device": device_of(question)})
+    words = command_options({**options, "device": device_of(question)})
     return f"dolmen dryrun {shlex.quote(question.name)} {words}"
 
 
-def counted_of(run: RunConfig, device: Device, progress: bool) -> list[dict[str, Any]] | str:
-    """What each rank of a dry run counted, as --json of `dolmen dryrun` has it; or why none was
-    made. Raises ValueError for a step that would crash.
+def count_ranks(run: RunConfig, device: Device, progress: bool) -> list[dict[str, Any]] | str:
+    """Return what each rank of a dry run counted, as --json of `dolmen dryrun` has it; or why none
+    was made. Raises ValueError for a step that would crash.
     """
-    file = measured_at() / "winners" / f"{of_step(run, run.known_model, device)}.json"
+    file = measured_at() / "winners" / f"{step_hash(run, run.known_model, device)}.json"
     with suppress(gate.Refused, OSError):
         kept = gate.read_json(file, kinds.DRYRUN)["ranks"]
         if _is_whole(kept, run):
@@ -111,11 +111,11 @@ def counted_of(run: RunConfig, device: Device, progress: bool) -> list[dict[str,
     # torch takes two seconds to import, and what has been counted needs none
     from dolmen.planning.dryrun import report
 
-    asked = DryrunConfig(device=device)
-    number = blocks_run(run, asked)
+    options = DryrunConfig(device=device)
+    number = blocks_run(run, options)
     if number > MOST:
         return f"it runs {number:,} blocks one by one, which takes minutes"
-    found = report(DryrunRequest(run, asked), progress).as_dict()
+    found = report(DryrunRequest(run, options), progress).as_dict()
     with suppress(OSError):  # a home that cannot be written to costs the time again
         file.parent.mkdir(parents=True, exist_ok=True)
         write.replace(file, json.dumps(found), lasting=False)
@@ -123,9 +123,11 @@ def counted_of(run: RunConfig, device: Device, progress: bool) -> list[dict[str,
 
 
 def _is_whole(ranks: list[dict[str, Any]], run: RunConfig) -> bool:
-    """Whether what was kept is of the ranks that are asked, and adds up: else it is made anew."""
-    asked = ranks_of(DryrunConfig().ranks, run.layout.world)
-    return [one["rank"] for one in ranks] == asked and all(
+    """Return whether what was kept is of the requested ranks, and adds up: else it is counted
+    again.
+    """
+    wanted = ranks_of(DryrunConfig().ranks, run.layout.world)
+    return [one["rank"] for one in ranks] == wanted and all(
         one["live_bytes"].keys() == {*WORDS.values()}
         and min(one["live_bytes"].values()) >= 0
         and sum(one["live_bytes"].values()) == one["peak_bytes"]
@@ -133,23 +135,23 @@ def _is_whole(ranks: list[dict[str, Any]], run: RunConfig) -> bool:
     )
 
 
-def beside(question: Question, choice: Choice, counted: dict[str, Any]) -> RankRun:
-    """What was counted of a rank, and the closed forms of its pipeline rank."""
+def compare_rank(question: Question, choice: Choice, counted: dict[str, Any]) -> RankRun:
+    """Compare what was counted of a rank with the closed forms of its pipeline rank."""
     rank = counted["rank"] // (question.cluster.gpus // choice.pp)
-    formed = question.capacity.of(choice, rank, question.batch).live
+    formed = question.capacity.stage_memory(choice, rank, question.batch).live
     sizes = {"tp": choice.tp, "cp": choice.cp, "ep": choice.ep, "pp": choice.pp}
     sizes["dp"] = choice.dp * choice.cp
     sent: Counter[str] = Counter()
     for one in counted["collectives"]:
         axis = AXES.get(one["axis"], one["axis"])
         if axis in sizes:
-            sent[axis] += leaves(one["op"], one["bytes"], sizes[axis])
+            sent[axis] += bytes_leaving(one["op"], one["bytes"], sizes[axis])
     formed_bytes: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     machine = question.pricing.machine(choice)
     for row in question.pricing.crossing(choice, rank):
         axis = AXES.get(row.axis, row.axis)
-        formed_bytes[axis] += leaves(row.op, row.payload * row.times, sizes[axis])
+        formed_bytes[axis] += bytes_leaving(row.op, row.payload * row.times, sizes[axis])
         seconds[axis] += row_seconds(row, machine) * row.times
     live = counted["live_bytes"]
     return RankRun(
@@ -164,7 +166,7 @@ def beside(question: Question, choice: Choice, counted: dict[str, Any]) -> RankR
     )
 
 
-def leaves(op: str, payload: int, ranks: int) -> int:
+def bytes_leaving(op: str, payload: int, ranks: int) -> int:
     """Bytes that leave a rank of so many, of payloads (Row.payload)."""
     if op in ("send", "receive"):
         return payload * (op == "send")

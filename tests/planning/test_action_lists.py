@@ -133,7 +133,7 @@ def test_what_is_found_is_what_is_said(chunks):
         times = Costs("", {"forward": 1.0, **costs.times})
         found = search.shortest(3, 4, chunks, times, memory, nodes=50)
         check_schedule(found.schedule)
-        again = simulate_stages(found.schedule, times.of_stages(found.schedule))
+        again = simulate_stages(found.schedule, times.stage_costs(found.schedule))
         assert again.span == found.simulation.span >= found.floor * (1 - 1e-12)
         assert max(again.peak) <= memory
         assert found.schedule.splits_backward == ("input" in times.times)
@@ -147,7 +147,7 @@ def test_the_golden_row_is_a_find():
     assert replace(from_file(str(GOLDEN)), name="search") == found.schedule
     named = make("zero-bubble-v", 2, 4, 2)
     assert found.simulation.span == pytest.approx(13.2)
-    assert simulate_stages(named, UNEVEN.of_stages(named)).span == pytest.approx(15.5)
+    assert simulate_stages(named, UNEVEN.stage_costs(named)).span == pytest.approx(15.5)
 
 
 def test_with_room_it_is_shorter_than_zero_bubble_v():
@@ -157,7 +157,7 @@ def test_with_room_it_is_shorter_than_zero_bubble_v():
     times = Costs("", {"forward": 1.0, "input": 1.4, "weight": 0.9})
     found = search.shortest(4, 8, 2, times, 6, nodes=0)
     named = make("zero-bubble-v", 4, 8, 2)
-    theirs = simulate_stages(named, times.of_stages(named))
+    theirs = simulate_stages(named, times.stage_costs(named))
     assert max(theirs.peak) == 4 and max(found.simulation.peak) <= 6
     assert found.simulation.span < theirs.span == pytest.approx(28.5)
 
@@ -177,11 +177,11 @@ def test_costs_of_ranks_and_of_stages():
     """A number and a list of ranks are of all layers of a rank, a list of stages of each."""
     shape = Schedule("", 2, 1, 2, (), "v")
     times = {"forward": [2.0, 4.0], "backward": [1.0, 2.0, 3.0, 4.0], "send": 0.5}
-    assert Costs("", times).of_stages(shape) == (
+    assert Costs("", times).stage_costs(shape) == (
         Cost(1, 1, 0.5, 0.5, 0.5),
         Cost(2, 2, 1, 1, 0.5),
         Cost(2, 3, 1.5, 1.5, 0.5),
         Cost(1, 4, 2, 2, 0.5),
     )
     split = Costs("", {"forward": 2.0, "input": 3.0, "weight": 1.0})
-    assert split.of_stages(shape) == (Cost(1, 2, 1.5, 0.5),) * 4 and split.ways == [True]
+    assert split.stage_costs(shape) == (Cost(1, 2, 1.5, 0.5),) * 4 and split.ways == [True]

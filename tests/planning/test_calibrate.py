@@ -17,7 +17,7 @@ from benchmarks.planning.calibrate import (
     published_rows,
 )
 from benchmarks.planning.published import FOLDER, read_rows
-from dolmen.planning.prediction_error import FILE, PredictionErrors, half_width, read_errors
+from dolmen.planning.step import FILE, PredictionErrors, half_width, read_errors
 
 DRAW = random.Random(3)
 

@@ -58,7 +58,7 @@ def test_ranks_hold_what_a_dry_run_counts(case):
     capacity = Capacity(run.tree, 2048)
     for rank in sorted({0, choice.pp - 1}):
         ledger = dryrun(run, rank * choice.dp * choice.cp * choice.tp, hardware=KNOWN["h100"])
-        live = capacity.of(choice, rank, batch).live
+        live = capacity.stage_memory(choice, rank, batch).live
         assert live.total == pytest.approx(ledger.peak, rel=0.05 if rank else 0.1), (case, rank)
         assert live.parameter == pytest.approx(ledger.rest.parameter, rel=1e-3)
         assert live.optimizer == pytest.approx(ledger.rest.optimizer, rel=1e-3)
@@ -71,7 +71,7 @@ def test_gathered_keys_and_values_are_kept_whole():
     capacity = Capacity(RECIPES["llama-8b"]().tree, 8192)
     ring = ONE._replace(cp=2, dp=4, microbatch_size=1)
     held = [
-        capacity.of(ring._replace(context=context), 0, 64).live.activation
+        capacity.stage_memory(ring._replace(context=context), 0, 64).live.activation
         for context in ("ring", "gather")
     ]
     assert held[1] - held[0] == 32 * 2 * 2 * (8192 - 4096 // 2) * 8 * 128

@@ -28,7 +28,7 @@ def test_svg_holds_what_was_measured(name, tmp_path):
 
 def test_png_of_several(tmp_path):
     panels = [(name, make(name, 2, 4), simulate(make(name, 2, 4))) for name in ("gpipe", "1f1b")]
-    draw.stacked(panels, tmp_path / "a.png")
+    draw.draw_stacked(panels, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -37,7 +37,7 @@ from dolmen.planning.blocks import block_rows, embedding_rows, head_rows
 from dolmen.planning.dryrun import dryrun
 from dolmen.planning.ledger import Ledger, Row
 from dolmen.planning.operations import OURS, WEIGHTS, Share
-from dolmen.planning.steady_state import shortened, uneven_stages
+from dolmen.planning.steady_state import shorten_step, uneven_stages
 from dolmen.training import loop
 from dolmen.training.begin import make_state
 from dolmen.training.config import RunConfig, TrainConfig
@@ -302,7 +302,7 @@ def test_a_steady_state_stands_for_what_was_not_run(schedule, hardware):
     layout = Layout(pp=2, dp=1, schedule=schedule, virtual_stages=chunks)
     run = run_of(LLAMA, layout, dtype="bfloat16", global_batch_size=12)
     for rank in range(2):
-        assert shortened(run, rank).schedule.micros < 12
+        assert shorten_step(run, rank).schedule.micros < 12
         short, whole = (
             dryrun(run, rank, hardware=hardware, exact=exact) for exact in (False, True)
         )
@@ -325,7 +325,7 @@ def test_the_fewest_microbatches_stand_for_all(schedule, pp, chunks, micros, dp,
     layout = Layout(pp=pp, dp=dp, schedule=schedule, virtual_stages=chunks, zero=zero)
     run = run_of(LLAMA, layout, dtype="bfloat16", global_batch_size=dp * micros)
     for rank in range(0, run.layout.world, dp):
-        steps = shortened(run, rank)
+        steps = shorten_step(run, rank)
         assert steps.schedule.micros < micros
         assert not {action.micro for action in steps.times} & {0, steps.schedule.micros - 1}
         short, whole = (dryrun(run, rank, hardware=H100, exact=exact) for exact in (False, True))

@@ -23,7 +23,7 @@ TREE = Tree(H, Embedding(51200), (Run((GPT,), 1),), GPT.norm, Head(tied=True), S
 def rows_of(recompute: str = "none", sequence_parallel: bool = False, **program):
     program = Program(**{"attention": "scores", "dropout": True, **program})
     share = Share(B, S, T, sequence_parallel=sequence_parallel)
-    return block_rows(TREE, 0, share, program).recomputed(recompute)
+    return block_rows(TREE, 0, share, program).add_recomputation(recompute)
 
 
 def flops(rows) -> int:

@@ -7,20 +7,20 @@ import pytest
 import yaml
 
 from dolmen.core.topology import Topology
-from dolmen.planning.hardware import CLUSTERS, DEVICES, known, read_cluster, read_device
+from dolmen.planning.hardware import CLUSTERS, DEVICES, known_names, read_cluster, read_device
 from dolmen.planning.placement import Placement, collective_seconds, send_seconds
 
 SHARES = {"product": 0.8, "attention": 0.5, "memory": 0.8, "variation": 0.01}
 
 
-@pytest.mark.parametrize("name", known(CLUSTERS))
+@pytest.mark.parametrize("name", known_names(CLUSTERS))
 def test_every_cluster_is_read_and_says_its_sources(name):
     cluster = read_cluster(name)
     assert cluster.gpus == cluster.nodes * cluster.gpus_per_node
     assert yaml.safe_load((CLUSTERS / f"{name}.yaml").read_text())["sources"]
 
 
-@pytest.mark.parametrize("name", known(DEVICES))
+@pytest.mark.parametrize("name", known_names(DEVICES))
 def test_every_constant_of_a_device_has_a_source(name):
     assert read_device(name).peak
     said = yaml.safe_load((DEVICES / f"{name}.yaml").read_text())

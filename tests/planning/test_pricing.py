@@ -8,7 +8,7 @@ from dolmen.model import count
 from dolmen.parallel import schedule as schedules
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows
 from dolmen.planning.capacity import Capacity
-from dolmen.planning.cost import BESIDE
+from dolmen.planning.cost import CONTENTION
 from dolmen.planning.hardware import read_cluster
 from dolmen.planning.operations import OURS, Share
 from dolmen.planning.pricing import Pricing, exposed_seconds
@@ -74,12 +74,12 @@ def test_rows_have_the_products_of_the_model(name):
 
 def test_what_is_gathered_first_has_nothing_to_hide_behind():
     """Of 8 s in four units, 2 s are waited for however long is computed; the rest slows it."""
-    assert exposed_seconds(8.0, 100.0, 1 / 4) == pytest.approx(2 + BESIDE * 6)
+    assert exposed_seconds(8.0, 100.0, 1 / 4) == pytest.approx(2 + CONTENTION * 6)
     assert exposed_seconds(8.0, 0.0, 1 / 4) == 8
     prices = pricing("gpt-7.5b", 4, 64)
     (choice,) = Space(
         prices.capacity.tree, 32, 64, 2048, 1, pins=Pins(tp=1, pp=1, zero=3, recompute="none")
     ).choices()
-    assert prices.update(choice).dp > prices.micros(choice) * 2 * prices._over_fsdp(
+    assert prices.update(choice).dp > prices.micros(choice) * 2 * prices._fsdp_seconds(
         choice, prices.capacity.ranks.elements(choice, 0)
     )[1] / (prices.capacity.tree.layers + 1)

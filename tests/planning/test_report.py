@@ -143,9 +143,9 @@ def test_front_leaves_out_what_is_larger_and_slower():
     # 81.1 days of 3,072 GPUs at 1.6 an hour; 384 nodes over 4 years, and 6.5 kW each
     fleet = Fleet(3072, plan.ranked[0].estimate, "")
     days = 450e9 / (2048 * 3072) * 98 / 86400
-    assert plan.rented(fleet) == pytest.approx(3072 * 24 * days * 1.6)
+    assert plan.rent_cost(fleet) == pytest.approx(3072 * 24 * days * 1.6)
     owned = 384 * 220_000 * days / (4 * 365.25) + 384 * 6.5 * 24 * days * 0.12
-    assert plan.owned(fleet) == pytest.approx(owned)
+    assert plan.owning_cost(fleet) == pytest.approx(owned)
     free = replace(plan, prices=replace(plan.prices, rent=0, node=0))
     assert "GPU-days" in str(front.front(free))
     assert "Only one number" in str(front.front(replace(plan, fleets=())))

@@ -26,7 +26,7 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 
 def question(name: str, cluster: str, pins: Pins | None = None, **step) -> Question:
     asked = PlanConfig(cluster=cluster, layout=pins or Pins(), train=StepConfig(**step))
-    return Question.of(PlanRequest(name, RECIPES[name](), asked))
+    return Question.from_request(PlanRequest(name, RECIPES[name](), asked))
 
 
 def test_the_answer_is_the_fastest_of_what_fits():
@@ -35,7 +35,7 @@ def test_the_answer_is_the_fastest_of_what_fits():
     """
     pins = Pins(tp=8, zero=1, recompute="full")
     asked = question("gpt-39b", "dgx-a100:2", pins, global_batch_size=64, compile=False)
-    found = search.answer(asked, PlanConfig(top=5, dryrun=False))
+    found = search.make_plan(asked, PlanConfig(top=5, dryrun=False))
     every = list(asked.space().choices())
     fitting = [choice for choice in every if asked.fits(choice)]
     assert (found.considered, found.fitting) == (len(every), len(fitting))
@@ -55,15 +55,15 @@ def test_keys_are_not_gathered_where_a_ring_is_as_fast():
     """What a rank holds is counted as of a ring, which never has the keys of a whole sequence."""
     pins = Pins(tp=1, cp=8, pp=1, zero=3, recompute="full")
     asked = question("llama-8b", "hgx-h100:1", pins, sequence_length=32768, global_batch_size=8)
-    found = search.look(asked)
+    found = search.search_layouts(asked)
     assert {choice.context for choice in found.best} == {"ring"}
     assert {choice.context for choice in asked.space().choices()} == {"ring", "gather"}
 
 
 def test_changes_are_of_one_thing_and_say_what_they_lack():
     asked = question("gpt3-175b", "dgx-a100:16", global_batch_size=128)
-    (plain,) = search.answer(asked, PlanConfig(top=1, dryrun=False)).ranked
-    (best,) = search.answer(asked, PlanConfig(top=1, dryrun=False, explain=True)).ranked
+    (plain,) = search.make_plan(asked, PlanConfig(top=1, dryrun=False)).ranked
+    (best,) = search.make_plan(asked, PlanConfig(top=1, dryrun=False, explain=True)).ranked
     assert not plain.changes and plain == replace(best, changes=())
     told = {change.words: change for change in best.changes}
     assert any(not change.fits for change in told.values())
@@ -78,11 +78,11 @@ def test_what_does_not_fit_is_told_with_what_does():
     pins = Pins(tp=1, pp=1, zero=1)
     pinned = question("llama-70b", "hgx-h100:8", pins, global_batch_size=64)
     with pytest.raises(ValueError, match="GiB too many; the nearest that fits is ") as refusal:
-        search.answer(pinned, PlanConfig())
+        search.make_plan(pinned, PlanConfig())
     assert "none of " in str(refusal.value) and "\n" not in str(refusal.value)
     small = question("llama-70b", "hgx-h100:1", global_batch_size=8)
     with pytest.raises(ValueError, match="too many: use --cluster hgx-h100:2 or more"):
-        search.answer(small, PlanConfig())
+        search.make_plan(small, PlanConfig())
 
 
 def test_a_million_layouts_are_no_more_work_than_their_kinds(monkeypatch):
@@ -91,7 +91,7 @@ def test_a_million_layouts_are_no_more_work_than_their_kinds(monkeypatch):
     made = []
     real = pricing.block_rows
     monkeypatch.setattr(pricing, "block_rows", lambda *a: made.append(a) or real(*a))
-    found = search.look(asked)
+    found = search.search_layouts(asked)
     assert found.considered > 10_000 and len(made) < 200
 
 
@@ -101,14 +101,14 @@ def test_a_change_takes_what_its_own_plan_says():
     """
     pins = Pins(tp=2, pp=4, zero=1, schedule="interleaved", virtual_stages=6)
     asked = question("gpt-7.5b", "dgx-a100:2", pins, global_batch_size=32, microbatch_size=2)
-    (best,) = search.answer(asked, PlanConfig(top=1, dryrun=False, explain=True)).ranked
+    (best,) = search.make_plan(asked, PlanConfig(top=1, dryrun=False, explain=True)).ranked
     told = {change.words: change for change in best.changes}
     for words, pin in (
         ("virtual-stages 5", dict(virtual_stages=5, recompute="none")),
         ("recompute full", dict(recompute="full")),
     ):
         other = replace(asked, pins=replace(pins, **pin))
-        (alone,) = search.answer(other, PlanConfig(top=1, dryrun=False)).ranked
+        (alone,) = search.make_plan(other, PlanConfig(top=1, dryrun=False)).ranked
         change = told[words]
         assert change.seconds == pytest.approx(alone.estimate.seconds)
         assert change.held == alone.fullest
@@ -220,7 +220,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_planned(
     mine = [tmp_path / name for name in ("file", "mine.yaml", "site/index.html")]
     for file in mine:
         file.write_text("model: mine\n")
-    monkeypatch.setattr(search, "answer", lambda *_, **__: pytest.fail("it was planned"))
+    monkeypatch.setattr(search, "make_plan", lambda *_, **__: pytest.fail("it was planned"))
     refused = dolmen("plan", "gpt-1.7b", "--cluster", "dgx-a100:2", option, tmp_path / name)
     assert refused.code == 2 and refused.err.count("\n") == 1
     assert f"{option} {tmp_path / name}: " in refused.err
@@ -251,7 +251,7 @@ def test_a_terminal_is_told_what_bounds_and_what_it_costs(monkeypatch):
     assert "MFU: floating-point operations of the model" in told.out
     command = next(line for line in lines if line.startswith("To the byte: dolmen dryrun "))
     asked = read("dryrun", command.split()[5:])
-    assert asked.run.layout.world == 32 and asked.asked.device == "a100"
+    assert asked.run.layout.world == 32 and asked.options.device == "a100"
     assert "100 B tokens" in told.out and "rented: " in told.out and "owned: " in told.out
     assert told.out.count("bound by ") == 3 and "more time" in told.out
 
@@ -264,7 +264,7 @@ def test_layouts_within_the_interval_of_the_fastest_are_one_group():
     Console(file=told, width=120).print(answer.table(found))
     letters = [line.split()[1] for line in told.getvalue().splitlines() if line[:1].isdigit()]
     assert letters == list("AAAABBBB")
-    assert [one["tie"] for one in answer.as_dict(found)["ranked"]] == list(found.ties)
+    assert [one["tie"] for one in answer.plan_dict(found)["ranked"]] == list(found.ties)
 
 
 def test_the_seconds_of_bytes_that_closed_forms_miss_are_told():
@@ -272,7 +272,9 @@ def test_the_seconds_of_bytes_that_closed_forms_miss_are_told():
     sent = (Compared("dp", 400, 300, seconds=3.0), Compared("tp", 1000, 1001, seconds=50.0))
     rank = RankRun(0, Compared("peak", 8, 8), (), sent)
     (line,) = [
-        x for x in answer.ran(replace(plans.plan(), dry=DryRun((rank,)))) if "busy" in str(x)
+        x
+        for x in answer.dry_run_lines(replace(plans.plan(), dry=DryRun((rank,))))
+        if "busy" in str(x)
     ]
     assert isinstance(line, str) and line.startswith("dp: the links are busy 1 s a step longer")
     assert "(-25.0% of bytes)" in line and "its 98 s change by +1.0% at the most" in line

@@ -13,7 +13,7 @@ from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.ops.kernels import H100, HALF, choose
 from dolmen.parallel import schedule as schedules
-from dolmen.planning.capacity import LOGITS, Capacity, in_flight
+from dolmen.planning.capacity import LOGITS, Capacity, microbatches_in_flight
 from dolmen.planning.ranks import stages_of
 from dolmen.planning.space import Choice, Pins, Space
 from dolmen.recipes import RECIPES
@@ -128,7 +128,7 @@ def test_microbatches_in_flight_are_those_of_the_lists(name):
         if name == "interleaved" and micros % ranks:
             continue
         lists = schedules.make(name, ranks, micros, chunks)
-        found = [in_flight(name, ranks, micros, chunks, rank) for rank in range(ranks)]
+        found = [microbatches_in_flight(name, ranks, micros, chunks, rank) for rank in range(ranks)]
         assert found == pytest.approx(schedules.simulate(lists).peak, abs=1e-12)
         choice = Choice(1, 1, ranks, 1, 1, 1, False, "ring", name, chunks, "none", None, 1)
         for rank in range(ranks):
@@ -174,7 +174,7 @@ def test_states_follow_the_forms_of_zero():
     p = count.parameters(tree)
     for zero in (0, 1, 2, 3):
         choice = Choice(1, 1, 1, 8, 1, zero, False, "ring", "1f1b", 1, "none", None, 1)
-        live = Capacity(tree, 2048).of(choice, 0, 64).live
+        live = Capacity(tree, 2048).stage_memory(choice, 0, 64).live
         shard = p if zero == 0 else -(-p // 8)
         assert (live.parameter, live.optimizer) == (4 * shard, 8 * shard)
         assert (live.compute == 2 * p) == (zero < 3)

@@ -5,9 +5,9 @@ from test_search import question
 
 from dolmen.planning.config import PlanConfig
 from dolmen.planning.placement import Placement
-from dolmen.planning.search import answer, sizes, with_fleets
+from dolmen.planning.pricing import shares, traffic
+from dolmen.planning.search import add_fleets, make_plan, sizes
 from dolmen.planning.space import Pins
-from dolmen.planning.traffic import shares, traffic
 
 
 def chosen(pins: Pins, nodes: int, batch: int):
@@ -52,7 +52,7 @@ def test_of_a_ring_over_nodes_the_rest_stays_inside():
 
 def test_fleets_are_the_best_of_other_numbers_of_nodes():
     asked = question("gpt-7.5b", "dgx-a100:4", Pins(zero=1, recompute="full"), global_batch_size=64)
-    plan = with_fleets(asked, answer(asked, PlanConfig(top=1, dryrun=False)))
+    plan = add_fleets(asked, make_plan(asked, PlanConfig(top=1, dryrun=False)))
     assert {fleet.gpus for fleet in plan.fleets} == {8, 16, 32, 64, 128} - {
         gpus for gpus in (8, 16) if gpus not in {fleet.gpus for fleet in plan.fleets}
     }

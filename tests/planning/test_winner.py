@@ -32,7 +32,7 @@ ASKED = PlanConfig(
 def question(asked: PlanConfig = ASKED) -> Question:
     run = RECIPES["gpt-1.7b"]()
     model = changed(run.known_model, {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 512})
-    return Question.of(PlanRequest("small", replace(run, model=model), asked))
+    return Question.from_request(PlanRequest("small", replace(run, model=model), asked))
 
 
 @pytest.fixture
@@ -41,15 +41,15 @@ def home(tmp_path, monkeypatch):
 
 
 def told(found: Plan) -> str:
-    return "\n".join(str(line) for line in answer.ran(found))
+    return "\n".join(str(line) for line in answer.dry_run_lines(found))
 
 
 @pytest.mark.slow
 def test_it_is_the_real_step_of_the_first_layout_and_is_kept(home, monkeypatch):
     asked = question()
-    found = search.answer(asked, ASKED)
+    found = search.make_plan(asked, ASKED)
     assert found.dry is not None and not found.dry.struck and not found.dry.left_out
-    run = asked.as_run(found.ranked[0].layout)
+    run = asked.run_with_layout(found.ranked[0].layout)
     ledgers = [dryrun(run, rank, hardware=KNOWN["a100"]) for rank in (0, 4, 7)]
     assert [one.rank for one in found.dry.ranks] == [one.rank for one in ledgers]
     assert [one.peak.counted for one in found.dry.ranks] == [one.peak for one in ledgers]
@@ -59,7 +59,7 @@ def test_it_is_the_real_step_of_the_first_layout_and_is_kept(home, monkeypatch):
         for axis in one.sent:  # what closed forms leave out is the loss's, and small
             assert axis.off == pytest.approx(0, abs=0.1), (one.rank, axis)
     monkeypatch.setattr(dry, "report", lambda *_: pytest.fail("it was run once more"))
-    assert search.answer(question(), ASKED).dry == found.dry
+    assert search.make_plan(question(), ASKED).dry == found.dry
 
 
 RUN = {
@@ -78,7 +78,7 @@ def test_what_is_gathered_and_scattered_is_counted_as_it_is_sent(zero, home):
     train = replace(ASKED.train, global_batch_size=32, microbatch_size=1)
     asked = question(replace(ASKED, layout=layout, train=train))
     (choice,) = asked.space().choices()
-    (rank, *_) = winner.confirmed(asked, [choice], False).ranks
+    (rank, *_) = winner.confirm(asked, [choice], False).ranks
     assert [axis.name for axis in rank.sent] == ["dp"]
     # fsdp pads what dp does not divide, and ZeRO 3 gathers the ends once less
     assert rank.sent[0].off == pytest.approx(0, abs=0.02 if zero == 2 else 0.1)
@@ -112,7 +112,7 @@ def counted(peak: int) -> list[dict]:
 def test_what_it_finds_too_large_or_crashing_is_not_listed(monkeypatch):
     free = replace(ASKED, layout=Pins(tp=2))
     asked = question(free)
-    plain = search.answer(asked, replace(free, dryrun=False, top=9))
+    plain = search.make_plan(asked, replace(free, dryrun=False, top=9))
     results = iter([ValueError("it would crash"), counted(1 << 40), counted(1 << 20)])
 
     def result(*_):
@@ -121,8 +121,8 @@ def test_what_it_finds_too_large_or_crashing_is_not_listed(monkeypatch):
             raise one
         return one
 
-    monkeypatch.setattr(winner, "counted_of", result)
-    found = search.answer(asked, free)
+    monkeypatch.setattr(winner, "count_ranks", result)
+    found = search.make_plan(asked, free)
     assert found.dry is not None and len(found.dry.struck) == 2
     assert found.ranked == plain.ranked[2:4]
     assert "it would crash" in found.dry.struck[0]
@@ -133,14 +133,14 @@ def test_what_it_finds_too_large_or_crashing_is_not_listed(monkeypatch):
 def test_a_run_of_which_no_layout_passes_keeps_its_ranking(monkeypatch):
     free = replace(ASKED, layout=Pins(tp=2))
     asked = question(free)
-    monkeypatch.setattr(winner, "counted_of", lambda *_: counted(1 << 40))
-    found = search.answer(asked, free)
-    assert found.ranked == search.answer(asked, replace(free, dryrun=False)).ranked
+    monkeypatch.setattr(winner, "count_ranks", lambda *_: counted(1 << 40))
+    found = search.make_plan(asked, free)
+    assert found.ranked == search.make_plan(asked, replace(free, dryrun=False)).ranked
     assert "was not dry-run: none of the first 3 layouts passes" in told(found)
 
 
 def test_what_takes_minutes_is_left_out(home, monkeypatch):
     split = replace(ASKED, layout=replace(ASKED.layout, schedule="zero-bubble"))
     monkeypatch.setattr(winner, "MOST", 10)
-    found = search.answer(question(split), split)
+    found = search.make_plan(question(split), split)
     assert "blocks one by one, which takes minutes" in told(found)

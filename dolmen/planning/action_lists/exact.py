@@ -62,13 +62,13 @@ class Search:
         return length < self.span * (1 - SAME)
 
     def _branches(self) -> Iterator[None]:
-        """Of the node that `partial` is: makes a branch, yields, and takes it back, one by one."""
+        """Visit the node that `partial` is: make a branch, yield, and take it back, one by one."""
         self.left -= 1
         self.nodes += 1
         partial, works = self.partial, self.problem.works
         if partial.done and self._shorter(partial.span):
             self.span, self.best = partial.span, schedule_of(self.problem, partial)
-        if not self._shorter(remaining(partial, self.paths)) or self._known():
+        if not self._shorter(remaining(partial, self.paths)) or self._is_dominated():
             return
         known = [
             (start, index)
@@ -93,16 +93,16 @@ class Search:
         self.waiting[rank] = kept
 
     def _could_fill(self, rank: int) -> bool:
-        """Whether the rank could still hold all that it may, so that order decides what it holds.
-        One chunk has forwards of one kind alone, and an earlier one takes nobody's place.
+        """Return whether the rank could still hold all that it may, so that order decides what it
+        holds. One chunk has forwards of one kind alone, and an earlier one takes nobody's place.
         """
         problem, partial = self.problem, self.partial
         forwards = [i for i in problem.by_rank[rank] if problem.works[i].kind == "F"]
         left = sum(problem.micros - partial.count[i] for i in forwards)
         return problem.chunks > 1 and partial.held[rank] + left > problem.slots
 
-    def _known(self) -> bool:
-        """Whether a node was seen that is no later in anything; if not, this one is noted."""
+    def _is_dominated(self) -> bool:
+        """Return whether a node was seen that is no later in anything; if not, note this one."""
         now = self._times()
         others = self.seen.setdefault((*self.partial.count, *self.waiting), [])
         if any(all(a <= b for a, b in zip(other, now, strict=True)) for other in others):

@@ -27,7 +27,7 @@ class Preference:
     """Chunks that a rank holds: fewer than it may can be faster, as gradients come sooner."""
 
 
-def found(problem: Problem, enough: float) -> Schedule:
+def search_greedily(problem: Problem, enough: float) -> Schedule:
     """The shortest of many; looks no further when one is no longer than `enough`."""
     trials = min(MOST, max(8, WEIGHED // (problem.actions * len(problem.by_rank[0]))))
     chance = random.Random(0)
@@ -36,12 +36,12 @@ def found(problem: Problem, enough: float) -> Schedule:
     for trial in range(1, trials):
         if best.span <= enough * (1 + 1e-9):
             break
-        drawn = trial < DRAWN * trials
+        fresh = trial < DRAWN * trials
         scale = 0.5 * (1 - trial / trials) + 0.02
-        asked = draw(problem, chance) if drawn else changed(problem, preferred, chance, scale)
-        made = greedy(problem, asked)
+        preference = draw(problem, chance) if fresh else perturb(problem, preferred, chance, scale)
+        made = greedy(problem, preference)
         if made.span < best.span:
-            best, preferred = made, asked
+            best, preferred = made, preference
     return schedule_of(problem, best)
 
 
@@ -72,7 +72,7 @@ def draw(problem: Problem, chance: random.Random) -> Preference:
     return Preference(late, slots)
 
 
-def changed(
+def perturb(
     problem: Problem, preferred: Preference, chance: random.Random, scale: float
 ) -> Preference:
     """Near another: each wait, and seldom the slots, by about `scale`."""

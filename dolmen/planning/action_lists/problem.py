@@ -48,12 +48,12 @@ class Costs:
 
     @property
     def ways(self) -> list[bool]:
-        """Whether a backward may be split, and whether it may be whole."""
+        """Return the ways to go backward that the times allow: split (True), whole (False)."""
         return [splits for splits, names in HOW.items() if set(names) <= set(self.times)]
 
-    def of_stages(self, shape: Schedule) -> tuple[Cost, ...]:
-        """Of each stage by itself; what is not said of a backward is the sum of its parts, or the
-        half of it. Raises ValueError for a list of another length.
+    def stage_costs(self, shape: Schedule) -> tuple[Cost, ...]:
+        """Return the times of each stage by itself; what is missing of a backward is the sum of its
+        parts, or the half of it. Raises ValueError for a list of another length.
         """
         found = {name: self._stages(name, times, shape) for name, times in self.times.items()}
         if True not in self.ways:
@@ -107,7 +107,7 @@ class Work(NamedTuple):
     rank: int
     chunk: int
     seconds: float
-    """Of one of them."""
+    """Duration of one microbatch's action."""
     needs: tuple[tuple[int, float], ...]
     """(index of the work whose result it waits for, what that takes to arrive)"""
     feeds: tuple[tuple[int, float], ...]
@@ -123,7 +123,7 @@ class Problem:
     chunks: int
     placement: str
     splits: bool
-    """Whether a backward is done as I and W."""
+    """A backward is done as I and W."""
     costs: tuple[Cost, ...]
     memory: float
     """Microbatches that a rank may hold activations of, in units of all its layers
@@ -225,9 +225,10 @@ class Partial:
         return start
 
     def safe(self, index: int) -> bool:
-        """Whether all lists can still come to their end with this action next, if every one before
-        it was safe: after a forward there is a place for each chunk that its microbatch has yet to
-        go through on the rank, free or held by one that has been through the last and goes back.
+        """Return whether all lists can still come to their end with this action next, if every one
+        before it was safe: after a forward there is a place for each chunk that its microbatch has
+        yet to go through on the rank, free or held by one that has been through the last and goes
+        back.
         """
         work = self.problem.works[index]
         if work.kind != "F":
@@ -294,7 +295,7 @@ class Paths:
         ]
 
     def tail(self, stage: int, kind: str) -> float:
-        """From the end of an action until all that follows from it is over."""
+        """Return the time from the end of an action until all that follows from it is over."""
         if kind == "F":
             return self.back[stage] + self.input[stage] + self.out[stage]
         return 0.0 if kind == "W" else self.out[stage]

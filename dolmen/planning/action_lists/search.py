@@ -24,7 +24,8 @@ class Found:
     split as the costs say.
     """
     nodes: int
-    """That the proof looked at; 0 where the bound alone was enough, or there are too many actions.
+    """Nodes that the proof looked at; 0 where the bound alone was enough, or there are too many
+    actions.
     """
     like: str
     """The name of the schedule whose lists these are, or search."""
@@ -106,7 +107,9 @@ def _problems(
     for placement in ("v", "loop") if chunks == 2 else ("loop",):
         shape = Schedule("", ranks, micros, chunks, (), placement)
         for splits in costs.ways:
-            yield Problem(ranks, micros, chunks, placement, splits, costs.of_stages(shape), memory)
+            yield Problem(
+                ranks, micros, chunks, placement, splits, costs.stage_costs(shape), memory
+            )
 
 
 def _first(problem: Problem, enough: float) -> Iterator[Schedule]:
@@ -119,10 +122,10 @@ def _first(problem: Problem, enough: float) -> Iterator[Schedule]:
         except ValueError:  # it is not for these sizes
             continue
         fits = max(simulate_stages(schedule, problem.costs).peak) * problem.chunks <= problem.slots
-        alike = (schedule.placement, schedule.splits_backward) == (
+        same_shape = (schedule.placement, schedule.splits_backward) == (
             problem.placement,
             problem.splits,
         )
-        if fits and alike:
+        if fits and same_shape:
             yield replace(schedule, name=name)
-    yield greedy.found(problem, enough)
+    yield greedy.search_greedily(problem, enough)

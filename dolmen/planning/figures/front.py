@@ -19,9 +19,9 @@ def front(plan: Plan) -> Drawing:
     _panel(drawing, plan, 60, 430, {"gpus": lambda f: f.gpus}, "GPUs")
     costs: dict[str, Worth] = {}
     if plan.prices.rent:
-        costs["rented"] = plan.rented
+        costs["rented"] = plan.rent_cost
     if plan.prices.node:
-        costs["owned"] = plan.owned
+        costs["owned"] = plan.owning_cost
     if costs:
         _panel(drawing, plan, 530, 900, costs, "cost (in the currency of the prices)")
     else:

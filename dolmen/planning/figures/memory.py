@@ -1,4 +1,4 @@
-"""What ranks hold: by kind at the fullest moment, and along the schedule."""
+"""Memory of ranks: by kind at the fullest moment, and along the schedule."""
 
 from dolmen.planning.figures.svg import Drawing, Scale, axis, side
 from dolmen.planning.plan import Plan, StageMemory, Timeline
@@ -89,7 +89,7 @@ def course(memory: StageMemory, timeline: Timeline, rank: int) -> list[tuple[flo
     after: tuple[float, ...] = memory.along
     rest = memory.total - memory.live.activation
     if not after:
-        held = timeline.held(rank)
+        held = timeline.chunks_held(rank)
         each = memory.live.activation / max(1, *held)
         after = tuple(rest + each * count for count in held)
     before = (min(rest, after[0]), *after[:-1])

@@ -35,7 +35,9 @@ def traffic(plan: Plan) -> Drawing:
 
 
 def cluster(plan: Plan) -> Drawing:
-    """From the GPUs of a node up to the highest switches that the plan's GPUs need."""
+    """Draw the cluster from the GPUs of a node up to the highest switches that the plan's GPUs
+    need.
+    """
     wired, used = plan.cluster, -(-plan.gpus // plan.cluster.gpus_per_node)
     tiers = [t for i, t in enumerate(wired.tiers) if i == 0 or wired.tiers[i - 1].nodes < used]
     if wired.between is None or used == 1:

@@ -1,4 +1,4 @@
-"""Which layouts are how fast, and what their steps are made of."""
+"""Layouts by their time, and the parts of their steps."""
 
 import textwrap
 
@@ -44,7 +44,7 @@ def ranking(plan: Plan) -> Drawing:
         drawing.text(x, 14, title, "label", "end")
     for i, one in enumerate(shown):
         y, found = 30 + ROW * (i + 0.5), one.estimate
-        named(drawing, one, y, i == 0)
+        draw_name(drawing, one, y, i == 0)
         drawing.line([(scale(found.low), y), (scale(found.high), y)], "whisker")
         for end in (found.low, found.high):
             drawing.line([(scale(end), y - 4), (scale(end), y + 4)], "whisker")
@@ -62,7 +62,7 @@ def ranking(plan: Plan) -> Drawing:
 
 
 def step(plan: Plan) -> Drawing:
-    """What a step is made of, for the best layouts."""
+    """Draw the parts of a step, for the best layouts."""
     shown = plan.ranked[:8]
     bottom = 60 + ROW * len(shown)
     drawing = Drawing("Parts of a step", bottom + 40)
@@ -74,12 +74,12 @@ def step(plan: Plan) -> Drawing:
     axis(drawing, scale, bottom, "seconds", 52)
     for i, one in enumerate(shown):
         y = 60 + ROW * i
-        named(drawing, one, y + ROW / 2 - 3, i == 0)
+        draw_name(drawing, one, y + ROW / 2 - 3, i == 0)
         _bar(drawing, one, scale, y, names)
     return drawing
 
 
-def named(drawing: Drawing, one: Candidate, y: float, best: bool) -> None:
+def draw_name(drawing: Drawing, one: Candidate, y: float, best: bool) -> None:
     """A layout around y: its mesh, and below it, smaller, the rest."""
     mesh = {name: value for name, value in one.layout.items() if name in MESH}
     rest = words({name: value for name, value in one.layout.items() if name not in MESH})

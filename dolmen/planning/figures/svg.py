@@ -70,7 +70,7 @@ class Drawing:
     def box(
         self, x: float, y: float, width: float, height: float, fill: str, hint: str = ""
     ) -> None:
-        """Of one of FILLS; `hint` shows where the pointer rests."""
+        """Draw a box filled with one of FILLS; `hint` shows where the pointer rests."""
         shown = f"<title>{escape(hint)}</title>" if hint else ""
         self.parts.append(
             f'<rect x="{number(x)}" y="{number(y)}" width="{number(max(0.0, width))}" '

@@ -21,8 +21,8 @@ def timeline(plan: Plan) -> Drawing:
     drawing.legend({k: words for k, words in NAMES.items() if k in kinds} | {"idle": "idle"}, 14)
     micros, span = plan.timeline.schedule.micros, plan.timeline.simulation.span
     whole = plan.ranked[0].estimate.seconds
-    drawn = f"{micros} microbatches in {span:.3g} s, of a step of {whole:.3g} s"
-    drawing.text(RIGHT, 14, drawn, "label", "end")
+    caption = f"{micros} microbatches in {span:.3g} s, of a step of {whole:.3g} s"
+    drawing.text(RIGHT, 14, caption, "label", "end")
     for i, (start, end) in enumerate(parts):
         _panel(drawing, plan.timeline, shown, Scale(start, end, LEFT, RIGHT), 34 + tall * i)
     return drawing
