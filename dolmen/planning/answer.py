@@ -73,10 +73,10 @@ def per_gpu(plan: Plan, one: Candidate) -> float:
 def notes(plan: Plan) -> list[str]:
     """Below the table."""
     return [
-        "tie: layouts with one letter are within the 90 % interval of the first of them, so their "
-        "order is not certain: choose by memory, or measure.",
         f"GiB: of the fullest rank, of {plan.cluster.device.memory / 2**30:.0f}. {plan.interval}.",
         MFU.format(dtype=plan.dtype),
+        "tie: layouts with one letter are within the 90 % interval of the first of them, so their "
+        "order is not certain: choose by memory, or measure.",
         f"To the byte: {plan.command}",
     ]
 
