@@ -6,7 +6,7 @@ that ranks are forked from (spawning.py). Processes that dolmen starts itself ar
 
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import FunctionType, ModuleType
 from typing import Any, get_args
@@ -16,7 +16,6 @@ import torch
 from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray, jaxtyped
 from torch import Tensor
-from torch.nn import Parameter
 
 TYPES = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int is a float, as for pyright
 
@@ -103,18 +102,27 @@ def form(value: Any, numbers: bool) -> Any:
     shapes name whole numbers that are given; else a number is as good as any other of its type.
     """
     kind = type(value)
-    if kind is Tensor or kind is Parameter or isinstance(value, (Tensor, np.ndarray)):
-        return kind, value.dtype, tuple(value.shape)
-    if kind is float or kind is int and not numbers:
+    by = decided_by(kind)
+    if by == "shape":
+        return kind, value.dtype, value.shape
+    if by == "type" or kind is int and not numbers:
         return kind
-    if isinstance(value, (tuple, list)):
+    if by == "items":
         return kind, *[form(one, numbers) for one in value]
-    if kind.__hash__ is object.__hash__:
-        return kind
     try:
         return kind, hash(value)
     except TypeError:
         return kind
+
+
+@cache
+def decided_by(kind: type) -> str:
+    """What the form of a value of this type depends on: "shape", "type", "items" or "value"."""
+    if issubclass(kind, (Tensor, np.ndarray)):
+        return "shape"
+    if issubclass(kind, (tuple, list)):
+        return "items"
+    return "type" if kind is float or kind.__hash__ is object.__hash__ else "value"
 
 
 sys.meta_path.insert(0, Finder)

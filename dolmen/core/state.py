@@ -57,14 +57,14 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
     """
     if mesh.grid is None or mesh.expert_grid is None:
         return
+    # once: to slice a device mesh takes milliseconds
+    dense, expert = mesh.grid["tp"], mesh.expert_grid["ep", "tp"]
     made: dict[Tensor, nn.Parameter] = {}
     for prefix, owner in module.named_modules():
         for name, p in list(owner.named_parameters(recurse=False)):
             if p not in made:
                 places = placements[f"{prefix}.{name}" if prefix else name]
-                grid = (
-                    mesh.expert_grid["ep", "tp"] if isinstance(places, tuple) else mesh.grid["tp"]
-                )
+                grid = expert if isinstance(places, tuple) else dense
                 places = places if isinstance(places, tuple) else (places,)
                 shape, _ = sharding.place_of(p.shape, grid, places)
                 shard = torch.empty(shape, dtype=p.dtype, device=p.device)

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,12 @@ def options_of(name: str, of: type = TrainOptions) -> list[str]:
     return names(run_options(model_options.options(find(name)), of))
 
 
+@cache
+def known_options() -> list[list[str]]:
+    """Option names of `train` with each family, and of each other verb."""
+    return [*map(options_of, FAMILIES), *map(names, VERB_OPTIONS.values())]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_options_of_train_are_frozen(name):
     shown = dolmen("train", "pretrain", "--model.model-type", name, "--help")
@@ -332,8 +339,7 @@ def test_other_spellings_lead_to_our_options(spelling):
         "max-length",
         "vocab-size",
     }  # of `generate`, `serve` and `convert` alone
-    known = [*map(options_of, FAMILIES), *map(names, VERB_OPTIONS.values())]
-    told = [suggestion(spelling, options) for options in known]
+    told = [suggestion(spelling, options) for options in known_options()]
     assert f"did you mean --{targets[0]}?" in told, told
 
 
