@@ -12,7 +12,7 @@ import needs
 import pytest
 import shapes  # noqa: F401  # before anything of dolmen
 import torch
-from spawning import Row, run_rows, run_spawned
+from spawning import Row, launch_forked, run_rows, run_spawned
 from workers import ByFile
 
 torch.set_num_threads(1)  # tiny models: a second thread waits more than it works
@@ -64,6 +64,14 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture
 def spawn():
     return lambda world: lambda fn, *args: run_spawned(world, fn, *args)
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """Ranks that dolmen starts are forked from the server that has imported torch."""
+    from dolmen.launch import launcher
+
+    monkeypatch.setattr(launcher, "launch", launch_forked)
 
 
 @pytest.fixture(scope="session")

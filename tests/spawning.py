@@ -19,7 +19,7 @@ import time
 import tomllib
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -30,6 +30,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import yaml
+
+from dolmen.core.torch_private import spelled
 
 PRELOAD = [
     "shapes",
@@ -37,6 +40,9 @@ PRELOAD = [
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch._dynamo",
+    "transformers",
+    "dolmen.cli.generate",
+    "dolmen.training.worker",
     "dolmen.training.run",
 ]
 ALONE = timedelta(minutes=2)  # a rank whose peer has failed waits so long in a collective
@@ -169,6 +175,61 @@ def run_spawned(world, fn, *args):
         for p in processes:
             p.join()
     return pickle.loads(result)
+
+
+def launch_forked(
+    processes: int,
+    words: list[str],
+    max_restarts: int = 0,
+    handed: Mapping[str, Any] | None = None,
+    attempt: int = 0,
+) -> int:
+    """Run `dolmen *words` on ranks forked from the server, with the arguments and the exit code of
+    dolmen's own `launch`, in whose place tests put it (conftest.py: `forked_ranks`). Such a rank
+    takes a second of CPU time, one that imports torch anew takes seven. What ranks print is printed
+    here when all have ended. None is started again; `attempt` says of which start they are.
+    """
+    context = serving()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+        environment |= {spelled.ONE_STORE: True, spelled.RESTARTS: attempt}
+        if handed is not None:
+            (Path(folder) / "handed.yaml").write_text(yaml.safe_dump(dict(handed)))
+            environment["DOLMEN_HANDED"] = f"{folder}/handed.yaml"
+        ranks = [
+            context.Process(target=_command, args=(rank, folder, environment, words))
+            for rank in range(processes)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(TIME_LIMIT)
+            rank.kill()
+        for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):
+            stream.flush()
+            for rank in range(processes):
+                os.write({"out": 1, "err": 2}[kind], Path(folder, f"{kind}-{rank}").read_bytes())
+    codes = {rank.exitcode for rank in ranks}
+    return 2 if 2 in codes else int(codes != {0})
+
+
+def _command(rank: int, folder: str, environment: dict[str, Any], words: list[str]) -> None:
+    """`dolmen *words` as one rank of `launch_forked`."""
+    from dolmen import cli
+    from dolmen.training import mfu
+
+    torch.set_num_threads(1)
+    warned()
+    for descriptor, kind in ((1, "out"), (2, "err")):
+        file = os.open(f"{folder}/{kind}-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, descriptor)
+    own = {"RANK": rank, "LOCAL_RANK": rank, spelled.ERROR_FILE: f"{folder}/error-{rank}"}
+    own["DOLMEN_LAUNCHER"] = os.getppid()
+    os.environ.update({name: str(value) for name, value in (environment | own).items()})
+    mfu.matmul_peak = lambda *_: 1e12  # it would be measured for a quarter of a second
+    sys.exit(cli.main(words))
 
 
 def _cause(first: tuple[str, str], queue) -> tuple[str, str]:

@@ -271,8 +271,7 @@ def test_a_run_that_is_killed_goes_on(material, tmp_path):
     assert [row["tokens"] for row in again] == [row["tokens"] for row in found[:40]]
 
 
-@pytest.mark.spawn
-def test_two_models_of_two_stages_share_the_rows(material, tmp_path, capfd):
+def test_two_models_of_two_stages_share_the_rows(material, tmp_path, capfd, forked_ranks):
     """Each takes the next when it is free; the answers are those of one process."""
     given = [{"prompt": "abc " * (i % 4 + 1), "n": i} for i in range(11)]
     rows = written(tmp_path / "in.jsonl", *given)

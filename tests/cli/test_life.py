@@ -244,9 +244,8 @@ def test_a_state_of_nonsense_is_refused_in_one_line(run, case):
 # ---- two runs at once
 
 
-@pytest.mark.spawn
 def test_who_loses_the_race_for_a_folder_is_told_in_one_line(
-    whole, material, tmp_path, monkeypatch
+    whole, material, tmp_path, monkeypatch, forked_ranks
 ):
     """The other run comes between the launcher's look and the start: with one process and with
     two.

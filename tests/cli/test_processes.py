@@ -271,8 +271,7 @@ def test_ranks_of_another_launcher_join(material, alone, tmp_path):
     assert len(rows(out)) == 12 and agree(out, alone)
 
 
-@pytest.mark.spawn
-def test_generate_over_two_ranks(material, capfd):
+def test_generate_over_two_ranks(material, capfd, forked_ranks):
     """The text of one process, told by the first rank; in the cache each has its own heads."""
     words = ("generate", material.model, "--prompt", "abc def", "--max-new-tokens", 8)
     one = dolmen(*words)

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import tinyrun
+from spawning import launch_forked
 from test_processes import (
     ENDLESS,
     PATIENCE,
@@ -71,7 +72,9 @@ def test_killed_and_restarted_is_bitwise_never_killed(material, tmp_path, capfd)
     """
     words = (*FIXED, *TWO, "--train.steps", 24)
     calm, wild = tmp_path / "calm", tmp_path / "wild"
-    assert dolmen("train", material.file, "--out", calm, *words).code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "launch", launch_forked)
+        assert dolmen("train", material.file, "--out", calm, *words).code == 0
     shutil.copytree(calm, wild)
     meanwhile(
         # a checkpoint is written beside the steps: on a busy machine it is whole some steps later
@@ -360,15 +363,9 @@ def test_two_ranks_fall_back_together(whole, run, capfd):
     """One of them puts the damaged checkpoint aside."""
     (run / "checkpoints" / "step-00000012" / "state.json").write_text("{")
     words = ("train", run / "config.yaml", "--out", run, *FIXED, *TWO, "--train.steps", 12)
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    done = subprocess.run(
-        [str(a) for a in (*argv, "-m", "dolmen", *words)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "SLURM_RESTART_COUNT": "1"},
-        capture_output=True,
-        text=True,
-    )
-    said = " ".join(done.stdout.split())
-    assert done.returncode == 0 and said.count("of step 12, is damaged") == 1, done
+    assert launch_forked(2, list(map(str, words)), attempt=1) == 0
+    said = " ".join(capfd.readouterr().out.split())
+    assert said.count("of step 12, is damaged") == 1, said
     assert "resuming from step 8" in said and max(steps_whole(run)) == 12
     assert (run / "checkpoints" / "step-00000012.damaged").is_dir()
     assert not (run / "checkpoints" / "step-00000012.damaged-2").exists()
