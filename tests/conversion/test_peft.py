@@ -184,7 +184,7 @@ def test_adapters_may_be_a_hub_id(tmp_path, monkeypatch):
     over = adapters.open_adapters("org/fr", open_source("org/base"))
     assert over.form == there.form
     for weight in there.form.targets:
-        merged = there.merged(weight, open_source(tmp_path / "base").read(weight))
+        merged = there.merge(weight, open_source(tmp_path / "base").read(weight))
         assert torch.equal(source.read(weight), merged)
 
 

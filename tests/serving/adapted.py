@@ -60,7 +60,7 @@ def merged(name: str, one: LowRank | None):
     with torch.no_grad():
         for weight in one.form.targets if one is not None else ():
             p = model.get_parameter(weight)
-            p.copy_(one.merged(weight, p))
+            p.copy_(one.merge(weight, p))
     return model
 
 
