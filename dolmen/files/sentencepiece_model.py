@@ -9,6 +9,9 @@ pieces are added at its end.
 A message that follows another in one file is merged with it: repeated fields go on, single ones
 have the later value (protobuf.dev, "Last One Wins"). So pieces are added by what is written behind
 the file, and not a byte of it changes.
+
+sentencepiece's own generated module is not used: that of 0.2.3 raises on import unless protobuf is
+7.36.1 or later, which OR-tools 9.15 excludes, and protobuf would become a dependency.
 """
 
 import struct
