@@ -90,7 +90,7 @@ def plan(
             dryrun=dryrun,
             explain=True,
         )
-        outputs.refuse(asked)
+        outputs.check(asked)
         question = Question.from_request(_planned(model, asked))
         found = search.make_plan(question, asked, progress)
         if asked.as_recipe is not None:

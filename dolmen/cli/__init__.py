@@ -9,7 +9,7 @@ import sys
 import warnings
 
 from dolmen.core import launched
-from dolmen.core.messages import BadInput, did_you_mean, shown
+from dolmen.core.messages import BadInput, did_you_mean, one_line, quoted, shown
 
 VERBS = {
     "recipes": "list the built-in runs",
@@ -40,13 +40,18 @@ USAGE = (
 )
 
 
+LOADING = ("train", "dryrun", "generate", "chat", "serve", "verify", "evaluate")
+"""Verbs that import torch and open a model, which takes seconds to minutes."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns the exit code."""
     from dolmen.launch import process
 
     process.die_with_launcher()
+    process.obey_interrupts()
     launched.set_defaults(os.environ)
-    warnings.formatwarning = lambda text, *_: f"warning: {text}\n"
+    warnings.formatwarning = lambda text, *_: f"warning: {one_line(str(text))}\n"
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
@@ -69,10 +74,12 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         file = process.handed()
+        if file is None:
+            _announce(argv[0], argv[1:])
         asked = command.read(argv[0], argv[1:]) if file is None else command.take(argv[0], file)
         return importlib.import_module(f"dolmen.cli.{argv[0]}").run(asked)
     except BadInput as error:
-        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+        if _is_first():
             print(f"dolmen {argv[0]}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
@@ -80,3 +87,17 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _announce(verb: str, words: list[str]) -> None:
+    """Say at once that a model is loaded, to a person at a terminal, and for a server always."""
+    if verb not in LOADING or {"-h", "--help"} & {*words} or not words or not _is_first():
+        return
+    if verb == "serve" or sys.stderr.isatty():
+        name = "" if words[0].startswith("-") else f" {quoted(words[0])}"
+        print(f"loading model{name} ...", file=sys.stderr, flush=True)
+
+
+def _is_first() -> bool:
+    """Whether this process, of those that a launcher started here, is the one that prints."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"

@@ -23,10 +23,12 @@ from dolmen.core.messages import BadInput, message
 from dolmen.core.paths import refuse_empty
 from dolmen.families import start as models
 from dolmen.files import gate, kinds
+from dolmen.launch import process
 from dolmen.planning.config import DryrunConfig, DryrunRequest
 from dolmen.recipes import RECIPES
 from dolmen.recipes.named import begun, described, named, otherwise_long
 from dolmen.training.config import RunConfig
+from dolmen.training.folder import check_folder
 from dolmen.training.request import Handling, Request
 
 T = TypeVar("T", Handling, DryrunConfig)
@@ -112,6 +114,8 @@ def parse_run(verb: str, argv: list[str]) -> Request | DryrunRequest:
             _show_short(name, run)
         argv = [word for word in argv if word != ALL]
     else:
+        if verb == "train":
+            _check_out(argv, Request.of(run, Handling(out=last(argv, "out")), name).out)
         run = begun(otherwise_long(run, said(argv)), init)
     start = models.start(run.model, last(argv, model_options.MODEL_TYPE))
     family = start.model.family
@@ -126,6 +130,14 @@ def parse_run(verb: str, argv: list[str]) -> Request | DryrunRequest:
     if verb == "dryrun":
         return DryrunRequest(asked, _part(DryrunConfig, options))
     return Request.of(asked, _part(Handling, options), name)
+
+
+def _check_out(argv: list[str], out: Path) -> None:
+    """Raises ValueError for a folder that holds something, before a model is opened; with --resume
+    and --overwrite, and of ranks that a launcher started, it is checked with the run.
+    """
+    if process.started() is None and not {"resume", "overwrite"} & said(argv):
+        check_folder(out, resume=False, overwrite=False)
 
 
 def _show_short(name: str, run: RunConfig) -> None:

@@ -3,13 +3,14 @@
 import json
 import sys
 from functools import partial
-from pathlib import Path
 
 from dolmen.cli.options import DiffOptions
 from dolmen.comparison.config import DiffWork
 from dolmen.comparison.diff import diff, work
 from dolmen.core.log import console
 from dolmen.core.messages import BadInput, Failed
+from dolmen.core.paths import expand
+from dolmen.files import write
 from dolmen.launch import process
 
 
@@ -17,7 +18,11 @@ def run(options: DiffOptions | DiffWork) -> int:
     if isinstance(options, DiffWork):  # of a process that this verb has started
         return process.guarded(partial(_worker, options))
     try:
+        if options.json is not None:
+            write.check_new("--json", options.json)
         report = diff(options)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
     except Failed as error:
         print(f"dolmen diff: {error}", file=sys.stderr)
         return 1
@@ -26,7 +31,7 @@ def run(options: DiffOptions | DiffWork) -> int:
     screen.print(f"\n{report}", markup=False, highlight=False)
     if options.json is not None:
         try:
-            Path(options.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+            write.replace(expand(options.json), json.dumps(report.as_dict(), indent=2) + "\n")
         except OSError as error:
             raise BadInput(f"--json {options.json}: {error.strerror}") from None
     return 0 if report.ok else 1

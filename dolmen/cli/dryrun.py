@@ -6,7 +6,6 @@ from pathlib import Path
 from dolmen.core.log import console, say
 from dolmen.core.messages import BadInput, message
 from dolmen.files import write
-from dolmen.planning import outputs
 from dolmen.planning.config import DryrunRequest
 from dolmen.planning.steady_state import check_layout, uneven_stages
 
@@ -14,8 +13,7 @@ from dolmen.planning.steady_state import check_layout, uneven_stages
 def run(request: DryrunRequest) -> int:
     try:
         if request.options.json is not None:
-            words = f"--json {request.options.json}"
-            outputs.refuse_anothers(words, Path(request.options.json), ('{\n "ranks": [',))
+            write.check_new("--json", request.options.json)
         check_layout(request)
         # torch takes seconds to import: what cannot be run is refused before
         say("loading torch ...")

@@ -1,13 +1,13 @@
 """dolmen evaluate SOURCE --data.path TEXT, or --tasks NAMES"""
 
 import json
-from pathlib import Path
 
 from dolmen.cli.options import EvaluateOptions
 from dolmen.core.config import to_dict
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import BadInput, message
+from dolmen.core.paths import expand
 from dolmen.evaluation import tasks
 from dolmen.evaluation.perplexity import Windows, evaluate, load, prepared, tokenizer_of
 from dolmen.files import write
@@ -16,8 +16,11 @@ from dolmen.serving import placed
 
 
 def run(options: EvaluateOptions) -> int:
-    if options.json is not None and not (folder := Path(options.json).parent).is_dir():
-        raise BadInput(f"--json {options.json}: there is no folder {folder}")
+    if options.json is not None and not process.launched_here():
+        try:
+            write.check_new("--json", options.json)
+        except ValueError as error:
+            raise BadInput(str(error)) from None
     layout = placed.check(
         "evaluate", [options.source], options.layout.layout, options.device, replicas=True
     )
@@ -59,6 +62,6 @@ def _measure(options: EvaluateOptions, text: Windows | None, mesh: Mesh) -> int:
 def save(content: object, to: str) -> None:
     """Raises ValueError where it cannot be written."""
     try:
-        write.replace(Path(to), json.dumps(content, indent=1) + "\n")
+        write.replace(expand(to), json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise ValueError(f"--json {to}: {error.strerror}") from None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dolmen.cli.options import ExportOptions
 from dolmen.conversion.convert import export_model
-from dolmen.core.messages import BadInput, message
+from dolmen.core.messages import BadInput, message, quoted
 
 
 def run(options: ExportOptions) -> int:
@@ -14,5 +14,5 @@ def run(options: ExportOptions) -> int:
         )
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
-    print(f"wrote {options.to}, from {title}")
+    print(f"wrote {quoted(options.to)}, from {quoted(title)}")
     return 0

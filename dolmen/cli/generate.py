@@ -8,13 +8,14 @@ from dolmen.conversion.source import open_alike, tokenizer_folder
 from dolmen.core.config import to_dict
 from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
-from dolmen.core.messages import BadInput, counted, message
+from dolmen.core.messages import BadInput, counted, message, quoted
+from dolmen.core.paths import expand
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.launch import process
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import DTYPES
 from dolmen.rl import best_of_n
-from dolmen.serving import adapters, engine, offline, placed
+from dolmen.serving import adapters, answers, engine, offline, placed
 from dolmen.serving.defaults import resolved
 from dolmen.serving.engine import Engine
 from dolmen.serving.prompts import check_text, encode
@@ -29,6 +30,8 @@ def run(options: GenerateOptions) -> int:
         if options.input is not None:
             offline.check(options)
             if not process.launched_here():
+                if not options.resume:
+                    answers.check(expand(options.output or ""), None, False, {}, "")
                 best_of_n.check(options)
         for text in options.prompt:
             check_text(text)
@@ -57,7 +60,8 @@ def _answer(options: GenerateOptions, layout: Layout) -> int:
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     if not job.left:
-        say(f"{options.output} has all {len(job.read.places):,} rows: nothing is left to do", first)
+        rows = f"all {len(job.read.places):,} rows"
+        say(f"{quoted(options.output)} has {rows}: nothing is left to do", first)
         return _choose(job) if first else 0
 
     def work(mesh: Mesh) -> int:
@@ -77,8 +81,8 @@ def _choose(job: offline.Job) -> int:
     except ValueError as error:
         raise BadInput(str(error)) from None
     print(
-        f"{job.config.best} has the best answer of {counted(found.rows, 'row')}: a reward of "
-        f"{found.reward:.4g}, of all samples {found.of_all:.4g}"
+        f"{quoted(job.config.best)} has the best answer of {counted(found.rows, 'row')}: "
+        f"a reward of {found.reward:.4g}, of all samples {found.of_all:.4g}"
     )
     if found.failed:
         say(

@@ -8,7 +8,7 @@ from typing import Any
 
 from dolmen.cli.options import PlanOptions
 from dolmen.core.log import console
-from dolmen.core.messages import BadInput, message
+from dolmen.core.messages import BadInput, message, quoted
 from dolmen.files import write
 from dolmen.planning import answer, outputs, search
 from dolmen.planning.config import PlanConfig, PlanRequest
@@ -26,9 +26,9 @@ def run(options: PlanOptions) -> int:
         if options.measure:
             return measure_here()
         request = asked(options)
+        outputs.check(request.options)
         if request.options.inference:
             return generation(request)
-        outputs.refuse(request.options)
         question = Question.from_request(request)
         found = search.make_plan(question, request.options, progress=True)
         tell(found, request.options)
@@ -83,10 +83,11 @@ def written(question: Question, found: Plan, asked: PlanConfig) -> Iterator[str]
     """What was asked for as a file: a line each. Raises ValueError."""
     if asked.as_recipe is not None:
         file = Path(asked.as_recipe)
-        yield f"wrote {file}: {outputs.write_recipe(question, found, file)}"
+        yield f"wrote {quoted(file)}: {outputs.write_recipe(question, found, file)}"
     if asked.report is not None:
         try:
-            yield f"wrote {write_report(add_fleets(question, found), Path(asked.report))}"
+            page = write_report(add_fleets(question, found), Path(asked.report))
+            yield f"wrote {quoted(page)}"
         except OSError as error:
             raise ValueError(f"--report {asked.report}: {error.strerror}") from None
 

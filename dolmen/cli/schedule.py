@@ -5,7 +5,8 @@ from pathlib import Path
 
 from dolmen.cli.options import ScheduleOptions
 from dolmen.core.log import console
-from dolmen.core.messages import BadInput, counted
+from dolmen.core.messages import BadInput, counted, quoted
+from dolmen.core.paths import expand
 from dolmen.files import write
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule, format_schedule, format_yaml
@@ -32,6 +33,8 @@ KNOBS = {
 
 def run(options: ScheduleOptions) -> int:
     try:
+        if options.out:
+            write.check_new("--out", options.out)
         cost = given(options)
         times = Costs("options", cost._asdict())
         if options.costs:
@@ -43,7 +46,7 @@ def run(options: ScheduleOptions) -> int:
             found, widths, schedule = None, (), chosen(options)
             simulation = schedules.simulate_stages(schedule, times.stage_costs(schedule))
         if options.out:
-            write_out(schedule, simulation, Path(options.out))
+            write_out(schedule, simulation, expand(options.out))
     except (ValueError, OSError) as error:
         text = str(error)
         for theirs, ours in KNOBS.items():
@@ -56,7 +59,7 @@ def run(options: ScheduleOptions) -> int:
     if options.list:
         print("\n" + format_schedule(schedule), end="")
     if options.out:
-        print(f"wrote {options.out}")
+        print(f"wrote {quoted(options.out)}")
     return 0
 
 
@@ -124,8 +127,6 @@ def write_out(schedule: Schedule, simulation: Simulation, to: Path) -> None:
     """The picture or the actions, by the name's end. Raises ValueError, and OSError where nothing
     can be written.
     """
-    if not to.parent.is_dir():
-        raise ValueError(f"--out {to}: there is no folder {to.parent}: make it, or give another")
     match to.suffix:
         case ".txt":
             write.replace(to, format_schedule(schedule))
@@ -153,7 +154,7 @@ def picture(schedule: Schedule, simulation: Simulation, to: Path) -> None:
 
 def title(schedule: Schedule) -> str:
     chunks = f", {schedule.chunks} virtual stages per rank" if schedule.chunks > 1 else ""
-    name = Path(schedule.name).name
+    name = quoted(Path(schedule.name).name)
     ranks = counted(schedule.ranks, "rank")
     micros = counted(schedule.micros, "microbatch", "microbatches")
     return f"{name}: {ranks}, {micros}{chunks}"

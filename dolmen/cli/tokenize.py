@@ -1,7 +1,7 @@
 """dolmen tokenize --data.path TEXT --data.tokenizer DIR --to PREFIX"""
 
 from dolmen.cli.options import TokenizeOptions
-from dolmen.core.messages import BadInput, counted, message
+from dolmen.core.messages import BadInput, counted, message, quoted
 from dolmen.data.indexed_export import tokenize
 
 
@@ -11,7 +11,7 @@ def run(options: TokenizeOptions) -> int:
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     print(
-        f"wrote {made.file} and its .idx: {counted(made.tokens, 'token')} of "
+        f"wrote {quoted(made.file)} and its .idx: {counted(made.tokens, 'token')} of "
         f"{counted(made.documents, 'document')}, {made.dtype}"
     )
     return 0

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from dolmen.cli.options import VocabExtendOptions, VocabMergeOptions, VocabTrainOptions
-from dolmen.core.messages import BadInput, message
+from dolmen.core.messages import BadInput, message, quoted
 from dolmen.vocabulary.extend import extend
 from dolmen.vocabulary.merge import merge
 from dolmen.vocabulary.train import train
@@ -28,5 +28,5 @@ def run(options: VocabTrainOptions | VocabMergeOptions | VocabExtendOptions) -> 
         done = PARTS[type(options)](options)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
-    print(f"wrote {options.to}", *done.lines(), sep="\n")
+    print(f"wrote {quoted(options.to)}", *done.lines(), sep="\n")
     return 0

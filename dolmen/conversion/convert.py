@@ -19,7 +19,7 @@ from dolmen.conversion.moments import Moments
 from dolmen.conversion.source import Source, cast_source, open_source
 from dolmen.conversion.weights import Scales
 from dolmen.core.log import bar
-from dolmen.core.messages import counted
+from dolmen.core.messages import counted, quoted
 from dolmen.families import unknown
 from dolmen.optim.optimizer import DTYPES
 
@@ -125,8 +125,8 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
             hf_export.write_sidecar_files(source, sidecar_folder, dtype)
     count = counted(len(specs), "parameter")
     return (
-        f"read {source.title}\nwrote {target}: {count} read back, the same to the bit; "
-        f"{logits}{report}"
+        f"read {quoted(source.title)}\nwrote {quoted(target)}: {count} read back, "
+        f"the same to the bit; {logits}{report}"
     )
 
 

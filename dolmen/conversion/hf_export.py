@@ -34,6 +34,7 @@ from dolmen.families import Model, changed, edit, unknown, weight_map
 from dolmen.families.rules import Entry
 from dolmen.files import safetensors
 from dolmen.files.safetensors import SHARD_BYTES, Spec
+from dolmen.files.write import check_new_folder
 from dolmen.model.tree import Tree
 
 
@@ -102,11 +103,7 @@ def check_target(folder: Path | str, tokenizer_folder: Path | str | None = None)
     """Check the target of `save`. Raises ValueError for a `folder` that has anything in it, and a
     `tokenizer_folder` without a tokenizer.
     """
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(
-            f"{folder} exists and is not empty: choose another folder for the export, or remove it"
-        )
+    check_new_folder(folder)
     if tokenizer_folder is not None and not tokenizer_files(tokenizer_folder):
         raise ValueError(
             f"{tokenizer_folder} has no tokenizer files ({', '.join(TOKENIZER_FILES[:3])} ...)"

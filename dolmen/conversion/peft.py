@@ -36,6 +36,7 @@ from dolmen.families import Model, weight_map
 from dolmen.families.rules import Rename, Transpose
 from dolmen.files import gate, kinds, safetensors
 from dolmen.files.safetensors import Spec, Stored
+from dolmen.files.write import check_new_folder
 from dolmen.model.tree import Adapter, Tree
 from dolmen.model.tree.adapter import ADAPTED, magnitude_of
 from dolmen.parallel import tensor
@@ -197,8 +198,7 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
             "it: leave out --adapters, so that they are merged, or train with --adapter.targets "
             "that leave it out"
         )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not empty: choose another folder")
+    check_new_folder(folder)
     folder = folder.resolve()  # a link cannot be replaced by a folder
     stored = {
         ours: f"{PREFIX}{modules[weight]}.{kind}"

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TimeRemainingColumn
 
+from dolmen.core.messages import printable
+
 
 def console(shown: bool = True) -> Console:
     """Standard output. Tables fit 100 columns where the terminal does not say how wide it is."""
@@ -53,7 +55,9 @@ def duration(seconds: float) -> str:
 
 
 def say(text: str, shown: bool = True) -> None:
+    """Print lines to stderr, with what a terminal would obey escaped."""
     if shown:
+        text = "\n".join(map(printable, text.split("\n")))
         Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -22,7 +22,7 @@ class BadInput(Exception):
     """
 
     def __init__(self, text: str):
-        super().__init__(printable(" ".join(line.strip() for line in text.splitlines())))
+        super().__init__(one_line(text))
 
 
 class Failed(RuntimeError):
@@ -31,7 +31,7 @@ class Failed(RuntimeError):
     """
 
     def __init__(self, text: str, final: bool = False):
-        super().__init__(text)
+        super().__init__(one_line(text))
         self.final = final
 
 
@@ -92,6 +92,18 @@ def printable(text: str) -> str:
     override turns the rest of a line around.
     """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def one_line(text: str) -> str:
+    """A message that may hold names of files and the text of libraries, on one printable line."""
+    return printable(" ".join(line.strip() for line in text.splitlines()))
+
+
+def quoted(name: object) -> str:
+    """A name that a user or a file has chosen, in a line of output: a line break or a control
+    character in it is escaped.
+    """
+    return printable(str(name))
 
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}

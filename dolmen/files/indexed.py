@@ -161,10 +161,7 @@ def dtype_of(vocab_size: int) -> np.dtype:
 def check_free(file: Path) -> list[Path]:
     """The two files that a data set is written to. Raises ValueError where one exists."""
     targets = [file, file.with_suffix(IDX)]
-    for target in targets:
-        if os.path.lexists(target):
-            raise ValueError(f"{target} exists: give another name, or move it away")
-    return targets
+    return [write.check_new("--to", target, parents=True) for target in targets]
 
 
 def save(

@@ -1,5 +1,5 @@
-"""Files that are written so that nothing of somebody else's is: through no link, and into no file
-that has another name too.
+"""Writes files without touching those of others: never over an existing output, through a link, or
+into a file with a second name.
 """
 
 import errno
@@ -9,7 +9,48 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from dolmen.core.paths import expand
+
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+
+
+def check_new(option: str, name: str | Path, parents: bool = False) -> Path:
+    """Return the path of an output file that `option` names. Call it before anything slow. Raises
+    ValueError if the file exists (a device such as /dev/null too), if its folder does not (unless
+    `parents` are made), or if the folder cannot be written to.
+    """
+    file = expand(name)
+    if os.path.lexists(file):
+        raise ValueError(f"{option} {name} exists: give another name, or move it away")
+    _check_parent(f"{option} {name}", file, parents)
+    return file
+
+
+def check_new_folder(name: str | Path) -> Path:
+    """Return the path of an output folder, which may exist if it is empty. Raises ValueError as
+    `check_new`, with the parents of the folder made where they are missing.
+    """
+    folder = expand(name)
+    if folder.is_dir():
+        if any(folder.iterdir()):
+            raise ValueError(
+                f"{name} exists and is not empty: give another folder, or move it away"
+            )
+    elif os.path.lexists(folder):
+        raise ValueError(f"{name} exists and is no folder: give another name")
+    _check_parent(str(name), folder, parents=True)
+    return folder
+
+
+def _check_parent(words: str, target: Path, parents: bool) -> None:
+    above = target.absolute().parents
+    parent = next(p for p in above if os.path.lexists(p)) if parents else above[0]
+    if not os.path.lexists(parent):
+        raise ValueError(f"{words}: there is no folder {parent}: make it, or give another name")
+    if not parent.is_dir():
+        raise ValueError(f"{words}: {parent} is no folder: give another name")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{words}: {parent} cannot be written to: give another name")
 
 
 def replace(file: Path, content: bytes | str, lasting: bool = True) -> None:

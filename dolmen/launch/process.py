@@ -140,6 +140,15 @@ def on_stop(handler: Callable[[int], None]) -> Iterator[None]:
         yield
 
 
+def obey_interrupts() -> None:
+    """Make Ctrl-C (SIGINT) end this process from its start, also where a shell has started it in
+    the background and so has it ignored. A worker hears its launcher instead.
+    """
+    here = threading.current_thread() is threading.main_thread() and not launched_here()
+    if here and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     """Within, each signal has its handler; where this is not the main thread, nothing changes:

@@ -19,8 +19,6 @@ from dolmen.planning.step import Estimate
 
 FRAME = Path(__file__).with_name("report.html")
 NAME = "index.html"
-MARK = '<meta name="generator" content="dolmen plan">'
-"""Tag in the pages that we write, by which we know them."""
 
 
 class Figure(NamedTuple):

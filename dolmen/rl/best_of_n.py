@@ -7,7 +7,6 @@ judges what lies in all.jsonl when all of it is there, as `dolmen train grpo` do
 """
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,11 +58,7 @@ def check(config: GenerateConfig) -> None:
             f"--best is of several answers to each row of --input: num_samples is "
             f"{config.num_samples}, use --num-samples 2 or more"
         )
-    file = expand(config.best)
-    if os.path.lexists(file):
-        raise ValueError(f"--best {file} is there already: name another file, or take it away")
-    if not file.parent.is_dir():
-        raise ValueError(f"--best {file}: there is no folder {file.parent}")
+    write.check_new("--best", config.best)
     for _, name in weighted(config.reward):
         if is_model(name):
             own = open_source(config.folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.core.messages import Failed, counted, shown
-from dolmen.files import gate
+from dolmen.files import gate, write
 from dolmen.files.gate import Kind, Refused
 from dolmen.files.kinds import JOURNAL_HEAD, JOURNAL_LINE, JOURNAL_ROW
 from dolmen.files.rows import LONGEST, Lines
@@ -50,18 +50,15 @@ def check(
     """
     journal, there = journal_of(output), os.path.lexists(output)
     unfinished = os.path.lexists(journal)
-    if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.parent}")
-    if output.is_dir():
-        raise ValueError(f"--output {output} is a folder: name a file")
+    if there and not output.is_file():
+        raise ValueError(f"--output {output} exists and is no file: give another name")
     if not resume:
         if unfinished:
             raise ValueError(
                 f"--output {output} was begun and is not finished ({journal.name} is beside it): "
                 "use --resume, or delete both"
             )
-        if there:
-            raise ValueError(f"--output {output} exists: give another name, or delete it")
+        write.check_new("--output", output)
     elif unfinished:
         _check_head(journal, there, asked, read)
     elif there and rows is not None:

@@ -2,7 +2,6 @@
 the run and before anything is written, and whether the run can go on from what is saved.
 """
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,41 +44,6 @@ def beginning(run: RunConfig, out: Path, resumed: bool) -> RunConfig:
     if gone(run.init):
         run = replace(run, init=own, optimizer=replace(run.optimizer, from_init=False))
     return run
-
-
-def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
-    """Raises ValueError for a folder that holds something, unless told what to do with it, and for
-    one that cannot be written to.
-    """
-    if resume and overwrite:
-        raise ValueError(
-            "--resume and --overwrite exclude each other: go on with the run, or throw it away"
-        )
-    ground = next(p for p in (out, *out.absolute().parents) if p.exists())
-    if not ground.is_dir():
-        raise ValueError(f"--out {out}: {ground} is a file: give a folder")
-    try:
-        tempfile.TemporaryFile(dir=ground).close()
-    except OSError as error:
-        raise ValueError(
-            f"--out {out}: {ground} cannot be written to ({error.strerror}): give another folder"
-        ) from None
-    if (out / folder.LOCK).exists():
-        folder.free(out, folder.take(out))
-    held = out.is_dir() and any(path.name != folder.LOCK for path in out.iterdir())
-    owned = (out / folder.LIST).exists() or folder.is_run(out / "config.yaml")
-    if held and not (owned or resume or overwrite):
-        raise ValueError(f"{out} is not empty and holds no run of dolmen: give another --out")
-    if held and not (resume or overwrite):
-        raise ValueError(
-            f"{out} already holds a run: use --resume to go on, --overwrite to start again, or "
-            f"another --out"
-        )
-    if overwrite and held and not owned:
-        raise ValueError(
-            f"--overwrite would delete {out}, which holds no config.yaml of a run and so was not "
-            "written by dolmen: remove it yourself"
-        )
 
 
 def check_overwrite(run: RunConfig, out: Path, source: str | None) -> None:

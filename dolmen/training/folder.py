@@ -18,6 +18,7 @@ model or a tokenizer, which have these names whoever wrote them.
 
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -297,3 +298,38 @@ def _walk(folder: Path, below: str = "") -> Iterator[tuple[str, str]]:
                 yield from _walk(folder, f"{path}/")
         else:
             yield path, "file" if entry.is_file(follow_symlinks=False) else "link"
+
+
+def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
+    """Raises ValueError for a folder that holds something, unless told what to do with it, and for
+    one that cannot be written to.
+    """
+    if resume and overwrite:
+        raise ValueError(
+            "--resume and --overwrite exclude each other: go on with the run, or throw it away"
+        )
+    ground = next(p for p in (out, *out.absolute().parents) if p.exists())
+    if not ground.is_dir():
+        raise ValueError(f"--out {out}: {ground} is a file: give a folder")
+    try:
+        tempfile.TemporaryFile(dir=ground).close()
+    except OSError as error:
+        raise ValueError(
+            f"--out {out}: {ground} cannot be written to ({error.strerror}): give another folder"
+        ) from None
+    if (out / LOCK).exists():
+        free(out, take(out))
+    held = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
+    owned = (out / LIST).exists() or is_run(out / "config.yaml")
+    if held and not (owned or resume or overwrite):
+        raise ValueError(f"{out} is not empty and holds no run of dolmen: give another --out")
+    if held and not (resume or overwrite):
+        raise ValueError(
+            f"{out} already holds a run: use --resume to go on, --overwrite to start again, or "
+            f"another --out"
+        )
+    if overwrite and held and not owned:
+        raise ValueError(
+            f"--overwrite would delete {out}, which holds no config.yaml of a run and so was not "
+            "written by dolmen: remove it yourself"
+        )

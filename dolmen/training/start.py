@@ -33,14 +33,13 @@ from dolmen.files import gate
 from dolmen.optim import optimizer as optim
 from dolmen.training import critic
 from dolmen.training.check_out import (
-    check_folder,
     check_overwrite,
     check_resume,
     check_same_model,
     check_same_optimizer,
 )
 from dolmen.training.config import RunConfig
-from dolmen.training.folder import OWNER, Unusable
+from dolmen.training.folder import OWNER, Unusable, check_folder
 from dolmen.training.request import Request
 from dolmen.training.state import TrainState
 

@@ -31,16 +31,16 @@ from dolmen.core.config import to_dict
 from dolmen.core.device import keep_freed_memory
 from dolmen.core.launched import Launch
 from dolmen.core.log import console
-from dolmen.core.messages import BadInput, Failed, message
+from dolmen.core.messages import BadInput, Failed, message, quoted
 from dolmen.launch import launcher, process, rendezvous
 from dolmen.launch.watch import Watch, network_limit
 from dolmen.rl import environment, rewards
 from dolmen.training import batches
 from dolmen.training.check import check_run
-from dolmen.training.check_out import beginning, check_folder, check_overwrite, check_resume
+from dolmen.training.check_out import beginning, check_overwrite, check_resume
 from dolmen.training.config import RunConfig
 from dolmen.training.finish import finish
-from dolmen.training.folder import Unusable
+from dolmen.training.folder import Unusable, check_folder
 from dolmen.training.loop import Stop
 from dolmen.training.request import Request
 from dolmen.training.run import run_training, summary
@@ -200,7 +200,7 @@ def worker(
         if mesh.first and outcome.signal:
             print(
                 f"stopped by signal {outcome.signal} after step {outcome.steps}, saved; to go on: "
-                f"dolmen train {out}/config.yaml --resume",
+                f"dolmen train {quoted(out)}/config.yaml --resume",
                 flush=True,
             )
         dist.barrier()

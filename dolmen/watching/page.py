@@ -22,7 +22,6 @@ from dolmen.watching.run import Run, differing, labels
 
 HERE = Path(__file__).parent
 SCRIPTS = ("chart.js", "page.js", "tables.js")
-MARK = '<meta name="generator" content="dolmen show">'
 
 
 class Figure(NamedTuple):
@@ -128,14 +127,11 @@ def in_script(value: Any) -> str:
 
 def write_page(folders: list[Path], to: Path) -> Path:
     """The page of the runs in `folders`, in the file `to`. Raises ValueError for a folder that
-    holds none, for a file that is there and is no such page, and where it cannot be written.
+    holds none, for a file that exists, and where it cannot be written.
     """
+    to = write.check_new("--out", to)
     watched = Watched(folders)
     try:
-        if to.exists() and MARK not in gate.read_text(to, 2**31)[:4096]:
-            raise ValueError(
-                f"--out {to} is there, and no page of dolmen show: move it, or give another --out"
-            )
         write.replace(to, watched.page(), lasting=False)
     except OSError as error:
         raise ValueError(f"--out {to}: {error.strerror}") from None

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tinyrun import CONFIG, Material, dolmen
 
 import dolmen as package
+from dolmen.cli import command
 from dolmen.cli.command import parse_run
 from dolmen.core import mesh as meshes
 from dolmen.data import inputs, loader
@@ -419,6 +420,14 @@ def test_a_folder_that_holds_something(material, tmp_path):
         result = dolmen("train", material.file, "--out", out, *words)
         assert result.code == 2 and want in result.words
         assert (out / "notes.txt").read_text() == "mine" and len(list(out.iterdir())) == 2
+
+
+def test_a_folder_is_refused_before_a_model_is_opened(material, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "begun", lambda *_: pytest.fail("a model was opened"))
+    (tmp_path / "notes.txt").write_text("mine")
+    for words in (("--out", tmp_path), (f"--out={tmp_path}", "--train.steps", 3)):
+        result = dolmen("train", "pretrain", "--init", material.model, *words)
+        assert result.code == 2 and "is not empty and holds no run" in result.words
 
 
 def test_a_folder_that_holds_a_run(material, tmp_path):

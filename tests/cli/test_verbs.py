@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import tinyrun
@@ -11,7 +12,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tinyrun import dolmen, losses, rows, same, tensors
 
+from dolmen.cli import command, main
 from dolmen.conversion.source import open_source
+from dolmen.core.messages import BadInput
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -294,3 +297,60 @@ def test_what_is_no_model_is_refused_by_every_verb(material, run, tmp_path):
             assert result.code == 2 and said in result.words, (words, result)
             assert not result.out and result.err.count("\n") == 1
     assert not (tmp_path / "to").exists()
+
+
+def test_no_verb_writes_over_what_exists(tmp_path):
+    """One rule for the outputs of all verbs, applied before models or data are opened."""
+    mine, rows = tmp_path / "mine.yaml", tmp_path / "in.jsonl"
+    mine.write_text("mine")
+    rows.write_text('{"prompt": "a"}\n')
+    answered = ("generate", "no-model", "--input", rows, "--output")
+    verbs = [
+        ("evaluate", "no-model", "--data.path", "no-text", "--json"),
+        ("diff", "no-model", "transformers", "--json"),
+        ("dryrun", "gpt-1.7b", "--json"),
+        ("plan", "gpt-1.7b", "--cluster", "dgx-a100:1", "--json"),
+        ("plan", "gpt-1.7b", "--cluster", "dgx-a100:1", "--as-recipe"),
+        ("schedule", "1f1b", "--out"),
+        ("show", tmp_path, "--out"),
+        answered,
+        (*answered, tmp_path / "new", "--num-samples", 2, "--reward", "exact", "--best"),
+    ]
+    for words in verbs:
+        for output in (mine, "/dev/null") if "--as-recipe" not in words else (mine,):
+            told = dolmen(*words, output)
+            assert told.code == 2 and f"{words[-1]} {output} exists" in told.err, (words, told)
+    assert mine.read_text() == "mine" and {*tmp_path.iterdir()} == {mine, rows}
+
+
+def test_a_person_who_waits_is_told_at_once(monkeypatch, capsys):
+    """On a terminal before anything is imported or read; of a server always."""
+
+    def refuse(*_):
+        raise BadInput("read")
+
+    monkeypatch.setattr(command, "read", refuse)
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        for verb in ("serve", "generate", "dryrun", "verify", "train"):
+            assert main([verb, "a\nb"]) == 2
+            said = "loading model a\\nb ...\n" if terminal or verb == "serve" else ""
+            assert capsys.readouterr().err == f"{said}dolmen {verb}: read\n"
+    for words in (["show", "run"], ["serve", "--help"]):
+        assert main(words) == 2 and "loading" not in capsys.readouterr().err
+
+
+def test_names_are_printed_on_one_line(tmp_path):
+    """A line break in a file name is escaped wherever a verb names the file."""
+    run = tmp_path / "a\nrun"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    for words in (
+        ("schedule", "1f1b", "--out", tmp_path / "a\nb.txt"),
+        ("show", run, "--out", tmp_path / "a\nb.html"),
+        ("plan", "gpt-1.7b", "--cluster", "dgx-a100:1", "--no-dryrun", "--layout.tp", 8)
+        + ("--as-recipe", tmp_path / "a\nb.yaml"),
+    ):
+        told = dolmen(*words)
+        (line,) = [line for line in told.out.splitlines() if line.startswith("wrote ")]
+        assert told.code == 0 and "a\\nb." in line, told

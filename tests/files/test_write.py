@@ -37,3 +37,27 @@ def test_a_device_is_not_replaced_by_a_file(name):
     with pytest.raises(OSError, match="Invalid argument"):
         write.replace(Path(name), "{}")
     assert not Path(name).is_file()
+
+
+def test_an_output_is_never_written_over_what_exists(tmp_path):
+    """One rule for all outputs: files, folders, links without a target and devices are refused."""
+    for name in ("file", "folder", "link"):
+        {"file": Path.touch, "folder": Path.mkdir}.get(
+            name, lambda path: path.symlink_to("nothing")
+        )(tmp_path / name)
+        with pytest.raises(ValueError, match=f"^--json .*{name} exists: give another name"):
+            write.check_new("--json", tmp_path / name)
+    with pytest.raises(ValueError, match="^--json /dev/null exists"):
+        write.check_new("--json", "/dev/null")
+    with pytest.raises(ValueError, match="there is no folder .*none"):
+        write.check_new("--json", tmp_path / "none" / "a.json")
+    with pytest.raises(ValueError, match="file is no folder"):
+        write.check_new("--json", tmp_path / "file" / "a.json")
+    new = tmp_path / "none" / "a.json"
+    assert write.check_new("--json", new, parents=True) == new
+    assert write.check_new_folder(tmp_path / "folder") == tmp_path / "folder"
+    (tmp_path / "folder" / "a").touch()
+    for name, words in (("folder", "is not empty"), ("file", "is no folder")):
+        with pytest.raises(ValueError, match=f"{name} exists and {words}"):
+            write.check_new_folder(tmp_path / name)
+    assert write.check_new("--json", "~nobody-of-this-name") == Path("~nobody-of-this-name")

@@ -59,7 +59,7 @@ def test_rows_without_a_reward_are_left_out_and_told(asked, tmp_path):
     assert [row["prompt"] for row in read(tmp_path / "best.jsonl")] == ["ab cd"]
     assert "8 samples without a reward, and 2 rows without any, left out" in told.words
     again = dolmen(*asked, "--reward", "exact", "--resume")
-    assert again.code == 2 and "is there already" in again.words
+    assert again.code == 2 and "best.jsonl exists: give another name" in again.words
     (tmp_path / "best.jsonl").unlink()
     assert dolmen(*asked, "--reward", "stub", "--resume").code == 0
     assert len(read(tmp_path / "best.jsonl")) == 3

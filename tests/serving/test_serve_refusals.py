@@ -23,9 +23,8 @@ from dolmen.data.tokenizer import bytes_of, load_tokenizer
 from dolmen.serving.http import server
 from dolmen.serving.http.config import ServeConfig
 from dolmen.serving.http.reader import Reader
-from dolmen.serving.http.replies import by_name
-from dolmen.serving.http.session import Session
-from dolmen.serving.http.written import Tokens, Written
+from dolmen.serving.http.responses import by_name
+from dolmen.serving.http.session import Session, Tokens, Written
 from dolmen.serving.options import Options
 from dolmen.serving.request import Chosen, LogProb
 from dolmen.serving.text import Incremental
@@ -195,6 +194,12 @@ def test_who_does_not_say_what_it_wants_is_left(model):
             one.sendall(health + b"x: " + b"a" * 3000)
             assert one.recv(1000).startswith(b"HTTP/1.1 400 ")
         until(lambda: not own.front.server.server_state.connections)
+        with connected(own) as one:  # whole, and in one piece
+            one.sendall(health + b"x: " + b"a" * 3000 + b"\r\n\r\n")
+            assert one.recv(1000).startswith(b"HTTP/1.1 400 ")
+        with connected(own) as one:
+            one.sendall(health + b"x: " + b"a" * (2048 - len(health) - 7) + b"\r\n\r\n")
+            assert one.recv(1000).startswith(b"HTTP/1.1 200 ")
     with serving(model, max_connections=3) as own:
         several = [connected(own) for _ in range(3)]
         until(lambda: len(own.front.server.server_state.connections) == 3)
@@ -258,6 +263,42 @@ def test_a_request_has_so_much_time(model):
             for _ in own.client().completions.create(**LONG, stream=True):
                 pass
         until(lambda: own.idle)
+
+
+def stalled(own) -> socket.socket:
+    """A client that asks for a long stream and reads nothing of it."""
+    own.front.bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    body = json.dumps(LONG | {"stream": True, "logprobs": 20, "n": 3}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    client.connect(own.front.bound.getsockname())
+    client.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return client
+
+
+def writing_waits(own) -> bool:
+    """Whether a response waits for its client to read."""
+    found = own.front.server.server_state.connections
+    return any(one.flow.write_paused for one in found)
+
+
+def test_the_time_limit_holds_for_a_client_that_stops_reading(model):
+    with serving(model) as own, stalled(own):
+        until(lambda: writing_waits(own))
+        (session,) = own.front.sessions.open
+        own.front.events.call_soon_threadsafe(session.fail, session.late())  # as its timer does
+        until(lambda: own.idle and not own.front.server.server_state.connections)
+
+
+def test_a_client_that_stops_reading_does_not_hold_up_the_end(model, caplog):
+    """Neither in mid-stream, nor with a whole response unread; and no traceback is logged."""
+    with serving(model, grace=0.1) as own, stalled(own):
+        until(lambda: writing_waits(own))
+        own.front.stop()
+        own.thread.join(4)  # uvicorn itself cancels what is left after 5 seconds
+        assert not own.thread.is_alive() and own.failed is None
+    assert "Traceback" not in caplog.text and "completing" not in caplog.text
 
 
 def slowly(step):

@@ -1,4 +1,4 @@
-"""What `dolmen serve` may be told. Without torch, and without what serves."""
+"""Configuration of `dolmen serve`. Imports neither torch nor the server."""
 
 import ipaddress
 import math
@@ -15,7 +15,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """A model, and who may ask it for how much."""
+    """A model, and who may request how much of it."""
 
     folder: str
     """Model to serve: anything that `dolmen generate` takes."""
@@ -54,8 +54,7 @@ class ServeConfig:
     max_connections: int = 4096
     """Connections that are open; who asks over a further one is told to come again (503)."""
     max_head_bytes: int = 16 * 1024
-    """Most bytes of a request's first line and headers that are kept until the rest of them comes.
-    """
+    """Most bytes of a request's first line and headers."""
     head_time: float = 10.0
     """Seconds in which these must come; a connection without them is closed."""
     time_limit: float = 600.0

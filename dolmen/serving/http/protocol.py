@@ -1,18 +1,71 @@
-"""Requests of OpenAI's interface, as pydantic models: fields, types and ranges.
+"""OpenAI's interface as data: requests as pydantic models, and errors.
 
-A field that is not known is refused, and one that nothing here would obey too, so that nothing is
-asked in vain. Those that change no answer (`user`, `metadata`, ...) are taken. Beside OpenAI's are
-`top_k`, `min_p`, `repetition_penalty` and `min_tokens`, which other servers have by these names.
+A field that is not known is refused, and so is one that this server would not obey. Fields that
+change no completion (`user`, `metadata`, ...) are accepted. `top_k`, `min_p`, `repetition_penalty`
+and `min_tokens` are not OpenAI's; other servers have them by these names.
 """
 
 import math
+from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dolmen.core.messages import cut
 from dolmen.files import gate
-from dolmen.serving.http.problem import Problem, bad
+
+
+class Problem(Exception):
+    """An error response in OpenAI's format."""
+
+    def __init__(
+        self,
+        status: HTTPStatus,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry: bool | None = None,
+    ):
+        """`param`: the field of the request that is wrong. `retry`: whether a client should try
+        again; None: as the status says.
+        """
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry = status, param, code, retry
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            kind = "authentication_error"
+        elif self.status == HTTPStatus.TOO_MANY_REQUESTS:
+            kind = "rate_limit_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of its own; OpenAI's library obeys `x-should-retry`."""
+        found = {}
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            found["www-authenticate"] = "Bearer"
+        if self.status == HTTPStatus.TOO_MANY_REQUESTS:
+            found["retry-after"] = "1"
+        if self.retry is not None:
+            found["x-should-retry"] = "true" if self.retry else "false"
+        return found
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> Problem:
+    """Return the error of a request that cannot be answered (400), to be raised."""
+    return Problem(HTTPStatus.BAD_REQUEST, message, param, code)
+
 
 STOPS = 16  # strings
 STOP_LENGTH = 1024  # characters of one
@@ -27,7 +80,7 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Part(BaseModel):
-    """Of a request."""
+    """A part of a request; a field that is not declared is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -37,7 +90,7 @@ class StreamOptions(Part):
 
 
 class Sampled(Part):
-    """What both requests have."""
+    """Fields of both kinds of requests."""
 
     model: str
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -64,17 +117,17 @@ class Sampled(Part):
 
     @property
     def samples(self) -> int:
-        """Of each prompt."""
+        """Completions per prompt."""
         return self.n or 1
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end an answer."""
+        """Stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def biases(self) -> dict[int, float]:
-        """Token id -> what is added to its score. Raises Problem for what is no id."""
+        """Token id -> value added to its logit. Raises Problem for a key that is no id."""
         named = self.logit_bias or {}
         for name in named:
             if not (name.isascii() and name.isdigit() and len(name) < 10):
@@ -83,12 +136,12 @@ class Sampled(Part):
 
     @property
     def prompts(self) -> int:
-        """How many there are."""
+        """Number of prompts."""
         return 1
 
 
 class Completion(Sampled):
-    """Of /v1/completions."""
+    """A request to /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(min_length=0)
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -99,7 +152,7 @@ class Completion(Sampled):
 
     @property
     def each(self) -> list[str] | list[list[int]]:
-        """The prompts. Raises Problem where there is none."""
+        """The prompts. Raises Problem for an empty list."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -116,13 +169,13 @@ class Completion(Sampled):
 
 
 class Named(BaseModel):
-    """What the model's template reads, whatever else it has."""
+    """An object for the chat template; other fields are kept for it."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class Text(Named):
-    """Of a message's content."""
+    """A text part of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -134,7 +187,7 @@ class Called(Named):
 
 
 class ToolCall(Named):
-    """Of an assistant that has called a function."""
+    """A function call of an assistant message."""
 
     type: Literal["function"] = "function"
     function: Called
@@ -160,7 +213,7 @@ class Format(Part):
 
 
 class Chat(Sampled):
-    """Of /v1/chat/completions."""
+    """A request to /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: Count | None = None
@@ -177,7 +230,7 @@ Asked = TypeVar("Asked", Completion, Chat)
 
 
 def parsed(body: bytes, cls: type[Asked], kind: gate.Kind) -> Asked:
-    """The request in a body. Raises Problem."""
+    """Parse the body of a request. Raises Problem."""
     try:
         values = gate.parse_json(body, "the body", kind)
         _whole_characters(values)
@@ -189,7 +242,9 @@ def parsed(body: bytes, cls: type[Asked], kind: gate.Kind) -> Asked:
 
 
 def _whole_characters(values: Any) -> None:
-    """Raises Refused for half a character: JSON can say one, and no tokenizer takes it."""
+    """Raises Refused for a lone surrogate, which JSON can hold and no tokenizer takes, and for a
+    number beyond 64 bits.
+    """
     waiting = [values]
     while waiting:
         one = waiting.pop()
@@ -214,7 +269,7 @@ def _encodes(text: str) -> bool:
 
 
 def _told(error: ValidationError) -> Problem:
-    """The first of what is wrong, with the field that has it."""
+    """Return the first validation error, with the field that has it."""
     found = error.errors(include_url=False, include_context=False)
     first = found[0]
     place = [str(one) for one in first["loc"]]

@@ -1,9 +1,9 @@
-"""What a client asks, as an engine takes it: tokens, options, and lengths that the model has.
+"""Turns a request of a client into requests of the engine: tokens, sampling options, lengths.
 
     body -> tokens of each prompt (the chat template, or the tokenizer) -> engine requests, checked
 
-What a request leaves open is as generation_config.json says, or else as OpenAI's interface does:
-temperature 1, and 16 new tokens of a completion. Of a chat it is as many as there is room for.
+An option that a request leaves open is as generation_config.json has it, or else as OpenAI's
+interface does: temperature 1, and 16 new tokens of a completion. A chat may fill the context.
 """
 
 import secrets
@@ -18,8 +18,7 @@ from dolmen.data.template import Template
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate, kinds
 from dolmen.serving.http.config import ServeConfig
-from dolmen.serving.http.problem import bad
-from dolmen.serving.http.protocol import Chat, Completion, Message, Sampled
+from dolmen.serving.http.protocol import Chat, Completion, Message, Sampled, bad
 from dolmen.serving.options import Options
 from dolmen.serving.prompts import encode
 from dolmen.serving.request import Request, check, span_of
@@ -30,17 +29,17 @@ DRAWS = ("top_k", "top_p", "min_p")
 
 @dataclass(frozen=True)
 class Asked:
-    """Of one client: an engine request for each prompt."""
+    """A client's request as the engine takes it: one engine request per prompt."""
 
     requests: Sequence[Request]
     stop: tuple[str, ...]
     top: int | None
-    """So many likeliest tokens are told beside each; None: no log-probabilities are."""
+    """Top log-probabilities sent per token; None: no log-probabilities."""
     echo: bool
-    """The prompt is part of the answer."""
+    """Whether the prompt is sent before the completion."""
 
     def by(self, adapter: str | None) -> "Asked":
-        """The same, of an adapter of the model; None: of the model alone."""
+        """Return the same request to an adapter of the model; None: to the base model."""
         own = [replace(request, adapter=adapter) for request in self.requests]
         return replace(self, requests=own)
 
@@ -51,17 +50,17 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """For one model."""
+    """Reads requests to one model."""
 
     config: ServeConfig
     source: Source
     tokenizer: PreTrainedTokenizer
     template: Template | None
-    """None: the model is not made for chats."""
+    """Chat template; None: the model has none."""
     defaults: Options
-    """What holds where a request says nothing."""
+    """Sampling options of requests that leave them open."""
     new_tokens: int | None
-    """And how many at most; None: OpenAI's."""
+    """Most new tokens of such requests; None: OpenAI's default."""
 
     @property
     def most(self) -> int:

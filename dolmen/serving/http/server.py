@@ -1,26 +1,39 @@
-"""A model that is served: the life of the process, or of those that share a model over tp.
+"""The life of a server: its process, or the processes that share a model over tp.
 
     main thread of each rank    loads the model, steps the engine (loop.py) until it is told to stop
     first rank's http thread    uvicorn and the application (app.py)
 
 Asked to end (Ctrl-C, SIGTERM), the server takes no further request and gives those it has --grace
 seconds; asked again, none. Then the loop stops on every rank, and the processes end by themselves.
+
+A connection has limits for clients that are slow to send or to read (`limited`), since uvicorn and
+h11 leave three gaps. They wait without end for the head (request line and headers) of a request;
+they bound the bytes of a head only while it is incomplete, so one that arrives at once may have any
+size; and they wait without end for a client to read its response, also when they close the
+connection, since asyncio's `transport.close()` sends what is buffered first. `limited` closes these
+gaps, and hands `transport.abort` to the application as `request.state.abort`.
 """
 
 import asyncio
+import re
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dolmen.conversion.source import Source, open_alike, open_source, tokenizer_folder
 from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
+from dolmen.core.messages import quoted
 from dolmen.core.paths import expand
 from dolmen.data.template import own_template
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
@@ -33,13 +46,106 @@ from dolmen.serving.defaults import resolved
 from dolmen.serving.engine import Engine
 from dolmen.serving.http import app
 from dolmen.serving.http.config import ServeConfig, check_key
-from dolmen.serving.http.connections import ending_after
-from dolmen.serving.http.loop import Loop
-from dolmen.serving.http.metrics import Metrics
-from dolmen.serving.http.problem import Problem
+from dolmen.serving.http.loop import Loop, Metrics
+from dolmen.serving.http.protocol import Problem
 from dolmen.serving.http.reader import Reader
-from dolmen.serving.http.session import Sessions
+from dolmen.serving.http.session import LAST, Sessions
 from dolmen.serving.request import Happened
+
+BLANK_LINE = re.compile(rb"\n\r?\n")
+
+
+class Parser(h11.Connection):
+    """h11's parser, which also refuses a complete head of more than `most` bytes."""
+
+    def __init__(self, most: int):
+        super().__init__(h11.SERVER, most)
+        self.most = most
+
+    def next_event(self) -> Any:
+        if self.their_state is h11.IDLE:
+            end = BLANK_LINE.search(self.trailing_data[0])
+            if end is not None and end.end() > self.most:
+                raise h11.RemoteProtocolError(f"the head has over {self.most:,} bytes", 431)
+        return super().next_event()
+
+
+def limited(head_bytes: int, head_time: float, read_time: float) -> type[H11Protocol]:
+    """Return a protocol for uvicorn. A connection ends if a head has more than `head_bytes`, or is
+    not complete `head_time` seconds after it began (the first one begins with the connection), or
+    if the client leaves a response unread for `read_time` seconds.
+    """
+
+    class Connection(H11Protocol):
+        head_timer: asyncio.TimerHandle | None = None
+        read_timer: asyncio.TimerHandle | None = None
+
+        def __init__(self, config: Config, *args: Any, **kwargs: Any):
+            super().__init__(config, *args, **kwargs)
+            self.conn = Parser(head_bytes)
+            self.app_state = {**self.app_state, "abort": self._abort}
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn's
+            super().connection_made(transport)
+            self._begin_head()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:  # the head is here, or nothing more comes
+                self._end_head()
+            elif self.head_timer is None:
+                self._begin_head()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._end_head()
+            self._end_reading()
+            super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._end_reading()
+            self.read_timer = self.loop.call_later(read_time, self._abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._end_reading()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.transport.is_closing() and self.read_timer is None:
+                self.read_timer = self.loop.call_later(read_time, self._abort)
+
+        def timeout_keep_alive_handler(self) -> None:
+            super().timeout_keep_alive_handler()
+            self.loop.call_later(LAST, self._abort)
+
+        def shutdown(self) -> None:
+            super().shutdown()
+            if self.transport.is_closing():
+                self.loop.call_later(LAST, self._abort)
+
+        def _close(self) -> None:
+            self.transport.close()
+            self.loop.call_later(LAST, self._abort)
+
+        def _abort(self) -> None:
+            self.transport.abort()
+
+        def _begin_head(self) -> None:
+            self.head_timer = self.loop.call_later(head_time, self._close)
+
+        def _end_head(self) -> None:
+            if self.head_timer is not None:
+                self.head_timer.cancel()
+                self.head_timer = None
+
+        def _end_reading(self) -> None:
+            if self.read_timer is not None:
+                self.read_timer.cancel()
+                self.read_timer = None
+
+    return Connection
+
 
 KEY_SIZE = 4096  # bytes of a file with a key
 KEEP_ALIVE = 75  # seconds that a connection may be idle: longer than clients keep theirs
@@ -203,7 +309,7 @@ class Front:
 
     def _tell(self) -> None:
         config = self.config
-        self.told(f"serving {self.name} at {self.address}/v1")
+        self.told(f"serving {quoted(self.name)} at {self.address}/v1")
         if config.key is None and config.key_file is None:
             self.told(f"key: {self.key}")
         if not config.local:
@@ -219,23 +325,27 @@ class Front:
         if self._asked == 1:
             say(f"stopping: answers that are being given have {self.config.grace:g} s (--grace)")
             self.sessions.close(stopping)
-            self.events.call_later(self.config.grace, self.sessions.fail, stopping)
+            self.events.call_later(self.config.grace, self._fail, stopping)
         else:
-            self.sessions.fail(stopping)
+            self._fail(stopping)
+
+    def _fail(self, problem: Problem) -> None:
+        """End all responses with this error, and what is left of connections LAST seconds later."""
+        self.sessions.fail(problem)
+        for connection in list(self.server.server_state.connections):
+            self.events.call_later(LAST, connection.transport.abort)
 
     def _engine_ended(self) -> None:
         """Answers that are open, where there are any, cannot be ended."""
         self._ended.set()
-        self.sessions.fail(
-            Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine has ended", retry=False)
-        )
+        self._fail(Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine has ended", retry=False))
         self.server.should_exit = True
 
 
 def _configured(made: FastAPI, config: ServeConfig) -> uvicorn.Config:
     return uvicorn.Config(
         made,
-        http=ending_after(config.head_time),
+        http=limited(config.max_head_bytes, config.head_time, config.time_limit),
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -244,7 +354,6 @@ def _configured(made: FastAPI, config: ServeConfig) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         limit_concurrency=config.max_connections + 1,  # itself among those it counts
-        h11_max_incomplete_event_size=config.max_head_bytes,
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(config.grace) + 5,
     )

@@ -1,39 +1,178 @@
 """Requests that are being answered, as the thread that talks to clients knows them.
 
-    place      a request is taken, or told to come again: so many answers are held at most
-    open       its prompts go to the engine's loop
-    tell       what a step has brought becomes pieces of text
-    pieces     ... which whoever answers the client takes as they come
-    close      what has not ended by then is cancelled, and the place is free
+    place      takes a request, or refuses it (429): the number of completions is bounded
+    open       submits its prompts to the engine's loop
+    tell       turns the result of a step into pieces of text
+    pieces     yields them as they come
+    close      cancels what has not ended, and frees the place
 
 A session ends early by a `Problem`, which takes the place of the next piece: its time is over, its
 client has gone, the server stops, or the engine has failed.
+
+`Written` turns the tokens of one completion into pieces of text with their log-probabilities. A
+piece is text that is certain (text.py): whole characters, and nothing that may be the beginning of
+a stop string. A response that is sent whole is its pieces put together, so it equals the one that
+is streamed.
+
+    tokens          Hel   lo   \\n   \\n  Bye            with the stop string \\n\\n
+    pieces         "Hel" "lo"   -    end: "stop"        the line end waited, and is not part of it
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from http import HTTPStatus
+from typing import Literal
 
-from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.serving.http.loop import Loop
-from dolmen.serving.http.metrics import Metrics, Timer
-from dolmen.serving.http.problem import Problem
+from dolmen.data.tokenizer import PreTrainedTokenizer, bytes_of
+from dolmen.serving.http.loop import Loop, Metrics, Timer
+from dolmen.serving.http.protocol import Problem
 from dolmen.serving.http.reader import Asked
-from dolmen.serving.http.written import Piece, Tokens, Written
 from dolmen.serving.request import Chosen, Ended, Happened, LogProb
-from dolmen.serving.text import Incremental
+from dolmen.serving.text import UNFINISHED, Incremental
+
+LAST = 1.0  # seconds in which a client must read the error that ends its response early
+
+Finish = Literal["stop", "length"]
+LEAST = -9999.0
+"""Log-probability reported for a token of probability 0, as OpenAI does; JSON has no infinity."""
+
+
+@dataclass(frozen=True)
+class Likely:
+    """A token, as text, and its log-probability."""
+
+    text: str
+    logprob: float
+    part: bytes | None = None
+    """Bytes of a token that is a part of a character and so has no text of its own."""
+
+    @property
+    def bytes(self) -> list[int] | None:
+        """Its UTF-8 bytes; None if they are not known."""
+        if self.part is None and UNFINISHED in self.text:
+            return None
+        return list(self.text.encode() if self.part is None else self.part)
+
+    @property
+    def escaped(self) -> str:
+        r"""Its text, or the bytes of a part of a character, as \xe4\xbd: no two parts alike."""
+        if self.part is None:
+            return self.text
+        return "".join(f"\\x{byte:02x}" for byte in self.part)
+
+    @property
+    def name(self) -> str:
+        r"""The same as a key of OpenAI's completions: bytes:\xe4\xbd."""
+        return self.text if self.part is None else f"bytes:{self.escaped}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Log-probabilities of one token of a completion."""
+
+    own: Likely
+    top: Sequence[Likely]
+    offset: int
+    """Characters of the completion before it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next part of a completion."""
+
+    index: int
+    """Index of the completion within its request."""
+    text: str
+    entries: Sequence[Entry] = ()
+    finish: Finish | None = None
+    """Finish reason, on the last piece."""
+
+
+class Tokens:
+    """Texts of single tokens, each as it is decoded behind other text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizer):
+        ids = tokenizer.encode("a", add_special_tokens=False)
+        before = tokenizer.decode(ids)
+
+        @lru_cache(maxsize=1 << 16)
+        def text(token: int) -> str:
+            both = tokenizer.decode([*ids, token])
+            return both.removeprefix(before) if both.startswith(before) else both
+
+        self.text = text
+        self.written = {number: token for token, number in tokenizer.get_vocab().items()}
+
+    def likely(self, token: int, logprob: float) -> Likely:
+        text = self.text(token)
+        part = bytes_of(self.written.get(token, text)) if UNFINISHED in text else None
+        return Likely(text, max(logprob, LEAST), part)
+
+    def entry(self, token: int, found: LogProb, offset: int) -> Entry:
+        """Return the entry of a sampled token, or of a token of the prompt."""
+        top = [self.likely(one, value) for one, value in found.top]
+        return Entry(self.likely(token, found.logprob), top, offset)
+
+
+@dataclass(eq=False)
+class Written:
+    """A completion until now."""
+
+    index: int
+    text: Incremental
+    known: Tokens | None
+    """None: no log-probabilities are requested."""
+    count: int = 0
+    """Number of tokens, with the one that ended it."""
+    finish: Finish | None = None
+    _shown: int = 0
+    _waiting: list[Entry] = field(default_factory=list)
+
+    def add(self, chosen: Chosen) -> Piece | None:
+        """Add a token and return the piece that is certain now, if any."""
+        offset = len(self.text.whole)
+        self.count += 1
+        if self.known is not None and chosen.logprob is not None:
+            self._waiting.append(self.known.entry(chosen.token, chosen.logprob, offset))
+        new = self.text.add(chosen.token)
+        self._shown += len(new)
+        if self.text.stopped is not None:
+            return self._last(new, "stop")
+        entries = self._certain(self._shown)
+        return Piece(self.index, new, entries) if new or entries else None
+
+    def end(self, why: Finish) -> Piece:
+        """End the completion and return its last piece."""
+        new = self.text.end()
+        return self._last(new, "stop" if self.text.stopped is not None else why)
+
+    def _last(self, new: str, why: Finish) -> Piece:
+        self.finish = why
+        cut = self.text.stopped is not None
+        entries = self._certain(len(self.text.whole)) if cut else self._waiting
+        self._waiting = []
+        return Piece(self.index, new, entries, why)
+
+    def _certain(self, end: int) -> list[Entry]:
+        """Take the entries of tokens that begin before the character `end`."""
+        found = [entry for entry in self._waiting if entry.offset < end]
+        self._waiting = self._waiting[len(found) :]
+        return found
 
 
 class Session:
-    """The answers to one request. Made by `Sessions.place`."""
+    """The completions of one request. Created by `Sessions.place`."""
 
-    def __init__(self, sessions: "Sessions", count: int):
-        """`count`: of its answers."""
-        self.sessions, self.count = sessions, count
+    def __init__(self, sessions: "Sessions", count: int, abort: Callable[[], None]):
+        """`count`: its completions; `abort`: ends the client's connection."""
+        self.sessions, self.count, self.abort = sessions, count, abort
+        self._aborting: asyncio.TimerHandle | None = None
         self.timer = Timer(sessions.metrics)
         self.written: list[Written] = []
         self.of_prompts: dict[int, list[LogProb]] = {}
-        """By answer: the log-probabilities of its prompt's tokens but the first."""
+        """Completion -> log-probabilities of its prompt's tokens but the first."""
         self.asked: Asked | None = None
         self._first = 0  # number of its first engine request
         self._coming: asyncio.Queue[Piece | Problem] = asyncio.Queue()
@@ -42,7 +181,7 @@ class Session:
         )
 
     def open(self, asked: Asked) -> None:
-        """Its prompts join the engine's next step."""
+        """Submit its prompts to the engine's next step."""
         own, self.asked = self.sessions, asked
         known = None if asked.top is None else own.tokens
         self.written = [
@@ -55,12 +194,18 @@ class Session:
         own.metrics.prompt.inc(asked.prompt_tokens)
 
     def fail(self, problem: Problem) -> None:
-        """It ends with this."""
+        """End with this error. A client that does not read it within LAST seconds is cut off: a
+        response that waits for its client would otherwise keep the place.
+        """
         self._coming.put_nowait(problem)
+        if self._aborting is None:
+            self._aborting = asyncio.get_running_loop().call_later(LAST, self.abort)
 
     def close(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel what has not ended, and free its place."""
         self._deadline.cancel()
+        if self._aborting is not None:
+            self._aborting.cancel()
         self.sessions.open.discard(self)
         for number in range(self._first, self._first + self._prompts):
             self.sessions.by_number.pop(number, None)
@@ -68,7 +213,7 @@ class Session:
                 self.sessions.loop.cancel(number)
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """Those that have come, until all answers have ended. Raises Problem."""
+        """Yield pieces as they come, until all completions have ended. Raises Problem."""
         while any(one.finish is None for one in self.written) or not self._coming.empty():
             found = [await self._coming.get()]
             while not self._coming.empty():
@@ -79,7 +224,7 @@ class Session:
             yield [one for one in found if isinstance(one, Piece)]
 
     def take(self, chosen: Chosen) -> None:
-        """A token, unless its answer has come to a stop string before."""
+        """Take a sampled token, unless its completion has ended in a stop string."""
         one = self._at(chosen.number, chosen.sample)
         if one.finish is not None:
             return
@@ -91,7 +236,7 @@ class Session:
             self.sessions.loop.cancel(chosen.number, chosen.sample)
 
     def end(self, ended: Ended) -> None:
-        """An answer that the engine writes no more."""
+        """Take the end of a completion."""
         one = self._at(ended.number, ended.sample)
         self.of_prompts[one.index] = ended.prompt_logprobs
         if one.finish is not None:
@@ -117,7 +262,7 @@ class Session:
         return self.count // max(self._prompts, 1)
 
     def _of(self, number: int) -> list[Written]:
-        """Answers to one of its prompts."""
+        """Completions of one of its prompts."""
         begin = (number - self._first) * self._samples
         return self.written[begin : begin + self._samples]
 
@@ -125,7 +270,7 @@ class Session:
         return self._of(number)[sample]
 
     def late(self) -> Problem:
-        """Its time is over."""
+        """Return the error of a request over the time limit."""
         return Problem(
             HTTPStatus.GATEWAY_TIMEOUT,
             f"the request has taken over {self.sessions.seconds:g} seconds, the server's limit",
@@ -135,7 +280,7 @@ class Session:
 
 
 class Sessions:
-    """All of a server. One thread alone calls it, that of its event loop."""
+    """All sessions of a server. Only the thread of its event loop calls it."""
 
     def __init__(
         self,
@@ -145,23 +290,23 @@ class Sessions:
         capacity: int,
         seconds: float,
     ):
-        """`capacity`: answers that are taken; `seconds`: that a request may take."""
+        """`capacity`: completions that run or wait at most; `seconds`: time limit of a request."""
         self.loop, self.tokenizer, self.metrics = loop, tokenizer, metrics
         self.capacity, self.seconds = capacity, seconds
         self.tokens = Tokens(tokenizer)
         self.open: set[Session] = set()
         self.by_number: dict[int, Session] = {}
         self.closed: Problem | None = None
-        """Why none is taken any more."""
+        """Error of further requests; None while the server takes them."""
         metrics.watch(lambda: loop.load, lambda: self.taken)
 
     @property
     def taken(self) -> int:
-        """Answers of all requests."""
+        """Completions of all requests."""
         return sum(session.count for session in self.open)
 
-    def place(self, count: int) -> Session:
-        """For a request of so many answers. Raises Problem where there is none."""
+    def place(self, count: int, abort: Callable[[], None]) -> Session:
+        """Return a session for `count` completions. Raises Problem if the queue is full."""
         if self.closed is not None:
             raise self.closed
         if count > self.capacity:
@@ -177,12 +322,12 @@ class Sessions:
                 "come again",
                 code="queue_full",
             )
-        session = Session(self, count)
+        session = Session(self, count, abort)
         self.open.add(session)
         return session
 
     def tell(self, happened: Happened) -> None:
-        """What a step has brought."""
+        """Hand the result of a step to its sessions."""
         for chosen in happened.chosen:
             session = self.by_number.get(chosen.number)
             if session is not None:
@@ -193,11 +338,11 @@ class Sessions:
                 session.end(ended)
 
     def close(self, problem: Problem) -> None:
-        """No further request is taken, for this reason."""
+        """Refuse further requests with this error."""
         self.closed = problem
 
     def fail(self, problem: Problem) -> None:
-        """All that are open end with this, and no other is taken."""
+        """End all open sessions with this error, and refuse further requests."""
         self.close(problem)
         sessions: Iterable[Session] = list(self.open)
         for session in sessions:

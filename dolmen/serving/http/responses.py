@@ -1,7 +1,8 @@
-"""Answers as OpenAI's interface says them: whole objects, and chunks of a stream, as plain values.
+"""Responses of OpenAI's interface as plain values: whole objects, and the chunks of a stream.
 
-A form knows how one endpoint spells text, log-probabilities and chunks; both are given the same
-pieces. `usage` counts each prompt once, and the tokens of all answers, with those that ended them.
+A form (`ChatForm`, `CompletionForm`) is the format of one endpoint: text, log-probabilities and
+chunks; both are given the same pieces (session.py). `usage` counts each prompt once, and the tokens
+of all completions, with those that ended them.
 """
 
 import secrets
@@ -10,13 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dolmen.serving.http.session import Session
-from dolmen.serving.http.written import Entry, Finish, Likely, Piece
+from dolmen.serving.http.session import Entry, Finish, Likely, Piece, Session
 
 
 @dataclass
 class Whole:
-    """An answer that is sent at once: its pieces, put together."""
+    """A completion that is sent at once: its pieces, put together."""
 
     index: int
     text: str = ""
@@ -31,14 +31,14 @@ class Whole:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that is told before its answer."""
+    """A prompt that is sent before its completion (echo)."""
 
     text: str
     tokens: Sequence[int]
 
 
 class Form:
-    """What both endpoints have."""
+    """Response format of one endpoint."""
 
     prefix, whole, chunk = "", "", ""
 
@@ -52,15 +52,15 @@ class Form:
         }
 
     def first(self) -> list[dict[str, Any]]:
-        """Chunks before any token."""
+        """Return the chunks before any token."""
         return []
 
     def piece(self, piece: Piece) -> dict[str, Any]:
-        """A chunk."""
+        """Return a piece as a chunk."""
         return self._chunk([self._part(piece)])
 
     def usage(self) -> dict[str, int]:
-        """Tokens of all."""
+        """Return the token counts of the request."""
         assert self.session.asked is not None, "it has been opened"
         prompt, new = (
             self.session.asked.prompt_tokens,
@@ -69,11 +69,11 @@ class Form:
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def last(self) -> dict[str, Any]:
-        """The chunk of a stream whose client has asked for the usage."""
+        """Return the last chunk of a stream with `include_usage`."""
         return {**self._chunk([]), "usage": self.usage()}
 
     def answer(self, pieces: Iterable[Piece]) -> dict[str, Any]:
-        """All at once."""
+        """Return the whole response."""
         whole = [Whole(one.index) for one in self.session.written]
         for piece in pieces:
             whole[piece.index].add(piece)
@@ -91,7 +91,7 @@ class Form:
 
 
 class ChatForm(Form):
-    """Of /v1/chat/completions."""
+    """Format of /v1/chat/completions."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -129,7 +129,7 @@ class ChatForm(Form):
 
 
 def by_name(top: Sequence[Likely]) -> dict[str, float]:
-    """Of tokens with the same text the likeliest."""
+    """Return text -> log-probability, of tokens with the same text that of the likeliest."""
     return {one.name: one.logprob for one in reversed(top)}
 
 
@@ -138,12 +138,12 @@ def _token(one: Likely) -> dict[str, Any]:
 
 
 class CompletionForm(Form):
-    """Of /v1/completions."""
+    """Format of /v1/completions."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str, session: Session, echo: Sequence[Echo]):
-        """`echo`: of each prompt, where it is to be told."""
+        """`echo`: the prompts, if they are sent too."""
         super().__init__(model, session)
         self.echo = echo
         assert session.asked is not None, "it has been opened"
@@ -184,7 +184,7 @@ class CompletionForm(Form):
         }
 
     def _with_prompt(self, echo: Echo, whole: Whole) -> dict[str, Any]:
-        """Of the prompt's tokens too; the first of them follows from nothing."""
+        """Log-probabilities of the prompt and the completion; the first token has none."""
         known = self.session.sessions.tokens
         texts, offset, entries = [known.text(token) for token in echo.tokens], 0, []
         found = self.session.of_prompts[whole.index]
