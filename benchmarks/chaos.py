@@ -40,7 +40,7 @@ KINDS = ("start-up", "step", "save")
 PPO = {
     "objective": {"name": "ppo"},
     "reward": ["stub"],
-    "rollout": {"samples": 2, "prompts": 8, "epochs": 2, "max_new_tokens": 24},
+    "rollout": {"num_generations": 2, "prompts": 8, "epochs": 2, "max_new_tokens": 24},
     "ppo": {"kl_target": 0.5, "kl_coef": 0.1},
 }
 """Phases of PHASE updates of 8 answers."""

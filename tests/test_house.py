@@ -345,8 +345,7 @@ PLAIN = {
     "data/quickstart_corpus.py": "documents, to be compressed",
     "data/tokenizer.py": "what the library of tokenizers gives as JSON",
     "checkpoint/seal.py": "what this process has just written",
-    "rl/judge.py": "what the process that has started this one asks",
-    "rl/function_worker.py": "what a process that this one has started answers",
+    "rl/function_worker.py": "requests and replies of a process that this one has started",
 }
 
 

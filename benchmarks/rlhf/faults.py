@@ -26,7 +26,7 @@ UNHELD: Mapping[str, tuple[str, ...]] = {
     "ppo": ("--ppo.kl-coef", "1e-6"),
 }
 """Of each recipe with controls the words of "no KL"."""
-ADVANTAGES = ("group_normalised", "whitened")
+ADVANTAGES = ("normalize_by_group", "whiten")
 """What is learned from, of GRPO and of PPO."""
 
 

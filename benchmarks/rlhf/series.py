@@ -32,10 +32,10 @@ def story_kl(run: Path) -> tuple[np.ndarray, np.ndarray]:
     """By step, KL from the start in nats per answer: as PPO tells it, or the mean of tokens times
     how many an answer has.
     """
-    if len((told := series(run, "rollout/kl_per_answer"))[0]):
+    if len((told := series(run, "rollout/kl_per_completion"))[0]):
         return told
     steps, per_token = series(run, "rollout/reference_kl")
-    return steps, per_token * series(run, "rollout/tokens")[1]
+    return steps, per_token * series(run, "rollout/completion_length")[1]
 
 
 def kl_and_reward(run: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -28,7 +28,7 @@ MODEL = """
 """
 DRAWING = f"""
     --init {FOLDER / "sft"} --data.path {DATA / "prompts.jsonl"} --reward {REWARD}
-    --rollout.max-new-tokens 36 --rollout.batch 128 --train.microbatch-size 64
+    --rollout.max-new-tokens 36 --rollout.max-num-seqs 128 --train.microbatch-size 64
     --optimizer.lr 3e-4 --optimizer.warmup-steps 10 --optimizer.schedule cosine
     --log.validate-every 0
 """
@@ -76,7 +76,7 @@ STAGES: Mapping[str, Stage] = {
     ),
     "grpo": Stage(
         "grpo",
-        f"""{DRAWING} --rollout.samples 16 --rollout.beta 0.3
+        f"""{DRAWING} --rollout.num-generations 16 --rollout.beta 0.3
         --train.global-batch-size 128 --train.steps 90""",
         after="sft",
     ),

@@ -36,9 +36,9 @@ class Beginning:
     """What judges answers that the model has drawn: `exact` (1 where it is the row's `answer`,
     white space at the ends aside), `regex:PATTERN` (1 where that is found in it), `gsm8k` (1 where
     its last number is that of the row's `answer`), `stub` (the share of its characters that are
-    vowels), `MODULE:FUNCTION`, which is called as function(prompt, answer, row) in a process of its
-    own, and gives a number, or the folder of a reward model. Several are added up, each times its
-    weight: `0.7:gsm8k 0.3:models/reward`.
+    vowels), `MODULE:FUNCTION`, which is called as function(prompt, completion, row) in a process of
+    its own, and gives a number, or the folder of a reward model. Several are added up, each times
+    its weight: `0.7:gsm8k 0.3:models/reward`.
     """
     environment: str | None = None
     """What answers the model in turns: `MODULE:FUNCTION`, called as function(prompt, turns, row) in

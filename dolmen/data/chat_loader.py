@@ -16,7 +16,7 @@ from dolmen.data.examples import Examples, open_examples
 from dolmen.data.inputs import Inputs
 from dolmen.data.packing import Rows, Say
 from dolmen.data.sources import Source
-from dolmen.data.template import Template, TrainOn, template_of
+from dolmen.data.template import MaskingStrategy, Template, template_of
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.model.tree import Scalar, Tree
 
@@ -185,11 +185,11 @@ def opened(
     no token.
     """
     assert config.rows != "text" and config.rows != "prompts"
-    train_on: TrainOn = config.train_on if config.rows == "chats" else "last"
+    train_on: MaskingStrategy = config.masking_strategy if config.rows == "chats" else "last"
     return open_examples(
         source,
         template,
-        "everything" if say == "end" else train_on,
+        "all" if say == "end" else train_on,
         longest,
         config.cache_folder,
         progress,
@@ -209,7 +209,7 @@ def identify(config: DataConfig, examples: Examples, judge: Examples | None) -> 
             if judge is None
             else f"{len(judge):,} chats, hash {judge.content}"
         ),
-        "rows": f"{config.rows}, trained on {config.train_on}, packing {config.packing}",
+        "rows": f"{config.rows}, trained on {config.masking_strategy}, packing {config.packing}",
     }
 
 
@@ -259,7 +259,8 @@ def describe_chats(mixture: Rows, config: DataConfig) -> list[str]:
     places = int(examples.places()[mixture.chosen].sum())
     lines = [
         f"{examples.name}: {counted(len(mixture.chosen), 'chat')} to train on of "
-        f"{len(examples):,}, {mixture.tokens:,} trained tokens ({config.train_on}) of {places:,}, "
+        f"{len(examples):,}, {mixture.tokens:,} trained tokens ({config.masking_strategy}) of "
+        f"{places:,}, "
         f"{counted(len(mixture.rows), 'sequence')} of {mixture.sequence_length} per epoch, "
         f"{mixture.full:.1%} full"
     ]

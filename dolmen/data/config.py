@@ -107,7 +107,7 @@ class DataConfig(TextConfig):
     """How chats are written: a file of Jinja, chatml or alpaca. Default: the tokenizer's own chat
     template.
     """
-    train_on: Literal["assistant", "last", "everything"] = "assistant"
+    masking_strategy: Literal["assistant", "last", "all"] = "assistant"
     """What of a chat is learned: the turns of the assistant, the last of them, or all."""
     packing: bool = True
     """Several chats in a sequence, where they fit; else one in each."""
@@ -134,10 +134,11 @@ class DataConfig(TextConfig):
             )
         if self.max_row_bytes < 1:
             raise ValueError(f"data.max-row-bytes is {self.max_row_bytes}: it must be at least 1")
-        own = (self.template, self.train_on, self.packing, self.max_row_bytes)
+        own = (self.template, self.masking_strategy, self.packing, self.max_row_bytes)
         if self.rows == "text" and own != (None, "assistant", True, DataConfig.max_row_bytes):
             raise ValueError(
-                "data.template, train-on, packing and max-row-bytes are for chats: use --data.rows "
+                "data.template, masking-strategy, packing and max-row-bytes are for chats: use "
+                "--data.rows "
                 "chats, or leave them out"
             )
         if self.order == "dolmen" and self.split is not None:

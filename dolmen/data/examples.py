@@ -27,7 +27,7 @@ from dolmen.data.chats import Chat, chats, completions, pairs
 from dolmen.data.config import ChatRows
 from dolmen.data.corpus import Form, found_or_built, identities, write_index
 from dolmen.data.sources import Source
-from dolmen.data.template import Template, TrainOn
+from dolmen.data.template import MaskingStrategy, Template
 from dolmen.files.kinds import EXAMPLES
 
 FORMAT = 2
@@ -90,7 +90,7 @@ class Examples:
 def open_examples(
     source: Source,
     template: Template,
-    train_on: TrainOn,
+    train_on: MaskingStrategy,
     longest: int,
     cache: Path,
     progress: bool = True,
@@ -140,21 +140,21 @@ def open_examples(
     )
 
 
-def _refuse_all_or_none(index: dict, train_on: TrainOn, name: str, option: str) -> None:
+def _refuse_all_or_none(index: dict, train_on: MaskingStrategy, name: str, option: str) -> None:
     """Raises ValueError where training would have nothing to learn, or does not know an answer from
     its question.
     """
     told = f"{option} {name}: of {counted(index['tokens'], 'token')} of chats"
-    how = f"--data.train-on {train_on}"
+    how = f"--data.masking-strategy {train_on}"
     if not index["trained"]:
         raise ValueError(
             f"{told} none would be trained ({how}): give chats with turns of the assistant, or a "
             "--data.template that writes them"
         )
-    if index["trained"] == index["tokens"] and train_on != "everything":
+    if index["trained"] == index["tokens"] and train_on != "all":
         raise ValueError(
             f"{told} all would be trained ({how}): the chat template does not tell what the "
-            "assistant says; give another --data.template, or --data.train-on everything"
+            "assistant says; give another --data.template, or --data.masking-strategy all"
         )
 
 
@@ -162,7 +162,7 @@ def _build(
     read: Iterator[Chat],
     name: str,
     template: Template,
-    train_on: TrainOn,
+    train_on: MaskingStrategy,
     origin: dict,
     folder: Path,
     progress: bool,

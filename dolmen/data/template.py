@@ -27,7 +27,7 @@ from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate
 from dolmen.files.kinds import TEMPLATE_SIZE
 
-TrainOn = Literal["assistant", "last", "everything"]
+MaskingStrategy = Literal["assistant", "last", "all"]
 
 SECONDS = 10.0  # for a chat
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -66,13 +66,13 @@ class Template:
         """Whether it says itself what is generated."""
         return MARK.search(self.text) is not None
 
-    def tokens(self, chat: Chat, train_on: TrainOn) -> tuple[np.ndarray, np.ndarray]:
+    def tokens(self, chat: Chat, train_on: MaskingStrategy) -> tuple[np.ndarray, np.ndarray]:
         """Ids, and whether each is trained. Raises ValueError for a chat that it cannot write."""
         text, spans = self._marked(chat) if self.marks else self._matched(chat)
         ids, turns = self._encoded(text, spans)
         if not len(ids):
             raise gate.refuse(chat.where, "the chat template renders nothing of it")
-        if train_on == "everything":
+        if train_on == "all":
             return ids, np.ones(len(ids), bool)
         trained = np.zeros(len(ids), bool)
         for turn in turns if train_on == "assistant" else turns[-1:]:
@@ -145,7 +145,7 @@ class Template:
                 chat.where,
                 f"the chat template writes the first {number + 1} messages otherwise when others "
                 "follow, so what it writes of a turn is not known: give --data.template one with "
-                "{% generation %} marks, or use --data.train-on everything",
+                "{% generation %} marks, or use --data.masking-strategy all",
             )
         turn = until[len(before) :]
         bare = turn.rstrip()

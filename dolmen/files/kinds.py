@@ -216,6 +216,21 @@ SAMPLE_ROW = Kind(
     size=MIB,
     depth=4,
 )
+# A completion of a rollout iteration: rollouts/completions.jsonl.
+ROLLOUT_COMPLETION_ROW = Kind(
+    Object(
+        required={
+            "step": Int(0),
+            "prompt": Text(),
+            "completion": Text(),
+            "tokens": Int(0),
+            "finished": Flag(),
+        },
+        optional={"reward": Real()},
+    ),
+    size=16 * MIB,
+    depth=4,
+)
 HISTORY_ROW = Kind(
     Object(
         required={"step": Int(0), "time": Real(0)},

@@ -32,10 +32,10 @@ def kl(
     (k1, k3), and verl's kl_penalty (kl, mse, low_var_kl) but for its bounds: verl cuts d at 20 and
     k3 at 10, which is not done here.
     """
-    return estimated(policy - reference, estimator)
+    return kl_of_difference(policy - reference, estimator)
 
 
-def estimated(
+def kl_of_difference(
     d: Float[Tensor, "rows tokens"], estimator: Estimator
 ) -> Float[Tensor, "rows tokens"]:
     """`kl` of differences of log-probabilities."""
@@ -72,11 +72,11 @@ def token_rewards(
     if clip is not None:
         low, high = clip if isinstance(clip, tuple) else (-clip, clip)
         scores = scores.clamp(low, high)
-    penalty = -kl_coef * estimated(masked.only(policy - reference, here), kl)
-    return penalty + scores[:, None] * last(mask)
+    penalty = -kl_coef * kl_of_difference(masked.only(policy - reference, here), kl)
+    return penalty + scores[:, None] * last_token(mask)
 
 
-def last(mask: Shaped[Tensor, "rows tokens"]) -> Shaped[Tensor, "rows tokens"]:
+def last_token(mask: Shaped[Tensor, "rows tokens"]) -> Shaped[Tensor, "rows tokens"]:
     """Whether a token is the last of its row that counts."""
     here = masked.counted(mask)
     return here & (here.flip(1).cumsum(1).flip(1) == 1)
@@ -121,7 +121,7 @@ def gae(
 
 
 @torch.no_grad()
-def whitened(
+def whiten(
     values: Float[Tensor, "rows tokens"],
     mask: Shaped[Tensor, "rows tokens"],
     *,
@@ -142,7 +142,7 @@ def whitened(
 
 
 @torch.no_grad()
-def group_normalised(
+def normalize_by_group(
     scores: Float[Tensor, " rows"],
     groups: Int[Tensor, " rows"],
     *,
@@ -210,7 +210,7 @@ def reinforce(
     gamma: float = 1.0,
 ) -> Float[Tensor, "rows tokens"]:
     """REINFORCE++ (2501.03262, section 3): of each token the sum of the rewards from it on, as of
-    `token_rewards`, which have the KL in them; then `whitened` over all tokens that are given, so
+    `token_rewards`, which have the KL in them; then `whiten` over all tokens that are given, so
     over a whole phase of answers:
 
         R_t = r_t + gamma R_next        (R_t - mean) / standard deviation
@@ -220,11 +220,11 @@ def reinforce(
     REINFORCE++-baseline. A hole is no step, as of `gae`.
     """
     _, returns = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
-    return whitened(returns, mask)
+    return whiten(returns, mask)
 
 
 @torch.no_grad()
-def taught(
+def distillation(
     policy: Float[Tensor, "rows tokens"],
     teacher: Float[Tensor, "rows tokens"],
     mask: Shaped[Tensor, "rows tokens"],
@@ -239,19 +239,19 @@ def taught(
 
 
 @torch.no_grad()
-def overlong(
-    lengths: Int[Tensor, " rows"], *, max_length: int, window: int
+def overlong_penalty(
+    lengths: Int[Tensor, " rows"], *, max_length: int, buffer: int
 ) -> Float[Tensor, " rows"]:
     """What is added to the reward of an answer of so many tokens (DAPO's soft punishment,
-    2503.14476, equation 13): 0 up to max_length - window, then less by 1 / window per token, down
+    2503.14476, equation 13): 0 up to max_length - buffer, then less by 1 / buffer per token, down
     to -1 at max_length and over. verl's DAPO reward manager (`overlong_buffer`).
     """
-    over = lengths - (max_length - window)
-    return -(over / window).clamp(0, 1)
+    over = lengths - (max_length - buffer)
+    return -(over / buffer).clamp(0, 1)
 
 
 @torch.no_grad()
-def importance(
+def importance_weights(
     trained: Float[Tensor, "rows tokens"],
     drawn: Float[Tensor, "rows tokens"],
     mask: Shaped[Tensor, "rows tokens"],

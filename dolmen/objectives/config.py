@@ -18,8 +18,8 @@ LARGEST = 1e30
 
 OWN = {
     "tokens": (),
-    "dpo": ("beta", "kind", "label_smoothing", "rpo_alpha", "reference", "margin", *WEIGHTS),
-    "reward": ("margin", "center"),
+    "dpo": ("beta", "loss_type", "label_smoothing", "rpo_alpha", "reference", "margin", *WEIGHTS),
+    "reward": ("margin", "center_rewards_coefficient"),
     "grpo": ("reference",),
     "ppo": ("reference",),
 }
@@ -42,7 +42,7 @@ class ObjectiveConfig:
     may go. simpo: how much a token's mean log-probability counts (2 and more are usual); orpo: how
     much the odds of the answers count beside the chosen one's likelihood.
     """
-    kind: Literal[Kind, Alone, Single] = "sigmoid"
+    loss_type: Literal[Kind, Alone, Single] = "sigmoid"
     """dpo: the loss of a pair, of kto that of an answer, for --data.rows completions. simpo and
     orpo compare with no reference.
     """
@@ -67,13 +67,13 @@ class ObjectiveConfig:
     """kto: what the loss of a wanted answer is multiplied by."""
     undesirable_weight: float = 1.0
     """kto: what that of an unwanted one is."""
-    center: float = 0.0
+    center_rewards_coefficient: float = 0.0
     """reward: what scores that are not about 0 cost, the weight of the squared sum of a pair's."""
 
     def __post_init__(self):
         refuse_empty("objective.reference", self.reference)
         if self.name == "dpo":
-            check_dpo(self.beta, self.kind, self.label_smoothing, self.rpo_alpha)
+            check_dpo(self.beta, self.loss_type, self.label_smoothing, self.rpo_alpha)
         for field in fields(self):
             own = field.name in ("name", *OWN[self.name])
             if not own and getattr(self, field.name) != field.default:
@@ -82,22 +82,24 @@ class ObjectiveConfig:
                     f"objective.{field.name.replace('_', '-')} is of {having}, and objective.name "
                     f"is {self.name}: leave it out, or use another --objective.name"
                 )
-        if self.name == "dpo" and not self.compares and self.reference is not None:
+        if self.name == "dpo" and not self.needs_reference and self.reference is not None:
             raise ValueError(
-                f"objective.kind {self.kind} compares with no other model, and objective.reference "
-                f"is {self.reference}: leave it out, or use another --objective.kind"
+                f"objective.loss-type {self.loss_type} compares with no other model, and "
+                "objective.reference "
+                f"is {self.reference}: leave it out, or use another --objective.loss-type"
             )
-        if self.name == "dpo" and self.margin is not None and self.kind != "simpo":
+        if self.name == "dpo" and self.margin is not None and self.loss_type != "simpo":
             raise ValueError(
                 f"objective.margin ({self.margin}) is of reward models and of simpo, and "
-                f"objective.kind is {self.kind}: leave it out"
+                f"objective.loss-type is {self.loss_type}: leave it out"
             )
-        if self.kind != "kto" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
+        if self.loss_type != "kto" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
             raise ValueError(
-                "objective.desirable-weight and undesirable-weight are of kto, and objective.kind "
-                f"is {self.kind}: leave them out"
+                "objective.desirable-weight and undesirable-weight are of kto, and "
+                "objective.loss-type "
+                f"is {self.loss_type}: leave them out"
             )
-        for name in ("margin", "center", *WEIGHTS):
+        for name in ("margin", "center_rewards_coefficient", *WEIGHTS):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= LARGEST:
                 raise ValueError(
@@ -106,9 +108,9 @@ class ObjectiveConfig:
                 )
 
     @property
-    def compares(self) -> bool:
-        """Whether a reference is asked."""
-        return self.name == "dpo" and self.kind not in get_args(Alone)
+    def needs_reference(self) -> bool:
+        """Whether a reference model is used."""
+        return self.name == "dpo" and self.loss_type not in get_args(Alone)
 
     @property
     def draws(self) -> bool:
@@ -118,7 +120,7 @@ class ObjectiveConfig:
     @property
     def rows(self) -> str | None:
         """The --data.rows that it is of, where there is but one."""
-        if self.name == "dpo" and self.kind in get_args(Single):
+        if self.name == "dpo" and self.loss_type in get_args(Single):
             return "completions"
         return {"tokens": None, "grpo": "prompts", "ppo": "prompts"}.get(self.name, "pairs")
 

@@ -7,8 +7,7 @@ from dolmen.families import Model
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import OptimizerConfig
 from dolmen.recipes.common import FRESH
-from dolmen.rl.config import RolloutConfig
-from dolmen.rl.ppo_config import CriticConfig
+from dolmen.rl.config import CriticConfig, RolloutConfig
 from dolmen.training.config import LogConfig, NewRowsConfig, RunConfig, TrainConfig
 
 
@@ -84,7 +83,7 @@ def ppo() -> RunConfig:
         model=Model(model),
         data=DataConfig(rows="prompts", path=("python-standard-library",), tokenizer="bpe:512"),
         objective=ObjectiveConfig(name="ppo"),
-        rollout=RolloutConfig(samples=1, prompts=64, max_new_tokens=16),
+        rollout=RolloutConfig(num_generations=1, prompts=64, max_new_tokens=16),
         optimizer=OptimizerConfig(lr=3e-3, schedule="constant", weight_decay=0.0),
         train=TrainConfig(steps=100, sequence_length=64, global_batch_size=32),
     )
@@ -96,7 +95,7 @@ def ppo_begun(run: RunConfig) -> RunConfig:
         run,
         model=None,
         data=DataConfig(rows="prompts"),
-        rollout=RolloutConfig(samples=1, prompts=256, epochs=2),
+        rollout=RolloutConfig(num_generations=1, prompts=256, epochs=2),
         optimizer=replace(run.optimizer, lr=1e-6),
         critic=CriticConfig(lr=5e-6),
         train=TrainConfig(global_batch_size=64),

@@ -1,9 +1,10 @@
-"""Of several answers to each row the best (best-of-n, and what rejection sampling learns from):
+"""Best-of-n: writes the sample with the highest reward for each row (for rejection sampling too).
 
     dolmen generate MODEL --input in.jsonl --output all.jsonl --num-samples 8 \\
         --reward gsm8k --best best.jsonl
 
-judges what lies in all.jsonl when all of it is there, as `dolmen train grpo` does.
+Samples in all.jsonl are scored when the file is complete, as `dolmen train grpo` scores
+completions.
 """
 
 import math
@@ -19,84 +20,93 @@ from dolmen.core.mesh import SINGLE
 from dolmen.core.paths import expand
 from dolmen.files import gate, write
 from dolmen.model.layout import Layout
-from dolmen.rl import rewards, scoring
-from dolmen.rl.rewards import Answer, is_model, judge_of, weighted
-from dolmen.rl.scoring import Judging, Part, Scorer
+from dolmen.rl import rewards
+from dolmen.rl.rewards import (
+    CombinedReward,
+    RewardInput,
+    RewardModel,
+    WeightedReward,
+    is_reward_model,
+    make_reward_function,
+    parse_rewards,
+)
 from dolmen.serving import engine
 from dolmen.serving.answers import ANSWER as LINE
 from dolmen.serving.config import GenerateConfig
 from dolmen.serving.offline import Job
 from dolmen.serving.rows import ANSWER, Row, line_of, lines
 
-AT_ONCE = 16  # texts of a reward model
-LIMIT = 10.0  # seconds of a reward's function for an answer
+BATCH_SIZE = 16  # texts in a forward of a reward model
+TIMEOUT = 10.0  # seconds of a reward function for a sample
 
 
-class Best(NamedTuple):
-    """What is told."""
+class BestOfN(NamedTuple):
+    """Counts and mean rewards of the rows."""
 
     rows: int
-    """That are written."""
+    """Rows written."""
     without: int
-    """Rows of which no sample has a reward, which are left out."""
+    """Rows left out, as no sample of theirs has a reward."""
     failed: int
     """Samples without a reward."""
     reward: float
-    """The mean over rows of the best sample's."""
+    """Mean over rows of the best sample's reward."""
     of_all: float
-    """The mean over all samples."""
+    """Mean reward of all samples."""
 
 
 def check(config: GenerateConfig) -> None:
-    """Raises ValueError, before anything is read or written, for a best that cannot be found."""
+    """Raise ValueError, before anything is read or written, for wrong options of --best."""
     if config.best is None and not config.reward:
         return
     if config.best is None or not config.reward:
         raise ValueError("--best FILE and --reward belong together: give both, or none")
     if config.input is None or config.num_samples < 2:
         raise ValueError(
-            f"--best is of several answers to each row of --input: num_samples is "
+            f"--best chooses among several samples of each row of --input: num_samples is "
             f"{config.num_samples}, use --num-samples 2 or more"
         )
     write.check_new("--best", config.best)
-    for _, name in weighted(config.reward):
-        if is_model(name):
+    for _, name in parse_rewards(config.reward):
+        if is_reward_model(name):
             own = open_source(config.folder)
-            scoring.check(name, own.model.tree.vocab_size, tokenizer_folder(own))
+            rewards.check_reward_model(
+                name, open_source(name), own.model.tree.vocab_size, tokenizer_folder(own)
+            )
         else:
-            with judge_of(name, LIMIT) as judge:
-                judge.begin()
+            with make_reward_function(name, TIMEOUT) as function:
+                function.start()
 
 
-def choose(job: Job) -> Best:
-    """Write the best answer of each row that `job` has answered. Raises ValueError for a file that
-    is none of those, with nothing written.
+def choose(job: Job) -> BestOfN:
+    """Write the best sample of each row of the output of `job`. Raises ValueError, with nothing
+    written, for a file that is not such an output.
     """
     made, best, every, failed, without = [], [], [], 0, 0
-    with _judging(job.config) as judging:
+    with _combined_reward(job.config) as reward:
         for fields, where in _rows(job.output):
             row = Row(where, 0, {name: fields[name] for name in fields if name not in ANSWER})
             prompt = _tokens(job, row)
-            answers = [
-                Answer(row.prompt, one["text"], row.fields, [*prompt, *one["tokens"]])
+            texts = [
+                RewardInput(row.prompt, one["text"], row.fields, [*prompt, *one["tokens"]])
                 for one in fields["samples"]
             ]
-            found = judging(answers).each.tolist()
-            good = [one for one in found if not math.isnan(one)]
-            failed, every = failed + len(found) - len(good), every + good
-            if not good:
+            each = reward(texts).rewards.tolist()
+            scored = [one for one in each if not math.isnan(one)]
+            failed, every = failed + len(each) - len(scored), every + scored
+            if not scored:
                 without += 1
                 continue
-            best.append(max(good))
-            chosen = fields["samples"][found.index(best[-1])]
+            best.append(max(scored))
+            chosen = fields["samples"][each.index(best[-1])]
             made.append(line_of({**row.fields, **chosen, "reward": best[-1]}))
     write.replace(expand(job.config.best or ""), b"".join(made))
-    return Best(len(made), without, failed, _mean(best), _mean(every))
+    return BestOfN(len(made), without, failed, _mean(best), _mean(every))
 
 
 def _tokens(job: Job, row: Row) -> list[int]:
-    """Of the prompt, where a reward model reads them."""
-    if not any(is_model(name) for _, name in weighted(job.config.reward)):
+    """Return the prompt's token ids where a reward model needs them."""
+    if not any(is_reward_model(name) for _, name in parse_rewards(job.config.reward)):
         return []
     return list(job.prompts.request(row)[0].tokens)
 
@@ -112,19 +122,19 @@ def _rows(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 @contextmanager
-def _judging(config: GenerateConfig) -> Iterator[Judging]:
+def _combined_reward(config: GenerateConfig) -> Iterator[CombinedReward]:
     parts = []
-    for weight, name in weighted(config.reward):
-        judge: rewards.Judge | Scorer
-        if is_model(name):
+    for weight, name in parse_rewards(config.reward):
+        scorer: rewards.RewardFunction | RewardModel
+        if is_reward_model(name):
             model = engine.load_decoder(open_source(name), SINGLE, torch.float32)
-            schedule = Layout().make_schedule(AT_ONCE, AT_ONCE)
-            judge = Scorer(model, SINGLE, schedule, AT_ONCE)
+            schedule = Layout().make_schedule(BATCH_SIZE, BATCH_SIZE)
+            scorer = RewardModel(model, SINGLE, schedule, BATCH_SIZE)
         else:
-            judge = judge_of(name, LIMIT)
-        parts.append(Part(name, weight, judge))
-    with Judging(parts, "leave-out", SINGLE) as judging:
-        yield judging
+            scorer = make_reward_function(name, TIMEOUT)
+        parts.append(WeightedReward(name, weight, scorer))
+    with CombinedReward(parts, "leave-out", SINGLE) as reward:
+        yield reward
 
 
 def _mean(numbers: list[float]) -> float:

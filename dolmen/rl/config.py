@@ -1,113 +1,127 @@
-"""What a run may be told of answers that its model draws and learns from. Knows nothing of
-torch.
-"""
+"""Options of reinforcement learning: --rollout, --ppo and --critic. Imports no torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Advantage = Literal["group", "leave-one-out", "reinforce", "reinforce-baseline", "teacher"]
-COMPARING = ("group", "leave-one-out", "reinforce-baseline")
-"""Those that compare an answer with others to its prompt."""
-Kind = Literal["grpo", "bnpo", "dr-grpo", "dapo", "gspo", "cispo"]
+from dolmen.core.paths import refuse_empty
+
+AdvantageEstimator = Literal[
+    "grpo", "rloo", "reinforce-plus-plus", "reinforce-plus-plus-baseline", "distillation"
+]
+GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce-plus-plus-baseline")
+"""Estimators that compare a completion with the others of its prompt."""
+LossType = Literal["grpo", "bnpo", "dr-grpo", "dapo", "gspo", "cispo"]
+KLEstimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """What is drawn, how it is judged, and how the model learns from it (--objective.name grpo,
-    and ppo with --ppo and --critic).
+    """How completions are generated, rewarded and learned from (--objective.name grpo, and ppo with
+    --ppo and --critic).
 
-    A phase draws answers with the weights as they are; then `epochs` times all of them are learned
-    from, --train.global-batch-size in an update.
+    Each rollout iteration generates completions with the current weights and then trains on all of
+    them `epochs` times, --train.global-batch-size in an update.
     """
 
-    samples: int = 8
-    """Answers to each prompt; of grpo each is compared with the mean of them."""
+    num_generations: int = 8
+    """Completions per prompt: the group whose mean reward is GRPO's baseline."""
     prompts: int | None = None
-    """Prompts of a phase. Unset: as many as make one update."""
+    """Prompts per rollout iteration. Default: as many as make one update."""
     epochs: int = 1
-    """How often the answers of a phase are learned from."""
+    """Passes over the completions of an iteration."""
     max_new_tokens: int = 128
-    """Tokens of an answer, at most."""
+    """Maximum tokens of a completion."""
     temperature: float = 1.0
-    """Of what is drawn, and of the log-probabilities that are learned from."""
-    kind: Kind = "grpo"
-    """The loss of an answer (objectives/policy.py: `group`)."""
-    level: Literal["token", "sequence"] = "token"
-    """Whether ratios to what was drawn with are of tokens, or of answers."""
+    """Sampling temperature. Also applied to the log-probabilities used in the loss."""
+    loss_type: LossType = "grpo"
+    """Policy loss of GRPO and its variants (objectives/policy.py: `grpo_loss`)."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Whether the ratio of new to old probability is taken per token or per completion."""
     clip_low: float = 0.2
-    """A ratio counts down to 1 - clip_low."""
+    """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = 0.2
-    """And up to 1 + clip_high."""
+    """The ratio is clipped above at 1 + clip_high."""
     beta: float = 0.0
-    """Weight of the KL (k3) from the model that the run begins with; 0: it is not computed."""
-    advantage: Advantage = "group"
-    """How good an answer is: group: its reward beside those to its prompt (GRPO, --rollout.scale);
-    leave-one-out: its reward less the mean of the others to its prompt (RLOO); reinforce: its
-    rewards from each token on, at mean 0 and variance 1 over the tokens of a phase (REINFORCE++);
-    reinforce-baseline: the same of rewards less the mean of their prompt's; teacher: of each token
-    by how much --objective.reference finds it likelier, without a reward (on-policy distillation).
+    """Weight of the KL (k3) from the reference model in the loss. 0 does not compute it."""
+    advantage_estimator: AdvantageEstimator = "grpo"
+    """Advantage of a completion. grpo: its reward minus the mean of its group, scaled by
+    --rollout.scale-rewards. rloo: its reward minus the mean of the others of its group.
+    reinforce-plus-plus: the sum of its rewards from each token on, whitened over all tokens of the
+    iteration. reinforce-plus-plus-baseline: the same of rewards minus the mean of their group.
+    distillation: per token, how much more likely --objective.reference finds it, without a reward
+    (on-policy distillation).
     """
-    entropy: float = 0.0
-    """What a nat of the entropy of a token's distribution is worth."""
-    scale: Literal["group", "batch", "none"] = "group"
-    """Whether rewards less their group's mean are divided by its standard deviation, or by that of
-    all rewards of a phase.
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus of each token's distribution."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that grpo divides by: that of the group, of all rewards of the iteration,
+    or none (Dr. GRPO).
     """
-    reward_kl: float = 0.0
-    """Weight of the KL (k1) from the model that the run begins with in the reward: of each token,
-    of --rollout.advantage reinforce and reinforce-baseline; of an answer the sum of its tokens'.
+    reward_kl_coef: float = 0.0
+    """Weight of the KL (k1) from the reference model in the reward: per token for
+    reinforce-plus-plus and its baseline variant, else summed over the completion.
     """
-    redraws: int = 0
-    """How often, at most, an answer of another prompt is drawn for each of those whose group has
-    rewards that are all equal, from which nothing is learned (DAPO's dynamic sampling).
+    max_resamples: int = 0
+    """Rounds in which groups with equal rewards, which have no gradient, are replaced by other
+    prompts (DAPO's dynamic sampling). 0 trains on them as they are.
     """
-    overlong: int = 0
-    """Tokens before --rollout.max-new-tokens from which on an answer's reward is the less the
-    longer it is, by 1 at the last (DAPO's soft punishment).
+    overlong_buffer: int = 0
+    """Length in tokens of the buffer before --rollout.max-new-tokens in which the reward falls
+    linearly, to a penalty of 1 at the end (DAPO's soft overlong punishment). 0 is no penalty.
     """
-    overlong_weight: float = 1.0
-    """What that is multiplied by."""
-    mask_cut: bool = False
-    """Answers that came to --rollout.max-new-tokens are not learned from; their rewards count in
-    their group.
+    overlong_penalty_factor: float = 1.0
+    """Factor of the overlong penalty."""
+    mask_truncated_completions: bool = False
+    """Mask completions that were truncated at --rollout.max-new-tokens out of the loss. Their
+    rewards still count in the baseline of their group.
     """
-    importance_cap: float | None = None
-    """Multiply what is learned from a token by the ratio of its probability in training to that
-    with which it was drawn, by so much at most (truncated importance sampling; 2 is usual).
+    importance_sampling_cap: float | None = None
+    """Correct for the difference between trainer and generator: multiply each token's advantage by
+    the ratio of its probability in training to that in sampling, capped at this (truncated
+    importance sampling; 2 is usual). Default: no correction.
     """
-    off_policy: int | None = None
-    """How many updates the weights that learn from an answer may be ahead of those that drew it: a
-    phase of more updates is refused. Unset: one less than the updates of a phase.
+    max_off_policy_steps: int | None = None
+    """Maximum updates between sampling a completion and learning from it. An iteration with more
+    updates is an error. Default: one less than the updates of an iteration.
     """
     tp: int | None = None
-    """Processes that one copy of the drawing model is split over, by columns and rows. Unset: as
-    --layout.tp. Its weights are those that are trained, put where they are needed in each phase.
+    """Tensor-parallel size of the model copies that generate. Default: --layout.tp. They get the
+    current weights at the beginning of each iteration.
     """
-    batch: int = 64
-    """Answers that are drawn at once by a copy."""
-    idle: Literal["device", "cpu"] = "device"
-    """Where models wait that a part of a phase does not read: on the device; or in the CPU's
-    memory, pinned: optimizers and all other weights while answers are drawn, the reference, reward
-    models and the drawing model while the model learns.
+    max_num_seqs: int = 64
+    """Completions that one model copy generates at the same time."""
+    offload: Literal["none", "cpu"] = "none"
+    """Where models that are not in use are kept: on the device; or in pinned host memory:
+    optimizers and all other weights during generation, the reference, reward and generation models
+    during updates.
     """
     routing_replay: bool = False
-    """Of a model with experts: learn through those that answers' tokens went to when the phase
-    began, so that ratios are of one network though the router has moved (Routing Replay,
-    2507.18071); their weights, and the router's gradient, are those of now.
+    """Mixture-of-experts models: route each token of an update to the experts that it was routed to
+    when old log-probabilities were computed (routing replay, 2507.18071), so that ratios compare
+    the same network. Gate weights and the router's gradient are current.
     """
-    turns: int = 8
-    """How often --environment is asked for an answer, at most."""
-    limit_seconds: float = 10.0
-    """Of a function for an answer or a turn; then its process is ended, and another one started."""
+    max_turns: int = 8
+    """Maximum calls of --environment per completion."""
+    timeout_seconds: float = 10.0
+    """Time limit of a call of a reward or environment function. Then its process is killed and
+    started again.
+    """
     on_failure: Literal["stop", "zero", "leave-out"] = "stop"
-    """Where a reward's function raises, takes too long or gives no finite number: the run ends, the
-    reward is 0, or the answer is not learned from. Each is counted and logged. Where an environment
-    does, the run ends, or the answer does.
+    """What happens where a reward function raises, takes too long or returns no finite number: stop
+    the run, use a reward of 0, or leave the completion out of the loss. Failures are counted and
+    logged. Where an environment fails, the run stops, or the completion ends.
+    """
+
+    log_completions: int = 4
+    """Completions of each iteration that are added to rollouts/completions.jsonl, which `dolmen
+    show` shows. 0 keeps none; all completions of the last iterations are in rollouts/ anyway.
     """
 
     def __post_init__(self):
-        for name in ("samples", "prompts", "epochs", "max_new_tokens", "tp", "batch", "turns"):
+        counts = ("num_generations", "prompts", "epochs", "max_new_tokens", "tp")
+        for name in (*counts, "max_num_seqs", "max_turns"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(
@@ -115,71 +129,193 @@ class RolloutConfig:
                 )
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(
-                f"rollout.temperature is {self.temperature}: answers are drawn from the model's "
-                "own distribution, so it must be over 0"
+                f"rollout.temperature is {self.temperature}: completions are sampled from the "
+                "model's own distribution, so it must be over 0"
             )
-        for name in ("redraws", "overlong", "off_policy"):
+        for name in ("max_resamples", "overlong_buffer", "max_off_policy_steps", "log_completions"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(
                     f"rollout.{name.replace('_', '-')} is {value}: it must be 0 or more"
                 )
-        if self.taught and (self.redraws or self.overlong or self.reward_kl):
+        if self.distills and (self.max_resamples or self.overlong_buffer or self.reward_kl_coef):
             raise ValueError(
-                "rollout.advantage teacher has no rewards: leave out rollout.redraws "
-                f"({self.redraws}), rollout.overlong ({self.overlong}) and rollout.reward-kl "
-                f"({self.reward_kl:g})"
+                "rollout.advantage-estimator distillation has no rewards: leave out "
+                f"rollout.max-resamples ({self.max_resamples}), rollout.overlong-buffer "
+                f"({self.overlong_buffer}) and rollout.reward-kl-coef ({self.reward_kl_coef:g})"
             )
-        if self.overlong > self.max_new_tokens:
+        if self.overlong_buffer > self.max_new_tokens:
             raise ValueError(
-                f"rollout.overlong ({self.overlong}) is over rollout.max-new-tokens "
-                f"({self.max_new_tokens}): it is the last so many of them"
+                f"rollout.overlong-buffer ({self.overlong_buffer}) is over rollout.max-new-tokens "
+                f"({self.max_new_tokens}), whose last tokens it is: set it to "
+                f"{self.max_new_tokens} "
+                "or less"
             )
-        if self.importance_cap is not None and not self.importance_cap > 0:
+        if self.importance_sampling_cap is not None and not self.importance_sampling_cap > 0:
             raise ValueError(
-                f"rollout.importance-cap is {self.importance_cap}: it must be over 0, or left out"
+                f"rollout.importance-sampling-cap is {self.importance_sampling_cap}: it must be "
+                "over 0, or left out"
             )
-        for name in ("clip_low", "clip_high", "beta", "entropy", "reward_kl", "overlong_weight"):
+        weights = ("clip_low", "clip_high", "beta", "entropy_coef", "reward_kl_coef")
+        for name in (*weights, "overlong_penalty_factor"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(
                     f"rollout.{name.replace('_', '-')} is {value}: it must be 0 or more"
                 )
-        if not (math.isfinite(self.limit_seconds) and self.limit_seconds > 0):
+        if not (math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0):
             raise ValueError(
-                f"rollout.limit-seconds is {self.limit_seconds}: it must be over 0 and finite"
+                f"rollout.timeout-seconds is {self.timeout_seconds}: it must be over 0 and finite"
             )
 
-    def answers(self, global_batch_size: int) -> int:
-        """Of a phase. Raises ValueError, with the numbers, where they are not whole updates."""
-        prompts = self.prompts or max(1, global_batch_size // self.samples)
-        total = prompts * self.samples
+    def completions(self, global_batch_size: int) -> int:
+        """Return the completions of an iteration. Raises ValueError where they are not a whole
+        number of updates.
+        """
+        prompts = self.prompts or max(1, global_batch_size // self.num_generations)
+        total = prompts * self.num_generations
         if total % global_batch_size:
             raise ValueError(
-                f"a phase draws {total} answers (rollout.prompts {prompts} x rollout.samples "
-                f"{self.samples}), and train.global-batch-size {global_batch_size} does not divide "
-                f"them: set --train.global-batch-size {total}, or other --rollout.prompts"
+                f"a rollout iteration has {total} completions (rollout.prompts {prompts} x "
+                f"rollout.num-generations {self.num_generations}), which is not divisible by "
+                f"train.global-batch-size ({global_batch_size}): set --train.global-batch-size "
+                f"{total}, or other --rollout.prompts"
             )
         return total
 
     def updates(self, global_batch_size: int) -> int:
-        """Of a phase. Raises ValueError where the last is too far from what has drawn."""
-        updates = self.epochs * self.answers(global_batch_size) // global_batch_size
-        if self.off_policy is not None and updates - 1 > self.off_policy:
+        """Return the updates of an iteration. Raises ValueError where the last one is too far
+        off-policy.
+        """
+        updates = self.epochs * self.completions(global_batch_size) // global_batch_size
+        if self.max_off_policy_steps is not None and updates - 1 > self.max_off_policy_steps:
             raise ValueError(
-                f"a phase has {updates} updates (rollout.prompts, samples and epochs), so that its "
-                f"last one learns from answers of {updates - 1} updates before, and "
-                f"rollout.off-policy is {self.off_policy}: draw fewer, or set "
-                f"--rollout.off-policy {updates - 1}"
+                f"a rollout iteration has {updates} updates (rollout.prompts, num-generations and "
+                f"epochs), so that its last one is {updates - 1} updates off-policy, and "
+                f"rollout.max-off-policy-steps is {self.max_off_policy_steps}: use fewer prompts "
+                "or "
+                f"epochs, or set --rollout.max-off-policy-steps {updates - 1}"
             )
         return updates
 
     @property
-    def compares(self) -> bool:
-        """Whether a reference is asked."""
-        return bool(self.beta or self.reward_kl or self.taught)
+    def needs_reference(self) -> bool:
+        """Whether a reference model is used."""
+        return bool(self.beta or self.reward_kl_coef or self.distills)
 
     @property
-    def taught(self) -> bool:
-        """Whether the reference takes the place of a reward."""
-        return self.advantage == "teacher"
+    def distills(self) -> bool:
+        """Whether the reference model is a teacher that takes the place of a reward."""
+        return self.advantage_estimator == "distillation"
+
+
+def refuse_outside(
+    section: str, values: Mapping[str, float | None], low: float, high: float
+) -> None:
+    """Raise ValueError for the first option of `values` that is set and not within [low, high]."""
+    for name, value in values.items():
+        if value is not None and not (low <= value <= high and math.isfinite(value)):
+            bound = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+            raise ValueError(
+                f"{section}.{name.replace('_', '-')} is {value}: it must be finite and {bound}"
+            )
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """How advantages and the policy loss of PPO are computed (--objective.name ppo). The ratio is
+    clipped by --rollout.clip-low and clip-high.
+    """
+
+    kl_estimator: KLEstimator = "k1"
+    """Estimator of each token's KL from the reference model (objectives/advantage.py: `kl`)."""
+    kl_coef: float = 0.05
+    """Coefficient of the KL penalty in each token's reward. 0, without a target, does not compute
+    it.
+    """
+    kl_target: float | None = None
+    """Target KL per completion, in nats: kl_coef is adapted to hold it, by at most a fifth of
+    completions / kl_horizon per iteration (1909.08593). Default: kl_coef stays.
+    """
+    kl_horizon: float = 10000.0
+    """Horizon of the adaptive KL coefficient in completions: the larger, the slower it adapts."""
+    reward_clip: float | None = None
+    """Clip rewards to -reward_clip .. reward_clip. The KL penalty is not clipped. Default: no clip.
+    """
+    gamma: float = 1.0
+    """Discount per token of generalised advantage estimation."""
+    lam: float = 0.95
+    """Lambda of generalised advantage estimation: 1 is Monte Carlo returns minus values, 0 one-step
+    temporal differences.
+    """
+    whiten_advantages: bool = True
+    """Normalise advantages to mean 0 and variance 1 over all tokens of an iteration."""
+    dual_clip: float | None = None
+    """Dual-clip PPO: where an advantage is negative, bound the loss at this many times it
+    (1912.09729); over 1. Default: no bound.
+    """
+    pretraining_coef: float = 0.0
+    """Coefficient of the cross-entropy of pretraining text in the policy's loss (PPO-ptx,
+    2203.02155, with 27.8). 0 reads no text.
+    """
+    pretraining_path: tuple[str, ...] = ()
+    """Pretraining text of PPO-ptx, given like --data.path: --train.global-batch-size sequences of
+    --train.sequence-length in each update.
+    """
+
+    def __post_init__(self):
+        refuse_empty("ppo.pretraining-path", *self.pretraining_path)
+        refuse_outside("ppo", {"pretraining_coef": self.pretraining_coef}, 0, math.inf)
+        if bool(self.pretraining_coef) != bool(self.pretraining_path):
+            paths = " ".join(self.pretraining_path) or "none"
+            raise ValueError(
+                f"ppo.pretraining-coef ({self.pretraining_coef:g}) weighs the text of "
+                f"ppo.pretraining-path ({paths}): give both, or neither"
+            )
+        refuse_outside("ppo", {"gamma": self.gamma, "lam": self.lam}, 0, 1)
+        refuse_outside("ppo", {"kl_coef": self.kl_coef}, 0, math.inf)
+        positive = {
+            "kl_target": self.kl_target,
+            "kl_horizon": self.kl_horizon,
+            "reward_clip": self.reward_clip,
+        }
+        for name, value in positive.items():
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(
+                    f"ppo.{name.replace('_', '-')} is {value}: it must be finite and over 0"
+                )
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise ValueError(f"ppo.dual-clip is {self.dual_clip}: it must be finite and over 1")
+        if self.kl_target is not None and not self.kl_coef:
+            raise ValueError(
+                f"ppo.kl-target ({self.kl_target:g}) multiplies ppo.kl-coef, which is 0 and stays "
+                "so: set --ppo.kl-coef to an initial value such as 0.05"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference model is used."""
+        return self.kl_coef > 0
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The critic of PPO, which predicts the return from each token on: a model of the policy's
+    shape with a scalar head in place of logits, in the same layout, with its own optimizer.
+    """
+
+    init: str | None = None
+    """Initial weights of the critic: a reward model or any model of the policy's shape and
+    vocabulary: a transformers directory, a hub id or a run. Default: the policy's initial weights.
+    """
+    lr: float | None = None
+    """Peak learning rate of the critic; all else is as --optimizer. Default: --optimizer.lr."""
+    warmup_steps: int = 0
+    """Steps at the beginning in which only the critic learns."""
+    clip: float | None = 0.2
+    """Value clipping: how far a value may move in the loss from the one at sampling time."""
+
+    def __post_init__(self):
+        refuse_empty("critic.init", self.init)
+        refuse_outside("critic", {"lr": self.lr, "clip": self.clip}, 0, math.inf)
+        refuse_outside("critic", {"warmup_steps": self.warmup_steps}, 0, math.inf)

@@ -1,7 +1,9 @@
-"""Answers in turns: what an environment says behind what the model has said, and the model again,
-as one text. The environment's tokens are in the text and are not learned from.
+"""Multi-turn completions: the model and an environment (a tool, a user, a game) write in turns.
 
-    prompt | model ... end | environment | model ... end | environment | model ...
+    prompt | model ... stop | environment | model ... stop | environment | model ...
+
+All turns are one completion. Tokens of the environment are part of the text, and are masked out of
+the loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,116 +13,121 @@ from typing import Any, NamedTuple, Protocol
 from dolmen.core import agree
 from dolmen.core.mesh import Mesh
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.rl.function_worker import Apart
-from dolmen.rl.generation import Written
+from dolmen.rl.function_worker import FunctionWorker
+from dolmen.rl.generation import Completion
 from dolmen.rl.prompts import Prompt
-from dolmen.rl.rewards import NoReward
+from dolmen.rl.rewards import RewardError
 
-Draw = Callable[[Sequence[Sequence[int]], Sequence[str], Sequence[int]], list[Written]]
-"""(texts, names, how many tokens at most) -> what follows each."""
+Generate = Callable[[Sequence[Sequence[int]], Sequence[str], Sequence[int]], list[Completion]]
+"""(token ids, names, maximum new tokens) -> completions."""
 
 
-class Turn(NamedTuple):
-    """Of an environment."""
+class EnvironmentTurn(NamedTuple):
+    """The reply of an environment."""
 
     text: str | None
-    """None: the answer has ended."""
-    why: str = ""
-    """It has failed."""
+    """None ends the completion."""
+    error: str = ""
+    """Why it failed."""
 
 
 class Environment(Protocol):
-    def __call__(self, prompt: Prompt, turns: list[str]) -> Turn: ...
+    def __call__(self, prompt: Prompt, turns: list[str]) -> EnvironmentTurn: ...
 
 
-class Function:
-    """MODULE:FUNCTION, called as function(prompt, turns, row): `turns` are texts, of the model and
-    of the environment in turn, the last the model's.
+class UserEnvironment:
+    """An environment that is MODULE:FUNCTION, called as function(prompt, turns, row) in a worker
+    process: `turns` are the texts of model and environment so far, the last is the model's.
     """
 
-    def __init__(self, name: str, limit: float):
-        self.apart = Apart("turn", name, limit)
+    def __init__(self, name: str, timeout: float):
+        self.worker = FunctionWorker("turn", name, timeout)
 
-    def __enter__(self) -> "Function":
+    def __enter__(self) -> "UserEnvironment":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.apart.end()
+        self.worker.stop()
 
-    def __call__(self, prompt: Prompt, turns: list[str]) -> Turn:
-        asked = {"prompt": prompt.asked, "turns": turns, "row": prompt.row}
-        reply: dict[str, Any] = self.apart.ask(asked)
-        return Turn(reply.get("turn"), reply.get("failed", ""))
+    def __call__(self, prompt: Prompt, turns: list[str]) -> EnvironmentTurn:
+        request = {"prompt": prompt.content, "turns": turns, "row": prompt.row}
+        reply: dict[str, Any] = self.worker.call(request)
+        return EnvironmentTurn(reply.get("turn"), reply.get("failed", ""))
 
 
 @dataclass(frozen=True, eq=False)
-class Turns:
-    """An environment, and how its texts become tokens."""
+class MultiTurn:
+    """Generates completions in turns with an environment."""
 
     environment: Environment
     tokenizer: PreTrainedTokenizer
-    most: int
-    """Times that it is asked for an answer."""
-    stop: bool
-    """Whether a run ends where it fails; else the answer does."""
+    max_turns: int
+    """Maximum calls of the environment per completion."""
+    stop_on_failure: bool
+    """Whether a failure of the environment stops the run; else it ends the completion."""
     mesh: Mesh
     say: Callable[[str], None] = print
 
-    def answered(
-        self, draw: Draw, prompts: Sequence[Prompt], names: Sequence[str], room: int
-    ) -> tuple[list[Written], dict[str, float]]:
-        """Answers of `room` tokens at most, the environment's among them, in the order of their
-        prompts; and what is told of them. Raises NoReward, on every rank.
+    def generate(
+        self, generate: Generate, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int
+    ) -> tuple[list[Completion], dict[str, float]]:
+        """Return a completion of each prompt, in order, of at most `max_tokens` tokens with those
+        of the environment, and metrics. Raises RewardError, on every rank.
         """
-        found = draw([one.tokens for one in prompts], names, [room] * len(prompts))
-        turns = [[self._text(one.tokens)] for one in found]
-        failed = asked = 0
-        going = [one.number for one in found if one.whole]
-        for time in range(1, self.most + 1):
-            replies = self._replies([(prompts[i], turns[i]) for i in going])
-            failed += sum(bool(reply.why) for reply in replies)
-            on = []
-            for i, reply in zip(going, replies, strict=True):
+        completions = generate(
+            [prompt.tokens for prompt in prompts], names, [max_tokens] * len(prompts)
+        )
+        turns = [[self._decode(each.tokens)] for each in completions]
+        failed = calls = 0
+        active = [each.index for each in completions if each.finished]
+        for number in range(1, self.max_turns + 1):
+            replies = self._call_environment([(prompts[i], turns[i]) for i in active])
+            failed += sum(bool(reply.error) for reply in replies)
+            continued = []
+            for i, reply in zip(active, replies, strict=True):
                 if reply.text is None:
                     continue
-                found[i] = found[i].followed(self._tokens(reply.text), room)
+                tokens = self._encode(reply.text)
+                completions[i] = completions[i].add_environment_tokens(tokens, max_tokens)
                 turns[i].append(reply.text)
-                asked += 1
-                if found[i].whole:
-                    on.append(i)
-            if not on:
+                calls += 1
+                if completions[i].finished:
+                    continued.append(i)
+            if not continued:
                 break
-            texts = [[*prompts[i].tokens, *found[i].tokens] for i in on]
-            left = [room - len(found[i].tokens) for i in on]
-            more = draw(texts, [f"{names[i]}/turn {time}" for i in on], left)
-            for i, one in zip(on, more, strict=True):
-                found[i] = found[i].joined(one)
-                turns[i].append(self._text(one.tokens))
-            going = [i for i in on if found[i].whole]
-        told = {"rollout/turns": asked / len(prompts), "rollout/failed_turns": float(failed)}
-        return found, told
+            texts = [[*prompts[i].tokens, *completions[i].tokens] for i in continued]
+            left = [max_tokens - len(completions[i].tokens) for i in continued]
+            new_names = [f"{names[i]}/turn {number}" for i in continued]
+            for i, turn in zip(continued, generate(texts, new_names, left), strict=True):
+                completions[i] = completions[i].add_turn(turn)
+                turns[i].append(self._decode(turn.tokens))
+            active = [i for i in continued if completions[i].finished]
+        metrics = {"rollout/turns": calls / len(prompts), "rollout/failed_turns": float(failed)}
+        return completions, metrics
 
-    def _replies(self, asked: Sequence[tuple[Prompt, list[str]]]) -> list[Turn]:
-        """Of the first rank, for all."""
+    def _call_environment(
+        self, requests: Sequence[tuple[Prompt, list[str]]]
+    ) -> list[EnvironmentTurn]:
+        """Call the environment on the first rank, and return its replies on every rank."""
 
-        def by_the_first() -> list[Turn]:
-            found = []
-            for prompt, turns in asked:
-                found.append(self.environment(prompt, turns))
-                if found[-1].why and self.stop:
+        def call() -> list[EnvironmentTurn]:
+            replies = []
+            for prompt, turns in requests:
+                replies.append(self.environment(prompt, turns))
+                if replies[-1].error and self.stop_on_failure:
                     break
-                if found[-1].why:
-                    self.say(f"WARNING: {found[-1].why}")
-            return found
+                if replies[-1].error:
+                    self.say(f"WARNING: {replies[-1].error}")
+            return replies
 
-        found = by_the_first() if self.mesh.size == 1 else agree.once(by_the_first)
-        for one in found:
-            if one.why and self.stop:
-                raise NoReward(f"{one.why} (--rollout.on-failure zero or leave-out goes on)")
-        return found
+        replies = call() if self.mesh.size == 1 else agree.once(call)
+        for reply in replies:
+            if reply.error and self.stop_on_failure:
+                raise RewardError(f"{reply.error} (--rollout.on-failure zero or leave-out goes on)")
+        return replies
 
-    def _text(self, tokens: list[int]) -> str:
+    def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def _tokens(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,7 +1,17 @@
-"""A function of the user's, MODULE:FUNCTION, in a process of its own (judge.py), with a limit of
-time for each reply.
+"""Calls a user's function, MODULE:FUNCTION, in a worker process with a time limit per call, so that
+a function that hangs, leaks or ends its process does not take the run with it. Both ends are here:
+
+    FunctionWorker    starts the process, sends requests and waits for replies
+    main              python -m dolmen.rl.function_worker reward|turn MODULE:FUNCTION FD
+
+The process reads a line of JSON per request from its standard input, {"number", "prompt",
+"completion", "row"} for a reward or {"number", "prompt", "turns", "row"} for an environment, and
+writes to the file descriptor FD {"number", "reward": number}, {"number", "turn": text or null} or
+{"number", "failed": why}. What the function prints goes where the process's output goes.
 """
 
+import importlib
+import inspect
 import json
 import os
 import select
@@ -9,43 +19,51 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, SupportsFloat, TextIO
 
 START_SECONDS = 120.0  # for what the function's module imports
+LARGEST = 1e15
+"""Bound of a reward: rewards are squared in fp32, for their deviation."""
+
+Reply = dict[str, float | str | None]
 
 
-def check_name(name: str, option: str, known: str = "") -> None:
-    """Raises ValueError for what is no MODULE:FUNCTION; `known` else could be there."""
+def check_function_name(name: str, option: str, others: str = "") -> None:
+    """Raise ValueError where `name` is not MODULE:FUNCTION; `others` names what else it may be."""
     module, _, function = name.partition(":")
     if not function or not all(part.isidentifier() for part in (*module.split("."), function)):
-        raise ValueError(f"{option} is {name}: it must be {known}MODULE:FUNCTION")
+        raise ValueError(f"{option} is {name}: it must be {others}MODULE:FUNCTION")
 
 
-class Apart:
-    """One that raises, takes longer than `limit` seconds or ends its process has failed, and the
-    next is asked of a new process where the old one is gone.
+class FunctionWorker:
+    """A worker process for one function. A call that raises, takes longer than `timeout` seconds or
+    ends the process has failed; the next call starts a new process where there is none.
     """
 
-    def __init__(self, kind: Literal["reward", "turn"], name: str, limit: float):
-        self.kind, self.name, self.limit = kind, name, limit
+    def __init__(self, kind: Literal["reward", "turn"], name: str, timeout: float):
+        self.kind, self.name, self.timeout = kind, name, timeout
         self.requests = 0
-        """Sent so far; each has a number, which its reply repeats."""
+        """Requests sent so far; each has a number, which its reply repeats."""
         self.process: subprocess.Popen[str] | None = None
         self.replies: TextIO | None = None
 
-    def ask(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The reply, or {"failed": why}. Raises ValueError where the function is not there."""
+    def call(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply, or {"failed": why}. Raises ValueError where the function is absent."""
         if self.process is None:
-            self.begin()
+            self.start()
         self.requests += 1
-        request = {**asked, "number": self.requests}
-        reply = self._asked(json.dumps(request, default=str) + "\n", self.limit)
+        numbered = {**request, "number": self.requests}
+        reply = self._send(json.dumps(numbered, default=str) + "\n", self.timeout)
         if reply is None:
-            self.end()
-            return {"failed": f"{self.name} gave no {self.kind} within {self.limit:g} s, or ended"}
+            self.stop()
+            return {
+                "failed": f"{self.name} gave no {self.kind} within {self.timeout:g} s, or ended "
+                "its process"
+            }
         if reply.pop("number", None) != self.requests:
-            self.end()
+            self.stop()
             return {
                 "failed": f"{self.name}: its process sent a reply that does not answer request "
                 f"{self.requests}: the function forks, or writes to its file descriptors"
@@ -54,49 +72,51 @@ class Apart:
             return {"failed": f"{self.name}: {reply['failed']}"}
         return reply
 
-    def begin(self) -> None:
-        """Start its process. Raises ValueError where the function is not there."""
+    def start(self) -> None:
+        """Start the process. Raises ValueError where there is no such function."""
         ours, theirs = os.pipe()
+        module = "dolmen.rl.function_worker"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dolmen.rl.judge", self.kind, self.name, str(theirs)],
+            [sys.executable, "-m", module, self.kind, self.name, str(theirs)],
             stdin=subprocess.PIPE,
             pass_fds=(theirs,),
             text=True,
-            start_new_session=True,  # what a function has started ends with it
+            start_new_session=True,  # processes of the function are killed with it
         )
         os.close(theirs)
-        self.replies = open(ours)  # noqa: SIM115  # closed by end
-        begun = self._read(START_SECONDS)
-        if begun is None or "ready" not in begun:
-            self.end()
+        self.replies = open(ours)  # noqa: SIM115  # closed by stop
+        first = self._read(START_SECONDS)
+        if first is None or "ready" not in first:
+            self.stop()
             why = (
                 f"it was not ready in {START_SECONDS:g} s"
-                if begun is None
-                else begun.get("failed", "it wrote no reply")
+                if first is None
+                else first.get("failed", "it wrote no reply")
             )
             raise ValueError(f"{self.kind} {self.name}: {why}")
 
-    def _asked(self, line: str, limit: float) -> dict[str, Any] | None:
+    def _send(self, line: str, timeout: float) -> dict[str, Any] | None:
+        """Send a request and return its reply; None where none comes in time."""
         assert self.process is not None and self.process.stdin is not None
         try:
             self.process.stdin.write(line)
             self.process.stdin.flush()
         except BrokenPipeError:
             return None
-        return self._read(limit)
+        return self._read(timeout)
 
-    def _read(self, limit: float) -> dict[str, Any] | None:
-        """The next reply; None where none comes in time."""
+    def _read(self, timeout: float) -> dict[str, Any] | None:
+        """Return the next reply; None where none comes in time."""
         assert self.replies is not None
-        end = time.monotonic() + limit
+        end = time.monotonic() + timeout
         while (left := end - time.monotonic()) > 0:
             if select.select([self.replies], [], [], left)[0]:
                 line = self.replies.readline()
-                return _parsed(line) if line.endswith("\n") else None
+                return _parse_reply(line) if line.endswith("\n") else None
         return None
 
-    def end(self) -> None:
-        """End the process and all that it has started."""
+    def stop(self) -> None:
+        """Kill the process and all that it has started."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -104,17 +124,115 @@ class Apart:
             try:
                 self.process.stdin.close()
             except BrokenPipeError:
-                pass  # what it had not read is lost with it
+                pass  # unread requests are lost with it
             self.process.wait()
         if self.replies is not None:
             self.replies.close()
         self.process = self.replies = None
 
 
-def _parsed(line: str) -> dict[str, Any]:
-    """A reply; {} for a line that is none."""
+def _parse_reply(line: str) -> dict[str, Any]:
+    """Return a reply; {} for a line that is not one."""
     try:
         reply = json.loads(line)
     except ValueError:
         return {}
     return reply if isinstance(reply, dict) else {}
+
+
+# What follows runs in the worker process.
+
+ARGUMENTS = {"reward": ("prompt", "completion", "row"), "turn": ("prompt", "turns", "row")}
+
+
+def import_function(name: str) -> Callable[..., Any]:
+    """Return the function MODULE:FUNCTION; modules of the current folder can be imported too.
+    Raises ValueError.
+    """
+    module, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:
+        raise ValueError(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found.__dict__.get(function)):
+        raise ValueError(f"{module} has no function {function}")
+    return found.__dict__[function]
+
+
+def check_signature(name: str, function: Callable[..., Any], kind: str) -> None:
+    """Raise ValueError for a function that cannot be called with ARGUMENTS[kind]."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C: its parameters are not known
+        return
+    call = f"function({', '.join(ARGUMENTS[kind])})"
+    if kind == "reward" and "completions" in signature.parameters:
+        raise ValueError(
+            f"{name} takes lists of completions, as a reward function of TRL does; dolmen calls "
+            f"{call} for each completion: give one that returns {name.rpartition(':')[2]}("
+            "prompts=[prompt], completions=[completion], **{k: [v] for k, v in row.items()})[0]"
+        )
+    try:
+        signature.bind(*ARGUMENTS[kind])
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be called as {call}: {error}") from error
+
+
+def compute_reward(function: Callable[..., object], request: dict[str, Any]) -> Reply:
+    """Call a reward function. Numbers of Python and of other libraries are rewards; text and bool
+    are not.
+    """
+    found = function(request["prompt"], request["completion"], request["row"])
+    kind = type(found).__name__  # numpy's bool is not Python's
+    if not isinstance(found, SupportsFloat) or kind.startswith("bool"):
+        return {"failed": f"it gave {kind}, not a number"}
+    reward = float(found)
+    return {"reward": reward} if abs(reward) < LARGEST else {"failed": f"it gave {reward}"}
+
+
+def compute_turn(function: Callable[..., str | None], request: dict[str, Any]) -> Reply:
+    """Call an environment function; None ends the completion."""
+    turn = function(request["prompt"], request["turns"], request["row"])
+    if turn is not None and not isinstance(turn, str):
+        return {"failed": f"it gave {type(turn).__name__}, not a text or None"}
+    if turn is not None and turn != _escape_surrogates(turn):
+        return {"failed": "it gave half a character (a lone surrogate)"}
+    return {"turn": turn}
+
+
+def _escape_surrogates(text: str) -> str:
+    """Return the text with lone surrogates, which cannot be encoded, as backslash escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+KINDS = {"reward": compute_reward, "turn": compute_turn}
+
+
+def make_reply(kind: str, function: Callable[..., Any], line: str) -> Reply:
+    """Return the reply to a request."""
+    request = json.loads(line)
+    number = {"number": request.pop("number")}
+    try:
+        return KINDS[kind](function, request) | number
+    except Exception as error:
+        return {"failed": _escape_surrogates(f"{type(error).__name__}: {error}"[:400])} | number
+
+
+def main(kind: str, name: str, reply_to: int) -> None:
+    """Serve requests until the standard input ends."""
+    with open(reply_to, "w", buffering=1) as out:
+        try:
+            function = import_function(name)
+            check_signature(name, function, kind)
+        except ValueError as error:
+            out.write(json.dumps({"failed": str(error)}) + "\n")
+            return
+        out.write(json.dumps({"ready": True}) + "\n")
+        for line in sys.stdin:
+            out.write(json.dumps(make_reply(kind, function, line)) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

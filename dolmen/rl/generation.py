@@ -1,15 +1,13 @@
-"""Generates completions on data-parallel copies of a model, with DAPO's dynamic sampling.
+"""Generation of completions by data-parallel copies of the policy, and DAPO's dynamic sampling.
 
-What a model makes of rows that every rank has: each copy of it asks its share.
+    policy             any tp, pp, cp, ep, and any stage of ZeRO
+    GenerationModel    tp, and pp with one stage per rank; the other ranks are further copies
 
-Answers to prompts, drawn by copies of a model side by side. The draws of an answer follow from
-its own name, so neither the layout nor what else is drawn with it changes what it is.
-
-DAPO's dynamic sampling (2503.14476, section 3.2): nothing is learned from a group whose rewards
-are all equal, so others are drawn in its place.
+Weights go from rank to rank, through no file. The random numbers of a completion follow from its
+name and the seed, so neither the layout nor the batch that it is generated in changes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -17,151 +15,241 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dolmen.core import agree, collectives
+from dolmen.core import agree, collectives, state
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
+from dolmen.model import build
 from dolmen.model.decoder import Decoder
+from dolmen.model.layout import Layout
+from dolmen.model.training import Training
+from dolmen.model.tree import Tree
+from dolmen.parallel import channels
+from dolmen.parallel import schedule as schedules
+from dolmen.parallel.actions import Schedule
 from dolmen.serving.engine import Engine, require_finite
 from dolmen.serving.options import Options
 from dolmen.serving.request import Limits, Request
 
 
-def of_rows(
+class GenerationModel:
+    """A decoder for inference that gets the weights of one that is trained."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        training: Training,
+        mesh: Mesh,
+        tp: int,
+        dtype: torch.dtype,
+        pp: int = 1,
+        released: bool = False,
+    ):
+        """`mesh` is that of training, and so is `pp`, or it is 1. A `released` model has no memory
+        until weights are loaded. Raises ValueError where `tp` does not divide the processes.
+        """
+        if mesh.size % tp:
+            raise ValueError(
+                f"rollout.tp ({tp}) does not divide the run's {mesh.size} processes: set another"
+            )
+        layout = Layout(tp=tp, pp=pp, dp=mesh.size // (tp * pp))
+        self.training_mesh = mesh
+        self.mesh = mesh if mesh.size == 1 else layout.mesh(mesh.device)
+        self.schedule: Schedule | None = None if pp == 1 else schedules.make("1f1b", pp, pp)
+        if self.schedule is not None:
+            channels.connect(self.schedule, self.mesh)
+        make = build.place if released else build.build
+        self.model = make(
+            tree, self.mesh, schedule=self.schedule, dtype=dtype, training=training
+        ).eval()
+
+    def load_weights(self, policy: Decoder) -> Decoder:
+        """Copy the current weights of `policy`, and return the model. All ranks call it."""
+        if self.model.device.type == "meta":
+            build.allocate(self.model, self.mesh.device)
+        local_names = {name for name, _ in self.model.named_parameters()}
+
+        def stream(write: Callable[[str, Tensor], None]) -> None:
+            for name, value in full_parameters(policy, self.training_mesh):
+                if name in local_names:  # of this rank's stage
+                    write(name, value)
+
+        build.load(self.model, stream)
+        return self.model
+
+    def release(self) -> None:
+        """Free the model's memory, that of prepacked weights too, until weights are loaded."""
+        self.model.at_rest(keep=False)
+        self.model.to_empty(device="meta")
+
+
+def full_parameters(model: Decoder, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter of `model` as a full tensor on every rank, in fp32 or wider (int8 as it
+    is). A collective of all ranks.
+    """
+    local = dict(model.named_parameters())
+    wide = torch.promote_types(state.dtype_of(model), torch.float32)
+    # tied embedding and head are both on the boundary stages: the first stage sends the weight
+    sent_by_first = None if model.split.first else model.tied_apart
+    for name, spec in model.tree.leaves.items():
+        parameter, dtype = local.get(name), torch.int8 if spec.int8 else wide
+        if mesh.pp.size == 1:
+            yield name, state.full(local[name]).to(dtype)
+            continue
+        value = torch.zeros(spec.shape, dtype=dtype, device=mesh.device)
+        if parameter is not None:
+            full = state.full(parameter)  # a collective of this stage's ranks
+            if parameter is not sent_by_first:
+                value.copy_(full)
+        # one stage has the values, the others add 0
+        yield name, collectives.reduce_scalar(value, mesh.pp)
+
+
+def compute_over_rows(
     batch: Callable[[slice], Batch],
-    ask: Callable[[Batch], Tensor],
+    compute: Callable[[Batch], Tensor],
     rows: int,
-    size: int,
+    batch_size: int,
     mesh: Mesh,
 ) -> Float[Tensor, "rows length *numbers"]:
-    """`ask(batch(...))` of so many rows, `size` (which divides them) at once over all of dp: on
-    every rank, on the CPU, in fp32. Every rank of `mesh` calls it.
+    """Return `compute(batch(...))` of `rows` rows that every rank has, `batch_size` (which divides
+    them) at a time over dp: on every rank, on the CPU, in fp32. Every rank of `mesh` calls it.
     """
-    mine, found = size // mesh.dp.size, []
-    for first in range(0, rows, size):
-        own = slice(first + mesh.dp.rank * mine, first + (mesh.dp.rank + 1) * mine)
-        here = ask(batch(own))
-        whole = torch.zeros((size, *here.shape[1:]), dtype=here.dtype, device=here.device)
-        whole[own.start - first : own.stop - first] = here
-        # of each row one rank of dp has the numbers, and the others 0
-        found.append(collectives.reduce_scalar(whole, mesh.dp).float().cpu())
-    return torch.cat(found)
+    share, results = batch_size // mesh.dp.size, []
+    for first in range(0, rows, batch_size):
+        local = slice(first + mesh.dp.rank * share, first + (mesh.dp.rank + 1) * share)
+        result = compute(batch(local))
+        full = torch.zeros(
+            (batch_size, *result.shape[1:]), dtype=result.dtype, device=result.device
+        )
+        full[local.start - first : local.stop - first] = result
+        # each row is computed by one rank of dp, and 0 on the others
+        results.append(collectives.reduce_scalar(full, mesh.dp).float().cpu())
+    return torch.cat(results)
 
 
-class Written(NamedTuple):
-    """An answer."""
+class Completion(NamedTuple):
+    """Tokens that follow a prompt."""
 
-    number: int
-    """Of its prompt, among those that were given."""
+    index: int
+    """Index of the prompt in the list that was given."""
     tokens: list[int]
     logprobs: list[float]
-    """0 where the model has not drawn."""
-    own: list[bool]
-    """Whether the model has drawn each of them."""
-    whole: bool
-    """It has come to its end, and not to max_new_tokens."""
+    """Log-probability of each token when it was sampled; 0 for tokens of an environment."""
+    sampled: list[bool]
+    """Whether each token was sampled from the model; others were written by an environment."""
+    finished: bool
+    """Whether it ended with a stop token, and not at the maximum length."""
 
-    def followed(self, tokens: list[int], room: int) -> "Written":
-        """The same, and behind it tokens of others; cut where these leave no room for more."""
-        if len(self.tokens) + len(tokens) >= room:
-            return self._replace(whole=False)
+    def add_environment_tokens(self, tokens: list[int], max_tokens: int) -> "Completion":
+        """Append an environment's turn. Where no token would be left for the model, the completion
+        is marked as truncated instead.
+        """
+        if len(self.tokens) + len(tokens) >= max_tokens:
+            return self._replace(finished=False)
         return self._replace(
             tokens=self.tokens + tokens,
             logprobs=self.logprobs + [0.0] * len(tokens),
-            own=self.own + [False] * len(tokens),
+            sampled=self.sampled + [False] * len(tokens),
         )
 
-    def joined(self, more: "Written") -> "Written":
-        """The same, and what the model has drawn behind it."""
+    def add_turn(self, turn: "Completion") -> "Completion":
+        """Append the model's next turn."""
         return self._replace(
-            tokens=self.tokens + more.tokens,
-            logprobs=self.logprobs + more.logprobs,
-            own=self.own + more.own,
-            whole=more.whole,
+            tokens=self.tokens + turn.tokens,
+            logprobs=self.logprobs + turn.logprobs,
+            sampled=self.sampled + turn.sampled,
+            finished=turn.finished,
         )
 
 
-def answered(
+def generate_completions(
     model: Decoder,
     mesh: Mesh,
     prompts: Sequence[Sequence[int]],
     names: Sequence[str],
-    most: Sequence[int],
+    max_new_tokens: Sequence[int],
     options: Options,
     seed: int,
-    batch: int,
-) -> list[Written]:
-    """An answer to each prompt, in their order, on every rank of `mesh`, whose dp are copies that
-    draw `batch` answers at once, each of so many tokens at most. Draws follow from `seed` and the
-    answer's name.
+    max_num_seqs: int,
+) -> list[Completion]:
+    """Return a completion of each prompt, in order, on every rank of `mesh`. Each rank of dp has a
+    copy of the model, which generates its share of the prompts, `max_num_seqs` at the same time.
     """
     share = -(-len(prompts) // mesh.dp.size)
-    mine = range(mesh.dp.rank * share, min(len(prompts), (mesh.dp.rank + 1) * share))
-    found: list[Written] = []
-    with Engine(model, limits=Limits(rows=batch)) as engine:
-        numbers = {}
-        for i in mine:
-            own = replace(options, max_new_tokens=most[i])
-            request = Request(prompts[i], own, id=names[i], seed=seed, logprobs="processed")
-            numbers[engine.add(request)] = i
+    local = range(mesh.dp.rank * share, min(len(prompts), (mesh.dp.rank + 1) * share))
+    completions: list[Completion] = []
+    with Engine(model, limits=Limits(rows=max_num_seqs)) as engine:
+        index_of = {}
+        for i in local:
+            limited = replace(options, max_new_tokens=max_new_tokens[i])
+            request = Request(prompts[i], limited, id=names[i], seed=seed, logprobs="processed")
+            index_of[engine.add(request)] = i
         while engine.busy:
             ended = engine.step().ended
             require_finite(ended)
-            for one in ended:
-                logprobs = [each.logprob for each in one.logprobs]
-                whole = one.why == "stop"
-                own = [True] * len(logprobs)
-                found.append(Written(numbers[one.number], one.tokens, logprobs, own, whole))
+            for sequence in ended:
+                logprobs = [each.logprob for each in sequence.logprobs]
+                sampled, finished = [True] * len(logprobs), sequence.why == "stop"
+                index = index_of[sequence.number]
+                completions.append(Completion(index, sequence.tokens, logprobs, sampled, finished))
     if mesh.size > 1:
-        everyone = agree.gather_objects(found if mesh.tp.rank == 0 else [])
-        found = [one for some in everyone for one in some]
-    return sorted(found)
+        per_rank = agree.gather_objects(completions if mesh.tp.rank == 0 else [])
+        completions = [each for rank in per_rank for each in rank]
+    return sorted(completions)
 
 
-class Rewarded(Protocol):
+class HasReward(Protocol):
     @property
     def reward(self) -> float: ...
 
 
-One = TypeVar("One", bound=Rewarded)
+Sample = TypeVar("Sample", bound=HasReward)
 
 
-class Redrawn(NamedTuple):
-    """What has come of it."""
+class Resampling(NamedTuple):
+    """Counts of dynamic sampling."""
 
-    groups: int
-    """That were drawn again, each time counted."""
-    alike: int
-    """That are so still."""
+    resampled: int
+    """Groups that were sampled again, counted each time."""
+    degenerate: int
+    """Groups whose rewards are all equal after the last attempt."""
 
 
-def with_redraws(
-    draw: Callable[[Sequence[int], int], list[One]], groups: int, samples: int, most: int
-) -> tuple[list[One], Redrawn]:
-    """Of so many `groups` their `samples` answers, group by group. `draw(numbers, time)` draws
-    those of the groups of these numbers; it is called for all with time 0, and for those that are
-    alike with time 1, 2, ... `most`.
+def resample_degenerate_groups(
+    sample: Callable[[Sequence[int], int], list[Sample]],
+    groups: int,
+    group_size: int,
+    max_resamples: int,
+) -> tuple[list[Sample], Resampling]:
+    """Return `group_size` samples for each group, in order. A group whose rewards are all equal has
+    no advantage, so it is sampled again up to `max_resamples` times (DAPO's dynamic sampling,
+    2503.14476, section 3.2). `sample(group numbers, attempt)` is called for all groups with attempt
+    0, and for degenerate ones with attempts 1, 2, ...
     """
-    found, redrawn = draw(range(groups), 0), 0
-    for again in range(1, most + 1):
-        equal = _alike(found, samples)
-        if not equal:
+    samples, resampled = sample(range(groups), 0), 0
+    for attempt in range(1, max_resamples + 1):
+        degenerate = _degenerate_numbers(samples, group_size)
+        if not degenerate:
             break
-        redrawn += len(equal)
-        for place, one in enumerate(draw(equal, again)):
-            group, sample = divmod(place, samples)
-            found[equal[group] * samples + sample] = one
-    return found, Redrawn(redrawn, len(_alike(found, samples)))
+        resampled += len(degenerate)
+        for place, new in enumerate(sample(degenerate, attempt)):
+            group, i = divmod(place, group_size)
+            samples[degenerate[group] * group_size + i] = new
+    return samples, Resampling(resampled, len(_degenerate_numbers(samples, group_size)))
 
 
-def _alike(found: Sequence[Rewarded], samples: int) -> list[int]:
-    return alike(torch.tensor([one.reward for one in found]), samples).nonzero()[:, 0].tolist()
+def _degenerate_numbers(samples: Sequence[HasReward], group_size: int) -> list[int]:
+    rewards = torch.tensor([each.reward for each in samples])
+    return degenerate_groups(rewards, group_size).nonzero()[:, 0].tolist()
 
 
-def alike(rewards: Float[Tensor, " answers"], samples: int) -> Bool[Tensor, " groups"]:
-    """Whether the rewards of a group of so many consecutive answers are all equal, those that
-    failed aside.
+def degenerate_groups(
+    rewards: Float[Tensor, " completions"], group_size: int
+) -> Bool[Tensor, " groups"]:
+    """Return whether all rewards of each group of consecutive completions are equal; NaN, a reward
+    that failed, is ignored.
     """
-    grouped = rewards.view(-1, samples)
-    most = grouped.nan_to_num(-torch.inf).amax(1)
-    least = grouped.nan_to_num(torch.inf).amin(1)
-    return most <= least
+    grouped = rewards.view(-1, group_size)
+    highest = grouped.nan_to_num(-torch.inf).amax(1)
+    lowest = grouped.nan_to_num(torch.inf).amin(1)
+    return highest <= lowest

@@ -1,10 +1,27 @@
-"""Batches of what the model itself has drawn. A phase of `updates` steps begins with answers:
+"""Rollout iterations: training batches of GRPO and PPO from completions of the current weights.
 
-    weights -> rollout's layout -> answers -> rewards -> advantages            (all ranks know all)
-            -> log-probabilities as training computes them -> a file -> batches
+One iteration makes the batches of `updates` consecutive training steps:
 
-Prompt, draws and order follow from the seed and the step, never from time, so that a run that goes
-on makes the same phases; what a phase has drawn is read from its file where there is one.
+    policy weights    copied into the generation model                        generation.py
+    prompts           sampled into completions, in turns with an environment  environment.py
+    completions       scored; groups with equal rewards are resampled         rewards.py
+    policy            forward: log-probabilities before the first update      objectives/forward.py
+    reference, critic forward: log-probabilities for the KL, values           objectives/forward.py
+    rewards           turned into advantages (and returns for a critic)       targets.py
+    all of it         written to rollouts/STEP.safetensors of the run         rollout.py
+    updates           each reads --train.global-batch-size completions, in a new order per epoch
+
+The result is a `Rollout`: tensors [completions, length] that every rank holds completely, so that
+means and variances over a group or an iteration need no communication and no layout changes them.
+
+Invariants:
+- Prompts, samples and order follow from the seed, the step and the number of a completion, never
+  from time or layout. A resumed run repeats the iteration that it was in.
+- An iteration is written before its first update and read back where its file exists, so rewards,
+  which may be slow, paid for or random, are asked for once per completion.
+- The weights that generate are those of the last update: an iteration of one update is on-policy,
+  and update i of an iteration is i updates off-policy. The ratios of the policy loss correct that.
+- All ranks call everything here in the same order: generation, rewards and forwards are collective.
 """
 
 import math
@@ -27,308 +44,408 @@ from dolmen.model.decoder import Decoder
 from dolmen.objectives import advantage, forward
 from dolmen.ops.loss import IGNORED
 from dolmen.parallel.actions import Schedule
-from dolmen.rl import rollout as files
-from dolmen.rl.config import RolloutConfig
-from dolmen.rl.environment import Turns
-from dolmen.rl.generation import Written, answered, of_rows, with_redraws
-from dolmen.rl.offload import Idle
+from dolmen.rl import rollout as rollouts
+from dolmen.rl.config import PPOConfig, RolloutConfig
+from dolmen.rl.environment import MultiTurn
+from dolmen.rl.generation import (
+    Completion,
+    GenerationModel,
+    compute_over_rows,
+    generate_completions,
+    resample_degenerate_groups,
+)
+from dolmen.rl.offload import Offloader
 from dolmen.rl.prompts import Prompt, PromptLoader
-from dolmen.rl.rewards import Answer
-from dolmen.rl.rollout import Drawn, of_answers
-from dolmen.rl.scoring import Judging
-from dolmen.rl.targets import with_advantages
-from dolmen.rl.weights import Drawing
+from dolmen.rl.rewards import CombinedReward, RewardInput
+from dolmen.rl.rollout import PPORollout, Rollout, make_rollout
+from dolmen.rl.targets import KLController, compute_advantages, compute_ppo_targets
 from dolmen.serving.options import Options
 
-PADDED = 16
-"""Tokens that rows of a model with experts are multiples of."""
+PADDING_MULTIPLE = 16
+"""Row lengths of a model with experts are multiples of this many tokens."""
+ComputePerToken = Callable[[Decoder, Batch, Mesh, Schedule], Tensor]
+"""A forward that returns one number, or several, per token of a rank's rows."""
 
-Ask = Callable[[Decoder, Batch, Mesh, Schedule], Tensor]
-"""Of each token of a rank's rows a number, or several (objectives/forward.py)."""
 
-
-class Judged(NamedTuple):
-    """An answer with its reward."""
+class ScoredCompletion(NamedTuple):
+    """A completion with its reward."""
 
     prompt: Prompt
-    written: Written
-    answer: Answer
+    completion: Completion
+    text: RewardInput
     reward: float
-    """NaN where there is none."""
+    """NaN where the reward function failed."""
 
     @property
     def row(self) -> dict[str, Any]:
-        """To be read."""
+        """Fields of its line in rollouts/STEP.jsonl."""
         return {
-            "prompt": self.answer.prompt,
-            "answer": self.answer.text,
+            "prompt": self.text.prompt,
+            "completion": self.text.completion,
             "reward": None if math.isnan(self.reward) else self.reward,  # JSON has no NaN
-            "whole": self.written.whole,
+            "tokens": len(self.completion.tokens),
+            "finished": self.completion.finished,
         }
 
 
 @dataclass(frozen=True, eq=False)
-class Models:
-    """Those that a phase asks."""
+class RolloutModels:
+    """The models that an iteration uses."""
 
-    trained: Decoder
-    drawing: Drawing
+    policy: Decoder
+    generator: GenerationModel
     reference: Decoder | None = None
-    """What the run began with, where a KL from it counts."""
+    """The model of the KL penalty, or the teacher; None where there is neither."""
 
 
 @dataclass(frozen=True, eq=False)
-class Setup:
-    """What a run says of its phases, whatever is learned from them."""
+class RolloutSetup:
+    """What an iteration needs to know of the run."""
 
     mesh: Mesh
     schedule: Schedule
-    stop: frozenset[int]
-    """Tokens that end an answer."""
-    length: int
-    """Of a row, at most."""
+    stop_tokens: frozenset[int]
+    """Token ids that end a completion."""
+    max_length: int
+    """Maximum tokens of a row, prompt and completion."""
     seed: int
     out: Path
-    kept: Callable[[], list[int]] = list
-    """Steps of the checkpoints that there are."""
-    idle: Idle = field(default_factory=Idle)
-    """Which models wait, and where."""
+    checkpoint_steps: Callable[[], list[int]] = list
+    """Returns the steps of the checkpoints that exist."""
+    offloader: Offloader = field(default_factory=Offloader)
 
 
-class Phases:
-    """What `train_steps` reads, of a run that draws it."""
+class RolloutBatches:
+    """Training batches of a run that samples its own completions (the `Batches` of training)."""
 
-    kept: type[Drawn] = Drawn
-    """What the file of a phase holds."""
+    rollout_type: type[Rollout] = Rollout
+    """The class that an iteration's file is read as."""
 
     def __init__(
         self,
         config: RolloutConfig,
         loader: PromptLoader,
-        models: Models,
-        judging: Judging,
-        setup: Setup,
-        turns: Turns | None = None,
+        models: RolloutModels,
+        reward: CombinedReward,
+        setup: RolloutSetup,
+        multi_turn: MultiTurn | None = None,
     ):
-        """`turns`: of an environment that answers are drawn in."""
-        self.turns = turns
         self.config, self.loader, self.models = config, loader, models
-        self.judging, self.setup, self.mesh = judging, setup, setup.mesh
-        self.size = loader.global_batch_size
-        self.answers, self.updates = config.answers(self.size), config.updates(self.size)
-        self.told = loader.told
+        self.reward, self.setup, self.mesh = reward, setup, setup.mesh
+        self.multi_turn = multi_turn
+        self.batch_size = loader.global_batch_size
+        self.completions = config.completions(self.batch_size)
+        self.updates = config.updates(self.batch_size)
+        self.metrics = loader.told
 
     def starting_at(self, step: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[int, Batch]]:
-        """(step, batch) for ever; what is drawn is drawn with the weights as they are then."""
-        mine, phase = self.size // ranks, None
+        """Yield (step, this rank's batch) for ever. Completions are sampled with the weights as
+        they are when the first batch of an iteration is asked for.
+        """
+        rows, rollout = self.batch_size // ranks, None
         for now in count(step):
-            begins = now - now % self.updates
-            if phase is None or now == begins:
-                phase = self._phase(begins)
-            rows = self._rows(now - begins, begins)
-            own = rows[rank * mine : (rank + 1) * mine]
-            yield now, phase.batch(own)
+            first_step = now - now % self.updates
+            if rollout is None or now == first_step:
+                rollout = self._load_or_make(first_step)
+            order = self._order(now - first_step, first_step)
+            yield now, rollout.batch(order[rank * rows : (rank + 1) * rows])
 
-    def _rows(self, update: int, begins: int) -> Tensor:
-        """Which answers an update learns from: in each epoch all, in another order."""
-        epoch, first = divmod(update * self.size, self.answers)
-        key = seed_of(self.setup.seed, "answers", begins, epoch)
-        places = torch.arange(first, first + self.size).numpy()
-        return torch.from_numpy(permute_index(places, self.answers, key))
+    def _order(self, update: int, first_step: int) -> Tensor:
+        """Return which completions an update reads: each epoch is a permutation of all."""
+        epoch, first = divmod(update * self.batch_size, self.completions)
+        key = seed_of(self.setup.seed, "answers", first_step, epoch)
+        places = torch.arange(first, first + self.batch_size).numpy()
+        return torch.from_numpy(permute_index(places, self.completions, key))
 
-    def _phase(self, begins: int) -> Drawn:
-        def kept() -> Drawn | None:
-            made = files.load(self.setup.out, begins, self.answers, self.kept)
-            if made is not None:
-                file = files.file_of(self.setup.out, begins)
-                files.check_read(file, made, self.models.trained.tree)
-            return made
+    def _load_or_make(self, first_step: int) -> Rollout:
+        """Return the rollout of the iteration that begins at `first_step`."""
+        out = self.setup.out
+
+        def load() -> Rollout | None:
+            found = rollouts.load(out, first_step, self.completions, self.rollout_type)
+            if found is not None:
+                file = rollouts.rollout_file(out, first_step)
+                rollouts.check_ids(file, found, self.models.policy.tree)
+            return found
 
         try:
             # the first rank's folder, where hosts share none
-            found = kept() if self.mesh.size == 1 else agree.once(kept)
+            rollout = load() if self.mesh.size == 1 else agree.once(load)
         except ValueError as error:
-            raise Damaged(f"{error}; remove it, and its answers are drawn anew") from None
-        if found is None:
-            found = self._drawn(begins)
-        self.setup.idle.learns()
-        self.begun(found)
-        return found
+            raise Damaged(f"{error}; remove it, and its completions are sampled again") from None
+        if rollout is None:
+            rollout = self._make(first_step)
+        self.setup.offloader.use_for_updates()
+        self.report(rollout)
+        return rollout
 
-    def begun(self, phase: Drawn) -> None:
-        """What is told of a phase that begins, or is gone on with."""
-        good = phase.rewards[~phase.rewards.isnan()]
-        self.told |= phase.apart() | {
-            "rollout/reward": float(good.mean()) if len(good) else math.nan,
-            "rollout/reward_std": float(good.std()) if len(good) > 1 else 0.0,
-        }
-
-    def _drawn(self, begins: int) -> Drawn:
-        """Draws, judges and scores the answers of a phase, and keeps them."""
-        judged = self._worth_learning(begins)
-        written, rewards = [one.written for one in judged], [one.reward for one in judged]
-        made = of_answers(
-            [one.prompt.tokens for one in judged],
-            [one.tokens for one in written],
-            [one.logprobs for one in written],
-            self.setup.length,
-            self._unit(),
-            [one.own for one in written],
+    def _make(self, first_step: int) -> Rollout:
+        """Sample, score and write the completions of an iteration."""
+        scored = self._sample_and_score(first_step)
+        completions = [each.completion for each in scored]
+        rollout = make_rollout(
+            [each.prompt.tokens for each in scored],
+            [each.tokens for each in completions],
+            [each.logprobs for each in completions],
+            self.setup.max_length,
+            self._length_multiple(),
+            [each.sampled for each in completions],
         )
-        whole = torch.tensor([one.whole for one in written])
-        if self.config.mask_cut:
-            made = replace(made, labels=torch.where(whole[:, None], made.labels, IGNORED))
-        made = self.learned(replace(made, rewards=self._shaped(torch.tensor(rewards), written)))
-        self.tell(made, written)
+        finished = torch.tensor([each.finished for each in completions])
+        if self.config.mask_truncated_completions:
+            labels = torch.where(finished[:, None], rollout.labels, IGNORED)
+            rollout = replace(rollout, labels=labels)
+        rewards = self._with_overlong_penalty(
+            torch.tensor([each.reward for each in scored]), completions
+        )
+        rollout = self.add_targets(replace(rollout, rewards=rewards))
+        self._report_sampling(rollout, completions)
         if self.mesh.first:
-            files.save(made, self.setup.out, begins, [one.row for one in judged])
-            first = min([begins, *self.setup.kept()]) - self.updates + 1
-            files.forget(self.setup.out, range(first))
-        return made
+            self._write(rollout, first_step, [each.row for each in scored])
+        return rollout
 
-    def _unit(self) -> int:
-        """What the width of rows is a multiple of. Routers count what fills a row up, too, and have
-        losses of it: with experts a row is as wide in every layout of 2 cp tp up to PADDED.
+    def _write(self, rollout: Rollout, first_step: int, rows: list[dict[str, Any]]) -> None:
+        """Write the rollout, log some of its completions, and delete the files that
+        no checkpoint could resume from.
         """
-        unit = 2 * self.mesh.cp.size * self.mesh.tp.size
-        return math.lcm(unit, PADDED) if self.models.trained.tree.experts else unit
+        out = self.setup.out
+        rollouts.save(rollout, out, first_step, rows)
+        rollouts.log_completions(out, first_step, rows[: self.config.log_completions])
+        oldest = min([first_step, *self.setup.checkpoint_steps()]) - self.updates + 1
+        rollouts.delete_rollouts(out, range(oldest))
 
-    def _worth_learning(self, begins: int) -> list[Judged]:
-        """Answers with their rewards; of another prompt in the place of each group from which
-        nothing is to be learned, so often as is asked.
+    def _length_multiple(self) -> int:
+        """Return what row lengths are a multiple of. Routers also see padding, in their counts and
+        losses, so with experts the padding must not depend on the layout: it is the same for every
+        2 cp tp up to PADDING_MULTIPLE.
+        """
+        multiple = 2 * self.mesh.cp.size * self.mesh.tp.size
+        has_experts = self.models.policy.tree.experts
+        return math.lcm(multiple, PADDING_MULTIPLE) if has_experts else multiple
+
+    def _sample_and_score(self, first_step: int) -> list[ScoredCompletion]:
+        """Return the scored completions of all groups, in order. Groups whose rewards are all equal
+        are replaced by completions of other prompts, up to config.max_resamples times.
         """
         config, prompts = self.config, self.loader.mixture
-        number = begins // self.updates * (self.answers // config.samples)
+        groups = self.completions // config.num_generations
+        first_prompt = first_step // self.updates * groups
 
-        def drawn(groups: Sequence[int], again: int) -> list[Judged]:
-            asked, names = [], []
-            for group in groups:
-                prompt = prompts.prompts[prompts.index(number + group, again)]
-                asked += [prompt] * config.samples
-                first = group * config.samples
-                of_time = f"/{again}" if again else ""
-                names += [f"{begins}/{first + i}{of_time}" for i in range(config.samples)]
-            return self._judged(asked, self._answered(self._drawing(again), asked, names))
+        def sample(numbers: Sequence[int], attempt: int) -> list[ScoredCompletion]:
+            of_groups, names = [], []
+            for group in numbers:
+                prompt = prompts.prompts[prompts.index(first_prompt + group, attempt)]
+                of_groups += [prompt] * config.num_generations
+                first = group * config.num_generations
+                suffix = f"/{attempt}" if attempt else ""
+                each = range(first, first + config.num_generations)
+                names += [f"{first_step}/{i}{suffix}" for i in each]  # seeds of the samples
+            return self._score(of_groups, self._generate(attempt, of_groups, names))
 
-        groups = self.answers // config.samples
-        found, again = with_redraws(drawn, groups, config.samples, config.redraws)
-        if config.samples > 1:
-            self.told |= {
-                "rollout/alike": float(again.alike),
-                "rollout/redrawn": float(again.groups),
-            }
-        return found
-
-    def _drawing(self, again: int) -> Decoder:
-        """The model that draws, of the weights as they are: put there as a phase begins, and anew
-        each time `again` where it has waited for the judges, as nothing of it is kept meanwhile.
-        """
-        models, idle = self.models, self.setup.idle
-        if again and not idle.parts:
-            return models.drawing.model
-        idle.reads(models.trained, models.drawing.model)
-        return models.drawing.refresh(models.trained)
-
-    def _answered(
-        self, model: Decoder, prompts: Sequence[Prompt], names: Sequence[str]
-    ) -> list[Written]:
-        """An answer to each prompt, in their order, on every rank."""
-        config, setup, mesh = self.config, self.setup, self.models.drawing.mesh
-        options = Options(temperature=config.temperature, stop=tuple(sorted(setup.stop)))
-        setup.idle.reads(model)
-        if setup.idle.parts:
-            self.told["rollout/idle_gib"] = setup.idle.bytes / 2**30
-
-        def draw(
-            texts: Sequence[Sequence[int]], names: Sequence[str], most: Sequence[int]
-        ) -> list[Written]:
-            return answered(model, mesh, texts, names, most, options, setup.seed, config.batch)
-
-        if self.turns is None:
-            most = [config.max_new_tokens] * len(prompts)
-            return draw([one.tokens for one in prompts], names, most)
-        found, told = self.turns.answered(draw, prompts, names, config.max_new_tokens)
-        self.told |= told
-        return found
-
-    def _judged(self, prompts: Sequence[Prompt], written: Sequence[Written]) -> list[Judged]:
-        self.setup.idle.reads(*self.judging.models)
-        decode = self.loader.tokenizer.decode
-        answers = [
-            Answer(
-                p.asked,
-                decode(one.tokens, skip_special_tokens=True),
-                p.row,
-                [*p.tokens, *one.tokens],
-            )
-            for p, one in zip(prompts, written, strict=True)
-        ]
-        rewards, told = self.judging(answers)
-        self.told |= told
-        every = zip(prompts, written, answers, rewards.tolist(), strict=True)
-        return [Judged(*one) for one in every]
-
-    def _shaped(self, rewards: Tensor, written: Sequence[Written]) -> Tensor:
-        """With what the length of an answer costs."""
-        config = self.config
-        if not config.overlong:
-            return rewards
-        cost = config.overlong_weight * advantage.overlong(
-            torch.tensor([len(one.tokens) for one in written]),
-            max_length=config.max_new_tokens,
-            window=config.overlong,
+        scored, resampling = resample_degenerate_groups(
+            sample, groups, config.num_generations, config.max_resamples
         )
-        self.told["rollout/overlong"] = float(cost.mean())
-        return rewards + cost
+        if config.num_generations > 1:
+            self.metrics |= {
+                "rollout/degenerate_groups": float(resampling.degenerate),
+                "rollout/resampled_groups": float(resampling.resampled),
+            }
+        return scored
 
-    def learned(self, made: Drawn) -> Drawn:
-        """With log-probabilities as training computes them, and advantages."""
-        good = ~made.rewards.isnan()
-        made = replace(made, labels=torch.where(good[:, None], made.labels, IGNORED))
-        made = self.remembered(made)
-        if self.models.reference is not None:
-            reference = self.log_probabilities(self.models.reference, made)
-            made = replace(made, reference=reference)
-        return with_advantages(made, self.config)
-
-    def remembered(self, made: Drawn) -> Drawn:
-        """With what the model says of its answers before it learns from them, and by which experts,
-        where it is to learn through these.
+    def _load_generator(self, attempt: int) -> Decoder:
+        """Return the generation model with the policy's weights. They are copied once per
+        iteration, and again for each resampling where the model was offloaded, which keeps no copy.
         """
-        if not self.config.routing_replay:
-            return replace(made, old=self.log_probabilities(self.models.trained, made))
+        models, offloader = self.models, self.setup.offloader
+        if attempt and not offloader.parts:
+            return models.generator.model
+        offloader.use_weights(models.policy, models.generator.model)
+        return models.generator.load_weights(models.policy)
 
-        def ask(model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule) -> Tensor:
+    def _generate(
+        self, attempt: int, prompts: Sequence[Prompt], names: Sequence[str]
+    ) -> list[Completion]:
+        """Return a completion of each prompt, in order, on every rank."""
+        model = self._load_generator(attempt)
+        config, setup, mesh = self.config, self.setup, self.models.generator.mesh
+        stop = tuple(sorted(setup.stop_tokens))
+        options = Options(temperature=config.temperature, stop=stop)
+        setup.offloader.use_weights(model)
+        if setup.offloader.parts:
+            self.metrics["rollout/offloaded_gib"] = setup.offloader.bytes / 2**30
+
+        def generate(
+            texts: Sequence[Sequence[int]], names: Sequence[str], max_new_tokens: Sequence[int]
+        ) -> list[Completion]:
+            return generate_completions(
+                *(model, mesh, texts, names, max_new_tokens, options, setup.seed),
+                config.max_num_seqs,
+            )
+
+        if self.multi_turn is None:
+            max_new_tokens = [config.max_new_tokens] * len(prompts)
+            return generate([prompt.tokens for prompt in prompts], names, max_new_tokens)
+        completions, metrics = self.multi_turn.generate(
+            generate, prompts, names, config.max_new_tokens
+        )
+        self.metrics |= metrics
+        return completions
+
+    def _score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[ScoredCompletion]:
+        """Return the completions with their rewards, on every rank."""
+        self.setup.offloader.use_weights(*self.reward.models)
+        decode = self.loader.tokenizer.decode
+        texts = [
+            RewardInput(
+                prompt.content,
+                decode(completion.tokens, skip_special_tokens=True),
+                prompt.row,
+                [*prompt.tokens, *completion.tokens],
+            )
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        rewards, metrics = self.reward(texts)
+        self.metrics |= metrics
+        every = zip(prompts, completions, texts, rewards.tolist(), strict=True)
+        return [ScoredCompletion(*each) for each in every]
+
+    def _with_overlong_penalty(self, rewards: Tensor, completions: Sequence[Completion]) -> Tensor:
+        """Return the rewards with DAPO's penalty of long completions."""
+        config = self.config
+        if not config.overlong_buffer:
+            return rewards
+        penalty = config.overlong_penalty_factor * advantage.overlong_penalty(
+            torch.tensor([len(each.tokens) for each in completions]),
+            max_length=config.max_new_tokens,
+            buffer=config.overlong_buffer,
+        )
+        self.metrics["rollout/overlong_penalty"] = float(penalty.mean())
+        return rewards + penalty
+
+    def add_targets(self, rollout: Rollout) -> Rollout:
+        """Return the rollout with log-probabilities of policy and reference, and advantages."""
+        rollout = self.add_old_logprobs(rollout)
+        if self.models.reference is not None:
+            reference = self.log_probabilities(self.models.reference, rollout)
+            rollout = replace(rollout, reference_logprobs=reference)
+        return compute_advantages(rollout, self.config)
+
+    def add_old_logprobs(self, rollout: Rollout) -> Rollout:
+        """Return the rollout with the policy's log-probabilities before the first update, and with
+        the experts of each token for routing replay. Completions whose reward failed get no labels.
+        """
+        scored = ~rollout.rewards.isnan()
+        labels = torch.where(scored[:, None], rollout.labels, IGNORED)
+        rollout = replace(rollout, labels=labels)
+        if not self.config.routing_replay:
+            old = self.log_probabilities(self.models.policy, rollout)
+            return replace(rollout, old_logprobs=old)
+
+        def compute(model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule) -> Tensor:
             temperature = self.config.temperature
             return forward.routed_log_probabilities(model, batch, mesh, schedule, temperature)
 
-        found = self.asked(ask, self.models.trained, made)
-        return replace(made, old=found[..., 0].contiguous(), experts=found[..., 1:].short())
+        found = self.compute_per_token(compute, self.models.policy, rollout)
+        old, experts = found[..., 0].contiguous(), found[..., 1:].short()
+        return replace(rollout, old_logprobs=old, experts=experts)
 
-    def log_probabilities(self, model: Decoder, made: Drawn) -> Tensor:
-        """Of every answer's tokens, on every rank."""
+    def log_probabilities(self, model: Decoder, rollout: Rollout) -> Tensor:
+        """Return the log-probability of each label in `model`, on every rank."""
 
-        def ask(model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule) -> Tensor:
+        def compute(model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule) -> Tensor:
             return forward.log_probabilities(model, batch, mesh, schedule, self.config.temperature)
 
-        return self.asked(ask, model, made)
+        return self.compute_per_token(compute, model, rollout)
 
-    def asked(self, ask: Ask, model: Decoder, made: Drawn) -> Tensor:
-        """What `ask` says of every answer's tokens, on every rank."""
+    def compute_per_token(
+        self, compute: ComputePerToken, model: Decoder, rollout: Rollout
+    ) -> Tensor:
+        """Return `compute` of all rows of the rollout, on every rank."""
 
-        def of(batch: Batch) -> Tensor:
-            return ask(model, batch, self.mesh, self.setup.schedule)
+        def compute_batch(batch: Batch) -> Tensor:
+            return compute(model, batch, self.mesh, self.setup.schedule)
 
-        self.setup.idle.reads(model)
-        return of_rows(made.batch, of, self.answers, self.size, self.mesh)
+        self.setup.offloader.use_weights(model)
+        return compute_over_rows(
+            rollout.batch, compute_batch, self.completions, self.batch_size, self.mesh
+        )
 
-    def tell(self, made: Drawn, written: Sequence[Written]) -> None:
-        lengths = torch.tensor([float(sum(one.own)) for one in written])
-        whole = torch.tensor([float(one.whole) for one in written])
-        self.told |= {
-            "rollout/tokens": float(lengths.mean()),
-            "rollout/ended": float(whole.mean()),
+    def report(self, rollout: Rollout) -> None:
+        """Add the metrics of a rollout that is new or was read from its file."""
+        rewards = rollout.rewards[~rollout.rewards.isnan()]
+        self.metrics |= rollout.logprob_difference() | {
+            "rollout/reward": float(rewards.mean()) if len(rewards) else math.nan,
+            "rollout/reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,
         }
-        away = (made.old - made.reference)[made.labels != IGNORED]
-        if self.models.reference is not None and len(away):
-            self.told["rollout/reference_kl"] = float(away.mean())
+
+    def _report_sampling(self, rollout: Rollout, completions: Sequence[Completion]) -> None:
+        """Add the metrics that a rollout's file does not have."""
+        lengths = torch.tensor([float(sum(each.sampled)) for each in completions])
+        finished = torch.tensor([float(each.finished) for each in completions])
+        self.metrics |= {
+            "rollout/completion_length": float(lengths.mean()),
+            "rollout/finished": float(finished.mean()),
+        }
+        trained = rollout.labels != IGNORED
+        kl = (rollout.old_logprobs - rollout.reference_logprobs)[trained]
+        if self.models.reference is not None and len(kl):
+            self.metrics["rollout/reference_kl"] = float(kl.mean())
+
+
+class PPORolloutBatches(RolloutBatches):
+    """The same with a critic: values of each token, generalised advantages, returns, and a KL
+    coefficient that may be adapted to a target.
+    """
+
+    rollout_type = PPORollout
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        loader: PromptLoader,
+        models: RolloutModels,
+        reward: CombinedReward,
+        setup: RolloutSetup,
+        ppo: PPOConfig,
+        critic: Decoder,
+        kl_controller: KLController,
+        multi_turn: MultiTurn | None = None,
+    ):
+        """`kl_controller` is updated when an iteration begins, so that its value at any checkpoint
+        is that of the next iteration.
+        """
+        super().__init__(config, loader, models, reward, setup, multi_turn)
+        self.ppo, self.critic, self.kl_controller = ppo, critic, kl_controller
+
+    def add_targets(self, rollout: Rollout) -> PPORollout:
+        rollout = self.add_old_logprobs(rollout)
+        reference = rollout.old_logprobs
+        if self.models.reference is not None:
+            reference = self.log_probabilities(self.models.reference, rollout)
+            rollout = replace(rollout, reference_logprobs=reference)
+        values = self.compute_per_token(forward.values, self.critic, rollout)
+        return compute_ppo_targets(rollout, reference, values, self.ppo, self.kl_controller.value)
+
+    def report(self, rollout: Rollout) -> None:
+        super().report(rollout)
+        assert isinstance(rollout, PPORollout)
+        kl_coef, kl = float(rollout.kl_coef), self.kl_per_completion(rollout)
+        self.kl_controller.value = self.kl_controller.next_value(kl_coef, kl, self.completions)
+        self.metrics |= {
+            "rollout/explained_variance": rollout.explained_variance(),
+            "rollout/entropy": rollout.entropy(),
+        }
+        if self.models.reference is not None:
+            self.metrics |= {"rollout/kl_coef": kl_coef, "rollout/kl_per_completion": kl}
+
+    def kl_per_completion(self, rollout: PPORollout) -> float:
+        """Return the mean over completions of the summed KL of their tokens from the reference."""
+        trained = rollout.trained
+        if self.models.reference is None or not trained.any():
+            return 0.0
+        difference = rollout.old_logprobs - rollout.reference_logprobs
+        difference = torch.where(trained, difference, 0.0)
+        kl = advantage.kl_of_difference(difference, self.ppo.kl_estimator).sum(1)
+        return float(kl[trained.any(1)].mean())

@@ -1,15 +1,15 @@
-"""Models that wait are put to the CPU, where a run asks for it (--rollout.idle cpu). In each part
-of a phase only what it reads is on the device:
+"""Offloading of idle models to host memory (--rollout.offload cpu). At each time only what is read
+is on the device:
 
-    weights are put to the drawing model     the policy, and the one that draws
-    answers are drawn                        the one that draws
-    they are judged                          reward models
-    log-probabilities, values                each model while it is asked
-    updates                                  the policy and the critic, with their optimizers
+    copying weights                 the policy and the generation model
+    generation                      the generation model
+    scoring                         reward models
+    log-probabilities, values       the model whose forward runs
+    updates                         policy and critic with their optimizers
 
-What goes away is the memory under tensors and not the tensors: a storage is emptied, and filled
-again in its place, so that whoever holds a parameter, a shard of ZeRO or a moment goes on holding
-it. The bytes are the same, to the last of a shard's padding.
+The memory under tensors is offloaded, and not the tensors: a storage is resized to 0 and filled
+again in place, so whoever holds a parameter, a ZeRO shard or an optimizer moment still holds it.
+Bytes are restored exactly, padding of shards included.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,48 +24,51 @@ from dolmen.core import state
 from dolmen.optim.optimizer import Optimizer
 
 
-class Memory:
-    """What lies under tensors, on their device or, while it is away, in memory of the CPU."""
+class OffloadableMemory:
+    """The memory under tensors, on their device or, while offloaded, copied to host memory."""
 
     def __init__(
         self,
         tensors: Callable[[], Iterable[Tensor]],
         pinned: Pinned | None = None,
-        kept: bool = True,
+        keep: bool = True,
     ):
-        """`tensors` that nobody may read while they are away, asked for each time they go; `pinned`
-        as `staging.pinned_for` says. Not `kept`: whoever has them back writes them anew.
+        """`tensors` returns the tensors; nobody may read them while they are offloaded. `pinned` is
+        as of `writer.pinned_for`. Without `keep` the values are dropped: whoever reloads writes
+        them.
         """
-        self.tensors, self.pinned, self.kept = tensors, pinned, kept
-        self.gone: list[tuple[Tensor, int]] = []
+        self.tensors, self.pinned, self.keep = tensors, pinned, keep
+        self.offloaded: list[tuple[Tensor, int]] = []
         self.copies: dict[str, Tensor] = {}
 
     @property
     def bytes(self) -> int:
-        """That are away."""
-        return sum(size for _, size in self.gone)
+        """Bytes currently offloaded."""
+        return sum(size for _, size in self.offloaded)
 
-    def go(self) -> None:
-        if self.gone:
+    def offload(self) -> None:
+        """Copy the memory to the host and free it."""
+        if self.offloaded:
             return
-        flat = _storages(self.tensors())
-        if self.kept:
-            named = {str(number): one for number, one in enumerate(flat)}
-            self.copies = writer.copies(named, self.pinned)  # which have arrived
-        self.gone = [(one, one.nbytes) for one in flat]
-        for one in flat:
-            one.untyped_storage().resize_(0)
+        storages = _storages(self.tensors())
+        if self.keep:
+            numbered = {str(number): each for number, each in enumerate(storages)}
+            self.copies = writer.copies(numbered, self.pinned)  # returns when they are complete
+        self.offloaded = [(each, each.nbytes) for each in storages]
+        for each in storages:
+            each.untyped_storage().resize_(0)
 
-    def come(self) -> None:
-        for number, (one, size) in enumerate(self.gone):
-            one.untyped_storage().resize_(size)
-            if self.kept:
-                one.copy_(self.copies[str(number)])
-        self.gone, self.copies = [], {}
+    def reload(self) -> None:
+        """Allocate the memory again, and restore its values."""
+        for number, (storage, size) in enumerate(self.offloaded):
+            storage.untyped_storage().resize_(size)
+            if self.keep:
+                storage.copy_(self.copies[str(number)])
+        self.offloaded, self.copies = [], {}
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each piece of memory under this rank's parts of `tensors` once, whole, as bytes."""
+    """Return each storage under this rank's parts of `tensors` once, whole, as bytes."""
     found: dict[int, Tensor] = {}
     for tensor in tensors:
         storage = state.local_view(tensor).untyped_storage()
@@ -76,63 +79,65 @@ def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """Of what a run holds: a model's weights, or the state of the optimizer that trains it."""
+class OffloadPart:
+    """A model's weights, or the state of the optimizer that trains it."""
 
     model: nn.Module
-    memory: Memory
-    learns: bool = False
+    memory: OffloadableMemory
+    is_optimizer: bool = False
 
 
-class Idle:
-    """Who waits, and where."""
+class Offloader:
+    """Moves models and optimizer state to host memory while they are not needed."""
 
-    def __init__(self, parts: Sequence[Part] = ()):
-        """Without parts all stay where they are."""
+    def __init__(self, parts: Sequence[OffloadPart] = ()):
+        """Without parts nothing is ever moved."""
         self.parts = parts
 
     @property
     def bytes(self) -> int:
-        """That are away from this rank's device."""
+        """Bytes currently offloaded from this rank's device."""
         return sum(part.memory.bytes for part in self.parts)
 
-    def reads(self, *models: nn.Module) -> None:
-        """Now the weights of these are read, and nothing else."""
-        self._here([part for part in self.parts if part.model in models and not part.learns])
+    def use_weights(self, *models: nn.Module) -> None:
+        """Reload the weights of these models, and offload everything else."""
+        self._use([part for part in self.parts if part.model in models and not part.is_optimizer])
 
-    def learns(self) -> None:
-        """Now all that has an optimizer learns, and nothing else is read."""
-        learning = {part.model for part in self.parts if part.learns}
-        self._here([part for part in self.parts if part.model in learning])
+    def use_for_updates(self) -> None:
+        """Reload all models that have an optimizer, with it, and offload everything else."""
+        trained = {part.model for part in self.parts if part.is_optimizer}
+        self._use([part for part in self.parts if part.model in trained])
 
-    def _here(self, wanted: Sequence[Part]) -> None:
+    def _use(self, wanted: Sequence[OffloadPart]) -> None:
         for part in self.parts:
             if part not in wanted:
-                part.memory.go()  # first, so that there is room
+                part.memory.offload()  # before anything is reloaded, so that there is room
         for part in wanted:
-            part.memory.come()
+            part.memory.reload()
 
 
-def parts_of(
+def offload_parts(
     device: torch.device,
     trained: Iterable[tuple[nn.Module, Optimizer]],
-    drawing: nn.Module,
-    asked: Iterable[nn.Module],
-) -> list[Part]:
-    """What may wait: models that learn with their optimizers, the one that draws, whose weights are
-    written in each phase, and those that are `asked` alone.
+    generator: nn.Module,
+    frozen: Iterable[nn.Module],
+) -> list[OffloadPart]:
+    """Return what can be offloaded: trained models with their optimizers, the generation model,
+    whose weights are loaded in each iteration anyway, and `frozen` reference and reward models.
     """
     pinned = writer.pinned_for(device)
-    parts = [Part(drawing, Memory(drawing.parameters, pinned, kept=False))]
+    parts = [OffloadPart(generator, OffloadableMemory(generator.parameters, pinned, keep=False))]
     for model, optimizer in trained:
-        parts.append(Part(model, Memory(model.parameters, pinned)))
-        parts.append(Part(model, Memory(_state_of(optimizer), pinned), learns=True))
-    return parts + [Part(model, Memory(model.parameters, pinned)) for model in asked]
+        parts.append(OffloadPart(model, OffloadableMemory(model.parameters, pinned)))
+        memory = OffloadableMemory(_optimizer_tensors(optimizer), pinned)
+        parts.append(OffloadPart(model, memory, is_optimizer=True))
+    weights = [(model, OffloadableMemory(model.parameters, pinned)) for model in frozen]
+    return parts + [OffloadPart(*each) for each in weights]
 
 
-def _state_of(optimizer: Optimizer) -> Callable[[], Iterable[Tensor]]:
+def _optimizer_tensors(optimizer: Optimizer) -> Callable[[], Iterable[Tensor]]:
     def tensors() -> Iterable[Tensor]:
-        for kept in optimizer.state.values():
-            yield from (each for each in kept.values() if isinstance(each, Tensor))
+        for moments in optimizer.state.values():
+            yield from (each for each in moments.values() if isinstance(each, Tensor))
 
     return tensors

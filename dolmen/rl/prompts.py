@@ -1,6 +1,6 @@
-"""Prompts to answer, as what a run reads: rows with a `prompt` (a text, as it is) or `messages`
-(written by the chat template, up to where the assistant begins), or the first line of each text, in
-an order that follows from the seed. Whatever else a row has is for its reward.
+"""Prompts of a run that samples completions: rows with a `prompt` (a text, used as it is) or
+`messages` (formatted by the chat template with the generation prompt), or the first line of each
+text, in an order that follows from the seed. Other fields of a row are for its reward.
 """
 
 import hashlib
@@ -32,29 +32,31 @@ from dolmen.files.kinds import PROMPT_ROWS
 from dolmen.rl.config import RolloutConfig
 from dolmen.rl.rewards import NEEDS_ANSWER
 
-SHOWN = 300  # characters of the prompt that is shown
+SHOWN = 300  # characters of the first prompt, in the header of a run
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One that is answered."""
+    """A prompt and the row that it is from."""
 
     tokens: list[int]
     row: dict[str, Any]
-    where: str
-    """File and row, for a person."""
+    location: str
+    """File and row, for messages."""
 
     @property
-    def asked(self) -> str | list[dict[str, Any]]:
-        """A text, or the messages of a chat."""
+    def content(self) -> str | list[dict[str, Any]]:
+        """The text, or the messages of a chat."""
         return next(self.row[name] for name in PROMPT_ROWS if name in self.row)
 
 
 class Prompts:
-    """In an order that is a permutation in each epoch; `answers` in a row are of one prompt."""
+    """Prompts in an order that is another permutation in each epoch. A prompt is read as many
+    consecutive times as completions of it are trained on, over all epochs of an iteration.
+    """
 
-    def __init__(self, name: str, prompts: Sequence[Prompt], answers: int, seed: int):
-        self.name, self.prompts, self.answers, self.seed = name, prompts, answers, seed
+    def __init__(self, name: str, prompts: Sequence[Prompt], repeats: int, seed: int):
+        self.name, self.prompts, self.repeats, self.seed = name, prompts, repeats, seed
 
     @property
     def parts(self) -> Sequence[Part]:
@@ -64,22 +66,22 @@ class Prompts:
         return [Part(self.name, Fraction(1), TokenStream.of(tokens, starts, ends))]
 
     def documents(self, first: int, count: int) -> list[str]:
-        numbers = range(first // self.answers, -(-(first + count) // self.answers))
-        return [f"{self.name}: {self.prompts[self.index(number)].where}" for number in numbers]
+        numbers = range(first // self.repeats, -(-(first + count) // self.repeats))
+        return [f"{self.name}: {self.prompts[self.index(number)].location}" for number in numbers]
 
     def epochs(self, samples: int) -> dict[str, float]:
-        return {self.name: samples / (self.answers * len(self.prompts))}
+        return {self.name: samples / (self.repeats * len(self.prompts))}
 
-    def index(self, number: int, again: int = 0) -> int:
-        """Which prompt is asked as number `number`; in an order of its own each time that another
-        is asked `again` in its place.
+    def index(self, number: int, attempt: int = 0) -> int:
+        """Return the index of prompt number `number` of the run. Each resampling `attempt` has an
+        order of its own.
         """
-        seed = seed_of(self.seed, "again", again) if again else self.seed
+        seed = seed_of(self.seed, "again", attempt) if attempt else self.seed
         return shuffled(number, len(self.prompts), seed)
 
 
-class Nothing:
-    """Nothing is held out."""
+class NoValidation:
+    """The empty validation split."""
 
     tokens = 0
     bytes = None
@@ -95,11 +97,11 @@ class Nothing:
 
 
 class PromptLoader(Loader):
-    """Of a run that draws what it learns from: phases.py makes its batches."""
+    """The loader of a run that samples completions: RolloutBatches makes its batches."""
 
     mixture: Prompts
     text: Loader | None = None
-    """What is learned beside answers."""
+    """The loader of the pretraining text of PPO-ptx."""
 
     def beside(self, text: Loader) -> "PromptLoader":
         """The same, with `text` that goes on where it does."""
@@ -125,7 +127,9 @@ class PromptLoader(Loader):
         return super().epochs(step) | {f"pretraining {name}": n for name, n in read.items()}
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        raise AssertionError("prompts are answered before they are learned from: see phases.py")
+        raise AssertionError(
+            "completions are sampled before they are trained on: see RolloutBatches"
+        )
 
 
 def prepare(
@@ -167,7 +171,7 @@ def prepare(
                 else ""
             )
         )
-    mixture = Prompts(source.name, kept, rollout.samples * rollout.epochs, seed)
+    mixture = Prompts(source.name, kept, rollout.num_generations * rollout.epochs, seed)
     left_out = (
         f"left out: {counted(len(read) - len(kept), 'prompt')} of over {room} tokens "
         "(--train.sequence-length, --rollout.max-new-tokens)"
@@ -176,10 +180,10 @@ def prepare(
     shown = inputs.tokenizer.decode(kept[0].tokens)
     description = Description(
         f"{source.name}: {counted(len(kept), 'prompt')} of {_lengths(kept)} tokens; each iteration "
-        f"samples {rollout.answers(global_batch_size):,} completions for "
+        f"samples {rollout.completions(global_batch_size):,} completions for "
         f"{counted(updates, 'update')}, the last {counted(updates - 1, 'update')} off-policy",
         changes=(left_out,) if len(kept) < len(read) else (),
-        details=(f"prompt of {kept[0].where}: {shown[:SHOWN]!r}",),
+        details=(f"prompt of {kept[0].location}: {shown[:SHOWN]!r}",),
     )
     content = hashlib.blake2b(digest_size=8)
     for prompt in kept:
@@ -192,7 +196,7 @@ def prepare(
         "seed": str(seed),
     }
     return PromptLoader(
-        mixture, Nothing(), global_batch_size, inputs.tokenizer, description, identity
+        mixture, NoValidation(), global_batch_size, inputs.tokenizer, description, identity
     )
 
 

@@ -1,166 +1,363 @@
-"""How good answers are: built-in checkers, and a function of the user's in a process of its own,
-with a time limit (judge.py).
+"""Rewards of completions: rules, a user's function in a worker process, reward models, and their
+weighted sum.
 
-    with judge_of("gsm8k", 10.0) as judge:
-        judge(Answer("What is 6 x 7?", "6 x 7 = 42", {"answer": "#### 42"})) -> Judgement(1.0)
+    with CombinedReward([WeightedReward("gsm8k", 1.0, make_reward_function("gsm8k", 10.0))], ...):
+        rewards, metrics = reward([RewardInput("What is 6 x 7?", "6 x 7 = 42", {"answer": "42"})])
+
+Rules and functions run on the first rank for all; a reward model runs on all ranks, in the layout
+of the run, and scores token ids, not text.
 """
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dolmen.conversion.source import Source
+from dolmen.core import agree
+from dolmen.core.mesh import Mesh
 from dolmen.core.messages import cut
-from dolmen.rl.function_worker import Apart, check_name
-from dolmen.rl.judge import LARGEST
+from dolmen.data import tokenizer as tokenizers
+from dolmen.data.batch import Batch
+from dolmen.model.decoder import Decoder
+from dolmen.model.tree import Scalar
+from dolmen.objectives import forward
+from dolmen.ops.attention import Documents
+from dolmen.ops.loss import IGNORED
+from dolmen.parallel.actions import Schedule
+from dolmen.rl import generation
+from dolmen.rl.function_worker import LARGEST, FunctionWorker, check_function_name
 
 NUMERIC = re.compile(r"\d+\.?\d*|\.\d+")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 VOWELS = frozenset("aeiouAEIOU")
 
 
-class Answer(NamedTuple):
-    """What is judged."""
+class RewardInput(NamedTuple):
+    """What a reward function is given."""
 
     prompt: str | list[dict[str, Any]]
     """A text, or the messages of a chat."""
-    text: str
+    completion: str
     row: dict[str, Any]
     """All fields of the prompt's row."""
     tokens: Sequence[int] = ()
-    """The prompt's, and then its own: what a reward model scores."""
+    """Token ids of prompt and completion: what a reward model scores."""
 
 
-class Judgement(NamedTuple):
+class RewardResult(NamedTuple):
+    """A reward, or why there is none."""
+
     reward: float | None
-    """None: it has failed."""
-    why: str = ""
-    """It has."""
+    error: str = ""
 
 
-class NoReward(ValueError):
-    """A run is to end where an answer has no reward; the message says why there is none."""
+class RewardError(ValueError):
+    """A reward or environment failed, and the run is to stop for it (--rollout.on-failure stop)."""
 
 
-class Judge(ABC):
-    """Gives each answer a reward; used within `with`."""
+class RewardFunction(ABC):
+    """Scores one completion at a time; used within `with`."""
 
-    def begin(self) -> None:
-        """What takes time before the first answer. Raises ValueError where nothing can be judged;
-        who does not call it is told with the first answer.
+    def start(self) -> None:
+        """Do what takes time before the first completion. Raises ValueError where nothing can be
+        scored, which is raised with the first completion otherwise.
         """
         return None
 
     @abstractmethod
-    def __call__(self, answer: Answer) -> Judgement: ...
+    def __call__(self, completion: RewardInput) -> RewardResult: ...
 
-    def __enter__(self) -> "Judge":
+    def __enter__(self) -> "RewardFunction":
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
 
-class Checker(Judge):
-    """A rule, which takes no time."""
+class RuleReward(RewardFunction):
+    """A built-in rule."""
 
-    def __init__(self, rule: Callable[[Answer], float]):
+    def __init__(self, rule: Callable[[RewardInput], float]):
         self.rule = rule
 
-    def __call__(self, answer: Answer) -> Judgement:
+    def __call__(self, completion: RewardInput) -> RewardResult:
         try:
-            return Judgement(self.rule(answer))
+            return RewardResult(self.rule(completion))
         except KeyError as error:
-            return Judgement(None, f"the row has no field {error}, which the reward compares with")
+            return RewardResult(
+                None, f"the row has no field {error}, which the reward compares with"
+            )
 
 
-def exact(answer: Answer) -> float:
-    """1 where the answer is the row's, else 0."""
-    return float(answer.text.strip() == str(answer.row["answer"]).strip())
+def exact(completion: RewardInput) -> float:
+    """Return 1 where the completion is the row's `answer`, else 0."""
+    return float(completion.completion.strip() == str(completion.row["answer"]).strip())
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a text, as GSM8K marks answers (2110.14168): behind #### where there is
-    that.
+    """Return the last number of a text, after #### where there is one, as GSM8K marks answers
+    (2110.14168).
     """
     _, _, marked = text.rpartition("####")
     found = NUMBER.findall(marked)
     return float(found[-1].replace(",", "")) if found else None
 
 
-def gsm8k(answer: Answer) -> float:
-    """1 where the last number of the answer is that of the row's, else 0."""
-    right, given = last_number(str(answer.row["answer"])), last_number(answer.text)
-    return float(given is not None and given == right)
+def gsm8k(completion: RewardInput) -> float:
+    """Return 1 where the last number of the completion is that of the row's `answer`, else 0."""
+    right, found = last_number(str(completion.row["answer"])), last_number(completion.completion)
+    return float(found is not None and found == right)
 
 
-def stub(answer: Answer) -> float:
-    """The share of characters that are vowels: something to learn where nothing is to be judged."""
-    return sum(char in VOWELS for char in answer.text) / max(1, len(answer.text))
+def stub(completion: RewardInput) -> float:
+    """Return the share of characters that are vowels: a reward for trying out a run."""
+    text = completion.completion
+    return sum(char in VOWELS for char in text) / max(1, len(text))
 
 
-class Function(Judge):
-    """MODULE:FUNCTION, which has failed too where it gives no finite number."""
+class UserReward(RewardFunction):
+    """MODULE:FUNCTION in a worker process. It fails too where it returns no finite number."""
 
-    def __init__(self, name: str, limit: float):
-        self.apart = Apart("reward", name, limit)
+    def __init__(self, name: str, timeout: float):
+        self.worker = FunctionWorker("reward", name, timeout)
 
     def __exit__(self, *_: object) -> None:
-        self.apart.end()
+        self.worker.stop()
 
-    def begin(self) -> None:
-        self.apart.begin()
+    def start(self) -> None:
+        self.worker.start()
 
-    def __call__(self, answer: Answer) -> Judgement:
-        asked = {"prompt": answer.prompt, "answer": answer.text, "row": answer.row}
-        reply = self.apart.ask(asked)
-        return Judgement(reply.get("reward"), reply.get("failed", ""))
+    def __call__(self, completion: RewardInput) -> RewardResult:
+        request = {
+            "prompt": completion.prompt,
+            "completion": completion.completion,
+            "row": completion.row,
+        }
+        reply = self.worker.call(request)
+        return RewardResult(reply.get("reward"), reply.get("failed", ""))
 
 
 RULES = {"exact": exact, "gsm8k": gsm8k, "stub": stub}
 NEEDS_ANSWER = ("exact", "gsm8k")
-"""Those that compare with the row's own `answer`."""
+"""Rules that compare with the row's `answer`."""
 
 
-def weighted(rewards: Sequence[str]) -> list[tuple[float, str]]:
-    """(weight, name) of each, as --reward spells them: 0.7:NAME, or NAME alone, which is 1. Raises
-    ValueError for what is no weight.
+def parse_rewards(rewards: Sequence[str]) -> list[tuple[float, str]]:
+    """Return (weight, name) of each --reward: 0.7:NAME, or NAME with a weight of 1. Raises
+    ValueError for a weight that is out of range.
     """
     found = []
-    for asked in rewards:
-        weight, _, name = asked.partition(":")
+    for text in rewards:
+        weight, _, name = text.partition(":")
         if NUMERIC.fullmatch(weight) is None:
-            found.append((1.0, asked))
+            found.append((1.0, text))
         elif 0 < float(weight) <= LARGEST and name:
             found.append((float(weight), name))
         else:
             raise ValueError(
-                f"reward is {cut(asked)}: WEIGHT:REWARD has a weight over 0, at most {LARGEST:g}, "
+                f"reward is {cut(text)}: WEIGHT:REWARD has a weight over 0, at most {LARGEST:g}, "
                 "and a reward"
             )
     return found
 
 
-def is_model(name: str) -> bool:
-    """Whether --reward names a reward model: a folder, or ORG/NAME of the hub."""
+def is_reward_model(name: str) -> bool:
+    """Return whether --reward names a reward model: a folder, or ORG/NAME of the hub."""
     if name in RULES or name.startswith("regex:"):
         return False
     return "/" in name or Path(name).expanduser().is_dir()
 
 
-def judge_of(name: str, limit: float) -> Judge:
-    """The judge that --reward names. Raises ValueError where there is none of that name."""
+def make_reward_function(name: str, timeout: float) -> RewardFunction:
+    """Return the rule or function that --reward names. Raises ValueError where there is none."""
     if name in RULES:
-        return Checker(RULES[name])
+        return RuleReward(RULES[name])
     kind, _, pattern = name.partition(":")
     if kind == "regex":
         try:
             found = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"reward {name}: no regular expression: {error}") from None
-        return Checker(lambda answer: float(found.search(answer.text) is not None))
-    check_name(
+        return RuleReward(lambda each: float(found.search(each.completion) is not None))
+    check_function_name(
         name, "reward", f"{', '.join(RULES)}, regex:PATTERN, the folder of a reward model or "
     )
-    return Function(name, limit)
+    return UserReward(name, timeout)
+
+
+@dataclass(frozen=True, eq=False)
+class RewardModel:
+    """Scores texts by a model with a scalar head: the number of their last token."""
+
+    model: Decoder
+    mesh: Mesh
+    schedule: Schedule
+    """The schedule of training, which splits `batch_size` rows over dp."""
+    batch_size: int
+    """Rows of a forward, over all of dp."""
+
+    def __call__(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, " texts"]:
+        """Return the score of each text of one token or more, on every rank. Every rank calls it.
+        Raises ValueError for a text that is longer than the model reads.
+        """
+        longest, limit = max(map(len, texts)), self.model.tree.max_position_embeddings
+        if longest > limit:
+            raise ValueError(
+                f"a prompt with its completion has {longest} tokens, and the reward model reads "
+                f"{limit} (max_position_embeddings): set a smaller --rollout.max-new-tokens"
+            )
+        multiple = 2 * self.mesh.cp.size * self.mesh.tp.size
+        width = -(-longest // multiple) * multiple
+        rows = -(-len(texts) // self.batch_size) * self.batch_size
+        tokens = torch.zeros(rows, width, dtype=torch.int64)
+        lengths = torch.ones(rows, dtype=torch.int64)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)], lengths[row] = torch.tensor(text), len(text)
+        index = torch.arange(width)
+        # padding is a document of its own, which no token of the text attends to
+        starts = torch.where(index >= lengths[:, None], lengths[:, None], 0)
+
+        def batch(rows: slice) -> Batch:
+            labels = torch.full_like(tokens[rows], IGNORED)
+            documents = Documents.of(starts[rows].contiguous())
+            return Batch(tokens[rows], labels, documents).with_positions(1)
+
+        def compute(rows: Batch) -> Tensor:
+            return forward.values(self.model, rows, self.mesh, self.schedule)
+
+        values = generation.compute_over_rows(
+            batch, compute, len(tokens), self.batch_size, self.mesh
+        )
+        return values[torch.arange(len(texts)), lengths[: len(texts)] - 1]
+
+
+def check_reward_model(name: str, source: Source, vocab_size: int, tokenizer: str | None) -> None:
+    """Raise ValueError where the reward model `name`, opened as `source`, has no scalar head, or
+    other token ids than a model of `vocab_size` with this `tokenizer`.
+    """
+    tree = source.tree
+    if not isinstance(tree.head, Scalar):
+        raise ValueError(
+            f"reward {name} predicts tokens: give a model with a scalar head, as dolmen train "
+            "reward makes one"
+        )
+    if tree.vocab_size != vocab_size:
+        raise ValueError(
+            f"reward {name} has a vocab_size of {tree.vocab_size:,}, the model {vocab_size:,}: "
+            "give a reward model of the same tokens"
+        )
+    if source.tokenizer is None or tokenizer is None:
+        return
+    ours, theirs = (
+        tokenizers.load_tokenizer(folder, "--reward", probe=False).get_vocab()
+        for folder in (tokenizer, str(source.tokenizer))
+    )
+    other = sorted(token for token, number in ours.items() if theirs.get(token) != number)
+    if other:
+        raise ValueError(
+            f"reward {name} has a tokenizer of its own: {len(other):,} of {len(ours):,} tokens, as "
+            f"{other[0]!r}, have other ids; give a reward model of the same tokens"
+        )
+
+
+class WeightedReward(NamedTuple):
+    """One --reward."""
+
+    name: str
+    weight: float
+    scorer: RewardFunction | RewardModel
+
+
+class ScoredRewards(NamedTuple):
+    """Rewards of completions, in order."""
+
+    rewards: Float[Tensor, " completions"]
+    """NaN where the reward failed."""
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class CombinedReward:
+    """The weighted sum of several rewards; user functions run within `with`."""
+
+    parts: Sequence[WeightedReward]
+    on_failure: Literal["stop", "zero", "leave-out"]
+    mesh: Mesh
+    say: Callable[[str], None] = print
+
+    @property
+    def models(self) -> list[Decoder]:
+        """The reward models."""
+        return [part.scorer.model for part in self.parts if isinstance(part.scorer, RewardModel)]
+
+    def __enter__(self) -> "CombinedReward":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:
+            for part in self.parts:
+                if isinstance(part.scorer, RewardFunction):
+                    stack.push(part.scorer.__exit__)
+
+    def __call__(self, completions: Sequence[RewardInput]) -> ScoredRewards:
+        """Score completions. Every rank calls it with the same. Raises RewardError, on every rank,
+        for a reward that fails where the run is to stop for it.
+        """
+        total, failed, metrics = torch.zeros(len(completions)), 0, {}
+        for place, part in enumerate(self.parts):
+            results = self._score(part, completions)
+            try:
+                each = [self._resolve_failure(result) for result in results]
+            except ValueError as error:  # the same on every rank
+                raise RewardError(str(error)) from None
+            rewards = torch.tensor(each)
+            total += part.weight * rewards
+            failed += sum(result.reward is None for result in results)
+            if len(self.parts) > 1:
+                scored = rewards[~rewards.isnan()]
+                mean = float(scored.mean()) if len(scored) else math.nan
+                metrics[f"rollout/reward_{place + 1}"] = mean
+        return ScoredRewards(total, {**metrics, "rollout/failed_rewards": float(failed)})
+
+    def _score(
+        self, part: WeightedReward, completions: Sequence[RewardInput]
+    ) -> list[RewardResult]:
+        """Return the results of one reward, on every rank."""
+        scorer = part.scorer
+        if isinstance(scorer, RewardModel):
+            scores = scorer([each.tokens for each in completions]).tolist()
+            return [
+                RewardResult(score)
+                if math.isfinite(score)
+                else RewardResult(None, f"{part.name} gave {score}")
+                for score in scores
+            ]
+
+        def score_on_first_rank() -> list[RewardResult]:
+            results = []
+            for each in completions:
+                results.append(scorer(each))
+                if results[-1].reward is None and self.on_failure == "stop":
+                    break  # the run stops for it: the others are not needed
+            return results
+
+        return score_on_first_rank() if self.mesh.size == 1 else agree.once(score_on_first_rank)
+
+    def _resolve_failure(self, result: RewardResult) -> float:
+        """Return the reward that counts. Raises ValueError where the run is to stop."""
+        if result.reward is not None:
+            return result.reward
+        if self.on_failure == "stop":
+            raise ValueError(f"{result.error} (--rollout.on-failure zero or leave-out goes on)")
+        if self.mesh.first:
+            self.say(f"WARNING: {result.error}")
+        return 0.0 if self.on_failure == "zero" else math.nan

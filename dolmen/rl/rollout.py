@@ -1,9 +1,9 @@
-"""What a phase has drawn, and all that its updates learn it from: on every rank the same, and in a
-file before the first of them, so that a run that is killed goes on with the same answers and
-rewards.
+"""The data of one rollout iteration: what its updates learn from, the same on every rank, and its
+files, which a resumed run reads instead of sampling again.
 
-    rollouts/00000040.safetensors      what is drawn before step 40
-    rollouts/00000040.jsonl            the same to be read: prompt, answer, reward
+    rollouts/00000040.safetensors      the tensors of the iteration that begins at step 40
+    rollouts/00000040.jsonl            its text: prompt, completion, reward
+    rollouts/completions.jsonl         a few completions of every iteration, which are kept
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import safetensors.torch
 import torch
-from jaxtyping import Float, Int16, Int64
+from jaxtyping import Bool, Float, Float64, Int16, Int64
 from torch import Tensor
 
 from dolmen.data.batch import Batch
@@ -23,136 +23,195 @@ from dolmen.files import safetensors as files
 from dolmen.model.replay import places
 from dolmen.model.tree import Tree
 from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE
+from dolmen.objectives.ppo import RETURN, VALUE
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 
 FOLDER = "rollouts"
-EXPERTS = "experts"  # the name of a tensor that a file need not have
+COMPLETIONS = "completions.jsonl"
+EXPERTS = "experts"  # the one tensor that a file may lack
 DTYPES = {"tokens": torch.int64, "labels": torch.int64, EXPERTS: torch.int16}
-"""All else are numbers with a fraction."""
+"""The dtypes of tensors that are not floating point."""
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
-    """Answers, each behind its prompt in a row, in the order of their numbers."""
+class Rollout:
+    """Completions in rows [completions, length], each behind its prompt and before padding. Values
+    of a label stand at the position of the token before it, as logits do.
+    """
 
-    others: ClassVar[dict[str, tuple[int, ...]]] = {}
-    """Shapes of what is kept of no token and no answer."""
+    other_shapes: ClassVar[dict[str, tuple[int, ...]]] = {}
+    """Shapes of tensors that are neither per token nor per completion."""
 
-    tokens: Int64[Tensor, "answers length"]
-    labels: Int64[Tensor, "answers length"]
-    """IGNORED but where an answer's token follows."""
-    sampled: Float[Tensor, "answers length"]
-    """Of each label, the log-probability with which it was drawn."""
-    rewards: Float[Tensor, " answers"]
-    """NaN where there is none."""
-    old: Float[Tensor, "answers length"]
-    """Of each label, the log-probability in the model as it was trained when the phase began."""
-    reference: Float[Tensor, "answers length"]
-    """The same of the model that the run began with; 0 where nobody asks."""
-    advantages: Float[Tensor, "answers length"]
-    experts: Int16[Tensor, "answers length choices"]
-    """Those that each token went to when the phase began; of no choice where nobody asks."""
+    tokens: Int64[Tensor, "completions length"]
+    labels: Int64[Tensor, "completions length"]
+    """The next token where it was sampled from the model and is trained on, else IGNORED."""
+    sampled_logprobs: Float[Tensor, "completions length"]
+    """Log-probability of each label when it was sampled, by the generation model."""
+    rewards: Float[Tensor, " completions"]
+    """NaN where the reward function failed."""
+    old_logprobs: Float[Tensor, "completions length"]
+    """Log-probability of each label in the policy before the first update, by the trainer."""
+    reference_logprobs: Float[Tensor, "completions length"]
+    """Log-probability of each label in the reference model; 0 without one."""
+    advantages: Float[Tensor, "completions length"]
+    experts: Int16[Tensor, "completions length choices"]
+    """Experts that each token was routed to, for routing replay; 0 choices without it."""
 
     def batch(self, rows: slice | Int64[Tensor, " rows"]) -> Batch:
-        """These answers to learn from."""
+        """Return these completions as a training batch."""
         tokens, labels = self.tokens[rows], self.labels[rows]
-        made = Batch(tokens, labels, Documents.of(_starts(labels))).with_positions(1)
+        batch = Batch(tokens, labels, Documents.of(_document_starts(labels))).with_positions(1)
         experts = self.experts[rows].long() if self.experts.numel() else None
         numbers = {name: each[rows] for name, each in self.numbers.items()}
-        return replace(made, numbers=numbers, experts=experts)
+        return replace(batch, numbers=numbers, experts=experts)
 
     @property
-    def numbers(self) -> dict[str, Float[Tensor, "answers length"]]:
-        """What an objective must know of each token."""
-        return {OLD: self.old, ADVANTAGE: self.advantages, REFERENCE: self.reference}
-
-    def apart(self) -> dict[str, float]:
-        """By how much trainer and generator differ over all that was drawn: of log-probabilities
-        the mean difference, and the largest, beside what is allowed of it:
-        1e-4 max(1, |log p| / 10).
-        """
-        here = self.labels != IGNORED
-        old, off = self.old[here], (self.old - self.sampled)[here].abs()
-        if not len(off):
-            return {}
-        allowed = 1e-4 * (old.abs() / 10).clamp(min=1)
+    def numbers(self) -> dict[str, Float[Tensor, "completions length"]]:
+        """The numbers per token that the policy's objective reads."""
         return {
-            "rollout/logprob_difference": float(off.mean()),
-            "rollout/logprob_difference_of_allowed": float((off / allowed).max()),
+            OLD: self.old_logprobs,
+            ADVANTAGE: self.advantages,
+            REFERENCE: self.reference_logprobs,
+        }
+
+    @property
+    def trained(self) -> Bool[Tensor, "completions length"]:
+        """Whether a position has a label."""
+        return self.labels != IGNORED
+
+    def logprob_difference(self) -> dict[str, float]:
+        """Return how far the log-probabilities of trainer and generator differ: the mean, and the
+        maximum relative to a tolerance of 1e-4 max(1, |log p| / 10).
+        """
+        old = self.old_logprobs[self.trained]
+        difference = (self.old_logprobs - self.sampled_logprobs)[self.trained].abs()
+        if not len(difference):
+            return {}
+        tolerance = 1e-4 * (old.abs() / 10).clamp(min=1)
+        return {
+            "rollout/logprob_difference": float(difference.mean()),
+            "rollout/logprob_difference_over_tolerance": float((difference / tolerance).max()),
         }
 
 
-Kept = TypeVar("Kept", bound=Drawn)
+@dataclass(frozen=True, eq=False)
+class PPORollout(Rollout):
+    """A rollout with a critic's values and returns."""
+
+    values: Float[Tensor, "completions length"]
+    """The critic's value before the first update."""
+    returns: Float[Tensor, "completions length"]
+    """Targets of the critic."""
+    kl_coef: Float64[Tensor, " one"]
+    """The KL coefficient in the rewards of tokens."""
+
+    other_shapes: ClassVar[dict[str, tuple[int, ...]]] = {"kl_coef": (1,)}
+
+    @property
+    def numbers(self) -> dict[str, Tensor]:
+        return {**super().numbers, VALUE: self.values, RETURN: self.returns}
+
+    def explained_variance(self) -> float:
+        """Return the share of the returns' variance that the values predict: 1 is all, below 0 is
+        worse than their mean.
+        """
+        returns, error = self.returns[self.trained], (self.returns - self.values)[self.trained]
+        variance = returns.var(unbiased=False)
+        return float(1 - error.var(unbiased=False) / variance) if variance > 0 else 0.0
+
+    def entropy(self) -> float:
+        """Return an estimate of the policy's entropy per token, from the sampled tokens."""
+        return float(-self.old_logprobs[self.trained].mean()) if self.trained.any() else 0.0
 
 
-def of_answers(
+RolloutType = TypeVar("RolloutType", bound=Rollout)
+
+
+def make_rollout(
     prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]],
-    length: int,
-    unit: int,
-    own: Sequence[Sequence[bool]] | None = None,
-) -> Drawn:
-    """Rows of `prompts` with their `answers`, none longer than `length` + 1: as wide as the longest
-    needs, in multiples of `unit`. Tokens of an answer that are not the model's `own` have no label.
-    Rewards, log-probabilities and advantages are still to come.
+    max_length: int,
+    length_multiple: int,
+    sampled: Sequence[Sequence[bool]] | None = None,
+) -> Rollout:
+    """Return rows of prompts and completions, none longer than `max_length` + 1, as long as the
+    longest needs, in multiples of `length_multiple`. Tokens that were not `sampled` from the model
+    have no label. Rewards, log-probabilities and advantages are 0.
     """
-    longest = max(len(p) + len(a) - 1 for p, a in zip(prompts, answers, strict=True))
-    width = min(length, -(-longest // unit) * unit)
-    tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
+    longest = max(len(p) + len(c) - 1 for p, c in zip(prompts, completions, strict=True))
+    length = min(max_length, -(-longest // length_multiple) * length_multiple)
+    tokens = torch.zeros(len(prompts), length, dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORED)
-    sampled = torch.zeros(tokens.shape)
-    own = own or [[True] * len(answer) for answer in answers]
-    every = zip(prompts, answers, logprobs, own, strict=True)
-    for row, (prompt, answer, numbers, drawn) in enumerate(every):
-        whole, first = torch.tensor([*prompt, *answer]), len(prompt) - 1
-        here = torch.tensor(drawn)
-        tokens[row, : len(whole) - 1] = whole[:-1]
-        labels[row, first : len(whole) - 1] = torch.where(here, whole[first + 1 :], IGNORED)
-        sampled[row, first : len(whole) - 1] = torch.tensor(numbers) * here
-    nothing = torch.zeros(len(prompts))
-    unknown, unasked = torch.zeros(tokens.shape), _unasked(tokens.shape)
-    return Drawn(tokens, labels, sampled, nothing, unknown, unknown, unknown, unasked)
+    sampled_logprobs = torch.zeros(tokens.shape)
+    sampled = sampled or [[True] * len(completion) for completion in completions]
+    every = zip(prompts, completions, logprobs, sampled, strict=True)
+    for row, (prompt, completion, numbers, mask) in enumerate(every):
+        text, first = torch.tensor([*prompt, *completion]), len(prompt) - 1
+        end, mask = len(text) - 1, torch.tensor(mask)
+        tokens[row, :end] = text[:-1]
+        labels[row, first:end] = torch.where(mask, text[first + 1 :], IGNORED)
+        sampled_logprobs[row, first:end] = torch.tensor(numbers) * mask
+    rewards, zeros = torch.zeros(len(prompts)), torch.zeros(tokens.shape)
+    experts = _no_experts(tokens.shape)
+    return Rollout(tokens, labels, sampled_logprobs, rewards, zeros, zeros, zeros, experts)
 
 
-def _unasked(shape: torch.Size) -> Int16[Tensor, "answers length 0"]:
-    """Experts of which nothing is known."""
+def _no_experts(shape: torch.Size) -> Int16[Tensor, "completions length 0"]:
     return torch.zeros(*shape, 0, dtype=torch.int16)
 
 
-def _starts(labels: Int64[Tensor, "rows length"]) -> Int64[Tensor, "rows length"]:
-    """Of documents: the row, and what fills it up behind the answer, which nobody reads."""
+def _document_starts(labels: Int64[Tensor, "rows length"]) -> Int64[Tensor, "rows length"]:
+    """Return the start of each token's document: the row, and the padding behind it."""
     index = torch.arange(labels.shape[1])
     end = torch.where(labels != IGNORED, index + 1, 0).amax(1, keepdim=True)
     return torch.where(index >= end, end, 0).expand_as(labels).contiguous()
 
 
-def file_of(out: Path, step: int) -> Path:
+def rollout_file(out: Path, step: int) -> Path:
+    """Return the file of the iteration that begins at `step`."""
     return out / FOLDER / f"{step:08d}.safetensors"
 
 
-def save(drawn: Drawn, out: Path, step: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Whole, or not at all; `rows` are those to be read."""
+def save(rollout: Rollout, out: Path, step: int, rows: Sequence[dict[str, Any]]) -> None:
+    """Write a rollout and `rows`, its text, each file atomically."""
     write.folder(out, FOLDER)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write.replace(file_of(out, step).with_suffix(".jsonl"), lines.encode(errors="replace"))
-    tensors = {one.name: vars(drawn)[one.name].clone() for one in fields(drawn)}
-    if not drawn.experts.numel():
+    text_file = rollout_file(out, step).with_suffix(".jsonl")
+    write.replace(text_file, lines.encode(errors="replace"))
+    tensors = {each.name: vars(rollout)[each.name].clone() for each in fields(rollout)}
+    if not rollout.experts.numel():
         del tensors[EXPERTS]
-    write.replace(file_of(out, step), safetensors.torch.save(tensors))
+    write.replace(rollout_file(out, step), safetensors.torch.save(tensors))
 
 
-def load(out: Path, step: int, answers: int, kind: type[Kept] = Drawn) -> Kept | None:
-    """What was drawn before `step`; None where there is no file, or one of another number of
-    answers: of phases of another length, whose begin may be this one's too. Raises Refused for one
-    that is not what `save` has written of this `kind`.
+def log_completions(out: Path, step: int, rows: Sequence[dict[str, Any]]) -> None:
+    """Append `rows` of the iteration that begins at `step` to COMPLETIONS: prompts as text, and no
+    reward where it failed.
     """
-    file = file_of(out, step)
+    lines = []
+    for row in rows:
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
+        known = {name: value for name, value in row.items() if value is not None}
+        lines.append(json.dumps({"step": step, **known, "prompt": prompt}) + "\n")
+    if lines:
+        with write.append(out / FOLDER / COMPLETIONS) as file:
+            file.writelines(lines)
+
+
+def load(
+    out: Path, step: int, completions: int, kind: type[RolloutType] = Rollout
+) -> RolloutType | None:
+    """Return the rollout of the iteration that begins at `step`; None where it has no file, or one
+    of another number of completions, which an iteration of another length has left. Raises Refused
+    for a file that `save` has not written of this `kind`.
+    """
+    file = rollout_file(out, step)
     if not file.exists():
         return None
     stored = files.read_header(file)
-    names = [one.name for one in fields(kind)]
+    names = [each.name for each in fields(kind)]
     if EXPERTS not in stored:
         names.remove(EXPERTS)
     if sorted(stored) != sorted(names):
@@ -161,52 +220,53 @@ def load(out: Path, step: int, answers: int, kind: type[Kept] = Drawn) -> Kept |
         )
     tensors = {name: stored[name].read() for name in names}
     shape = tensors["tokens"].shape
-    experts = tensors.setdefault(EXPERTS, _unasked(shape))
+    experts = tensors.setdefault(EXPERTS, _no_experts(shape))
     if len(shape) != 2 or not all(shape):
-        raise gate.refuse(file, f"tokens are {tuple(shape)}, no rows of answers")
+        raise gate.refuse(file, f"tokens have shape {tuple(shape)}, not [completions, length]")
     for name, tensor in tensors.items():
-        wanted = DTYPES.get(name)
-        right = tensor.dtype == wanted if wanted else tensor.is_floating_point()
+        dtype = DTYPES.get(name)
+        right = tensor.dtype == dtype if dtype else tensor.is_floating_point()
         if not right:
-            raise gate.refuse(file, f"{name} are {tensor.dtype}, not {wanted or torch.float32}")
+            raise gate.refuse(file, f"{name} are {tensor.dtype}, not {dtype or torch.float32}")
     if experts.ndim != 3 or bool((experts < 0).any()):
-        raise gate.refuse(file, f"{EXPERTS} are no numbers of experts of each token")
+        raise gate.refuse(file, f"{EXPERTS} must be expert indices [completions, length, choices]")
+    shapes = {"rewards": shape[:1], EXPERTS: (*shape, *experts.shape[2:]), **kind.other_shapes}
     for name, tensor in tensors.items():
-        wanted = {"rewards": shape[:1], EXPERTS: (*shape, *experts.shape[2:]), **kind.others}.get(
-            name, shape
-        )
-        if tensor.shape != wanted:
-            said = f"{name} is {tuple(tensor.shape)}, and tokens are {tuple(shape)}"
-            raise gate.refuse(file, said)
-    return kind(**tensors) if shape[0] == answers else None
+        if tensor.shape != shapes.get(name, shape):
+            told = f"{name} has shape {tuple(tensor.shape)}, and tokens {tuple(shape)}"
+            raise gate.refuse(file, told)
+    return kind(**tensors) if shape[0] == completions else None
 
 
-def check_read(file: Path, made: Drawn, tree: Tree) -> None:
-    """Raises Refused where what `file` has is not of a model of this `tree`."""
-    labels = made.labels[made.labels != IGNORED]
-    for name, ids in (("tokens", made.tokens), ("labels", labels)):
+def check_ids(file: Path, rollout: Rollout, tree: Tree) -> None:
+    """Raise Refused where `file` has token or expert ids that a model of this `tree` has not."""
+    for name, ids in (("tokens", rollout.tokens), ("labels", rollout.labels[rollout.trained])):
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < tree.vocab_size:
-            said = f"{name} are from {int(ids.min())} to {int(ids.max())}"
-            raise gate.refuse(file, f"{said}, and the model has {tree.vocab_size:,} of them")
-    if made.experts.numel():
-        check_experts(file, made.experts, tree)
+            found = f"{name} are from {int(ids.min())} to {int(ids.max())}"
+            raise gate.refuse(file, f"{found}, and the vocab_size is {tree.vocab_size:,}")
+    if rollout.experts.numel():
+        check_experts(file, rollout.experts, tree)
 
 
-def check_experts(file: Path, experts: Int16[Tensor, "answers length choices"], tree: Tree) -> None:
-    """Raises Refused for those of `file` that are not of a model of this `tree`."""
+def check_experts(
+    file: Path, experts: Int16[Tensor, "completions length choices"], tree: Tree
+) -> None:
+    """Raise Refused where the expert indices of `file` are not those of a model of this `tree`."""
     choices = max((place.stop for place in places(tree).values()), default=0)
     if experts.shape[2] != choices:
-        said = f"{EXPERTS} are {experts.shape[2]} choices of each token, of the model {choices}"
-        raise gate.refuse(file, said)
+        raise gate.refuse(
+            file, f"{EXPERTS} are {experts.shape[2]} choices per token, and the model has {choices}"
+        )
     if int(experts.max()) >= tree.experts:
-        said = f"{EXPERTS} have number {int(experts.max())}, and the model {tree.experts} of them"
-        raise gate.refuse(file, said)
+        raise gate.refuse(
+            file, f"{EXPERTS} have index {int(experts.max())}, and the model {tree.experts} of them"
+        )
 
 
-def forget(out: Path, begun: Container[int]) -> None:
-    """Take away the files of phases that began at one of these steps."""
+def delete_rollouts(out: Path, steps: Container[int]) -> None:
+    """Delete the files of iterations that begin at one of these steps."""
     for file in sorted((out / FOLDER).glob("*")):
         number, _, kind = file.name.partition(".")
         if number.isdigit() and len(number) == 8 and kind in ("safetensors", "jsonl"):
-            if int(number) in begun:
+            if int(number) in steps:
                 file.unlink()

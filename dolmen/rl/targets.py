@@ -1,8 +1,5 @@
-"""Turns rewards and log-probabilities of a rollout into advantages; the KL coefficient.
-
-The coefficient of the KL in rewards, which may hold that KL at a target.
-
-From rewards and log-probabilities of a phase to what each token is to learn.
+"""What each token of a rollout is trained towards: advantages from rewards and log-probabilities,
+with a critic also returns; and the adaptive KL coefficient of PPO.
 """
 
 from dataclasses import replace
@@ -12,69 +9,108 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.objectives import advantage
-from dolmen.ops.loss import IGNORED
-from dolmen.rl.config import RolloutConfig
-from dolmen.rl.rollout import Drawn
+from dolmen.rl.config import PPOConfig, RolloutConfig
+from dolmen.rl.rollout import PPORollout, Rollout
 
-MOST = 0.2  # of the target, that a phase's KL is taken to be off (1909.08593, section 2.2)
+MAX_KL_ERROR = 0.2
+"""Bound of the relative error that moves the KL coefficient (1909.08593, section 2.2)."""
+EPS = 1e-4
+"""Added to the standard deviation of a group, as in TRL."""
 
 
-class Coefficient:
-    """Of the KL in rewards, and how it moves (1909.08593, section 2.2; TRL's and verl's
-    AdaptiveKLController): after a phase of n answers with a mean KL per answer of d,
+class KLController:
+    """Coefficient of the KL in rewards, adapted to hold a target (1909.08593, section 2.2; TRL's
+    and verl's AdaptiveKLController): after n completions with a mean KL per completion of d,
 
         value (1 + clip((d - target) / target, -0.2, 0.2) n / horizon)
     """
 
     def __init__(self, value: float, target: float | None, horizon: float):
+        """Without a `target` the value is fixed."""
         self.value, self.target, self.horizon = value, target, horizon
 
-    def after(self, used: float, kl: float, answers: int) -> float:
-        """What it is once a phase with the value `used` has had that KL."""
+    def next_value(self, value: float, kl: float, completions: int) -> float:
+        """Return the coefficient after an iteration with this `value` and mean KL."""
         if self.target is None:
             return self.value
-        off = max(-MOST, min(MOST, (kl - self.target) / self.target))
-        return used * (1 + off * answers / self.horizon)
+        error = max(-MAX_KL_ERROR, min(MAX_KL_ERROR, (kl - self.target) / self.target))
+        return value * (1 + error * completions / self.horizon)
 
 
-EPS = 1e-4  # of group normalisation, as TRL's
-
-
-def with_advantages(made: Drawn, config: RolloutConfig) -> Drawn:
-    """`made`, of `config.samples` consecutive answers to each prompt, which has all else. An answer
-    without a reward has no advantage, and is none that others are compared with.
+def compute_advantages(rollout: Rollout, config: RolloutConfig) -> Rollout:
+    """Return the rollout with advantages by config.advantage_estimator. Each
+    `config.num_generations` consecutive completions are a group. A completion without a reward has
+    advantage 0, and is not part of its group's baseline.
     """
-    here = made.labels != IGNORED
-    good = ~made.rewards.isnan()
-    rewards = _of_tokens(made, config) * (here & good[:, None])
-    groups = torch.arange(len(good)) // config.samples
-    scores = made.rewards.clone()
-    if config.reward_kl and config.advantage in ("group", "leave-one-out"):
-        scores += rewards.sum(1)
-    match config.advantage:
-        case "group":
-            scores[good] = advantage.group_normalised(
-                scores[good], groups[good], eps=EPS, scale=config.scale
+    trained = rollout.trained
+    scored = ~rollout.rewards.isnan()
+    kl_rewards = _kl_rewards(rollout, config) * (trained & scored[:, None])
+    groups = torch.arange(len(scored)) // config.num_generations
+    scores = rollout.rewards.clone()
+    if config.reward_kl_coef and config.advantage_estimator in ("grpo", "rloo"):
+        scores += kl_rewards.sum(1)
+    match config.advantage_estimator:
+        case "grpo":
+            scores[scored] = advantage.normalize_by_group(
+                scores[scored], groups[scored], eps=EPS, scale=config.scale_rewards
             )
-        case "leave-one-out":
-            scores[good] = advantage.leave_one_out(scores[good], groups[good])
-        case "reinforce-baseline":
-            scores[good] = advantage.group_normalised(scores[good], groups[good], scale="none")
-    scores = torch.where(good, scores, 0.0)
-    if config.taught:
-        found = advantage.taught(made.old, made.reference, here)
-    elif config.advantage in ("group", "leave-one-out"):
-        found = scores[:, None] * here
-    else:
-        last = advantage.last(here)
-        found = advantage.reinforce(rewards + scores[:, None] * last, here & good[:, None])
-    if config.importance_cap is not None:
-        found = found * advantage.importance(
-            made.old, made.sampled, here, cap=config.importance_cap
+        case "rloo":
+            scores[scored] = advantage.leave_one_out(scores[scored], groups[scored])
+        case "reinforce-plus-plus-baseline":
+            scores[scored] = advantage.normalize_by_group(
+                scores[scored], groups[scored], scale="none"
+            )
+    scores = torch.where(scored, scores, 0.0)
+    if config.distills:
+        advantages = advantage.distillation(
+            rollout.old_logprobs, rollout.reference_logprobs, trained
         )
-    return replace(made, advantages=found)
+    elif config.advantage_estimator in ("grpo", "rloo"):
+        advantages = scores[:, None] * trained
+    else:
+        rewards = kl_rewards + scores[:, None] * advantage.last_token(trained)
+        advantages = advantage.reinforce(rewards, trained & scored[:, None])
+    if config.importance_sampling_cap is not None:
+        advantages = advantages * advantage.importance_weights(
+            rollout.old_logprobs,
+            rollout.sampled_logprobs,
+            trained,
+            cap=config.importance_sampling_cap,
+        )
+    return replace(rollout, advantages=advantages)
 
 
-def _of_tokens(made: Drawn, config: RolloutConfig) -> Float[Tensor, "answers length"]:
-    """The KL that is a part of the reward, of each token; it may stand anywhere."""
-    return -config.reward_kl * advantage.kl(made.old, made.reference, estimator="k1")
+def _kl_rewards(rollout: Rollout, config: RolloutConfig) -> Float[Tensor, "completions length"]:
+    """Return the KL penalty of each position, also of those without a label."""
+    kl = advantage.kl(rollout.old_logprobs, rollout.reference_logprobs, estimator="k1")
+    return -config.reward_kl_coef * kl
+
+
+def compute_ppo_targets(
+    rollout: Rollout, reference: Tensor, values: Tensor, ppo: PPOConfig, kl_coef: float
+) -> PPORollout:
+    """Return the rollout with generalised advantages, returns and the critic's `values`, which are
+    read at labels only:
+
+        reward of the completion at its last token - kl_coef KL at each token
+        -> GAE -> advantages, whitened over the iteration, and returns
+    """
+    trained = rollout.trained
+    rewards = advantage.token_rewards(
+        rollout.rewards.nan_to_num(),  # NaN: no label, so the 0 is not read
+        rollout.old_logprobs,
+        reference,
+        trained,
+        kl=ppo.kl_estimator,
+        kl_coef=kl_coef,
+        clip=ppo.reward_clip,
+    )
+    advantages, returns = advantage.gae(rewards, values, trained, gamma=ppo.gamma, lam=ppo.lam)
+    if ppo.whiten_advantages:
+        advantages = advantage.whiten(advantages, trained)
+    return PPORollout(
+        **{**vars(rollout), "advantages": advantages},
+        values=torch.where(trained, values, 0.0),
+        returns=returns,
+        kl_coef=torch.tensor([kl_coef], dtype=torch.float64),
+    )

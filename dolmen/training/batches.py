@@ -17,15 +17,21 @@ from dolmen.data.batches import Loader
 from dolmen.model.decoder import Decoder
 from dolmen.optim.optimizer import DTYPES
 from dolmen.rl import prompts
-from dolmen.rl.environment import Function, Turns
-from dolmen.rl.iteration import Models, Phases, Setup
-from dolmen.rl.offload import Idle, parts_of
+from dolmen.rl.environment import MultiTurn, UserEnvironment
+from dolmen.rl.generation import GenerationModel
+from dolmen.rl.iteration import PPORolloutBatches, RolloutBatches, RolloutModels, RolloutSetup
+from dolmen.rl.offload import Offloader, offload_parts
 from dolmen.rl.prompts import PromptLoader
-from dolmen.rl.rewards import NoReward, is_model, judge_of, weighted
-from dolmen.rl.rollout import forget
-from dolmen.rl.scoring import Judging, Part, Scorer
-from dolmen.rl.valued import ValuedPhases
-from dolmen.rl.weights import Drawing
+from dolmen.rl.rewards import (
+    CombinedReward,
+    RewardError,
+    RewardModel,
+    WeightedReward,
+    is_reward_model,
+    make_reward_function,
+    parse_rewards,
+)
+from dolmen.rl.rollout import delete_rollouts
 from dolmen.serving.engine import stop_tokens
 from dolmen.training import pretraining, reference
 from dolmen.training.check_init import own_tokenizer
@@ -61,7 +67,7 @@ def prepare(run: RunConfig, begun: RunConfig, progress: bool, verify: bool) -> L
             run.sequence_length,
             run.train.global_batch_size,
             run.train.seed,
-            [name for _, name in weighted(run.reward)],
+            [name for _, name in parse_rewards(run.reward)],
             verify,
         )
         if not run.ppo.pretraining_coef:
@@ -86,7 +92,7 @@ def _ending() -> Iterator[None]:
     """Within, a completion without a reward ends the run: no mistake in its options."""
     try:
         yield
-    except NoReward as error:
+    except RewardError as error:
         raise Failed(str(error), final=True) from None
 
 
@@ -95,7 +101,7 @@ def forget_other(out: Path, step: int, changed: Iterable[str]) -> None:
     rewards and what models said of them are of those that it had.
     """
     if any(line.startswith(DRAWN_BY) for line in changed):
-        forget(out, range(step, sys.maxsize))
+        delete_rollouts(out, range(step, sys.maxsize))
 
 
 @contextmanager
@@ -107,26 +113,26 @@ def drawn(
     mesh: Mesh,
     out: Path,
     checkpoints: Checkpoints,
-) -> Iterator[Phases]:
+) -> Iterator[RolloutBatches]:
     """Batches of what the model of `state` draws. Within, a process judges its answers where the
     reward is a function. `begun` says which model is the reference.
     """
     training = replace(run.training, dropout=0.0, fp8=None)
-    drawing = Drawing(
+    drawing = GenerationModel(
         run.tree, training, mesh, run.rollout.tp or run.layout.tp, DTYPES[run.train.dtype]
     )
-    before = reference.start(begun, run, state, mesh) if run.compares_drawn else None
+    before = reference.start(begun, run, state, mesh) if run.needs_kl_reference else None
     own_end = loader.tokenizer.eos_token_id
     ends = set() if own_end is None else {int(own_end)}
     if begun.init is not None:
         ends |= stop_tokens(open_source(begun.init))
     with (
-        judging_of(run, state, mesh) as judging,
-        turns_of(run, loader, mesh) as turns,
+        make_reward(run, state, mesh) as judging,
+        open_environment(run, loader, mesh) as turns,
         _ending(),
     ):
-        models = Models(state.model, drawing, before)
-        setup = Setup(
+        models = RolloutModels(state.model, drawing, before)
+        setup = RolloutSetup(
             mesh,
             state.schedule,
             frozenset(ends),
@@ -134,13 +140,13 @@ def drawn(
             run.train.seed,
             out,
             checkpoints.steps,
-            idle_of(run, state, drawing, before, judging),
+            make_offloader(run, state, drawing, before, judging),
         )
         if state.beside is None:
-            yield Phases(run.rollout, loader, models, judging, setup, turns)
+            yield RolloutBatches(run.rollout, loader, models, judging, setup, turns)
             return
         critic = state.beside
-        yield ValuedPhases(
+        yield PPORolloutBatches(
             run.rollout,
             loader,
             models,
@@ -153,41 +159,43 @@ def drawn(
         )
 
 
-def idle_of(
+def make_offloader(
     run: RunConfig,
     state: TrainState,
-    drawing: Drawing,
+    drawing: GenerationModel,
     reference: Decoder | None,
-    judging: Judging,
-) -> Idle:
+    judging: CombinedReward,
+) -> Offloader:
     """Where the models of a run wait, as it asks."""
-    if run.rollout.idle == "device":
-        return Idle()
+    if run.rollout.offload == "none":
+        return Offloader()
     learning = [state] if state.beside is None else [state, state.beside.state]
     asked = judging.models if reference is None else [reference, *judging.models]
     trained = [(one.model, one.optimizer) for one in learning]
-    return Idle(parts_of(drawing.mesh.device, trained, drawing.model, asked))
+    return Offloader(offload_parts(drawing.mesh.device, trained, drawing.model, asked))
 
 
 @contextmanager
-def turns_of(run: RunConfig, loader: PromptLoader, mesh: Mesh) -> Iterator[Turns | None]:
+def open_environment(
+    run: RunConfig, loader: PromptLoader, mesh: Mesh
+) -> Iterator[MultiTurn | None]:
     """What --environment names, whose process runs within."""
     if run.environment is None:
         yield None
         return
-    with Function(run.environment, run.rollout.limit_seconds) as environment:
+    with UserEnvironment(run.environment, run.rollout.timeout_seconds) as environment:
         stop = run.rollout.on_failure == "stop"
-        yield Turns(environment, loader.tokenizer, run.rollout.turns, stop, mesh)
+        yield MultiTurn(environment, loader.tokenizer, run.rollout.max_turns, stop, mesh)
 
 
-def judging_of(run: RunConfig, state: TrainState, mesh: Mesh) -> Judging:
+def make_reward(run: RunConfig, state: TrainState, mesh: Mesh) -> CombinedReward:
     """What --reward names; reward models in the layout of the one that is trained."""
     parts = []
-    for weight, name in weighted(run.reward):
-        if is_model(name):
+    for weight, name in parse_rewards(run.reward):
+        if is_reward_model(name):
             model = reference.opened(run, name, state, mesh)
-            judge = Scorer(model, mesh, state.schedule, run.train.global_batch_size)
+            judge = RewardModel(model, mesh, state.schedule, run.train.global_batch_size)
         else:
-            judge = judge_of(name, run.rollout.limit_seconds)
-        parts.append(Part(name, weight, judge))
-    return Judging(parts, run.rollout.on_failure, mesh)
+            judge = make_reward_function(name, run.rollout.timeout_seconds)
+        parts.append(WeightedReward(name, weight, judge))
+    return CombinedReward(parts, run.rollout.on_failure, mesh)

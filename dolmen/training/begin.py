@@ -123,31 +123,31 @@ def objective_of(run: RunConfig) -> Objective:
     asked = run.objective
     same = asked.reference in (None, run.init)
     if asked.name == "reward":
-        return Preferred(asked.center, asked.margin or 0.0)
-    if asked.kind == "simpo" or asked.kind == "orpo":
+        return Preferred(asked.center_rewards_coefficient, asked.margin or 0.0)
+    if asked.loss_type == "simpo" or asked.loss_type == "orpo":
         margin = SIMPO_MARGIN if asked.margin is None else asked.margin
-        return ReferenceFree(asked.kind, asked.beta, margin, asked.label_smoothing)
-    if asked.kind == "kto":
+        return ReferenceFree(asked.loss_type, asked.beta, margin, asked.label_smoothing)
+    if asked.loss_type == "kto":
         weights = asked.desirable_weight, asked.undesirable_weight
         return KTO(asked.beta, *weights, from_reference=same)
     if asked.name == "dpo":
-        return DPO(asked.beta, asked.kind, asked.label_smoothing, asked.rpo_alpha, same)
+        return DPO(asked.beta, asked.loss_type, asked.label_smoothing, asked.rpo_alpha, same)
     if asked.name == "grpo":
         how = run.rollout
-        return (Undecided if how.entropy else Group)(
-            how.kind,
-            how.level,
+        return (Undecided if how.entropy_coef else Group)(
+            how.loss_type,
+            how.importance_sampling_level,
             how.clip_low,
             how.clip_high,
             how.beta,
             how.temperature,
             how.max_new_tokens,
-            how.entropy,
+            how.entropy_coef,
         )
     if asked.name == "ppo":
         how = run.rollout
-        return (ClippedUndecided if how.entropy else Clipped)(
-            how.clip_low, how.clip_high, run.ppo.dual_clip, how.temperature, how.entropy
+        return (ClippedUndecided if how.entropy_coef else Clipped)(
+            how.clip_low, how.clip_high, run.ppo.dual_clip, how.temperature, how.entropy_coef
         )
     if not run.tree.both_ways:
         return CrossEntropy()

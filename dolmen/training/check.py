@@ -168,7 +168,7 @@ def check_objective(run: RunConfig) -> None:
     asked, rows = run.objective, run.data.rows
     wanted = asked.rows or (rows if rows in ("text", "chats") else "chats")
     if rows != wanted:
-        kind = f" of kind {asked.kind}" if asked.name == "dpo" else ""
+        kind = f" of type {asked.loss_type}" if asked.name == "dpo" else ""
         raise ValueError(
             f"objective.name {asked.name}{kind} and data.rows {rows} do not belong together: use "
             f"--data.rows {wanted}, or another objective"

@@ -5,8 +5,8 @@ any process starts and before anything is written.
 from dolmen.conversion.source import open_source, tokenizer_folder
 from dolmen.core.messages import counted
 from dolmen.model.layout import Layout
-from dolmen.rl import function_worker, rewards, scoring
-from dolmen.rl.config import COMPARING, RolloutConfig
+from dolmen.rl import function_worker, rewards
+from dolmen.rl.config import GROUP_ESTIMATORS, RolloutConfig
 from dolmen.training.config import RunConfig
 
 
@@ -14,7 +14,7 @@ def check_drawn(run: RunConfig) -> None:
     """Raises ValueError where what the model draws, its reward, the data and the objective do not
     belong together, or the layout cannot draw.
     """
-    rewarded = bool(run.reward) or (run.objective.name == "grpo" and run.rollout.taught)
+    rewarded = bool(run.reward) or (run.objective.name == "grpo" and run.rollout.distills)
     asked = [run.objective.draws, run.data.rows == "prompts", rewarded]
     if not any(asked):
         if run.environment is not None:
@@ -39,16 +39,18 @@ def check_drawn(run: RunConfig) -> None:
     _check_judges(run)
     if run.objective.name == "grpo":
         check_compared(run.rollout)
-    if run.rollout.taught and (run.reward or run.objective.reference is None):
+    if run.rollout.distills and (run.reward or run.objective.reference is None):
         raise ValueError(
-            "rollout.advantage teacher learns from what --objective.reference says of each token, "
+            "rollout.advantage-estimator distillation learns from what --objective.reference "
+            "says of each token, "
             f"and from no reward: objective.reference is {run.objective.reference or 'none'}, "
             f"reward {' '.join(run.reward) or 'none'}"
         )
     run.rollout.updates(run.train.global_batch_size)
-    if run.rollout.compares and run.init is None and run.objective.reference is None:
+    if run.rollout.needs_reference and run.init is None and run.objective.reference is None:
         raise ValueError(
-            f"rollout.beta ({run.rollout.beta}) or reward-kl ({run.rollout.reward_kl}) weighs a KL "
+            f"rollout.beta ({run.rollout.beta}) or reward-kl-coef ({run.rollout.reward_kl_coef}) "
+            "weighs a KL "
             "from the model that the run begins with, which is random: give --init or "
             "--objective.reference, or leave it out"
         )
@@ -65,12 +67,12 @@ def check_drawn(run: RunConfig) -> None:
 def _check_judges(run: RunConfig) -> None:
     """Raises ValueError for an environment or a reward that is none."""
     if run.environment is not None:
-        function_worker.check_name(run.environment, "environment")
-    for _, name in rewards.weighted(run.reward):
-        if rewards.is_model(name):
+        function_worker.check_function_name(run.environment, "environment")
+    for _, name in rewards.parse_rewards(run.reward):
+        if rewards.is_reward_model(name):
             check_reward_model(run, name)
         else:
-            rewards.judge_of(name, run.rollout.limit_seconds)
+            rewards.make_reward_function(name, run.rollout.timeout_seconds)
 
 
 def _check_replay(run: RunConfig) -> None:
@@ -110,15 +112,19 @@ def _check_layout(run: RunConfig) -> None:
 
 def check_compared(asked: RolloutConfig) -> None:
     """Raises ValueError where answers are compared with others, and there are none."""
-    if asked.samples < 2 and asked.advantage in COMPARING:
+    if asked.num_generations < 2 and asked.advantage_estimator in GROUP_ESTIMATORS:
         raise ValueError(
-            f"rollout.samples is {asked.samples}: an answer is compared with others to its "
-            "prompt, so it must be at least 2 (--rollout.advantage reinforce compares none)"
+            f"rollout.num-generations is {asked.num_generations}: an answer is compared with "
+            "others to its "
+            "prompt, so it must be at least 2 (--rollout.advantage-estimator reinforce-plus-plus "
+            "compares none)"
         )
-    if asked.samples < 2 and asked.redraws:
+    if asked.num_generations < 2 and asked.max_resamples:
         raise ValueError(
-            f"rollout.redraws ({asked.redraws}) draws groups of equal rewards again, and with "
-            f"rollout.samples {asked.samples} each is one: set redraws 0, or more samples"
+            f"rollout.max-resamples ({asked.max_resamples}) draws groups of equal rewards again, "
+            "and with "
+            f"rollout.num-generations {asked.num_generations} each is one: set "
+            "--rollout.max-resamples 0, or more generations"
         )
 
 
@@ -129,7 +135,9 @@ def check_reward_model(run: RunConfig, name: str) -> None:
     own = run.data.tokenizer
     if own is None and run.init is not None:
         own = tokenizer_folder(open_source(run.init))
-    tree = scoring.check(name, run.tree.vocab_size, own).tree
+    source = open_source(name)
+    rewards.check_reward_model(name, source, run.tree.vocab_size, own)
+    tree = source.tree
     if tree.max_position_embeddings <= run.sequence_length:
         raise ValueError(
             f"reward {name} reads {tree.max_position_embeddings} tokens "

@@ -18,7 +18,7 @@ from dolmen.families import Model, tuned
 from dolmen.model.training import Training
 from dolmen.model.tree import Adapter, Scalar
 from dolmen.optim.config import OptimizerConfig
-from dolmen.rl.rewards import is_model, weighted
+from dolmen.rl.rewards import is_reward_model, parse_rewards
 from dolmen.training import folder, metrics
 from dolmen.training.config import RunConfig
 
@@ -63,7 +63,7 @@ def check_overwrite(run: RunConfig, out: Path, source: str | None) -> None:
 def _read_by(run: RunConfig, source: str | None) -> set[Path]:
     """Files and folders that the run reads, links followed, except those of the hub."""
     models = (run.init, run.critic.init, run.objective.reference)
-    rewards = [name for _, name in weighted(run.reward) if is_model(name)]
+    rewards = [name for _, name in parse_rewards(run.reward) if is_reward_model(name)]
     data = (run.data.tokenizer, run.data.template, str(run.data.cache_folder))
     asked = (run.evaluate.samples, run.evaluate.tasks_path)
     given = (*models, *rewards, *data, *asked, run.layout.schedule, source)
@@ -88,7 +88,7 @@ def check_resume(run: RunConfig, out: Path) -> None:
             *["profile"] * (run.log.profile is not None),
             *["calibration.png"] * (run.objective.name == "reward"),
             *["samples.jsonl"] * (run.evaluate.samples is not None),
-            *["reference"] * run.objective.compares,
+            *["reference"] * run.objective.needs_reference,
         )
     metrics.read_metrics(out / "metrics.jsonl")
     saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)

@@ -1,20 +1,19 @@
 """Rules of a run that learns with a critic (PPO), part of the one screen that check.py is."""
 
-from dolmen.rl.config import RolloutConfig
-from dolmen.rl.ppo_config import CriticConfig, PPOConfig
-from dolmen.rl.targets import MOST
+from dolmen.rl.config import CriticConfig, PPOConfig, RolloutConfig
+from dolmen.rl.targets import MAX_KL_ERROR
 from dolmen.training import critic
 from dolmen.training.config import RunConfig
 
 OF_GROUPS = (
-    "kind",
-    "level",
+    "loss_type",
+    "importance_sampling_level",
     "beta",
-    "advantage",
-    "scale",
-    "reward_kl",
-    "redraws",
-    "importance_cap",
+    "advantage_estimator",
+    "scale_rewards",
+    "reward_kl_coef",
+    "max_resamples",
+    "importance_sampling_cap",
 )
 """Options of --rollout that a critic takes the place of."""
 
@@ -43,10 +42,11 @@ def check_ppo(run: RunConfig) -> None:
             f"critic.warmup-steps ({run.critic.warmup_steps}) are all of the run's {run.steps} "
             "steps, and the model learns in none: set fewer, or more --train.steps"
         )
-    answers = run.rollout.answers(run.train.global_batch_size)
-    if run.ppo.kl_target is not None and run.ppo.kl_horizon <= MOST * answers:
+    answers = run.rollout.completions(run.train.global_batch_size)
+    if run.ppo.kl_target is not None and run.ppo.kl_horizon <= MAX_KL_ERROR * answers:
         raise ValueError(
-            f"ppo.kl-horizon is {run.ppo.kl_horizon:g}, so short that a phase of {answers} answers "
-            f"may turn the KL's coefficient around: set one over {MOST * answers:g}"
+            f"ppo.kl-horizon ({run.ppo.kl_horizon:g}) is so short that an iteration of {answers} "
+            "completions may change the sign of ppo.kl-coef: set one over "
+            f"{MAX_KL_ERROR * answers:g}"
         )
     critic.check(run)

@@ -22,8 +22,7 @@ from dolmen.model.tree import Tree
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.ops.recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
-from dolmen.rl.config import RolloutConfig
-from dolmen.rl.ppo_config import CriticConfig, PPOConfig
+from dolmen.rl.config import CriticConfig, PPOConfig, RolloutConfig
 
 SEED = 2**63 - 1
 PROGRAMS = ("tensorboard", "wandb", "trackio")
@@ -246,7 +245,7 @@ class RunConfig:
     """What judges an answer that the model has drawn: `exact` (1 where it is the row's `answer`,
     white space at the ends aside), `regex:PATTERN` (1 where that is found in it), `gsm8k` (1 where
     its last number is that of the row's `answer`), `stub` (the share of its characters that are
-    vowels), `MODULE:FUNCTION`, which is called as function(prompt, answer, row) in a process of
+    vowels), `MODULE:FUNCTION`, which is called as function(prompt, completion, row) in a process of
     its own, and gives a number, or the folder of a reward model, whose score it is. Several are
     added up, each times its weight: `0.7:gsm8k 0.3:models/reward`.
     """
@@ -299,11 +298,11 @@ class RunConfig:
         return self.training.applied(self.tree)
 
     @property
-    def compares_drawn(self) -> bool:
+    def needs_kl_reference(self) -> bool:
         """Whether what is drawn is compared with the model that the run begins with."""
         if self.objective.name == "ppo":
-            return self.ppo.compares
-        return self.rollout.compares
+            return self.ppo.needs_reference
+        return self.rollout.needs_reference
 
     @property
     def sequence_length(self) -> int:

@@ -13,7 +13,7 @@ from dolmen.model.tree import Scalar, Tree
 from dolmen.objectives.ppo import Expected
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
-from dolmen.rl.targets import Coefficient
+from dolmen.rl.targets import KLController
 from dolmen.training.begin import begin_state, built, fill
 from dolmen.training.config import RunConfig
 from dolmen.training.state import Critic, TrainState
@@ -50,7 +50,7 @@ def make(run: RunConfig, policy: TrainState, mesh: Mesh) -> Critic:
         objective=Expected(run.critic.clip),
     )
     asked = run.ppo
-    return Critic(state, Coefficient(asked.kl_coef, asked.kl_target, asked.kl_horizon))
+    return Critic(state, KLController(asked.kl_coef, asked.kl_target, asked.kl_horizon))
 
 
 def check(run: RunConfig) -> None:

@@ -111,7 +111,9 @@ FORMS = {
         r"(\.part)?",
         r"profile(/step-\d+)?",
     ),
-    "rollouts": Form(r"rollouts/\d{8}\.(safetensors|jsonl)(\.part)?", "rollouts"),
+    "rollouts": Form(
+        r"rollouts/(\d{8}\.(safetensors|jsonl)(\.part)?|completions\.jsonl)", "rollouts"
+    ),
     "hang": Form(r"hang/rank-\d+\.((json|txt)(\.part)?|part)", "hang", "not"),
     LIST: Form(r"\.dolmen(\.part)?", listed="not"),
     LOCK: Form(r"\.dolmen-lock", listed="not"),

@@ -5,7 +5,7 @@ after a few prompts. Numbers join the rows of metrics.jsonl, texts samples.jsonl
 
 Every rank takes part, under any layout; nothing that the run draws or trains is touched. What a
 layout shares that no text is written by (sequences over cp, several stages per rank) is put into
-one that writes (rl/weights.py), for the moment.
+one that writes (rl/generation.py), for the moment.
 """
 
 import json
@@ -24,7 +24,7 @@ from dolmen.families import Model
 from dolmen.files import gate, write
 from dolmen.model.tree import Tree
 from dolmen.optim.optimizer import DTYPES
-from dolmen.rl.weights import Drawing
+from dolmen.rl.generation import GenerationModel
 from dolmen.serving.options import Options
 from dolmen.serving.prompts import encode
 from dolmen.training import folder
@@ -91,16 +91,16 @@ class Judged:
             return
         drawing = self.drawing
         try:
-            yield Loaded(drawing.refresh(state.model), drawing.mesh, drawing.schedule)
+            yield Loaded(drawing.load_weights(state.model), drawing.mesh, drawing.schedule)
         finally:
-            drawing.rest()
+            drawing.release()
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
 
 
-def _drawing(run: RunConfig, mesh: Mesh) -> Drawing | None:
+def _drawing(run: RunConfig, mesh: Mesh) -> GenerationModel | None:
     """In tp and pp of training, with one stage per rank, and all of a text on each rank; None where
     training's own layout is that.
     """
@@ -109,7 +109,7 @@ def _drawing(run: RunConfig, mesh: Mesh) -> Drawing | None:
         return None
     training = replace(run.training, dropout=0.0, fp8=None)
     dtype = DTYPES[run.train.dtype]
-    return Drawing(run.tree, training, mesh, layout.tp, dtype, layout.pp, resting=True)
+    return GenerationModel(run.tree, training, mesh, layout.tp, dtype, layout.pp, released=True)
 
 
 def read_prompts(file: str) -> list[str]:

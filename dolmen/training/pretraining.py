@@ -92,6 +92,6 @@ def _data(run: RunConfig, tokenizer: PreTrainedTokenizer) -> DataConfig:
         validation_fraction=0.0,
         rows="text",
         template=none.template,
-        train_on=none.train_on,
+        masking_strategy=none.masking_strategy,
         packing=none.packing,
     )

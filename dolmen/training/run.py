@@ -118,7 +118,9 @@ def _in_folder(asked: _Asked) -> Outcome:
         state.beside, state.waits = critic.make(begun, state, mesh), run.critic.warmup_steps
     state.text = pretraining.of(run, loader, mesh)
     known = (
-        reference.compare(begun, run, state, loader, mesh, out) if run.objective.compares else {}
+        reference.compare(begun, run, state, loader, mesh, out)
+        if run.objective.needs_reference
+        else {}
     )
     held = first_does(mesh, lambda: folder.take(out, 60 if asked.start.restarted else 0))
     if mesh.first and held is None:

@@ -26,7 +26,7 @@ from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import LossScale, Optimizer
 from dolmen.parallel import product
 from dolmen.parallel.actions import Schedule
-from dolmen.rl.targets import Coefficient
+from dolmen.rl.targets import KLController
 from dolmen.training.new_rows import NewRows
 from dolmen.training.pretraining import Text
 
@@ -140,5 +140,5 @@ class Critic:
 
     state: TrainState
     """Of a model that ends in one number for each token, with an optimizer of its own."""
-    coefficient: Coefficient
+    coefficient: KLController
     """Of the KL in rewards, for the next phase."""

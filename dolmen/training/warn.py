@@ -12,7 +12,7 @@ from dolmen.families.unknown import told
 from dolmen.serving.engine import stop_tokens
 from dolmen.training.config import RunConfig
 
-APART = "rollout/logprob_difference_of_allowed"
+APART = "rollout/logprob_difference_over_tolerance"
 LOOKED_AT = 100  # answers
 UNUSED_SHARE, UNUSED_ROWS = 0.1, 128  # more is no padding: published models pad to 128 at most
 
@@ -96,7 +96,7 @@ def never_ends(run: RunConfig, loader: Loader) -> str | None:
     """What to warn of where no answer that is learned ends with a token that ends a text: what the
     model writes goes on behind it.
     """
-    learned = run.objective.name in ("tokens", "dpo") and run.data.train_on != "everything"
+    learned = run.objective.name in ("tokens", "dpo") and run.data.masking_strategy != "all"
     if not isinstance(loader, ChatLoader) or not learned or run.init is None:
         return None
     ends = stop_tokens(open_source(run.init)) | {loader.tokenizer.eos_token_id}
@@ -169,8 +169,10 @@ def apart(run: RunConfig, told: Mapping[str, float], step: int) -> str | None:
         f"{told['rollout/logprob_difference']:.2g} in the mean"
     )
     if run.train.dtype in ("bfloat16", "float16"):
-        capped = run.objective.name != "grpo" or run.rollout.importance_cap is not None
-        weighed = "" if capped else "--rollout.importance-cap 2 weighs each token by that, and "
+        capped = run.objective.name != "grpo" or run.rollout.importance_sampling_cap is not None
+        weighed = (
+            "" if capped else "--rollout.importance-sampling-cap 2 weighs each token by that, and "
+        )
         return (
             f"{found}. Rounding to {run.train.dtype} alone does so: {weighed}--train.dtype float32 "
             "shows whether there is more"

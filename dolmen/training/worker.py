@@ -106,14 +106,14 @@ def begin_functions(config: RunConfig) -> None:
     """Start what the user has written for answers, and end it. Raises ValueError where it is not
     there.
     """
-    limit = config.rollout.limit_seconds
-    for _, name in rewards.weighted(config.reward):
-        if not rewards.is_model(name):
-            with rewards.judge_of(name, limit) as judge:
-                judge.begin()
+    limit = config.rollout.timeout_seconds
+    for _, name in rewards.parse_rewards(config.reward):
+        if not rewards.is_reward_model(name):
+            with rewards.make_reward_function(name, limit) as judge:
+                judge.start()
     if config.environment is not None:
-        with environment.Function(config.environment, limit) as function:
-            function.apart.begin()
+        with environment.UserEnvironment(config.environment, limit) as function:
+            function.worker.start()
 
 
 def refuse(

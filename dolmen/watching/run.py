@@ -19,9 +19,11 @@ from dolmen.files.rows import Tail
 from dolmen.watching.series import Series
 
 METRICS, HISTORY, SAMPLES = "metrics.jsonl", "history.jsonl", "samples.jsonl"
+COMPLETIONS = "rollouts/completions.jsonl"
 MOST_PROMPTS, MOST_TEXTS, LONGEST_TEXT = 50, 12, 4000
 MOST_OPTIONS, LONGEST_VALUE = 2000, 400
 MOST_STARTS = 500
+MOST_COMPLETIONS = 16
 AXES = ("tp", "cp", "pp", "dp", "ep")
 
 
@@ -40,9 +42,11 @@ class Run:
         self.rows = Tail(folder / METRICS, kinds.METRICS_ROW)
         self.events = Tail(folder / HISTORY, kinds.HISTORY_ROW)
         self.texts = Tail(folder / SAMPLES, kinds.SAMPLE_ROW)
+        self.completion_rows = Tail(folder / COMPLETIONS, kinds.ROLLOUT_COMPLETION_ROW)
         self.series = Series()
         self.history = History()
         self.samples: dict[str, dict[int, str]] = {}
+        self.completions: dict[int, list[str]] = {}
         self.refused: dict[str, str] = {}
 
     def read(self) -> None:
@@ -51,6 +55,7 @@ class Run:
         self._take(self.rows, METRICS)
         self._take(self.events, HISTORY)
         self._take(self.texts, SAMPLES)
+        self._take(self.completion_rows, COMPLETIONS)
 
     def _take(self, tail: Tail, name: str) -> None:
         try:
@@ -74,14 +79,20 @@ class Run:
             self.series = Series()
         elif name == HISTORY:
             self.history = History()
-        else:
+        elif name == SAMPLES:
             self.samples = {}
+        else:
+            self.completions = {}
 
     def _add(self, name: str, row: Mapping[str, Any]) -> None:
         if name == METRICS:
             self.series.add(row)
         elif name == HISTORY:
             self.history.add(row)
+        elif name == COMPLETIONS:
+            texts = self.completions.setdefault(row["step"], [])
+            if len(texts) < MOST_COMPLETIONS:
+                texts.append(describe_completion(row))
         elif row["prompt"] in self.samples or len(self.samples) < MOST_PROMPTS:
             self.samples.setdefault(row["prompt"], {})[row["step"]] = row["text"]
 
@@ -99,10 +110,20 @@ class Run:
             "samples": [
                 {"prompt": _cut(prompt), "texts": [[step, _cut(by[step])] for step in _some(by)]}
                 for prompt, by in self.samples.items()
-            ],
+            ]
+            + self._completion_tables(),
             "options": {name: _value(value) for name, value in options.items()},
             "refused": sorted(self.refused.values()),
         }
+
+    def _completion_tables(self) -> list[dict[str, Any]]:
+        """Return the i-th logged completion of each iteration as a table, for each i."""
+        tables = []
+        for i in range(max(map(len, self.completions.values()), default=0)):
+            by = {step: texts[i] for step, texts in self.completions.items() if i < len(texts)}
+            texts = [[step, _cut(by[step])] for step in _some(by)]
+            tables.append({"prompt": f"Completion {i + 1} of each iteration", "texts": texts})
+        return tables
 
     def _config(self) -> dict[str, Any]:
         """config.yaml as plain values; it is written once, and read again where a run goes on."""
@@ -228,6 +249,14 @@ def _some(steps: Mapping[int, Any]) -> list[int]:
         return found
     last = len(found) - 1
     return [found[round(i * last / (MOST_TEXTS - 1))] for i in range(MOST_TEXTS)]
+
+
+def describe_completion(row: Mapping[str, Any]) -> str:
+    """Return reward, length, prompt and text of a completion."""
+    reward = f"reward {row['reward']:.4g}" if "reward" in row else "no reward"
+    end = "finished" if row["finished"] else "truncated"
+    facts = f"{reward}, {counted(row['tokens'], 'token')}, {end}"
+    return f"[{facts}]  {row['prompt']} \u2192 {row['completion']}"
 
 
 def _cut(text: str) -> str:

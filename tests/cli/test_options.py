@@ -136,19 +136,22 @@ AFTER = f"""
     adapter.rank adapter.alpha adapter.targets adapter.frozen adapter.scaling adapter.kind {LAYOUT}
     data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers
     data.document-mask data.no-document-mask data.validation data.validation-fraction
-    data.order data.masked-fraction data.rows data.template data.train-on data.packing
-    data.no-packing data.max-row-bytes data.split objective.name objective.beta objective.kind
-    objective.label-smoothing objective.rpo-alpha objective.reference objective.margin
-    objective.desirable-weight objective.undesirable-weight objective.center
-    rollout.samples rollout.prompts rollout.epochs rollout.max-new-tokens rollout.temperature
-    rollout.kind rollout.level rollout.clip-low rollout.clip-high rollout.beta rollout.advantage
-    rollout.entropy rollout.scale rollout.reward-kl rollout.redraws rollout.overlong
-    rollout.overlong-weight rollout.mask-cut rollout.no-mask-cut rollout.importance-cap
-    rollout.off-policy rollout.tp rollout.batch rollout.idle rollout.routing-replay
-    rollout.no-routing-replay rollout.turns
-    rollout.limit-seconds rollout.on-failure
-    ppo.kl ppo.kl-coef ppo.kl-target ppo.kl-horizon ppo.reward-clip ppo.gamma ppo.lam ppo.whiten
-    ppo.no-whiten ppo.dual-clip ppo.pretraining-coef ppo.pretraining-path
+    data.order data.masked-fraction data.rows data.template data.masking-strategy data.packing
+    data.no-packing data.max-row-bytes data.split objective.name objective.beta
+    objective.loss-type objective.label-smoothing objective.rpo-alpha objective.reference
+    objective.margin objective.desirable-weight objective.undesirable-weight
+    objective.center-rewards-coefficient rollout.num-generations rollout.prompts rollout.epochs
+    rollout.max-new-tokens rollout.temperature rollout.loss-type
+    rollout.importance-sampling-level rollout.clip-low rollout.clip-high rollout.beta
+    rollout.advantage-estimator rollout.entropy-coef rollout.scale-rewards
+    rollout.reward-kl-coef rollout.max-resamples rollout.overlong-buffer
+    rollout.overlong-penalty-factor rollout.mask-truncated-completions
+    rollout.no-mask-truncated-completions rollout.importance-sampling-cap
+    rollout.max-off-policy-steps rollout.tp rollout.max-num-seqs rollout.offload
+    rollout.routing-replay rollout.no-routing-replay rollout.max-turns rollout.timeout-seconds
+    rollout.on-failure ppo.kl-estimator ppo.kl-coef ppo.kl-target ppo.kl-horizon ppo.reward-clip
+    ppo.gamma ppo.lam ppo.whiten-advantages ppo.no-whiten-advantages ppo.dual-clip
+    ppo.pretraining-coef ppo.pretraining-path
     critic.init critic.lr critic.warmup-steps critic.clip
     optimizer.name optimizer.lr optimizer.warmup-steps optimizer.warmup-tokens optimizer.schedule
     optimizer.min-lr

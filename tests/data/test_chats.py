@@ -151,7 +151,7 @@ def test_what_is_trained(tokenizer, text):
     answers = [f"yes{END}", f"no  {END}"]
     assert trained(tokenizer, text, "assistant") == [whole, *answers]
     assert trained(tokenizer, text, "last") == [whole, answers[1]]
-    assert trained(tokenizer, text, "everything") == [whole, whole]
+    assert trained(tokenizer, text, "all") == [whole, whole]
 
 
 def test_the_first_turn_may_be_an_answer(tokenizer):
@@ -191,7 +191,7 @@ def test_a_template_that_writes_turns_otherwise_later_is_refused(tokenizer):
 )
 def test_a_template_that_fails_is_told_with_the_row(tokenizer, text, told):
     with pytest.raises(Refused, match=f"here: the chat template {told}"):
-        trained(tokenizer, text, "everything")
+        trained(tokenizer, text, "all")
 
 
 def test_best_fit_decreasing():
@@ -391,15 +391,17 @@ def test_what_is_refused(of_chats, file, options, told):
 def test_chats_where_nothing_or_all_would_be_trained_are_refused(of_chats, tmp_path):
     asked = tmp_path / "asked.jsonl"
     asked.write_text(json.dumps({"messages": TWICE[:2]}))
-    with pytest.raises(ValueError, match="none would be trained .--data.train-on assistant"):
+    with pytest.raises(
+        ValueError, match="none would be trained .--data.masking-strategy assistant"
+    ):
         of_chats(asked)
     answered = tmp_path / "answered.jsonl"
     answered.write_text(json.dumps({"messages": TWICE}))
     every = tmp_path / "all.jinja"
     every.write_text("{% generation %}{{ messages[2]['content'] }}{% endgeneration %}")
-    with pytest.raises(ValueError, match="all would be trained .*--data.train-on everything"):
+    with pytest.raises(ValueError, match="all would be trained .*--data.masking-strategy all"):
         of_chats(answered, template=str(every))
-    assert of_chats(answered, train_on="everything", validation_fraction=0).mixture.tokens
+    assert of_chats(answered, masking_strategy="all", validation_fraction=0).mixture.tokens
     text = tmp_path / "a.txt"
     text.write_text("no chat")
     with pytest.raises(ValueError, match="a.txt: chats are rows"):
@@ -426,7 +428,7 @@ def test_chats_are_tokenised_once(of_chats, file, monkeypatch, tmp_path):
     assert again.batch(0).tokens.equal(first.batch(0).tokens)
     assert again.fingerprint() == first.fingerprint()
     with pytest.raises(TypeError):
-        of_chats(file, train_on="last")
+        of_chats(file, masking_strategy="last")
 
 
 def test_a_template_without_end_is_refused(tokenizer):
@@ -434,4 +436,4 @@ def test_a_template_without_end_is_refused(tokenizer):
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = Template(tokenizer, endless, seconds=0.2)
     with pytest.raises(Refused, match="line 3: .*cannot write it: it has taken over 0.2 s"):
-        template.tokens(Chat(TWICE, 1.0, "line 3"), "everything")
+        template.tokens(Chat(TWICE, 1.0, "line 3"), "all")

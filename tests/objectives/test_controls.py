@@ -33,14 +33,14 @@ def advantages(recipe: str, scores, old, reference, held: bool) -> torch.Tensor:
     """Of each token of each row."""
     if recipe == "grpo":
         groups = torch.arange(ROWS) // 8
-        return advantage.group_normalised(scores, groups)[:, None].expand(ROWS, PLACES)
+        return advantage.normalize_by_group(scores, groups)[:, None].expand(ROWS, PLACES)
     here = torch.ones(ROWS, PLACES)
     coef = KL_COEF if held else 1e-6
     rewards = advantage.token_rewards(
         scores, old, reference, here, kl="k1", kl_coef=coef, clip=None
     )
     found, _ = advantage.gae(rewards, torch.zeros_like(here), here, gamma=1.0, lam=1.0)
-    return advantage.whitened(found, here)
+    return advantage.whiten(found, here)
 
 
 def learned(recipe: str, name: str, seed: int) -> tuple[float, float]:
@@ -95,7 +95,7 @@ def ran(folder: Path, reward: float) -> None:
     """What a run of twenty phases leaves, whose reward begins with a tenth."""
     folder.mkdir(parents=True)
     told = [{"step": n, "rollout/reward": 0.1 if n < 3 else reward} for n in range(20)]
-    lines = (json.dumps({**one, "rollout/kl_per_answer": 1.0}) for one in told)
+    lines = (json.dumps({**one, "rollout/kl_per_completion": 1.0}) for one in told)
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     (folder / "summary.json").write_text("{}")
 

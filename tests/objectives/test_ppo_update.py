@@ -22,9 +22,9 @@ from dolmen.objectives.ppo import RETURN, VALUE, Clipped, ClippedUndecided, Expe
 from dolmen.ops.loss import IGNORED
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
-from dolmen.rl.ppo_config import PPOConfig
-from dolmen.rl.rollout import of_answers
-from dolmen.rl.valued import Valued, valued
+from dolmen.rl.config import PPOConfig
+from dolmen.rl.rollout import PPORollout, make_rollout
+from dolmen.rl.targets import compute_ppo_targets
 from dolmen.training.pretraining import Text
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
@@ -34,23 +34,25 @@ ANSWERS = [[11, 12, 13], [14, 15, 16, 17], [18], [19, 20]]
 REWARDS = [1.0, -9.0, 0.5, float("nan")]
 """The last answer has none."""
 ASKED = PPOConfig(
-    kl="k3", kl_coef=0.3, reward_clip=2.0, gamma=0.9, lam=0.8, dual_clip=1.2, whiten=True
+    kl_estimator="k3", kl_coef=0.3, reward_clip=2.0, gamma=0.9, lam=0.8, dual_clip=1.2
 )
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip=0.0, schedule="constant", weight_decay=0.1)
 TEMPERATURE, CLIP = 0.8, 0.2
 
 
-def drawn() -> Valued:
+def drawn() -> PPORollout:
     """Answers with log-probabilities and values as another model may have had them."""
-    made = of_answers(PROMPTS, ANSWERS, [[0.0] * len(a) for a in ANSWERS], 16, 8)
+    made = make_rollout(PROMPTS, ANSWERS, [[0.0] * len(a) for a in ANSWERS], 16, 8)
     chance = torch.Generator().manual_seed(0)
     shape = made.tokens.shape
     old, reference = -4.0 + torch.rand((2, *shape), generator=chance)
     values = torch.randn(shape, generator=chance)
     rewards = torch.tensor(REWARDS)
     labels = torch.where(rewards[:, None].isnan(), IGNORED, made.labels)
-    made = replace(made, labels=labels, rewards=rewards, old=old, reference=reference)
-    return valued(made, reference, values, ASKED, ASKED.kl_coef)
+    made = replace(
+        made, labels=labels, rewards=rewards, old_logprobs=old, reference_logprobs=reference
+    )
+    return compute_ppo_targets(made, reference, values, ASKED, ASKED.kl_coef)
 
 
 def places(row: int) -> range:
@@ -59,14 +61,14 @@ def places(row: int) -> range:
     return range(first, first + len(ANSWERS[row]))
 
 
-def worth(made: Valued) -> tuple[dict, dict]:
+def worth(made: PPORollout) -> tuple[dict, dict]:
     """Advantages and returns by (row, place), of the answers that have a reward."""
     advantages, returns = {}, {}
     for row in range(3):
         own = places(row)
         ahead, then = 0.0, 0.0
         for place in reversed(own):
-            d = made.old[row, place].item() - made.reference[row, place].item()
+            d = made.old_logprobs[row, place].item() - made.reference_logprobs[row, place].item()
             reward = -0.3 * (math.exp(-d) - 1 + d)
             if place == own[-1]:
                 reward += max(-2.0, min(2.0, REWARDS[row]))
@@ -113,20 +115,23 @@ def expected(state: TrainState, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return out
 
 
-def policy_loss(state: TrainState, made: Valued) -> torch.Tensor:
+def policy_loss(state: TrainState, made: PPORollout) -> torch.Tensor:
     """1707.06347, equation 7, and 1912.09729, equation 5."""
     logits = state.model(made.tokens, head.logits)
     total = []
     for row in range(3):
         for place in places(row):
             p = (logits[row, place] / TEMPERATURE).log_softmax(-1)[made.labels[row, place]]
-            r, a = (p - made.old[row, place].item()).exp(), made.advantages[row, place].item()
+            r, a = (
+                (p - made.old_logprobs[row, place].item()).exp(),
+                made.advantages[row, place].item(),
+            )
             one = torch.minimum(r * a, r.clamp(0.8, 1.2) * a)
             total.append(-(torch.maximum(one, torch.tensor(1.2 * a)) if a < 0 else one))
     return torch.stack(total).mean()
 
 
-def undecided_loss(state: TrainState, made: Valued) -> torch.Tensor:
+def undecided_loss(state: TrainState, made: PPORollout) -> torch.Tensor:
     """Less 0.3 times the entropy of each token's distribution (1602.01783, section 4)."""
     logits = state.model(made.tokens, head.logits)
     p = torch.cat([logits[row, list(places(row))] for row in range(3)]) / TEMPERATURE
@@ -134,7 +139,7 @@ def undecided_loss(state: TrainState, made: Valued) -> torch.Tensor:
     return policy_loss(state, made) + 0.3 * (p * p.log()).sum(-1).mean()
 
 
-def value_loss(state: TrainState, made: Valued) -> torch.Tensor:
+def value_loss(state: TrainState, made: PPORollout) -> torch.Tensor:
     """Half the mean of the larger square."""
     rows = state.model(made.tokens, lambda hidden, end: end.values(hidden))
     total = []
@@ -180,7 +185,7 @@ def text_loss(state: TrainState) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), TEXT.labels.flatten(), ignore_index=IGNORED)
 
 
-def with_text(weight: float) -> tuple[TrainState, Valued]:
+def with_text(weight: float) -> tuple[TrainState, PPORollout]:
     config, objective, _ = MODELS["policy"]
     state = state_of(config, objective)
     state.text = Text(weight, lambda step: TEXT)

@@ -292,7 +292,7 @@ GROUPS = torch.tensor([8, -3, 8, 5, 8, 5, -3])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_group_normalised(scale, variance, deviation):
     """Groups of three and two, in any order, and one of equal scores."""
-    found = advantage.group_normalised(SCORES, GROUPS, eps=1e-3, variance=variance, scale=scale)
+    found = advantage.normalize_by_group(SCORES, GROUPS, eps=1e-3, variance=variance, scale=scale)
     want = []
     for score, name in zip(SCORES.tolist(), GROUPS.tolist(), strict=True):
         own = [s for s, g in zip(SCORES.tolist(), GROUPS.tolist(), strict=True) if g == name]
@@ -304,7 +304,7 @@ def test_group_normalised(scale, variance, deviation):
 
 
 def test_a_group_of_one_or_of_equals_says_nothing():
-    found = advantage.group_normalised(torch.tensor([3.0, 1.0, 1.0]), GROUPS[[0, 1, 1]], eps=0.0)
+    found = advantage.normalize_by_group(torch.tensor([3.0, 1.0, 1.0]), GROUPS[[0, 1, 1]], eps=0.0)
     assert found.tolist() == [0, 0, 0]
 
 
@@ -318,11 +318,11 @@ def test_equal_scores_have_no_advantage_whatever_they_are(score, samples):
     groups = torch.tensor([3, 1]).repeat(samples)
     scores = torch.where(groups == 3, score, 2 * score)
     for scale in ("group", "batch", "none"):
-        found = advantage.group_normalised(scores, groups, scale=scale)
+        found = advantage.normalize_by_group(scores, groups, scale=scale)
         assert not found.any(), (scale, found)
     assert not advantage.leave_one_out(scores, groups).any()
     row = torch.full((2, samples), score)
-    assert not advantage.whitened(row, torch.ones_like(row)).any()
+    assert not advantage.whiten(row, torch.ones_like(row)).any()
 
 
 def test_advantages_of_close_scores_are_those_of_float64():
@@ -330,8 +330,8 @@ def test_advantages_of_close_scores_are_those_of_float64():
     scores = torch.tensor([-237.3, -237.2999, -237.3001, -237.3, 1000.25, 1000.5])
     groups = torch.tensor([0, 0, 0, 0, 1, 1])
     for scale in ("group", "batch", "none"):
-        found = advantage.group_normalised(scores, groups, scale=scale)
-        want = advantage.group_normalised(scores.double(), groups, scale=scale)
+        found = advantage.normalize_by_group(scores, groups, scale=scale)
+        want = advantage.normalize_by_group(scores.double(), groups, scale=scale)
         assert found.tolist() == pytest.approx(want.tolist(), rel=1e-5, abs=1e-9), scale
 
 
@@ -368,7 +368,7 @@ def test_the_gradient_of_what_is_taught_is_that_of_the_reverse_kl():
     teacher = torch.randn(5, generator=torch.Generator().manual_seed(1)).double().log_softmax(-1)
     log = logits.log_softmax(-1)
     kl = (log.exp() * (log - teacher)).sum()
-    found = advantage.taught(log.detach()[:, None], teacher[:, None], torch.ones(5, 1))[:, 0]
+    found = advantage.distillation(log.detach()[:, None], teacher[:, None], torch.ones(5, 1))[:, 0]
     expected = -(log.exp().detach() * found * log).sum()
     want, got = (torch.autograd.grad(of, logits, retain_graph=True)[0] for of in (kl, expected))
     torch.testing.assert_close(got, want, **EXACT)
@@ -377,13 +377,13 @@ def test_the_gradient_of_what_is_taught_is_that_of_the_reverse_kl():
 def test_overlong_by_hand():
     """2503.14476, equation 13, of 20 tokens, the last 8 of which cost."""
     lengths = torch.tensor([1, 12, 13, 16, 20, 25])
-    found = advantage.overlong(lengths, max_length=20, window=8)
+    found = advantage.overlong_penalty(lengths, max_length=20, buffer=8)
     assert found.tolist() == [0, 0, -1 / 8, -1 / 2, -1, -1]
 
 
 def test_importance_by_hand():
     trained, own = torch.tensor([[-1.0, -1.0, -2.0, NAN]]), torch.tensor([[-1.0, -3.0, -1.0, NAN]])
-    found = advantage.importance(trained, own, torch.tensor([[1, 1, 1, 0]]), cap=2.0)
+    found = advantage.importance_weights(trained, own, torch.tensor([[1, 1, 1, 0]]), cap=2.0)
     assert found.tolist()[0] == pytest.approx([1, 2, math.exp(-1), 0])
 
 

@@ -1,6 +1,4 @@
-"""Over any layout weights that are trained are whole where they draw, and a reward model scores as
-on one process.
-"""
+"""Weights of the generation model over layouts, and scores of reward models as on one process."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,8 +12,8 @@ from table import FAMILIES, Layout
 from dolmen.core.mesh import SINGLE
 from dolmen.model.layers import Parameters
 from dolmen.model.tree import Scalar
-from dolmen.rl.scoring import Scorer
-from dolmen.rl.weights import Drawing, whole
+from dolmen.rl.generation import GenerationModel, full_parameters
+from dolmen.rl.rewards import RewardModel
 from dolmen.serving.engine import generate
 
 WORDS = ("tp2 pp2 acc4 zero1", "pp2 dp2 acc4 zero3", "dp2 tp2 sp ep2 zero2")
@@ -28,7 +26,7 @@ def differences(kind: str, layout: Layout) -> float:
         schedule = own.make_schedule(4, 1)
         model = build(FAMILIES[kind], mesh, own, schedule, dtype=torch.float64)
         initialize(model, 3)
-        found.append({name: value.clone() for name, value in whole(model, mesh)})
+        found.append({name: value.clone() for name, value in full_parameters(model, mesh)})
     got, want = found
     assert got.keys() == want.keys()
     return max(float((got[name] - want[name]).abs().max()) for name in want)
@@ -57,7 +55,7 @@ def scored(mesh, layout: Layout) -> torch.Tensor:
     tree = Tiny(replace(config.tree, head=Scalar()), config.training)
     model = build(tree, mesh, layout, schedule, dtype=torch.float64)
     initialize(model, 3)
-    return Scorer(model, mesh, schedule, 4)([*TEXTS, [9]])
+    return RewardModel(model, mesh, schedule, 4)([*TEXTS, [9]])
 
 
 def scores_apart(layout: Layout) -> float:
@@ -83,9 +81,9 @@ def test_a_reward_model_scores_as_on_one_process(row, result):
 WIDE = Flat(vocab_size=96, hidden_size=128, intermediate_size=160, num_hidden_layers=1)
 
 
-def answers(drawing: Drawing, trained) -> list[int]:
+def answers(drawing: GenerationModel, trained) -> list[int]:
     """What is drawn with the weights that `trained` has now."""
-    drawing.refresh(trained)
+    drawing.load_weights(trained)
     return generate(drawing.model, [[5, 6, 7]], 8)[0]
 
 
@@ -96,7 +94,9 @@ def behind(layout: Layout) -> tuple[bool, bool]:
     mesh = layout.mesh(torch.device("cpu"))
     trained = build(WIDE, mesh, layout, None)
     initialize(trained, 3)
-    held, other = (Drawing(WIDE.tree, WIDE.training, mesh, 1, torch.float32) for _ in range(2))
+    held, other = (
+        GenerationModel(WIDE.tree, WIDE.training, mesh, 1, torch.float32) for _ in range(2)
+    )
     before = answers(held, trained)
     initialize(trained, 4)
     after = answers(held, trained)
@@ -110,12 +110,13 @@ def test_what_rests_keeps_nothing_of_the_weights_that_were():
     trained = build(WIDE, SINGLE, Layout(), None)
     initialize(trained, 3)
     held, other = (
-        Drawing(WIDE.tree, WIDE.training, SINGLE, 1, torch.float32, resting=True) for _ in range(2)
+        GenerationModel(WIDE.tree, WIDE.training, SINGLE, 1, torch.float32, released=True)
+        for _ in range(2)
     )
     assert all(p.is_meta for p in held.model.parameters())
     answers(held, trained)
     made = [m for m in held.model.modules() if isinstance(m, Parameters) and m._kept is not None]
-    held.rest()
+    held.release()
     assert made and not any(m._kept for m in made)
     assert all(p.is_meta for p in held.model.parameters())
     initialize(trained, 4)

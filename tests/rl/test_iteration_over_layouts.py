@@ -15,17 +15,22 @@ from table import FAMILIES, Layout
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batches import Description
 from dolmen.rl.config import RolloutConfig
-from dolmen.rl.environment import Turn, Turns
-from dolmen.rl.iteration import Models, Phases, Setup
-from dolmen.rl.offload import Idle, Memory, parts_of
-from dolmen.rl.prompts import Nothing, Prompt, PromptLoader, Prompts
-from dolmen.rl.rewards import Checker
-from dolmen.rl.rollout import Drawn
-from dolmen.rl.scoring import Judging, Part
-from dolmen.rl.weights import Drawing
+from dolmen.rl.environment import EnvironmentTurn, MultiTurn
+from dolmen.rl.generation import GenerationModel
+from dolmen.rl.iteration import RolloutBatches, RolloutModels, RolloutSetup
+from dolmen.rl.offload import OffloadableMemory, Offloader, offload_parts
+from dolmen.rl.prompts import NoValidation, Prompt, PromptLoader, Prompts
+from dolmen.rl.rewards import CombinedReward, RuleReward, WeightedReward
+from dolmen.rl.rollout import Rollout
 
 CONFIG = RolloutConfig(
-    samples=2, prompts=4, max_new_tokens=10, redraws=2, reward_kl=0.1, importance_cap=2.0, batch=3
+    num_generations=2,
+    prompts=4,
+    max_new_tokens=10,
+    max_resamples=2,
+    reward_kl_coef=0.1,
+    importance_sampling_cap=2.0,
+    max_num_seqs=3,
 )
 ENDS = frozenset(range(0, 50, 4))
 
@@ -47,10 +52,10 @@ class Nobody:
 
 
 def asks(prompt, turns):
-    return Turn("7 9" if len(turns) < 4 else None)
+    return EnvironmentTurn("7 9" if len(turns) < 4 else None)
 
 
-def phase(mesh, layout: Layout, tp: int, waits: bool = False) -> Drawn:
+def phase(mesh, layout: Layout, tp: int, waits: bool = False) -> Rollout:
     """The first that a run draws; `waits`: what it does not read is away meanwhile."""
     config, schedule = FAMILIES["llama"], layout.make_schedule(8, 1)
     trained, reference = (
@@ -58,30 +63,32 @@ def phase(mesh, layout: Layout, tp: int, waits: bool = False) -> Drawn:
     )
     initialize(trained, 3)
     initialize(reference, 4)
-    drawing = Drawing(config.tree, config.training, mesh, tp, torch.float64)
+    drawing = GenerationModel(config.tree, config.training, mesh, tp, torch.float64)
     prompts = [Prompt([n, n + 1], {"prompt": str(n)}, str(n)) for n in range(1, 9)]
     numbers = Numbers()
-    loader = PromptLoader(Prompts("p", prompts, 2, 0), Nothing(), 8, numbers, Description(""), {})  # pyright: ignore
-    parts = parts_of(mesh.device, [(trained, Nobody())], drawing.model, [reference])  # pyright: ignore
-    judge = Checker(lambda answer: float(int(answer.text.split()[0]) % 2))
-    phases = Phases(
+    loader = PromptLoader(
+        Prompts("p", prompts, 2, 0), NoValidation(), 8, numbers, Description(""), {}
+    )  # pyright: ignore
+    parts = offload_parts(mesh.device, [(trained, Nobody())], drawing.model, [reference])  # pyright: ignore
+    judge = RuleReward(lambda answer: float(int(answer.completion.split()[0]) % 2))
+    phases = RolloutBatches(
         CONFIG,
         loader,
-        Models(trained, drawing, reference),
-        Judging([Part("odd", 1.0, judge)], "stop", mesh),
-        Setup(
+        RolloutModels(trained, drawing, reference),
+        CombinedReward([WeightedReward("odd", 1.0, judge)], "stop", mesh),
+        RolloutSetup(
             mesh,
             schedule,
             ENDS,
             16,
             5,
             Path(tempfile.mkdtemp()),
-            idle=Idle(parts if waits else []),
+            offloader=Offloader(parts if waits else []),
         ),
-        Turns(asks, numbers, 3, True, mesh),  # pyright: ignore
+        MultiTurn(asks, numbers, 3, True, mesh),  # pyright: ignore
     )
     found = phases._phase(0)
-    assert phases.told["rollout/redrawn"] > 0 and phases.told["rollout/turns"] > 0
+    assert phases.metrics["rollout/resampled_groups"] > 0 and phases.metrics["rollout/turns"] > 0
     return found
 
 
@@ -99,10 +106,10 @@ def apart(layout: Layout, tp: int) -> dict[str, float]:
 
 def test_where_models_wait_changes_nothing_of_what_is_drawn_again(monkeypatch):
     """Of what goes away without a copy nothing is left, whatever the memory comes back with."""
-    go, gone = Memory.go, []
+    go, gone = OffloadableMemory.offload, []
 
     def forgotten(self):
-        if not (self.kept or self.gone):
+        if not (self.keep or self.offloaded):
             gone.append(self)
             with torch.no_grad():
                 for one in self.tensors():
@@ -110,7 +117,7 @@ def test_where_models_wait_changes_nothing_of_what_is_drawn_again(monkeypatch):
         go(self)
 
     want = phase(SINGLE, Layout(), 1)
-    monkeypatch.setattr(Memory, "go", forgotten)
+    monkeypatch.setattr(OffloadableMemory, "go", forgotten)
     got = phase(SINGLE, Layout(), 1, waits=True)
     assert len(gone) > 2
     for name, one in vars(want).items():

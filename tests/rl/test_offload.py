@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dolmen.checkpoint.writer import Pinned
-from dolmen.rl.offload import Idle, Memory, parts_of
+from dolmen.rl.offload import OffloadableMemory, Offloader, offload_parts
 
 
 def held(tensor: torch.Tensor) -> int:
@@ -26,24 +26,24 @@ def test_memory_goes_and_comes_to_the_bit():
     whole = torch.randn(10, 6, dtype=torch.float64)
     views, odd, empty = [whole[:3], whole.t()[1]], torch.randn(7).bfloat16(), torch.empty(0)
     wanted, odd_wanted = whole.clone(), odd.clone()
-    memory = Memory(lambda: [*views, odd, empty])
-    memory.go()
+    memory = OffloadableMemory(lambda: [*views, odd, empty])
+    memory.offload()
     assert held(whole) == held(odd) == 0 and memory.bytes == 10 * 6 * 8 + 14
-    memory.go()  # it is away already
-    memory.come()
+    memory.offload()  # it is away already
+    memory.reload()
     assert memory.bytes == 0 and not memory.copies
     assert torch.equal(whole, wanted) and torch.equal(odd, odd_wanted)
     views[0].zero_()
     assert not whole[:3].any() and whole[3:].all()
-    memory.come()
+    memory.reload()
 
 
 def test_what_is_written_anew_is_not_copied():
     p = nn.Parameter(torch.ones(4))
-    memory = Memory(lambda: [p], kept=False)
-    memory.go()
+    memory = OffloadableMemory(lambda: [p], keep=False)
+    memory.offload()
     assert held(p) == 0 and not memory.copies
-    memory.come()
+    memory.reload()
     with torch.no_grad():
         p.copy_(torch.arange(4.0))
     assert p.tolist() == [0, 1, 2, 3]
@@ -58,10 +58,12 @@ def test_nothing_is_emptied_before_its_copy_has_arrived():
         sizes.append(size)
         return torch.full((size,), 255, dtype=torch.uint8)
 
-    memory = Memory(lambda: [p], Pinned(allocate, nullcontext, lambda: seen.append(held(p))))
-    memory.go()
+    memory = OffloadableMemory(
+        lambda: [p], Pinned(allocate, nullcontext, lambda: seen.append(held(p)))
+    )
+    memory.offload()
     assert seen == [1200] and held(p) == 0 and sum(sizes) >= 1200
-    memory.come()
+    memory.reload()
     assert torch.equal(p, torch.arange(300.0))
 
 
@@ -79,7 +81,7 @@ def test_only_what_is_read_is_here(models):
         optimizer.zero_grad(set_to_none=True)
     before = {name: model.weight.clone() for name, model in models.items()}
     asked = models["other"], models["reward"]
-    idle = Idle(parts_of(torch.device("cpu"), trained, models["drawing"], asked))
+    idle = Offloader(offload_parts(torch.device("cpu"), trained, models["drawing"], asked))
 
     def here() -> set[str]:
         found = {name for name, model in models.items() if held(model.weight)}
@@ -88,23 +90,23 @@ def test_only_what_is_read_is_here(models):
             found |= {f"{name}'s optimizer"} if all(moments) else set()
         return found
 
-    idle.reads(models["policy"], models["drawing"])
+    idle.use_weights(models["policy"], models["drawing"])
     assert here() == {"policy", "drawing"}
-    idle.reads(models["drawing"])
+    idle.use_weights(models["drawing"])
     assert here() == {"drawing"} and idle.bytes > 0
-    idle.reads(models["reward"])
+    idle.use_weights(models["reward"])
     assert here() == {"reward"}
-    idle.reads()
+    idle.use_weights()
     assert here() == set()
-    idle.learns()
+    idle.use_for_updates()
     assert here() == {"policy", "critic", "policy's optimizer", "critic's optimizer"}
-    idle.reads(*models.values())
+    idle.use_weights(*models.values())
     for name in models.keys() - {"drawing"}:
         assert torch.equal(models[name].weight, before[name])
 
 
 def test_of_no_parts_all_stays(models):
-    idle = Idle()
-    idle.reads(models["reward"])
-    idle.learns()
+    idle = Offloader()
+    idle.use_weights(models["reward"])
+    idle.use_for_updates()
     assert all(held(model.weight) for model in models.values()) and idle.bytes == 0

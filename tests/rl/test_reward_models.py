@@ -16,8 +16,14 @@ from dolmen.core.mesh import SINGLE
 from dolmen.model.layout import Layout
 from dolmen.ops.loss import IGNORED
 from dolmen.rl import rollout
-from dolmen.rl.rewards import Answer, NoReward, judge_of
-from dolmen.rl.scoring import Judging, Part, Scorer
+from dolmen.rl.rewards import (
+    CombinedReward,
+    RewardError,
+    RewardInput,
+    RewardModel,
+    WeightedReward,
+    make_reward_function,
+)
 from dolmen.serving import engine
 
 ONE = Layout().make_schedule(2, 1)
@@ -28,13 +34,13 @@ def test_scores_are_those_of_transformers(tmp_path):
     model = classifier(tmp_path / "rm")
     ours = engine.load_decoder(open_source(str(tmp_path / "rm")), SINGLE, torch.float32)
     texts = [[5, 6, 7], [9], [8, 3, 2, 1, 250, 7, 7], [4, 4], [1, 2, 3]]
-    found = Scorer(ours, SINGLE, ONE, 2)(texts)
+    found = RewardModel(ours, SINGLE, ONE, 2)(texts)
     want = theirs(model, texts)
     assert want.std() > 0.1
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
-class Fixed(Scorer):
+class Fixed(RewardModel):
     """Scores that are what they are."""
 
     def __call__(self, texts):
@@ -42,19 +48,22 @@ class Fixed(Scorer):
 
 
 Failure = Literal["stop", "zero", "leave-out"]
-ANSWERS = [Answer("?", "aab", {}, [1, 2]), Answer("?", "bbb", {}, [1, 9])]
+ANSWERS = [RewardInput("?", "aab", {}, [1, 2]), RewardInput("?", "bbb", {}, [1, 9])]
 
 
 def judging(*parts, on_failure: Failure = "stop"):
     fixed = Fixed(None, SINGLE, ONE, 2)  # pyright: ignore[reportArgumentType]
-    made = [Part(n, w, fixed if n == "model" else judge_of(n, 1.0)) for w, n in parts]
-    return Judging(made, on_failure, SINGLE, lambda line: None)
+    made = [
+        WeightedReward(n, w, fixed if n == "model" else make_reward_function(n, 1.0))
+        for w, n in parts
+    ]
+    return CombinedReward(made, on_failure, SINGLE, lambda line: None)
 
 
 def test_several_are_added_up_each_times_its_weight():
     found = judging((0.5, "model"), (3.0, "regex:^a"), (1.0, "stub"))(ANSWERS)
-    assert found.each.tolist() == pytest.approx([0.5 * 2 + 3 + 2 / 3, 0.5 * 9])
-    assert found.told == {
+    assert found.rewards.tolist() == pytest.approx([0.5 * 2 + 3 + 2 / 3, 0.5 * 9])
+    assert found.metrics == {
         "rollout/reward_1": 5.5,
         "rollout/reward_2": 0.5,
         "rollout/reward_3": pytest.approx(1 / 3),
@@ -66,9 +75,9 @@ def test_several_are_added_up_each_times_its_weight():
 def test_a_score_that_is_no_number_has_failed(on_failure, want):
     answers = [ANSWERS[0], ANSWERS[1]._replace(tokens=[1, math.inf])]
     found = judging((1.0, "model"), on_failure=on_failure)(answers)
-    assert found.each.tolist() == pytest.approx(want, nan_ok=True)
-    assert found.told == {"rollout/failed_rewards": 1}
-    with pytest.raises(NoReward, match="model gave inf .--rollout.on-failure"):
+    assert found.rewards.tolist() == pytest.approx(want, nan_ok=True)
+    assert found.metrics == {"rollout/failed_rewards": 1}
+    with pytest.raises(RewardError, match="model gave inf .--rollout.on-failure"):
         judging((1.0, "model"))(answers)
 
 
@@ -82,7 +91,7 @@ def asked(material, tmp_path):
         *("train", "grpo", "--init", material.model, "--train.device", "cpu"),
         *("--data.path", tmp_path / "prompts.jsonl", "--out", tmp_path / "run"),
         *("--train.sequence-length", 32, "--train.global-batch-size", 8, "--train.steps", 1),
-        *("--rollout.samples", 4, "--rollout.max-new-tokens", 6),
+        *("--rollout.num-generations", 4, "--rollout.max-new-tokens", 6),
     ]
 
 
@@ -97,7 +106,7 @@ def test_a_reward_model_of_another_vocabulary_is_refused(asked, tmp_path):
     short = dolmen(*asked, "--reward", tmp_path / "short")
     assert short.code == 2 and "set --train.sequence-length 31 or less" in short.words
     foretells = dolmen(*asked, "--reward", asked[3])
-    assert foretells.code == 2 and "foretells tokens: give a model" in foretells.words
+    assert foretells.code == 2 and "predicts tokens: give a model" in foretells.words
     assert not (tmp_path / "run").exists()
 
 
@@ -129,7 +138,9 @@ def test_a_run_is_rewarded_by_what_transformers_says(asked, tmp_path):
         real = labels != IGNORED
         text = [*tokens[: int(real.nonzero()[-1]) + 1].tolist(), int(labels[real][-1])]
         row = json.loads(line)
-        vowels = sum(char in "aeiouAEIOU" for char in row["answer"]) / max(1, len(row["answer"]))
+        vowels = sum(char in "aeiouAEIOU" for char in row["completion"]) / max(
+            1, len(row["completion"])
+        )
         want = float(theirs(model, [text])) + 0.5 * vowels
         assert row["reward"] == pytest.approx(want, rel=1e-4, abs=1e-4)
         assert float(reward) == row["reward"]

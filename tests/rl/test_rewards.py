@@ -3,8 +3,14 @@
 import pytest
 import reward_functions
 
-from dolmen.rl.judge import check_signature
-from dolmen.rl.rewards import Answer, is_model, judge_of, last_number, weighted
+from dolmen.rl.function_worker import check_signature
+from dolmen.rl.rewards import (
+    RewardInput,
+    is_reward_model,
+    last_number,
+    make_reward_function,
+    parse_rewards,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -14,8 +20,8 @@ def named_from_here(monkeypatch):
 
 
 def reward(name: str, text: str, **row) -> float | None:
-    with judge_of(name, 20.0) as judge:
-        return judge(Answer("?", text, row)).reward
+    with make_reward_function(name, 20.0) as judge:
+        return judge(RewardInput("?", text, row)).reward
 
 
 @pytest.mark.parametrize(
@@ -44,9 +50,9 @@ def test_the_last_number_is_that_behind_the_mark():
 
 
 def test_a_row_without_what_is_compared_has_failed():
-    with judge_of("exact", 1.0) as judge:
-        found = judge(Answer("?", "7", {}))
-    assert found.reward is None and "'answer'" in found.why
+    with make_reward_function("exact", 1.0) as judge:
+        found = judge(RewardInput("?", "7", {}))
+    assert found.reward is None and "'answer'" in found.error
 
 
 @pytest.mark.spawn
@@ -65,25 +71,25 @@ def test_a_function_judges_in_a_process_of_its_own(capfd):
     ],
 )
 def test_what_gives_no_reward_has_failed(name, why):
-    with judge_of(name, 20.0) as judge:
+    with make_reward_function(name, 20.0) as judge:
         for _ in range(2):  # and the next is judged again
-            found = judge(Answer("?", "x", {}))
-            assert found.reward is None and why in found.why
+            found = judge(RewardInput("?", "x", {}))
+            assert found.reward is None and why in found.error
 
 
 @pytest.mark.spawn
 def test_a_second_reply_to_one_request_is_an_error_and_no_reward():
     """Of a function that forks: the next request would take it for its own."""
-    with judge_of("reward_functions:forks", 20.0) as judge:
-        found = [judge(Answer("?", str(number), {})) for number in range(6)]
+    with make_reward_function("reward_functions:forks", 20.0) as judge:
+        found = [judge(RewardInput("?", str(number), {})) for number in range(6)]
     wrong = [one for one in found if one.reward is None]
-    assert wrong and all("the function forks" in one.why for one in wrong)
+    assert wrong and all("the function forks" in one.error for one in wrong)
     assert all(one.reward in (None, number) for number, one in enumerate(found))
 
 
 @pytest.mark.spawn
 def test_a_reward_is_a_number_and_no_text_or_bool():
-    with judge_of("reward_functions:value", 20.0) as judge:
+    with make_reward_function("reward_functions:value", 20.0) as judge:
         for text, why in (
             ("text", "it gave str, not a number"),
             ("true", "it gave bool, not a number"),
@@ -92,18 +98,18 @@ def test_a_reward_is_a_number_and_no_text_or_bool():
             ("bool of numpy", "it gave bool"),
             ("large", "OverflowError"),
         ):
-            found = judge(Answer("?", text, {}))
-            assert found.reward is None and why in found.why, text
+            found = judge(RewardInput("?", text, {}))
+            assert found.reward is None and why in found.error, text
         given = [
-            judge(Answer("?", t, {})).reward for t in ("numpy", "integer of numpy", "fraction")
+            judge(RewardInput("?", t, {})).reward for t in ("numpy", "integer of numpy", "fraction")
         ]
     assert given == [0.5, 2.0, 0.5]
 
 
 @pytest.mark.spawn
 def test_what_takes_too_long_has_failed_and_what_comes_after_has_not():
-    with judge_of("reward_functions:hangs", 0.5) as judge:
-        said = [judge(Answer("?", text, {})).reward for text in ("quick", "slow", "quick")]
+    with make_reward_function("reward_functions:hangs", 0.5) as judge:
+        said = [judge(RewardInput("?", text, {})).reward for text in ("quick", "slow", "quick")]
     assert said == [1.0, None, 1.0]
 
 
@@ -121,8 +127,8 @@ def test_what_takes_too_long_has_failed_and_what_comes_after_has_not():
     ],
 )
 def test_a_function_that_is_not_there_is_refused(name, why):
-    with pytest.raises(ValueError, match=why), judge_of(name, 1.0) as judge:
-        judge.begin()
+    with pytest.raises(ValueError, match=why), make_reward_function(name, 1.0) as judge:
+        judge.start()
 
 
 def accepts_two(prompt, answer):
@@ -136,7 +142,11 @@ def of_trl_without_keywords(prompts, completions, answer):
 @pytest.mark.parametrize(
     "function, kind, said",
     [
-        (accepts_two, "reward", r"function\(prompt, answer, row\): too many positional arguments"),
+        (
+            accepts_two,
+            "reward",
+            r"function\(prompt, completion, row\): too many positional arguments",
+        ),
         (lambda prompt, *, turns, row: None, "turn", r"function\(prompt, turns, row\): "),
         (of_trl_without_keywords, "reward", "takes lists of completions"),
     ],
@@ -150,7 +160,7 @@ def test_a_function_of_trl_is_called_as_the_message_says():
     with pytest.raises(ValueError) as refusal:
         check_signature("reward_functions:of_trl", reward_functions.of_trl, "reward")
     call = str(refusal.value).partition("returns ")[2]
-    names = {"prompt": "p", "answer": "four", "row": {"prompt": "p", "more": 0.5}}
+    names = {"prompt": "p", "completion": "four", "row": {"prompt": "p", "more": 0.5}}
     assert eval(call, {"of_trl": reward_functions.of_trl, **names}) == 4.5
     for function in (reward_functions.length, lambda *_: 1.0, min):  # of min nothing is known
         check_signature("m:f", function, "reward")
@@ -159,18 +169,18 @@ def test_a_function_of_trl_is_called_as_the_message_says():
 @pytest.mark.parametrize("name", ["exakt", "a b:c", "reward_functions:", "regex:("])
 def test_what_names_no_reward_is_refused(name):
     with pytest.raises(ValueError, match="reward"):
-        judge_of(name, 1.0)
+        make_reward_function(name, 1.0)
 
 
 def test_weights_are_spelled_as_those_of_data():
     asked = ["0.7:gsm8k", "regex:^a:b", "2:reward_functions:length", ".5:runs/reward"]
     names = ["gsm8k", "regex:^a:b", "reward_functions:length", "runs/reward"]
-    assert weighted(asked) == list(zip((0.7, 1, 2, 0.5), names, strict=True))
+    assert parse_rewards(asked) == list(zip((0.7, 1, 2, 0.5), names, strict=True))
     for asked in ("0:exact", "1:", f"{10**16}:exact", f"{'9' * 400}:exact"):
         with pytest.raises(ValueError, match="a weight over 0, at most 1e[+]15, and a reward"):
-            weighted([asked])
+            parse_rewards([asked])
 
 
 def test_a_folder_is_a_reward_model(tmp_path):
-    assert is_model(str(tmp_path)) and is_model("org/name")
-    assert not any(map(is_model, ["exact", "regex:a/b", "reward_functions:length"]))
+    assert is_reward_model(str(tmp_path)) and is_reward_model("org/name")
+    assert not any(map(is_reward_model, ["exact", "regex:a/b", "reward_functions:length"]))

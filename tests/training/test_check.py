@@ -19,7 +19,7 @@ from dolmen.model.layout import Layout
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import Muon
 from dolmen.recipes import RECIPES
-from dolmen.rl.ppo_config import CriticConfig, PPOConfig
+from dolmen.rl.config import CriticConfig, PPOConfig
 from dolmen.training.check import check_exportable, check_run
 from dolmen.training.check_out import check_overwrite, check_same_model, check_same_optimizer
 from dolmen.training.config import FinishConfig, RunConfig, TrainConfig

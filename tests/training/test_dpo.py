@@ -245,7 +245,7 @@ def test_other_kinds(pairs, tmp_path, kind):
     """Learned without a reference, and from answers that are wanted or not, one by one or in
     pairs.
     """
-    more = ["--objective.kind", kind, "--train.steps", 8]
+    more = ["--objective.loss-type", kind, "--train.steps", 8]
     if kind == "kto":
         single = [
             {"prompt": row["prompt"], "completion": row[name], "label": name == "chosen"}
@@ -267,7 +267,7 @@ def test_other_kinds(pairs, tmp_path, kind):
 @pytest.mark.parametrize(
     "more, told",
     [
-        (("--objective.kind", "kto"), "use --data.rows completions"),
+        (("--objective.loss-type", "kto"), "use --data.rows completions"),
         (("--data.rows", "completions"), "use --data.rows pairs"),
         (("--objective.desirable-weight", 2), "are of kto"),
         (("--train.global-batch-size", 3), "a pair takes two sequences"),
@@ -278,7 +278,7 @@ def test_other_kinds(pairs, tmp_path, kind):
         (("--objective.rpo-alpha", -1), "rpo_alpha is -1.0"),
         (("--objective.rpo-alpha", 1e300), "rpo_alpha is 1e+300"),
         (("--objective.beta", 1e300), "beta is 1e+300"),
-        (("--objective.rpo-alpha", 1, "--objective.kind", "orpo"), "kind is orpo"),
+        (("--objective.rpo-alpha", 1, "--objective.loss-type", "orpo"), "kind is orpo"),
     ],
 )
 def test_what_is_refused(pairs, tmp_path, more, told):
@@ -289,7 +289,7 @@ def test_what_is_refused(pairs, tmp_path, more, told):
 
 def test_the_objective_that_is_asked_for(pairs):
     asked = dict(beta=0.3, kind="exo", label_smoothing=0.1, rpo_alpha=0.7)
-    run = made(pairs, **asked)[0]
+    run = made(pairs, loss_type="exo", **{k: v for k, v in asked.items() if k != "kind"})[0]
     assert begin.objective_of(run) == DPO(**asked, from_reference=True)
     other = replace(run, objective=replace(run.objective, reference="another"))
     assert begin.objective_of(other) == DPO(**asked)

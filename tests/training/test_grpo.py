@@ -17,7 +17,7 @@ from dolmen.objectives.config import ObjectiveConfig
 from dolmen.ops.loss import IGNORED
 from dolmen.rl import rollout
 from dolmen.rl.config import RolloutConfig
-from dolmen.rl.weights import Drawing
+from dolmen.rl.generation import GenerationModel
 from dolmen.training import warn
 from dolmen.training.config import RunConfig, TrainConfig
 
@@ -38,7 +38,15 @@ def options(prompts, out, *more) -> list:
         *("train", "grpo", "--init", prompts / "model", "--out", out, "--train.device", "cpu"),
         *("--data.path", prompts / "prompts.jsonl", "--reward", "stub"),
         *("--train.sequence-length", 32, "--train.global-batch-size", 16, "--train.steps", 12),
-        *("--rollout.samples", 8, "--rollout.max-new-tokens", 8, "--optimizer.lr", 2e-2, *more),
+        *(
+            "--rollout.num-generations",
+            8,
+            "--rollout.max-new-tokens",
+            8,
+            "--optimizer.lr",
+            2e-2,
+            *more,
+        ),
     ]
 
 
@@ -56,13 +64,13 @@ def test_a_reward_grows_and_trainer_and_generator_agree(prompts, tmp_path):
     )
     assert last > 2 * first, (first, last)
     assert max(row["rollout/logprob_difference"] for row in found) < 1e-6
-    assert max(row["rollout/logprob_difference_of_allowed"] for row in found) < 1
+    assert max(row["rollout/logprob_difference_over_tolerance"] for row in found) < 1
 
 
 @pytest.mark.slow
 def test_weights_that_are_stale_are_seen(prompts, tmp_path, monkeypatch):
     """In the log-probabilities: the model that draws is the one that the run began with."""
-    refresh = Drawing.refresh
+    refresh = GenerationModel.refresh
 
     def once(self, trained):
         if not vars(self).setdefault("filled", False):
@@ -70,16 +78,16 @@ def test_weights_that_are_stale_are_seen(prompts, tmp_path, monkeypatch):
             return refresh(self, trained)
         return self.model
 
-    monkeypatch.setattr(Drawing, "refresh", once)
+    monkeypatch.setattr(GenerationModel, "refresh", once)
     ended = dolmen(*options(prompts, tmp_path / "run", "--train.steps", 4))
     said = " ".join(ended.out.split())
     assert ended.code == 0 and said.count("trainer and generator disagree") == 1
     assert "weights that draw are stale: compare --rollout.tp 1" in said
-    assert rows(tmp_path / "run")[-1]["rollout/logprob_difference_of_allowed"] > 10
+    assert rows(tmp_path / "run")[-1]["rollout/logprob_difference_over_tolerance"] > 10
 
 
 OFF = {warn.APART: 3.0, "rollout/logprob_difference": 2e-4}
-CAP = "--rollout.importance-cap 2"
+CAP = "--rollout.importance-sampling-cap 2"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +108,7 @@ def test_what_is_off_is_told_with_what_can_be_done(name, dtype, cap, told, words
         RunConfig(),
         train=TrainConfig(dtype=dtype),
         objective=ObjectiveConfig(name),
-        rollout=RolloutConfig(importance_cap=cap),
+        rollout=RolloutConfig(importance_sampling_cap=cap),
     )
     said = warn.apart(run, told, 3)
     assert (said is None) == (words is None)
@@ -110,9 +118,16 @@ def test_what_is_off_is_told_with_what_can_be_done(name, dtype, cap, told, words
 
 
 PHASES = (
-    *("--rollout.prompts", 8, "--rollout.samples", 4, "--rollout.epochs", 2),
-    *("--rollout.redraws", 2, "--rollout.overlong", 4, "--rollout.importance-cap", 2),
-    *("--reward", "regex:a", "--rollout.advantage", "leave-one-out", "--checkpoint.every", 3),
+    *("--rollout.prompts", 8, "--rollout.num-generations", 4, "--rollout.epochs", 2),
+    *(
+        "--rollout.max-resamples",
+        2,
+        "--rollout.overlong-buffer",
+        4,
+        "--rollout.importance-sampling-cap",
+        2,
+    ),
+    *("--reward", "regex:a", "--rollout.advantage-estimator", "rloo", "--checkpoint.every", 3),
 )
 
 
@@ -127,7 +142,7 @@ def test_a_run_that_stopped_within_a_phase_goes_on_bitwise(prompts, tmp_path):
     assert dolmen(*options(prompts, got, *more, "--train.steps", 6)).code == 0
     again = options(prompts, got, *more, "--train.steps", 9, "--reward", "stub", "--resume")
     assert dolmen(*again).code == 0
-    assert rows(want)[0]["rollout/redrawn"] > 0
+    assert rows(want)[0]["rollout/resampled_groups"] > 0
     for a, b in zip(rows(want), rows(got), strict=True):
         if a["step"] <= 8:  # those of the phase that had begun
             assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"], a["step"]
@@ -157,15 +172,17 @@ def test_a_reward_that_fails_is_refused_ends_the_run_or_is_counted(prompts, tmp_
 @pytest.mark.slow
 def test_what_is_never_told_apart_is_drawn_again_so_often_as_is_asked(prompts, tmp_path):
     """And another prompt is asked; answers that are cut are not learned from."""
-    never = ("--reward", "regex:^$", "--train.steps", 1, "--rollout.redraws", 2)
-    found = dolmen(*options(prompts, tmp_path / "run", *never, "--rollout.mask-cut"))
+    never = ("--reward", "regex:^$", "--train.steps", 1, "--rollout.max-resamples", 2)
+    found = dolmen(
+        *options(prompts, tmp_path / "run", *never, "--rollout.mask-truncated-completions")
+    )
     assert found.code == 0, found.err
     (row,) = rows(tmp_path / "run")
-    assert (row["rollout/alike"], row["rollout/redrawn"]) == (2, 4)
+    assert (row["rollout/degenerate_groups"], row["rollout/resampled_groups"]) == (2, 4)
     made = rollout.load(tmp_path / "run", 0, 16)
     assert made is not None
     lines = (tmp_path / "run" / "rollouts" / "00000000.jsonl").read_text().splitlines()
-    whole = torch.tensor([json.loads(line)["whole"] for line in lines])
+    whole = torch.tensor([json.loads(line)["finished"] for line in lines])
     assert ((made.labels != IGNORED).any(1) == whole).all() and not whole.all()
     first = {json.loads(line)["prompt"] for line in lines}
     plain = dolmen(*options(prompts, tmp_path / "plain", *never[:4]))
@@ -177,11 +194,20 @@ def test_what_is_never_told_apart_is_drawn_again_so_often_as_is_asked(prompts, t
 @pytest.mark.parametrize(
     "more, told",
     [
-        (("--rollout.epochs", 3, "--rollout.off-policy", 1), "set --rollout.off-policy 2"),
-        (("--rollout.samples", 1), "at least 2 (--rollout.advantage reinforce compares none)"),
+        (
+            ("--rollout.epochs", 3, "--rollout.max-off-policy-steps", 1),
+            "set --rollout.max-off-policy-steps 2",
+        ),
+        (
+            ("--rollout.num-generations", 1),
+            "at least 2 (--rollout.advantage-estimator reinforce-plus-plus compares none)",
+        ),
         (("--rollout.top-k", 5), "rollout.top-k"),
         (("--reward", "0:stub"), "a weight over 0"),
-        (("--rollout.advantage", "teacher"), "and from no reward: objective.reference is none"),
+        (
+            ("--rollout.advantage-estimator", "distillation"),
+            "and from no reward: objective.reference is none",
+        ),
     ],
 )
 def test_what_is_refused(prompts, tmp_path, more, told):
@@ -196,7 +222,7 @@ def test_a_teacher_is_come_closer_to(prompts, tmp_path):
     teacher = LlamaConfig(**tinyrun.MODEL, initializer_range=0.2)
     torch.manual_seed(3)
     LlamaForCausalLM(teacher).save_pretrained(tmp_path / "teacher")
-    asked = options(prompts, tmp_path / "run", "--rollout.advantage", "teacher")
+    asked = options(prompts, tmp_path / "run", "--rollout.advantage-estimator", "distillation")
     at = asked.index("--reward")
     del asked[at : at + 2]
     asked += ["--objective.reference", tmp_path / "teacher", "--train.steps", 16]
@@ -223,9 +249,9 @@ def test_trainer_and_generator_agree_across_turns(prompts, tmp_path, monkeypatch
     told = rows(tmp_path / "run")
     assert all(row["rollout/turns"] > 0.3 for row in told)
     assert max(row["rollout/logprob_difference"] for row in told) < 1e-6
-    assert max(row["rollout/logprob_difference_of_allowed"] for row in told) < 1
+    assert max(row["rollout/logprob_difference_over_tolerance"] for row in told) < 1
     (file,) = (tmp_path / "run" / "rollouts").glob("*2.jsonl")
-    assert any("<3>" in json.loads(line)["answer"] for line in file.read_text().splitlines())
+    assert any("<3>" in json.loads(line)["completion"] for line in file.read_text().splitlines())
     absent = dolmen(*options(prompts, tmp_path / "no", "--environment", "tool:no"))
     assert absent.code == 2 and "tool has no function no" in absent.words
     assert not (tmp_path / "no").exists()

@@ -40,8 +40,8 @@ from dolmen.model.tree import Scalar
 from dolmen.ops.loss import IGNORED
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl import iteration, rollout
-from dolmen.rl.ppo_config import CriticConfig
-from dolmen.rl.prompts import Nothing, Prompt, PromptLoader, Prompts
+from dolmen.rl.config import CriticConfig
+from dolmen.rl.prompts import NoValidation, Prompt, PromptLoader, Prompts
 from dolmen.training import batches, loop, pretraining
 from dolmen.training import run as run_module
 from dolmen.training.check_drawn import check_drawn
@@ -54,7 +54,7 @@ ASKED = {
     "data": {"rows": "prompts"},
     "objective": {"name": "ppo"},
     "reward": ["stub"],
-    "rollout": {"samples": 2, "prompts": 8, "epochs": 2, "max_new_tokens": 6},
+    "rollout": {"num_generations": 2, "prompts": 8, "epochs": 2, "max_new_tokens": 6},
     "ppo": {"kl_target": 0.5, "kl_horizon": 50.0, "kl_coef": 0.1},
     "critic": {"lr": 2e-2},
     "optimizer": {"lr": 1e-2, "schedule": "constant", "weight_decay": 0.0, "warmup_steps": 0},
@@ -105,7 +105,7 @@ def mean(found: list[dict], name: str) -> float:
 
 
 LEARNING = {
-    "rollout": {"samples": 4, "epochs": 1, "prompts": 8},
+    "rollout": {"num_generations": 4, "epochs": 1, "prompts": 8},
     "train": {"steps": 24, "global_batch_size": 32},
     "optimizer": {"lr": 2e-2},
 }
@@ -117,16 +117,16 @@ def test_a_reward_grows(material, prompts, tmp_path):
     train(material, prompts, tmp_path / "run", ppo={"kl_target": None, "kl_coef": 1e-6}, **LEARNING)
     found = rows(tmp_path / "run")
     assert mean(found[-3:], "rollout/reward") > 2 * mean(found[:3], "rollout/reward")
-    assert max(row["rollout/logprob_difference_of_allowed"] for row in found) < 1
-    assert found[0]["rollout/kl_per_answer"] == 0 and found[0]["critic/lr"] == 2e-2
-    assert mean(found[-3:], "rollout/kl_per_answer") > 1
+    assert max(row["rollout/logprob_difference_over_tolerance"] for row in found) < 1
+    assert found[0]["rollout/kl_per_completion"] == 0 and found[0]["critic/lr"] == 2e-2
+    assert mean(found[-3:], "rollout/kl_per_completion") > 1
 
 
 @pytest.mark.slow
 def test_a_kl_is_held_at_its_target(material, prompts, tmp_path):
     train(material, prompts, tmp_path / "run", **LEARNING)
     found = rows(tmp_path / "run")
-    assert 0.25 < mean(found[-6:], "rollout/kl_per_answer") < 1
+    assert 0.25 < mean(found[-6:], "rollout/kl_per_completion") < 1
     assert found[-1]["rollout/kl_coef"] != found[0]["rollout/kl_coef"] == 0.1
 
 
@@ -180,7 +180,7 @@ def test_models_wait_elsewhere(whole, material, prompts, tmp_path, monkeypatch):
     """Of what does not draw nothing is held while answers are drawn, and of the reference and the
     drawing model nothing while others learn; a run is the same to the bit.
     """
-    out, seen, answered = tmp_path / "run", [], iteration.answered
+    out, seen, answered = tmp_path / "run", [], iteration.generate_completions
 
     def drawing(model, *more):
         state = seen[0]
@@ -190,11 +190,11 @@ def test_models_wait_elsewhere(whole, material, prompts, tmp_path, monkeypatch):
         seen.append(model)
         return answered(model, *more)
 
-    class Watched(batches.ValuedPhases):
+    class Watched(batches.PPORolloutBatches):
         def starting_at(self, *more):
             for now, batch in super().starting_at(*more):
                 assert bytes_of(self.models.reference.parameters()) == 0
-                assert bytes_of(self.models.drawing.model.parameters()) == 0
+                assert bytes_of(self.models.generator.model.parameters()) == 0
                 yield now, batch
 
     def state_of(*more):
@@ -203,13 +203,13 @@ def test_models_wait_elsewhere(whole, material, prompts, tmp_path, monkeypatch):
 
     made = run_module.make_state
     monkeypatch.setattr(run_module, "make_state", state_of)
-    monkeypatch.setattr(iteration, "answered", drawing)
+    monkeypatch.setattr(iteration, "generate_completions", drawing)
     monkeypatch.setattr(batches, "ValuedPhases", Watched)
-    train(material, prompts, out, rollout={"idle": "cpu"}, checkpoint=EACH)
+    train(material, prompts, out, rollout={"offload": "cpu"}, checkpoint=EACH)
     assert len(seen) == 1 + 3 and same(tensors(whole, 9), tensors(out, 9))
     # two models of fp32 and two moments of each, and the reference
     size = 4 * sum(p.numel() for p in seen[0].model.parameters())
-    assert rows(out)[0]["rollout/idle_gib"] * 2**30 == pytest.approx(7 * size, rel=0.2)
+    assert rows(out)[0]["rollout/offloaded_gib"] * 2**30 == pytest.approx(7 * size, rel=0.2)
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_a_critic_is_exported(whole, material, tmp_path):
 
 def at_the_end_of(answers: int) -> None:
     """Die when a phase of that number has been drawn, and nothing of it is kept."""
-    left, answered = [answers], iteration.answered
+    left, answered = [answers], iteration.generate_completions
 
     def dying(*more):
         found = answered(*more)
@@ -251,7 +251,7 @@ def at_the_end_of(answers: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    iteration.answered = dying
+    iteration.generate_completions = dying
 
 
 def between_two_updates(step: int) -> None:
@@ -419,9 +419,9 @@ def test_each_rank_reads_its_own_text(material):
         return Batch(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
 
     text = SimpleNamespace(description=Description(""), identity={}, batch=batch)
-    loader = PromptLoader(Prompts("p", [], 1, 0), Nothing(), 8, None, Description(""), {}).beside(
-        text
-    )
+    loader = PromptLoader(
+        Prompts("p", [], 1, 0), NoValidation(), 8, None, Description(""), {}
+    ).beside(text)
     run = material.config(ppo={**text_of(material)}, objective={"name": "ppo"})
     found = pretraining.of(run, loader, SimpleNamespace(dp=SimpleNamespace(rank=1, size=2)))
     found.batch(3)
@@ -431,7 +431,7 @@ def test_each_rank_reads_its_own_text(material):
 def test_prompts_and_text_of_one_name_are_told_apart():
     """How often each has been read."""
     prompts = Prompts("docs", [Prompt([1], {}, "1")] * 4, 2, 0)
-    loader = PromptLoader(prompts, Nothing(), 8, None, Description(""), {})  # pyright: ignore
+    loader = PromptLoader(prompts, NoValidation(), 8, None, Description(""), {})  # pyright: ignore
     text = SimpleNamespace(
         description=Description(""), identity={}, epochs=lambda step: {"docs": 0.5 * step}
     )
@@ -452,7 +452,9 @@ def changes_of(what: str) -> list[str]:
         text = SimpleNamespace(
             description=Description(""), identity={"data 1": content if what == "text" else ""}
         )
-        made = PromptLoader(Prompts("p", [], 1, 0), Nothing(), 8, None, Description(""), identity)  # pyright: ignore
+        made = PromptLoader(
+            Prompts("p", [], 1, 0), NoValidation(), 8, None, Description(""), identity
+        )  # pyright: ignore
         return made.beside(text)  # pyright: ignore
 
     return data_loader.changes(loader("old").fingerprint(), loader("new").fingerprint())
@@ -462,7 +464,7 @@ def changes_of(what: str) -> list[str]:
 def test_what_others_would_have_drawn_is_forgotten(what, tmp_path):
     """From the step on that is gone on from, and where it follows from what has changed."""
     for step in (0, 4, 8):
-        rollout.save(rollout.of_answers([[1]], [[2]], [[-0.5]], 8, 2), tmp_path, step, [])
+        rollout.save(rollout.make_rollout([[1]], [[2]], [[-0.5]], 8, 2), tmp_path, step, [])
     changed = changes_of(what)
     assert len(changed) == 1
     batches.forget_other(tmp_path, 4, changed)
@@ -497,9 +499,9 @@ LAYOUTS = (
 
 def two_ranks(folder: Path, material: Material, prompts: Path) -> None:
     for i, layout in enumerate(LAYOUTS):
-        idle = "cpu" if i < 2 else "device"
+        idle = "cpu" if i < 2 else "none"
         run = folder / f"at{i}"
-        train(material, prompts, run, layout, train={"steps": 5}, rollout={"idle": idle})
+        train(material, prompts, run, layout, train={"steps": 5}, rollout={"offload": idle})
 
 
 @pytest.mark.spawn
@@ -514,7 +516,7 @@ def test_two_models_learn_at_every_layout_as_on_one_process(
     for i, layout in enumerate(LAYOUTS):
         got = rows(tmp_path / f"at{i}")
         for one, want in zip(got, rows(whole)[:5], strict=True):
-            for name in ("rollout/reward", "rollout/tokens"):
+            for name in ("rollout/reward", "rollout/completion_length"):
                 assert one[name] == want[name], (layout, one["step"], name)
             for name in ("grad_norm", "critic/loss", "critic/grad_norm", "rollout/kl_coef"):
                 assert one[name] == pytest.approx(want[name], rel=1e-4), (layout, name)

@@ -64,7 +64,9 @@ def test_a_run_and_its_scores(start, tmp_path):
     has of each text alone; the folder is the start of another run.
     """
     out = tmp_path / "a"
-    first = dolmen(*options(start, out, "--finish.export", "--objective.center", 0.01))
+    first = dolmen(
+        *options(start, out, "--finish.export", "--objective.center-rewards-coefficient", 0.01)
+    )
     assert first.code == 0, first.err
     said = " ".join(first.out.split())
     assert "left out: 1 pair whose answers are equal" in said
@@ -113,7 +115,10 @@ def material_docs(start):
     [
         (("--train.global-batch-size", 3), "a pair takes two sequences"),
         (("--data.rows", "chats"), "do not belong together"),
-        (("--objective.center", -1), "objective.center is -1.0"),
+        (
+            ("--objective.center-rewards-coefficient", -1),
+            "objective.center-rewards-coefficient is -1.0",
+        ),
         (("--objective.beta", 0.3), "is of dpo"),
         (("--finish.export", "--finish.sample", "x"), "a reward model ends in one number"),
     ],
@@ -151,9 +156,11 @@ def test_calibration():
 
 
 def test_options_of_rewards():
-    assert ObjectiveConfig(name="reward", margin=0.5, center=0.1).rows == "pairs"
+    assert (
+        ObjectiveConfig(name="reward", margin=0.5, center_rewards_coefficient=0.1).rows == "pairs"
+    )
     with pytest.raises(ValueError, match="is of reward models and of simpo"):
         ObjectiveConfig(name="dpo", margin=0.5)
     with pytest.raises(ValueError, match="compares with no other model"):
-        ObjectiveConfig(name="dpo", kind="orpo", reference="x")
+        ObjectiveConfig(name="dpo", loss_type="orpo", reference="x")
     assert scored(made("llama", {})).tree.head == Scalar()
