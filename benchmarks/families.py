@@ -45,7 +45,9 @@ def logits(case: str, folder: Path) -> float:
     source, ours = measure.read(save(theirs, folder))
     tokens = measure.tokens_of(source)
     expected = theirs(tokens).logits
-    return float((engine.ask(ours, tokens, head.logits) - expected).abs().max() / expected.std())
+    return float(
+        (engine.run_whole(ours, tokens, head.logits) - expected).abs().max() / expected.std()
+    )
 
 
 def of(case: str, layouts: dict[str, float | str]) -> Checked:

@@ -37,8 +37,8 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
 from dolmen.conversion.source import open_source
 from dolmen.model.decoder import Decoder
 from dolmen.serving.engine import Engine, load_decoder
-from dolmen.serving.options import Options
 from dolmen.serving.request import Request
+from dolmen.serving.sampling_params import SamplingParams
 
 Work = Sequence[tuple[list[int], int]]
 """Prompts, and how many new tokens each has."""
@@ -105,10 +105,10 @@ def dolmen_side(model: Decoder) -> Side:
         found: dict[int, list[int]] = {}
         with Engine(model) as engine:
             for i, (prompt, new) in enumerate(work):
-                options = Options(temperature=0, max_new_tokens=new)
+                options = SamplingParams(temperature=0, max_new_tokens=new)
                 engine.add(Request(prompt, options, id=i))
             while engine.busy:
-                found |= {one.number: one.tokens for one in engine.step().ended}
+                found |= {one.number: one.tokens for one in engine.step().finished}
         return [found[i] for i in range(len(work))]
 
     return answer

@@ -23,8 +23,8 @@ from dolmen.data.tokenizer import load_tokenizer
 from dolmen.model.decoder import Decoder
 from dolmen.parallel.laid_out import Weights
 from dolmen.serving.engine import Engine, load_decoder
-from dolmen.serving.options import Options
 from dolmen.serving.request import Request
+from dolmen.serving.sampling_params import SamplingParams
 
 
 def judged(model: Decoder, windows: list[list[int]], weights: Weights) -> tuple[float, list[int]]:
@@ -32,10 +32,10 @@ def judged(model: Decoder, windows: list[list[int]], weights: Weights) -> tuple[
     scores, likeliest = [], []
     with Engine(model, weights=weights) as engine:
         for i, window in enumerate(windows):
-            options = Options(temperature=0, max_new_tokens=0)
+            options = SamplingParams(temperature=0, max_new_tokens=0)
             engine.add(Request(window, options, id=i, prompt_logprobs=True, top=1))
         while engine.busy:
-            for ended in sorted(engine.step().ended, key=lambda one: one.number):
+            for ended in sorted(engine.step().finished, key=lambda one: one.number):
                 scores += [one.logprob for one in ended.prompt_logprobs]
                 likeliest += [one.top[0][0] for one in ended.prompt_logprobs]
     return -sum(scores) / len(scores), likeliest
@@ -46,7 +46,7 @@ def resident(folder: str, weights: Weights) -> None:
     source = open_source(folder)
     before = _resident()
     with Engine(load_decoder(source, weights=weights), weights=weights) as engine:
-        engine.add(Request([5, 6, 7], Options(temperature=0, max_new_tokens=16)))
+        engine.add(Request([5, 6, 7], SamplingParams(temperature=0, max_new_tokens=16)))
         while engine.busy:
             engine.step()
         now = _resident()

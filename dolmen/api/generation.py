@@ -10,7 +10,7 @@ import torch
 from dolmen.api.asked import asked_of
 from dolmen.core.messages import choices, shown
 from dolmen.serving.config import GenerateConfig
-from dolmen.serving.text import check_stop
+from dolmen.serving.detokenizer import check_stop
 from dolmen.training.spellings import suggestion
 
 ARRAYS = (torch.Tensor, np.ndarray)

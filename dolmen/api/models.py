@@ -22,14 +22,13 @@ from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.optim.optimizer import DTYPES
 from dolmen.recipes.changed import plain
-from dolmen.serving import adapters as beside
+from dolmen.serving import adapters as multi_lora
 from dolmen.serving import engine
 from dolmen.serving.adapters import Adapters
 from dolmen.serving.config import GenerateConfig
-from dolmen.serving.continued import Prompt as Begun
-from dolmen.serving.continued import continued
-from dolmen.serving.defaults import resolved
-from dolmen.serving.prompts import check_text, encode
+from dolmen.serving.generation import Prompt as Begun
+from dolmen.serving.generation import check_text, encode, generate_samples
+from dolmen.serving.generation_config import apply_generation_config
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class Model:
         **options: Unpack[Generation],
     ) -> Any:
         """What follows the prompt, a `Generated` (of several samples a list of them), and of
-        several prompts a list. It has `text`, `tokens`, `logprobs` and `why` it ended, and is, as a
-        string, the prompt and the text. A prompt is a text, or its token ids. An empty text begins
+        several prompts a list. It has `text`, `tokens`, `logprobs` and `finish_reason`; as a string
+        it is the prompt and the text. A prompt is a text, or its token ids. An empty text begins
         where the tokenizer begins one. At most `batch` texts, of any lengths, run at once.
         `adapter` is one of those that `load` was told, or one for each prompt; None: the model
         alone.
@@ -99,7 +98,7 @@ class Model:
         if not tokens:
             raise ValueError("the text has no tokens: give at least one")
         with torch.no_grad():
-            return engine.ask(self.decoder, torch.tensor([tokens]), head.logits)[0]
+            return engine.run_whole(self.decoder, torch.tensor([tokens]), head.logits)[0]
 
     @property
     def reader(self) -> PreTrainedTokenizer:
@@ -164,10 +163,12 @@ def load(
         if source.tree.blanks is not None:
             source.tree.blanks.check()
         check_whole(source)
-        low = beside.opened(_folders(adapters), source)
+        low = multi_lora.open_adapters(_folders(adapters), source)
         unknown.warn(source.model)
         decoder = engine.load_decoder(source, dtype=_dtype(dtype))
-        return Model(decoder, tokenizer, source, told, textless, beside.placed(low, decoder))
+        return Model(
+            decoder, tokenizer, source, told, textless, multi_lora.place_adapters(low, decoder)
+        )
 
 
 def generate(
@@ -218,7 +219,9 @@ def _folders(adapters: Mapping[str, str | Path] | None) -> dict[str, str]:
     """Raises ValueError for what are no names and folders."""
     if not isinstance(adapters, Mapping | None):
         raise ValueError(f"adapters is {shown(adapters)}: it must be a dict of names and folders")
-    return beside.checked((str(name), str(folder)) for name, folder in (adapters or {}).items())
+    return multi_lora.check_adapters(
+        (str(name), str(folder)) for name, folder in (adapters or {}).items()
+    )
 
 
 def _adapter_of(adapter: Any, prompts: int, known: Collection[str]) -> list[str | None]:
@@ -232,7 +235,7 @@ def _adapter_of(adapter: Any, prompts: int, known: Collection[str]) -> list[str 
     for one in each:
         if not (one is None or isinstance(one, str)):
             raise ValueError(f"adapter is {shown(one)}: it must be a name, or None")
-        beside.check_name(one, known)
+        multi_lora.check_name(one, known)
     return each
 
 
@@ -246,7 +249,7 @@ def _continued(
     if not isinstance(plain(batch), int):
         raise ValueError(f"batch is {shown(batch)}: it must be a whole number")
     prompts = several(prompt)
-    asked, told = resolved(asked, model.source.generation_config)
+    asked, told = apply_generation_config(asked, model.source.generation_config)
     asked.of_tokens.check()
     for line in told:
         print(line, file=sys.stderr)
@@ -255,7 +258,7 @@ def _continued(
     ends = special.ends(model.special_tokens)
     decoder, tokenizer = model.decoder, model.tokenizer
     own = model.source, begin, asked, batch, ends, model.adapters
-    found = continued(decoder, tokenizer, *own)
+    found = generate_samples(decoder, tokenizer, *own)
     each = [samples[0] if asked.num_samples == 1 else samples for samples in found]
     return each[0] if len(prompts) == 1 and prompts[0] is prompt else each
 

@@ -14,10 +14,10 @@ from dolmen.core.messages import BadInput, message
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.launch import process
 from dolmen.model.layout import Layout
-from dolmen.serving import placed
+from dolmen.serving import processes
 from dolmen.serving.chat import Chat
-from dolmen.serving.defaults import resolved
-from dolmen.serving.text import check_stop
+from dolmen.serving.detokenizer import check_stop
+from dolmen.serving.generation_config import apply_generation_config
 
 TOLD = """\
 /reset     begin anew, and forget all that was said
@@ -30,14 +30,14 @@ A line that ends with \\ goes on in the next one."""
 
 
 def run(options: ChatOptions) -> int:
-    layout = placed.check(
+    layout = processes.check_model(
         "chat", [options.folder], Layout(), options.device, weights=options.weights
     )
     try:
         options.of_tokens.check()
         check_stop(options.stop)
         source = open_source(options.folder)
-        asked, told = resolved(options, source.generation_config)
+        asked, told = apply_generation_config(options, source.generation_config)
         asked.of_tokens.check()
         chat = Chat(source, load_tokenizer(tokenizer_folder(source), option=""), asked)
     except (ValueError, KeyError, OSError) as error:
@@ -50,7 +50,7 @@ def run(options: ChatOptions) -> int:
             Terminal(chat).talk()
         return 0
 
-    return placed.start("chat", to_dict(options), layout, options.device, work)
+    return processes.run("chat", to_dict(options), layout, options.device, work)
 
 
 class Terminal:
@@ -100,7 +100,7 @@ class Terminal:
     def _answer(self, text: str) -> None:
         with process.handling({signal.SIGINT: lambda *_: self.chat.stop()}):
             try:
-                for part in self.chat.answer(text):
+                for part in self.chat.reply(text):
                     print(part, end="", flush=True)
                 print(flush=True)
                 if self.chat.truncated:
@@ -114,7 +114,7 @@ class Terminal:
         say("the chat begins anew")
 
     def _retry(self) -> None:
-        text = self.chat.take_back()
+        text = self.chat.undo()
         if text is None:
             say("nothing was said yet")
         else:

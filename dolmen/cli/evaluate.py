@@ -12,7 +12,7 @@ from dolmen.evaluation import tasks
 from dolmen.evaluation.perplexity import Windows, evaluate, load, prepared, tokenizer_of
 from dolmen.files import write
 from dolmen.launch import process
-from dolmen.serving import placed
+from dolmen.serving import processes
 
 
 def run(options: EvaluateOptions) -> int:
@@ -21,7 +21,7 @@ def run(options: EvaluateOptions) -> int:
             write.check_new("--json", options.json)
         except ValueError as error:
             raise BadInput(str(error)) from None
-    layout = placed.check(
+    layout = processes.check_model(
         "evaluate", [options.source], options.layout.layout, options.device, replicas=True
     )
     # the launcher has the tokens made and compared before it starts others; else one of each host
@@ -34,7 +34,7 @@ def run(options: EvaluateOptions) -> int:
         text = prepared(options, progress=first, verify=first) if asked else None
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
-    return placed.start(
+    return processes.run(
         "evaluate",
         to_dict(options),
         layout,

@@ -15,30 +15,30 @@ from dolmen.launch import process
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import DTYPES
 from dolmen.rl import best_of_n
-from dolmen.serving import adapters, answers, engine, offline, placed
-from dolmen.serving.defaults import resolved
+from dolmen.serving import adapters, engine, offline, output_file, processes
+from dolmen.serving.detokenizer import Detokenizer
 from dolmen.serving.engine import Engine
-from dolmen.serving.prompts import check_text, encode
+from dolmen.serving.generation import check_text, encode
+from dolmen.serving.generation_config import apply_generation_config
 from dolmen.serving.request import Limits, Request
-from dolmen.serving.text import Incremental
 
 
 def run(options: GenerateOptions) -> int:
     try:  # before any process, and before a model is read
         options.of_tokens.check()
-        adapters.check_name(options.adapter, adapters.named(options.adapters))
+        adapters.check_name(options.adapter, adapters.parse_adapters(options.adapters))
         if options.input is not None:
-            offline.check(options)
+            offline.check_options(options)
             if not process.launched_here():
                 if not options.resume:
-                    answers.check(expand(options.output or ""), None, False, {}, "")
+                    output_file.check_output(expand(options.output or ""), None, False, {}, "")
                 best_of_n.check(options)
         for text in options.prompt:
             check_text(text)
     except ValueError as error:
         raise BadInput(str(error)) from None
     split = options.layout
-    layout = placed.check(
+    layout = processes.check_model(
         "generate",
         [options.folder],
         Layout(tp=split.tp, pp=split.pp, dp=split.dp),
@@ -56,19 +56,19 @@ def _answer(options: GenerateOptions, layout: Layout) -> int:
     # the launcher reads all rows, and refuses what is bad, before it starts others
     first = not process.launched_here() and (started is None or started.rank == 0)
     try:
-        job = offline.prepared(options, tell=first, fresh=not process.launched_here())
+        job = offline.prepare(options, tell=first, fresh=not process.launched_here())
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     if not job.left:
-        rows = f"all {len(job.read.places):,} rows"
+        rows = f"all {len(job.summary.places):,} rows"
         say(f"{quoted(options.output)} has {rows}: nothing is left to do", first)
         return _choose(job) if first else 0
 
     def work(mesh: Mesh) -> int:
-        offline.answered(job, mesh)
+        offline.generate(job, mesh)
         return 0
 
-    code = placed.start("generate", to_dict(options), layout, options.device, work)
+    code = processes.run("generate", to_dict(options), layout, options.device, work)
     return code or (_choose(job) if first else 0)
 
 
@@ -94,23 +94,23 @@ def _choose(job: offline.Job) -> int:
 
 def _print(options: GenerateOptions, layout: Layout) -> int:
     """Prompts, and what follows them."""
-    return placed.start(
+    return processes.run(
         "generate", to_dict(options), layout, options.device, lambda mesh: _generate(options, mesh)
     )
 
 
 def _generate(options: GenerateOptions, mesh: Mesh) -> int:
     source = open_alike(options.folder, mesh)
-    asked, told = resolved(options, source.generation_config)
+    asked, told = apply_generation_config(options, source.generation_config)
     for line in told:
         say(line, mesh.first)
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
     begin = [encode(tokenizer, text, source.model) for text in options.prompt]
     dtype = DTYPES[options.dtype] if options.dtype else None
     model = engine.load_placed(source, mesh, dtype, options.weights)
-    beside = adapters.opened(adapters.named(options.adapters), source, mesh)
+    beside = adapters.open_adapters(adapters.parse_adapters(options.adapters), source, mesh)
     texts = _Texts(
-        [Incremental(tokenizer, options.stop) for _ in begin], options.prompt, mesh.first
+        [Detokenizer(tokenizer, options.stop) for _ in begin], options.prompt, mesh.first
     )
     limits = Limits(tokens=options.max_batch_tokens)
     ends, known = engine.stop_tokens(source), tokenizer.get_vocab().values()
@@ -121,22 +121,22 @@ def _generate(options: GenerateOptions, mesh: Mesh) -> int:
         limits=limits,
         mesh=mesh,
         weights=options.weights,
-        adapters=adapters.placed(beside, model, mesh),
+        adapters=adapters.place_adapters(beside, model, mesh),
     ) as running:
         for i, tokens in enumerate(begin):
             request = Request(tokens, asked.of_tokens, i, options.seed, adapter=options.adapter)
             running.add(request)
         try:
             while running.busy:
-                happened = running.step()
-                for chosen in happened.chosen:
+                output = running.step()
+                for chosen in output.new_tokens:
                     if texts.add(chosen.number, chosen.token):
                         running.cancel(chosen.number)
-                engine.require_finite(happened.ended)
+                engine.require_finite(output.finished)
         finally:
             texts.end()
         if mesh.first:
-            print(running.memory, file=sys.stderr)  # not among the text
+            print(running.usage, file=sys.stderr)  # not among the text
     return 0
 
 
@@ -145,7 +145,7 @@ class _Texts:
     end.
     """
 
-    def __init__(self, texts: Sequence[Incremental], prompts: Sequence[str], shown: bool):
+    def __init__(self, texts: Sequence[Detokenizer], prompts: Sequence[str], shown: bool):
         self.texts, self.prompts, self.shown = texts, prompts, shown
 
     def add(self, index: int, token: int) -> bool:

@@ -8,7 +8,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.core.messages import BadInput, message
 from dolmen.launch import process
 from dolmen.model.layout import Layout
-from dolmen.serving import placed
+from dolmen.serving import processes
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -19,7 +19,7 @@ def run(options: ServeOptions) -> int:
         raise BadInput(f"{lacking[0]} is not installed: pip install 'dolmen[serve]'")
     from dolmen.serving.http import server  # an extra
 
-    layout = placed.check(
+    layout = processes.check_model(
         "serve",
         [options.folder],
         Layout(tp=options.layout.tp),
@@ -37,4 +37,4 @@ def run(options: ServeOptions) -> int:
         server.serve(options, mesh)
         return 0
 
-    return placed.start("serve", to_dict(options), layout, options.device, work)
+    return processes.run("serve", to_dict(options), layout, options.device, work)

@@ -11,12 +11,12 @@ from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
 from dolmen.evaluation.verify import verify
 from dolmen.model.layout import Layout
-from dolmen.serving import placed
+from dolmen.serving import processes
 
 
 def run(options: VerifyOptions) -> int:
     folders = [options.folder, *([options.against] if options.against else [])]
-    layout = placed.check("verify", folders, Layout(tp=options.layout.tp), options.device)
+    layout = processes.check_model("verify", folders, Layout(tp=options.layout.tp), options.device)
 
     def work(mesh: Mesh) -> int:
         source = open_alike(options.folder, mesh)
@@ -30,7 +30,7 @@ def run(options: VerifyOptions) -> int:
             screen.print(f"\n{diff.diff(_asked(options))}", markup=False, highlight=False)
         return 0 if report.ok else 1
 
-    return placed.start("verify", to_dict(options), layout, options.device, work)
+    return processes.run("verify", to_dict(options), layout, options.device, work)
 
 
 def _asked(options: VerifyOptions) -> DiffConfig:

@@ -27,7 +27,7 @@ from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation import rows, texts
 from dolmen.evaluation.config import TasksConfig
 from dolmen.evaluation.perplexity import Loaded
-from dolmen.serving.options import Options
+from dolmen.serving.sampling_params import SamplingParams
 
 NEW_TOKENS = 256  # of an answer, where the task does not say, as of `hf`
 
@@ -130,7 +130,7 @@ class Harness(TemplateLM):
                 f"max_position_embeddings are {self.max_length:,}: give a task with a smaller "
                 "max_gen_toks"
             )
-        options = Options(
+        options = SamplingParams(
             asked.get("temperature", 0.0),
             asked.get("top_k"),
             asked.get("top_p"),

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation.perplexity import Loaded
+from dolmen.serving.detokenizer import Detokenizer
 from dolmen.serving.engine import Engine, require_finite
-from dolmen.serving.options import Options
 from dolmen.serving.request import Request
-from dolmen.serving.text import Incremental
+from dolmen.serving.sampling_params import SamplingParams
 
 
 def continued(
     loaded: Loaded,
     tokenizer: PreTrainedTokenizer,
     prompts: Sequence[Sequence[int]],
-    options: Options,
+    options: SamplingParams,
     until: Sequence[str] = (),
     seed: int = 0,
 ) -> list[str]:
@@ -22,14 +22,14 @@ def continued(
     calls it and has the same texts; those of dp write all of them. Raises ValueError for prompts
     that the model cannot take.
     """
-    texts = [Incremental(tokenizer, until) for _ in prompts]
+    texts = [Detokenizer(tokenizer, until) for _ in prompts]
     with Engine(loaded.model, mesh=loaded.mesh) as engine:
         for number, prompt in enumerate(prompts):  # numbered alike
             engine.add(Request(prompt, options, id=number, seed=seed))
         while engine.busy:
-            happened = engine.step()
-            require_finite(happened.ended)
-            for chosen in happened.chosen:
+            output = engine.step()
+            require_finite(output.finished)
+            for chosen in output.new_tokens:
                 text = texts[chosen.number]
                 text.add(chosen.token)
                 if text.stopped is not None:

@@ -338,7 +338,7 @@ PROMPT_ROWS = {
 # and with what a function was called that it tells of.
 ASKED = Kind(Object(), depth=64)
 ARGUMENTS = Kind(Object(), depth=64)
-# Beside answers that are being written (serving/answers.py): what was asked, and rows that wait.
+# Journal of an unfinished output (serving/output_file.py): the options, then rows that wait.
 JOURNAL_HEAD = Kind(
     Object(required={"format": Int(1, 1), "asked": Map(), "input": Text()}, rest=None)
 )

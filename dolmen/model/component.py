@@ -1,6 +1,6 @@
 """Interfaces of a block's modules: how they are built, their inputs, and the KV cache.
 
-What the model asks of a cache of keys and values; dolmen/serving/cache.py is one.
+What the model asks of a cache of keys and values; dolmen/serving/kv_cache.py is one.
 
 A forward that reads into a cache is of one sequence, in which the new tokens of every text follow
 one another. All that is token-wise knows nothing of texts, and a mixer hands its queries to the

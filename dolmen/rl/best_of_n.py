@@ -31,10 +31,10 @@ from dolmen.rl.rewards import (
     parse_rewards,
 )
 from dolmen.serving import engine
-from dolmen.serving.answers import ANSWER as LINE
 from dolmen.serving.config import GenerateConfig
 from dolmen.serving.offline import Job
-from dolmen.serving.rows import ANSWER, Row, line_of, lines
+from dolmen.serving.output_file import OUTPUT_ROW
+from dolmen.serving.prompt_file import OUTPUT_FIELDS, PromptRow, json_line, read_lines
 
 BATCH_SIZE = 16  # texts in a forward of a reward model
 TIMEOUT = 10.0  # seconds of a reward function for a sample
@@ -85,7 +85,9 @@ def choose(job: Job) -> BestOfN:
     made, best, every, failed, without = [], [], [], 0, 0
     with _combined_reward(job.config) as reward:
         for fields, where in _rows(job.output):
-            row = Row(where, 0, {name: fields[name] for name in fields if name not in ANSWER})
+            row = PromptRow(
+                where, 0, {name: fields[name] for name in fields if name not in OUTPUT_FIELDS}
+            )
             prompt = _tokens(job, row)
             texts = [
                 RewardInput(row.prompt, one["text"], row.fields, [*prompt, *one["tokens"]])
@@ -99,12 +101,12 @@ def choose(job: Job) -> BestOfN:
                 continue
             best.append(max(scored))
             chosen = fields["samples"][each.index(best[-1])]
-            made.append(line_of({**row.fields, **chosen, "reward": best[-1]}))
+            made.append(json_line({**row.fields, **chosen, "reward": best[-1]}))
     write.replace(expand(job.config.best or ""), b"".join(made))
     return BestOfN(len(made), without, failed, _mean(best), _mean(every))
 
 
-def _tokens(job: Job, row: Row) -> list[int]:
+def _tokens(job: Job, row: PromptRow) -> list[int]:
     """Return the prompt's token ids where a reward model needs them."""
     if not any(is_reward_model(name) for _, name in parse_rewards(job.config.reward)):
         return []
@@ -112,9 +114,9 @@ def _tokens(job: Job, row: Row) -> list[int]:
 
 
 def _rows(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    for line in lines(file):
+    for line in read_lines(file):
         where = f"{file}, line {line.number}"
-        fields = gate.parse_json(line.content, where, LINE)
+        fields = gate.parse_json(line.content, where, OUTPUT_ROW)
         samples = fields.get("samples")
         if not isinstance(samples, list) or not all(isinstance(one, dict) for one in samples):
             raise gate.refuse(where, "it has no `samples`, as --num-samples 2 or more writes them")

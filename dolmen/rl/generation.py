@@ -27,8 +27,8 @@ from dolmen.parallel import channels
 from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.serving.engine import Engine, require_finite
-from dolmen.serving.options import Options
 from dolmen.serving.request import Limits, Request
+from dolmen.serving.sampling_params import SamplingParams
 
 
 class GenerationModel:
@@ -168,7 +168,7 @@ def generate_completions(
     prompts: Sequence[Sequence[int]],
     names: Sequence[str],
     max_new_tokens: Sequence[int],
-    options: Options,
+    options: SamplingParams,
     seed: int,
     max_num_seqs: int,
 ) -> list[Completion]:
@@ -185,11 +185,11 @@ def generate_completions(
             request = Request(prompts[i], limited, id=names[i], seed=seed, logprobs="processed")
             index_of[engine.add(request)] = i
         while engine.busy:
-            ended = engine.step().ended
+            ended = engine.step().finished
             require_finite(ended)
             for sequence in ended:
                 logprobs = [each.logprob for each in sequence.logprobs]
-                sampled, finished = [True] * len(logprobs), sequence.why == "stop"
+                sampled, finished = [True] * len(logprobs), sequence.finish_reason == "stop"
                 index = index_of[sequence.number]
                 completions.append(Completion(index, sequence.tokens, logprobs, sampled, finished))
     if mesh.size > 1:

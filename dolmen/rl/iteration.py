@@ -59,7 +59,7 @@ from dolmen.rl.prompts import Prompt, PromptLoader
 from dolmen.rl.rewards import CombinedReward, RewardInput
 from dolmen.rl.rollout import PPORollout, Rollout, make_rollout
 from dolmen.rl.targets import KLController, compute_advantages, compute_ppo_targets
-from dolmen.serving.options import Options
+from dolmen.serving.sampling_params import SamplingParams
 
 PADDING_MULTIPLE = 16
 """Row lengths of a model with experts are multiples of this many tokens."""
@@ -269,7 +269,7 @@ class RolloutBatches:
         model = self._load_generator(attempt)
         config, setup, mesh = self.config, self.setup, self.models.generator.mesh
         stop = tuple(sorted(setup.stop_tokens))
-        options = Options(temperature=config.temperature, stop=stop)
+        options = SamplingParams(temperature=config.temperature, stop=stop)
         setup.offloader.use_weights(model)
         if setup.offloader.parts:
             self.metrics["rollout/offloaded_gib"] = setup.offloader.bytes / 2**30

@@ -1,11 +1,11 @@
-"""Several adapters over one base: each request names one, or none, and a forward reads texts of any
-of them together (dolmen/parallel/several.py).
+"""Multi-LoRA: several adapters over one base model. Each request names one, or none, and a forward
+mixes sequences of all of them (parallel/several.py).
 
-    named      what --adapters says: NAME=FOLDER, of each name one
-    opened     each read as far as its shapes, and checked against the base
-    placed     their tensors as this rank multiplies by them: `Adapters`, for an engine
+    parse_adapters   NAME=FOLDER of --adapters, each name once
+    open_adapters    shapes alone, checked against the base model
+    place_adapters   the tensors of this rank: `Adapters`, for an engine
 
-    adapters = placed(opened({"fr": "fr-adapter"}, source), model)
+    adapters = place_adapters(open_adapters({"fr": "fr-adapter"}, source), model)
     Engine(model, adapters=adapters).add(Request([1, 15043], adapter="fr"))
 """
 
@@ -39,17 +39,17 @@ _NO_LENGTHS = (
 
 @dataclass(frozen=True, eq=False)
 class Adapters:
-    """Of one model, on this rank."""
+    """The adapters of one model, as this rank holds them."""
 
     names: frozenset[str] = frozenset()
-    beside: Mapping[str, Several] = field(default_factory=dict)
-    """Of each weight that any of them adapts."""
+    weights: Mapping[str, Several] = field(default_factory=dict)
+    """For each adapted weight its low-rank pairs."""
     turn: Turn = field(default_factory=Turn)
-    """Which tokens have which, in the forward at hand."""
+    """Which tokens of the current forward have which adapter."""
 
 
-def named(said: Sequence[str], taken: Collection[str] = ()) -> dict[str, str]:
-    """Name -> folder, of NAME=FOLDER. Raises ValueError for what is none, and as `checked`."""
+def parse_adapters(said: Sequence[str], taken: Collection[str] = ()) -> dict[str, str]:
+    """Parse NAME=FOLDER. Raises ValueError, also as `check_adapters`."""
     pairs: list[tuple[str, str]] = []
     for one in said:
         name, sign, folder = one.partition("=")
@@ -58,12 +58,12 @@ def named(said: Sequence[str], taken: Collection[str] = ()) -> dict[str, str]:
                 f"adapters has {shown(one)}: use --adapters NAME=FOLDER, such as fr=fr-adapter"
             )
         pairs.append((name, folder))
-    return checked(pairs, taken)
+    return check_adapters(pairs, taken)
 
 
-def checked(pairs: Iterable[tuple[str, str]], taken: Collection[str] = ()) -> dict[str, str]:
-    """Name -> folder. Raises ValueError for a name that two have, that is `taken`, or that no
-    message could show.
+def check_adapters(pairs: Iterable[tuple[str, str]], taken: Collection[str] = ()) -> dict[str, str]:
+    """Return name -> folder. Raises ValueError for a name that is given twice, is `taken`, or
+    cannot be printed.
     """
     found: dict[str, str] = {}
     for name, folder in pairs:
@@ -81,7 +81,7 @@ def checked(pairs: Iterable[tuple[str, str]], taken: Collection[str] = ()) -> di
 
 
 def check_name(name: str | None, known: Collection[str]) -> None:
-    """Raises ValueError for an adapter that is not `known`; None is the base."""
+    """Raise ValueError for an adapter that is not `known`; None is the base model."""
     if name is None or name in known:
         return
     there = ", ".join(sorted(known)[:20])
@@ -91,22 +91,24 @@ def check_name(name: str | None, known: Collection[str]) -> None:
     )
 
 
-def opened(
+def open_adapters(
     folders: Mapping[str, str | Path],
     base: Source,
     mesh: Mesh | None = None,
     weights: Weights = "stated",
 ) -> dict[str, LowRank]:
-    """By their names, not read yet. On a `mesh` all ranks open what the first one finds. `weights`:
-    all that is held of the base's. Raises ValueError for what is no adapter of the base, and for
-    one that stands where it could not be multiplied by itself.
+    """Open adapters and check them against the base model, without reading their tensors.
+
+    On a `mesh` all ranks open what the first one finds. `weights`: how the base is held. Raises
+    ValueError for what is no adapter of the base, and for one of weights (experts, head, embedding,
+    kv_b of latent attention) that cannot be adapted per sequence.
     """
 
-    def pinned() -> dict[str, str]:
+    def pin() -> dict[str, str]:
         return {name: adapters.pin_adapters(folder) for name, folder in folders.items()}
 
     together = mesh is not None and mesh.size > 1 and len(folders) > 0
-    found = agree.once(pinned) if together else folders
+    found = agree.once(pin) if together else folders
     out: dict[str, LowRank] = {}
     for name, folder in found.items():
         try:
@@ -143,19 +145,19 @@ def _check(low: LowRank, tree: Tree, weights: Weights) -> None:
             )
 
 
-def placed(lows: Mapping[str, LowRank], model: Decoder, mesh: Mesh = SINGLE) -> Adapters:
-    """Their tensors as this rank of the model multiplies by them, in its dtype: of the layers that
-    it holds, cut as the weights are over tp. All ranks of `mesh` call it alike. Raises ValueError,
-    the same on all of them, for a model whose tokens or weights are not whole in each product, and
-    for values that are no numbers.
+def place_adapters(lows: Mapping[str, LowRank], model: Decoder, mesh: Mesh = SINGLE) -> Adapters:
+    """Read this rank's part of the adapters: its layers, cut over tp as the weights are.
+
+    All ranks of `mesh` call it alike. Raises ValueError, the same on all of them, under sequence
+    parallelism or ZeRO, and for values that are not finite in the model's dtype.
     """
     if not lows:
         return Adapters()
-    return _placed(lows, model) if mesh.size == 1 else agree.each(lambda: _placed(lows, model))
+    return _place(lows, model) if mesh.size == 1 else agree.each(lambda: _place(lows, model))
 
 
-def _placed(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
-    """On this rank; what it refuses is told behind the last collective, in which others wait."""
+def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
+    """Place on this rank; errors are raised behind the last collective, in which others wait."""
     if model.tp.gathers or data.units(model):
         raise ValueError(
             "several adapters are for a model that is split over tp and pp alone: load it for "
@@ -177,8 +179,8 @@ def _placed(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
 
 
 def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
-    """What stands beside a weight. Raises ValueError for what is no number in the model's dtype:
-    keys and values that are none would spoil other texts of the cache.
+    """Return the low-rank pair of a weight. Raises ValueError for values that are not finite in the
+    model's dtype: keys and values of such would spoil other sequences of the KV cache.
     """
     form, leaf, tp = low.form, model.tree.leaves[weight], model.tp.axis
     weight_here, dtype = local_view(model.get_parameter(weight)), dtype_of(model)
@@ -187,7 +189,7 @@ def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
     read = low.tensors(weight)
     leaves = (form.down(leaf), form.up(leaf), form.magnitude(leaf))
     down, up, *lengths = (
-        _here(value.to(model.device), own, tp)
+        _local_part(value.to(model.device), own, tp)
         for value, own in zip(read.values(), leaves, strict=False)
     )
     gain = None
@@ -211,8 +213,8 @@ def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
     return made
 
 
-def _here(whole: Float[Tensor, "*whole"], leaf: Leaf, tp: Axis) -> Float[Tensor, "*here"]:
-    """This rank's part of a parameter, as its leaf is cut."""
+def _local_part(whole: Float[Tensor, "*whole"], leaf: Leaf, tp: Axis) -> Float[Tensor, "*here"]:
+    """Cut this rank's part out of a parameter, as its leaf says."""
     for one in leaf.cuts:
         if one.axis == "tp" and one.splits(tp.size):
             whole = collectives.part(whole, one.dim, tp)

@@ -1,13 +1,12 @@
-"""A chat with a model: messages so far, and answers as they are written, by the engine that answers
-files.
+"""A chat with a model in a terminal: the messages, and completions as they are generated.
 
     chat = Chat(source, tokenizer, config)
     with chat.engine():
-        for text in chat.answer("Which is the highest mountain?"):
+        for text in chat.reply("Which is the highest mountain?"):
             print(text, end="")
 
-The whole chat is what the model reads for each answer. One that is ended early (`stop`) stays in
-the chat as far as it was shown.
+The model reads the whole chat for each reply. An interrupted reply (`stop`) stays in the chat as
+far as it was shown.
 """
 
 from collections.abc import Iterator
@@ -24,51 +23,51 @@ from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.optim.optimizer import DTYPES
 from dolmen.serving import engine
 from dolmen.serving.config import ChatConfig
+from dolmen.serving.detokenizer import Detokenizer
 from dolmen.serving.engine import Engine
 from dolmen.serving.request import Request
-from dolmen.serving.text import Incremental
 
 
 class Chat:
-    """With a model of chats."""
+    """The messages of a chat, and the engine that replies."""
 
     def __init__(self, source: Source, tokenizer: PreTrainedTokenizer, config: ChatConfig):
-        """`config` with what generation_config.json says. Raises ValueError for a model that has no
-        chat template.
+        """`config`: with the defaults of generation_config.json. Raises ValueError for a model
+        without a chat template.
         """
         self.source, self.tokenizer, self.config = source, tokenizer, config
         self.template = own_template(
             tokenizer,
-            "it is not made for chats; `dolmen generate --prompt` continues a text",
+            "it is no chat model; `dolmen generate --prompt` continues a text",
             "give a model with one",
         )
         self.messages: list[dict[str, Any]] = []
         self.stopped = False
         self.truncated = False
-        """Whether the last answer has ended at --max-new-tokens, not by itself."""
-        self._answers = count()
+        """Whether the last reply reached --max-new-tokens."""
+        self._replies = count()
         self.reset()
 
     def reset(self) -> None:
-        """The chat begins anew."""
+        """Forget all messages but the system prompt."""
         self.messages = []
         if self.config.system is not None:
             self.messages.append({"role": "system", "content": self.config.system})
 
-    def take_back(self) -> str | None:
-        """The last message that was answered, with its answer; None where there is none."""
+    def undo(self) -> str | None:
+        """Remove the last user message and its reply; return the message, None if there is none."""
         if not self.messages or self.messages[-1]["role"] != chats.ASSISTANT:
             return None
         *self.messages, said, _ = self.messages
         return said["content"]
 
     def stop(self) -> None:
-        """The answer that is being written ends with its next token."""
+        """Interrupt the reply at its next token."""
         self.stopped = True
 
     @contextmanager
     def engine(self, mesh: Mesh) -> Iterator[None]:
-        """Within, the model answers."""
+        """Load the model; within, `reply` can be called."""
         dtype = DTYPES[self.config.dtype] if self.config.dtype else None
         weights = self.config.weights
         model = engine.load_placed(self.source, mesh, dtype, weights)
@@ -76,21 +75,22 @@ class Chat:
         with Engine(model, stop=ends, known=known, mesh=mesh, weights=weights) as self._engine:
             yield
 
-    def answer(self, text: str) -> Iterator[str]:
-        """The answer to `text`, in the parts in which it becomes certain. Raises ValueError, and
-        the chat is as it was before, for a chat that the model cannot read.
+    def reply(self, text: str) -> Iterator[str]:
+        """Yield the reply to `text`, piece by piece.
+
+        Raises ValueError, with the chat as before, for a chat that the model cannot read.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         request = self._request(messages)
-        number, written = self._engine.add(request), Incremental(self.tokenizer, self.config.stop)
+        number, written = self._engine.add(request), Detokenizer(self.tokenizer, self.config.stop)
         self.messages, self.stopped, self.truncated = messages, False, False
         try:
             while self._engine.busy:
-                happened = self._engine.step()
-                for chosen in happened.chosen:
-                    yield written.add(chosen.token)
-                engine.require_finite(happened.ended)
-                at_limit = any(one.why == "length" for one in happened.ended)
+                output = self._engine.step()
+                for new in output.new_tokens:
+                    yield written.add(new.token)
+                engine.require_finite(output.finished)
+                at_limit = any(one.finish_reason == "length" for one in output.finished)
                 self.truncated = at_limit and written.stopped is None
                 if self.stopped or written.stopped is not None:
                     break
@@ -101,13 +101,13 @@ class Chat:
 
     def _request(self, messages: list[dict[str, Any]]) -> Request:
         tokens = self.template.prompt(chats.Chat(messages, 1.0, "the chat"))
-        options, tree = self.config.of_tokens, self.source.model.tree
+        params, tree = self.config.of_tokens, self.source.model.tree
         room = tree.max_position_embeddings - len(tokens) + 1
-        if room < options.max_new_tokens:
+        if room < params.max_new_tokens:
             raise ValueError(
-                f"the chat has {counted(len(tokens), 'token')} and an answer may have "
-                f"{options.max_new_tokens:,}, max_position_embeddings is "
-                f"{tree.max_position_embeddings:,}: begin anew with /reset, or use a smaller "
+                f"the chat has {counted(len(tokens), 'token')} and a reply may have "
+                f"{params.max_new_tokens:,}, max_position_embeddings is "
+                f"{tree.max_position_embeddings:,}: start again with /reset, or use a smaller "
                 "--max-new-tokens"
             )
-        return Request(tokens, options, id=next(self._answers), seed=self.config.seed)
+        return Request(tokens, params, id=next(self._replies), seed=self.config.seed)

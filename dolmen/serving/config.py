@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dolmen.core.messages import shown
-from dolmen.serving.options import Options
 from dolmen.serving.request import Limits
+from dolmen.serving.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Sampling:
             )
 
     @property
-    def of_tokens(self) -> Options:
+    def of_tokens(self) -> SamplingParams:
         """Greedy, where no temperature is said. Raises ValueError for a logit_bias that is none."""
         said = {name: value for name in NUMBERS if (value := self.__dict__[name]) is not None}
         bias = {} if self.logit_bias is None else biases(self.logit_bias)
-        return Options(**{"temperature": 0.0, **said}, logit_bias=bias)
+        return SamplingParams(**{"temperature": 0.0, **said}, logit_bias=bias)
 
 
 NUMBERS = (
@@ -94,7 +94,7 @@ NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
-"""The fields of `Sampling` that `Options` has too, as they are."""
+"""The fields of `Sampling` that `SamplingParams` has too, as they are."""
 
 
 def biases(text: str) -> dict[int, float]:

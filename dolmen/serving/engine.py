@@ -2,18 +2,19 @@
 
     model = load_decoder(open_source("path/to/model"))
     with Engine(model, stop=stop_tokens(source)) as engine:
-        engine.add(Request([1, 15043], Options(temperature=0.7, max_new_tokens=64), id="row 1"))
+        params = SamplingParams(temperature=0.7, max_new_tokens=64)
+        engine.add(Request([1, 15043], params, id="row 1"))
         while engine.busy:
-            for ended in engine.step().ended:
-                print(ended.id, ended.tokens)
+            for sequence in engine.step().finished:
+                print(sequence.id, sequence.tokens)
 
     generate(model, [[1, 15043]], max_new_tokens=16) -> [[3186, ...]]       the same, as a function
 
-Every step is one forward (running.py says of what, forward.py makes it), from whose scores one
-token is chosen for each text that has none unread (next_tokens.py). All ranks of tp and pp make the
-same calls with the same values: they choose the same tokens, and so decide the same. Where one of
-them decides what comes and goes, as a server's does, it tells the others between steps
-(`agree.once`; docs/generation.md).
+Every step is one forward (scheduler.py decides of which tokens, model_runner.py computes it), from
+whose logits the next token of each sequence that has been read is sampled (sampler.py). All ranks
+of tp and pp make the same calls with the same values, sample the same tokens, and so schedule the
+same. Where one rank decides which requests come and go, as a server's does, it tells the others
+between steps (`agree.once`; docs/generation.md).
 """
 
 import itertools
@@ -40,24 +41,24 @@ from dolmen.parallel import schedule as schedules
 from dolmen.parallel.actions import Schedule
 from dolmen.parallel.laid_out import Weights
 from dolmen.serving.adapters import Adapters, check_name
-from dolmen.serving.cache import Memory
-from dolmen.serving.forward import Forward
-from dolmen.serving.next_tokens import ForwardOutput, SampledToken, broadcast
-from dolmen.serving.options import Options
+from dolmen.serving.kv_cache import CacheUsage
+from dolmen.serving.model_runner import ModelRunner
 from dolmen.serving.request import (
-    Chosen,
-    Ended,
-    Happened,
+    FinishedSequence,
     Limits,
+    NewToken,
     Request,
+    StepOutput,
     check,
     check_int8,
     span_of,
 )
-from dolmen.serving.running import Row, Running, groups
+from dolmen.serving.sampler import ForwardOutput, SampledToken, broadcast
+from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.scheduler import Scheduler, SequenceGroup, split_forwards
 
-TOKENS_AT_ONCE = 1 << 12  # of prompts, one forward: bounds activations
-AT_ONCE = 256  # prompts
+TOKENS_AT_ONCE = 1 << 12  # tokens of a forward: bounds activations
+AT_ONCE = 256  # sequences of a forward
 
 
 def load_decoder(
@@ -67,10 +68,11 @@ def load_decoder(
     schedule: Schedule | None = None,
     weights: Weights = "stated",
 ) -> Decoder:
-    """A source's model on the axes of `mesh`, for inference: in `dtype`, or else that of its
-    config.json. `schedule` places its stages; None: there is one. `weights`: int8 are all that it
-    holds of its matrices, and engines of it are of them. Raises ValueError or KeyError, before
-    anything is built, for what does not fit.
+    """Load a model for inference, split over `mesh`, in `dtype` or else that of its config.json.
+
+    `schedule` places its pipeline stages; None: there is one. `weights`: with int8 the model holds
+    nothing else of its matrices, and serves engines of int8 alone. Raises ValueError or KeyError,
+    before anything is built, for what does not fit.
     """
     check_whole(source)
     dtype = dtype or stated_dtype(source.model)
@@ -92,15 +94,17 @@ def load_decoder(
 def load_placed(
     source: Source, mesh: Mesh, dtype: torch.dtype | None, weights: Weights = "stated"
 ) -> Decoder:
-    """`load_decoder`, this rank's stage of it: of `mesh.pp` each rank has one."""
+    """Load this rank's pipeline stage of a model: each rank of `mesh.pp` has one."""
     pp = mesh.pp.size
     schedule = None if pp == 1 else schedules.make("1f1b", pp, pp)
     return load_decoder(source, mesh, dtype, schedule, weights)
 
 
-def ask(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.End) -> Any:
-    """What `end` makes of whole texts, `tokens` on the host, each as long as the others, read
-    without a cache. Raises ValueError where nobody has said which tokens positions follow from.
+def run_whole(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.End) -> Any:
+    """Run sequences of equal length through the model without a KV cache; `tokens` is on the host.
+
+    Returns the result of the head function `end`. Raises ValueError where the special tokens that
+    decide positions are not known.
     """
     device = model.device
     batch = Batch(tokens, tokens).read_by(model.tree).to(device)
@@ -108,8 +112,8 @@ def ask(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.End) ->
 
 
 def stop_tokens(source: Source) -> set[int]:
-    """The end-of-text ids that a source names, in generation_config.json or else config.json, and
-    the ends among its special tokens.
+    """EOS token ids of a source: of generation_config.json, else of config.json, and of its special
+    tokens.
     """
     ends = special_tokens.ends(special_tokens.ids_of(source.model))
     for said in (source.generation_config, source.model.config):
@@ -120,7 +124,7 @@ def stop_tokens(source: Source) -> set[int]:
 
 
 class Engine:
-    """Texts that a model writes, step by step; requests come and go between steps.
+    """Continuous batching over one model: requests come and go between steps.
 
     Within `with` the model is in evaluation mode and keeps no graph; afterwards it is as before.
     One thread alone calls it.
@@ -137,17 +141,19 @@ class Engine:
         weights: Weights = "stated",
         adapters: Adapters | None = None,
     ):
-        """`stop`: tokens that end every text. `known`: the tokenizer's ids; none that is not one of
-        them is chosen. `mesh`: that of the model, where it lies over pp. `weights`: int8 rounds
-        those of products, each row by a scale of its own. `adapters`: of the model, of which each
-        request may name one (adapters.placed). Raises ValueError for a model that foretells no
-        next token, for one whose ranks hold several stages, and where int8 cannot be.
+        """Check that the model can generate.
+
+        `stop`: EOS tokens of every sequence. `known`: the tokenizer's ids; no other is sampled.
+        `mesh`: that of the model, where it is split over pp. `weights`: int8 quantizes matrices,
+        with a scale per row. `adapters`: LoRA adapters that requests may name
+        (`adapters.place_adapters`). Raises ValueError for a bidirectional model, for several stages
+        on a rank, and where int8 cannot be.
         """
         tree = model.tree
         if tree.both_ways:
             raise ValueError(
-                "the model sees both ways: each token knows those behind it, and there is no next "
-                "one to foretell; it fills in masked tokens, and cannot generate"
+                "bidirectional models (encoders) cannot generate: they predict masked tokens, not "
+                "the next one"
             )
         if len(model.split.parts) > 1:
             raise ValueError(
@@ -166,8 +172,8 @@ class Engine:
         self._weights: Weights = weights
         self.adapters = adapters or Adapters()
         self._stop = frozenset(stop)
-        self._forward = Forward(model, mesh, limits.page, self.adapters)
-        self._rows = Running(limits, tree.prefixed, self._forward.cache.table)
+        self._runner = ModelRunner(model, mesh, limits.page, self.adapters)
+        self._scheduler = Scheduler(limits, tree.prefixed, self._runner.cache.table)
         self._never = sorted(set(range(tree.vocab_size)) - set(known)) if known else []
         self._numbers, self._within = itertools.count(), ExitStack()
         self._warned = False
@@ -177,10 +183,10 @@ class Engine:
         self._within.enter_context(data.inference(self.model))
         # a compiled block would be compiled again for every length
         self._within.enter_context(torch.compiler.set_stance("force_eager"))
-        self._within.enter_context(_laid_out(self.model, self._weights, keep))
+        self._within.enter_context(_prepacked(self.model, self._weights, keep))
         if self.adapters.names:
             self._within.callback(self.model.stand_beside, {})
-            self.model.stand_beside(self.adapters.beside)
+            self.model.stand_beside(self.adapters.weights)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -188,116 +194,122 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a text waits or runs."""
-        return bool(self._rows.waiting or self._rows.running)
+        """Whether a sequence waits or runs."""
+        return bool(self._scheduler.waiting or self._scheduler.running)
 
     @property
     def waiting(self) -> int:
-        """Samples that wait."""
-        return sum(len(row.samples) for row in self._rows.waiting)
+        """Number of samples that wait."""
+        return sum(len(group.samples) for group in self._scheduler.waiting)
 
     @property
     def running(self) -> int:
-        """Samples that run."""
-        return sum(len(row.samples) for row in self._rows.running.values())
+        """Number of samples that run."""
+        return sum(len(group.samples) for group in self._scheduler.running.values())
 
     @property
     def pages(self) -> int:
-        """Pages of the cache that texts have."""
-        return self._forward.cache.table.in_use
+        """Number of pages of the KV cache in use."""
+        return self._runner.cache.table.in_use
 
     @property
-    def memory(self) -> Memory:
-        """What the cache has held, until now."""
-        return self._forward.cache.memory
+    def usage(self) -> CacheUsage:
+        """The most that the KV cache has held until now."""
+        return self._runner.cache.usage
 
     def add(self, request: Request) -> int:
-        """It will run when its turn has come. -> Its number, by which the engine speaks of it.
+        """Queue a request and return its number, which the results have.
+
         Raises ValueError, with nothing changed, for what the model cannot take.
         """
-        model, rows = self.model, self._rows
+        model, scheduler = self.model, self._scheduler
         check_name(request.adapter, self.adapters.names)
         beyond = check(model.tree, request, self.limits)
         if beyond and not self._warned:
             self._warned = True
             warnings.warn(beyond, stacklevel=2)
-        options = replace(request.options, stop=(*self._stop, *request.options.stop))
-        request = replace(request, options=options)
-        number, text = next(self._numbers), list(request.tokens)
-        span = span_of(model.tree, text)
-        for samples in rows.split(request.samples, len(text)):
-            rows.waiting.append(Row(number, request, samples, span, list(text), len(text)))
+        params = replace(request.params, stop=(*self._stop, *request.params.stop))
+        request = replace(request, params=params)
+        number, tokens = next(self._numbers), list(request.tokens)
+        span = span_of(model.tree, tokens)
+        for samples in scheduler.split_samples(request.samples, len(tokens)):
+            scheduler.waiting.append(
+                SequenceGroup(number, request, samples, span, list(tokens), len(tokens))
+            )
         return number
 
-    def cancel(self, number: int, sample: int | None = None) -> list[Ended]:
-        """The request ends here, or one sample of it that has begun, and its pages are free at
-        once. -> What there was of the samples that had not ended; of a request that is not known
-        there are none.
+    def cancel(self, number: int, sample: int | None = None) -> list[FinishedSequence]:
+        """Finish a request, or one of its samples, and free its pages.
+
+        Returns the samples that had not finished, as far as they are; none for an unknown number.
         """
-        rows = self._rows.cancel(number, sample)
-        return [row.ended(sample, "cancelled") for row in rows for sample in row.samples]
+        groups = self._scheduler.cancel(number, sample)
+        return [group.finish(sample, "cancelled") for group in groups for sample in group.samples]
 
-    def step(self) -> Happened:
-        """One forward, and what comes of it; nothing where no text waits or runs."""
-        self._rows.admit()
-        new = self._rows.next()
+    def step(self) -> StepOutput:
+        """Run one forward and sample from it; return nothing where no sequence waits or runs."""
+        self._scheduler.admit()
+        new = self._scheduler.schedule()
         if not new:
-            return Happened()
-        running, tp, pp = self._rows.running, self.model.tp.axis, self.mesh.pp
+            return StepOutput()
+        running, tp, pp = self._scheduler.running, self.model.tp.axis, self.mesh.pp
         outputs = []
-        # several fill a pipeline: a stage reads the next while another one reads this
-        for some in groups(new, pp.size):
-            parts = {key: running[key].part(n) for key, n in some.items()}
-            texts, scores = self._forward.read(parts)
-            outputs.append(ForwardOutput(parts, [(key, running[key]) for key in texts], scores))
+        # several forwards fill a pipeline: a stage reads the next while another one reads this
+        for some in split_forwards(new, pp.size):
+            chunks = {key: running[key].next_chunk(count) for key, count in some.items()}
+            wanted, logits = self._runner.forward(chunks)
+            outputs.append(ForwardOutput(chunks, [(key, running[key]) for key in wanted], logits))
         values = broadcast(outputs, self._never, tp, pp, self.model.device)
-        found = [output.parse(values) for output in outputs]
-        self._forward.finish()
-        for key, n in new.items():
-            running[key].read += n
-        happened = Happened(read=sum(new.values()))
-        for sampled, labelled in found:
-            for key, of_prompt in labelled.items():
-                running[key].prompt_logprobs += of_prompt
+        parsed = [output.parse(values) for output in outputs]
+        self._runner.finish()
+        for key, count in new.items():
+            running[key].num_computed += count
+        step = StepOutput(num_tokens=sum(new.values()))
+        for sampled, prompt_logprobs in parsed:
+            for key, logprobs in prompt_logprobs.items():
+                running[key].prompt_logprobs += logprobs
             for key, tokens in sampled.items():
-                self._append(key, tokens, happened)
-        return happened
+                self._append_samples(key, tokens, step)
+        return step
 
-    def _append(self, key: int, tokens: list[SampledToken], happened: Happened) -> None:
-        """Append the sampled tokens to a sequence, which forks into its samples at the first."""
-        rows = self._rows
-        if not tokens:
-            row = rows.end(key)
-            happened.ended.extend(row.ended(sample, "length") for sample in row.samples)
+    def _append_samples(self, key: int, tokens: list[SampledToken], step: StepOutput) -> None:
+        """Append the sampled tokens to a group, which forks into its samples at the first."""
+        scheduler = self._scheduler
+        if not tokens:  # max_new_tokens 0
+            group = scheduler.remove(key)
+            step.finished.extend(group.finish(sample, "length") for sample in group.samples)
             return
-        row = rows.running[key]
-        texts = {key: row} | {rows.key(): row.sampled(number) for number in row.samples[1:]}
-        row.samples = row.samples[:1]
-        for other in list(texts)[1:]:
-            self._forward.cache.fork(key, other)
-        rows.running |= texts
-        for (text, one), chosen in zip(texts.items(), tokens, strict=True):
-            self._chosen(text, one, chosen, happened)
+        group = scheduler.running[key]
+        forks = {scheduler.new_key(): group.fork(sample) for sample in group.samples[1:]}
+        group.samples = group.samples[:1]
+        for child in forks:
+            self._runner.cache.fork(key, child)
+        scheduler.running |= forks
+        samples = {key: group} | forks
+        for (sample, one), token in zip(samples.items(), tokens, strict=True):
+            self._append_token(sample, one, token, step)
 
-    def _chosen(self, key: int, row: Row, choice: SampledToken, happened: Happened) -> None:
-        sample = row.samples[0]
-        why = (
-            row.take(choice.token, choice.logprob, choice.close) if choice.finite else "not finite"
-        )
-        if choice.finite:
-            happened.chosen.append(Chosen(row.number, sample, choice.token, choice.logprob))
-        if why is not None:
-            happened.ended.append(self._rows.end(key).ended(sample, why))
-        elif self.model.tree.read_again(row.length, len(row.text)):
-            self._rows.forget(key, row)
-            row.length = len(row.text)
+    def _append_token(
+        self, key: int, group: SequenceGroup, token: SampledToken, step: StepOutput
+    ) -> None:
+        """Append a token to one sample, which it may finish."""
+        sample, reason = group.samples[0], "not finite"
+        if token.finite:
+            reason = group.append(token.token, token.logprob, token.close)
+            step.new_tokens.append(NewToken(group.number, sample, token.token, token.logprob))
+        if reason is not None:
+            step.finished.append(self._scheduler.remove(key).finish(sample, reason))
+        elif self.model.tree.read_again(group.length, len(group.tokens)):
+            # rope scaling changes with the length: cached keys have other angles
+            self._scheduler.free(key, group)
+            group.length = len(group.tokens)
 
 
 @contextmanager
-def _laid_out(model: Decoder, weights: Weights, keep: bool) -> Iterator[None]:
-    """Weights as products without gradients read them fastest, which takes their memory once or
-    twice more; afterwards that is given up, or kept for the next engine. Under ZeRO, where each is
-    there for a moment, they stay as they are.
+def _prepacked(model: Decoder, weights: Weights, keep: bool) -> Iterator[None]:
+    """Prepack the weights for products without gradients, which takes their memory once or twice
+    more; afterwards that is freed, or kept for the next engine. Under ZeRO, where each weight is
+    gathered for a moment, nothing is prepacked.
     """
     if not data.units(model):
         model.lay_out(weights)
@@ -319,47 +331,44 @@ def generate(
     on_token: Callable[[int, int], None] | None = None,
     known: Collection[int] | None = None,
     batch: int = AT_ONCE,
-    on_memory: Callable[[Memory], None] | None = None,
+    on_memory: Callable[[CacheUsage], None] | None = None,
 ) -> list[list[int]]:
-    """New tokens of each prompt: at most `max_new_tokens`, the last a member of `stop` where it
-    stopped at one; with `known`, the tokenizer's ids, none that is not one of them.
+    """Return the new tokens of each prompt, the last one of `stop` where one was sampled.
 
-    Of a model with a prefix mask the prompt is the prefix, or what its special tokens say is.
-    Temperature 0 is greedy. `on_token(prompt index, token)` is called as each token is chosen, and
-    `on_memory` at the end with what the cache has held. At most `batch` prompts of any lengths run
-    at once, and when one ends the next begins; the random numbers of a prompt follow from (seed,
-    its index). A model under ZeRO needs the same call on every rank of dp. Raises ValueError before
-    the first forward for settings and prompts the model cannot take, and later for logits that are
-    not finite.
+    With `known`, the tokenizer's ids, no other token is sampled. The prompt of a model with a
+    prefix mask is the prefix, or what its special tokens mark. Temperature 0 is greedy.
+    `on_token(prompt index, token)` is called as each token is sampled, and `on_memory` at the end
+    with the usage of the KV cache. At most `batch` prompts of any lengths run at once; when one
+    finishes, the next begins. Random numbers of a prompt follow from (seed, its index). A model
+    under ZeRO needs the same call on every rank of dp. Raises ValueError before the first forward
+    for settings and prompts that the model cannot take, and later for logits that are not finite.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}: use --max-new-tokens 1 or more")
     if batch < 1:
         raise ValueError(f"batch is {batch}: it must be at least 1")
-    options = Options(temperature, top_k, top_p, max_new_tokens=max_new_tokens)
+    params = SamplingParams(temperature, top_k, top_p, max_new_tokens=max_new_tokens)
     out: list[list[int]] = [[] for _ in prompts]
     limits = Limits(rows=batch, tokens=TOKENS_AT_ONCE)
     with Engine(model, stop=stop, known=known, limits=limits) as engine:
-        for i, prompt in enumerate(prompts):  # numbered alike
-            engine.add(Request(prompt, options, id=i, seed=seed))
+        for i, prompt in enumerate(prompts):  # request i has number i
+            engine.add(Request(prompt, params, id=i, seed=seed))
         while engine.busy:
-            happened = engine.step()
-            for chosen in happened.chosen:
-                out[chosen.number].append(chosen.token)
+            output = engine.step()
+            for new in output.new_tokens:
+                out[new.number].append(new.token)
                 if on_token is not None:
-                    on_token(chosen.number, chosen.token)
-            require_finite(happened.ended)
+                    on_token(new.number, new.token)
+            require_finite(output.finished)
         if on_memory is not None:
-            on_memory(engine.memory)
+            on_memory(engine.usage)
     return out
 
 
-def require_finite(ended: Sequence[Ended]) -> None:
-    """Raises ValueError that names the first text that has ended because its logits are no
-    numbers.
-    """
-    for one in sorted(ended, key=lambda one: one.number):
-        if one.why == "not finite":
+def require_finite(finished: Sequence[FinishedSequence]) -> None:
+    """Raise ValueError that names the first sequence whose logits are not finite."""
+    for one in sorted(finished, key=lambda one: one.number):
+        if one.finish_reason == "not finite":
             raise ValueError(
                 f"the logits of new token {len(one.tokens) + 1} of prompt {one.id} are not finite: "
                 "the model has diverged, or needs --dtype float32 (generate), or "

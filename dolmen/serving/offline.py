@@ -1,23 +1,21 @@
-"""Answers all prompts of a file, with data-parallel models taking rows from one counter.
+"""`dolmen generate MODEL --input FILE --output FILE`: completions of all rows of a file.
 
-Which model of several side by side (dp) answers which row, and how its answer comes to the rank
-that writes: through a store that all ranks reach, so that no model waits for another one.
+    prepare    read the options and check all rows; nothing is written
+    generate   send rows to the engine as it has room; write them as they finish (output_file.py)
 
-    next    a counter: the first rank of a model adds one to it, and answers the row of that number
-    row/G/N what the first rank of model G has taken the N-th time, for the others of it
-    done    a counter: so many answers have been given
-    ask/N   the N-th of them
+All ranks of a replica (tp, pp) do the same with the same rows, and so schedule the same; the first
+rank of all writes the output.
 
-A single model takes the rows as they come, and needs no store.
+Problem: replicas (dp) finish rows at different times, and none should wait for another.
 
-`dolmen generate MODEL --input FILE --output FILE`: rows in, rows out.
+Idea: each takes the next row from a counter in a store that all ranks reach (`RowQueue`):
 
-    prepared   the model's words and all rows are read and checked; nothing is written
-    answered   rows go to the engine as it has room, and out as they end (answers.py)
+    next    a counter: the first rank of a replica adds 1 to it, and takes the row of that number
+    row/G/N the N-th row that replica G has taken, for its other ranks
+    done    a counter: number of finished rows
+    ask/N   the N-th finished row, for the rank that writes
 
-All ranks of a model (tp, pp) do the same with the same rows, and so decide the same; the first rank
-of all writes. Several models side by side (dp) take rows one by one from a counter that all see
-, each when it has room.
+A single replica takes the rows in order, and needs no store.
 """
 
 import time
@@ -39,35 +37,37 @@ from dolmen.data.tokenizer import load_tokenizer
 from dolmen.files import gate
 from dolmen.files.kinds import JOURNAL_ROW
 from dolmen.optim.optimizer import DTYPES
-from dolmen.serving import adapters, engine, meter, rows
-from dolmen.serving import answers as written
-from dolmen.serving.answers import Answers
+from dolmen.serving import adapters, engine
 from dolmen.serving.config import GenerateConfig
-from dolmen.serving.defaults import resolved
+from dolmen.serving.detokenizer import check_stop
 from dolmen.serving.engine import Engine
-from dolmen.serving.prompts import Prompts, Read
-from dolmen.serving.request import Ended, Happened, Limits
-from dolmen.serving.rows import Row, line_of
-from dolmen.serving.text import Incremental, check_stop
+from dolmen.serving.generation import StopStrings
+from dolmen.serving.generation_config import apply_generation_config
+from dolmen.serving.output_file import OutputFile, check_finished, check_output
+from dolmen.serving.output_file import digest as digest_of
+from dolmen.serving.progress import Meter, show
+from dolmen.serving.prompt_file import FileSummary, PromptFile, PromptRow, check_file, json_line
+from dolmen.serving.request import FinishedSequence, Limits, StepOutput
 
 NAME = "dolmen generate"
 
 
-class Deal:
-    """Rows that are to be answered, by their numbers, and answers that are to be written."""
+class RowQueue:
+    """Deals rows to replicas, and brings finished rows to the rank that writes."""
 
     def __init__(self, rows: Sequence[int], mesh: Mesh):
-        """The same `rows`, in order, on all ranks."""
-        self.rows, self.models = rows, mesh.dp.size
-        self.model, self.leads = mesh.dp.rank, mesh.tp.rank == 0 and mesh.pp.rank == 0
-        self.store = None if self.models == 1 else processes.store(NAME)
-        self._taken = self._own = self._given = 0
-        self._answers: deque[tuple[int, dict[str, Any]]] = deque()
+        """`rows`: numbers of the rows to generate, the same on all ranks."""
+        self.rows, self.replicas = rows, mesh.dp.size
+        self.replica, self.leads = mesh.dp.rank, mesh.tp.rank == 0 and mesh.pp.rank == 0
+        self.store = None if self.replicas == 1 else processes.store(NAME)
+        self._taken = self._own = self._collected = 0
+        self._finished: deque[tuple[int, dict[str, Any]]] = deque()
 
     def take(self, running: int) -> int | None:
-        """The next row of this model, which has so many `running`; None where it is to take none
-        now. All of its ranks ask the same. While few are left, a model takes no more than its share
-        of them.
+        """Take the next row for this replica, which has `running` rows; None: take none now.
+
+        All ranks of a replica call it alike. When few rows are left, a replica takes no more than
+        its share of them.
         """
         if self.store is None:
             number = self._taken
@@ -80,9 +80,9 @@ class Deal:
 
     def _next(self, store: processes.Store, running: int) -> int:
         left = max(len(self.rows) - self._taken, 0)
-        if running and running >= (left + running) / self.models:
+        if running and running >= (left + running) / self.replicas:
             return len(self.rows)
-        key = f"row/{self.model}/{self._own}"
+        key = f"row/{self.replica}/{self._own}"
         self._own += 1
         if not self.leads:
             return int(store.get(key))
@@ -90,31 +90,31 @@ class Deal:
         store.set(key, str(number))
         return number
 
-    def give(self, number: int, answer: dict[str, Any]) -> None:
-        """An answer of this model; one of its ranks brings it to the one that writes."""
+    def put(self, number: int, row: dict[str, Any]) -> None:
+        """Hand a finished row of this replica to the rank that writes."""
         if self.store is None:
-            self._answers.append((number, answer))
+            self._finished.append((number, row))
         elif self.leads:
             place = self.store.add("done", 1)
-            self.store.set(f"ask/{place}", line_of({"row": number, "answer": answer}).decode())
+            self.store.set(f"ask/{place}", json_line({"row": number, "answer": row}).decode())
 
-    def given(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """On the rank that writes: what has been given since it last asked."""
+    def collect(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the rows finished since the last call, on the rank that writes."""
         if self.store is None:
-            while self._answers:
-                yield self._answers.popleft()
+            while self._finished:
+                yield self._finished.popleft()
             return
         there = self.store.add("done", 0)
-        while self._given < there:
-            self._given += 1
-            key = f"ask/{self._given}"
+        while self._collected < there:
+            self._collected += 1
+            key = f"ask/{self._collected}"
             found = gate.parse_json(self.store.get(key), NAME, JOURNAL_ROW)
             self.store.delete_key(key)
             yield found["row"], found["answer"]
 
 
-PAUSE = 0.02  # seconds between two looks of a rank that has nothing else to do
-# What decides the answers, and so must be the same when they go on.
+PAUSE = 0.02  # seconds between two looks at the store of a rank that has nothing else to do
+# Options that decide the completions, and so must be the same on --resume.
 DECIDING = (
     "max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty "
     "presence_penalty frequency_penalty logit_bias stop num_samples logprobs max_input_tokens "
@@ -124,16 +124,16 @@ DECIDING = (
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be answered, checked."""
+    """The options and rows of a run, checked."""
 
-    prompts: Prompts
-    read: Read
-    asked: dict[str, Any]
-    """What decides the answers, as plain values."""
+    prompts: PromptFile
+    summary: FileSummary
+    options: dict[str, Any]
+    """Those that decide the completions, as plain values."""
     digest: str
-    """Of the rows."""
+    """Of the input file."""
     left: bool
-    """Whether any row is."""
+    """Whether any row is left to generate."""
 
     @property
     def config(self) -> GenerateConfig:
@@ -144,58 +144,60 @@ class Job:
         return expand(self.config.output or "")
 
 
-def check(config: GenerateConfig) -> None:
-    """Raises ValueError for options that have no meaning, before anything is read."""
+def check_options(config: GenerateConfig) -> None:
+    """Raise ValueError for options that have no meaning, before anything is read."""
     if config.output is None:
-        raise ValueError("--input is answered into a file: give --output FILE")
+        raise ValueError("--input writes to a file: give --output FILE")
     config.of_tokens.check()
     check_stop(config.stop)
     for name in ("num_samples", "max_input_tokens", "max_batch_tokens"):
         value = to_dict(config)[name]
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}: use --{name.replace('_', '-')} 1 or more")
-    adapters.check_name(config.adapter, adapters.named(config.adapters))
-    rows.check_file(expand(config.input or ""))
+    adapters.check_name(config.adapter, adapters.parse_adapters(config.adapters))
+    check_file(expand(config.input or ""))
 
 
-def prepared(config: GenerateConfig, tell: bool, fresh: bool) -> Job:
-    """Reads what is asked and all rows of --input; `tell` says what was found, and `fresh` that
-    nothing has been written by this run. Raises ValueError, with nothing written.
+def prepare(config: GenerateConfig, tell: bool, fresh: bool) -> Job:
+    """Check the options and all rows of --input. Raises ValueError, with nothing written.
+
+    `tell`: print what was found. `fresh`: this run has not written anything yet.
     """
-    check(config)
+    check_options(config)
     file = expand(config.input or "")
     source = open_source(config.folder)
-    config, told = resolved(config, source.generation_config)
+    config, lines = apply_generation_config(config, source.generation_config)
     config.of_tokens.check()
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
-    folders = adapters.named(config.adapters)
-    adapters.opened(folders, source)
-    prompts = Prompts(config, source, tokenizer, file, folders)
-    for line in told:
+    folders = adapters.parse_adapters(config.adapters)
+    adapters.open_adapters(folders, source)
+    prompts = PromptFile(config, source, tokenizer, file, folders)
+    for line in lines:
         say(line, tell)
-    output, digest = expand(config.output or ""), written.digest(file)
-    asked = _deciding(config, source)
-    if fresh:  # what is there is told before long files are read
-        written.check(output, None, config.resume, asked, digest)
-    read = prompts.read()
-    left = not fresh or written.check(output, len(read.places), config.resume, asked, digest)
+    output, digest = expand(config.output or ""), digest_of(file)
+    options = _deciding_options(config, source)
+    if fresh:  # an existing output is refused before long files are read
+        check_output(output, None, config.resume, options, digest)
+    summary = prompts.check_rows()
+    rows = len(summary.places)
+    left = not fresh or check_output(output, rows, config.resume, options, digest)
     if fresh and config.resume and output.exists():
-        written.check_rows(output, prompts.at(read.places))
-    _tell(read, config, tell)
-    return Job(prompts, read, asked, digest, left)
+        check_finished(output, prompts.rows_at(summary.places))
+    _print_summary(summary, config, tell)
+    return Job(prompts, summary, options, digest, left)
 
 
-def _deciding(config: GenerateConfig, source: Source) -> dict[str, Any]:
+def _deciding_options(config: GenerateConfig, source: Source) -> dict[str, Any]:
     said = to_dict(config)
     model = {"model": str(Path(source.where).resolve()), "iteration": source.iteration}
     beside = {"adapters": list(config.adapters), "adapter": config.adapter}
-    # left out where there are none, as journals of before have neither
+    # without adapters neither is in the journal
     return {name: said[name] for name in DECIDING} | model | (beside if config.adapters else {})
 
 
-def _tell(read: Read, config: GenerateConfig, tell: bool) -> None:
+def _print_summary(read: FileSummary, config: GenerateConfig, tell: bool) -> None:
     if read.bad:
-        say(f"{counted(read.bad, 'row')} left out: they cannot be answered", tell)
+        say(f"{counted(read.bad, 'row')} left out: they are not valid", tell)
     if read.cut:
         say(
             f"{counted(read.cut, 'prompt')} cut to {counted(config.max_input_tokens or 0, 'token')}"
@@ -210,22 +212,24 @@ def _tell(read: Read, config: GenerateConfig, tell: bool) -> None:
         )
 
 
-def answered(job: Job, mesh: Mesh) -> None:
-    """All rows of `job` that have no answer yet are answered, by all ranks of `mesh`. Raises
-    ValueError, also for scores that are no numbers, and OSError where the output cannot be written.
+def generate(job: Job, mesh: Mesh) -> None:
+    """Generate the rows of `job` that are not finished yet, on all ranks of `mesh`.
+
+    Raises ValueError, also for logits that are not finite, and OSError where the output cannot be
+    written.
     """
     config, source = job.config, job.prompts.source
     dtype = DTYPES[config.dtype] if config.dtype else None
     model = engine.load_placed(source, mesh, dtype, config.weights)
-    beside = adapters.opened(adapters.named(config.adapters), source, mesh)
-    answers = Answers(job.output, job.asked, job.digest) if mesh.first else None
-    left = _left(job, answers, mesh)
-    deal = Deal(left, mesh)
-    counts = meter.Meter(len(job.read.places), len(job.read.places) - len(left))
-    work = Work(job, deal, answers, counts)
+    beside = adapters.open_adapters(adapters.parse_adapters(config.adapters), source, mesh)
+    output = OutputFile(job.output, job.options, job.digest) if mesh.first else None
+    left = _unfinished_rows(job, output, mesh)
+    rows = len(job.summary.places)
+    meter = Meter(rows, rows - len(left))
+    work = Work(job, RowQueue(left, mesh), output, meter)
     tokenizer = job.prompts.tokenizer
     with (
-        meter.shown(counts, mesh.first) as screen,
+        show(meter, mesh.first) as screen,
         Engine(
             model,
             stop=engine.stop_tokens(source),
@@ -233,42 +237,42 @@ def answered(job: Job, mesh: Mesh) -> None:
             limits=Limits(tokens=config.max_batch_tokens),
             mesh=mesh,
             weights=config.weights,
-            adapters=adapters.placed(beside, model, mesh),
+            adapters=adapters.place_adapters(beside, model, mesh),
         ) as running,
     ):
         try:
             while work.feed(running):
-                work.take(running, running.step())
+                work.handle(running, running.step())
                 screen.refresh()
-            while not work.collected():
+            while not work.write_finished():
                 time.sleep(PAUSE)
                 screen.refresh()
         finally:
-            if answers is not None:
-                answers.close()
-    if answers is not None:
-        answers.finish()
-        say(_summary(job, counts, work.close))
-        say(str(running.memory))
+            if output is not None:
+                output.close()
+    if output is not None:
+        output.finish()
+        say(_summary(job, meter, work.close))
+        say(str(running.usage))
 
 
-def _left(job: Job, answers: Answers | None, mesh: Mesh) -> list[int]:
-    """Numbers of the rows that have no answer, the same on all ranks."""
-    total = range(len(job.read.places))
+def _unfinished_rows(job: Job, output: OutputFile | None, mesh: Mesh) -> list[int]:
+    """Return the numbers of the rows to generate, the same on all ranks."""
+    total = range(len(job.summary.places))
 
-    def found() -> list[int]:
-        assert answers is not None, "the first rank has them"
-        return [row for row in total if not answers.has(row)]
+    def unfinished() -> list[int]:
+        assert output is not None, "the first rank has it"
+        return [row for row in total if not output.has(row)]
 
-    return found() if mesh.size == 1 else agree.once(found)
+    return unfinished() if mesh.size == 1 else agree.once(unfinished)
 
 
-def _summary(job: Job, counts: meter.Meter, close: int) -> str:
-    seconds = max(counts.seconds, 1e-9)
+def _summary(job: Job, meter: Meter, close: int) -> str:
+    seconds = max(meter.seconds, 1e-9)
     text = (
-        f"wrote {job.output}: {counted(len(job.read.places), 'row')}; "
-        f"{counted(counts.tokens, 'new token')} in {seconds:,.1f} s, "
-        f"{counts.tokens / seconds:,.0f} per second"
+        f"wrote {job.output}: {counted(len(job.summary.places), 'row')}; "
+        f"{counted(meter.tokens, 'new token')} in {seconds:,.1f} s, "
+        f"{meter.tokens / seconds:,.0f} per second"
     )
     if close:
         text += (
@@ -281,23 +285,19 @@ def _summary(job: Job, counts: meter.Meter, close: int) -> str:
 class Work:
     """Rows on their way through an engine."""
 
-    def __init__(self, job: Job, deal: Deal, answers: Answers | None, counts: meter.Meter):
-        self.job, self.deal, self.answers, self.counts = job, deal, answers, counts
+    def __init__(self, job: Job, queue: RowQueue, output: OutputFile | None, meter: Meter):
+        self.job, self.queue, self.output, self.meter = job, queue, output, meter
         self.close = 0
-        self._rows = self._streamed()
-        self._running: dict[int, tuple[int, Row]] = {}  # by the engine's numbers
-        self._texts: dict[tuple[int, int], Incremental] = {}  # where there are stop strings
-        self._ended: dict[int, dict[int, dict[str, Any]]] = {}  # of rows with several samples
-        self._next: tuple[int, Row] | None = None
-
-    def _streamed(self) -> Iterator[tuple[int, Row]]:
-        return iter(enumerate(self.job.prompts.at(self.job.read.places)))
+        self._rows = iter(enumerate(job.prompts.rows_at(job.summary.places)))
+        self._running: dict[int, tuple[int, PromptRow]] = {}  # by number of the request
+        self._stops = StopStrings(job.prompts.tokenizer, job.config.stop)
+        self._samples: dict[int, dict[int, dict[str, Any]]] = {}  # finished ones of running rows
 
     def feed(self, engine: Engine) -> bool:
-        """Give the engine as many rows as it has room for. -> Whether it has any."""
+        """Give the engine as many rows as it has room for; return whether it has any."""
         room = engine.limits.rows // self.job.config.num_samples
         while len(self._running) < max(room, 1):
-            number = self.deal.take(len(self._running))
+            number = self.queue.take(len(self._running))
             if number is None:
                 break
             row = next(row for here, row in self._rows if here == number)
@@ -305,75 +305,52 @@ class Work:
             self._running[engine.add(request)] = number, row
         return engine.busy
 
-    def take(self, engine: Engine, happened: Happened) -> None:
-        """What a step has brought."""
-        ended = list(happened.ended)
-        if self.job.config.stop:
-            for chosen in happened.chosen:
-                key = chosen.number, chosen.sample
-                text = self._texts.setdefault(
-                    key, Incremental(self.job.prompts.tokenizer, self.job.config.stop)
-                )
-                text.add(chosen.token)
-                if text.stopped is not None:
-                    ended += engine.cancel(*key)
-        _require_finite(ended, self._running)
-        self.counts.count(0, len(happened.chosen))
-        for one in ended:
-            self._end(one)
-        self.collected()
+    def handle(self, engine: Engine, output: StepOutput) -> None:
+        """Finish samples at stop strings, and rows whose samples are all finished."""
+        finished = self._stops.finish(engine, output)
+        _require_finite(finished, self._running)
+        self.meter.count(0, len(output.new_tokens))
+        for one in finished:
+            self._finish_sample(one)
+        self.write_finished()
 
-    def _end(self, one: Ended) -> None:
+    def _finish_sample(self, one: FinishedSequence) -> None:
         number, row = self._running[one.number]
-        samples = self._ended.setdefault(one.number, {})
-        samples[one.sample] = self._answer(one)
+        samples = self._samples.setdefault(one.number, {})
+        samples[one.sample] = self._output_fields(one)
         self.close += one.close
-        several = self.job.config.num_samples
-        if len(samples) < several:
+        count = self.job.config.num_samples
+        if len(samples) < count:
             return
-        del self._running[one.number], self._ended[one.number]
-        own = [samples[i] for i in range(several)]
-        self.deal.give(number, row.fields | (own[0] if several == 1 else {"samples": own}))
+        del self._running[one.number], self._samples[one.number]
+        own = [samples[i] for i in range(count)]
+        self.queue.put(number, row.fields | (own[0] if count == 1 else {"samples": own}))
 
-    def _answer(self, one: Ended) -> dict[str, Any]:
-        text, tokenizer = (
-            self._texts.pop((one.number, one.sample), None),
-            self.job.prompts.tokenizer,
-        )
-        stopped = False
-        if text is not None:
-            text.end()
-            stopped = text.stopped is not None
-        found = (
-            text.whole
-            if text is not None and stopped
-            else tokenizer.decode(one.tokens, skip_special_tokens=True)
-        )
-        answer = {
-            "text": found,
-            "tokens": one.tokens,
-            "finish_reason": "stop" if stopped else one.why,
-        }
+    def _output_fields(self, one: FinishedSequence) -> dict[str, Any]:
+        text, reason = self._stops.take_text(one)
+        fields = {"text": text, "tokens": one.tokens, "finish_reason": reason}
         if self.job.config.logprobs is not None:
-            answer["logprobs"] = [each.logprob for each in one.logprobs]
-        return answer
+            fields["logprobs"] = [each.logprob for each in one.logprobs]
+        return fields
 
-    def collected(self) -> bool:
-        """On the first rank: answers of all models are written. -> Whether all rows are there, or
-        another rank writes them.
+    def write_finished(self) -> bool:
+        """Write the finished rows of all replicas, on the first rank; return whether all rows are
+        written, or another rank writes them.
         """
-        if self.answers is None:
+        if self.output is None:
             return True
-        for number, answer in self.deal.given():
-            self.answers.add(number, answer)
-            self.counts.count(1, 0)
-        return self.counts.done == self.counts.rows
+        for number, row in self.queue.collect():
+            self.output.add(number, row)
+            self.meter.count(1, 0)
+        return self.meter.done == self.meter.rows
 
 
-def _require_finite(ended: list[Ended], running: dict[int, tuple[int, Row]]) -> None:
-    for one in ended:
-        if one.why == "not finite":
+def _require_finite(
+    finished: list[FinishedSequence], running: dict[int, tuple[int, PromptRow]]
+) -> None:
+    for one in finished:
+        if one.finish_reason == "not finite":
             raise ValueError(
-                f"{running[one.number][1].where}: the scores of new token {len(one.tokens) + 1} "
+                f"{running[one.number][1].where}: the logits of new token {len(one.tokens) + 1} "
                 "are not finite: the model has diverged, or needs --dtype float32"
             )

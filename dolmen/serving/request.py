@@ -1,9 +1,6 @@
-"""Requests to an engine and its results, and their validation against the model.
+"""Requests to an engine and its results, and the check of a request against the model.
 
-What an engine is asked, and what it tells: plain values, which every rank is given alike.
-
-What an engine is asked, against the model: refused with the numbers and the knob, before any
-token is read.
+All are plain values, of which every rank is given the same.
 """
 
 from collections.abc import Sequence
@@ -13,13 +10,13 @@ from typing import Literal
 from dolmen.core.messages import counted
 from dolmen.model.tree import Experts, LatentAttention, Span, Tree
 from dolmen.model.tree.blanks import of_prefix
-from dolmen.serving.options import Options
-from dolmen.serving.pages import SIZE
+from dolmen.serving.block_table import PAGE_SIZE
+from dolmen.serving.sampling_params import SamplingParams
 
 LogProbabilities = Literal["raw", "processed"]
-"""Of the model's own distribution, as training sees it; or of the one that is drawn from."""
-Why = Literal["stop", "length", "not finite", "cancelled"]
-"""Its last token ends it; it has max_new_tokens; its scores are not numbers; it was cancelled."""
+"""Of the model's own distribution, as training sees it; or of the one that is sampled from."""
+FinishReason = Literal["stop", "length", "not finite", "cancelled"]
+"""A stop token was sampled; max_new_tokens was reached; the logits are not finite; cancelled."""
 
 
 @dataclass(frozen=True)
@@ -27,89 +24,89 @@ class Request:
     """A prompt, and how it is continued."""
 
     tokens: Sequence[int]
-    """Of the prompt."""
-    options: Options = Options()
+    """Token ids of the prompt."""
+    params: SamplingParams = SamplingParams()
     id: int | str = 0
-    """Draws follow from (seed, id, sample) alone: a row's own id, or its line."""
+    """Random numbers follow from (seed, id, sample) alone: the id of a row, or its line."""
     seed: int = 0
     samples: int = 1
-    """Continuations, each drawn by itself. They share the pages of the prompt."""
+    """Independent continuations, which share the pages of the prompt."""
     logprobs: LogProbabilities | None = None
-    """Which log-probabilities of the new tokens are wanted."""
+    """Which log-probabilities of the new tokens are returned."""
     top: int = 0
-    """So many likeliest tokens are told beside each, with theirs."""
+    """Likeliest tokens whose log-probabilities are returned beside each."""
     prompt_logprobs: bool = False
-    """Those of the prompt's tokens, too, after its first: always `raw`."""
+    """Also return log-probabilities of the prompt's tokens after the first, always `raw`."""
     adapter: str | None = None
-    """The name of the engine's adapter that reads and writes it; None: the base alone does."""
+    """Name of the LoRA adapter that reads and writes it; None: the base model alone."""
 
 
 @dataclass(frozen=True)
 class LogProb:
-    """Of one token."""
+    """Log-probability of a token, and of the likeliest tokens in its place."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """Ids and log-probabilities of the likeliest tokens, from the likeliest on."""
+    """Ids and log-probabilities, likeliest first."""
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A new token."""
+class NewToken:
+    """A token that was sampled in a step."""
 
     number: int
-    """Of the request, as `Engine.add` gave it."""
+    """Number of the request, as `Engine.add` returned it."""
     sample: int
     token: int
     logprob: LogProb | None
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A sample that has ended."""
+class FinishedSequence:
+    """A finished sample of a request."""
 
     number: int
     sample: int
     id: int | str
     tokens: list[int]
-    """The new ones; the last is one that stops where it stopped at one."""
-    why: Why
+    """New tokens; the last is the stop token, if one was sampled."""
+    finish_reason: FinishReason
     logprobs: list[LogProb]
-    """Of each new token, where they were asked for."""
+    """Of each new token, if the request asked for them."""
     prompt_logprobs: list[LogProb]
-    """Of each token of the prompt but the first, where they were asked for."""
+    """Of each token of the prompt but the first, if the request asked for them."""
     close: int
-    """Tokens beside which another lay within `sample.CLOSE`: in another batch or layout it may
-    have been that one.
+    """Number of tokens beside which another one lay within `sampling.CLOSE`: in another batch or
+    layout it may have been sampled instead.
     """
 
 
 @dataclass(frozen=True)
-class Happened:
-    """In one step."""
+class StepOutput:
+    """What a step of the engine produced."""
 
-    chosen: list[Chosen] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
-    read: int = 0
+    new_tokens: list[NewToken] = field(default_factory=list)
+    finished: list[FinishedSequence] = field(default_factory=list)
+    num_tokens: int = 0
     """Tokens that the model has read."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine may take at once."""
+    """Capacity of an engine."""
 
     rows: int = 256
-    """Texts in a forward, each sample counted."""
+    """Most sequences of a forward, each sample counted (vLLM's max_num_seqs)."""
     tokens: int = 1 << 12
-    """Tokens of a forward (max_batch_tokens). A prompt that sees both ways is read whole, however
-    long it is.
+    """Most tokens of a forward (max_batch_tokens; vLLM's max_num_batched_tokens). A prompt with a
+    bidirectional prefix is read whole, however long it is.
     """
     pages: int | None = None
-    """Pages of the cache. A text that no page is left for is put back and read again later, the
-    youngest first. None: as many as the texts need.
+    """Pages of the KV cache. Where they run out, the youngest sequence is preempted. None: as many
+    as the sequences need.
     """
-    page: int = SIZE
-    """Tokens of a page."""
+    page: int = PAGE_SIZE
+    """Tokens per page."""
 
     def __post_init__(self) -> None:
         known = dict(rows=self.rows, tokens=self.tokens, pages=self.pages, page=self.page)
@@ -119,11 +116,13 @@ class Limits:
 
 
 def check(model: Tree, request: Request, limits: Limits) -> str | None:
-    """Raises ValueError for what the model or the limits cannot take. -> What is to be warned of:
-    the text goes beyond what the model was made for.
+    """Raise ValueError for a request that the model or the limits cannot take.
+
+    Returns a warning where the sequence may grow beyond the positions that the model was trained
+    on, else None.
     """
-    request.options.check()
-    name, options = f"prompt {request.id}", request.options
+    request.params.check()
+    name, params = f"prompt {request.id}", request.params
     _check_tokens(name, request.tokens, model.vocab_size)
     if request.samples < 1:
         raise ValueError(f"samples is {request.samples}: use --num-samples 1 or more")
@@ -132,14 +131,14 @@ def check(model: Tree, request: Request, limits: Limits) -> str | None:
             f"{request.top} top log-probabilities are asked for, the model's vocab_size is "
             f"{model.vocab_size}: ask for as many, or fewer"
         )
-    beyond = [t for t in (*options.logit_bias, *options.stop) if not 0 <= t < model.vocab_size]
+    beyond = [t for t in (*params.logit_bias, *params.stop) if not 0 <= t < model.vocab_size]
     if beyond:
         raise ValueError(
             f"logit_bias or stop has token {beyond[0]}, the model's vocab_size is "
             f"{model.vocab_size}: use the tokenizer of the model"
         )
     # the last new token is not read
-    read = len(request.tokens) + max(options.max_new_tokens - 1, 0)
+    read = len(request.tokens) + max(params.max_new_tokens - 1, 0)
     needed = -(-read // limits.page)
     if limits.pages is not None and needed > limits.pages:
         raise ValueError(
@@ -147,11 +146,11 @@ def check(model: Tree, request: Request, limits: Limits) -> str | None:
             f"{limits.pages}: give it more, or use --max-new-tokens "
             f"{max(limits.pages * limits.page - len(request.tokens) + 1, 0)}"
         )
-    return _beyond(model, len(request.tokens), options.max_new_tokens, read)
+    return _warn_beyond_context(model, len(request.tokens), params.max_new_tokens, read)
 
 
 def check_int8(model: Tree, device: str, sharded: bool) -> None:
-    """Raises ValueError where weights cannot be held as int8."""
+    """Raise ValueError where the weights of a model cannot be held as int8."""
     kinds = {type(part) for block in model.blocks for part in (block.mixer, block.mlp)}
     why = None
     if Experts in kinds:
@@ -178,7 +177,8 @@ def _check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
         )
 
 
-def _beyond(model: Tree, prompt: int, new: int, read: int) -> str | None:
+def _warn_beyond_context(model: Tree, prompt: int, new: int, read: int) -> str | None:
+    """Return a warning, or raise ValueError where there are no positions at all."""
     most = model.max_position_embeddings
     if read <= most:
         return None
@@ -193,8 +193,9 @@ def _beyond(model: Tree, prompt: int, new: int, read: int) -> str | None:
 
 
 def span_of(model: Tree, prompt: Sequence[int]) -> Span | None:
-    """How the tokens of a prompt, and of what follows it, stand for the model; None: each at its
-    index, and all see back alone. Raises ValueError where nobody has said which tokens say it.
+    """Return the prefix and positions of a prompt; None: causal, each token at its index.
+
+    Raises ValueError where the special tokens that decide them are not known.
     """
     if model.blanks is not None:
         return model.blanks.span(prompt)

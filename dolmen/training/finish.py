@@ -56,7 +56,7 @@ def _export(out: Path, to: Path) -> None:
 def _sample(screen: Console, folder: Path, prompt: str) -> None:
     from dolmen.serving import engine
     from dolmen.serving.config import GenerateConfig
-    from dolmen.serving.prompts import answer
+    from dolmen.serving.generation import generate_tokens
 
     tokenizer = tokenizers.load_tokenizer(str(folder))
     source = open_source(folder)
@@ -66,7 +66,7 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     asked = GenerateConfig(
         folder=str(folder), max_new_tokens=min(96, room), temperature=0.7, top_p=0.95
     )
-    (new,) = answer(model, tokenizer, source, [tokens], asked)
+    (new,) = generate_tokens(model, tokenizer, source, [tokens], asked)
     screen.print()
     screen.rule("a sample, temperature 0.7", align="left", characters="-")
     screen.print(prompt + tokenizer.decode(new, skip_special_tokens=True))

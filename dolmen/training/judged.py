@@ -25,8 +25,8 @@ from dolmen.files import gate, write
 from dolmen.model.tree import Tree
 from dolmen.optim.optimizer import DTYPES
 from dolmen.rl.generation import GenerationModel
-from dolmen.serving.options import Options
-from dolmen.serving.prompts import encode
+from dolmen.serving.generation import encode
+from dolmen.serving.sampling_params import SamplingParams
 from dolmen.training import folder
 from dolmen.training.config import RunConfig
 from dolmen.training.start import first_does
@@ -69,7 +69,7 @@ class Judged:
         if not self.begun:
             return []
         asked = self.asked
-        options = Options(
+        options = SamplingParams(
             asked.temperature,
             max_new_tokens=asked.max_new_tokens,
             stop=() if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,),

@@ -235,7 +235,7 @@ def test_generate(material):
     (cut, *_), _ = exact.generate(
         ["abc", "d"], temperature=2.0, num_samples=3, max_new_tokens=9, stop=part
     )
-    assert (cut.text, cut.why) == (first.text[: first.text.index(part)], "stop")
+    assert (cut.text, cut.finish_reason) == (first.text[: first.text.index(part)], "stop")
     biased = exact.generate("abc", max_new_tokens=2, logit_bias={7: 1e4}, logprobs=None)
     assert biased.tokens == [7, 7] and biased.logprobs is None
     for options, said in (

@@ -50,10 +50,10 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 @pytest.mark.parametrize("word, value", [("top_k", 5), ("top_p", 0.9)])
 def test_what_draws_is_refused_where_nothing_is_drawn(material, word, value):
     option = f"--{word.replace('_', '-')}"
-    said = f"{option} draws, and without --temperature nothing is drawn: add --temperature 1"
+    said = f"{option} has no effect without sampling: add --temperature 1"
     result = dolmen("generate", material.model, "--prompt", "a", option, value)
     assert (result.code, result.err) == (2, f"dolmen generate: {said}\n")
-    said = f"^{word} draws, and without temperature nothing is drawn: add temperature 1$"
+    said = f"^{word} has no effect without sampling: add temperature 1$"
     with pytest.raises(ValueError, match=said):
         package.generate(material.model, "a", **{word: value})
 

@@ -18,7 +18,7 @@ import dolmen as package
 from dolmen.core.messages import Failed
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.serving import offline
-from dolmen.serving.answers import journal_of
+from dolmen.serving.output_file import journal_path
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -53,7 +53,7 @@ def written(file: Path, *rows: object) -> Path:
 def answers(model, rows: Path, out: Path, *words) -> list[dict]:
     told = dolmen("generate", model, "--input", rows, "--output", out, *words)
     assert told.code == 0, told.err
-    assert not journal_of(out).exists()
+    assert not journal_path(out).exists()
     return read(out)
 
 
@@ -131,7 +131,7 @@ def test_stop_strings_log_probabilities_and_a_cut(material, tmp_path):
 def test_what_generation_config_says_is_the_default_and_is_said(chatty, tmp_path):
     rows = written(tmp_path / "in.jsonl", {"prompt": "abc"})
     told = dolmen("generate", chatty, "--input", rows, "--output", tmp_path / "a")
-    said = "as generation_config.json says: max_new_tokens 5, temperature 0.8, top_k 7"
+    said = "from generation_config.json: max_new_tokens 5, temperature 0.8, top_k 7"
     assert said in told.err and told.code == 0
     words = ("--max-new-tokens", 5, "--temperature", 0.8, "--top-k", 7)
     assert read(tmp_path / "a") == answers(chatty, rows, tmp_path / "b", *words)
@@ -163,7 +163,7 @@ def test_messages_are_written_by_the_chat_template(material, chatty, tmp_path):
         ((), "in.jsonl, line 2: its prompt has 90 tokens, max_position_embeddings is 64"),
         (("--stop", ""), "--stop is empty"),
         (("--temperature", "-1"), "temperature is -1.0: use --temperature 0"),
-        (("--top-k", "3"), "--top-k draws"),
+        (("--top-k", "3"), "--top-k has no effect"),
         (("--num-samples", "0"), "num_samples is 0: use --num-samples 1 or more"),
         (("--max-input-tokens", "0"), "max_input_tokens is 0"),
         (("--max-batch-tokens", "0"), "--max-batch-tokens"),
@@ -178,7 +178,7 @@ def test_what_is_refused_before_work_begins(material, tmp_path, words, said):
     out = tmp_path / "out.jsonl"
     told = dolmen("generate", material.model, "--input", rows, "--output", out, *words)
     assert told.code == 2 and said in told.words, told.err
-    assert told.err.count("\n") == 1 and not out.exists() and not journal_of(out).exists()
+    assert told.err.count("\n") == 1 and not out.exists() and not journal_path(out).exists()
 
 
 def test_an_output_that_exists_and_bad_rows(material, tmp_path):
@@ -210,7 +210,7 @@ def test_a_run_that_is_ended_goes_on(material, tmp_path, monkeypatch):
     whole = answers(material.model, rows, tmp_path / "whole.jsonl", *words)
     assert len({len(row["tokens"]) for row in whole}) > 1
     asked = ("generate", material.model, "--input", rows, "--output", out, *words)
-    given_back, real = [], offline.Answers.add
+    given_back, real = [], offline.OutputFile.add
 
     def failing(self, number, answer):
         given_back.append(number)
@@ -219,26 +219,26 @@ def test_a_run_that_is_ended_goes_on(material, tmp_path, monkeypatch):
         real(self, number, answer)
 
     with monkeypatch.context() as patched:
-        patched.setattr(offline.Answers, "add", failing)
+        patched.setattr(offline.OutputFile, "add", failing)
         assert dolmen(*asked).code == 1
-    assert journal_of(out).exists() and len(read(out)) < 9
+    assert journal_path(out).exists() and len(read(out)) < 9
     told = dolmen(*asked)
-    assert told.code == 2 and "was begun and is not finished" in told.err
+    assert told.code == 2 and "is unfinished" in told.err
     told = dolmen(*asked, "--resume", "--top-k", 4)
     assert told.code == 2 and "top_k was None when" in told.err
-    there, waiting = out.read_bytes(), journal_of(out).read_bytes()
+    there, waiting = out.read_bytes(), journal_path(out).read_bytes()
     written(out, whole[1])  # the first row is gone
     told = dolmen(*asked, "--resume")
-    assert told.code == 2 and "out.jsonl, line 1: it is no answer to " in told.err
-    assert read(out) == whole[1:2] and journal_of(out).read_bytes() == waiting
+    assert told.code == 2 and "out.jsonl, line 1: it does not belong to " in told.err
+    assert read(out) == whole[1:2] and journal_path(out).read_bytes() == waiting
     out.write_bytes(there)
     seen = []
     monkeypatch.setattr(
-        offline.Answers, "add", lambda self, n, a: (seen.append(n), real(self, n, a))
+        offline.OutputFile, "add", lambda self, n, a: (seen.append(n), real(self, n, a))
     )
     told = dolmen(*asked, "--resume")
     assert told.code == 0, told.err
-    assert read(out) == whole and not journal_of(out).exists()
+    assert read(out) == whole and not journal_path(out).exists()
     assert sorted(seen + given_back[:4]) == list(range(9))  # none is answered twice
 
 
@@ -256,7 +256,7 @@ def test_a_run_that_is_killed_goes_on(material, tmp_path):
             assert killed.poll() is None
             time.sleep(0.01)
         killed.send_signal(signal.SIGKILL)
-    assert journal_of(out).exists() and 0 < out.read_bytes().count(b"\n") < 800
+    assert journal_path(out).exists() and 0 < out.read_bytes().count(b"\n") < 800
     assert dolmen(*asked, "--resume").code == 0
     found = read(out)
     assert [row["n"] for row in found] == list(range(800))
@@ -340,5 +340,5 @@ def test_a_chat_that_cannot_be(material, chatty, monkeypatch):
     assert "dolmen generate --prompt" in told.err
     said(monkeypatch, "a b c d e f g h i j " * 5 + "\nab\n")
     told = dolmen("chat", chatty, "--temperature", 0)
-    assert told.code == 0 and "max_position_embeddings is 64: begin anew with /reset" in told.err
+    assert told.code == 0 and "max_position_embeddings is 64: start again with /reset" in told.err
     assert told.out.count("\n") == 1  # and the chat goes on

@@ -29,7 +29,7 @@ from dolmen.files.gate import Refused
 from dolmen.model import head
 from dolmen.model.layout import Layout
 from dolmen.model.training import Training
-from dolmen.serving import placed
+from dolmen.serving import processes
 
 # PEFT asks `transformers` by a name that it will drop
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -150,7 +150,7 @@ def test_what_could_not_be_multiplied_beside_a_base_is_refused(tmp_path):
     def check(name, weights):
         folder = tmp_path / name
         fr = f"fr={folder / 'adapter'}"
-        placed.check(
+        processes.check_model(
             "generate", [str(folder / "base")], Layout(), "cpu", weights=weights, adapters=[fr]
         )
 

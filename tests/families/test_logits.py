@@ -38,14 +38,16 @@ def test_logits(case, tmp_path):
     expected = theirs(tokens).logits
     assert expected.std() > 0.3
     # fp32, logits of size 1 to 10
-    torch.testing.assert_close(engine.ask(ours, tokens, head.logits), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        engine.run_whole(ours, tokens, head.logits), expected, rtol=0, atol=1e-4
+    )
     norms = [n for n in source.tree.leaves if n.startswith("layers.1.") and "norm" in n]
     felt = [name for name in (*norms[:1], *FELT) if name in parameters]
     assert len(felt) >= 3
     for name in felt:  # each is felt, 100 times the tolerance
         kept = parameters[name].clone()
         parameters[name].copy_(kept.flip(0))
-        assert (engine.ask(ours, tokens, head.logits) - expected).abs().max() > 1e-2, name
+        assert (engine.run_whole(ours, tokens, head.logits) - expected).abs().max() > 1e-2, name
         parameters[name].copy_(kept)
 
 
@@ -58,7 +60,9 @@ def test_padding_inside_of_a_text_is_not_counted(tmp_path):
     tokens = measure.tokens_of(source)
     tokens[0, 5:9] = tokens[1, 0] = tokens[1, -1] = padding
     expected = theirs(tokens).logits
-    torch.testing.assert_close(engine.ask(ours, tokens, head.logits), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        engine.run_whole(ours, tokens, head.logits), expected, rtol=0, atol=1e-4
+    )
     counted = ours(tokens, head.logits)  # by their index
     assert (counted - expected).abs().max() > 1e-2
 
@@ -94,7 +98,7 @@ def test_greedy_text(case, tmp_path):
 @torch.no_grad()
 def test_what_fills_in_tokens_continues_no_text(tmp_path):
     ours = engine.load_decoder(open_source(save(build("bert"), tmp_path)))
-    with pytest.raises(ValueError, match="the model sees both ways.*cannot generate"):
+    with pytest.raises(ValueError, match="bidirectional models .* cannot generate"):
         engine.generate(ours, [[5, 6]], 1)
 
 

@@ -14,7 +14,7 @@ from dolmen.families import Model
 from dolmen.model import head
 from dolmen.model.tree import Dynamic, Evaluated, LongRope
 from dolmen.serving import engine
-from dolmen.serving.cache import Cache
+from dolmen.serving.kv_cache import KVCache
 
 QWEN = dict(seq_length=16, use_dynamic_ntk=True, use_logn_attn=True)
 
@@ -47,14 +47,14 @@ def test_qwen_goes_on_with_the_base_of_its_prompt(tmp_path):
     theirs = build("qwen", **QWEN)
     ours = engine.load_decoder(open_source(save(theirs, tmp_path)))
     texts = [torch.randint(0, SIZES["vocab_size"], (1, n + 20)) for n in (12, 30)]
-    lengths, cache = {0: 12, 1: 30}, Cache(ours.tree)
+    lengths, cache = {0: 12, 1: 30}, KVCache(ours.tree)
     with torch.inference_mode():
         for new in (lengths, {0: 20, 1: 20}):
-            reading = cache.read(new, torch.device("cpu"), lengths=lengths)
+            reading = cache.append(new, torch.device("cpu"), lengths=lengths)
             past = {i: 0 if new is lengths else n for i, n in lengths.items()}
-            parts = [texts[i][:, past[i] : past[i] + new[i]] for i in reading.texts]
+            parts = [texts[i][:, past[i] : past[i] + new[i]] for i in reading.sequences]
             got = ours(torch.cat(parts, 1), head.logits, reading)[0]
-    for i, logits in zip(reading.texts, got.split(20), strict=True):
+    for i, logits in zip(reading.sequences, got.split(20), strict=True):
         want = theirs.logits(texts[i], length=lengths[i])[0, -20:]
         torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
 

@@ -15,7 +15,7 @@ from dolmen.conversion.source import open_source
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.serving import engine
-from dolmen.serving.cache import Memory
+from dolmen.serving.kv_cache import CacheUsage
 
 PROMPTS = (200, 1, 33, 2, 150, 64, 1, 7, 32, 65, 199, 17)  # tokens of each
 NEW, AT_ONCE = 16, 5
@@ -78,8 +78,10 @@ def _alone(model: transformers.GenerationMixin, prompt: list[int]) -> list[int]:
     return model.generate(text, attention_mask=torch.ones_like(text))[0, len(prompt) :].tolist()
 
 
-def ours(folder: Path, stop: frozenset[int], mesh: Mesh = SINGLE) -> tuple[list[list[int]], Memory]:
-    held: list[Memory] = []
+def ours(
+    folder: Path, stop: frozenset[int], mesh: Mesh = SINGLE
+) -> tuple[list[list[int]], CacheUsage]:
+    held: list[CacheUsage] = []
     model = engine.load_decoder(open_source(folder), mesh)
     texts = engine.generate(model, prompts(), NEW, stop=stop, batch=AT_ONCE, on_memory=held.append)
     return texts, held[0]

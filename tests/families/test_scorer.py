@@ -55,7 +55,7 @@ def test_there_and_back(kind, tmp_path):
     with torch.no_grad():
         assert torch.equal(again.eval()(tokens).logits, want)
     with pytest.raises(ValueError, match="foretells no token"):
-        engine.ask(ours, tokens, head.logits)
+        engine.run_whole(ours, tokens, head.logits)
 
 
 def test_each_class_is_the_one_of_transformers():

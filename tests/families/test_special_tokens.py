@@ -24,7 +24,7 @@ from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 from dolmen.ops.positions import of_span
 from dolmen.serving import request
-from dolmen.serving.cache import Cache
+from dolmen.serving.kv_cache import KVCache
 
 TOLD = {name: 150000 + i for i, name in enumerate(("mask", "gmask", "smask", "sop", "cls", "eos"))}
 
@@ -208,9 +208,9 @@ def test_a_cache_equals_the_whole_text(case, mask, tmp_path):
     model = dolmen.load(tmp_path)
     tokens = [5, IDS[mask], 6, IDS["sop"], 7, 8, IDS["gmask"], IDS["sop"], 9]
     whole, tree = model.logits(tokens), model.decoder.tree
-    spans, cache, got = {0: request.span_of(tree, tokens[:4])}, Cache(tree, 4), []
+    spans, cache, got = {0: request.span_of(tree, tokens[:4])}, KVCache(tree, 4), []
     for part in (tokens[:4], *([token] for token in tokens[4:])):
-        reading = cache.read({0: len(part)}, torch.device("cpu"), spans=spans)
+        reading = cache.append({0: len(part)}, torch.device("cpu"), spans=spans)
         got.append(model.decoder(torch.tensor([part]), head.logits, reading)[0])
     torch.testing.assert_close(torch.cat(got), whole, rtol=0, atol=1e-4)
 

@@ -16,7 +16,7 @@ from dolmen.ops.attention import Attend, Documents, blockwise
 from dolmen.ops.kernels import H100
 from dolmen.ops.positions import PositionIds, of_prefix
 from dolmen.serving import engine
-from dolmen.serving.cache import Cache
+from dolmen.serving.kv_cache import KVCache
 
 HERE, VOCABULARY, LENGTH = torch.device("cpu"), 71, 24
 CONFIG = mixing(
@@ -134,14 +134,16 @@ def test_a_cache_equals_the_whole_text(config):
     model, tokens, lengths = decoder(config), text(3), (9, 9, 4)
     documents = prefix(*lengths)
     want = model(tokens, logits, documents=documents, positions=placed(config, documents))
-    cache, found = Cache(model.tree, 4), {i: [] for i in range(3)}
+    cache, found = KVCache(model.tree, 4), {i: [] for i in range(3)}
     done = dict.fromkeys(found, 0)
     spans = {i: blanks.of_prefix(n, model.tree.streams) for i, n in enumerate(lengths)}
     for new in ({0: 9, 1: 12, 2: 4}, {0: 1, 1: 1, 2: 5}, {0: 14, 1: 11, 2: 15}):
-        reading = cache.read(new, HERE, spans=spans)
-        parts = [tokens[i, done[i] : done[i] + new[i]] for i in reading.texts]
+        reading = cache.append(new, HERE, spans=spans)
+        parts = [tokens[i, done[i] : done[i] + new[i]] for i in reading.sequences]
         read = model(torch.cat(parts)[None], logits, cache=reading)[0]
-        for i, part in zip(reading.texts, read.split([new[i] for i in reading.texts]), strict=True):
+        for i, part in zip(
+            reading.sequences, read.split([new[i] for i in reading.sequences]), strict=True
+        ):
             found[i].append(part)
             done[i] += new[i]
     got = torch.stack([torch.cat(found[i]) for i in range(3)])
@@ -152,12 +154,14 @@ def test_a_cache_equals_the_whole_text(config):
 
 
 def test_a_prefix_in_parts_is_refused():
-    cache = Cache(CONFIG.tree, 4)
-    with pytest.raises(ValueError, match="text 0 has read 0 tokens and reads 4, but its first 12"):
-        cache.read({0: 4}, HERE, spans={0: blanks.of_prefix(12, 1)})
-    cache.read({0: 9}, HERE)
+    cache = KVCache(CONFIG.tree, 4)
+    with pytest.raises(
+        ValueError, match="sequence 0 has read 0 tokens and reads 4, but its first 12"
+    ):
+        cache.append({0: 4}, HERE, spans={0: blanks.of_prefix(12, 1)})
+    cache.append({0: 9}, HERE)
     with pytest.raises(ValueError, match="has read 9 tokens and reads 13"):
-        cache.read({0: 13}, HERE, spans={0: blanks.of_prefix(12, 1)})
+        cache.append({0: 13}, HERE, spans={0: blanks.of_prefix(12, 1)})
 
 
 @pytest.mark.parametrize("config", [CONFIG, GLM], ids=["one stream", "two streams"])

@@ -15,8 +15,8 @@ from dolmen.ops import int8
 from dolmen.parallel import laid_out
 from dolmen.parallel.tensor import Linear
 from dolmen.serving.engine import Engine, generate
-from dolmen.serving.options import Options
 from dolmen.serving.request import Request
+from dolmen.serving.sampling_params import SamplingParams
 
 LARGE = Flat(
     vocab_size=300,
@@ -125,10 +125,10 @@ def test_an_engine_writes_what_the_weights_say(model):
     with Engine(model) as engine:
         assert all(multiplies(model)) and len(multiplies(model)) == 15
         for i, prompt in enumerate(PROMPTS):
-            engine.add(Request(prompt, Options(temperature=0, max_new_tokens=8), id=i))
+            engine.add(Request(prompt, SamplingParams(temperature=0, max_new_tokens=8), id=i))
         found = {}
         while engine.busy:
-            found |= {one.number: one.tokens for one in engine.step().ended}
+            found |= {one.number: one.tokens for one in engine.step().finished}
     assert [found[i] for i in range(len(PROMPTS))] == wanted
     with torch.no_grad():
         assert not any(multiplies(model))
@@ -251,10 +251,10 @@ def test_of_a_model_that_is_int8_alone_the_weights_are_gone(model):
 def generated(model, **words) -> dict[int, list[int]]:
     with Engine(model, **words) as engine:
         for i, prompt in enumerate(PROMPTS):
-            engine.add(Request(prompt, Options(temperature=0, max_new_tokens=8), id=i))
+            engine.add(Request(prompt, SamplingParams(temperature=0, max_new_tokens=8), id=i))
         found = {}
         while engine.busy:
-            found |= {one.number: one.tokens for one in engine.step().ended}
+            found |= {one.number: one.tokens for one in engine.step().finished}
     return found
 
 

@@ -56,13 +56,13 @@ class Served:
         self.model = load_decoder(source, dtype=DTYPES["float32"])
         reader = server.reader_of(self.config, source, tokenizer, tell=False)
         known = tokenizer.get_vocab().values()
-        low = adapters.opened(adapters.named(self.config.adapters), source)
+        low = adapters.open_adapters(adapters.parse_adapters(self.config.adapters), source)
         self.engine = Engine(
             self.model,
             stop=stop_tokens(source),
             known=known,
             limits=self.config.limits,
-            adapters=adapters.placed(low, self.model),
+            adapters=adapters.place_adapters(low, self.model),
         )
         self.told: list[str] = []
         self.loop = Loop(self.engine, SINGLE)

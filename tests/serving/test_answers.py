@@ -7,16 +7,22 @@ import json
 import pytest
 
 from dolmen.files.gate import Refused
-from dolmen.serving.answers import Answers, check, check_rows, digest, journal_of
-from dolmen.serving.rows import Row, check_file, lines
+from dolmen.serving.output_file import (
+    OutputFile,
+    check_finished,
+    check_output,
+    digest,
+    journal_path,
+)
+from dolmen.serving.prompt_file import PromptRow, check_file, read_lines
 
 ASKED = {"temperature": 0.5, "stop": ["a"]}
 
 
-def rows(file, told: list[str] | None = None) -> list[Row]:
+def rows(file, told: list[str] | None = None) -> list[PromptRow]:
     """Of all lines; what is no row is told."""
     found = []
-    for line in lines(file):
+    for line in read_lines(file):
         try:
             found.append(line.row())
         except Refused as error:
@@ -67,7 +73,7 @@ def test_rows_of_a_txt(tmp_path):
         ({"prompt": "a", "query": "b"}, "and has `prompt` and `query`"),
         ({"prompt": 5}, "prompt is 5: it must be text"),
         ({"prompt": "a", "id": [1]}, "id is a list of 1"),
-        ({"prompt": "a", "tokens": 1}, "a field `tokens`, where its answer is written"),
+        ({"prompt": "a", "tokens": 1}, "a field `tokens`, where the completion is written"),
         ({"messages": []}, "messages has 0 entries"),
         ({"messages": [{"role": "user"}]}, "messages[0] has no content"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "the assistant's own"),
@@ -89,7 +95,7 @@ def test_a_bad_row_is_told_with_its_line(tmp_path, line, said):
 
 
 def test_the_bytes_of_a_row_are_bounded(tmp_path):
-    (line,) = lines(written(tmp_path / "in.jsonl", {"prompt": "x"}))
+    (line,) = read_lines(written(tmp_path / "in.jsonl", {"prompt": "x"}))
     assert line.row(len(line.content)).prompt == "x"
     with pytest.raises(
         Refused, match="in.jsonl, line 1: has more than 15 bytes: .* --max-row-byte"
@@ -120,9 +126,9 @@ def answer(i: int) -> dict:
     return {"prompt": "é" * i, "text": f"{i}\n\u2028\x85"}
 
 
-def ended(output, order) -> Answers:
+def ended(output, order) -> OutputFile:
     """As a killed process leaves it that has written these."""
-    made = Answers(output, ASKED, "digest")
+    made = OutputFile(output, ASKED, "digest")
     for i in order:
         made.add(i, answer(i))
     made.close()
@@ -135,13 +141,13 @@ def objects(file) -> list[dict]:
 
 def test_rows_are_written_in_order_and_those_before_their_turn_wait(tmp_path):
     out = tmp_path / "out.jsonl"
-    made = Answers(out, ASKED, "digest")
+    made = OutputFile(out, ASKED, "digest")
     for i, there in ((2, 0), (0, 1), (3, 1), (1, 4)):
         made.add(i, answer(i))
         assert objects(out) == [answer(k) for k in range(there)]
     made.close()
     made.finish()
-    assert not journal_of(out).exists()
+    assert not journal_path(out).exists()
     assert len(out.read_text().splitlines()) == 4  # whatever takes U+2028 for the end of a line
 
 
@@ -150,14 +156,14 @@ def test_whatever_a_kill_leaves(tmp_path, cut):
     """The output and the journal, torn at any byte: no row is lost that was whole, none is there
     twice.
     """
-    for number, torn in enumerate((tmp_path / "a.jsonl", journal_of(tmp_path / "b.jsonl"))):
+    for number, torn in enumerate((tmp_path / "a.jsonl", journal_path(tmp_path / "b.jsonl"))):
         out = tmp_path / f"{'ab'[number]}.jsonl"
         ended(out, (0, 3, 1, 5, 6))
         whole = torn.read_bytes()
         head = whole.index(b"\n") + 1 if number else 0  # that of the journal was there first
         torn.write_bytes(whole[: max(len(whole) - cut, head)])
-        check(out, 8, True, ASKED, "digest")
-        again = Answers(out, ASKED, "digest")
+        check_output(out, 8, True, ASKED, "digest")
+        again = OutputFile(out, ASKED, "digest")
         assert objects(out) == [answer(k) for k in range(again.output.count)]
         if number == 0:
             assert again.has(3) and again.has(5) and again.has(6)
@@ -174,19 +180,19 @@ def test_zeros_after_a_power_cut_are_no_row(tmp_path):
     out = tmp_path / "out.jsonl"
     ended(out, (0, 1))
     out.write_bytes(out.read_bytes() + b"\0" * 30 + b'\n{"prompt"')
-    again = Answers(out, ASKED, "digest")
+    again = OutputFile(out, ASKED, "digest")
     assert again.output.count == 2 and objects(out) == [answer(0), answer(1)]
 
 
 def test_two_processes_do_not_write_one_output(tmp_path):
     out = tmp_path / "out.jsonl"
-    first = Answers(out, ASKED, "digest")
+    first = OutputFile(out, ASKED, "digest")
     first.add(0, answer(0))
     first.add(2, answer(2))
-    before = out.read_bytes(), journal_of(out).read_bytes()
+    before = out.read_bytes(), journal_path(out).read_bytes()
     with pytest.raises(ValueError, match="is being written by another process"):
-        Answers(out, ASKED, "digest")
-    assert before == (out.read_bytes(), journal_of(out).read_bytes())
+        OutputFile(out, ASKED, "digest")
+    assert before == (out.read_bytes(), journal_path(out).read_bytes())
 
 
 def test_what_is_refused_before_work_begins(tmp_path):
@@ -194,29 +200,31 @@ def test_what_is_refused_before_work_begins(tmp_path):
 
     def refused(said: str, resume: bool = False, asked=ASKED, read: str = "digest") -> None:
         with pytest.raises(ValueError, match=said):
-            check(out, 3, resume, asked, read)
+            check_output(out, 3, resume, asked, read)
 
-    assert check(out, 3, False, ASKED, "digest") and check(out, 3, True, ASKED, "digest")
+    assert check_output(out, 3, False, ASKED, "digest") and check_output(
+        out, 3, True, ASKED, "digest"
+    )
     ended(out, (0, 2))
-    refused("was begun and is not finished")
+    refused("is unfinished")
     refused("temperature was 0.5 when .* and is 1.0", True, ASKED | {"temperature": 1.0})
     refused("rows of --input are others", True, read="another")
-    assert check(out, 3, True, ASKED, "digest")
-    journal_of(out).write_bytes(b'{"form')  # killed as it began
+    assert check_output(out, 3, True, ASKED, "digest")
+    journal_path(out).write_bytes(b'{"form')  # killed as it began
     refused("is damaged", True)
     out.unlink()
-    assert check(out, 3, True, ASKED, "digest")
-    journal_of(out).unlink()
+    assert check_output(out, 3, True, ASKED, "digest")
+    journal_path(out).unlink()
     written(out, answer(0), answer(1))
     refused("exists: give another name")
     refused("has 2 rows of 3, and no out.jsonl.journal", True)
     written(out, answer(0), answer(1), answer(2))
-    assert not check(out, 3, True, ASKED, "digest")  # all is there
+    assert not check_output(out, 3, True, ASKED, "digest")  # all is there
     out.unlink()
     out.mkdir()
     refused("is a folder")
     with pytest.raises(ValueError, match="there is no folder"):
-        check(tmp_path / "no" / "out.jsonl", 3, False, ASKED, "digest")
+        check_output(tmp_path / "no" / "out.jsonl", 3, False, ASKED, "digest")
 
 
 def test_an_output_that_was_edited_is_refused_with_its_line(tmp_path):
@@ -224,9 +232,9 @@ def test_an_output_that_was_edited_is_refused_with_its_line(tmp_path):
     as the same number either.
     """
     given = [{"prompt": f"é\u2028{i}", "n": i, "x": float("nan")} for i in range(4)]
-    wanted = [Row(f"in.jsonl, line {i + 1}", i, fields) for i, fields in enumerate(given)]
+    wanted = [PromptRow(f"in.jsonl, line {i + 1}", i, fields) for i, fields in enumerate(given)]
     out = tmp_path / "out.jsonl"
-    made = Answers(out, ASKED, "digest")
+    made = OutputFile(out, ASKED, "digest")
     for i in range(3):
         made.add(i, given[i] | ({"samples": [{"text": "a"}]} if i else {"text": "b"}))
     made.close()
@@ -240,7 +248,7 @@ def test_an_output_that_was_edited_is_refused_with_its_line(tmp_path):
         [lines[0], b"\n", lines[1]],
     ):
         out.write_bytes(b"".join(good))
-        check_rows(out, wanted)
+        check_finished(out, wanted)
     for bad, number in (
         (lines[1:], 1),
         ([lines[0], *lines], 2),
@@ -251,13 +259,13 @@ def test_an_output_that_was_edited_is_refused_with_its_line(tmp_path):
         ([lines[0].replace(b'"n"', b'"more": 1, "n"')], 1),
     ):
         out.write_bytes(b"".join(bad))
-        said = rf"--resume: {out}, line {number}: it is no answer to in.jsonl, line {number}: .*"
+        said = rf"--resume: {out}, line {number}: it does not belong to in.jsonl, line {number}: .*"
         with pytest.raises(ValueError, match=said + "give another --output"):
-            check_rows(out, wanted)
+            check_finished(out, wanted)
         assert out.read_bytes() == b"".join(bad)
     out.write_bytes(b"".join(lines))
-    with pytest.raises(ValueError, match=r"line 3: it stands behind the last row's answer"):
-        check_rows(out, wanted[:2])
+    with pytest.raises(ValueError, match=r"line 3: it is behind the last row's"):
+        check_finished(out, wanted[:2])
 
 
 def test_the_digest_is_of_all_bytes(tmp_path):

@@ -15,10 +15,10 @@ from dolmen.core import agree
 from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.model import build as house
 from dolmen.serving import adapters
-from dolmen.serving.adapters import placed
+from dolmen.serving.adapters import place_adapters
 from dolmen.serving.engine import Engine
 from dolmen.serving.request import Limits, Request
-from dolmen.serving.running import Row
+from dolmen.serving.scheduler import SequenceGroup
 
 NAMES = (None, "all", "few", "rows")
 TIGHT = Limits(rows=9, tokens=11, pages=20, page=4)  # in pieces, and put back
@@ -44,7 +44,7 @@ def worst(name: str, limits: Limits = Limits(), **more) -> float:
     """Of a mixed batch, beside each adapter merged; `inf` where a token is another one."""
     known = lows(decoder(name).tree)
     model = decoder(name)
-    found = run(model, mixed(known, **more), limits, adapters=placed(known, model))
+    found = run(model, mixed(known, **more), limits, adapters=place_adapters(known, model))
     far = 0.0
     for adapter in NAMES:
         for key, want in alone(name, known, adapter, **more).items():
@@ -75,13 +75,13 @@ def test_what_one_has_read_is_of_no_use_to_another(monkeypatch):
     """Keys and values are an adapter's own. Read by the base they give other texts, which the test
     above sees: what a page shared between adapters would be.
     """
-    part = Row.part
+    next_chunk = SequenceGroup.next_chunk
 
     def by_the_base(row, count):
-        found = part(row, count)
+        found = next_chunk(row, count)
         return replace(found, adapter=None) if len(found.tokens) > 1 else found
 
-    monkeypatch.setattr(Row, "part", by_the_base)
+    monkeypatch.setattr(SequenceGroup, "next_chunk", by_the_base)
     assert worst("grouped") > 1e-2
 
 
@@ -91,12 +91,12 @@ def test_pages_are_shared_by_samples_of_one_request_alone():
     limits = Limits(page=2)
     requests = [r for r in mixed(known, samples=3) if r.tokens == PROMPTS[1]]
     shared = 0
-    with Engine(model, limits=limits, adapters=placed(known, model)) as engine:
+    with Engine(model, limits=limits, adapters=place_adapters(known, model)) as engine:
         for request in requests:
             engine.add(request)
         while engine.busy:
             engine.step()
-            table, running = engine._forward.cache.table, engine._rows.running
+            table, running = engine._runner.cache.table, engine._scheduler.running
             for texts in table.shared(table.pages).values():
                 assert len({running[text].number for text in texts}) == 1
                 shared += len(texts)
@@ -107,7 +107,7 @@ def test_the_model_is_left_as_it_was():
     model = decoder("grouped")
     known = lows(model.tree)
     before = run(model, scored(PROMPTS))
-    run(model, mixed(known), adapters=placed(known, model))
+    run(model, mixed(known), adapters=place_adapters(known, model))
     assert run(model, scored(PROMPTS)) == before
 
 
@@ -118,7 +118,7 @@ def test_of_eight_bits_the_base_alone_is_rounded():
     for weight in none.form.targets:
         up = none.form.pair(weight)[1]
         none.stored[up] = Held(torch.zeros_like(none.stored[up].value))
-    beside = placed({"none": none, "felt": felt}, model)
+    beside = place_adapters({"none": none, "felt": felt}, model)
     requests = [*scored(PROMPTS), *scored(PROMPTS, "none"), *scored(PROMPTS, "felt")]
     greedy = replace(requests[0].options, temperature=0.0, top_k=None)
     requests = [replace(r, options=greedy) for r in requests]
@@ -140,7 +140,7 @@ def test_values_that_are_no_numbers_are_refused(value):
     bad.stored[down] = Held(bad.stored[down].value.double())
     bad.stored[down].value[1, 2] = value
     with pytest.raises(ValueError, match=f"adapter bad: {down} has values that are no numbers"):
-        placed({"good": low(model.tree, 1, rank=2), "bad": bad}, model)
+        place_adapters({"good": low(model.tree, 1, rank=2), "bad": bad}, model)
 
 
 @pytest.mark.parametrize("part, value", [("lora_B", 3e4), ("lora_magnitude", 6e4)])
@@ -153,14 +153,14 @@ def test_what_only_its_scale_makes_too_large_is_refused(part, value):
     with torch.no_grad():
         model.get_parameter(weight).mul_(1e-2)
     known.stored[f"{weight.removesuffix('weight')}lora_B"].value.mul_(1e-2)
-    assert placed({"fits": known}, model).names
+    assert place_adapters({"fits": known}, model).names
     name = f"{weight.removesuffix('weight')}{part}"
     known.stored[name].value.fill_(value)
     assert known.stored[name].value.half().isfinite().all()
     with pytest.raises(
         ValueError, match=f"large: {name} has .*float16, as .* it: use --dtype float32"
     ):
-        placed({"large": known}, model)
+        place_adapters({"large": known}, model)
 
 
 def test_what_one_rank_refuses_all_refuse(monkeypatch):
@@ -174,7 +174,7 @@ def test_what_one_rank_refuses_all_refuse(monkeypatch):
 
     monkeypatch.setattr(agree, "gather_objects", gathered)
     with pytest.raises(ValueError, match="^adapter bad: of another stage$"):
-        placed({"bad": low(model.tree, 1, rank=2)}, model, mesh)
+        place_adapters({"bad": low(model.tree, 1, rank=2)}, model, mesh)
     assert heard == [None]
 
 
@@ -184,7 +184,7 @@ def test_a_stage_may_have_nothing_but_matrices():
     stage = house.place(tree, SINGLE)
     stage.alone = "int8"
     known = low(tree, 1, rank=2)
-    beside = placed({"few": known}, stage).beside
+    beside = place_adapters({"few": known}, stage).weights
     assert beside.keys() == known.form.targets
     for weight, several in beside.items():
         down, up = (known.stored[name].value for name in known.form.pair(weight))
@@ -206,16 +206,16 @@ def test_a_stage_may_have_nothing_but_matrices():
 )
 def test_words_that_name_no_adapter(said, message):
     with pytest.raises(ValueError, match=message):
-        adapters.named(said, taken=["base"])
+        adapters.parse_adapters(said, taken=["base"])
 
 
 def test_a_name_may_have_a_folder_with_an_equals_sign():
-    assert adapters.named(["fr=a=b", "de=c"]) == {"fr": "a=b", "de": "c"}
+    assert adapters.parse_adapters(["fr=a=b", "de=c"]) == {"fr": "a=b", "de": "c"}
 
 
 def test_a_name_that_is_not_there_is_told_with_those_that_are():
     model = decoder("grouped")
-    with Engine(model, adapters=placed(lows(model.tree), model)) as engine:
+    with Engine(model, adapters=place_adapters(lows(model.tree), model)) as engine:
         with pytest.raises(ValueError, match="no adapter 'fr': name one of all, few, rows"):
             engine.add(Request([1], adapter="fr"))
         assert not engine.busy
@@ -243,4 +243,4 @@ def test_what_cannot_be_multiplied_by_itself_is_refused():
 
 
 def test_none_are_no_adapters():
-    assert not placed({}, decoder("grouped")).names
+    assert not place_adapters({}, decoder("grouped")).names

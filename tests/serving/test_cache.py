@@ -15,8 +15,8 @@ from decoders import DECODERS, MOST, decoder, tokens
 from dolmen.core import mesh as meshes
 from dolmen.model import head
 from dolmen.parallel.vocabulary import gather_vocabulary
-from dolmen.serving.cache import Cache
-from dolmen.serving.pages import PageTable
+from dolmen.serving.block_table import BlockTable
+from dolmen.serving.kv_cache import KVCache
 
 PAGE = 4
 HERE = torch.device("cpu")
@@ -40,15 +40,19 @@ TOLERANCE = 1e-5
 
 def read(model, cache, text, done: dict[int, int], new: dict[int, int]) -> dict[int, torch.Tensor]:
     """Logits [new, vocabulary] of each text."""
-    reading = cache.read(new, HERE, model.tp.axis.size if model.tp.sequence else 1)
-    parts = [text[i, done[i] : done[i] + new[i]] for i in reading.texts]
-    filled = reading.positions.shape[2] - reading.count
+    reading = cache.append(new, HERE, model.tp.axis.size if model.tp.sequence else 1)
+    parts = [text[i, done[i] : done[i] + new[i]] for i in reading.sequences]
+    filled = reading.positions.shape[2] - reading.num_tokens
     logits = model(torch.cat([*parts, text[0, :filled]])[None], head.logits, reading)
-    logits = gather_vocabulary(logits[0, : reading.count], model.tree.vocab_size, model.tp.axis)
+    logits = gather_vocabulary(
+        logits[0, : reading.num_tokens], model.tree.vocab_size, model.tp.axis
+    )
     assert (reading.last + 1).tolist() == torch.tensor([*map(len, parts)]).cumsum(0).tolist()
-    for i in reading.texts:
+    for i in reading.sequences:
         done[i] += new[i]
-    return dict(zip(reading.texts, logits.split([new[i] for i in reading.texts]), strict=True))
+    return dict(
+        zip(reading.sequences, logits.split([new[i] for i in reading.sequences]), strict=True)
+    )
 
 
 @torch.no_grad()
@@ -56,12 +60,12 @@ def difference(model, cache=None) -> float:
     """Largest difference between logits of texts that are read together in pieces, and of each at
     once; for a tp model, of all ranks' vocabulary.
     """
-    text, cache = tokens(6), cache or Cache(model.tree, PAGE)
+    text, cache = tokens(6), cache or KVCache(model.tree, PAGE)
     found, done = {i: [] for i in LENGTHS}, dict.fromkeys(LENGTHS, 0)
     for new in READ:
         if 0 in new.values():
             for i in new:
-                cache.end(i)
+                cache.remove(i)
             continue
         for i, logits in read(model, cache, text, done, new).items():
             found[i].append(logits)
@@ -96,22 +100,22 @@ def test_texts_of_any_lengths_equal_each_alone_on_two_ranks(spawn):
     assert all(d < TOLERANCE for d in differences.values()), differences
 
 
-class Forgetful(PageTable):
+class Forgetful(BlockTable):
     """After the first forward two texts have each other's pages."""
 
-    def read(self, new):
-        out = super().read(new)
+    def append(self, new):
+        out = super().append(new)
         if self.lengths.get(0) == 4:
             self.pages[0], self.pages[1] = self.pages[1], self.pages[0]
         return out
 
 
-class Leaking(PageTable):
+class Leaking(BlockTable):
     """What one text gives back, another has still."""
 
-    def end(self, text):
-        page = self.pages[text][0]
-        super().end(text)
+    def remove(self, sequence):
+        page = self.pages[sequence][0]
+        super().remove(sequence)
         self.pages[0][0] = page
 
 
@@ -119,7 +123,7 @@ class Leaking(PageTable):
 def test_a_page_of_another_text_is_seen(kind):
     """Negative control."""
     model = decoder("grouped")
-    cache = Cache(model.tree, PAGE)
+    cache = KVCache(model.tree, PAGE)
     cache.table = kind(PAGE)
     assert difference(model, cache) > 1000 * TOLERANCE
 
@@ -128,8 +132,8 @@ def test_a_page_of_another_text_is_seen(kind):
 def test_a_latent_is_what_is_kept():
     """Of each token and layer one latent and one rope key, whatever the number of heads."""
     model = decoder("latent")
-    cache = Cache(model.tree, PAGE)
-    model(tokens(1), cache=cache.read({0: MOST}, HERE))
+    cache = KVCache(model.tree, PAGE)
+    model(tokens(1), cache=cache.append({0: MOST}, HERE))
     for pool in cache.pools:
         assert [tuple(kept.shape) for kept in pool.kept] == [(MOST // PAGE, 1, PAGE, 12 + 4)]
 
@@ -139,15 +143,15 @@ def test_pages_follow_from_lengths(size):
     """Texts come, grow and end by chance: no page is of two texts, and none is lost; pages in use
     are those that the lengths fill, and the pool is no larger than it has to be.
     """
-    chance, table, lengths, moves = random.Random(size), PageTable(size), {}, 0
+    chance, table, lengths, moves = random.Random(size), BlockTable(size), {}, 0
     for step in range(2000):
         ending = [t for t in lengths if chance.random() < (0.02 if step % 400 < 300 else 0.5)]
         for text in ending:
-            table.end(text)
+            table.remove(text)
             del lengths[text]
         new = {t: 1 for t in lengths} | {step: chance.randint(1, 200)}
         before = {t: list(pages) for t, pages in table.pages.items()}
-        moved = table.read(new)
+        moved = table.append(new)
         lengths = {t: lengths.get(t, 0) + n for t, n in new.items()}
         assert table.lengths == lengths and table.pages.keys() == lengths.keys()
         own = [page for pages in table.pages.values() for page in pages]
@@ -178,12 +182,12 @@ def test_pages_follow_from_lengths(size):
 def test_bytes_are_those_of_the_pages(name, per_token):
     """What is allocated is pages times their bytes, by a closed form of the model's sizes."""
     model = decoder(name)
-    cache, text, done = Cache(model.tree, PAGE), tokens(6), dict.fromkeys(LENGTHS, 0)
+    cache, text, done = KVCache(model.tree, PAGE), tokens(6), dict.fromkeys(LENGTHS, 0)
     lengths, in_use, rectangle = {}, 0, 0
     for new in READ:
         if 0 in new.values():
             for i in new:
-                cache.end(i)
+                cache.remove(i)
                 del lengths[i]
             continue
         read(model, cache, text, done, new)
@@ -193,7 +197,7 @@ def test_bytes_are_those_of_the_pages(name, per_token):
         assert cache.table.in_use == sum(-(-n // PAGE) for n in lengths.values())
         held = sum(t.untyped_storage().nbytes() for pool in cache.pools for t in pool.kept)
         assert held == cache.table.total * PAGE * per_token
-    memory = cache.memory
+    memory = cache.usage
     assert (memory.in_use, memory.rectangle, memory.bytes_per_token) == (
         in_use,
         rectangle,

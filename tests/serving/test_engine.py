@@ -21,7 +21,7 @@ from dolmen.families import Model
 from dolmen.model import head
 from dolmen.parallel import data, schedule
 from dolmen.serving import engine
-from dolmen.serving.adapters import placed
+from dolmen.serving.adapters import place_adapters
 from dolmen.serving.engine import generate, load_decoder, stop_tokens
 from dolmen.serving.request import Limits
 
@@ -95,8 +95,8 @@ def test_memory_is_that_of_the_texts_that_run():
     assert [memory.rectangle for memory in held] == [14, 28, 56, 84, 84]
     assert {memory.bytes_per_token for memory in held} == {2 * 4 * 2 * 2 * 8}
     assert str(held[-1]) == (
-        "cache, per process: 6 pages of 32 tokens in use at most, 49.2 kB (49.2 kB allocated); "
-        "with every text as long as the longest: 21.5 kB"
+        "KV cache, per process: at most 6 pages of 32 tokens in use, 49.2 kB (49.2 kB allocated); "
+        "padded to the longest sequence: 21.5 kB"
     )
 
 
@@ -229,7 +229,7 @@ def asked_of(model, adapted: bool) -> tuple[list, dict]:
     if not adapted:
         return scored([*PROMPTS, LONG], samples=2), {}
     known = lows(model.tree)
-    return mixed(known), dict(adapters=placed(known, model))
+    return mixed(known), dict(adapters=place_adapters(known, model))
 
 
 def requests_of(model, mesh: meshes.Mesh, adapted: bool = False) -> dict[tuple, tuple]:
@@ -256,7 +256,7 @@ def refused_by_both(model, stages: meshes.Mesh) -> None:
     assert down.startswith("layers.1.")
     bad.stored[down].value[0, 0] = torch.nan
     with pytest.raises(ValueError, match=f"adapter bad: {down} has values that are no numbers"):
-        placed({"bad": bad}, model, stages)
+        place_adapters({"bad": bad}, model, stages)
 
 
 def two_ranks():
@@ -280,7 +280,7 @@ def two_ranks():
         decoder("grouped", copied, zero=1),
     ):
         with pytest.raises(ValueError, match="without sequence parallelism and ZeRO"):
-            placed(lows(trained.tree), trained)
+            place_adapters(lows(trained.tree), trained)
     options = ({}, dict(sequence_parallel=True, zero=3))
     out = {f"{name} {o}": texts_of(decoder(name, split, **o)) for name in DECODERS for o in options}
     rest = []

@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 from transformers.generation import logits_process as theirs
 
-from dolmen.serving.options import Options
-from dolmen.serving.sample import process
+from dolmen.serving.sampling import process
+from dolmen.serving.sampling_params import SamplingParams
 
 ROWS, VOCABULARY = 40, 53
 CHANCE = torch.Generator().manual_seed(0)
@@ -20,7 +20,7 @@ TEXTS = torch.randint(VOCABULARY, (ROWS, 12), generator=CHANCE)
 ENDS, PROMPT = (3, 17), 5
 
 
-def chain(options: Options) -> LogitsProcessorList:
+def chain(options: SamplingParams) -> LogitsProcessorList:
     """As `GenerationMixin._get_logits_processor` puts them together."""
     out = LogitsProcessorList()
     if options.logit_bias:
@@ -47,23 +47,25 @@ def chain(options: Options) -> LogitsProcessorList:
 @pytest.mark.parametrize(
     "options",
     [
-        Options(),
-        Options(temperature=0.3),
-        Options(top_k=1),
-        Options(top_k=7),
-        Options(top_k=1000),
-        Options(top_p=0.6),
-        Options(top_p=1e-6),
-        Options(top_p=1.0),
-        Options(min_p=0.1),
-        Options(min_p=1.0),
-        Options(repetition_penalty=1.7),
-        Options(repetition_penalty=0.6),
-        Options(logit_bias={3: 5.0, 20: -math.inf, 52: -1.5}),
-        Options(min_new_tokens=8, stop=ENDS),
-        Options(min_new_tokens=7, stop=ENDS),
-        Options(0.7, 20, 0.9, 0.05, 1.3),
-        Options(1.6, 30, 0.8, 0.02, 1.1, logit_bias={4: 2.0, 9: -2.0}, min_new_tokens=9, stop=ENDS),
+        SamplingParams(),
+        SamplingParams(temperature=0.3),
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=7),
+        SamplingParams(top_k=1000),
+        SamplingParams(top_p=0.6),
+        SamplingParams(top_p=1e-6),
+        SamplingParams(top_p=1.0),
+        SamplingParams(min_p=0.1),
+        SamplingParams(min_p=1.0),
+        SamplingParams(repetition_penalty=1.7),
+        SamplingParams(repetition_penalty=0.6),
+        SamplingParams(logit_bias={3: 5.0, 20: -math.inf, 52: -1.5}),
+        SamplingParams(min_new_tokens=8, stop=ENDS),
+        SamplingParams(min_new_tokens=7, stop=ENDS),
+        SamplingParams(0.7, 20, 0.9, 0.05, 1.3),
+        SamplingParams(
+            1.6, 30, 0.8, 0.02, 1.1, logit_bias={4: 2.0, 9: -2.0}, min_new_tokens=9, stop=ENDS
+        ),
     ],
     ids=str,
 )
@@ -90,7 +92,7 @@ def test_the_order_is_that_of_transformers():
         sequence_bias=[[[4], 1.0]],
     )
     config._eos_token_tensor = torch.tensor([3])
-    options = Options(0.7, 5, 0.9, 0.1, 1.3, logit_bias={4: 1.0}, min_new_tokens=2)
+    options = SamplingParams(0.7, 5, 0.9, 0.1, 1.3, logit_bias={4: 1.0}, min_new_tokens=2)
 
     class Bare(GenerationMixin):
         config = SimpleNamespace(is_encoder_decoder=False)
@@ -102,7 +104,7 @@ def test_the_order_is_that_of_transformers():
 def test_texts_of_any_lengths():
     """Each row's penalty is of its own tokens."""
     texts = [row[:n] for n, row in enumerate(TEXTS[:12].tolist())]
-    options = Options(0.7, 20, 0.9, 0.05, 1.3)
+    options = SamplingParams(0.7, 20, 0.9, 0.05, 1.3)
     got = process(SCORES[:12], texts, options)
     for i, text in enumerate(texts):
         want = chain(options)(torch.tensor([text], dtype=torch.int64), SCORES[i : i + 1].clone())
@@ -112,7 +114,7 @@ def test_texts_of_any_lengths():
 def test_presence_and_frequency_count_what_is_new():
     """logit - presence * (it has come) - frequency * (how often), of the output alone."""
     text = [1, 1, 2, 7, 7, 7, 2]
-    options = Options(presence_penalty=0.5, frequency_penalty=0.25)
+    options = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     got = process(SCORES[:1], [text], options, [3])
     want = SCORES[:1].clone()
     want[0, 7] -= 0.5 + 3 * 0.25
@@ -121,6 +123,8 @@ def test_presence_and_frequency_count_what_is_new():
 
 
 def test_greedy_is_penalised_and_not_cut():
-    options = Options(0.0, repetition_penalty=2.0)
+    options = SamplingParams(0.0, repetition_penalty=2.0)
     got = process(SCORES, TEXTS.tolist(), options)
-    torch.testing.assert_close(got, chain(Options(repetition_penalty=2.0))(TEXTS, SCORES.clone()))
+    torch.testing.assert_close(
+        got, chain(SamplingParams(repetition_penalty=2.0))(TEXTS, SCORES.clone())
+    )

@@ -11,11 +11,11 @@ from asked import LONG, SCORED, WARM, run, scored, several, tokens
 from decoders import DECODERS, PROMPTS, VOCABULARY, decoder
 
 from dolmen.model import head
-from dolmen.serving import sample
-from dolmen.serving.engine import Engine, ask
-from dolmen.serving.options import Options
-from dolmen.serving.pages import SIZE
+from dolmen.serving import sampling
+from dolmen.serving.block_table import PAGE_SIZE
+from dolmen.serving.engine import Engine, run_whole
 from dolmen.serving.request import Limits, Request
+from dolmen.serving.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +38,24 @@ def test_samples_share_their_prompt_and_each_is_what_it_is_alone(name):
 
 def test_a_prompt_of_many_samples_is_held_once(model):
     """Of a prompt of three pages and a part, 8 samples hold three pages and 8 times one."""
-    prompt = [1] * (3 * SIZE + 5)
-    request = Request(prompt, Options(max_new_tokens=3), samples=8)
+    prompt = [1] * (3 * PAGE_SIZE + 5)
+    request = Request(prompt, SamplingParams(max_new_tokens=3), samples=8)
     with pytest.warns(UserWarning, match="max_position_embeddings"), Engine(model) as engine:
         engine.add(request)
         engine.step()
-        assert engine._forward.cache.table.in_use == 3 + 8
+        assert engine._runner.cache.table.in_use == 3 + 8
         engine.step()
-        assert engine.running == 8 and engine.memory.in_use == 3 + 8
+        assert engine.running == 8 and engine.usage.in_use == 3 + 8
 
 
 def test_texts_of_different_options_keep_to_their_own(model):
     options = [
-        Options(temperature=0, max_new_tokens=6),
+        SamplingParams(temperature=0, max_new_tokens=6),
         WARM,
-        Options(repetition_penalty=1.5, temperature=0, max_new_tokens=9),
-        Options(logit_bias={5: 100.0}, max_new_tokens=3),
-        Options(stop=(1, 2, 3, 4), min_new_tokens=7, max_new_tokens=10),
-        Options(temperature=0, presence_penalty=100, max_new_tokens=9),
+        SamplingParams(repetition_penalty=1.5, temperature=0, max_new_tokens=9),
+        SamplingParams(logit_bias={5: 100.0}, max_new_tokens=3),
+        SamplingParams(stop=(1, 2, 3, 4), min_new_tokens=7, max_new_tokens=10),
+        SamplingParams(temperature=0, presence_penalty=100, max_new_tokens=9),
     ]
     requests = [Request(PROMPTS[1], one, id=i) for i, one in enumerate(options)]
     together = run(model, requests)
@@ -68,7 +68,7 @@ def test_texts_of_different_options_keep_to_their_own(model):
 
 def test_where_pages_are_lacking_the_youngest_wait_and_nothing_changes(model):
     """Pages of 8: a text takes up to 4, two samples of a prompt 6."""
-    requests = several([LONG, LONG[:9], LONG[3:]], 2, Options(max_new_tokens=12))
+    requests = several([LONG, LONG[:9], LONG[3:]], 2, SamplingParams(max_new_tokens=12))
     free = run(model, requests)
     reads = []
     with Engine(model, limits=Limits(pages=5, page=8)) as engine:
@@ -76,14 +76,14 @@ def test_where_pages_are_lacking_the_youngest_wait_and_nothing_changes(model):
             engine.add(request)
         found = {}
         while engine.busy:
-            happened = engine.step()
-            reads.append(happened.read)
-            assert engine._forward.cache.table.in_use <= 5
-            found |= {(e.id, e.sample): e for e in happened.ended}
+            output = engine.step()
+            reads.append(output.num_tokens)
+            assert engine._runner.cache.table.in_use <= 5
+            found |= {(e.id, e.sample): e for e in output.finished}
     assert tokens(found) == tokens(free)
     assert sum(reads) > 20 + 9 + 17 + 6 * 11  # some were read again
     with pytest.raises(ValueError, match="6 pages of 8 tokens, and the cache has 5: .* 21$"):
-        engine.add(Request(LONG, Options(max_new_tokens=22)))
+        engine.add(Request(LONG, SamplingParams(max_new_tokens=22)))
 
 
 def test_what_is_cancelled_frees_its_pages_and_disturbs_nobody(model):
@@ -93,15 +93,17 @@ def test_what_is_cancelled_frees_its_pages_and_disturbs_nobody(model):
         first, second, third = map(engine.add, requests)
         engine.step()
         engine.step()
-        held = engine._forward.cache.table.in_use
+        held = engine._runner.cache.table.in_use
         had = engine.cancel(second)
-        assert [e.why for e in had] == ["cancelled"] * 2 and [len(e.tokens) for e in had] == [2, 2]
-        assert engine._forward.cache.table.in_use == held - 2
+        assert [e.finish_reason for e in had] == ["cancelled"] * 2 and [
+            len(e.tokens) for e in had
+        ] == [2, 2]
+        assert engine._runner.cache.table.in_use == held - 2
         assert engine.cancel(second) == [] == engine.cancel(99)
         assert len(engine.cancel(third)) == 2  # it waits
         found = {}
         while engine.busy:
-            found |= {(e.id, e.sample): e.tokens for e in engine.step().ended}
+            found |= {(e.id, e.sample): e.tokens for e in engine.step().finished}
     assert found == {name: want[name] for name in want if name[0] == "row 0"}
 
 
@@ -111,7 +113,7 @@ def test_a_forward_reads_at_most_so_many_tokens(model):
             engine.add(request)
         read = []
         while engine.busy:
-            read.append(engine.step().read)
+            read.append(engine.step().num_tokens)
             assert engine.running <= 7
     assert max(read) == 7 and min(read) > 0
 
@@ -124,7 +126,7 @@ def expected(model, text: list[int]) -> torch.Tensor:
     def end(hidden, own: head.Logits):
         return own.log_probabilities(hidden, labels)
 
-    return ask(model, torch.tensor([text[:-1]]), end)[0].double()
+    return run_whole(model, torch.tensor([text[:-1]]), end)[0].double()
 
 
 def hold(found: dict, prompts: list[list[int]], model) -> None:
@@ -168,7 +170,7 @@ def test_processed_log_probabilities_and_the_likeliest(model):
     for token, one in zip(ended.tokens, ended.logprobs, strict=True):
         with torch.no_grad():
             scores = model(torch.tensor([text]), head.logits)[0, -1:].double()
-        want = sample.process(scores, [text], SCORED).log_softmax(-1)[0]
+        want = sampling.process(scores, [text], SCORED).log_softmax(-1)[0]
         assert abs(one.logprob - want[token]) < 1e-5
         best = want.topk(4)
         assert [t for t, _ in one.top] == best.indices.tolist()
@@ -178,10 +180,15 @@ def test_processed_log_probabilities_and_the_likeliest(model):
 
 def test_a_prompt_is_scored_without_a_new_token(model):
     request = Request(
-        LONG, Options(max_new_tokens=0), prompt_logprobs=True, top=1, samples=1, logprobs="raw"
+        LONG,
+        SamplingParams(max_new_tokens=0),
+        prompt_logprobs=True,
+        top=1,
+        samples=1,
+        logprobs="raw",
     )
     ended = run(model, [request], Limits(tokens=6))[0, 0]
-    assert (ended.tokens, ended.logprobs, ended.why) == ([], [], "length")
+    assert (ended.tokens, ended.logprobs, ended.finish_reason) == ([], [], "length")
     want = expected(model, LONG)
     got = torch.tensor([one.logprob for one in ended.prompt_logprobs], dtype=torch.float64)
     assert len(got) == len(LONG) - 1 and (got - want).abs().max() < 1e-5
@@ -195,12 +202,18 @@ def test_a_prompt_is_scored_without_a_new_token(model):
     [
         (dict(samples=0), "samples is 0: use --num-samples"),
         (dict(top=VOCABULARY + 1), f"{VOCABULARY + 1} top log-probabilities"),
-        (dict(options=Options(stop=(VOCABULARY,))), f"logit_bias or stop has token {VOCABULARY}"),
-        (dict(options=Options(temperature=-1)), "temperature is -1"),
-        (dict(options=Options(min_new_tokens=65)), "min_new_tokens is 65 and max_new_tokens 64"),
-        (dict(options=Options(repetition_penalty=0)), "repetition_penalty is 0"),
-        (dict(options=Options(min_p=1.5)), "min_p is 1.5"),
-        (dict(options=Options(logit_bias={1: math.nan})), "logit_bias of token 1 is nan"),
+        (
+            dict(params=SamplingParams(stop=(VOCABULARY,))),
+            f"logit_bias or stop has token {VOCABULARY}",
+        ),
+        (dict(params=SamplingParams(temperature=-1)), "temperature is -1"),
+        (
+            dict(params=SamplingParams(min_new_tokens=65)),
+            "min_new_tokens is 65 and max_new_tokens 64",
+        ),
+        (dict(params=SamplingParams(repetition_penalty=0)), "repetition_penalty is 0"),
+        (dict(params=SamplingParams(min_p=1.5)), "min_p is 1.5"),
+        (dict(params=SamplingParams(logit_bias={1: math.nan})), "logit_bias of token 1 is nan"),
     ],
 )
 def test_what_has_no_meaning_is_refused(model, change, message):

@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from dolmen.serving import sample
-from dolmen.serving.options import Options
+from dolmen.serving import sampling
+from dolmen.serving.sampling_params import SamplingParams
 
 LOGITS = 3 * torch.randn(20, 17, generator=torch.Generator().manual_seed(0))
 
 
 def drawn(scores, uniforms, temperature: float, **options) -> torch.Tensor:
-    return sample.choose(scores, uniforms, Options(temperature, **options))[0]
+    return sampling.select_tokens(scores, uniforms, SamplingParams(temperature, **options))[0]
 
 
 def kept(logits) -> list[set[int]]:
@@ -24,7 +24,7 @@ def kept(logits) -> list[set[int]]:
 @pytest.mark.parametrize("k", [1, 2, 5, 17, 100])
 def test_top_k_keeps_the_largest(k):
     want = [set(sorted(range(17), key=lambda i, row=row: -row[i])[:k]) for row in LOGITS.tolist()]
-    got = sample.keep_top_k(LOGITS, k)
+    got = sampling.keep_top_k(LOGITS, k)
     assert kept(got) == want and torch.equal(got[got > -math.inf], LOGITS[got > -math.inf])
 
 
@@ -41,31 +41,31 @@ def nucleus(row: list[float], p: float) -> set[int]:
 
 @pytest.mark.parametrize("p", [1e-9, 0.1, 0.5, 0.9, 0.999])
 def test_top_p_keeps_the_fewest_that_reach_p(p):
-    assert kept(sample.keep_top_p(LOGITS, p)) == [nucleus(row, p) for row in LOGITS.tolist()]
+    assert kept(sampling.keep_top_p(LOGITS, p)) == [nucleus(row, p) for row in LOGITS.tolist()]
 
 
 @pytest.mark.parametrize("p", [0.5, 0.9])
 def test_a_nucleus_is_found_beyond_the_likeliest(p, monkeypatch):
     """Where these do not hold it; and of equal scores, of which some are in it."""
-    whole = sample.keep_top_p(LOGITS, p)
+    whole = sampling.keep_top_p(LOGITS, p)
     assert len(set(map(len, kept(whole)))) > 1
     even = LOGITS.round()
-    level = sample.keep_top_p(even, p)
-    monkeypatch.setattr(sample, "NUCLEUS", 2)
-    assert torch.equal(sample.keep_top_p(LOGITS, p), whole)
-    assert torch.equal(sample.keep_top_p(even, p), level)
+    level = sampling.keep_top_p(even, p)
+    monkeypatch.setattr(sampling, "NUCLEUS", 2)
+    assert torch.equal(sampling.keep_top_p(LOGITS, p), whole)
+    assert torch.equal(sampling.keep_top_p(even, p), level)
     assert [len(row) for row in kept(level)] == [len(nucleus(row, p)) for row in even.tolist()]
 
 
 def test_top_p_of_one_keeps_all():
-    assert kept(sample.keep_top_p(LOGITS, 1.0)) == [set(range(17))] * 20
+    assert kept(sampling.keep_top_p(LOGITS, 1.0)) == [set(range(17))] * 20
 
 
 def test_ties_at_the_edge():
     """Of equal logits top-k keeps all; top-p keeps the first ones, as few as reach p."""
     flat = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
-    assert kept(sample.keep_top_k(flat, 2)) == [{0, 1, 2}]
-    assert kept(sample.keep_top_p(flat, 0.4)) == [{0, 1}]
+    assert kept(sampling.keep_top_k(flat, 2)) == [{0, 1, 2}]
+    assert kept(sampling.keep_top_p(flat, 0.4)) == [{0, 1}]
 
 
 @pytest.mark.parametrize("options", [{}, dict(top_k=3), dict(top_p=0.7), dict(top_k=5, top_p=0.7)])
@@ -105,12 +105,12 @@ def test_a_token_of_probability_zero_is_never_drawn():
 @pytest.mark.parametrize(
     "options",
     [
-        Options(),
-        Options(0.7, 9),
-        Options(1.5, None, 0.8),
-        Options(2.0, None, None, 0.2),
-        Options(1.2, 30, 0.95, 0.05),
-        Options(0.0),
+        SamplingParams(),
+        SamplingParams(0.7, 9),
+        SamplingParams(1.5, None, 0.8),
+        SamplingParams(2.0, None, None, 0.2),
+        SamplingParams(1.2, 30, 0.95, 0.05),
+        SamplingParams(0.0),
     ],
     ids=["all", "top-k", "top-p", "min-p", "cuts", "greedy"],
 )
@@ -122,15 +122,15 @@ def test_where_scores_that_differ_in_their_last_bits_give_others_is_said(options
     scores = torch.randn(rows, 40, generator=chance)
     other = scores + 3e-5 * (torch.arange(40) < 20).double().mul(2).sub(1)
     uniforms = torch.rand(rows, generator=chance, dtype=torch.float64)
-    tokens, close, _ = sample.choose(scores, uniforms, options)
-    differ = tokens != sample.choose(other, uniforms, options)[0]
+    tokens, close, _ = sampling.select_tokens(scores, uniforms, options)
+    differ = tokens != sampling.select_tokens(other, uniforms, options)[0]
     assert differ.any() and (close & differ).equal(differ)
     assert close.double().mean() < 0.02
 
 
 def test_uniform_numbers_differ_by_seed_id_sample_and_step():
     numbers = [
-        sample.uniform(seed, id, number, step)
+        sampling.uniform(seed, id, number, step)
         for seed in range(10)
         for id in (*range(5), "a", "a/0", "0/a", "b", "")
         for number in range(3)
@@ -138,7 +138,7 @@ def test_uniform_numbers_differ_by_seed_id_sample_and_step():
     ]
     assert len(set(numbers)) == 3000 and all(0 <= u < 1 for u in numbers)
     assert abs(sum(numbers) / 3000 - 0.5) < 4 / math.sqrt(12 * 3000)  # four standard deviations
-    assert numbers[300 + 30 + 10 + 3] == sample.uniform(1, 1, 1, 3)
+    assert numbers[300 + 30 + 10 + 3] == sampling.uniform(1, 1, 1, 3)
 
 
 @pytest.mark.parametrize(
@@ -153,4 +153,4 @@ def test_uniform_numbers_differ_by_seed_id_sample_and_step():
 )
 def test_meaningless_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Options(*options).check()
+        SamplingParams(*options).check()

@@ -18,8 +18,8 @@ import dolmen as package
 from dolmen.conversion import peft
 from dolmen.conversion.source import open_source
 from dolmen.serving.engine import Engine
-from dolmen.serving.options import Options
 from dolmen.serving.request import Request
+from dolmen.serving.sampling_params import SamplingParams
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -178,11 +178,11 @@ def test_log_probabilities_are_the_engines(service, client):
         model="model", prompt="abc def", temperature=0, max_tokens=9, logprobs=3
     )
     told = found.choices[0].logprobs
-    options = Options(temperature=0, max_new_tokens=9)
+    options = SamplingParams(temperature=0, max_new_tokens=9)
     with Engine(service.model, known=reader.get_vocab().values()) as engine:
         engine.add(Request(tokens, options, logprobs="raw", top=3, prompt_logprobs=True))
         while engine.busy:
-            ended = engine.step().ended
+            ended = engine.step().finished
     assert told.token_logprobs == pytest.approx(
         [one.logprob for one in ended[0].logprobs], abs=1e-4
     )

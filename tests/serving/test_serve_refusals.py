@@ -20,14 +20,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from dolmen.core.messages import BadInput
 from dolmen.data.tokenizer import bytes_of, load_tokenizer
+from dolmen.serving.detokenizer import Detokenizer
 from dolmen.serving.http import server
 from dolmen.serving.http.config import ServeConfig
 from dolmen.serving.http.reader import Reader
 from dolmen.serving.http.responses import by_name
 from dolmen.serving.http.session import Session, Tokens, Written
-from dolmen.serving.options import Options
-from dolmen.serving.request import Chosen, LogProb
-from dolmen.serving.text import Incremental
+from dolmen.serving.request import LogProb, NewToken
+from dolmen.serving.sampling_params import SamplingParams
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -225,14 +225,14 @@ def test_who_goes_away_holds_nothing(service):
     before = service.front.sessions.metrics.new._value.get()
     leave()
     until(lambda: service.idle)
-    held = service.engine._forward.cache.table.total
+    held = service.engine._runner.cache.table.total
     for _ in range(4):
         leave()
     until(lambda: service.idle)
     gc.collect()
     alive = [one for one in gc.get_objects() if type(one) in (Session, Written)]
     assert not alive
-    assert service.engine._forward.cache.table.total <= 2 * held
+    assert service.engine._runner.cache.table.total <= 2 * held
     written = service.front.sessions.metrics.new._value.get() - before
     assert written < 5 * 6 * 500 / 2  # most of what was asked for was not written
     assert service.post(COMPLETIONS, json=GOOD).status_code == 200
@@ -243,7 +243,7 @@ def test_an_answer_that_has_its_stop_string_is_written_no_more(service):
     text = service.client().completions.create(**LONG | {"max_tokens": 60}).choices[0].text
     before = service.engine.step
     read = []
-    service.engine.step = lambda: (happened := before(), read.append(happened.read))[0]
+    service.engine.step = lambda: (output := before(), read.append(output.num_tokens))[0]
     try:
         found = service.client().completions.create(**LONG, stop=text[10:13])
         until(lambda: service.idle)
@@ -404,7 +404,7 @@ def test_what_is_refused_before_the_model_is_loaded(model, tmp_path):
     source = SimpleNamespace(model=SimpleNamespace(tree=learned))
     config = ServeConfig(folder=str(model), max_length=600)
     with pytest.raises(ValueError, match="--max-length is 600, and max_position_embeddings 512"):
-        _ = Reader(config, source, None, None, Options(), None).most
+        _ = Reader(config, source, None, None, SamplingParams(), None).most
     for name in (
         "max_rows",
         "max_batch_tokens",
@@ -439,8 +439,8 @@ def test_log_probabilities_end_where_a_stop_string_begins(material):
     texts = [tokenizer.decode([one]) for one in ids]
     assert len(ids) > 4
     stop = "".join(texts[2:4])
-    own = Written(0, Incremental(tokenizer, [stop]), Tokens(tokenizer))
-    made = [own.add(Chosen(0, 0, token, LogProb(-1.0))) for token in ids[:4]]
+    own = Written(0, Detokenizer(tokenizer, [stop]), Tokens(tokenizer))
+    made = [own.add(NewToken(0, 0, token, LogProb(-1.0))) for token in ids[:4]]
     entries = [entry for piece in made if piece for entry in piece.entries]
     assert [entry.own.text for entry in entries] == texts[:2]
     assert [entry.offset for entry in entries] == [0, len(texts[0])]

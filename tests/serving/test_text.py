@@ -9,7 +9,7 @@ import tinyrun
 from tokenizers import Tokenizer, decoders, models
 
 from dolmen.data.tokenizer import load_tokenizer
-from dolmen.serving.text import Incremental, check_stop
+from dolmen.serving.detokenizer import Detokenizer, check_stop
 
 material = tinyrun.material
 
@@ -42,8 +42,8 @@ def spaced():
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
 
 
-def shown(tokenizer, tokens: list[int], stop=()) -> tuple[list[str], Incremental]:
-    text = Incremental(tokenizer, stop)
+def shown(tokenizer, tokens: list[int], stop=()) -> tuple[list[str], Detokenizer]:
+    text = Detokenizer(tokenizer, stop)
     parts = [text.add(token) for token in tokens]
     return [*parts, text.end()], text
 

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from dolmen.core import agree
 from dolmen.core.mesh import Mesh
 from dolmen.serving.engine import Engine
-from dolmen.serving.request import Happened, Request
+from dolmen.serving.request import Request, StepOutput
 
 IDLE = 1.0  # seconds that the first rank sleeps at most
 
@@ -79,7 +79,7 @@ class Loop:
             self._turn.end = True
             self._coming.notify()
 
-    def run(self, tell: Callable[[Happened], None]) -> None:
+    def run(self, tell: Callable[[StepOutput], None]) -> None:
         """Step until stopped, in one thread of each rank within the engine's `with`; `tell` is
         called with the result of each step. Raises what a step raises.
         """
@@ -94,9 +94,9 @@ class Loop:
                 for number, sample in turn.cancelled
                 for one in self.engine.cancel(number, sample)
             ]
-            happened = self.engine.step()
+            output = self.engine.step()
             self.load = Load(self.engine.running, self.engine.waiting, self.engine.pages)
-            tell(replace(happened, ended=[*ended, *happened.ended]))
+            tell(replace(output, finished=[*ended, *output.finished]))
 
     def _next(self) -> Turn:
         """Return the first rank's turn, on all ranks."""

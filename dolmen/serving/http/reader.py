@@ -17,11 +17,11 @@ from dolmen.data import chats
 from dolmen.data.template import Template
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate, kinds
+from dolmen.serving.generation import encode
 from dolmen.serving.http.config import ServeConfig
 from dolmen.serving.http.protocol import Chat, Completion, Message, Sampled, bad
-from dolmen.serving.options import Options
-from dolmen.serving.prompts import encode
 from dolmen.serving.request import Request, check, span_of
+from dolmen.serving.sampling_params import SamplingParams
 
 NEW_TOKENS = 16  # of a completion, where nothing is said, as OpenAI's
 DRAWS = ("top_k", "top_p", "min_p")
@@ -57,7 +57,7 @@ class Reader:
     tokenizer: PreTrainedTokenizer
     template: Template | None
     """Chat template; None: the model has none."""
-    defaults: Options
+    defaults: SamplingParams
     """Sampling options of requests that leave them open."""
     new_tokens: int | None
     """Most new tokens of such requests; None: OpenAI's default."""
@@ -168,7 +168,7 @@ class Reader:
             )
         return room
 
-    def _options(self, body: Sampled, most: int) -> Options:
+    def _options(self, body: Sampled, most: int) -> SamplingParams:
         said = {
             "temperature": body.temperature,
             "top_k": body.top_k,

@@ -42,15 +42,15 @@ from dolmen.launch import process
 from dolmen.optim.optimizer import DTYPES
 from dolmen.serving import adapters, engine
 from dolmen.serving.config import Sampling
-from dolmen.serving.defaults import resolved
 from dolmen.serving.engine import Engine
+from dolmen.serving.generation_config import apply_generation_config
 from dolmen.serving.http import app
 from dolmen.serving.http.config import ServeConfig, check_key
 from dolmen.serving.http.loop import Loop, Metrics
 from dolmen.serving.http.protocol import Problem
 from dolmen.serving.http.reader import Reader
 from dolmen.serving.http.session import LAST, Sessions
-from dolmen.serving.request import Happened
+from dolmen.serving.request import StepOutput
 
 BLANK_LINE = re.compile(rb"\n\r?\n")
 
@@ -155,7 +155,7 @@ def check(config: ServeConfig) -> None:
     """Raises ValueError, KeyError or OSError for what would be refused once the model is loaded."""
     key_of(config)
     source = open_source(config.folder)
-    adapters.named(config.adapters, taken=(config.called,))
+    adapters.parse_adapters(config.adapters, taken=(config.called,))
     reader_of(config, source, load_tokenizer(tokenizer_folder(source), option=""), tell=False)
     listening(config).close()
 
@@ -184,7 +184,7 @@ def reader_of(
     config: ServeConfig, source: Source, tokenizer: PreTrainedTokenizer, tell: bool
 ) -> Reader:
     """Raises ValueError for what of `config` does not go with the model. `tell`s the defaults."""
-    asked, lines = resolved(Sampling(), source.generation_config)
+    asked, lines = apply_generation_config(Sampling(), source.generation_config)
     for line in lines:
         say(line, tell)
     options = (
@@ -211,7 +211,7 @@ def serve(config: ServeConfig, mesh: Mesh) -> None:
     reader = reader_of(config, source, tokenizer, tell=mesh.first)
     dtype = DTYPES[config.dtype] if config.dtype else None
     model = engine.load_placed(source, mesh, dtype, config.weights)
-    beside = adapters.opened(adapters.named(config.adapters), source, mesh)
+    beside = adapters.open_adapters(adapters.parse_adapters(config.adapters), source, mesh)
     ends, known = engine.stop_tokens(source), tokenizer.get_vocab().values()
     with Engine(
         model,
@@ -220,7 +220,7 @@ def serve(config: ServeConfig, mesh: Mesh) -> None:
         limits=config.limits,
         mesh=mesh,
         weights=config.weights,
-        adapters=adapters.placed(beside, model, mesh),
+        adapters=adapters.place_adapters(beside, model, mesh),
     ) as running:
         loop = Loop(running, mesh)
         if bound is None:
@@ -250,7 +250,7 @@ class Front:
         """`told`: what a person reads as it begins."""
         self.config, self.reader, self.loop, self.bound = config, reader, loop, bound
         self.key, self.told = key_of(config), told
-        self.name, names = config.called, adapters.named(config.adapters)
+        self.name, names = config.called, adapters.parse_adapters(config.adapters)
         metrics = Metrics()
         self.sessions = Sessions(
             loop, reader.tokenizer, metrics, config.capacity, config.time_limit
@@ -267,10 +267,10 @@ class Front:
         """It begins to listen."""
         self.thread.start()
 
-    def tell(self, happened: Happened) -> None:
+    def tell(self, output: StepOutput) -> None:
         """What a step has brought, for the sessions. The engine's thread."""
-        if happened.chosen or happened.ended:
-            self.events.call_soon_threadsafe(self.sessions.tell, happened)
+        if output.new_tokens or output.finished:
+            self.events.call_soon_threadsafe(self.sessions.tell, output)
 
     def stop(self) -> None:
         """Asked to end. Any thread, a signal's handler too."""

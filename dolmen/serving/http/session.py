@@ -26,11 +26,11 @@ from http import HTTPStatus
 from typing import Literal
 
 from dolmen.data.tokenizer import PreTrainedTokenizer, bytes_of
+from dolmen.serving.detokenizer import UNFINISHED, Detokenizer
 from dolmen.serving.http.loop import Loop, Metrics, Timer
 from dolmen.serving.http.protocol import Problem
 from dolmen.serving.http.reader import Asked
-from dolmen.serving.request import Chosen, Ended, Happened, LogProb
-from dolmen.serving.text import UNFINISHED, Incremental
+from dolmen.serving.request import FinishedSequence, LogProb, NewToken, StepOutput
 
 LAST = 1.0  # seconds in which a client must read the error that ends its response early
 
@@ -121,7 +121,7 @@ class Written:
     """A completion until now."""
 
     index: int
-    text: Incremental
+    text: Detokenizer
     known: Tokens | None
     """None: no log-probabilities are requested."""
     count: int = 0
@@ -130,7 +130,7 @@ class Written:
     _shown: int = 0
     _waiting: list[Entry] = field(default_factory=list)
 
-    def add(self, chosen: Chosen) -> Piece | None:
+    def add(self, chosen: NewToken) -> Piece | None:
         """Add a token and return the piece that is certain now, if any."""
         offset = len(self.text.whole)
         self.count += 1
@@ -185,7 +185,7 @@ class Session:
         own, self.asked = self.sessions, asked
         known = None if asked.top is None else own.tokens
         self.written = [
-            Written(index, Incremental(own.tokenizer, asked.stop), known)
+            Written(index, Detokenizer(own.tokenizer, asked.stop), known)
             for index in range(self.count)
         ]
         numbers = [own.loop.submit(request) for request in asked.requests]
@@ -223,7 +223,7 @@ class Session:
                     raise one
             yield [one for one in found if isinstance(one, Piece)]
 
-    def take(self, chosen: Chosen) -> None:
+    def take(self, chosen: NewToken) -> None:
         """Take a sampled token, unless its completion has ended in a stop string."""
         one = self._at(chosen.number, chosen.sample)
         if one.finish is not None:
@@ -235,14 +235,14 @@ class Session:
         if one.finish is not None:
             self.sessions.loop.cancel(chosen.number, chosen.sample)
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: FinishedSequence) -> None:
         """Take the end of a completion."""
         one = self._at(ended.number, ended.sample)
         self.of_prompts[one.index] = ended.prompt_logprobs
         if one.finish is not None:
             return
-        if ended.why == "stop" or ended.why == "length":
-            self._coming.put_nowait(one.end(ended.why))
+        if ended.finish_reason == "stop" or ended.finish_reason == "length":
+            self._coming.put_nowait(one.end(ended.finish_reason))
         else:
             self.fail(
                 Problem(
@@ -326,15 +326,15 @@ class Sessions:
         self.open.add(session)
         return session
 
-    def tell(self, happened: Happened) -> None:
+    def tell(self, output: StepOutput) -> None:
         """Hand the result of a step to its sessions."""
-        for chosen in happened.chosen:
+        for chosen in output.new_tokens:
             session = self.by_number.get(chosen.number)
             if session is not None:
                 session.take(chosen)
-        for ended in happened.ended:
+        for ended in output.finished:
             session = self.by_number.get(ended.number)
-            if session is not None and ended.why != "cancelled":
+            if session is not None and ended.finish_reason != "cancelled":
                 session.end(ended)
 
     def close(self, problem: Problem) -> None:

@@ -1,8 +1,7 @@
-"""What a model's generation_config.json says of how tokens are chosen: the default of all that a
-user does not say.
+"""generation_config.json: a model's defaults of the sampling parameters that a user does not set.
 
-`do_sample` decides there whether tokens are drawn at all: without it temperature, top_k, top_p and
-min_p are of no effect, as in transformers, unless a user says a temperature.
+`do_sample` decides there whether tokens are sampled: without it temperature, top_k, top_p and min_p
+have no effect, as in transformers, unless a user sets a temperature.
 """
 
 from collections.abc import Mapping
@@ -13,9 +12,9 @@ from dolmen.files import gate, kinds
 from dolmen.serving.config import NUMBERS, Sampling
 
 T = TypeVar("T", bound=Sampling)
-DRAWS = ("top_k", "top_p", "min_p")
-# What transformers would do besides, and what says there that it does not.
-NOT_DONE = {
+SAMPLING_ONLY = ("top_k", "top_p", "min_p")
+# Options of transformers that are not supported, with the values that switch them off.
+UNSUPPORTED = {
     "num_beams": 1,
     "num_beam_groups": 1,
     "penalty_alpha": None,
@@ -38,9 +37,10 @@ NOT_DONE = {
 }
 
 
-def resolved(asked: T, generation_config: Mapping[str, Any]) -> tuple[T, list[str]]:
-    """`asked`, with what the file says where nothing was said; and that in lines for the user.
-    Raises Refused for values of the file that are none.
+def apply_generation_config(asked: T, generation_config: Mapping[str, Any]) -> tuple[T, list[str]]:
+    """Fill the options that are not set from the file; return them, and lines that say so.
+
+    Raises Refused for invalid values of the file.
     """
     where = "generation_config.json"
     gate.checked(dict(generation_config), where, kinds.SAMPLING)
@@ -52,8 +52,8 @@ def resolved(asked: T, generation_config: Mapping[str, Any]) -> tuple[T, list[st
         said["temperature"] = None
     temperature = said["temperature"] if asked.temperature is None else asked.temperature
     if not temperature:
-        said |= dict.fromkeys(DRAWS)
-    if said["top_k"] == 0:  # as transformers says none
+        said |= dict.fromkeys(SAMPLING_ONLY)
+    if said["top_k"] == 0:  # how transformers switches it off
         said["top_k"] = None
     taken = {
         name: value
@@ -64,12 +64,12 @@ def resolved(asked: T, generation_config: Mapping[str, Any]) -> tuple[T, list[st
         taken.get(name, asked.__dict__[name]) for name in ("min_new_tokens", "max_new_tokens")
     )
     if "min_new_tokens" in taken and most is not None and least > most:
-        del taken["min_new_tokens"]  # an answer that is asked to be shorter is
+        del taken["min_new_tokens"]  # the user wants fewer
     told = []
     if taken:
-        told.append(f"as {where} says: {', '.join(f'{n} {v:g}' for n, v in taken.items())}")
-    others = [name for name, off in NOT_DONE.items() if generation_config.get(name, off) != off]
+        told.append(f"from {where}: {', '.join(f'{n} {v:g}' for n, v in taken.items())}")
+    others = [name for name, off in UNSUPPORTED.items() if generation_config.get(name, off) != off]
     others = [name for name in others if generation_config[name] is not None]
     if others:
-        told.append(f"{where} also says {', '.join(others)}, which is not done here")
+        told.append(f"{where} also has {', '.join(others)}, which is not supported")
     return replace(asked, **taken), told

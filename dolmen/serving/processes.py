@@ -1,8 +1,7 @@
-"""The model of a source on the processes that compute with it: what verify, generate and evaluate
-have in common.
+"""A model on the processes of its layout, for verify, generate, evaluate, chat and serve.
 
-    check    the sources can be read, the model divides, there are the devices
-    start    workers of ours, which are handed what is asked, or this process joins the others
+check_model   the sources can be read, the layout divides the model, the devices are there
+run           start workers, or let this process join those of torchrun or SLURM
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +16,13 @@ from dolmen.core.messages import BadInput, message
 from dolmen.families import Model, unknown
 from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout
-from dolmen.serving import adapters as beside
+from dolmen.serving import adapters as multi_lora
 from dolmen.serving.request import check_int8
 
 DEVICE = "device"
 
 
-def check(
+def check_model(
     verb: str,
     sources: list[str],
     layout: Layout,
@@ -32,15 +31,19 @@ def check(
     weights: Literal["stated", "int8"] = "stated",
     adapters: Sequence[str] = (),
 ) -> Layout:
-    """The layout, resolved, where the sources can be read, it divides the model of the first, and
-    there are the devices for it. `replicas`: the verb shares its work over dp. `weights`: how they
-    are to be held. `adapters`: NAME=FOLDER, of the first model. Raises BadInput.
+    """Return the resolved layout. Raises BadInput where a source cannot be read, the layout does
+    not divide the first model, or devices are missing.
+
+    `replicas`: the verb splits its work over dp. `weights`: how weights are held. `adapters`:
+    NAME=FOLDER, for the first model.
     """
     started = process.started()
     try:
         models = [readable(name) for name in sources]
         if adapters:
-            beside.opened(beside.named(adapters), open_source(sources[0]), weights=weights)
+            multi_lora.open_adapters(
+                multi_lora.parse_adapters(adapters), open_source(sources[0]), weights=weights
+            )
         if weights == "int8":
             check_int8(models[0].tree, "cuda" if asked == "cuda" else "cpu", sharded=False)
         layout = layout.resolve(started.world_size if started else None)
@@ -64,29 +67,30 @@ def check(
 
 
 def readable(name: str) -> Model:
-    """The model of a source, whose weights fit it. Raises as `open_source` and `Source.specs`."""
+    """Open a source, check its weights, and return its model. Raises as `open_source`."""
     source = open_source(name)
     check_whole(source)
     return source.model
 
 
-def start(
+def run(
     verb: str,
     handed: Mapping[str, Any],
     layout: Layout,
     asked: devices.Asked,
     work: Callable[[meshes.Mesh], int],
 ) -> int:
-    """work(mesh) on the processes of `layout`, which has been checked; its exit code. Workers that
-    are started here do `dolmen verb`, and are `handed` its options as plain values.
+    """Run `work(mesh)` on the processes of a checked layout, and return its exit code.
+
+    Workers that are started here run `dolmen verb` with the options `handed`, as plain values.
     """
     started = process.started()
     if started is None and layout.world > 1:
         return launcher.launch(layout.world, [verb], handed=handed)
-    return process.guarded(lambda: _joined(started, layout, asked, work))
+    return process.guarded(lambda: _join(started, layout, asked, work))
 
 
-def _joined(
+def _join(
     started: Launch | None,
     layout: Layout,
     asked: devices.Asked,

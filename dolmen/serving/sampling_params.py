@@ -1,4 +1,4 @@
-"""How tokens are chosen from scores, as a user says it. Without torch; sample.py carries it out."""
+"""Sampling parameters of a request; sampling.py applies them. Without torch."""
 
 import math
 import sys
@@ -7,37 +7,35 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Options:
-    """Of one text. The defaults switch everything off: tokens are drawn from the model's own
-    distribution.
-    """
+class SamplingParams:
+    """Sampling parameters. By default tokens are sampled from the model's own distribution."""
 
     temperature: float = 1.0
-    """Scores are divided by it; 0 takes the likeliest token."""
+    """Logits are divided by it; 0 is greedy decoding."""
     top_k: int | None = None
-    """Draw from this many likeliest tokens."""
+    """Sample from this many likeliest tokens."""
     top_p: float | None = None
-    """Draw from the fewest likeliest tokens that hold this much probability."""
+    """Sample from the fewest likeliest tokens that have this probability together."""
     min_p: float | None = None
-    """Draw from the tokens that have at least this share of the likeliest one's probability."""
+    """Sample from tokens with at least this share of the likeliest one's probability."""
     repetition_penalty: float = 1.0
-    """A score above 0 of a token that the text has, prompt included, is divided by it, one below 0
-    multiplied (1909.05858)."""
+    """The logit of a token that the sequence has, prompt included, is divided by it if positive,
+    else multiplied (1909.05858)."""
     presence_penalty: float = 0.0
-    """Is taken from the score of a new token that has come before."""
+    """Subtracted from the logit of a token that was generated before."""
     frequency_penalty: float = 0.0
-    """The same for each time that it has."""
+    """Subtracted from the logit of a token for each time that it was generated before."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """Token id -> what is added to its score; -inf forbids it."""
+    """Token id -> number added to its logit; -inf forbids it."""
     min_new_tokens: int = 0
-    """Until there are so many, none is chosen that would end the text."""
+    """No stop token is sampled before this many new tokens."""
     max_new_tokens: int = 64
-    """The text ends with so many; 0 reads the prompt alone."""
+    """Most new tokens; 0 reads the prompt alone."""
     stop: tuple[int, ...] = ()
-    """Token ids that end the text, besides those of the model."""
+    """Token ids that end the sequence, besides the EOS tokens of the model."""
 
     def check(self) -> None:
-        """Raises ValueError naming the knob for a value that has no meaning, or no effect."""
+        """Raise ValueError that names the option for a value without meaning or effect."""
         _check_temperature(self.temperature)
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}: use --top-k 1 or more")
@@ -48,9 +46,7 @@ class Options:
         drawing = (("--top-k", self.top_k), ("--top-p", self.top_p), ("--min-p", self.min_p))
         for name, value in drawing:
             if value is not None and not self.temperature:
-                raise ValueError(
-                    f"{name} draws, and without --temperature nothing is drawn: add --temperature 1"
-                )
+                raise ValueError(f"{name} has no effect without sampling: add --temperature 1")
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(
                 f"repetition_penalty is {self.repetition_penalty}: use --repetition-penalty above 0"

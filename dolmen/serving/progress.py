@@ -1,5 +1,5 @@
-"""How far answers to a file are: a bar with tokens per second and the time that is left where a
-person watches the terminal, else a plain line now and then. Always on stderr.
+"""Progress of `dolmen generate --input`: a bar with tokens per second and the time left on a
+terminal, else a plain line now and then. Always on stderr.
 """
 
 import time
@@ -13,20 +13,20 @@ from dolmen.core.log import duration, say
 from dolmen.core.messages import counted
 
 EVERY = 30.0  # seconds between two plain lines
-RECENT = 60.0  # seconds that a rate is of, at most: the first rows say little of the last
+RECENT = 60.0  # seconds that the rate is averaged over, as early rows predict late ones poorly
 
 
 class Meter:
-    """Rows and tokens until now."""
+    """Counts finished rows and new tokens."""
 
     def __init__(self, rows: int, done: int):
-        """`done`: rows that were there when it began."""
+        """`done`: rows that were finished by an earlier run."""
         self.rows, self.done, self.tokens = rows, done, 0
         self._began = self._told = time.monotonic()
         self._marks = [(self._began, done, 0)]
 
     def count(self, rows: int, tokens: int) -> None:
-        """So many more."""
+        """Add finished rows and new tokens."""
         self.done += rows
         self.tokens += tokens
         now = time.monotonic()
@@ -46,11 +46,11 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the start."""
         return time.monotonic() - self._began
 
     def due(self) -> bool:
-        """Whether a plain line is to be said, once every EVERY seconds."""
+        """Whether to print a plain line: once every EVERY seconds."""
         now = time.monotonic()
         if now - self._told < EVERY:
             return False
@@ -59,8 +59,8 @@ class Meter:
 
 
 @contextmanager
-def shown(meter: Meter, visible: bool) -> Iterator["Screen"]:
-    """Within, `Screen.refresh()` shows where the meter is."""
+def show(meter: Meter, visible: bool) -> Iterator["Screen"]:
+    """Show the meter within; `Screen.refresh()` updates it."""
     console = Console(stderr=True)
     if not (visible and console.is_terminal):
         yield Screen(meter, None, visible)
@@ -72,14 +72,14 @@ def shown(meter: Meter, visible: bool) -> Iterator["Screen"]:
 
 
 class Screen:
-    """What a person sees of a meter."""
+    """The bar or the plain lines of a meter."""
 
     def __init__(self, meter: Meter, bar: Progress | None, visible: bool):
         self.meter, self.bar, self.visible = meter, bar, visible
         self.task = None if bar is None else bar.add_task("", total=meter.rows)
 
     def refresh(self) -> None:
-        """After every step."""
+        """Update the bar, or print a line when one is due."""
         meter = self.meter
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=meter.done, description=str(meter))

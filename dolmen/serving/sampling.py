@@ -1,14 +1,14 @@
-"""From scores to the next token: pure functions of the scores, of the ids so far, and of one
-uniform number per row. In the order and with the formulas of transformers
-(`generation/logits_process.py`):
+"""Sampling: pure functions of the logits, of the tokens so far, and of one uniform number per row.
+
+In the order and with the formulas of transformers (`generation/logits_process.py`):
 
     logit bias -> repetition penalty (1909.05858) -> presence and frequency penalty
-    -> no end before min_new_tokens                                               `penalised`
-    -> / temperature -> top-k -> top-p (nucleus, 1904.09751) -> min-p (2407.01082)   `warped`
-    -> softmax -> cumulative -> its inverse                                            `draw`
+    -> no EOS before min_new_tokens                                            `apply_penalties`
+    -> / temperature -> top-k -> top-p (1904.09751) -> min-p (2407.01082)      `apply_warpers`
+    -> softmax -> cumulative probability -> its inverse at the uniform number  `sample_token`
 
-At temperature 0 only the first two lines act, and the likeliest token is taken. The uniform number
-follows from (seed, id, sample, step) alone: neither batch nor device nor layout changes it.
+At temperature 0 only the first two lines act, and the likeliest token is selected. The uniform
+number follows from (seed, id, sample, step) alone: neither batch nor device nor layout changes it.
 """
 
 import hashlib
@@ -21,20 +21,20 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from dolmen.serving.options import Options
+from dolmen.serving.sampling_params import SamplingParams
 
 CLOSE = 1e-4
-"""Of probability, or of a score: fp32 sums over batches of other shapes differ by 4e-5, so a choice
-within this of another one may turn out to be that one."""
+"""Difference of probabilities or logits: fp32 sums over batches of other shapes differ by 4e-5, so
+a token within this of another one may be sampled instead in another batch."""
 
 NUCLEUS = 1024
-"""Likeliest tokens among which a nucleus is looked for first."""
+"""Number of likeliest tokens among which the nucleus of top-p is searched first."""
 
 Scores = Float[Tensor, "rows vocabulary"]
 
 
 def uniform(seed: int, id: int | str, sample: int, step: int) -> float:
-    """The number in [0, 1) that chooses token `step` of a sample of the request `id`."""
+    """Return the number in [0, 1) that samples token `step` of a sample of request `id`."""
     text = f"{seed}/{id}/{sample}/{step}".encode(errors="surrogatepass")
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
     return (number >> 11) * 2.0**-53
@@ -43,50 +43,51 @@ def uniform(seed: int, id: int | str, sample: int, step: int) -> float:
 def process(
     scores: Float[Tensor, "rows vocabulary"],
     tokens: Sequence[Sequence[int]],
-    options: Options,
+    params: SamplingParams,
     prompts: Sequence[int] | None = None,
 ) -> Float[Tensor, "rows vocabulary"]:
-    """The scores that tokens are drawn by: what is filtered out is -inf. `tokens`: the ids of each
-    row so far, prompt and output; `prompts`: how many of them are its prompt (unset: none), which
-    presence, frequency and min_new_tokens do not count. `scores` stays as it was.
+    """Apply all of `params`; filtered tokens get -inf. `scores` is not modified.
+
+    `tokens`: ids of each row so far, prompt and output. `prompts`: the length of each row's prompt
+    (unset: 0), which presence, frequency and min_new_tokens do not count.
     """
-    return warped(penalised(scores, tokens, options, prompts), options)
+    return apply_warpers(apply_penalties(scores, tokens, params, prompts), params)
 
 
-def penalised(
+def apply_penalties(
     scores: Float[Tensor, "rows vocabulary"],
     tokens: Sequence[Sequence[int]],
-    options: Options,
+    params: SamplingParams,
     prompts: Sequence[int] | None = None,
 ) -> Float[Tensor, "rows vocabulary"]:
-    """What acts on greedy choices too: see `process`."""
+    """Apply what acts on greedy decoding too, see `process`: bias, penalties, min_new_tokens."""
     begin = prompts or [0] * len(tokens)
-    if options.logit_bias:
+    if params.logit_bias:
         scores = scores.clone()
-        ids = list(options.logit_bias)
-        scores[:, ids] += scores.new_tensor(list(options.logit_bias.values()))
-    if options.repetition_penalty != 1:
-        penalty, seen = options.repetition_penalty, _counts(scores, tokens) > 0
-        scores = torch.where(seen, _smaller(scores, penalty), scores)
-    if options.presence_penalty or options.frequency_penalty:
+        ids = list(params.logit_bias)
+        scores[:, ids] += scores.new_tensor(list(params.logit_bias.values()))
+    if params.repetition_penalty != 1:
+        penalty, seen = params.repetition_penalty, _counts(scores, tokens) > 0
+        scores = torch.where(seen, _penalize(scores, penalty), scores)
+    if params.presence_penalty or params.frequency_penalty:
         new = [row[n:] for row, n in zip(tokens, begin, strict=True)]
         counts = _counts(scores, new)
-        scores = scores - options.presence_penalty * (counts > 0)
-        scores = scores - options.frequency_penalty * counts
-    early = [len(row) - n < options.min_new_tokens for row, n in zip(tokens, begin, strict=True)]
-    if options.stop and any(early):
+        scores = scores - params.presence_penalty * (counts > 0)
+        scores = scores - params.frequency_penalty * counts
+    early = [len(row) - n < params.min_new_tokens for row, n in zip(tokens, begin, strict=True)]
+    if params.stop and any(early):
         ends = torch.zeros_like(scores, dtype=torch.bool)
-        ends[:, list(options.stop)] = True
+        ends[:, list(params.stop)] = True
         scores = scores.masked_fill(ends & scores.new_tensor(early).bool()[:, None], -math.inf)
     return scores
 
 
-def _smaller(scores: Scores, penalty: float) -> Scores:
+def _penalize(scores: Scores, penalty: float) -> Scores:
     return torch.where(scores < 0, scores * penalty, scores / penalty)
 
 
 def _counts(scores: Scores, tokens: Sequence[Sequence[int]]) -> Scores:
-    """How often each row has each token."""
+    """Count the tokens of each row."""
     rows = [i for i, row in enumerate(tokens) for _ in row]
     at = torch.tensor([rows, [token for row in tokens for token in row]], dtype=torch.int64)
     row, token = at.to(scores.device)
@@ -94,50 +95,50 @@ def _counts(scores: Scores, tokens: Sequence[Sequence[int]]) -> Scores:
     return torch.zeros_like(scores).index_put_((row, token), ones, accumulate=True)
 
 
-def warped(
-    scores: Float[Tensor, "rows vocabulary"], options: Options
+def apply_warpers(
+    scores: Float[Tensor, "rows vocabulary"], params: SamplingParams
 ) -> Float[Tensor, "rows vocabulary"]:
-    """What acts on draws alone: see `process`."""
-    if options.temperature == 0:
+    """Apply what acts on sampling alone, see `process`: temperature, top-k, top-p, min-p."""
+    if params.temperature == 0:
         return scores
-    if options.temperature != 1:
-        scores = scores / options.temperature
-    for cut in _cuts(options):
-        scores = cut.keep(scores)
+    if params.temperature != 1:
+        scores = scores / params.temperature
+    for filter_ in _filters(params):
+        scores = filter_.keep(scores)
     return scores
 
 
-class Cut(NamedTuple):
-    """What leaves tokens out."""
+class Filter(NamedTuple):
+    """A filter of tokens, and a test whether its edge is uncertain."""
 
     keep: Callable[[Scores], Scores]
     near: Callable[["Edge"], Bool[Tensor, " rows"]]
-    """Where scores that are CLOSE to these would leave out more, or fewer."""
+    """Rows where logits CLOSE to these would keep more or fewer tokens."""
 
 
 class Edge(NamedTuple):
-    """Of each row [rows], where a cut has gone through, from its scores before."""
+    """The edge of a filter in each row, of the logits before it."""
 
     inside: Tensor
-    """The least score that stays."""
+    """Smallest logit that is kept."""
     outside: Tensor
-    """The largest that goes; -inf: none does."""
+    """Largest logit that is filtered out; -inf: none is."""
     highest: Tensor
     mass: Tensor
-    """The probability of all that stays."""
+    """Probability of all kept tokens."""
     least: Tensor
-    """That of the least of it."""
+    """Probability of the least likely kept token."""
 
 
-def _cuts(options: Options) -> list[Cut]:
-    """Those that act, in order."""
-    out, (k, p, share) = [], (options.top_k, options.top_p, options.min_p)
+def _filters(params: SamplingParams) -> list[Filter]:
+    """Return the filters that act, in order."""
+    out, (k, p, share) = [], (params.top_k, params.top_p, params.min_p)
     if k:
-        out.append(Cut(partial(keep_top_k, k=k), _near_top_k))
+        out.append(Filter(partial(keep_top_k, k=k), _near_top_k))
     if p is not None and p < 1:
-        out.append(Cut(partial(keep_top_p, p=p), partial(_near_top_p, p=p)))
+        out.append(Filter(partial(keep_top_p, p=p), partial(_near_top_p, p=p)))
     if share:
-        out.append(Cut(partial(keep_min_p, p=share), partial(_near_min_p, p=share)))
+        out.append(Filter(partial(keep_min_p, p=share), partial(_near_min_p, p=share)))
     return out
 
 
@@ -155,16 +156,16 @@ def _near_min_p(edge: Edge, p: float) -> Bool[Tensor, " rows"]:
     return (edge.inside - at < CLOSE) | (at - edge.outside < CLOSE)
 
 
-def _loose(before: Scores, after: Scores, cut: Cut) -> Float[Tensor, " rows"]:
-    """By how much cumulative probabilities of `after` may move because the cut lies CLOSE to a
-    token, which then stays or goes.
+def _uncertainty(before: Scores, after: Scores, filter_: Filter) -> Float[Tensor, " rows"]:
+    """Bound by how much cumulative probabilities may move because a token CLOSE to the edge of the
+    filter is kept or filtered out.
     """
     kept = after > -math.inf
     total = before.logsumexp(-1)
     inside = before.masked_fill(~kept, math.inf).amin(-1)
     outside = before.masked_fill(kept, -math.inf).amax(-1)
     mass, least = (after.logsumexp(-1) - total).exp(), (inside - total).exp()
-    near = cut.near(Edge(inside, outside, before.amax(-1), mass, least))
+    near = filter_.near(Edge(inside, outside, before.amax(-1), mass, least))
     moved = torch.maximum(least, (outside - total).exp()) + CLOSE
     return torch.where(near, moved / mass, 0.0)
 
@@ -172,7 +173,7 @@ def _loose(before: Scores, after: Scores, cut: Cut) -> Float[Tensor, " rows"]:
 def keep_top_k(
     scores: Float[Tensor, "rows vocabulary"], k: int
 ) -> Float[Tensor, "rows vocabulary"]:
-    """With all below the k-th largest of its row at -inf; those equal to it stay."""
+    """Keep the k largest logits of each row, and those equal to the k-th; set others to -inf."""
     least = scores.topk(min(k, scores.shape[-1]), -1).values[:, -1:]
     return scores.masked_fill(scores < least, -math.inf)
 
@@ -180,8 +181,8 @@ def keep_top_k(
 def keep_top_p(
     scores: Float[Tensor, "rows vocabulary"], p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """With all at -inf but the fewest most likely tokens that have probability p together; of equal
-    ones the first.
+    """Keep the fewest likeliest tokens that have probability p together, the first of equal ones;
+    set others to -inf.
     """
     wide = scores.double()
     total = wide.logsumexp(-1, keepdim=True)
@@ -202,65 +203,70 @@ def keep_top_p(
 def keep_min_p(
     scores: Float[Tensor, "rows vocabulary"], p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """With all at -inf that have less than p times the probability of their row's likeliest."""
+    """Keep tokens with p times the probability of the row's likeliest; set others to -inf."""
     probability = scores.softmax(-1)
     return scores.masked_fill(probability < p * probability.amax(-1, keepdim=True), -math.inf)
 
 
-def choose(
-    scores: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"], options: Options
+def select_tokens(
+    scores: Float[Tensor, "rows vocabulary"],
+    uniforms: Float[Tensor, " rows"],
+    params: SamplingParams,
 ) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"], Float[Tensor, "rows vocabulary"]]:
-    """Tokens, and where scores that are CLOSE to these may give others, from scores that are
-    `penalised`; with the scores `warped`, up to a constant per row.
+    """Select a token per row, from logits with penalties applied.
+
+    Returns the tokens, where logits CLOSE to these may give others, and the logits with warpers
+    applied, up to a constant per row.
     """
-    if options.temperature == 0:
+    if params.temperature == 0:
         return *greedy(scores), scores
     # the largest at 0: a small temperature then gives 0 and -inf, never inf
     final = scores.double()
-    final = (final - final.amax(-1, keepdim=True)) / options.temperature
-    loose = torch.zeros_like(final[:, 0])
-    for cut in _cuts(options):
-        before, final = final, cut.keep(final)
-        loose += _loose(before, final, cut)
-    tokens, margin = draw(final, uniforms)
-    return tokens, margin < CLOSE + loose, final
+    final = (final - final.amax(-1, keepdim=True)) / params.temperature
+    uncertain = torch.zeros_like(final[:, 0])
+    for filter_ in _filters(params):
+        before, final = final, filter_.keep(final)
+        uncertain += _uncertainty(before, final, filter_)
+    tokens, margin = sample_token(final, uniforms)
+    return tokens, margin < CLOSE + uncertain, final
 
 
 def greedy(
     scores: Float[Tensor, "rows vocabulary"],
 ) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"]]:
-    """The most likely token of each row, the first of equal ones; and where the second is CLOSE."""
+    """Select the likeliest token of each row, the first of equal ones; and where one is CLOSE."""
     if scores.shape[-1] == 1:
         return scores.argmax(-1), torch.zeros_like(scores[:, 0], dtype=torch.bool)
     best = scores.topk(2, -1).values
     return scores.argmax(-1), best[:, 0] - best[:, 1] < CLOSE
 
 
-def draw(
+def sample_token(
     scores: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"]
 ) -> tuple[Int64[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """The first token whose cumulative probability exceeds the row's uniform number in [0, 1), in
-    fp64: none of probability 0 is drawn. And how far the number is from another token's, inf where
-    there is no other.
+    """Select the first token whose cumulative probability exceeds the row's uniform number in
+    [0, 1), in fp64, so none of probability 0.
+
+    Also returns how far the number is from the range of another token, inf without another one.
     """
     cumulative = scores.double().softmax(-1).cumsum(-1)
     total = cumulative[:, -1]
-    drawn = uniforms.to(cumulative) * total
-    tokens = torch.searchsorted(cumulative, drawn[:, None], right=True)
+    threshold = uniforms.to(cumulative) * total
+    tokens = torch.searchsorted(cumulative, threshold[:, None], right=True)
     tokens = tokens.clamp(max=scores.shape[-1] - 1)  # of scores that are not finite
     upper = cumulative.gather(-1, tokens)[:, 0]
     lower = cumulative.gather(-1, (tokens - 1).clamp(min=0))[:, 0]
     lower = torch.where(tokens[:, 0] == 0, 0.0, lower)
-    above = torch.where(upper < total, upper - drawn, math.inf)
-    below = torch.where(lower > 0, drawn - lower, math.inf)
+    above = torch.where(upper < total, upper - threshold, math.inf)
+    below = torch.where(lower > 0, threshold - lower, math.inf)
     return tokens[:, 0], torch.minimum(above, below)
 
 
 def log_probabilities(
     scores: Float[Tensor, "rows vocabulary"], tokens: Int64[Tensor, " rows"], top: int
 ) -> Float[Tensor, "rows numbers"]:
-    """log softmax of each row's token, of the `top` likeliest tokens and their ids, in fp64:
-    [rows, 1 + 2 top].
+    """Log-probability of each row's token, then of its `top` likeliest tokens, then their ids, in
+    fp64: [rows, 1 + 2 top].
     """
     found = scores.double().log_softmax(-1)
     own = found.gather(-1, tokens[:, None])

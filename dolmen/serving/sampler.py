@@ -20,14 +20,14 @@ from torch import Tensor
 from dolmen.core import collectives
 from dolmen.core.device import read_back, send
 from dolmen.core.mesh import Axis
-from dolmen.serving import sample
-from dolmen.serving.forward import Part, Scores
-from dolmen.serving.options import Options
+from dolmen.serving import sampling
+from dolmen.serving.model_runner import Chunk, RunnerOutput
 from dolmen.serving.request import LogProb, LogProbabilities
-from dolmen.serving.running import Row
+from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.scheduler import SequenceGroup
 
 TOKEN, CLOSE, FINITE, LOGPROBS = range(4)
-"""Columns of a sampled token; from LOGPROBS on those of `sample.log_probabilities`."""
+"""Columns of a sampled token; from LOGPROBS on those of `sampling.log_probabilities`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SampledToken:
 
     token: int
     close: bool
-    """Another token's score lay within `sample.CLOSE`."""
+    """Another token's score lay within `sampling.CLOSE`."""
     finite: bool
     """Whether the logits were finite; else the token means nothing."""
     logprob: LogProb | None
@@ -46,32 +46,32 @@ class SampledToken:
 class ForwardOutput:
     """One forward of an engine step, and the tokens to sample from it."""
 
-    parts: Mapping[int, Part]
+    chunks: Mapping[int, Chunk]
     """Sequence -> what was read of it."""
-    sampled: Sequence[tuple[int, Row]]
+    sampled: Sequence[tuple[int, SequenceGroup]]
     """Sequences whose next token is wanted, in the order of their logits."""
-    scores: Scores | None
+    logits: RunnerOutput | None
     """On the last stage."""
 
     @cached_property
-    def draws(self) -> list[tuple[int, Row, int]]:
+    def draws(self) -> list[tuple[int, SequenceGroup, int]]:
         """Index of the logits, sequence and sample number of each token to be sampled."""
         return [
-            (i, row, number)
-            for i, (_, row) in enumerate(self.sampled)
-            if row.request.options.max_new_tokens
-            for number in row.samples
+            (i, group, number)
+            for i, (_, group) in enumerate(self.sampled)
+            if group.request.params.max_new_tokens
+            for number in group.samples
         ]
 
     @property
     def top(self) -> int:
         """Likeliest tokens whose log-probabilities are computed, the most of any request."""
-        return max((row.request.top for _, row, _ in self.draws), default=0)
+        return max((group.request.top for _, group, _ in self.draws), default=0)
 
     @property
-    def labelled(self) -> dict[int, Part]:
+    def labelled(self) -> dict[int, Chunk]:
         """Sequences with log-probabilities of their prompt."""
-        return {key: part for key, part in self.parts.items() if part.labels}
+        return {key: chunk for key, chunk in self.chunks.items() if chunk.labels}
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
@@ -84,10 +84,10 @@ class ForwardOutput:
 
         The same on every rank of `tp`; for the last stage. `never`: token ids that are not sampled.
         """
-        assert self.scores is not None, "the last stage has the scores"
+        assert self.logits is not None, "the last stage has the logits"
         return [
-            sample_tokens(self.draws, self.scores.following, never, tp, self.top),
-            *(self.scores.labelled[key] for key in self.labelled),
+            sample_tokens(self.draws, self.logits.following, never, tp, self.top),
+            *(self.logits.labelled[key] for key in self.labelled),
         ]
 
     def parse(
@@ -100,8 +100,8 @@ class ForwardOutput:
         """
         keys = [key for key, _ in self.sampled]
         tokens: dict[int, list[SampledToken]] = {key: [] for key in keys}
-        for (i, row, _), numbers in zip(self.draws, next(values), strict=True):
-            tokens[keys[i]].append(_parse_token(numbers, row))
+        for (i, group, _), numbers in zip(self.draws, next(values), strict=True):
+            tokens[keys[i]].append(_parse_token(numbers, group))
         labelled = {
             key: [_parse_logprob(numbers, part.top) for numbers in next(values)]
             for key, part in self.labelled.items()
@@ -109,15 +109,15 @@ class ForwardOutput:
         return tokens, labelled
 
 
-def _parse_token(numbers: Sequence[float], row: Row) -> SampledToken:
-    wanted = row.request.logprobs is not None
-    logprob = _parse_logprob(numbers[LOGPROBS:], row.request.top) if wanted else None
+def _parse_token(numbers: Sequence[float], group: SequenceGroup) -> SampledToken:
+    wanted = group.request.logprobs is not None
+    logprob = _parse_logprob(numbers[LOGPROBS:], group.request.top) if wanted else None
     close, finite = bool(numbers[CLOSE]), bool(numbers[FINITE])
     return SampledToken(int(numbers[TOKEN]), close, finite, logprob)
 
 
 def _parse_logprob(numbers: Sequence[float], top: int) -> LogProb:
-    """Parse a row of `sample.log_probabilities`; its first `top` other tokens are kept."""
+    """Parse a row of `sampling.log_probabilities`; its first `top` other tokens are kept."""
     label, *others = numbers
     half = len(others) // 2
     best = zip(others[half:], others[:half], strict=True)
@@ -140,7 +140,7 @@ def broadcast(
 
 
 def sample_tokens(
-    draws: Sequence[tuple[int, Row, int]],
+    draws: Sequence[tuple[int, SequenceGroup, int]],
     logits: Float[Tensor, "sequences vocabulary"],
     never: list[int],
     tp: Axis,
@@ -153,15 +153,15 @@ def sample_tokens(
     """
     size = (len(draws), LOGPROBS + 1 + 2 * top)
     out = torch.zeros(size, dtype=torch.float64, device=logits.device)
-    by_options: dict[tuple[Options, LogProbabilities | None], list[int]] = {}
-    for i, (_, row, _) in enumerate(draws):
-        by_options.setdefault((row.request.options, row.request.logprobs), []).append(i)
-    for (options, kind), places in by_options.items():
-        group = [draws[i] for i in places]
-        raw = _rows(logits, [index for index, _, _ in group])
-        rows = [(row, number) for _, row, number in group]
+    by_params: dict[tuple[SamplingParams, LogProbabilities | None], list[int]] = {}
+    for i, (_, group, _) in enumerate(draws):
+        by_params.setdefault((group.request.params, group.request.logprobs), []).append(i)
+    for (params, kind), places in by_params.items():
+        some = [draws[i] for i in places]
+        raw = _rows(logits, [index for index, _, _ in some])
+        rows = [(group, number) for _, group, number in some]
         at = send(torch.tensor(places), out.device)
-        out[at] = _sample_group(rows, raw, options, kind, never, tp, top)
+        out[at] = _sample_group(rows, raw, params, kind, never, tp, top)
     return out
 
 
@@ -173,9 +173,9 @@ def _rows(logits: Tensor, indices: list[int]) -> Tensor:
 
 
 def _sample_group(
-    draws: Sequence[tuple[Row, int]],
+    draws: Sequence[tuple[SequenceGroup, int]],
     raw: Float[Tensor, "draws vocabulary"],
-    options: Options,
+    params: SamplingParams,
     kind: LogProbabilities | None,
     never: list[int],
     tp: Axis,
@@ -186,15 +186,15 @@ def _sample_group(
     if never:
         logits = raw.clone()
         logits[:, never] = -math.inf
-    texts = [row.text for row, _ in draws]
-    prompts = [len(row.request.tokens) for row, _ in draws]
-    logits = sample.penalised(logits, texts, options, prompts)
+    sequences = [group.tokens for group, _ in draws]
+    prompts = [len(group.request.tokens) for group, _ in draws]
+    logits = sampling.apply_penalties(logits, sequences, params, prompts)
     uniforms = [
-        sample.uniform(row.request.seed, row.request.id, number, len(row.new))
-        for row, number in draws
+        sampling.uniform(group.request.seed, group.request.id, number, len(group.new_tokens))
+        for group, number in draws
     ]
     uniform = send(torch.tensor(uniforms, dtype=torch.float64), raw.device)
-    tokens, close, processed = sample.choose(logits, uniform, options)
+    tokens, close, processed = sampling.select_tokens(logits, uniform, params)
     # all ranks have the same logits, but sums on a GPU may differ in the last bit from run to run:
     # agree on one token
     tokens = collectives.reduce_scalar(tokens, tp, "max")
@@ -203,4 +203,4 @@ def _sample_group(
     if kind is None:
         return torch.cat((out, out.new_zeros((len(out), 1 + 2 * top))), 1)
     of = raw if kind == "raw" else processed
-    return torch.cat((out, sample.log_probabilities(of, tokens, top)), 1)
+    return torch.cat((out, sampling.log_probabilities(of, tokens, top)), 1)

@@ -1,0 +1,398 @@
+"""Paged KV cache: keys and values of the tokens that a model has read, so that the next token costs
+one token and not the whole sequence. Sequences of any lengths share it, and come and go.
+
+    cache = KVCache(model.tree)
+    batch = cache.append({7: 120, 9: 1}, device)    sequence 7 has 120 new tokens, 9 has one
+    model(tokens, logits, batch)                    tokens in the order of batch.sequences
+    cache.fork(7, 8)                                8 begins as 7, and shares its full pages
+    cache.remove(9)                                 its pages are free for others
+
+Problem: a forward mixes sequences that decode (one new token each, long past) with prompts that are
+prefilled (many new tokens, whole or in chunks). Padding all to one rectangle would multiply mostly
+zeros.
+
+Idea: the tokens of a forward are one flat row, and only attention knows sequences. A layer keeps
+one pool of pages (block_table.py), writes the new keys and values to their pages, and attends in
+two ways:
+
+    tokens    | a | b | c |  d d d d   e e e e  |  f f f f f f  | 0 0 |
+              '- decode --'------ group --------'---- group ----'- padding to a multiple of tp
+    decode    one query per sequence, over all pages of the pool at once (ops/attention/decode.py)
+    group     sequences with as many past and as many new tokens, as a batch without a cache: their
+              pages are gathered to a rectangle [sequences, past + new]
+
+Invariants:
+- decode sequences come first, then the groups; `order` of a forward is theirs, not the caller's;
+- token i of a sequence lies in its page i // page_size, at place i % page_size;
+- what no sequence has written is 0 or another's: it is finite, and masked;
+- all keys are kept, also where a sliding window sees the last of them alone.
+
+A mixer decides what is kept by what it hands over: keys and values of its heads (2 * kv_heads *
+head_dim numbers per token and layer in the dtype of the compute), or a latent and a rope key
+(kv_rank + rope size). Each tp rank holds its own heads, and whole what all heads share.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from dolmen.core.device import send
+from dolmen.core.log import size
+from dolmen.core.messages import counted
+from dolmen.model.component import OfPages, OfTexts
+from dolmen.model.tree import Span, Tree
+from dolmen.ops.attention import Documents
+from dolmen.ops.attention.decode import Alone, Pages
+from dolmen.ops.positions import of_span
+from dolmen.serving.block_table import PAGE_SIZE, BlockTable
+
+
+@dataclass(frozen=True)
+class CacheUsage:
+    """The most that a cache has held, on this rank."""
+
+    page: int
+    """Tokens per page."""
+    in_use: int
+    """Pages of sequences."""
+    allocated: int
+    """Pages of the pool, free ones included."""
+    rectangle: int
+    """Tokens of a rectangle in which each sequence is as long as the longest."""
+    bytes_per_token: int
+    """Bytes per token of all layers."""
+
+    def __str__(self) -> str:
+        held, allocated, rectangle = (
+            size(tokens * self.bytes_per_token, "B")
+            for tokens in (self.in_use * self.page, self.allocated * self.page, self.rectangle)
+        )
+        return (
+            f"KV cache, per process: at most {counted(self.in_use, 'page')} of {self.page} tokens "
+            f"in use, {held} ({allocated} allocated); padded to the longest sequence: {rectangle}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillGroup:
+    """Sequences with the same past and new length, batched into one attention call."""
+
+    sequences: list[int]
+    tokens: slice
+    """Their tokens among those of the forward, one sequence after the other."""
+    past: int
+    """Tokens of each sequence that are in the cache already."""
+    new: int
+    pages: Int64[Tensor, "sequences pages"]
+    documents: Documents | None
+    """Prefixes whose tokens see one another; None: attention is causal."""
+
+
+class KVPool:
+    """Pages of one layer: tensors [pages, kv_heads, page_size, ...], such as keys and values."""
+
+    def __init__(self) -> None:
+        self.kept: tuple[Tensor, ...] = ()
+
+    def write(
+        self,
+        new: Sequence[Float[Tensor, "tokens kv_heads _"]],
+        slots: tuple[Tensor, Tensor],
+        page_size: int,
+        total: int,
+    ) -> None:
+        """Write new tokens to their `slots` (page, and place in it); grow to `total` pages."""
+        if not self.kept:
+            self.kept = tuple(t.new_zeros((0, t.shape[1], page_size, t.shape[2])) for t in new)
+        self._grow(total)
+        for kept, tensor in zip(self.kept, new, strict=True):
+            kept.transpose(1, 2)[slots] = tensor
+
+    def copy(self, page: int, to: int, total: int) -> None:
+        """Copy a page onto page `to`; grow to `total` pages."""
+        self._grow(total)
+        for kept in self.kept:
+            kept[to] = kept[page]
+
+    def gather(self, group: PrefillGroup) -> list[Float[Tensor, "sequences length kv_heads _"]]:
+        """Copy all tokens of a group's sequences from their pages into rectangles."""
+        out = []
+        for kept in self.kept:
+            whole = kept[group.pages].transpose(2, 3).flatten(1, 2)
+            out.append(whole[:, : group.past + group.new])
+        return out
+
+    def compact(self, before: Int64[Tensor, " pages"]) -> None:
+        """Keep these pages alone, in this order."""
+        self.kept = tuple(kept.index_select(0, before) for kept in self.kept)
+
+    def _grow(self, total: int) -> None:
+        if self.kept and len(self.kept[0]) < total:
+            self.kept = tuple(_grown(kept, total) for kept in self.kept)
+
+
+def _grown(kept: Tensor, total: int) -> Tensor:
+    new = kept.new_zeros((total, *kept.shape[1:]))
+    new[: len(kept)] = kept
+    return new
+
+
+@dataclass(frozen=True, eq=False)
+class CacheBatch:
+    """The sequences of one forward and where their tokens go: `Cached` of the model."""
+
+    sequences: list[int]
+    """In the order of the forward's tokens."""
+    last: Int64[Tensor, " sequences"]
+    """Index of each sequence's last token among those of the forward."""
+    positions: Int64[Tensor, "streams 1 tokens"]
+    lengths: Int64[Tensor, "1 tokens"] | None
+    longest: int
+    num_tokens: int
+    """Tokens of sequences; behind them comes padding."""
+    slots: tuple[Tensor, Tensor]
+    """Page of each token, and its place in the page."""
+    decodes: int
+    """Number of sequences with one new token; they come first."""
+    pages: Pages | Alone | None
+    """What those attend to; None where there are none."""
+    groups: list[PrefillGroup]
+    pools: list[KVPool]
+    page_size: int
+    total: int
+    """Pages of each pool."""
+
+    @property
+    def layers(self) -> list["LayerBatch"]:
+        return [LayerBatch(self, pool) for pool in self.pools]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerBatch:
+    """A forward in one layer: `LayerCache` of the model."""
+
+    batch: CacheBatch
+    pool: KVPool
+
+    def attended(
+        self,
+        q: Float[Tensor, "1 tokens heads size"],
+        new: Sequence[Float[Tensor, "1 tokens kv_heads _"]],
+        of_pages: OfPages,
+        of_texts: OfTexts,
+    ) -> Float[Tensor, "tokens heads value_size"]:
+        """Write the new keys and values, and attend; padding gets 0."""
+        batch = self.batch
+        queries, own = q[0], [t[0, : batch.num_tokens] for t in new]
+        self.pool.write(own, batch.slots, batch.page_size, batch.total)
+        out = []
+        if batch.pages is not None:
+            out.append(of_pages(queries[: batch.decodes], *self.pool.kept, batch.pages))
+        for group in batch.groups:
+            rows = queries[group.tokens].unflatten(0, (-1, group.new))
+            if group.past:
+                kept = self.pool.gather(group)
+            else:  # nothing is cached: the new keys and values are all there is
+                kept = [t[group.tokens].unflatten(0, (-1, group.new)) for t in own]
+            out.append(of_texts(rows, *kept, group.documents).flatten(0, 1))
+        if len(queries) > batch.num_tokens:
+            out.append(out[0].new_zeros((len(queries) - batch.num_tokens, *out[0].shape[1:])))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+
+class KVCache:
+    """The cache of one model, for sequences that the caller knows by numbers."""
+
+    def __init__(self, model: Tree, page_size: int = PAGE_SIZE):
+        self.table, self.streams = BlockTable(page_size), model.streams
+        self.by_length = model.by_length
+        self.pools = [KVPool() for _ in model.blocks]
+        self._in_use = self._allocated = self._rectangle = 0
+
+    def append(
+        self,
+        new: Mapping[int, int],
+        device: torch.device,
+        multiple: int = 1,
+        spans: Mapping[int, Span] | None = None,
+        lengths: Mapping[int, int] | None = None,
+    ) -> CacheBatch:
+        """Make room for new tokens (at least one per sequence), and describe their forward.
+
+        Tokens are padded to a `multiple`. `spans`: sequences with a bidirectional prefix or
+        positions of their own. `lengths`: the length that rope scaling takes a sequence to have;
+        unset: its tokens so far, these included. Raises ValueError where a prefix is not read in
+        one forward.
+        """
+        table = self.table
+        past = {sequence: table.lengths.get(sequence, 0) for sequence in new}
+        span = {sequence: (spans or {}).get(sequence, Span()) for sequence in new}
+        for sequence, count in new.items():
+            _check_prefix(sequence, past[sequence], count, span[sequence].prefix)
+        self._reserve(new, device)
+
+        decodes = [sequence for sequence, count in new.items() if count == 1]
+        groups = self._prefill_groups(new, past, span, device)
+        order = decodes + [sequence for group in groups for sequence in group.sequences]
+        # one entry per token of the forward: its sequence, and its index in that
+        owner = [sequence for sequence in order for _ in range(new[sequence])]
+        index = [past[sequence] + i for sequence in order for i in range(new[sequence])]
+        pages = [table.pages[s][i // table.page_size] for s, i in zip(owner, index, strict=True)]
+        padding = -len(index) % multiple
+
+        places = torch.tensor(index) % table.page_size
+        last = torch.tensor([new[sequence] for sequence in order]).cumsum(0) - 1
+        positions = torch.tensor(index + [0] * padding)[None]
+        if spans or self.streams > 1:
+            token_spans = [span[sequence] for sequence in owner] + [Span()] * padding
+            _, *said = torch.tensor(token_spans).unbind(-1)
+            positions = of_span(positions[0], *said)[: self.streams]
+        token_lengths = None
+        if self.by_length:
+            known = lengths or table.lengths
+            token_lengths = torch.tensor([[known[s] for s in owner] + [1] * padding])
+        return CacheBatch(
+            sequences=order,
+            last=send(last, device),
+            positions=send(positions, device)[:, None],
+            lengths=None if token_lengths is None else send(token_lengths, device),
+            longest=max(table.lengths[sequence] for sequence in order),
+            num_tokens=len(index),
+            slots=(send(torch.tensor(pages), device), send(places, device)),
+            decodes=len(decodes),
+            pages=self._decode_pages(decodes, device) if decodes else None,
+            groups=groups,
+            pools=self.pools,
+            page_size=table.page_size,
+            total=table.total,
+        )
+
+    def fork(self, parent: int, child: int) -> None:
+        """Let `child` begin with all tokens of `parent`: full pages are shared, the last copied."""
+        copied = self.table.fork(parent, child)
+        if copied is not None:
+            for pool in self.pools:
+                pool.copy(*copied, self.table.total)
+        self._record_usage()
+
+    def remove(self, sequence: int) -> None:
+        """Free the pages of a sequence, except those that others share."""
+        self.table.remove(sequence)
+
+    @property
+    def usage(self) -> CacheUsage:
+        """The most that was held until now."""
+        kept = [t for pool in self.pools for t in pool.kept]
+        per_token = sum(t.shape[1] * t.shape[3] * t.itemsize for t in kept)
+        return CacheUsage(
+            self.table.page_size, self._in_use, self._allocated, self._rectangle, per_token
+        )
+
+    def _reserve(self, new: Mapping[int, int], device: torch.device) -> None:
+        """Give sequences pages for their new tokens; move pages where the pool is compacted."""
+        moved = self.table.append(new)
+        if moved is not None:
+            before = send(torch.tensor(moved, dtype=torch.int64), device)
+            for pool in self.pools:
+                pool.compact(before)
+        self._record_usage()
+
+    def _prefill_groups(
+        self,
+        new: Mapping[int, int],
+        past: Mapping[int, int],
+        span: Mapping[int, Span],
+        device: torch.device,
+    ) -> list[PrefillGroup]:
+        """Group sequences with several new tokens by past and new length; decodes come first."""
+        by_length: dict[tuple[int, int], list[int]] = {}
+        for sequence, count in new.items():
+            if count > 1:
+                by_length.setdefault((past[sequence], count), []).append(sequence)
+        groups, first = [], sum(count == 1 for count in new.values())
+        for (start, count), own in by_length.items():
+            pages = torch.tensor([self.table.pages[sequence] for sequence in own])
+            tokens = slice(first, first + count * len(own))
+            prefixes = _prefixes(start, count, [span[sequence].prefix for sequence in own])
+            documents = None if prefixes is None else prefixes.on(device)
+            groups.append(PrefillGroup(own, tokens, start, count, send(pages, device), documents))
+            first = tokens.stop
+        return groups
+
+    def _decode_pages(self, sequences: list[int], device: torch.device) -> Pages | Alone:
+        """What the query of each decode sequence, its last token, attends to.
+
+        One entry per page of the pool: which query owns it, and how many tokens back from that
+        query the page begins (-1: nobody sees it). A shared page has one more entry per owner.
+        """
+        if len(sequences) == 1:
+            return self._single_decode(sequences[0], device)
+        table, own, owner, back = self.table, [], [], []
+        shared = table.shared(sequences)
+        for i, sequence in enumerate(sequences):
+            pages, end = table.pages[sequence], table.lengths[sequence] - 1
+            own += pages
+            owner += [i] * len(pages)
+            back += range(end, end - len(pages) * table.page_size, -table.page_size)
+        most = max(map(len, shared.values()), default=0)
+        entries = torch.zeros((2, table.total + most * len(shared)), dtype=torch.int64)
+        entries[1] = -1  # pages of other sequences are masked
+        entries[:, own] = torch.tensor([owner, back])
+        if shared:
+            entries[1, list(shared)] = -1  # these have entries of their own
+            self._fill_shared(sequences, shared, entries[:, table.total :].view(2, -1, most))
+        owners, begins = send(entries, device)
+        index = send(torch.tensor(list(shared)), device) if shared else None
+        places = torch.arange(table.page_size, device=device)
+        return Pages(owners, begins[:, None] - places, index)
+
+    def _single_decode(self, sequence: int, device: torch.device) -> Alone:
+        """The pages of the one sequence that decodes, as a slice where they lie side by side."""
+        own, length = self.table.pages[sequence], self.table.lengths[sequence]
+        first, end = own[0], own[0] + len(own)
+        if own == list(range(first, end)):
+            return Alone(slice(first, end), length)
+        return Alone(send(torch.tensor(own), device), length)
+
+    def _fill_shared(
+        self,
+        sequences: list[int],
+        shared: Mapping[int, list[int]],
+        entries: Int64[Tensor, "2 _ _"],
+    ) -> None:
+        """Write the owners of shared pages, and how far back each page begins for them, to
+        `entries` [2, shared pages, most owners of a page].
+        """
+        query = {sequence: i for i, sequence in enumerate(sequences)}
+        for i, (page, own) in enumerate(shared.items()):
+            first = self.table.pages[own[0]].index(page) * self.table.page_size
+            back = [self.table.lengths[sequence] - 1 - first for sequence in own]
+            entries[0, i, : len(own)] = torch.tensor([query[sequence] for sequence in own])
+            entries[1, i, : len(own)] = torch.tensor(back)
+
+    def _record_usage(self) -> None:
+        table = self.table
+        self._in_use = max(self._in_use, table.in_use)
+        self._allocated = max(self._allocated, table.total)
+        rectangle = len(table.lengths) * max(table.lengths.values())
+        self._rectangle = max(self._rectangle, rectangle)
+
+
+def _check_prefix(sequence: int, past: int, new: int, prefix: int) -> None:
+    """Raise ValueError where a bidirectional prefix would be read in several forwards."""
+    if past < prefix and (past or new < prefix):
+        raise ValueError(
+            f"sequence {sequence} has read {past} tokens and reads {new}, but its first {prefix} "
+            "see one another: read these in one forward"
+        )
+
+
+def _prefixes(past: int, new: int, lengths: list[int]) -> Documents | None:
+    """Return the prefixes that new tokens behind `past` see; None where attention is causal."""
+    if max(lengths) <= past:
+        return None
+    starts = torch.zeros((len(lengths), new), dtype=torch.int64)
+    return Documents.of(starts, starts + torch.tensor(lengths)[:, None])

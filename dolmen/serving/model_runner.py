@@ -1,0 +1,175 @@
+"""Model runner: one forward of the scheduled sequences through this rank's pipeline stage.
+
+    tokens -> stage 0 -> hidden -> ... -> last stage -> each sequence's last hidden vector -> logits
+
+Each rank of a pipeline calls it with the same chunks, computes its stage and sends the result on;
+only the last stage has logits. The head multiplies just the hidden vectors whose next token is
+wanted: for the other tokens of a prompt no logits are computed, unless their log-probabilities were
+asked for, and then in pieces.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from dolmen.core import collectives, transfers
+from dolmen.core.device import send
+from dolmen.core.mesh import Mesh
+from dolmen.model.decoder import Decoder
+from dolmen.model.head import End, Logits
+from dolmen.model.tree import Span
+from dolmen.parallel import several, vocabulary
+from dolmen.serving import sampling
+from dolmen.serving.adapters import Adapters
+from dolmen.serving.kv_cache import CacheBatch, KVCache
+
+MAX_LOGITS = 1 << 22  # logits held at once for log-probabilities of a prompt: 16 MiB in fp32
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tokens of a sequence that a forward reads."""
+
+    tokens: Sequence[int]
+    """At least one."""
+    last: bool
+    """Whether the next token is sampled: these are the last ones of the sequence."""
+    labels: Sequence[int] = ()
+    """Prompt tokens whose log-probabilities are wanted."""
+    first: int = 0
+    """Index, among `tokens`, of the one that the first label follows."""
+    top: int = 0
+    """Likeliest tokens whose log-probabilities are wanted beside each label."""
+    span: Span | None = None
+    """Bidirectional prefix and positions; None: causal, each token at its index."""
+    length: int = 1
+    """Length that rope scaling takes the sequence to have."""
+    adapter: str | None = None
+    """LoRA adapter; None: the base model alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class RunnerOutput:
+    """Logits of a forward, fp32 or wider; on the last stage alone."""
+
+    following: Float[Tensor, "sequences vocabulary"]
+    """Of the token that follows each sequence whose chunk is its last."""
+    labelled: dict[int, Float[Tensor, "labels numbers"]]
+    """For each sequence with labels the rows of `sampling.log_probabilities`."""
+
+
+class ModelRunner:
+    """A model, its KV cache, and its place in the pipeline."""
+
+    def __init__(self, model: Decoder, mesh: Mesh, page_size: int, adapters: Adapters):
+        self.model, self.mesh, self.cache = model, mesh, KVCache(model.tree, page_size)
+        self.adapters = adapters
+        self._sends: list[tuple[dist.Work, Tensor]] = []
+
+    def forward(self, chunks: Mapping[int, Chunk]) -> tuple[list[int], RunnerOutput | None]:
+        """Read chunks of sequences into the KV cache.
+
+        Returns the sequences whose next token is wanted, in the order of their logits, and, on the
+        last stage, the logits.
+        """
+        tp, device = self.model.tp, self.model.device
+        # sequence parallelism splits tokens evenly, so they are padded
+        multiple = tp.axis.size if tp.sequence else 1
+        batch = self.cache.append(
+            {sequence: len(chunk.tokens) for sequence, chunk in chunks.items()},
+            device,
+            multiple,
+            {sequence: c.span for sequence, c in chunks.items() if c.span is not None},
+            {sequence: chunk.length for sequence, chunk in chunks.items()},
+        )
+        ordered = [chunks[sequence] for sequence in batch.sequences]
+        tokens = [token for chunk in ordered for token in chunk.tokens]
+        tokens += [0] * (batch.positions.shape[2] - len(tokens))
+        sent = send(torch.tensor([tokens]), device)
+        if self.adapters.names:
+            names, counts = [c.adapter for c in ordered], [len(c.tokens) for c in ordered]
+            self.adapters.turn.segments = several.segments(names, counts, device)
+        wanted = [sequence for sequence in batch.sequences if chunks[sequence].last]
+        stage = self.model.split.parts[0]
+        x = None if stage.first else self._receive(len(tokens))
+        if stage.last:
+            output = self.model(sent, _head(self.model, batch, chunks), batch, x=x)
+            return wanted, RunnerOutput(*output)
+        hidden = self.model(sent, None, batch, x=x).contiguous()
+        work = transfers.start_send(hidden, self.mesh.up, self.mesh.pp.rank + 1)
+        self._sends.append((work, hidden))
+        return wanted, None
+
+    def finish(self) -> None:
+        """Wait until all hidden vectors have been sent."""
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+
+    def _receive(self, tokens: int) -> Float[Tensor, "here hidden"]:
+        """Receive the hidden vectors of the stage before."""
+        x = self.model.boundary(1, tokens)
+        transfers.start_receive(x, self.mesh.up, self.mesh.pp.rank - 1).wait()
+        return x
+
+
+def _head(model: Decoder, batch: CacheBatch, chunks: Mapping[int, Chunk]) -> End:
+    """Return the head function of the last stage, which computes the fields of `RunnerOutput`."""
+    device, begin, first = batch.last.device, {}, 0
+    for sequence in batch.sequences:
+        begin[sequence] = first
+        first += len(chunks[sequence].tokens)
+    wanted = [k for k, sequence in enumerate(batch.sequences) if chunks[sequence].last]
+    rows = batch.last[send(torch.tensor(wanted, dtype=torch.int64), device)]
+
+    def head_function(hidden: Tensor, head: Logits) -> tuple[Tensor, dict[int, Tensor]]:
+        whole, head = _gather_tokens(hidden, head)
+        labelled = {}
+        for sequence, chunk in chunks.items():
+            if chunk.labels:
+                start = begin[sequence] + chunk.first
+                own = whole[start : start + len(chunk.labels)]
+                labels = send(torch.tensor(chunk.labels), device)
+                labelled[sequence] = _label_logprobs(model, own, head, labels, chunk.top)
+        return _logits(model, whole[rows], head), labelled
+
+    return head_function
+
+
+def _gather_tokens(hidden: Tensor, head: Logits) -> tuple[Float[Tensor, "tokens hidden"], Logits]:
+    """Return the hidden vectors of all tokens, and a head that takes any of them."""
+    tp = head.split.tp
+    if not tp.gathers:
+        return hidden, head
+    split = replace(head.split, tp=replace(tp, sequence=False))
+    return collectives.all_gather(hidden, 0, tp.axis), replace(head, split=split)
+
+
+def _logits(
+    model: Decoder, hidden: Float[Tensor, "rows hidden"], head: Logits
+) -> Float[Tensor, "rows vocabulary"]:
+    """Logits over the whole vocabulary, in fp32 or wider."""
+    logits = head.logits(hidden)[0]
+    whole = vocabulary.gather_vocabulary(logits, model.tree.vocab_size, model.tp.axis)
+    return whole if whole.dtype == torch.float64 else whole.float()
+
+
+def _label_logprobs(
+    model: Decoder,
+    hidden: Float[Tensor, "labels hidden"],
+    head: Logits,
+    labels: Int64[Tensor, " labels"],
+    top: int,
+) -> Float[Tensor, "labels numbers"]:
+    """Log-probabilities of labels, computed MAX_LOGITS logits at a time."""
+    rows = max(1, MAX_LOGITS // model.tree.vocab_size)
+    return torch.cat(
+        [
+            sampling.log_probabilities(_logits(model, some, head), own, top)
+            for some, own in zip(hidden.split(rows), labels.split(rows), strict=True)
+        ]
+    )

@@ -1,0 +1,228 @@
+"""Scheduler of the engine: which sequences run, and how many tokens of each the next forward reads.
+
+Problem: a forward should be full, but a long prompt must not delay the sequences that decode, and
+the pages of the KV cache may run out while sequences grow.
+
+Idea: continuous batching with chunked prefill, as in vLLM.
+
+    add ---> waiting --admit--> running --finish--> (removed)
+               ^                   |
+               '--- preempt -------'     pages freed, prompt and new tokens are read again later
+
+    tokens of a forward (max_batch_tokens)
+    | d d d d d d |  p p p p p p p p p p p p  | q q q q q q |
+      decodes, one   chunk that ends prompt p   first chunk of prompt q; the rest in later steps
+      token each
+
+Invariants:
+- decode sequences are scheduled first; the remaining token budget goes to chunked prefill;
+- sequences are admitted in the order in which they came, preempted ones before all others;
+- where pages are lacking, the youngest running sequence is preempted; one always runs, so that the
+  engine makes progress (`request.check` has refused what alone does not fit);
+- a prompt with several samples is read once as one group, and forks when it has been read;
+- there are only numbers here and no tensors, so ranks that are given the same requests decide the
+  same.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from dolmen.model.tree import Span
+from dolmen.serving.block_table import BlockTable
+from dolmen.serving.model_runner import Chunk
+from dolmen.serving.request import FinishedSequence, FinishReason, Limits, LogProb, Request
+
+
+@dataclass(eq=False)
+class SequenceGroup:
+    """One sample of a request, or, until the prompt has been read, several that share it."""
+
+    number: int
+    """Number of the request."""
+    request: Request
+    samples: range
+    span: Span | None
+    tokens: list[int]
+    """Prompt and new tokens."""
+    length: int
+    """Length that rope scaling takes the sequence to have (`Chunk.length`)."""
+    num_computed: int = 0
+    """Tokens that are in the KV cache."""
+    logprobs: list[LogProb] = field(default_factory=list)
+    prompt_logprobs: list[LogProb] = field(default_factory=list)
+    close: int = 0
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """Tokens that were sampled."""
+        return self.tokens[len(self.request.tokens) :]
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that are not in the KV cache yet; 1 for a sequence that decodes."""
+        return len(self.tokens) - self.num_computed
+
+    def next_chunk(self, count: int) -> Chunk:
+        """Return the next `count` tokens to read."""
+        labels, first = self._labels(count)
+        return Chunk(
+            self.tokens[self.num_computed : self.num_computed + count],
+            last=count == self.num_uncomputed,
+            labels=labels,
+            first=first - self.num_computed,
+            top=self.request.top,
+            span=self.span,
+            length=self.length,
+            adapter=self.request.adapter,
+        )
+
+    def _labels(self, count: int) -> tuple[list[int], int]:
+        """Return the prompt tokens that still need a log-probability, of those that follow one of
+        the next `count`; and the index of the token that the first of them follows.
+        """
+        if not self.request.prompt_logprobs:
+            return [], self.num_computed
+        first = max(self.num_computed, len(self.prompt_logprobs))
+        end = min(self.num_computed + count, len(self.request.tokens) - 1)
+        return list(self.request.tokens[first + 1 : end + 1]), first
+
+    def fork(self, sample: int) -> "SequenceGroup":
+        """Return one of the samples, as it begins behind the prompt."""
+        return replace(
+            self,
+            samples=range(sample, sample + 1),
+            tokens=list(self.tokens),
+            logprobs=[],
+            prompt_logprobs=list(self.prompt_logprobs),
+        )
+
+    def append(self, token: int, logprob: LogProb | None, close: bool) -> FinishReason | None:
+        """Append a token; return why the sequence is finished, or None."""
+        self.tokens.append(token)
+        self.close += close
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        params = self.request.params
+        if token in params.stop:
+            return "stop"
+        return "length" if len(self.new_tokens) >= params.max_new_tokens else None
+
+    def finish(self, sample: int, reason: FinishReason) -> FinishedSequence:
+        """Return the result of one sample."""
+        return FinishedSequence(
+            number=self.number,
+            sample=sample,
+            id=self.request.id,
+            tokens=self.new_tokens,
+            finish_reason=reason,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            close=self.close,
+        )
+
+
+class Scheduler:
+    """The waiting and the running sequences, these by keys, which the KV cache uses too."""
+
+    def __init__(self, limits: Limits, whole_prompts: bool, table: BlockTable):
+        """`whole_prompts`: no chunks, because the tokens of a prompt see one another."""
+        self.limits, self.whole_prompts, self.table = limits, whole_prompts, table
+        self.waiting: deque[SequenceGroup] = deque()
+        self.running: dict[int, SequenceGroup] = {}
+        self._keys = 0
+
+    def new_key(self) -> int:
+        """Return a key that no sequence has had."""
+        self._keys += 1
+        return self._keys
+
+    def split_samples(self, samples: int, prompt: int) -> list[range]:
+        """Split the samples of a prompt of `prompt` tokens into groups that can run at once."""
+        most, pages = min(self.limits.rows, self.limits.tokens), self.limits.pages
+        if pages is not None:
+            most = max(1, min(most, pages - self.table.pages_for([prompt])))
+        return [range(i, min(i + most, samples)) for i in range(0, samples, most)]
+
+    def admit(self) -> None:
+        """Admit waiting groups in order, until one lacks rows for its samples or pages."""
+        most = min(self.limits.rows, self.limits.tokens)
+        while self.waiting:
+            group = self.waiting[0]
+            rows = sum(len(other.samples) for other in self.running.values())
+            if rows + len(group.samples) > most or rows and not self._fits(group):
+                return
+            self.running[self.new_key()] = self.waiting.popleft()
+
+    def _fits(self, group: SequenceGroup) -> bool:
+        """Whether there are pages for a group beside what running ones have still to read."""
+        if self.limits.pages is None:
+            return True
+        pending = {key: other.num_uncomputed for key, other in self.running.items()}
+        own = self.table.pages_for([len(group.tokens)]) + len(group.samples) - 1
+        return self.table.in_use + self.table.growth(pending) + own <= self.limits.pages
+
+    def schedule(self) -> dict[int, int]:
+        """Return how many tokens of each sequence the next forward reads; preempt where pages are
+        lacking, the youngest sequence first.
+        """
+        new = self._budget()
+        while self._lacks_pages(new):
+            self.preempt(next(reversed(self.running)))
+            new = self._budget()
+        return new
+
+    def _budget(self) -> dict[int, int]:
+        """Split the tokens of a forward: decodes first, then chunks of prompts."""
+        new = {key: 1 for key, group in self.running.items() if group.num_uncomputed == 1}
+        left = max(self.limits.tokens - len(new), 0 if new else 1)
+        for key, group in self.running.items():
+            if group.num_uncomputed > 1 and left > 0:
+                chunk = min(group.num_uncomputed, left)
+                new[key] = group.num_uncomputed if self.whole_prompts else chunk
+                left -= new[key]
+        return new
+
+    def _lacks_pages(self, new: Mapping[int, int]) -> bool:
+        if self.limits.pages is None or len(self.running) == 1:
+            return False
+        scheduled = [(self.running[key], count) for key, count in new.items()]
+        # a prompt that has been read forks, and each further sample copies its last page
+        copies = sum(len(g.samples) - 1 for g, count in scheduled if g.num_uncomputed == count)
+        needed = self.table.in_use + self.table.growth(new) + copies
+        return needed > self.limits.pages
+
+    def preempt(self, key: int) -> None:
+        """Free the pages of a running sequence, and let it wait before all others."""
+        group = self.running.pop(key)
+        self.free(key, group)
+        self.waiting.appendleft(group)
+
+    def free(self, key: int, group: SequenceGroup) -> None:
+        """Free the pages of a sequence; all its tokens have to be read again."""
+        if key in self.table.lengths:
+            self.table.remove(key)
+        group.num_computed = 0
+
+    def remove(self, key: int) -> SequenceGroup:
+        """Remove a running sequence and free its pages."""
+        group = self.running.pop(key)
+        self.free(key, group)
+        return group
+
+    def cancel(self, number: int, sample: int | None) -> list[SequenceGroup]:
+        """Remove all sequences of a request, or those of one sample alone, and return them."""
+
+        def matches(group: SequenceGroup) -> bool:
+            return group.number == number and (sample is None or list(group.samples) == [sample])
+
+        waiting = [group for group in self.waiting if matches(group)]
+        self.waiting = deque(group for group in self.waiting if not matches(group))
+        keys = [key for key, group in self.running.items() if matches(group)]
+        return [self.remove(key) for key in keys] + waiting
+
+
+def split_forwards(new: Mapping[int, int], count: int) -> Sequence[dict[int, int]]:
+    """Split the sequences of a step into up to `count` forwards, which fill a pipeline."""
+    keys = list(new)
+    return [{key: new[key] for key in keys[i::count]} for i in range(min(count, len(keys)))]
