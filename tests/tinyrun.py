@@ -28,7 +28,9 @@ from dolmen.cli import main
 from dolmen.core.config import from_dict
 from dolmen.data.tokenizer import train_bpe
 from dolmen.training import mfu
+from dolmen.training.checks.run import validate
 from dolmen.training.config import RunConfig
+from dolmen.training.resolve import open_data, resolve
 
 MODEL = dict(
     vocab_size=300,
@@ -42,6 +44,14 @@ MODEL = dict(
 )
 # the same as a model of a run: its config.json
 CONFIG = {"model_type": "llama", **MODEL, "rms_norm_eps": 1e-5}
+
+
+def check_run(config: RunConfig, processes: int | None) -> RunConfig:
+    """The resolved and checked run, as the process has it that starts one."""
+    resolved = resolve(config, processes)
+    validate(resolved)
+    open_data(resolved, progress=False, verify=True)
+    return resolved.config
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,25 @@ def prepare_loader(
     both ways is given masked tokens to fill in.
     """
     inputs = check_inputs(config, tokenizer, vocab_size, sequence_length, progress, verify)
+    return load(
+        config, inputs, sequence_length, global_batch_size, seed, progress, verify, steps, model
+    )
+
+
+def load(
+    config: DataConfig,
+    inputs: Inputs,
+    sequence_length: int,
+    global_batch_size: int,
+    seed: int,
+    progress: bool = True,
+    verify: bool = True,
+    steps: int | None = None,
+    model: Tree | None = None,
+) -> Loader:
+    """Return batches of `inputs`, opened before: tokenise or find in the cache, hold out, mix or
+    pack. The other arguments are those of `prepare_loader`.
+    """
     if config.rows != "text":
         return chat_loader.prepare(
             config, inputs, sequence_length, global_batch_size, seed, progress, verify, model

@@ -41,9 +41,10 @@ from dolmen.planning.ledger import Ledger, Live
 from dolmen.planning.memory import Memory
 from dolmen.planning.steady_state import Steps, shorten_step
 from dolmen.training import loop
-from dolmen.training.begin import begin_state
-from dolmen.training.check import check_computed
+from dolmen.training.checks.run import validate_computation
 from dolmen.training.config import RunConfig
+from dolmen.training.initialize import initial_state
+from dolmen.training.resolve import resolve
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
 
@@ -64,7 +65,9 @@ def report(request: DryrunRequest, progress: bool = False) -> Report:
     that would crash.
     """
     options = request.options
-    run = check_computed(request.run, None)
+    resolved = resolve(request.run, None, reads_init=False)
+    validate_computation(resolved)
+    run = resolved.config
     ranks, hardware = ranks_of(options.ranks, run.layout.world), KNOWN[options.device]
     pp = run.layout.world // run.layout.pp
     steps = [shorten_step(run, rank, options.exact).schedule for rank in ranks]
@@ -203,7 +206,7 @@ def allocate_state(
     with counting.memory.makes("parameter"):
         allocate(model, mesh.device)
     with counting.memory.makes("optimizer"):
-        return begin_state(run, model, schedule, mesh, steps=run.steps or 1)
+        return initial_state(run, model, schedule, mesh, steps=run.steps or 1)
 
 
 def match_hardware(hardware: Hardware, mesh: Mesh) -> Mesh:

@@ -13,7 +13,7 @@ from dolmen.families import Model
 from dolmen.files import gate, kinds
 from dolmen.recipes import BEGUN, HERE, RECIPES
 from dolmen.training.config import RunConfig
-from dolmen.training.run_file import read_run
+from dolmen.training.request import read_run
 
 
 def named(name: str, here: bool = True, init: str | None = None) -> RunConfig:

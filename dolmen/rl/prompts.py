@@ -19,7 +19,7 @@ from dolmen.data.batches import Description, Loader
 from dolmen.data.chat_loader import refuse_model
 from dolmen.data.chats import ASSISTANT, Chat
 from dolmen.data.config import DataConfig
-from dolmen.data.inputs import check_inputs
+from dolmen.data.inputs import Inputs
 from dolmen.data.mixture import Part, TokenStream
 from dolmen.data.packing import shuffled
 from dolmen.data.sources import Source
@@ -134,21 +134,17 @@ class PromptLoader(Loader):
 
 def prepare(
     data: DataConfig,
+    inputs: Inputs,
     rollout: RolloutConfig,
-    own_tokenizer: str | None,
     model: Model,
     sequence_length: int,
     global_batch_size: int,
     seed: int,
     rewards: Sequence[str],
-    verify: bool = True,
 ) -> PromptLoader:
-    """From options to prompts. Raises ValueError for rows that are no prompts, and where none
+    """From opened data to prompts. Raises ValueError for rows that are no prompts, and where none
     leaves room for an answer.
     """
-    inputs = check_inputs(
-        data, own_tokenizer, model.tree.vocab_size, sequence_length, False, verify
-    )
     refuse_model(data, model.tree)
     (source,) = inputs.sources
     room = sequence_length + 1 - rollout.max_new_tokens

@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Protocol
 
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.conversion.source import open_source
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import Failed
-from dolmen.data import loader as data_loader
 from dolmen.data.batch import Batch
-from dolmen.data.batches import Loader
 from dolmen.model.decoder import Decoder
 from dolmen.optim.optimizer import DTYPES
-from dolmen.rl import prompts
 from dolmen.rl.environment import MultiTurn, UserEnvironment
 from dolmen.rl.generation import GenerationModel
 from dolmen.rl.iteration import PPORolloutBatches, RolloutBatches, RolloutModels, RolloutSetup
@@ -33,9 +29,9 @@ from dolmen.rl.rewards import (
 )
 from dolmen.rl.rollout import delete_rollouts
 from dolmen.serving.engine import stop_tokens
-from dolmen.training import pretraining, reference
-from dolmen.training.check_init import own_tokenizer
+from dolmen.training import reference
 from dolmen.training.config import RunConfig
+from dolmen.training.resolve import ResolvedRun
 from dolmen.training.state import TrainState
 
 DRAWN_BY = (
@@ -53,38 +49,6 @@ class Batches(Protocol):
     def starting_at(
         self, step: int, rank: int = 0, ranks: int = 1
     ) -> Iterator[tuple[int, Batch]]: ...
-
-
-def prepare(run: RunConfig, begun: RunConfig, progress: bool, verify: bool) -> Loader:
-    """What `run` reads; `begun` says with which model it began. Raises ValueError."""
-    own = own_tokenizer(begun.init)
-    if run.objective.draws:
-        loader = prompts.prepare(
-            run.data,
-            run.rollout,
-            own,
-            run.known_model,
-            run.sequence_length,
-            run.train.global_batch_size,
-            run.train.seed,
-            [name for _, name in parse_rewards(run.reward)],
-            verify,
-        )
-        if not run.ppo.pretraining_coef:
-            return loader
-        return loader.beside(pretraining.prepare(run, loader.tokenizer, progress, verify))
-    return data_loader.prepare_loader(
-        run.data,
-        own,
-        run.tree.vocab_size,
-        run.sequence_length,
-        run.train.global_batch_size,
-        run.train.seed,
-        progress=progress,
-        verify=verify,
-        steps=run.steps,
-        model=run.tree,
-    )
 
 
 @contextmanager
@@ -105,29 +69,29 @@ def forget_other(out: Path, step: int, changed: Iterable[str]) -> None:
 
 
 @contextmanager
-def drawn(
-    run: RunConfig,
-    begun: RunConfig,
+def rollout_batches(
+    resolved: ResolvedRun,
     loader: PromptLoader,
     state: TrainState,
     mesh: Mesh,
     out: Path,
     checkpoints: Checkpoints,
 ) -> Iterator[RolloutBatches]:
-    """Batches of what the model of `state` draws. Within, a process judges its answers where the
-    reward is a function. `begun` says which model is the reference.
+    """Yield batches of completions that the model of `state` samples. Within, the processes of
+    reward functions and of the environment run.
     """
+    run = resolved.config
     training = replace(run.training, dropout=0.0, fp8=None)
     drawing = GenerationModel(
         run.tree, training, mesh, run.rollout.tp or run.layout.tp, DTYPES[run.train.dtype]
     )
-    before = reference.start(begun, run, state, mesh) if run.needs_kl_reference else None
+    before = reference.initial_model(resolved, state, mesh) if run.needs_kl_reference else None
     own_end = loader.tokenizer.eos_token_id
     ends = set() if own_end is None else {int(own_end)}
-    if begun.init is not None:
-        ends |= stop_tokens(open_source(begun.init))
+    if resolved.init is not None:
+        ends |= stop_tokens(resolved.init)
     with (
-        make_reward(run, state, mesh) as judging,
+        make_reward(resolved, state, mesh) as judging,
         open_environment(run, loader, mesh) as turns,
         _ending(),
     ):
@@ -142,10 +106,10 @@ def drawn(
             checkpoints.steps,
             make_offloader(run, state, drawing, before, judging),
         )
-        if state.beside is None:
+        if state.critic is None:
             yield RolloutBatches(run.rollout, loader, models, judging, setup, turns)
             return
-        critic = state.beside
+        critic = state.critic
         yield PPORolloutBatches(
             run.rollout,
             loader,
@@ -169,7 +133,7 @@ def make_offloader(
     """Where the models of a run wait, as it asks."""
     if run.rollout.offload == "none":
         return Offloader()
-    learning = [state] if state.beside is None else [state, state.beside.state]
+    learning = [state] if state.critic is None else [state, state.critic.state]
     asked = judging.models if reference is None else [reference, *judging.models]
     trained = [(one.model, one.optimizer) for one in learning]
     return Offloader(offload_parts(drawing.mesh.device, trained, drawing.model, asked))
@@ -188,12 +152,12 @@ def open_environment(
         yield MultiTurn(environment, loader.tokenizer, run.rollout.max_turns, stop, mesh)
 
 
-def make_reward(run: RunConfig, state: TrainState, mesh: Mesh) -> CombinedReward:
-    """What --reward names; reward models in the layout of the one that is trained."""
-    parts = []
+def make_reward(resolved: ResolvedRun, state: TrainState, mesh: Mesh) -> CombinedReward:
+    """Return what --reward names; reward models in the layout of the one that is trained."""
+    run, parts = resolved.config, []
     for weight, name in parse_rewards(run.reward):
         if is_reward_model(name):
-            model = reference.opened(run, name, state, mesh)
+            model = reference.load_model(run, resolved.rewards[name], state, mesh)
             judge = RewardModel(model, mesh, state.schedule, run.train.global_batch_size)
         else:
             judge = make_reward_function(name, run.rollout.timeout_seconds)

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from dolmen.conversion.convert import export_model
-from dolmen.conversion.source import open_source
 from dolmen.core.log import console, duration
 from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import Failed, counted
@@ -18,6 +17,7 @@ from dolmen.data.quickstart_corpus import gzip_xz_bits
 from dolmen.files import gate, kinds
 from dolmen.training import folder, validating
 from dolmen.training.config import RunConfig
+from dolmen.training.resolve import open_model
 
 
 def finish(run: RunConfig, out: Path) -> int:
@@ -33,7 +33,7 @@ def finish(run: RunConfig, out: Path) -> int:
     if run.finish.verify:
         from dolmen.evaluation.verify import verify
 
-        report = verify(open_source(hf), mesh=SINGLE)
+        report = verify(open_model(hf), mesh=SINGLE)
         screen.print()
         screen.print(report.table())
     if run.finish.sample is not None:
@@ -59,7 +59,7 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     from dolmen.serving.generation import generate_tokens
 
     tokenizer = tokenizers.load_tokenizer(str(folder))
-    source = open_source(folder)
+    source = open_model(folder)
     model = engine.load_decoder(source)
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     room = model.tree.max_position_embeddings - len(tokens)

@@ -20,7 +20,8 @@ from dolmen.core.messages import counted, cut
 from dolmen.data.batches import Loader
 from dolmen.launch.watch import Watch
 from dolmen.model import count
-from dolmen.training import balance, critic, history, loop, metrics, report, warn
+from dolmen.training import balance, history, loop, metrics, report
+from dolmen.training.checks import warn
 from dolmen.training.config import RunConfig
 from dolmen.training.history import History
 from dolmen.training.judged import Judged
@@ -70,7 +71,7 @@ class Hooks:
         self.began = began
         self.validator = Validator(run, loader, mesh, out, watch)
         # by the starts before
-        self.skipped = state.step - state.updates - min(state.step, state.waits)
+        self.skipped = state.step - state.updates - min(state.step, state.critic_warmup_steps)
         self.skipped_in_a_row, self.finite = 0, True
         self.disagreed = False  # trainer and generator have, which is said once
         self.record = metrics.MetricsFile(out / "metrics.jsonl", state.step) if mesh.first else None
@@ -162,7 +163,7 @@ class Hooks:
             "seconds": now - self.began,
             **m.router,
             **m.objective,
-            **critic.row(m.critic),
+            **critic_row(m.critic),
             **self.loader.told,
             **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()},
         }
@@ -244,7 +245,7 @@ class Hooks:
             loss_scale=(state.scale.value, state.scale.good_steps),
             norms=tuple(state.spike.state()),
             validation=self.validator.kept,
-            critic=critic.saved(state.beside),
+            critic=None if state.critic is None else state.critic.save(),
         )
         self.checkpoints.save(state.step, state.tensors(), saved.meta())
         self.history.add(state.step, {"saved": True})
@@ -293,3 +294,12 @@ def memory_gib(mesh: Mesh) -> float:
     if mesh.device.type == "cuda":
         return torch.cuda.max_memory_allocated(mesh.device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def critic_row(m: Metrics | None) -> dict[str, float]:
+    """Return the metrics of a step of the critic, by the names that they have in a row."""
+    if m is None:
+        return {}
+    objective = {name.removeprefix("objective/"): value for name, value in m.objective.items()}
+    own = {"loss": m.loss, "grad_norm": m.grad_norm, "lr": m.lr, **m.router, **objective}
+    return {f"critic/{name}": value for name, value in own.items()}

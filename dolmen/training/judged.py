@@ -10,7 +10,7 @@ one that writes (rl/generation.py), for the moment.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +18,8 @@ from pathlib import Path
 from dolmen.core.mesh import Mesh
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation import tasks, texts
-from dolmen.evaluation.config import DuringConfig
 from dolmen.evaluation.perplexity import Loaded
-from dolmen.families import Model
 from dolmen.files import gate, write
-from dolmen.model.tree import Tree
 from dolmen.optim.optimizer import DTYPES
 from dolmen.rl.generation import GenerationModel
 from dolmen.serving.generation import encode
@@ -118,25 +115,3 @@ def read_prompts(file: str) -> list[str]:
     if not prompts:
         raise ValueError(f"--evaluate.samples {file}: no line has a prompt")
     return prompts
-
-
-def check(asked: DuringConfig, tokenizer: PreTrainedTokenizer, model: Model) -> None:
-    """Raises ValueError, before the run begins, for prompts that the model cannot take, and tasks
-    that nobody knows.
-    """
-    if asked.tasks is not None:
-        tasks.check(asked)
-    if asked.samples is None:
-        return
-    for number, prompt in enumerate(read_prompts(asked.samples), 1):
-        _check_fits(model.tree, asked, number, encode(tokenizer, prompt, model))
-
-
-def _check_fits(tree: Tree, asked: DuringConfig, number: int, tokens: Sequence[int]) -> None:
-    most = tree.max_position_embeddings
-    if len(tokens) + asked.max_new_tokens > most:
-        raise ValueError(
-            f"--evaluate.samples {asked.samples}: prompt {number} has {len(tokens):,} tokens, with "
-            f"{asked.max_new_tokens} new ones more than the model's max_position_embeddings "
-            f"({most}): shorten it, or set a smaller --evaluate.max-new-tokens"
-        )

@@ -99,9 +99,9 @@ class Stop:
 
 def _step(state: TrainState, batch: Batch, mesh: Mesh, signal: Callable[[], int]) -> Metrics:
     """Of the model, and before it of its critic, where it has one."""
-    if state.beside is None:
+    if state.critic is None:
         return optimizer_step(state, batch.read_by(state.model.tree), mesh, signal)
-    critic = state.beside.state
+    critic = state.critic.state
     # whose routers are its own
     read = replace(batch, experts=None).read_by(critic.model.tree)
     beside = optimizer_step(critic, read, mesh)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from dolmen.conversion.source import open_source
+from dolmen.conversion.source import Source
 from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
 from dolmen.data.batches import Loader
@@ -25,9 +25,10 @@ from dolmen.objectives import forward
 from dolmen.objectives.preference import REFERENCE
 from dolmen.optim.optimizer import DTYPES, at_rest
 from dolmen.training import folder
-from dolmen.training.begin import fill
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
+from dolmen.training.initialize import load_initial
+from dolmen.training.resolve import ResolvedRun
 from dolmen.training.start import first_does
 from dolmen.training.state import TrainState
 
@@ -37,23 +38,20 @@ KIND, HEAD = 3, 19  # bytes of the kind of number, and of that and a digest
 
 
 def compare(
-    begun: RunConfig, run: RunConfig, state: TrainState, loader: Loader, mesh: Mesh, out: Path
+    resolved: ResolvedRun, state: TrainState, loader: Loader, mesh: Mesh, out: Path
 ) -> dict[str, np.ndarray]:
     """Give the rows of `loader` the log-probabilities of the reference: those that the run's folder
-    `out` has of the same model and data, or else computed; all by name, for `keep`. `state` is as
-    the run begins, before anything is resumed, and `begun` says from where. Every rank calls it.
-    Raises Unusable where the model that the run began with is gone.
+    `out` has of the same model and data, or else computed; all by name, for `keep`. `state` is that
+    of step 0, before anything is resumed. Every rank calls it. Raises Unusable where the model that
+    the run started from is gone.
     """
-    model, name = state.model, run.objective.reference or run.init
-    assert name is not None, "check_objective has seen it"
-    if run.objective.reference is not None:
-        model = opened(run, run.objective.reference, state, mesh)
-    elif begun.init != run.init:
-        raise Unusable(
-            f"--init {run.init} is gone, and objective.name dpo compares with it: put it back, or "
-            "name a copy by --objective.reference"
-        )
-    weights = first_does(mesh, lambda: _digest(name))
+    run, model, source = resolved.config, state.model, resolved.start
+    assert source is not None, "check_objective has seen it"
+    if resolved.reference is not None:
+        model = load_model(run, resolved.reference, state, mesh)
+    else:
+        _refuse_gone(resolved, "objective.name dpo compares with it")
+    weights = first_does(mesh, lambda: _digest(source))
     known: dict[str, np.ndarray] = {}
     for rows in (loader.mixture, loader.validation):
         assert isinstance(rows, Rows), "check_objective has seen that they are pairs"
@@ -91,9 +89,18 @@ def _kept(out: Path, key: str, rows: Rows) -> np.ndarray | None:
     return found if len(found) == count else None
 
 
-def _digest(name: str) -> str:
-    """Of all that the model of that name holds: what lies at a path may become another one."""
-    source, seen = open_source(name), xxhash.xxh3_128()
+def _refuse_gone(resolved: ResolvedRun, why: str) -> None:
+    """Raises Unusable where the model that the run started from was deleted."""
+    if resolved.init_is_gone:
+        raise Unusable(
+            f"--init {resolved.config.init} is gone, and {why}: put it back, or name a copy by "
+            "--objective.reference"
+        )
+
+
+def _digest(source: Source) -> str:
+    """Return a digest of the model's weights: what lies at a path may become another one."""
+    seen = xxhash.xxh3_128()
     for parameter, tensor in source.stream():
         seen.update(parameter.encode())
         seen.update(tensor.contiguous().view(torch.uint8).numpy().data)
@@ -111,28 +118,24 @@ def _key(weights: str, run: RunConfig, rows: Rows) -> str:
     return seen.hexdigest()
 
 
-def start(begun: RunConfig, run: RunConfig, state: TrainState, mesh: Mesh) -> Decoder:
-    """The model that drawn answers are compared with: --objective.reference, or what the run began
-    with, be it random. Raises Unusable where that is gone.
+def initial_model(resolved: ResolvedRun, state: TrainState, mesh: Mesh) -> Decoder:
+    """Return the reference model of rollouts: --objective.reference, or else the model that the run
+    started from, be it random. Raises Unusable where that is gone.
     """
-    name = run.objective.reference or run.init
-    if name is not None:
-        if run.objective.reference is None and begun.init != run.init:
-            raise Unusable(
-                f"--init {run.init} is gone, and the run compares what it draws with it: put it "
-                "back, or name a copy by --objective.reference"
-            )
-        return opened(run, name, state, mesh)
+    run = resolved.config
+    if resolved.reference is None:
+        _refuse_gone(resolved, "the run compares what it draws with it")
+    if resolved.start is not None:
+        return load_model(run, resolved.start, state, mesh)
     model = _built(run, run.trained, state, mesh)
-    fill(model, None, run)
+    load_initial(model, None, run)
     return model
 
 
-def opened(run: RunConfig, name: str, state: TrainState, mesh: Mesh) -> Decoder:
-    """The model `name` in the layout of the one that is trained."""
-    source = open_source(name)
+def load_model(run: RunConfig, source: Source, state: TrainState, mesh: Mesh) -> Decoder:
+    """Return the model of a source in the layout of the one that is trained."""
     model = _built(run, source.tree, state, mesh)
-    fill(model, source, run)
+    load_initial(model, source, run)
     return model
 
 

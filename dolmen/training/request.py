@@ -1,11 +1,16 @@
-"""What is asked of a run, in words or from Python, as data: its configuration, and what is done
-with its folder and its processes. Without torch.
+"""The request for a run, from the command line or Python: its configuration, and what is done with
+its folder and its processes; and runs as YAML files. Without torch.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import yaml
+
+from dolmen.core.config import from_dict, to_dict
 from dolmen.core.paths import refuse_empty
+from dolmen.files import gate, kinds, write
 from dolmen.training.config import RunConfig
 
 
@@ -47,13 +52,70 @@ class Request:
         """Kept where `handling` says, else beside the config.yaml of a run that `source` is, else
         in runs/NAME.
         """
-        file = Path(source or "")
-        again = file.name == "config.yaml" and (file.parent / "checkpoints").is_dir()
-        out = handling.out or str(file.parent if again else Path("runs", config.name))
-        return cls(config, replace(handling, out=out), source)
+        own = Path(source or "").parent if _is_of_run(source) else Path("runs", config.name)
+        return cls(config, replace(handling, out=handling.out or str(own)), source)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether its options come from the config.yaml of a run."""
+        return _is_of_run(self.source)
 
     @property
     def out(self) -> Path:
         """The run's folder."""
         assert self.handling.out is not None
         return Path(self.handling.out)
+
+
+def _is_of_run(source: str | None) -> bool:
+    """Whether a YAML file is the config.yaml of a run's folder."""
+    file = Path(source or "")
+    return file.name == "config.yaml" and (file.parent / "checkpoints").is_dir()
+
+
+def read_run(file: Path) -> RunConfig:
+    """Return the run of a YAML file, a user's or the config.yaml of a run's folder; what it leaves
+    out is the default. Raises Refused.
+    """
+    values = gate.read_yaml(file, kinds.RUN)
+    if values is None and (file.parent / "checkpoints").is_dir():
+        raise gate.refuse(file, f"is empty, and {file.parent} holds a run: it is damaged")
+    name = file.parent.name if file.name == "config.yaml" else file.stem
+    try:
+        return from_dict(RunConfig, values or {}, RunConfig(name=name))
+    except ValueError as error:
+        raise gate.refuse(file, error) from error
+
+
+NOT_ACTING = (
+    *("adapter", "objective", "reward", "rollout", "ppo", "critic", "evaluate", "finish"),
+    *("train.fp8", "train.router", "train.new_rows", "optimizer.muon"),
+)
+"""Sections that do nothing where all of them is as by default."""
+
+
+def acting(config: RunConfig) -> dict[str, Any]:
+    """Return the options that act, as plain values: neither those that are None by default and so,
+    nor sections of what the run does not do. What is left out is the default.
+    """
+    values, default = to_dict(config), to_dict(RunConfig())
+    for path in NOT_ACTING:
+        section, _, name = path.rpartition(".")
+        there, before = (each[section] if section else each for each in (values, default))
+        if there[name] == before[name]:
+            del there[name]
+    sections = [(values, default)]
+    sections += [(one, default[name]) for name, one in values.items() if name != "model"]
+    for section, before in sections:
+        if isinstance(section, dict):
+            for name in [name for name, value in section.items() if value is None]:
+                if before[name] is None:
+                    del section[name]
+    return values
+
+
+def write_config(out: Path, config: RunConfig) -> None:
+    """Write config.yaml, the resolved run, which can be run again."""
+    out.mkdir(parents=True, exist_ok=True)
+    text = gate.whole_yaml(yaml.safe_dump(acting(config), sort_keys=False))
+    write.replace(out / "config.yaml", text)

@@ -5,37 +5,48 @@
 import json
 import math
 import signal as signals
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 
-from dolmen.checkpoint.saved import Validation
+from dolmen.checkpoint.saved import Saved, Validation
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core import determinism
 from dolmen.core.mesh import Mesh
 from dolmen.data.batches import Loader
-from dolmen.files import write
+from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.files import gate, write
 from dolmen.launch.watch import Watch
 from dolmen.optim.optimizer import DTYPES
 from dolmen.rl.prompts import PromptLoader
-from dolmen.training import batches, critic, folder, loop, mfu, pretraining, reference, report
+from dolmen.training import batches, folder, loop, mfu, reference, report
 from dolmen.training.batches import Batches
-from dolmen.training.begin import make_state
-from dolmen.training.check import check_profile
-from dolmen.training.check_out import beginning
+from dolmen.training.checks.length import check_profile
+from dolmen.training.checks.warn import warnings
 from dolmen.training.config import RunConfig
 from dolmen.training.hooks import Hooks
+from dolmen.training.initialize import make_critic, make_pretraining, make_state
 from dolmen.training.loop import Stop, limit_told, train_steps
 from dolmen.training.new_rows import NewRows
+from dolmen.training.request import write_config
+from dolmen.training.resolve import (
+    ResolvedRun,
+    load_data,
+    open_data,
+    own_checkpoint,
+    resolve,
+    run_steps,
+    with_steps,
+)
 from dolmen.training.start import Start, changed_since, first_does, resume, same_data
 from dolmen.training.state import TrainState
-from dolmen.training.warn import warnings
-from dolmen.training.written import write_config, write_tokenizer
 
 
 @dataclass(frozen=True)
@@ -60,22 +71,37 @@ class Outcome:
     val_sources_before: dict[str, float]
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What `run_training` was called with, and when, on the clock of time.monotonic."""
+class Prepared(NamedTuple):
+    """A run that was resolved and checked, and what it reads."""
 
-    run: RunConfig
+    resolved: ResolvedRun
+    loader: Loader
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all parts of a run in one process share. `began`: when it would have, by
+    time.monotonic(), had it never stopped.
+    """
+
+    resolved: ResolvedRun
+    loader: Loader
     out: Path
     mesh: Mesh
     console: Console
     start: Start
     stop: Stop
     watch: Watch
+    checkpoints: Checkpoints
     began: float
+
+    @property
+    def config(self) -> RunConfig:
+        return self.resolved.config
 
 
 def run_training(
-    run: RunConfig,
+    config: RunConfig,
     out: Path,
     mesh: Mesh,
     console: Console,
@@ -85,104 +111,99 @@ def run_training(
     start: Start | None = None,
     stop: Stop | None = None,
     watch: Watch | None = None,
+    prepared: Prepared | None = None,
 ) -> Outcome:
-    """Train as `run` says, into the folder `out`. Every process of the mesh calls it; `console` is
-    quiet on all but one. `start` says more than `resumed` and `overwrite` and is taken instead of
-    them.
+    """Train as `config` says, into the folder `out`. Every process of the mesh calls it; `console`
+    is quiet on all but one. `start` says more than `resumed` and `overwrite` and is taken instead
+    of them; `prepared` is `config`, resolved by this process before.
     """
-    asked = _Asked(
-        run,
-        out,
-        mesh,
-        console,
-        start or Start(resumed, overwrite),
-        stop or Stop(),
-        watch or Watch(out / "hang", mesh.rank, mesh.size, None, print),
-        time.monotonic(),
-    )
-    with determinism.repeatable(run.train.deterministic):
-        return _in_folder(asked)
+    began, start = time.monotonic(), start or Start(resumed, overwrite)
+    with determinism.repeatable(config.train.deterministic):
+        resolved, loader = prepared or prepare(config, out, mesh, start)
+        job = _Job(
+            resolved,
+            loader,
+            out,
+            mesh,
+            console,
+            start,
+            stop or Stop(),
+            watch or Watch(out / "hang", mesh.rank, mesh.size, None, print),
+            Checkpoints(out / "checkpoints", mesh, resolved.config.checkpoint.keep),
+            began,
+        )
+        same_data(loader, mesh)
+        if not start.resumed:
+            check_profile(resolved.config, run_steps(resolved.config, loader))
+        state = make_initial(job)
+        references = {}
+        if resolved.config.objective.needs_reference:
+            references = reference.compare(resolved, state, loader, mesh, out)
+        with _lock(job):
+            return _train(job, state, references)
 
 
-def _in_folder(asked: _Asked) -> Outcome:
-    """`run_training`, which takes the folder."""
-    run, out, mesh = asked.run, asked.out, asked.mesh
-    begun = beginning(run, out, asked.start.resumed)
-    # who starts a run has verified, once per host
-    loader = batches.prepare(run, begun, progress=mesh.first, verify=False)
-    same_data(loader, mesh)
-    if not asked.start.resumed:
-        check_profile(run, length(run, loader))
-    state = make_state(begun, mesh, length(run, loader))
-    if run.objective.name == "ppo":
-        state.beside, state.waits = critic.make(begun, state, mesh), run.critic.warmup_steps
-    state.text = pretraining.of(run, loader, mesh)
-    known = (
-        reference.compare(begun, run, state, loader, mesh, out)
-        if run.objective.needs_reference
-        else {}
-    )
-    held = first_does(mesh, lambda: folder.take(out, 60 if asked.start.restarted else 0))
-    if mesh.first and held is None:
-        asked.console.print(
-            f"WARNING: the file system of {out} has no locks: nothing keeps a second run out of it"
+def prepare(config: RunConfig, out: Path, mesh: Mesh, start: Start) -> Prepared:
+    """Open what a checked run reads, in a process of it; who starts a run has verified the data."""
+    own = own_checkpoint(out, start.resumed)
+    resolved = resolve(config, mesh.size, own)
+    data = open_data(resolved, progress=mesh.first, verify=False)
+    return Prepared(resolved, load_data(resolved, data, progress=mesh.first, verify=False))
+
+
+def make_initial(job: _Job) -> TrainState:
+    """Return the state at step 0: model, optimizer, critic and pretraining text."""
+    config, loader, mesh = job.config, job.loader, job.mesh
+    state = make_state(job.resolved, mesh, run_steps(config, loader))
+    if config.objective.name == "ppo":
+        state.critic, state.critic_warmup_steps = (
+            make_critic(job.resolved, state, mesh),
+            config.critic.warmup_steps,
+        )
+    state.pretraining = make_pretraining(config, loader, mesh)
+    return state
+
+
+@contextmanager
+def _lock(job: _Job) -> Iterator[None]:
+    """Within, no other run writes into the folder."""
+    patience = 60 if job.start.restarted else 0
+    held = first_does(job.mesh, lambda: folder.take(job.out, patience))
+    if job.mesh.first and held is None:
+        job.console.print(
+            f"WARNING: the file system of {job.out} has no locks: nothing keeps a second run out "
+            "of it"
         )
     try:
-        return _train(asked, begun, loader, state, known)
+        yield
     finally:
-        if mesh.first:
-            folder.free(out, held)
+        if job.mesh.first:
+            folder.free(job.out, held)
 
 
-def _train(
-    asked: _Asked,
-    begun: RunConfig,
-    loader: Loader,
-    state: TrainState,
-    known: Mapping[str, np.ndarray],
-) -> Outcome:
-    """`run_training` in a folder that is ours; `known`: what the reference says."""
-    run, out, mesh, console = asked.run, asked.out, asked.mesh, asked.console
-    start, began = asked.start, asked.began
-    if start.overwrite:
-        first_does(mesh, lambda: folder.clear_run(out, start.owner))
-    checkpoints = Checkpoints(out / "checkpoints", mesh, run.checkpoint.keep)
+def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -> Outcome:
+    """Train in a folder that is ours; `references`: log-probabilities of the reference model."""
+    if job.start.overwrite:
+        first_does(job.mesh, lambda: folder.clear_run(job.out, job.start.owner))
     saved = None
-    if start.resumed:
-        saved = resume(state, run, loader, checkpoints, console, start.restarted)
+    if job.start.resumed:
+        saved = resume(
+            state, job.config, job.loader, job.checkpoints, job.console, job.start.restarted
+        )
     if saved is not None:
-        began -= saved.seconds
-    # after another batch size, the same epoch ends after another number of steps, and so do tokens
-    for one in (state, *([state.beside.state] if state.beside is not None else [])):
-        one.steps = length(run, loader)
-        if run.optimizer.warmup_tokens is not None:
-            one.warmup = run.warmup_steps
-            one.ahead = loader.first(0) / loader.global_batch_size
-    state.new_rows = NewRows.of(run.train.new_rows, state.steps)
-    if mesh.first and state.step < state.steps:
-        folder.claim(out, *folder.WRITTEN)
-        write_config(out, run)
-        write_tokenizer(out, loader)
-        if known:
-            reference.keep(out, known)
-    peak = mfu.peak(mesh.device, DTYPES[run.train.dtype])
-    console.print(report.header(run, state, loader, mesh, peak, str(out)))
-    for warning in warnings(run, loader, state.step, state.steps):
-        console.print(f"WARNING: {warning}")
-    hooks = Hooks(
-        run, state, loader, mesh, out, checkpoints, peak, console, asked.stop, asked.watch, began
-    )
-    hooks.validator.begin(None if saved is None else saved.validation)
-    changed = changed_since(saved, run, loader) if saved is not None else []
-    hooks.begin(state, start.how, changed)
-    first_does(mesh, lambda: batches.forget_other(out, state.step, changed))
+        job = replace(job, began=job.began - saved.seconds)
+    set_length(job, state)
+    config = with_steps(job.config, job.loader)
+    job = replace(job, resolved=replace(job.resolved, config=config))
+    if job.mesh.first and state.step < state.steps:
+        write_inputs(job, references)
+    hooks = _open_hooks(job, state, saved)
     ended = "failed"
     try:
-        if saved is None and run.log.validate_sources and loader.held_apart:
+        if saved is None and job.config.log.validate_sources and job.loader.held_apart:
             hooks.validate(state, None)
-        with _read(asked, begun, loader, state, checkpoints) as read:
-            signal = _loop(asked, read, state, hooks)
-        checkpoints.finish()
+        signal = _run_steps(job, state, hooks)
+        job.checkpoints.finish()
         ended = signals.Signals(signal).name if signal else "done"
     finally:
         hooks.close(state.step, ended)
@@ -191,49 +212,108 @@ def _train(
     if saved is not None and saved.step == state.step:  # nothing was left to do
         seconds = saved.seconds
     else:
-        seconds = time.monotonic() - began
-    return _outcome(state, loader, hooks.validator.last, seconds, signal)
+        seconds = time.monotonic() - job.began
+    return _outcome(state, job.loader, hooks.validator.last, seconds, signal)
+
+
+def set_length(job: _Job, state: TrainState) -> None:
+    """Set the number of steps, and what depends on it. After another batch size, the same epoch
+    ends after another number of steps, and so do tokens.
+    """
+    config, loader = job.config, job.loader
+    for each in (state, *([state.critic.state] if state.critic is not None else [])):
+        each.steps = run_steps(config, loader)
+        if config.optimizer.warmup_tokens is not None:
+            each.warmup = config.warmup_steps
+            each.lr_step_offset = loader.first(0) / loader.global_batch_size
+    state.new_rows = NewRows.of(config.train.new_rows, state.steps)
+
+
+def write_inputs(job: _Job, references: Mapping[str, np.ndarray]) -> None:
+    """Write what a later start of the run, or a user of its model, reads: the resolved options, the
+    tokenizer, and what the reference model has computed.
+    """
+    folder.claim(job.out, *folder.WRITTEN)
+    write_config(job.out, job.config)
+    write_tokenizer(job.out, job.loader.tokenizer)
+    if references:
+        reference.keep(job.out, references)
+
+
+def write_tokenizer(out: Path, tokenizer: PreTrainedTokenizer) -> None:
+    """Write the tokenizer as transformers has it, into `tokenizer`: saved elsewhere first, as
+    transformers writes through links.
+    """
+    with tempfile.TemporaryDirectory() as saved:
+        tokenizer.save_pretrained(saved)
+        for file in sorted(path for path in Path(saved).rglob("*") if path.is_file()):
+            to = "tokenizer" / file.relative_to(saved)
+            write.replace(write.folder(out, to.parent) / file.name, gate.read_bytes(file, 2**32))
+    folder.claim_files(out, "tokenizer")
+
+
+def _open_hooks(job: _Job, state: TrainState, saved: Saved | None) -> Hooks:
+    """Print the header and the warnings, and open the files of the run."""
+    config, loader, mesh, console, out = job.config, job.loader, job.mesh, job.console, job.out
+    peak = mfu.peak(mesh.device, DTYPES[config.train.dtype])
+    console.print(report.header(config, state, loader, mesh, peak, str(out)))
+    for warning in warnings(job.resolved, loader, state.step, state.steps):
+        console.print(f"WARNING: {warning}")
+    hooks = Hooks(
+        config,
+        state,
+        loader,
+        mesh,
+        out,
+        job.checkpoints,
+        peak,
+        console,
+        job.stop,
+        job.watch,
+        job.began,
+    )
+    hooks.validator.begin(None if saved is None else saved.validation)
+    changed = changed_since(saved, config, loader) if saved is not None else []
+    hooks.begin(state, job.start.how, changed)
+    first_does(mesh, lambda: batches.forget_other(out, state.step, changed))
+    return hooks
+
+
+def _run_steps(job: _Job, state: TrainState, hooks: Hooks) -> int:
+    """Make the steps that are left; return the signal that stopped them early, or 0."""
+    signal = 0
+    with _open_batches(job, state) as read:
+        if state.step >= state.steps:
+            job.console.print(
+                f"step {state.step} of {state.steps}: nothing is left to train; raise "
+                f"--train.{length_option(job.config)} to go on"
+            )
+        else:
+            with limit_told(hooks.line.say), loop.by_hand():
+                signal = train_steps(
+                    state,
+                    read,
+                    job.mesh,
+                    hooks.table(),
+                    job.stop,
+                    job.watch,
+                    hooks.profile.around,
+                    drawn=job.config.objective.draws,
+                )
+        job.watch.beat(state.step, "the last save", patient=True)
+    return signal
 
 
 @contextmanager
-def _read(
-    asked: _Asked,
-    begun: RunConfig,
-    loader: Loader,
-    state: TrainState,
-    checkpoints: Checkpoints,
-) -> Iterator[Batches]:
-    """What the steps read: the data, or what the model draws."""
-    if isinstance(loader, PromptLoader):
-        run, mesh, out = asked.run, asked.mesh, asked.out
-        with batches.drawn(run, begun, loader, state, mesh, out, checkpoints) as phases:
-            yield phases
+def _open_batches(job: _Job, state: TrainState) -> Iterator[Batches]:
+    """Yield what the steps read: the data, or rollouts of the model."""
+    if isinstance(job.loader, PromptLoader):
+        with batches.rollout_batches(
+            job.resolved, job.loader, state, job.mesh, job.out, job.checkpoints
+        ) as rollouts:
+            yield rollouts
     else:
-        yield loader
-
-
-def _loop(asked: _Asked, read: Batches, state: TrainState, hooks: Hooks) -> int:
-    """The steps that are left. What stopped them early, 0 if nothing did."""
-    signal = 0
-    if state.step >= state.steps:
-        asked.console.print(
-            f"step {state.step} of {state.steps}: nothing is left to train; raise "
-            f"--train.{_told_in(asked.run)} to go on"
-        )
-    else:
-        with limit_told(hooks.line.say), loop.by_hand():
-            signal = train_steps(
-                state,
-                read,
-                asked.mesh,
-                hooks.table(),
-                asked.stop,
-                asked.watch,
-                hooks.profile.around,
-                drawn=asked.run.objective.draws,
-            )
-    asked.watch.beat(state.step, "the last save", patient=True)
-    return signal
+        yield job.loader
 
 
 def _outcome(
@@ -255,35 +335,10 @@ def _outcome(
     )
 
 
-def length(run: RunConfig, loader: Loader) -> int:
-    """Steps after which the run ends: those asked for, in steps, tokens or epochs, else one epoch,
-    and 20 at least. Batches before the loader's step may have been of another size: what they have
-    read counts as what it was.
-    """
-    if run.train.steps is not None:
-        return run.train.steps
-    if run.train.tokens is not None:
-        samples = math.ceil(run.train.tokens / run.sequence_length) - loader.first(0)
-        return max(1, math.ceil(samples / loader.global_batch_size))
-    if run.train.epochs is not None:
-        return epoch_steps(loader, run.train.epochs)
-    return max(20, epoch_steps(loader))
-
-
-def epoch_steps(loader: Loader, epochs: float = 1.0) -> int:
-    """Step after which the training data have been read so often, by the source that lasts
-    longest.
-    """
-    step = 1000
-    samples = loader.first(step) - loader.first(0)
-    per_step = max(min(loader.mixture.epochs(samples).values()) / step, 1e-12)
-    return max(1, round(epochs / per_step - loader.first(0) / loader.global_batch_size))
-
-
-def _told_in(run: RunConfig) -> str:
-    """The option that says how long the run is."""
-    asked = (name for name in ("tokens", "epochs") if getattr(run.train, name) is not None)
-    return next(asked, "steps")
+def length_option(config: RunConfig) -> str:
+    """Return the option of --train that says how long the run is."""
+    given = (name for name in ("tokens", "epochs") if getattr(config.train, name) is not None)
+    return next(given, "steps")
 
 
 def summary(outcome: Outcome, out: Path) -> None:

@@ -31,8 +31,7 @@ from dolmen.data import loader as data_loader
 from dolmen.data.batches import Loader
 from dolmen.files import gate
 from dolmen.optim import optimizer as optim
-from dolmen.training import critic
-from dolmen.training.check_out import (
+from dolmen.training.checks.folder import (
     check_overwrite,
     check_resume,
     check_same_model,
@@ -41,6 +40,7 @@ from dolmen.training.check_out import (
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import OWNER, Unusable, check_folder
 from dolmen.training.request import Request
+from dolmen.training.resolve import with_steps
 from dolmen.training.state import TrainState
 
 
@@ -72,9 +72,9 @@ def resume(
     if state.scale.dynamic:
         state.scale.value, state.scale.good_steps = saved.loss_scale
     state.spike.load(list(saved.norms))
-    if state.beside is not None:
+    if state.critic is not None:
         assert saved.critic is not None, "_load has seen it"
-        critic.go_on(state.beside, saved.step, saved.critic)
+        state.critic.resume(saved.step, saved.critic)
     console.print(f"resuming from step {saved.step}")
     for line in changed_since(saved, run, loader):
         console.print(f"  changed: {line}")
@@ -86,7 +86,9 @@ def changed_since(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
     data's fingerprint holds some options too.
     """
     # a section that checkpoints of before do not have was as it is by default
-    options = changed_options({**to_dict(RunConfig()), **saved.run}, to_dict(run))
+    options = changed_options(
+        {**to_dict(RunConfig()), **saved.run}, to_dict(with_steps(run, loader))
+    )
     named = {line.split(":")[0].rpartition(".")[2] for line in options}
     data = data_loader.changes(saved.data, loader.fingerprint())
     return [line for line in options if not line.startswith("model.")] + [
@@ -127,7 +129,7 @@ def _load(
     saved = checkpoints.together(step, kept)[0]
     check_same_model(saved.run, run, step)
     check_same_optimizer(saved.run, run, step)
-    if (saved.critic is None) != (state.beside is None):
+    if (saved.critic is None) != (state.critic is None):
         holds = "no critic" if saved.critic is None else "a critic"
         raise ValueError(
             f"the checkpoint of step {step} holds {holds}, and objective.name is "

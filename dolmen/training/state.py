@@ -8,17 +8,20 @@ lasting change becomes the usual after half a window, and a single giant, which 
 does not count (PaLM, arXiv:2204.02311, skipped some hundred batches around each spike by hand).
 Pure and the same on every rank, as the norm is.
 
-Everything that changes while training: a model, its optimizer, and what is learned beside it.
+Everything that changes while training: a model, its optimizer, the critic of PPO.
 """
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
 from torch import Tensor
 
+from dolmen.checkpoint.saved import SavedCritic
 from dolmen.conversion.checkpoint import CRITIC
+from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
 from dolmen.objectives.objective import CrossEntropy, Objective, check
 from dolmen.optim import optimizer as optim
@@ -28,7 +31,6 @@ from dolmen.parallel import product
 from dolmen.parallel.actions import Schedule
 from dolmen.rl.targets import KLController
 from dolmen.training.new_rows import NewRows
-from dolmen.training.pretraining import Text
 
 WINDOW = 64  # steps remembered
 LEAST = 16  # of them, before anything is a spike: a run's start is no usual
@@ -85,17 +87,16 @@ class TrainState:
     inherited: int = 0
     tokens: int = 0  # real tokens trained on
     warmup: float | None = None  # steps in which the learning rate rises; None: as `config` says
-    ahead: float = 0.0  # steps of the batch of today that earlier batches read over `step`
+    lr_step_offset: float = 0.0  # steps of the current batch size that smaller or larger ones read
     objective: Objective = CrossEntropy()
     new_rows: NewRows | None = None  # which learn alone at first
-    waits: int = 0  # steps at the beginning that update nothing: others learn before it
-    beside: "Critic | None" = None
-    text: Text | None = None
-    """What is learned of plain text in each step besides."""
+    critic_warmup_steps: int = 0  # at the start, in which only the critic is updated
+    critic: "Critic | None" = None
+    pretraining: "PretrainingLoss | None" = None
 
     @property
-    def alone(self) -> NewRows | None:
-        """Those that learn alone in the coming step."""
+    def frozen_phase(self) -> NewRows | None:
+        """The rows that the coming step trains, where all else is frozen."""
         rows = self.new_rows
         return rows if rows is not None and self.step < rows.until else None
 
@@ -103,42 +104,78 @@ class TrainState:
         check(self.objective, self.model.tree)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint keeps as tensors, by name, those of a critic among them."""
-        beside = {} if self.beside is None else self.beside.state.tensors()
+        """Return all that a checkpoint keeps as tensors, by name, those of the critic included."""
+        critic = {} if self.critic is None else self.critic.state.tensors()
         return {
             **optim.tensors(self.model, self.optimizer),
             **self.model.scaling(),
-            **{f"{CRITIC}{name}": tensor for name, tensor in beside.items()},
+            **{f"{CRITIC}{name}": tensor for name, tensor in critic.items()},
         }
 
     def scaling(self) -> dict[str, Tensor]:
-        """Those of them that are scales of delayed scaling."""
-        beside = {} if self.beside is None else self.beside.state.scaling()
-        return self.model.scaling() | {f"{CRITIC}{name}": t for name, t in beside.items()}
+        """Return those of `tensors` that are scales of delayed scaling."""
+        critic = {} if self.critic is None else self.critic.state.scaling()
+        return self.model.scaling() | {f"{CRITIC}{name}": t for name, t in critic.items()}
 
     def delayed(self) -> list[product.Delayed]:
-        """Who has these."""
-        beside = [] if self.beside is None else self.beside.state.delayed()
-        return [*self.model.delayed().values(), *beside]
+        """Return the delayed scaling of each weight that has it."""
+        critic = [] if self.critic is None else self.critic.state.delayed()
+        return [*self.model.delayed().values(), *critic]
 
     def names(self) -> set[str]:
-        """Names of those of the whole model, of whatever stage."""
-        leaves = self.model.tree.leaves
-        beside = set() if self.beside is None else self.beside.state.names()
-        own = optim.names(leaves, self.config.name) | {
+        """Return the names of the tensors of the whole model, of whatever stage."""
+        specs = self.model.tree.leaves
+        critic = set() if self.critic is None else self.critic.state.names()
+        own = optim.names(specs, self.config.name) | {
             f"{kind}/{name}"
-            for name, leaf in leaves.items()
-            if leaf.fp8 is not None and leaf.fp8.delayed
+            for name, spec in specs.items()
+            if spec.fp8 is not None and spec.fp8.delayed
             for kind in (product.HISTORY, product.SCALE)
         }
-        return own | {f"{CRITIC}{name}" for name in beside}
+        return own | {f"{CRITIC}{name}" for name in critic}
+
+
+@dataclass(frozen=True)
+class PretrainingLoss:
+    """Plain text that a policy learns with its completions, so that it does not forget how to write
+    (2203.02155, section 3.5: PPO-ptx; DeepSpeed-Chat's unsupervised coefficient). In each update
+
+        gradient = that of the policy's loss + coefficient x that of the text's cross-entropy
+
+    each a mean over its own tokens of the global batch. Which text an update reads follows from its
+    number alone, as in pretraining.
+    """
+
+    coefficient: float
+    batch: Callable[[int], Batch]
+    """Return this rank's rows of a step, as many as of completions."""
+    objective: Objective = CrossEntropy()
 
 
 @dataclass(frozen=True)
 class Critic:
-    """What learns beside a policy from the same batches (PPO), by the same steps."""
+    """The critic of PPO: a second model on the same mesh with an optimizer of its own, trained on
+    the same batches by the same steps as the policy.
+    """
 
     state: TrainState
-    """Of a model that ends in one number for each token, with an optimizer of its own."""
+    """Of a model of the policy's shape that ends in one number for each token."""
     coefficient: KLController
-    """Of the KL in rewards, for the next phase."""
+    """Of the KL in rewards, for the next iteration."""
+
+    def save(self) -> SavedCritic:
+        """Return what a checkpoint keeps of it, tensors aside."""
+        state = self.state
+        scale = state.scale.value, state.scale.good_steps
+        return SavedCritic(state.updates, scale, tuple(state.spike.state()), self.coefficient.value)
+
+    def resume(self, step: int, saved: SavedCritic) -> None:
+        """Set what it was after `step`, tensors aside."""
+        state = self.state
+        state.step, state.updates = step, saved.updates
+        optim.set_step(state.optimizer, saved.updates)
+        if state.scale.dynamic:
+            state.scale.value, state.scale.good_steps = saved.loss_scale
+        state.spike.load(list(saved.norms))
+        if self.coefficient.target is not None:  # else it is what the options say
+            self.coefficient.value = saved.kl_coef

@@ -16,8 +16,9 @@ from dolmen.optim.schedule import learning_rate
 from dolmen.parallel import data, product
 from dolmen.parallel.actions import Action
 from dolmen.training import balance, gradients, new_rows
-from dolmen.training.pretraining import LOSS
 from dolmen.training.state import TrainState
+
+PRETRAINING = "pretraining_loss"  # the metric's name, among those of an objective
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,12 @@ def optimizer_step(
     if told.divisor == 0:
         state.model.zero_grad(set_to_none=True)  # they are of a division by 0
         raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
-    ahead = state.ahead
-    lr = learning_rate(state.config, state.step + ahead, state.steps + ahead, state.warmup)
+    offset = state.lr_step_offset
+    lr = learning_rate(state.config, state.step + offset, state.steps + offset, state.warmup)
     # of the world's numbers, so every rank decides the same
     finite = math.isfinite(told.norm) and math.isfinite(told.loss)
     allowed = finite and state.spike.allow(told.norm)
-    learns = allowed and state.step >= state.waits
+    learns = allowed and state.step >= state.critic_warmup_steps
     if learns:
         with ranges.mark("optimizer", "update"):
             _update(state, parameters, norm, lr)
@@ -109,8 +110,8 @@ def optimizer_step(
     state.step += 1
     state.updates += learns
     state.tokens += told.tokens
-    meaningful = (*decided(state.objective, updates), LOSS)
-    names = [*state.objective.names, *([LOSS] if state.text is not None else [])]
+    meaningful = (*decided(state.objective, updates), PRETRAINING)
+    names = [*state.objective.names, *([PRETRAINING] if state.pretraining is not None else [])]
     return Metrics(
         loss=told.loss,
         grad_norm=told.norm,
@@ -131,8 +132,8 @@ def optimizer_step(
 def _learned(state: TrainState, batch: Batch) -> list[gradients.Learned]:
     """What the step descends: the batch, and the text that is learned beside."""
     learned = [gradients.Learned(state.objective, batch)]
-    if state.text is not None:
-        text, own = state.text, state.text.batch(state.step)
+    if state.pretraining is not None:
+        text, own = state.pretraining, state.pretraining.batch(state.step)
         learned.append(gradients.Learned(text.objective, own, text.coefficient, " of text"))
     return learned
 
@@ -176,8 +177,8 @@ def _summed(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]:
     tied = state.model.tied_apart
     if tied is not None and tied.requires_grad:
         data.sum_over(tied, mesh.ends)
-    if state.alone is not None:
-        state.alone.keep(state.model)
+    if state.frozen_phase is not None:
+        state.frozen_phase.keep(state.model)
     with ranges.mark("optimizer", "norm"):
         squares = state.model.split.kernels.squares
         norm = data.gradient_norm(parameters, mesh, tied, squares) / state.scale.value
@@ -216,7 +217,7 @@ def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -
     data.scale_gradients(parameters, factor)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    if state.alone is not None:
+    if state.frozen_phase is not None:
         new_rows.update(state.optimizer)
     else:
         state.optimizer.step()

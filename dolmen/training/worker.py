@@ -1,15 +1,13 @@
 """The processes of a run: the one that starts it, and each worker.
 
-From what is asked to processes that train.
+    started by nobody      resolves and checks the run, and tokenizes its data into the cache; then
+                           trains it, or starts workers (launch/launcher.py) that get the resolved
+                           options as a file
+    started by us          resolves the options of that file, which were checked, and trains
+    by torchrun or srun    resolves and checks for itself, and brings its refusal to the others
 
-nobody started this process    refused, or made ready: tokens in the cache, layout resolved;
-                               then trained here, or by workers (launch/launcher.py), which are
-                               handed the checked run
-a worker of ours               trains what it was handed
-a worker of torchrun or srun   checks for itself, and brings its refusal to the others
-
-One process of a run: it joins the others, agrees with them on what to do, trains, and says in a
-line how that ended.
+Each worker joins the others, agrees with them on what to do, trains, and says in a line how that
+ended.
 """
 
 import errno
@@ -35,15 +33,22 @@ from dolmen.core.messages import BadInput, Failed, message, quoted
 from dolmen.launch import launcher, process, rendezvous
 from dolmen.launch.watch import Watch, network_limit
 from dolmen.rl import environment, rewards
-from dolmen.training import batches
-from dolmen.training.check import check_run
-from dolmen.training.check_out import beginning, check_overwrite, check_resume
+from dolmen.training.checks.evaluation import check_evaluation
+from dolmen.training.checks.folder import check_overwrite, check_resume
+from dolmen.training.checks.run import validate
 from dolmen.training.config import RunConfig
 from dolmen.training.finish import finish
 from dolmen.training.folder import Unusable, check_folder
 from dolmen.training.loop import Stop
 from dolmen.training.request import Request
-from dolmen.training.run import run_training, summary
+from dolmen.training.resolve import (
+    load_data,
+    open_data,
+    own_checkpoint,
+    resolve,
+    without_microbatch,
+)
+from dolmen.training.run import Prepared, run_training, summary
 from dolmen.training.start import Start, settle
 
 Guard = Callable[[Callable[[], int]], int]
@@ -55,39 +60,41 @@ def run(request: Request, guarded: Guard = lambda work: work()) -> int:
     """
     started = process.started()
     if started is None:
-        return _begin(request, guarded)
+        return _start_processes(request, guarded)
     if process.one_store():
         started = replace(started, rendezvous=rendezvous.register())
     return _join(request, started, guarded)
 
 
-def _begin(request: Request, guarded: Guard) -> int:
-    """In a process that nobody started: alone, or with workers."""
+def _start_processes(request: Request, guarded: Guard) -> int:
+    """Train in this process, which nobody started, or in workers that it starts."""
     try:
         device = devices.choose_device(request.config.train.device, None, DEVICE)
     except ValueError as error:
         raise BadInput(str(error)) from None
     processes = wanted(request.config, request.handling.nproc)
-    request = replace(request, config=refuse(request, processes))
+    prepared = prepare(request, processes)
+    request = replace(request, config=prepared.resolved.config)
     world, restarts = request.config.layout.world, request.handling.max_restarts
     if world == 1 and not restarts:
-        return guarded(lambda: worker(request, None, device))
+        return guarded(lambda: worker(request, None, device, prepared))
     code = launcher.launch(world, ["train"], restarts, to_dict(request))
     return code or finish(request.config, request.out)
 
 
 def _join(request: Request, started: Launch, guarded: Guard) -> int:
-    """In a process that a launcher started. What it refuses the others, who wait, are told."""
-    device, refusal = devices.CPU, None
+    """Train in a process that a launcher started. The others, who wait, are told its refusal."""
+    device, refusal, prepared = devices.CPU, None, None
     try:
         device = devices.choose_device(request.config.train.device, started, DEVICE)
         if not process.launched_here():
             # the folder is looked at when all have joined, by one
-            config = refuse(request, started.world_size, False, verify=started.local_rank == 0)
-            request = replace(request, config=config)
+            verify = started.local_rank == 0
+            prepared = prepare(request, started.world_size, starts=False, verify=verify)
+            request = replace(request, config=prepared.resolved.config)
     except (BadInput, ValueError) as error:
         refusal = str(error)
-    return guarded(lambda: worker(request, started, device, refusal))
+    return guarded(lambda: worker(request, started, device, prepared, refusal))
 
 
 def wanted(config: RunConfig, nproc: int | None) -> int | None:
@@ -102,9 +109,9 @@ def wanted(config: RunConfig, nproc: int | None) -> int | None:
     return max(1, gpus // config.layout.inner) * config.layout.inner if gpus else None
 
 
-def begin_functions(config: RunConfig) -> None:
-    """Start what the user has written for answers, and end it. Raises ValueError where it is not
-    there.
+def try_functions(config: RunConfig) -> None:
+    """Start the user's reward functions and environment, and end them. Raises ValueError where they
+    cannot be imported.
     """
     limit = config.rollout.timeout_seconds
     for _, name in rewards.parse_rewards(config.reward):
@@ -116,36 +123,38 @@ def begin_functions(config: RunConfig) -> None:
             function.worker.start()
 
 
-def refuse(
-    request: Request, processes: int | None, begins: bool = True, verify: bool = True
-) -> RunConfig:
-    """The checked run, its data tokenised. `begins`: the run's folder and the devices of this
-    machine are looked at too, for its processes are started from here; `verify` tries the
-    tokenizer's expressions and compares what the cache has with its digests. Raises BadInput for
-    whatever can be refused before the first process.
+def prepare(
+    request: Request, processes: int | None, starts: bool = True, verify: bool = True
+) -> Prepared:
+    """Resolve and check the run, and tokenize its data. `starts`: this process starts the others,
+    so the run's folder and the devices of this machine are looked at too. `verify`: try the
+    tokenizer's expressions, and compare the cache with its digests. Raises BadInput for whatever
+    can be refused before the first process.
     """
-    config, handling = request.config, request.handling
+    config, out, handling = request.config, request.out, request.handling
     try:
         if handling.max_restarts < 0:
             raise ValueError(f"--max-restarts is {handling.max_restarts}: it must not be negative")
-        if begins:
-            check_folder(request.out, handling.resume, handling.overwrite)
+        if starts:
+            check_folder(out, handling.resume, handling.overwrite)
         if processes is not None and processes < 1:
             raise ValueError(f"--nproc is {processes}: it must be at least 1")
-        begun = beginning(config, request.out, handling.resume)
-        checked = check_run(begun, processes, verify)
-        said = {name: vars(config)[name] for name in ("init", "critic", "optimizer")}
-        config = replace(checked, **said)
-        if begins:
+        if request.runs_again:
+            config = without_microbatch(config, processes)
+        resolved = resolve(config, processes, own_checkpoint(out, handling.resume))
+        validate(resolved)
+        config = resolved.config
+        data = open_data(resolved, progress=True, verify=verify)
+        if config.evaluate.asked:
+            check_evaluation(config, data.inputs.tokenizer)
+        if starts:
             devices.require_gpus(config.train.device, config.layout.world, DEVICE)
-        if begins and handling.overwrite:
-            check_overwrite(config, request.out, request.source)
-        if begins and handling.resume:
-            check_resume(config, request.out)
-        if begins:
-            begin_functions(config)
-        batches.prepare(config, begun, progress=True, verify=verify)
-        return config
+            if handling.overwrite:
+                check_overwrite(config, out, request.source)
+            if handling.resume:
+                check_resume(config, out)
+            try_functions(config)
+        return Prepared(resolved, load_data(resolved, data, progress=True, verify=verify))
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
 
@@ -164,11 +173,15 @@ OUTSIDE = (
 
 
 def worker(
-    request: Request, started: Launch | None, device: torch.device, refusal: str | None = None
+    request: Request,
+    started: Launch | None,
+    device: torch.device,
+    prepared: Prepared | None = None,
+    refusal: str | None = None,
 ) -> int:
-    """Train on `device`; the exit code. Raises BadInput for `refusal`, this rank's own, and for
-    what only all ranks together can see; Failed for what ends a run without being a mistake in the
-    program.
+    """Train on `device`; return the exit code. `prepared`: the run, if this process has resolved
+    it. Raises BadInput for `refusal`, this rank's own, and for what only all ranks together can
+    see; Failed for what ends a run without being a mistake in the program.
     """
     config, out = request.config, request.out
     if device.type == "cpu":
@@ -183,6 +196,8 @@ def worker(
         explained(out),
     ):
         start = _start(request, started, device, refusal)
+        if start.resumed != request.handling.resume:
+            prepared = None  # a restart: what the run started from may be gone since
         mesh = config.layout.mesh(device, limit)
         watch = Watch(
             out / "hang",
@@ -193,7 +208,14 @@ def worker(
         )
         with watch.watching():
             outcome = run_training(
-                config, out, mesh, console(mesh.first), start=start, stop=stop, watch=watch
+                config,
+                out,
+                mesh,
+                console(mesh.first),
+                start=start,
+                stop=stop,
+                watch=watch,
+                prepared=prepared,
             )
         if mesh.first:
             summary(outcome, out)

@@ -31,7 +31,7 @@ from dolmen.core.mesh import joined
 from dolmen.recipes.changed import request
 from dolmen.training import loop
 from dolmen.training.config import TrainConfig
-from dolmen.training.run_file import read_run
+from dolmen.training.request import read_run
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -432,12 +432,12 @@ def test_ctrl_c_before_and_after_training(material, tmp_path, monkeypatch):
     """Nothing to save: 130 at once, without a traceback, whether the run has yet to begin or is
     being finished.
     """
-    from dolmen.training import check, worker
+    from dolmen.training import resolve, worker
 
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    for module, name in ((check.inputs, "check_inputs"), (worker, "finish")):
+    for module, name in ((resolve.inputs, "check_inputs"), (worker, "finish")):
         with monkeypatch.context() as patched:
             patched.setattr(module, name, interrupted)
             result = command("train", material.file, "--out", tmp_path / name, "--train.steps", 1)

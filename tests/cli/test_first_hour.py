@@ -22,8 +22,7 @@ from dolmen.data.batches import Loader
 from dolmen.families import Model
 from dolmen.families.unknown import without_effect
 from dolmen.serving import engine
-from dolmen.training.finish import _next, _summary
-from dolmen.training.warn import (
+from dolmen.training.checks.warn import (
     APART,
     apart,
     batch_over_epoch,
@@ -31,6 +30,7 @@ from dolmen.training.warn import (
     never_at_full_rate,
     unused_rows,
 )
+from dolmen.training.finish import _next, _summary
 
 
 class Held:

@@ -30,8 +30,8 @@ from dolmen.launch import launcher
 from dolmen.training import folder as lock
 from dolmen.training import loop, worker
 from dolmen.training import run as train_run
+from dolmen.training.checks.warn import never_at_full_rate
 from dolmen.training.folder import LOCK, Unusable
-from dolmen.training.warn import never_at_full_rate
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 

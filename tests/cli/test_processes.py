@@ -201,7 +201,7 @@ def trainer(*words: object) -> list[str]:
     checked here, and imports nothing else.
     """
     request = command.read("train", list(map(str, words)))
-    request = replace(request, config=worker.refuse(request, 2))
+    request = replace(request, config=worker.prepare(request, 2).resolved.config)
     return [sys.executable, "-c", TRAINER, json.dumps(to_dict(request))]
 
 

@@ -580,14 +580,14 @@ def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started,
     """
     asked = []
 
-    def checked(*args, verify=True):
+    def checked(*args, verify=True, **_):
         asked.append(("inputs", verify))
 
     def prepared(*args, verify=True, **_):
         asked.append(("cache", verify))
 
     monkeypatch.setattr(inputs, "check_inputs", checked)
-    monkeypatch.setattr(loader, "prepare_loader", prepared)
+    monkeypatch.setattr(loader, "load", prepared)
     monkeypatch.setattr(meshes.Launch, "read", staticmethod(lambda: started))
     monkeypatch.setattr(process, "launched_here", lambda: by_us)
     monkeypatch.setattr(process, "one_store", lambda: False)

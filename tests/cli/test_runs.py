@@ -5,15 +5,18 @@ resuming it give.
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import tinyrun
 import yaml
 from tinyrun import dolmen, losses, rows, same, steps, tensors
 
-from dolmen.core.config import to_dict
+from dolmen.checkpoint.config import CheckpointConfig
 from dolmen.files import kinds
 from dolmen.files.rows import Tail
+from dolmen.model.layout import Layout
+from dolmen.training.request import read_run
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -130,8 +133,16 @@ def test_config_yaml_can_be_run_again(whole, tmp_path):
 def test_config_yaml_is_the_resolved_run(whole, material):
     out, _ = whole
     values = yaml.safe_load((out / "config.yaml").read_text())
-    expected = to_dict(material.config(checkpoint={"every": 3, "keep": 0}))
-    assert values == expected | {"layout": expected["layout"] | {"dp": 1}}
+    assert values.keys() == {
+        *("name", "model", "layout", "data", "optimizer", "train", "checkpoint", "log")
+    }
+    assert None not in {*values["train"].values(), values["layout"]["dp"]}
+    assert values["train"]["microbatch_size"] == 4 and "fp8" not in values["train"]
+    written, expected = read_run(out / "config.yaml"), material.config()
+    train = replace(expected.train, microbatch_size=4)
+    checkpoint = CheckpointConfig(every=3, keep=0)
+    expected = replace(expected, layout=Layout(dp=1), train=train, checkpoint=checkpoint)
+    assert written == replace(expected, name=written.name)
 
 
 def test_resumed_is_bitwise_never_stopped(whole, tmp_path):
@@ -314,5 +325,5 @@ def test_steps_unset_is_one_epoch_and_at_least_twenty(material, tmp_path):
     (epochs,) = (value for name, value in last.items() if name.startswith("epoch/"))
     assert (
         1 < epochs < 2
-        and yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["train"]["steps"] is None
+        and yaml.safe_load((tmp_path / "out" / "config.yaml").read_text())["train"]["steps"] == 20
     )

@@ -4,7 +4,6 @@ what transformers computes; what is missing, foreign or of other sizes is refuse
 
 import argparse
 import shutil
-from dataclasses import replace
 
 import pytest
 import torch
@@ -31,9 +30,10 @@ from dolmen.evaluation.verify import verify
 from dolmen.model import head
 from dolmen.model.layout import Layout
 from dolmen.serving import engine
-from dolmen.training.begin import make_state
-from dolmen.training.check_init import check_init
+from dolmen.training.checks.model import check_init
 from dolmen.training.config import RunConfig
+from dolmen.training.initialize import make_state
+from dolmen.training.resolve import resolve
 
 VOCABULARY = 61
 LLAMA = dict(
@@ -315,9 +315,9 @@ def test_what_reads_a_model_reads_ranks(models, tmp_path):
     assert pin_source(folder) == str(folder / "iter_0000012")
     report = verify(open_source(pin_source(folder)), length=8)
     assert report.ok
-    run = RunConfig(model=open_source(folder).model, layout=Layout(dp=1))
-    check_init(run, str(folder))
-    begun = make_state(replace(run, init=str(folder)), SINGLE, 1).model
+    run = RunConfig(model=open_source(folder).model, init=str(folder), layout=Layout(dp=1))
+    check_init(resolve(run, 1))
+    begun = make_state(resolve(run, 1), SINGLE, 1).model
     with torch.no_grad():
         assert float((begun(TOKENS, head.logits) - logits).abs().max()) < 2e-5
 

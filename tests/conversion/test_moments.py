@@ -24,9 +24,10 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.families.adapters import AdapterConfig
 from dolmen.optim.config import OptimizerConfig
-from dolmen.training.begin import make_state
-from dolmen.training.check_init import check_moments
+from dolmen.training.checks.model import check_moments
 from dolmen.training.config import RunConfig
+from dolmen.training.initialize import make_state
+from dolmen.training.resolve import resolve
 from dolmen.training.run import run_training
 from dolmen.training.step import optimizer_step
 
@@ -277,7 +278,8 @@ def begun(folder, **sections):
 
 def gradients(run, batch):
     """Of the run's first step, in float64: what the first moment of a run without history is."""
-    state = make_state(replace(run, optimizer=replace(run.optimizer, from_init=False)), SINGLE, 100)
+    fresh_run = replace(run, optimizer=replace(run.optimizer, from_init=False))
+    state = make_state(resolve(fresh_run, 1), SINGLE, 100)
     optimizer_step(state, batch, SINGLE)
     kept, fresh = state.optimizer.state, 1 - run.optimizer.beta1
     return {name: kept[p]["exp_avg"] / fresh for name, p in state.model.named_parameters()}
@@ -296,7 +298,7 @@ def test_the_next_update_is_that_of_adamw_by_hand(tmp_path):
     windows = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
     batch = Batch.of_windows(windows.numpy())
     gradient = gradients(run, batch)
-    state = make_state(run, SINGLE, 100)
+    state = make_state(resolve(run, 1), SINGLE, 100)
     optimizer_step(state, batch, SINGLE)
     assert (state.step, state.updates, state.inherited) == (1, 1, 7)
     w, m, v = (
@@ -348,7 +350,7 @@ def test_a_run_goes_on_with_the_count_that_it_began_with(material, tmp_path):
 def test_moments_that_cannot_begin_a_run_are_refused(laid, tmp_path):
     where, made = laid
     run = begun(laid_in(tmp_path / "a", made))
-    check_moments(run)
+    check_moments(resolve(run, 1))
     alone = replace(run, init=str(where / "param"))
     lora = replace(run, adapter=AdapterConfig(rank=2))
     refused = {
@@ -358,9 +360,11 @@ def test_moments_that_cannot_begin_a_run_are_refused(laid, tmp_path):
     }
     for why, one in refused.items():
         with pytest.raises(ValueError, match=why):
-            check_moments(one)
-    unlike = replace(run, init=str(laid_in(tmp_path / "b", made, step(7, 8))))
+            check_moments(resolve(one, 1))
+    other = laid_in(tmp_path / "b", made, step(7, 8))
+    (other / "config.json").write_text(json.dumps(run.model.config))
+    unlike = replace(run, init=str(other))
     with pytest.raises(ValueError, match=r"from-init: .*\[7, 8\] updates.*; leave it out"):
-        check_moments(unlike)
+        check_moments(resolve(unlike, 1))
     with pytest.raises(ValueError, match="from-init takes moments of AdamW, and .* is muon"):
         OptimizerConfig(name="muon", from_init=True)

@@ -31,9 +31,10 @@ from dolmen.model import build
 from dolmen.model.layout import Layout
 from dolmen.model.training import RouterTraining, Training
 from dolmen.serving import engine
-from dolmen.training.begin import make_state
-from dolmen.training.check_init import check_init
+from dolmen.training.checks.model import check_init
 from dolmen.training.config import RunConfig, TrainConfig
+from dolmen.training.initialize import make_state
+from dolmen.training.resolve import resolve
 
 SIZES = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 LLAMA = dict(SIZES, intermediate_size=40, num_key_value_heads=2, max_position_embeddings=64)
@@ -317,18 +318,19 @@ def test_a_run_begins_with_the_biases_of_another(tmp_path):
     without = str(save(tmp_path / "without", moe))
     run = RunConfig(model=moe, layout=Layout(dp=1), train=BALANCED)
     for init, values in ((with_them, torch.arange(4) + 1.0), (without, torch.zeros(4))):
-        check_init(run, init)
-        begun = make_state(replace(run, init=init), SINGLE, 1).model
+        resolved = resolve(replace(run, init=init), 1)
+        check_init(resolved)
+        begun = make_state(resolved, SINGLE, 1).model
         assert torch.equal(begun.get_parameter(bias), values)
         assert torch.equal(
             begun.get_parameter("head.weight"), open_source(init).read("head.weight")
         )
     plain = replace(run, train=PLAIN)
-    check_init(plain, without)
+    check_init(resolve(replace(plain, init=without), 1))
     with pytest.raises(
         ValueError, match=f"--init {with_them} has 2 biases of routers, e.g. layers"
     ):
-        check_init(plain, with_them)
+        check_init(resolve(replace(plain, init=with_them), 1))
 
 
 def test_a_directory_is_written_again(tmp_path):

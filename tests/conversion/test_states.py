@@ -21,9 +21,10 @@ from dolmen.conversion.weights import Scaling
 from dolmen.core.config import from_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
-from dolmen.training.begin import make_state
-from dolmen.training.check import check_run
+from dolmen.training.checks.run import validate
 from dolmen.training.config import RunConfig
+from dolmen.training.initialize import make_state
+from dolmen.training.resolve import resolve
 from dolmen.training.step import optimizer_step
 
 STEPS = 5
@@ -174,7 +175,7 @@ def run_of(folder: Path, *, history=STEPS) -> RunConfig:
 @pytest.mark.parametrize("history", (3, STEPS, 8))
 def test_a_run_begins_with_them(laid, history):
     """The latest steps of a history that is longer, and none is made up in one that is shorter."""
-    state = make_state(run_of(laid, history=history), SINGLE, 10)
+    state = make_state(resolve(run_of(laid, history=history), 1), SINGLE, 10)
     for name, one in expected("llama").items():
         mine = state.model.delayed()[name]
         assert mine.begun and torch.equal(mine.scale, one.scale)
@@ -184,7 +185,7 @@ def test_a_run_begins_with_them(laid, history):
     windows = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
     batch = Batch.of_windows(windows.numpy())
     with_scales = optimizer_step(state, batch, SINGLE).loss
-    state = make_state(run_of(laid, history=history), SINGLE, 10)
+    state = make_state(resolve(run_of(laid, history=history), 1), SINGLE, 10)
     for one in state.model.delayed().values():
         one.forget()
     assert optimizer_step(state, batch, SINGLE).loss != with_scales
@@ -243,7 +244,7 @@ def test_what_is_no_state_is_refused(laid, tmp_path, name, said, capsys):
     values["model"]["decoder.layers.0.mlp.linear_fc2._extra_state"] = wrong(name)
     torch.save(values, copy)
     with pytest.raises(ValueError, match=re.escape(said)):
-        check_run(run_of(folder), 1)
+        validate(resolve(run_of(folder), 1))
     with pytest.raises(ValueError, match=re.escape(said)):
         convert.convert(ConvertConfig(str(folder), str(tmp_path / "to"), "torch-dist"))
     assert not (tmp_path / "to").exists() and "called" not in capsys.readouterr().out

@@ -13,8 +13,7 @@ from dolmen.core.config import changed_options, from_dict, to_dict
 from dolmen.families import Model, families
 from dolmen.recipes import RECIPES
 from dolmen.training.config import RunConfig
-from dolmen.training.run_file import read_run
-from dolmen.training.written import write_config
+from dolmen.training.request import read_run, write_config
 
 RUN = RunConfig(model=Model({"model_type": "llama"}))
 

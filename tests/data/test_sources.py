@@ -21,7 +21,7 @@ from dolmen.data.readers import PIECE
 from dolmen.data.sources import is_hub_id, resolve_sources
 from dolmen.data.tokenise import cut, pieces
 from dolmen.training.config import RunConfig
-from dolmen.training.written import write_config
+from dolmen.training.request import write_config
 
 
 def texts(*entries, field="text"):

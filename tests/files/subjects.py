@@ -42,7 +42,7 @@ from dolmen.recipes import RECIPES
 from dolmen.serving import engine
 from dolmen.training import metrics
 from dolmen.training.config import RunConfig
-from dolmen.training.run_file import read_run
+from dolmen.training.request import read_run
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from dolmen.objectives.preference import DPO, KTO, REFERENCE, ReferenceFree
 from dolmen.objectives.reward import TARGET, Preferred, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.ops.positions import PositionIds
-from dolmen.training.pretraining import Text
-from dolmen.training.state import TrainState
+from dolmen.training.state import PretrainingLoss, TrainState
 
 REFERENCE_MODEL, REFERENCE_SEED, TEXT_SEED, STEPS = FAMILIES["gpt2"], 5, 7, 2
 
@@ -205,7 +204,7 @@ def run(kind: str, mesh: Mesh, layout: Layout, **dtypes) -> Run:
         given = [replace(one, experts=table_of_experts(one, mesh)) for one in given]
     if KINDS[kind].text:
         read = table.batches(mesh, seed=TEXT_SEED)
-        train.text = Text(KINDS[kind].text, lambda step: read[step])
+        train.pretraining = PretrainingLoss(KINDS[kind].text, lambda step: read[step])
     if isinstance(objective, KTO):
         given = [wanted(batch, mesh) for batch in given]
     return table.updates(train, mesh, given)

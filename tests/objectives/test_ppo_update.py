@@ -25,8 +25,7 @@ from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.config import PPOConfig
 from dolmen.rl.rollout import PPORollout, make_rollout
 from dolmen.rl.targets import compute_ppo_targets
-from dolmen.training.pretraining import Text
-from dolmen.training.state import TrainState
+from dolmen.training.state import PretrainingLoss, TrainState
 from dolmen.training.step import optimizer_step
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
@@ -188,7 +187,7 @@ def text_loss(state: TrainState) -> torch.Tensor:
 def with_text(weight: float) -> tuple[TrainState, PPORollout]:
     config, objective, _ = MODELS["policy"]
     state = state_of(config, objective)
-    state.text = Text(weight, lambda step: TEXT)
+    state.pretraining = PretrainingLoss(weight, lambda step: TEXT)
     return state, drawn()
 
 
@@ -226,7 +225,7 @@ def router_losses(state: TrainState, batch: Batch) -> torch.Tensor:
 def test_losses_of_routers_are_not_weighed_as_text_is():
     """Those of the text count as those of what is drawn do, and the cross-entropy alone more."""
     made, state = drawn(), state_of(FAMILIES["qwen3-moe"], POLICY)
-    state.text, given = Text(27.8, lambda step: TEXT), made.batch(slice(0, 4))
+    state.pretraining, given = PretrainingLoss(27.8, lambda step: TEXT), made.batch(slice(0, 4))
     loss = policy_loss(state, made) + 27.8 * text_loss(state)
     after = expected(state, loss + router_losses(state, given) + router_losses(state, TEXT))
     told = optimizer_step(state, given, SINGLE)

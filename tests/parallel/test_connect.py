@@ -25,8 +25,9 @@ from dolmen.parallel.data import Reduction
 from dolmen.parallel.pipeline import Work, forward_only
 from dolmen.parallel.schedule import make
 from dolmen.parallel.tensor import Deferred
-from dolmen.training.begin import make_state
 from dolmen.training.config import RunConfig, TrainConfig
+from dolmen.training.initialize import make_state
+from dolmen.training.resolve import resolve
 
 SIZES = [(ranks, micros) for ranks in (2, 3, 4) for micros in (1, 2, 4, 5, 8)]
 CASES = {
@@ -272,7 +273,6 @@ def test_a_run_is_connected_before_its_model_is_built(monkeypatch):
     made = Decoder(model.tree)
     monkeypatch.setattr(build, "build", lambda *_, **__: done.append("model") or made)
     monkeypatch.setattr(build, "initialize", lambda *_: None)
-    make_state(
-        RunConfig(model=model, layout=layout, train=train), replace(meshes.SINGLE, **axes), 1
-    )
+    run = RunConfig(model=model, layout=layout, train=train)
+    make_state(resolve(run, None), replace(meshes.SINGLE, **axes), 1)
     assert done == [1, 1, "model"]

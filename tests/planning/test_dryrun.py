@@ -39,8 +39,9 @@ from dolmen.planning.ledger import Ledger, Row
 from dolmen.planning.operations import OURS, WEIGHTS, Share
 from dolmen.planning.steady_state import shorten_step, uneven_stages
 from dolmen.training import loop
-from dolmen.training.begin import make_state
 from dolmen.training.config import RunConfig, TrainConfig
+from dolmen.training.initialize import make_state
+from dolmen.training.resolve import resolve
 from dolmen.training.step import optimizer_step
 
 LENGTH = 16
@@ -177,7 +178,7 @@ def really(run: RunConfig) -> list[Found]:
     gc.collect()
     mode = Real()
     with resized(mode), mode:
-        state = make_state(run, mesh, steps=1)
+        state = make_state(resolve(run, None), mesh, steps=1)
         gc.collect()
         rest = mode.peak = mode.now
         mode.sent.clear()

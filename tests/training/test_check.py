@@ -20,9 +20,10 @@ from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import Muon
 from dolmen.recipes import RECIPES
 from dolmen.rl.config import CriticConfig, PPOConfig
-from dolmen.training.check import check_exportable, check_run
-from dolmen.training.check_out import check_overwrite, check_same_model, check_same_optimizer
+from dolmen.training.checks.evaluation import check_exportable
+from dolmen.training.checks.folder import check_overwrite, check_same_model, check_same_optimizer
 from dolmen.training.config import FinishConfig, RunConfig, TrainConfig
+from dolmen.training.resolve import resolve_model, without_microbatch
 from dolmen.training.start import changed_since
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -58,7 +59,7 @@ def test_every_recipe_is_a_run(name, material):
         new = replace(run.train.new_rows, first=290)
         run = replace(run, train=replace(run.train, new_rows=new))
     for layout in (Layout(), SIZES.get(name, (0, Layout(dp=4)))[1]):
-        done = check_run(replace(run, layout=layout), None)
+        done = tinyrun.check_run(replace(run, layout=layout), None)
         assert (
             done.layout.dp == (layout.dp or 1)
             and done.train.global_batch_size // done.layout.dp % done.microbatch_size == 0
@@ -88,7 +89,7 @@ def test_what_fills_in_tokens_ends_in_no_text(material, asked):
         finish=FinishConfig(export=True, **asked),
     )
     with pytest.raises(ValueError, match=f"finish.{min(asked)} is for models that foretell"):
-        check_run(replace(run, layout=Layout()), None)
+        tinyrun.check_run(replace(run, layout=Layout()), None)
 
 
 def test_defaults(material):
@@ -166,7 +167,7 @@ def test_routers_with_a_bias_are_another_model(material):
         check_same_model(to_dict(biased), plain, 7)
     check_same_model(to_dict(biased), biased, 7)
     with pytest.raises(ValueError, match="--train.router.balance loss to export"):
-        check_run(replace(biased, finish=FinishConfig(export=True)), None)
+        tinyrun.check_run(replace(biased, finish=FinishConfig(export=True)), None)
     check_exportable(plain)
 
 
@@ -218,8 +219,8 @@ def test_what_a_run_reads_is_not_overwritten(option, material, tmp_path):
 def test_half_precision_inside_float64_is_refused(material):
     words = {"optimizer": {"name": "muon", "muon": {"dtype": "bfloat16"}}}
     with pytest.raises(ValueError, match=r"keeps 8 bits .* --optimizer.muon.dtype float32"):
-        check_run(material.config(**words, train={"dtype": "float64"}), None)
-    check_run(material.config(**words, train={"dtype": "bfloat16"}), None)
+        tinyrun.check_run(material.config(**words, train={"dtype": "float64"}), None)
+    tinyrun.check_run(material.config(**words, train={"dtype": "bfloat16"}), None)
 
 
 def test_a_section_that_a_checkpoint_lacks_has_not_changed(material):
@@ -236,3 +237,17 @@ EXPERTS = {
     "num_local_experts": 4,
     **tinyrun.MODEL,
 }
+
+
+def test_a_config_runs_again_at_another_layout(material):
+    """Its microbatch size is chosen anew where another layout or batch cannot have it."""
+    run = resolve_model(material.config(), 1)
+    size = run.train.microbatch_size
+    assert size == run.train.global_batch_size
+    assert without_microbatch(run, 1) == run
+    for layout, batch in ((Layout(dp=2), size), (Layout(dp=1, pp=2), size), (Layout(dp=1), 3)):
+        train = replace(run.train, global_batch_size=batch)
+        other = without_microbatch(replace(run, layout=layout, train=train), layout.world)
+        assert other.train.microbatch_size is None
+    larger = replace(run.train, global_batch_size=2 * size)
+    assert without_microbatch(replace(run, train=larger), 1).train.microbatch_size == size

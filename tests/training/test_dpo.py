@@ -27,10 +27,10 @@ from dolmen.objectives.config import ObjectiveConfig
 from dolmen.objectives.preference import DPO
 from dolmen.ops.loss import IGNORED
 from dolmen.recipes import RECIPES
-from dolmen.training import begin, reference
-from dolmen.training.check import check_run
+from dolmen.training import initialize, reference
+from dolmen.training.checks.warn import never_ends
 from dolmen.training.folder import Unusable
-from dolmen.training.warn import never_ends
+from dolmen.training.resolve import resolve
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -120,7 +120,7 @@ def made(pairs, **objective):
         objective=asked,
         train=replace(RECIPES["dpo"]().train, sequence_length=48, global_batch_size=4, steps=4),
     )
-    config = check_run(config, 1)
+    config = tinyrun.check_run(config, 1)
     loader = prepare_loader(
         data, str(pairs / "model"), 300, 48, 4, 0, model=config.tree, progress=False
     )
@@ -136,7 +136,7 @@ def test_answers_that_end_no_text_are_warned_of(pairs, template, warned):
     loader = prepare_loader(
         data, str(pairs / "model"), 300, 96, 4, 0, model=config.tree, progress=False
     )
-    told = never_ends(config, loader)
+    told = never_ends(resolve(config, 1), loader)
     assert (told is not None) == warned
     assert not warned or "answers end with '>' (token " in told and "--stop" in told
 
@@ -171,8 +171,8 @@ def compared(batch: Batch, theirs, tokenizer) -> set[tuple[str, str]]:
 def test_the_reference_is_the_start(pairs, tmp_path):
     """Its log-probabilities of all answers, as transformers has them; 0 of prompts."""
     config, loader = made(pairs)
-    state = begin.make_state(config, SINGLE, 4)
-    reference.compare(config, config, state, loader, SINGLE, tmp_path)
+    state = initialize.make_state(resolve(config, 1), SINGLE, 4)
+    reference.compare(resolve(config, 1), state, loader, SINGLE, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(pairs / "model", dtype=torch.float32)
     seen, held = set(), set()
     for step in range(8):
@@ -192,26 +192,27 @@ def test_another_reference(pairs, tmp_path):
         other.lm_head.weight.mul_(2)
     other.save_pretrained(tmp_path / "other")
     asked, _ = made(pairs, reference=str(tmp_path / "other"))
-    state = begin.make_state(config, SINGLE, 4)
-    reference.compare(config, config, state, loader, SINGLE, tmp_path)
+    state = initialize.make_state(resolve(config, 1), SINGLE, 4)
+    reference.compare(resolve(config, 1), state, loader, SINGLE, tmp_path)
     own = loader.mixture.numbers["reference"]
-    reference.compare(asked, asked, state, loader, SINGLE, tmp_path)
+    reference.compare(resolve(asked, 1), state, loader, SINGLE, tmp_path)
     assert np.abs(loader.mixture.numbers["reference"] - own).max() > 0.1
     # kept under a hash of the model: that of another is not read, nor one that is damaged
-    known = reference.compare(config, config, state, loader, SINGLE, tmp_path)
+    known = reference.compare(resolve(config, 1), state, loader, SINGLE, tmp_path)
     reference.keep(tmp_path, known)
     with mock.patch.object(reference, "_of_rows", side_effect=AssertionError):
-        again = reference.compare(config, config, state, loader, SINGLE, tmp_path)
+        again = reference.compare(resolve(config, 1), state, loader, SINGLE, tmp_path)
         assert all(np.array_equal(again[key], known[key]) for key in known)
         with pytest.raises(AssertionError):
-            reference.compare(asked, asked, state, loader, SINGLE, tmp_path)
+            reference.compare(resolve(asked, 1), state, loader, SINGLE, tmp_path)
         for file in (tmp_path / "reference").iterdir():
             file.write_bytes(file.read_bytes()[:-1] + b"x")
         with pytest.raises(AssertionError):
-            reference.compare(config, config, state, loader, SINGLE, tmp_path)
+            reference.compare(resolve(config, 1), state, loader, SINGLE, tmp_path)
     with pytest.raises(Unusable, match="is gone, and objective.name dpo compares with it"):
         gone = made(pairs)[0]
-        reference.compare(replace(gone, init="elsewhere"), gone, state, loader, SINGLE, tmp_path)
+        run = replace(resolve(gone, 1), init_is_gone=True)
+        reference.compare(run, state, loader, SINGLE, tmp_path)
     larger = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**{**tinyrun.MODEL, "vocab_size": 310})
     )
@@ -290,11 +291,11 @@ def test_what_is_refused(pairs, tmp_path, more, told):
 def test_the_objective_that_is_asked_for(pairs):
     asked = dict(beta=0.3, kind="exo", label_smoothing=0.1, rpo_alpha=0.7)
     run = made(pairs, loss_type="exo", **{k: v for k, v in asked.items() if k != "kind"})[0]
-    assert begin.objective_of(run) == DPO(**asked, from_reference=True)
+    assert initialize.objective_of(run) == DPO(**asked, from_reference=True)
     other = replace(run, objective=replace(run.objective, reference="another"))
-    assert begin.objective_of(other) == DPO(**asked)
+    assert initialize.objective_of(other) == DPO(**asked)
     itself = replace(run, objective=replace(run.objective, reference=run.init))
-    assert begin.objective_of(itself) == DPO(**asked, from_reference=True)
+    assert initialize.objective_of(itself) == DPO(**asked, from_reference=True)
 
 
 def test_options_of_dpo_are_of_dpo():

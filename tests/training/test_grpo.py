@@ -18,7 +18,7 @@ from dolmen.ops.loss import IGNORED
 from dolmen.rl import rollout
 from dolmen.rl.config import RolloutConfig
 from dolmen.rl.generation import GenerationModel
-from dolmen.training import warn
+from dolmen.training.checks import warn
 from dolmen.training.config import RunConfig, TrainConfig
 
 material, one_thread = tinyrun.material, tinyrun.one_thread

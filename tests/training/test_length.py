@@ -11,9 +11,9 @@ from dolmen.cli.command import parse_run
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.schedule import learning_rate
 from dolmen.recipes.changed import request
-from dolmen.training.check import check_said_once
+from dolmen.training.checks.length import check_agreement
 from dolmen.training.metrics import read_metrics
-from dolmen.training.run import epoch_steps
+from dolmen.training.resolve import epoch_steps
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 EACH = 64  # tokens of a step of the tiny run: 4 sequences of 16
@@ -102,16 +102,16 @@ REFUSED = {
 def test_what_says_two_lengths_is_refused(material, said):
     run = material.config(train=REFUSED[said])
     with pytest.raises(ValueError) as raised:
-        check_said_once(run)
+        check_agreement(run)
     assert said in str(raised.value)
 
 
 def test_what_says_two_warm_ups_is_refused(material):
     run = material.config(optimizer={"warmup_steps": 2, "warmup_tokens": 192.0})
     with pytest.raises(ValueError, match=r"warmup-steps is 2, and .*warmup-tokens \(192\) are 3: "):
-        check_said_once(run)
-    check_said_once(replace(run, optimizer=replace(run.optimizer, warmup_tokens=128.0)))
-    check_said_once(material.config(train={"steps": 6, "tokens": 6.0 * EACH - 1}))
+        check_agreement(run)
+    check_agreement(replace(run, optimizer=replace(run.optimizer, warmup_tokens=128.0)))
+    check_agreement(material.config(train={"steps": 6, "tokens": 6.0 * EACH - 1}))
 
 
 @pytest.mark.parametrize("value", (0.0, -1.0, float("inf"), float("nan")))

@@ -17,12 +17,12 @@ from tinyrun import dolmen, losses, rows, same, tensors
 
 from dolmen.data.loader import prepare_loader
 from dolmen.recipes import RECIPES
-from dolmen.training.check import check_run
+from dolmen.training.checks.warn import warnings
 from dolmen.training.config import NewRowsConfig
 from dolmen.training.new_rows import NewRows
+from dolmen.training.resolve import resolve
 from dolmen.training.run import run_training
 from dolmen.training.validating import bits_per_byte
-from dolmen.training.warn import warnings
 from dolmen.vocabulary import extend
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -124,7 +124,7 @@ def test_what_cannot_wait_for_new_rows_is_refused(material, tmp_path):
         train = {"new_rows": {"share": 0.5, "first": 200}} | sections.pop("train", {})
         run = material.config(**{"init": str(material.model), "train": train} | sections)
         with pytest.raises(ValueError) as error:
-            check_run(run, 1)
+            tinyrun.check_run(run, 1)
         return str(error.value)
 
     assert "without a model to start from every row is new" in refused(init=None)
@@ -138,7 +138,7 @@ def test_what_cannot_wait_for_new_rows_is_refused(material, tmp_path):
     shutil.copytree(material.model, model)
     extend.write(model, 250, 300, "mean")
     run = material.config(init=str(model), train=unsaid)
-    assert check_run(run, 1).train.new_rows == NewRowsConfig(0.5, 250)
+    assert tinyrun.check_run(run, 1).train.new_rows == NewRowsConfig(0.5, 250)
     for share in (-0.1, 1):
         with pytest.raises(ValueError, match="it must be at least 0 and less than 1"):
             NewRowsConfig(share)
@@ -173,5 +173,5 @@ def test_sources_that_are_not_told_apart_are_warned_of(material, tmp_path):
     ):
         data = replace(run.data, path=paths, **more)
         loader = prepare_loader(data, None, None, 16, 4, 0, progress=False)
-        found = " ".join(warnings(replace(run, data=data), loader, 0, 6))
+        found = " ".join(warnings(resolve(replace(run, data=data), 1), loader, 0, 6))
         assert [words for words in (one, few) if words in found] == ([told] if told else [])

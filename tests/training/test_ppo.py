@@ -42,10 +42,11 @@ from dolmen.optim.config import OptimizerConfig
 from dolmen.rl import iteration, rollout
 from dolmen.rl.config import CriticConfig
 from dolmen.rl.prompts import NoValidation, Prompt, PromptLoader, Prompts
-from dolmen.training import batches, loop, pretraining
+from dolmen.training import batches, initialize, loop
 from dolmen.training import run as run_module
-from dolmen.training.check_drawn import check_drawn
+from dolmen.training.checks.rollout import check_rollout
 from dolmen.training.config import RunConfig
+from dolmen.training.resolve import resolve
 from dolmen.training.run import run_training
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -184,7 +185,7 @@ def test_models_wait_elsewhere(whole, material, prompts, tmp_path, monkeypatch):
 
     def drawing(model, *more):
         state = seen[0]
-        for one in (state, state.beside.state):
+        for one in (state, state.critic.state):
             assert bytes_of(one.tensors().values()) == 0
         assert bytes_of(model.parameters()) > 0
         seen.append(model)
@@ -259,7 +260,7 @@ def between_two_updates(step: int) -> None:
     made = loop.optimizer_step
 
     def dying(state, *more):
-        if state.step == step and state.beside is not None:
+        if state.step == step and state.critic is not None:
             os.kill(os.getpid(), signal.SIGKILL)
         return made(state, *more)
 
@@ -359,16 +360,18 @@ def test_what_is_replayed_is_balanced_by_no_bias(material):
         said = {**ASKED, "model": SPARSE, "ppo": {}, "train": {"router": router}}
         return material.config(**{**said, "rollout": {"routing_replay": True}})
 
-    check_drawn(asked())
-    check_drawn(asked(balance="bias", bias_rate=0.0))
+    check_rollout(resolve(asked(), None))
+    check_rollout(resolve(asked(balance="bias", bias_rate=0.0), None))
     with pytest.raises(ValueError, match="would move by 0.01 in each update .*bias-rate 0"):
-        check_drawn(asked(balance="bias", bias_rate=0.01))
+        check_rollout(resolve(asked(balance="bias", bias_rate=0.01), None))
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_run_without_a_reward_is_told_of_it_alone(material, name):
     with pytest.raises(ValueError, match=f"^{name} needs --reward: exact, gsm8k, .*MODULE:FUNC"):
-        check_drawn(material.config(**{**ASKED, "objective": {"name": name}, "reward": []}))
+        check_rollout(
+            resolve(material.config(**{**ASKED, "objective": {"name": name}, "reward": []}), None)
+        )
 
 
 @pytest.mark.slow
@@ -423,7 +426,9 @@ def test_each_rank_reads_its_own_text(material):
         Prompts("p", [], 1, 0), NoValidation(), 8, None, Description(""), {}
     ).beside(text)
     run = material.config(ppo={**text_of(material)}, objective={"name": "ppo"})
-    found = pretraining.of(run, loader, SimpleNamespace(dp=SimpleNamespace(rank=1, size=2)))
+    found = initialize.make_pretraining(
+        run, loader, SimpleNamespace(dp=SimpleNamespace(rank=1, size=2))
+    )
     found.batch(3)
     assert asked == [(3, 1, 2)] and found.coefficient == 2.0
 

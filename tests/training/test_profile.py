@@ -15,8 +15,9 @@ from tinyrun import dolmen, losses
 
 from dolmen.core import ranges
 from dolmen.core.mesh import SINGLE, Axis
-from dolmen.training import check, folder, profile, profile_table, warn
+from dolmen.training import folder, profile, profile_table
 from dolmen.training import run as train_run
+from dolmen.training.checks import warn
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -121,8 +122,8 @@ def test_steps_are_counted_from_1(material, number):
 def test_a_step_that_never_comes_is_refused(material, tmp_path):
     run = material.config(log={"profile": 7})
     with pytest.raises(ValueError, match=r"log.profile \(7\) is over the run's 6 steps: use --log"):
-        check.check_run(run, None)
-    check.check_run(material.config(log={"profile": 6}), None)
+        tinyrun.check_run(run, None)
+    tinyrun.check_run(material.config(log={"profile": 6}), None)
     # an epoch is 172 batches of 4
     words = ("train", material.file, "--train.steps", "None", "--log.profile", 173)
     result = dolmen(*words, "--out", tmp_path / "run")

@@ -1,19 +1,37 @@
-"""What is refused of a run that learns from its own answers, with the numbers and the knob, before
-any process starts and before anything is written.
+"""Rules on runs that learn from their own completions (GRPO, PPO): rewards, environment, layout of
+generation, critic.
 """
 
-from dolmen.conversion.source import open_source, tokenizer_folder
+from dataclasses import replace
+
+from dolmen.conversion.source import Source
 from dolmen.core.messages import counted
+from dolmen.families import compared
 from dolmen.model.layout import Layout
 from dolmen.rl import function_worker, rewards
-from dolmen.rl.config import GROUP_ESTIMATORS, RolloutConfig
+from dolmen.rl.config import GROUP_ESTIMATORS, CriticConfig, PPOConfig, RolloutConfig
+from dolmen.rl.targets import MAX_KL_ERROR
 from dolmen.training.config import RunConfig
+from dolmen.training.resolve import ResolvedRun
+
+REPLACED_BY_CRITIC = (
+    "loss_type",
+    "importance_sampling_level",
+    "beta",
+    "advantage_estimator",
+    "scale_rewards",
+    "reward_kl_coef",
+    "max_resamples",
+    "importance_sampling_cap",
+)
+"""Options of --rollout that a critic takes the place of."""
 
 
-def check_drawn(run: RunConfig) -> None:
-    """Raises ValueError where what the model draws, its reward, the data and the objective do not
-    belong together, or the layout cannot draw.
+def check_rollout(resolved: ResolvedRun) -> None:
+    """Raises ValueError where rollouts, their reward, the data and the objective do not belong
+    together, or the layout cannot generate.
     """
+    run = resolved.config
     rewarded = bool(run.reward) or (run.objective.name == "grpo" and run.rollout.distills)
     asked = [run.objective.draws, run.data.rows == "prompts", rewarded]
     if not any(asked):
@@ -36,7 +54,7 @@ def check_drawn(run: RunConfig) -> None:
             "prompts, and of a reward of answers to them (--reward exact, gsm8k, stub, "
             "regex:PATTERN, MODULE:FUNCTION or the folder of a reward model)"
         )
-    _check_judges(run)
+    _check_rewards(resolved)
     if run.objective.name == "grpo":
         check_compared(run.rollout)
     if run.rollout.distills and (run.reward or run.objective.reference is None):
@@ -64,13 +82,14 @@ def check_drawn(run: RunConfig) -> None:
     _check_layout(run)
 
 
-def _check_judges(run: RunConfig) -> None:
+def _check_rewards(resolved: ResolvedRun) -> None:
     """Raises ValueError for an environment or a reward that is none."""
+    run = resolved.config
     if run.environment is not None:
         function_worker.check_function_name(run.environment, "environment")
     for _, name in rewards.parse_rewards(run.reward):
         if rewards.is_reward_model(name):
-            check_reward_model(run, name)
+            check_reward_model(resolved, name)
         else:
             rewards.make_reward_function(name, run.rollout.timeout_seconds)
 
@@ -128,16 +147,13 @@ def check_compared(asked: RolloutConfig) -> None:
         )
 
 
-def check_reward_model(run: RunConfig, name: str) -> None:
+def check_reward_model(resolved: ResolvedRun, name: str) -> None:
     """Raises ValueError where the model at `name` does not end in one number, reads other tokens or
     shorter texts than the run's, or does not go into its layout.
     """
-    own = run.data.tokenizer
-    if own is None and run.init is not None:
-        own = tokenizer_folder(open_source(run.init))
-    source = open_source(name)
+    run, source = resolved.config, resolved.rewards[name]
+    own, tree = run.data.tokenizer or resolved.tokenizer, source.tree
     rewards.check_reward_model(name, source, run.tree.vocab_size, own)
-    tree = source.tree
     if tree.max_position_embeddings <= run.sequence_length:
         raise ValueError(
             f"reward {name} reads {tree.max_position_embeddings} tokens "
@@ -149,3 +165,67 @@ def check_reward_model(run: RunConfig, name: str) -> None:
         run.layout.check_model(tree)
     except ValueError as error:
         raise ValueError(f"of --reward {name}: {error}") from None
+
+
+def check_ppo(resolved: ResolvedRun) -> None:
+    """Raises ValueError for options of PPO with another objective, for options of GRPO with PPO,
+    and for a critic that the model cannot have.
+    """
+    run = resolved.config
+    if run.objective.name != "ppo":
+        for section, own in (("ppo", PPOConfig()), ("critic", CriticConfig())):
+            if vars(run)[section] != own:
+                raise ValueError(
+                    f"{section} is of a policy that learns with a critic, and objective.name is "
+                    f"{run.objective.name}: use dolmen train ppo, or leave it out"
+                )
+        return
+    for name in REPLACED_BY_CRITIC:
+        value = vars(run.rollout)[name]
+        if value != vars(RolloutConfig)[name]:
+            raise ValueError(
+                f"rollout.{name.replace('_', '-')} is {value}, which is of grpo: of ppo leave it "
+                "out (--ppo says how it learns)"
+            )
+    if run.critic.warmup_steps and run.steps is not None and run.critic.warmup_steps >= run.steps:
+        raise ValueError(
+            f"critic.warmup-steps ({run.critic.warmup_steps}) are all of the run's {run.steps} "
+            "steps, and the model learns in none: set fewer, or more --train.steps"
+        )
+    answers = run.rollout.completions(run.train.global_batch_size)
+    if run.ppo.kl_target is not None and run.ppo.kl_horizon <= MAX_KL_ERROR * answers:
+        raise ValueError(
+            f"ppo.kl-horizon ({run.ppo.kl_horizon:g}) is so short that an iteration of {answers} "
+            "completions may change the sign of ppo.kl-coef: set one over "
+            f"{MAX_KL_ERROR * answers:g}"
+        )
+    check_critic(resolved)
+
+
+def check_critic(resolved: ResolvedRun) -> None:
+    """Raises ValueError where the critic would start from a model of another shape or tokens."""
+    run = resolved.config
+    if run.critic.init is None or resolved.critic is None:
+        return
+    ours, theirs = run.tree, resolved.critic.tree
+    if theirs.vocab_size != ours.vocab_size:
+        raise ValueError(
+            f"critic.init {run.critic.init} has a vocab_size of {theirs.vocab_size:,}, the model "
+            f"{ours.vocab_size:,}: give a critic of the same tokens"
+        )
+    if differences := _shape_differences(run, resolved.critic):
+        raise ValueError(
+            f"critic.init {run.critic.init} has another shape than the model ({differences}): give "
+            "one of the model's own, or leave it out to begin as the model does"
+        )
+
+
+def _shape_differences(run: RunConfig, source: Source) -> str:
+    """Return how the shape of the source differs from the run's model, the head aside; "" where it
+    does not.
+    """
+    body = replace(source.tree, head=run.tree.head)
+    if body.leaves == run.tree.leaves:
+        return ""
+    fields = [f"{n} {a}, here {b}" for n, a, b in compared(source.model, run.known_model)]
+    return "; ".join(fields[:3]) or "other parameters"

@@ -1,29 +1,26 @@
-"""What is refused of a run that begins with a model, of the weights, moments and tokenizer that are
-there, before any process starts and before anything is written.
+"""Rules on the model that a run starts from: its weights, moments and new rows of the vocabulary;
+and on adapters.
 """
 
-from dataclasses import replace
-
 from dolmen.conversion.moments import check_whole
-from dolmen.conversion.sidecars import pad_vocabulary
-from dolmen.conversion.source import Source, open_source, tokenizer_folder
 from dolmen.core.messages import counted
-from dolmen.families import compared, scored, unscored
+from dolmen.families import compared
 from dolmen.families.family import knob
-from dolmen.model.tree import Scalar
 from dolmen.training.config import RunConfig
-from dolmen.vocabulary import extend
+from dolmen.training.resolve import ResolvedRun
 
 
-def check_init(run: RunConfig, init: str) -> None:
-    """Raises ValueError or KeyError where the weights of `init` are not those of the run's model,
-    or are more than it trains.
+def check_init(resolved: ResolvedRun) -> None:
+    """Raises ValueError or KeyError where the initial weights are not those of the run's model, or
+    are more than it trains.
     """
-    source = initial(run, init)
+    run, init = resolved.config, resolved.config.init
+    source, stated = resolved.weights, resolved.init
+    if source is None or stated is None:
+        return
     try:
         stored = source.specs
     except (ValueError, KeyError):
-        stated = open_source(init)
         check_whole(stated)  # those of its own model, or it is refused
         changes = ", ".join(
             f"{knob(name)} {new} ({old})" for name, old, new in compared(stated.model, source.model)
@@ -41,13 +38,18 @@ def check_init(run: RunConfig, init: str) -> None:
             f"{min(lost)}, that without train.router.balance bias the run would lose: use "
             "--train.router.balance bias"
         )
+    if run.training.fp8 is not None and run.training.fp8.delayed:
+        _ = source.scaling  # raises ValueError for scales that are none
 
 
-def with_new_rows(run: RunConfig) -> RunConfig:
-    """The run that says which rows are new. Raises ValueError where nobody has said so, and for
-    what cannot wait for them.
+def check_new_rows(resolved: ResolvedRun) -> None:
+    """Raises ValueError for rows of the vocabulary that are to be trained first and are not known,
+    and for an optimizer or adapters that cannot start after them.
     """
-    asked, share = run.train.new_rows, f"train.new-rows.share ({run.train.new_rows.share:g})"
+    run = resolved.config
+    if not run.train.new_rows.share:
+        return
+    new, share = run.train.new_rows, f"train.new-rows.share ({run.train.new_rows.share:g})"
     if run.init is None:
         raise ValueError(f"{share}: without a model to start from every row is new: give --init")
     if run.optimizer.name != "adamw" or run.optimizer.from_init or run.training.adapter:
@@ -55,9 +57,7 @@ def with_new_rows(run: RunConfig) -> RunConfig:
             f"{share} is AdamW's, which begins when all learns: leave out --optimizer.name "
             f"{run.optimizer.name}, --optimizer.from-init and --adapter.rank, or the share"
         )
-    first, rows = asked.first, run.tree.vocab_size
-    if first is None:
-        first = extend.first_new(open_source(run.init).where)
+    first, rows = new.first, run.tree.vocab_size
     if first is None:
         raise ValueError(
             f"{share}: {run.init} does not say which tokens are new, as what dolmen vocab extend "
@@ -68,33 +68,16 @@ def with_new_rows(run: RunConfig) -> RunConfig:
             f"train.new-rows.first ({first:,}) is over the last of the model's {rows:,} rows: set "
             "the id of the first token that is new"
         )
-    return replace(run, train=replace(run.train, new_rows=replace(asked, first=first)))
 
 
-def initial(run: RunConfig, init: str) -> Source:
-    """The source of the weights that the run begins with: a reward model may begin with a model
-    that has logits, of which it takes all else. Raises as `open_source`.
+def check_moments(resolved: ResolvedRun) -> None:
+    """Raises ValueError where the moments that the optimizer is to start with are not there, or not
+    those of what it trains.
     """
-    begun, model = open_source(init), run.known_model
-    ends = isinstance(begun.tree.head, Scalar)
-    return open_source(init, scored(model) if ends else unscored(model))
-
-
-def with_padding(run: RunConfig) -> RunConfig:
-    """The run of a reward model whose config.json says which token is padding, and behind which a
-    program that looks for it so finds the end of a text; none, where the tokenizer has none that
-    could not end one.
-    """
-    named = run.data.tokenizer or own_tokenizer(run.init)
-    made = pad_vocabulary(run.known_model, named, "--data.tokenizer")
-    return run if made is run.known_model else replace(run, model=made)
-
-
-def check_moments(run: RunConfig) -> None:
-    """Raises ValueError where the moments that the run is to begin with are not there, or not those
-    of what it trains.
-    """
-    if run.init is None:
+    run = resolved.config
+    if not resolved.inherits_moments:
+        return
+    if resolved.weights is None:
         raise ValueError("optimizer.from-init reads the moments beside --init: give --init")
     if run.training.adapter is not None:
         raise ValueError(
@@ -102,21 +85,21 @@ def check_moments(run: RunConfig) -> None:
             "--optimizer.from-init"
         )
     try:
-        found = open_source(run.init, run.known_model).moments
+        moments = resolved.weights.moments
     except (ValueError, KeyError) as error:
         raise ValueError(
             f"optimizer.from-init: {error.args[0]}; leave it out to begin without moments"
         ) from None
-    if found is None:
+    if moments is None:
         raise ValueError(
             f"--init {run.init} has no moments of AdamW that dolmen reads: leave out "
             "--optimizer.from-init"
         )
-
-
-def own_tokenizer(init: str | None) -> str | None:
-    """The folder of the tokenizer that came with `init`. Raises as `open_source`."""
-    return None if init is None else tokenizer_folder(open_source(init))
+    if resolved.weights.tree.head != run.tree.head:
+        raise ValueError(
+            f"--init {run.init} has moments of another head than the run's model: leave out "
+            "--optimizer.from-init"
+        )
 
 
 def check_adapter(run: RunConfig) -> None:

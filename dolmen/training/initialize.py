@@ -1,17 +1,19 @@
-"""What a run begins with: its model and where the weights come from, an optimizer at step 0, and
-the objective that it is asked for.
-"""
+"""The state of a run at step 0: model and weights, optimizer, objective, and the critic of PPO."""
 
-from dolmen.conversion.source import Source, cast_source, load_weights, open_source
+from dataclasses import replace
+
+from dolmen.conversion.source import Source, cast_source, load_weights
 from dolmen.core.mesh import Mesh
+from dolmen.data.batch import Batch
+from dolmen.data.batches import Loader
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import Tree
+from dolmen.model.tree import Scalar, Tree
 from dolmen.objectives.config import SIMPO_MARGIN
 from dolmen.objectives.grpo import Group, Undecided
 from dolmen.objectives.masked_lm import Filling
 from dolmen.objectives.objective import CrossEntropy, Objective
-from dolmen.objectives.ppo import Clipped, ClippedUndecided
+from dolmen.objectives.ppo import Clipped, ClippedUndecided, Expected
 from dolmen.objectives.preference import DPO, KTO, ReferenceFree
 from dolmen.objectives.reward import Preferred
 from dolmen.optim import optimizer as optim
@@ -19,28 +21,65 @@ from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import DTYPES, LossScale, at_rest
 from dolmen.parallel import channels
 from dolmen.parallel.actions import Schedule
-from dolmen.training.check_init import initial
+from dolmen.rl.prompts import PromptLoader
+from dolmen.rl.targets import KLController
 from dolmen.training.config import RunConfig
-from dolmen.training.state import SpikePolicy, TrainState
+from dolmen.training.resolve import ResolvedRun
+from dolmen.training.state import Critic, PretrainingLoss, SpikePolicy, TrainState
 
 
-def make_state(run: RunConfig, mesh: Mesh, steps: int) -> TrainState:
-    """The model with its initial values and an optimizer at step 0; ranks of pp are connected."""
+def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
+    """Return the model with its initial values and an optimizer at step 0; ranks of pp are
+    connected.
+    """
+    run = resolved.config
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
     channels.connect(schedule, mesh)
-    model = built(run, run.tree, schedule, mesh)
-    source = None if run.init is None else initial(run, run.init)
-    fill(model, source, run)
-    if source is not None:
-        _begin_scales(model, source)
-    state = begin_state(run, model, schedule, mesh, steps)
-    if run.optimizer.from_init:
-        state.inherited = _inherit(run, model, state.optimizer)
+    model = build_model(run, run.tree, schedule, mesh)
+    load_initial(model, resolved.weights, run)
+    if resolved.weights is not None:
+        _load_scales(model, resolved.weights)
+    state = initial_state(run, model, schedule, mesh, steps)
+    if resolved.inherits_moments:
+        state.inherited = _load_moments(resolved, model, state.optimizer)
     return state
 
 
-def built(run: RunConfig, tree: Tree, schedule: Schedule, mesh: Mesh) -> Decoder:
-    """A model that learns as `run` says, without values."""
+def make_critic(resolved: ResolvedRun, policy: TrainState, mesh: Mesh) -> Critic:
+    """Return the critic of a `policy` with its initial values and an optimizer at step 0: a model
+    of the same shape that ends in one number for each token.
+    """
+    run = resolved.config
+    model = build_model(run, replace(run.tree, head=Scalar()), policy.schedule, mesh)
+    load_initial(model, resolved.critic, run)
+    lr = run.optimizer.lr if run.critic.lr is None else run.critic.lr
+    state = initial_state(
+        run,
+        model,
+        policy.schedule,
+        mesh,
+        policy.steps,
+        config=replace(run.optimizer, lr=lr, from_init=False),
+        objective=Expected(run.critic.clip),
+    )
+    ppo = run.ppo
+    return Critic(state, KLController(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon))
+
+
+def make_pretraining(run: RunConfig, loader: Loader, mesh: Mesh) -> PretrainingLoss | None:
+    """Return the text that PPO learns with its completions, or None."""
+    if not isinstance(loader, PromptLoader) or loader.text is None:
+        return None
+    text = loader.text
+
+    def batch(step: int) -> Batch:
+        return text.batch(step, mesh.dp.rank, mesh.dp.size).read_by(run.tree)
+
+    return PretrainingLoss(run.ppo.pretraining_coef, batch)
+
+
+def build_model(run: RunConfig, tree: Tree, schedule: Schedule, mesh: Mesh) -> Decoder:
+    """Return a model that is trained as `run` says, without values."""
     return build.build(
         tree,
         mesh,
@@ -53,9 +92,9 @@ def built(run: RunConfig, tree: Tree, schedule: Schedule, mesh: Mesh) -> Decoder
     )
 
 
-def fill(model: Decoder, source: Source | None, run: RunConfig) -> None:
-    """Gives a model the weights that `source` has, and draws all others from the run's seed:
-    adapters, biases that training adds to routers, a scalar head. None: all are drawn.
+def load_initial(model: Decoder, source: Source | None, run: RunConfig) -> None:
+    """Load the weights that `source` has, and sample all others from the run's seed: adapters,
+    biases that training adds to routers, a scalar head. None: all are sampled.
     """
     if source is None:
         build.initialize(model, run.train.seed)
@@ -66,7 +105,7 @@ def fill(model: Decoder, source: Source | None, run: RunConfig) -> None:
     build.load(model, lambda write: load_weights(masters, write, only=stored))
 
 
-def begin_state(
+def initial_state(
     run: RunConfig,
     model: Decoder,
     schedule: Schedule,
@@ -76,8 +115,8 @@ def begin_state(
     config: OptimizerConfig | None = None,
     objective: Objective | None = None,
 ) -> TrainState:
-    """`model`, whatever its values are, with an optimizer at step 0; where `config` or `objective`
-    is None, those that the run says.
+    """Return `model`, whatever its values are, with an optimizer at step 0; `config` and
+    `objective` default to those of the run.
     """
     config = run.optimizer if config is None else config
     optimizer = optim.make(model, config, mesh)
@@ -96,10 +135,10 @@ def begin_state(
     )
 
 
-def _inherit(run: RunConfig, model: Decoder, optimizer: optim.Optimizer) -> int:
-    """Give the optimizer the moments of `init`; the updates that have made them."""
-    assert run.init is not None
-    moments = open_source(run.init, run.known_model).moments
+def _load_moments(resolved: ResolvedRun, model: Decoder, optimizer: optim.Optimizer) -> int:
+    """Load the moments of the initial model; return the number of updates that made them."""
+    assert resolved.weights is not None
+    moments = resolved.weights.moments
     assert moments is not None, "check_moments has seen them"
     for kind, tensors in moments.kinds.items():
         optim.load(model, optimizer, kind, tensors.stream)
@@ -107,8 +146,8 @@ def _inherit(run: RunConfig, model: Decoder, optimizer: optim.Optimizer) -> int:
     return moments.step
 
 
-def _begin_scales(model: Decoder, source: Source) -> None:
-    """Give delayed scaling what the source knows."""
+def _load_scales(model: Decoder, source: Source) -> None:
+    """Load the state of delayed scaling that the source has."""
     delayed = model.delayed()
     known = source.scaling if delayed else {}
     for name in delayed.keys() & known.keys():
@@ -116,9 +155,8 @@ def _begin_scales(model: Decoder, source: Source) -> None:
 
 
 def objective_of(run: RunConfig) -> Objective:
-    """That which is asked for: the preferred answer, or the next token; of a model that sees both
-    ways masked ones, and whether a text follows, where its head says so, which counts as the masked
-    tokens of a sequence.
+    """Return the loss of the run. A bidirectional model learns masked tokens, and, where its head
+    says so, whether a text follows, which counts as the masked tokens of a sequence.
     """
     asked = run.objective
     same = asked.reference in (None, run.init)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 
-from dolmen.conversion.source import open_source
 from dolmen.core.messages import counted, printable
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batches import Loader
@@ -11,14 +10,16 @@ from dolmen.data.chat_loader import ChatLoader
 from dolmen.families.unknown import told
 from dolmen.serving.engine import stop_tokens
 from dolmen.training.config import RunConfig
+from dolmen.training.resolve import ResolvedRun
 
 APART = "rollout/logprob_difference_over_tolerance"
 LOOKED_AT = 100  # answers
 UNUSED_SHARE, UNUSED_ROWS = 0.1, 128  # more is no padding: published models pad to 128 at most
 
 
-def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]:
-    """A line each, for a run that goes from `step` to `steps`."""
+def warnings(resolved: ResolvedRun, loader: Loader, step: int, steps: int) -> list[str]:
+    """Return the warnings, a line each, of a run that goes from `step` to `steps`."""
+    run = resolved.config
     if step >= steps:
         return []
     found = [
@@ -28,7 +29,7 @@ def warnings(run: RunConfig, loader: Loader, step: int, steps: int) -> list[str]
         never_profiled(run, step, steps),
         nothing_replayed(run, loader),
         not_told_apart(run, loader),
-        never_ends(run, loader),
+        never_ends(resolved, loader),
         *told(run.known_model),
     ]
     if run.init is None and step == 0:  # a trained model keeps its size
@@ -92,14 +93,15 @@ def not_told_apart(run: RunConfig, loader: Loader) -> str | None:
     )
 
 
-def never_ends(run: RunConfig, loader: Loader) -> str | None:
-    """What to warn of where no answer that is learned ends with a token that ends a text: what the
-    model writes goes on behind it.
+def never_ends(resolved: ResolvedRun, loader: Loader) -> str | None:
+    """Return a warning where no completion that is learned ends with an EOS token: what the model
+    writes goes on behind it.
     """
+    run = resolved.config
     learned = run.objective.name in ("tokens", "dpo") and run.data.masking_strategy != "all"
-    if not isinstance(loader, ChatLoader) or not learned or run.init is None:
+    if not isinstance(loader, ChatLoader) or not learned or resolved.init is None:
         return None
-    ends = stop_tokens(open_source(run.init)) | {loader.tokenizer.eos_token_id}
+    ends = stop_tokens(resolved.init) | {loader.tokenizer.eos_token_id}
     examples = loader.mixture.examples
     last = [examples.last_learned(int(i)) for i in loader.mixture.chosen[:LOOKED_AT]]
     if ends & {*last}:

@@ -1,18 +1,17 @@
-"""What lies in --out before a run begins there: what is refused of it, by the process that starts
-the run and before anything is written, and whether the run can go on from what is saved.
+"""Rules on the output folder: what it holds before a run starts there, and whether its newest
+checkpoint can be resumed. The process that starts the run checks them before anything is written.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
-from dolmen.checkpoint import folders
 from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.config import changed_options
 from dolmen.core.mesh import SINGLE
-from dolmen.core.paths import expand, is_absent
+from dolmen.core.paths import expand
 from dolmen.data import sources
 from dolmen.families import Model, tuned
 from dolmen.model.training import Training
@@ -21,29 +20,6 @@ from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.rewards import is_reward_model, parse_rewards
 from dolmen.training import folder, metrics
 from dolmen.training.config import RunConfig
-
-
-def beginning(run: RunConfig, out: Path, resumed: bool) -> RunConfig:
-    """The run, whose `init` and `critic.init` are its own newest checkpoint where it goes on and
-    what it began with is no longer there: another run deletes all but its newest checkpoints,
-    whoever has begun with one of them, and its checkpoint has both models. Moments are its own
-    then.
-    """
-
-    def gone(name: str | None) -> bool:
-        return name is not None and is_absent(name)
-
-    if not resumed or not (gone(run.init) or gone(run.critic.init)):
-        return run
-    kept = folders.list_checkpoints(out / "checkpoints")
-    if not kept:
-        return run
-    own = str(kept[max(kept)])
-    if gone(run.critic.init):
-        run = replace(run, critic=replace(run.critic, init=own))
-    if gone(run.init):
-        run = replace(run, init=own, optimizer=replace(run.optimizer, from_init=False))
-    return run
 
 
 def check_overwrite(run: RunConfig, out: Path, source: str | None) -> None:
