@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # What machines with torch and transformers were seen to lack, and what that needs.
-LACKING = ("tyro", "docstring-parser", "typeguard", "datasets", "dill", "multiprocess", "pandas")
+LACKING = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection")
+LACKING += ("datasets", "dill", "multiprocess", "pandas")
 LACKING += ("zstandard", "xxhash", "jaxtyping", "wadler-lindig")
 MOST = 64 << 20  # bytes that may have to travel
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")

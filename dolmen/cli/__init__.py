@@ -66,8 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         told = f"dolmen: there is no verb {shown(argv[0])}{': ' * bool(hint)}{hint}\n\n{USAGE}"
         print(told, end="", file=sys.stderr)
         return 2
-    # tyro and YAML take 0.1 s, the verb with torch a second and more: `--version` owes neither, and
-    # `VERB --help` the first alone
+    # pydantic and YAML take 0.1 s, the verb with torch a second and more: `--version` owes neither,
+    # and `VERB --help` the first alone
     import importlib
 
     from dolmen.cli import command

@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-from dolmen.cli.options import ChatOptions
 from dolmen.conversion.source import open_source, tokenizer_folder
 from dolmen.core.config import to_dict
 from dolmen.core.log import say
@@ -16,6 +15,7 @@ from dolmen.launch import process
 from dolmen.model.layout import Layout
 from dolmen.serving import processes
 from dolmen.serving.chat import Chat
+from dolmen.serving.config import ChatConfig
 from dolmen.serving.detokenizer import check_stop
 from dolmen.serving.generation_config import apply_generation_config
 
@@ -29,7 +29,7 @@ Ctrl-C     end the answer
 A line that ends with \\ goes on in the next one."""
 
 
-def run(options: ChatOptions) -> int:
+def run(options: ChatConfig) -> int:
     layout = processes.check_model(
         "chat", [options.folder], Layout(), options.device, weights=options.weights
     )

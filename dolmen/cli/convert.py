@@ -2,12 +2,12 @@
 
 import sys
 
-from dolmen.cli.options import ConvertOptions
+from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.convert import convert
 from dolmen.core.messages import BadInput, Failed, message
 
 
-def run(options: ConvertOptions) -> int:
+def run(options: ConvertConfig) -> int:
     try:
         print(convert(options, shown=True))
     except Failed as error:

@@ -4,8 +4,7 @@ import json
 import sys
 from functools import partial
 
-from dolmen.cli.options import DiffOptions
-from dolmen.comparison.config import DiffWork
+from dolmen.comparison.config import DiffConfig, DiffWork
 from dolmen.comparison.diff import diff, work
 from dolmen.core.log import console
 from dolmen.core.messages import BadInput, Failed
@@ -14,7 +13,7 @@ from dolmen.files import write
 from dolmen.launch import process
 
 
-def run(options: DiffOptions | DiffWork) -> int:
+def run(options: DiffConfig | DiffWork) -> int:
     if isinstance(options, DiffWork):  # of a process that this verb has started
         return process.guarded(partial(_worker, options))
     try:

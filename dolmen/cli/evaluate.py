@@ -2,20 +2,20 @@
 
 import json
 
-from dolmen.cli.options import EvaluateOptions
 from dolmen.core.config import to_dict
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import BadInput, message
 from dolmen.core.paths import expand
 from dolmen.evaluation import tasks
+from dolmen.evaluation.config import EvaluateConfig
 from dolmen.evaluation.perplexity import Windows, evaluate, load, prepared, tokenizer_of
 from dolmen.files import write
 from dolmen.launch import process
 from dolmen.serving import processes
 
 
-def run(options: EvaluateOptions) -> int:
+def run(options: EvaluateConfig) -> int:
     if options.json is not None and not process.launched_here():
         try:
             write.check_new("--json", options.json)
@@ -43,7 +43,7 @@ def run(options: EvaluateOptions) -> int:
     )
 
 
-def _measure(options: EvaluateOptions, text: Windows | None, mesh: Mesh) -> int:
+def _measure(options: EvaluateConfig, text: Windows | None, mesh: Mesh) -> int:
     loaded, screen, content = load(options, mesh), console(mesh.first), {}
     if text is not None:
         found = evaluate(loaded, text)

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from dolmen.cli.options import ExportOptions
+from dolmen.conversion.config import ExportConfig
 from dolmen.conversion.convert import export_model
 from dolmen.core.messages import BadInput, message, quoted
 
 
-def run(options: ExportOptions) -> int:
+def run(options: ExportConfig) -> int:
     try:
         title = export_model(
             options.source, Path(options.to), options.dtype, options.adapters, options.critic

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 
-from dolmen.cli.options import GenerateOptions
 from dolmen.conversion.source import open_alike, tokenizer_folder
 from dolmen.core.config import to_dict
 from dolmen.core.log import say
@@ -16,6 +15,7 @@ from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import DTYPES
 from dolmen.rl import best_of_n
 from dolmen.serving import adapters, engine, offline, output_file, processes
+from dolmen.serving.config import GenerateConfig
 from dolmen.serving.detokenizer import Detokenizer
 from dolmen.serving.engine import Engine
 from dolmen.serving.generation import check_text, encode
@@ -23,7 +23,7 @@ from dolmen.serving.generation_config import apply_generation_config
 from dolmen.serving.request import Limits, Request
 
 
-def run(options: GenerateOptions) -> int:
+def run(options: GenerateConfig) -> int:
     try:  # before any process, and before a model is read
         options.of_tokens.check()
         adapters.check_name(options.adapter, adapters.parse_adapters(options.adapters))
@@ -50,7 +50,7 @@ def run(options: GenerateOptions) -> int:
     return _answer(options, layout) if options.input is not None else _print(options, layout)
 
 
-def _answer(options: GenerateOptions, layout: Layout) -> int:
+def _answer(options: GenerateConfig, layout: Layout) -> int:
     """A file of prompts."""
     started = process.started()
     # the launcher reads all rows, and refuses what is bad, before it starts others
@@ -92,14 +92,14 @@ def _choose(job: offline.Job) -> int:
     return 0
 
 
-def _print(options: GenerateOptions, layout: Layout) -> int:
+def _print(options: GenerateConfig, layout: Layout) -> int:
     """Prompts, and what follows them."""
     return processes.run(
         "generate", to_dict(options), layout, options.device, lambda mesh: _generate(options, mesh)
     )
 
 
-def _generate(options: GenerateOptions, mesh: Mesh) -> int:
+def _generate(options: GenerateConfig, mesh: Mesh) -> int:
     source = open_alike(options.folder, mesh)
     asked, told = apply_generation_config(options, source.generation_config)
     for line in told:

@@ -2,11 +2,9 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dolmen.cli.options import PlanOptions
 from dolmen.core.log import console
 from dolmen.core.messages import BadInput, message, quoted
 from dolmen.files import write
@@ -21,7 +19,7 @@ from dolmen.planning.search import add_fleets
 from dolmen.recipes.named import planned
 
 
-def run(options: PlanOptions) -> int:
+def run(options: PlanConfig) -> int:
     try:
         if options.measure:
             return measure_here()
@@ -49,15 +47,14 @@ def measure_here() -> int:
     return 0
 
 
-def asked(options: PlanOptions) -> PlanRequest:
+def asked(options: PlanConfig) -> PlanRequest:
     """Raises ValueError."""
     if not options.model:
         raise ValueError(
             "name a model first: dolmen plan gpt3-175b --cluster dgx-a100:128 (dolmen recipes "
             "lists them)"
         )
-    config = PlanConfig(**{one.name: getattr(options, one.name) for one in fields(PlanConfig)})
-    return PlanRequest(options.model, planned(options.model), config)
+    return PlanRequest(options.model, planned(options.model), options)
 
 
 def tell(found: Plan, asked: PlanConfig) -> None:

@@ -2,18 +2,18 @@
 
 from importlib.util import find_spec
 
-from dolmen.cli.options import ServeOptions
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import BadInput, message
 from dolmen.launch import process
 from dolmen.model.layout import Layout
 from dolmen.serving import processes
+from dolmen.serving.http.config import ServeConfig
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
-def run(options: ServeOptions) -> int:
+def run(options: ServeConfig) -> int:
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         raise BadInput(f"{lacking[0]} is not installed: pip install 'dolmen[serve]'")

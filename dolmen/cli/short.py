@@ -1,5 +1,5 @@
-"""The help of a recipe that teaches a trained model: one command, and the few options that decide
-what comes of it, a line each, with the recipe's own defaults. `--help --all` lists every option.
+"""The help of `train RECIPE`: one command and the few options that decide most, a line each, with
+the recipe's own defaults. `--help --all` lists every option.
 """
 
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from textwrap import wrap
 from typing import Any
 
 from dolmen.core.config import to_dict
+from dolmen.recipes import RECIPES
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling
 
@@ -51,6 +52,26 @@ class Short:
 
 
 SHORT = {
+    "pretrain": Short(
+        "dolmen train {name} --data.path text/",
+        {
+            "init": "a model to go on from: a directory, a hub id or a run; unset, a new one",
+            "model.model-type": "family of a new model; --help --all lists its sizes",
+            "data.path": "text: files, folders, .jsonl, .parquet, .bin, ids of the hub",
+            "data.tokenizer": "a folder, a hub id, or bpe:N, trained on the data",
+            "train.steps": "updates in all; or --train.tokens, or --train.epochs",
+            "train.sequence-length": LENGTH["train.sequence-length"],
+            "train.global-batch-size": LENGTH["train.global-batch-size"],
+            "train.microbatch-size": LENGTH["train.microbatch-size"],
+            "optimizer.lr": "the peak learning rate",
+            **MACHINE,
+            "layout.pp": "processes that hold different layers",
+            "checkpoint.every": "steps between checkpoints; 0 saves the last one only",
+            **EXPORT,
+            **OUT,
+        },
+        frozenset({"data.path"}),
+    ),
     "sft": Short(
         "dolmen train sft --init Qwen/Qwen3-0.6B --data.path chats.jsonl --finish.export",
         {
@@ -141,14 +162,32 @@ SHORT = {
         "With --init other numbers are usual: dolmen train ppo --init MODEL --help shows them.",
     ),
 }
-"""Of recipes that people come to with a model and data of their own."""
+"""Of recipes, and of the other runs with their objective."""
 
 
-def text(name: str, about: str, run: RunConfig) -> str:
-    """The short help of the recipe `name`, which does `about`, with the defaults of `run`."""
-    short = SHORT[name]
+def short(name: str | None, run: RunConfig) -> str:
+    """The help of a recipe or file that people read first, with the defaults of `run`; of no
+    recipe, how one is named.
+    """
+    about = "a built-in recipe (dolmen recipes) or a YAML file, changed by options"
+    if name in RECIPES:
+        about = " ".join((RECIPES[name].__doc__ or "").split())
+    kind = _kind(run) if name not in SHORT else name
+    return text(kind, name or "RECIPE", about, run)
+
+
+def _kind(run: RunConfig) -> str:
+    """The short help that is for a run."""
+    if run.data.rows == "chats":
+        return "sft"
+    return run.objective.name if run.objective.name in SHORT else "pretrain"
+
+
+def text(kind: str, name: str, about: str, run: RunConfig) -> str:
+    """The short help of this kind for the recipe `name`, which does `about`."""
+    short, page = SHORT[kind], "parallelize.md" if kind == "pretrain" else "tuning.md"
     width = max(map(len, short.options)) + 2
-    known = to_dict(run) | to_dict(Handling())
+    known = to_dict(run) | to_dict(Handling()) | {"model": {"model_type": _family(run)}}
     lines = []
     for option, words in short.options.items():
         value = _value(known, option)
@@ -160,16 +199,20 @@ def text(name: str, about: str, run: RunConfig) -> str:
             "",
             *wrap(f"{name}: {about}.", 96),
             "",
-            f"  {short.example}",
+            f"  {short.example.format(name=name)}",
             "",
             "The options that matter most, and in [] their defaults:",
             "",
             *lines,
             "",
             *([short.note] if short.note else []),
-            f"dolmen train {name} --help --all lists every option; docs/tuning.md tells the rest.",
+            f"dolmen train {name} --help --all lists every option; docs/{page} tells the rest.",
         ]
     )
+
+
+def _family(run: RunConfig) -> str | None:
+    return None if run.model is None else run.model.model_type
 
 
 def _value(known: Mapping[str, Any], option: str) -> str:

@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from dolmen.cli.options import ShowOptions
 from dolmen.core.messages import BadInput, message, quoted
 from dolmen.core.paths import expand
 from dolmen.watching import server
+from dolmen.watching.config import ShowConfig
 from dolmen.watching.page import write_page
 
 
-def run(options: ShowOptions) -> int:
+def run(options: ShowConfig) -> int:
     folders = [expand(name) for name in options.runs]
     try:
         if options.serve:

@@ -1,11 +1,11 @@
 """dolmen tokenize --data.path TEXT --data.tokenizer DIR --to PREFIX"""
 
-from dolmen.cli.options import TokenizeOptions
 from dolmen.core.messages import BadInput, counted, message, quoted
+from dolmen.data.config import TokenizeConfig
 from dolmen.data.indexed_export import tokenize
 
 
-def run(options: TokenizeOptions) -> int:
+def run(options: TokenizeConfig) -> int:
     try:
         made = tokenize(options)
     except (ValueError, KeyError, OSError) as error:

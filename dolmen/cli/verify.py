@@ -2,19 +2,19 @@
 the first tensor that parts where the two differ.
 """
 
-from dolmen.cli.options import VerifyOptions
 from dolmen.comparison import diff
 from dolmen.comparison.config import DiffConfig
 from dolmen.conversion.source import open_alike
 from dolmen.core.config import to_dict
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
+from dolmen.evaluation.config import VerifyConfig
 from dolmen.evaluation.verify import verify
 from dolmen.model.layout import Layout
 from dolmen.serving import processes
 
 
-def run(options: VerifyOptions) -> int:
+def run(options: VerifyConfig) -> int:
     folders = [options.folder, *([options.against] if options.against else [])]
     layout = processes.check_model("verify", folders, Layout(tp=options.layout.tp), options.device)
 
@@ -33,7 +33,7 @@ def run(options: VerifyOptions) -> int:
     return processes.run("verify", to_dict(options), layout, options.device, work)
 
 
-def _asked(options: VerifyOptions) -> DiffConfig:
+def _asked(options: VerifyConfig) -> DiffConfig:
     """The same comparison, tensor by tensor."""
     against = f"{diff.THEIRS}:{options.against or options.folder}"
     return DiffConfig(
@@ -45,6 +45,6 @@ def _asked(options: VerifyOptions) -> DiffConfig:
     )
 
 
-def _words(options: VerifyOptions) -> str:
+def _words(options: VerifyConfig) -> str:
     asked = _asked(options)
     return f"{asked.first} {asked.second} --a.layout.tp {options.layout.tp}"

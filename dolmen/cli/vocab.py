@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dolmen.cli.options import VocabExtendOptions, VocabMergeOptions, VocabTrainOptions
 from dolmen.core.messages import BadInput, message, quoted
+from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
 from dolmen.vocabulary.extend import extend
 from dolmen.vocabulary.merge import merge
 from dolmen.vocabulary.train import train
@@ -17,13 +17,13 @@ class Done(Protocol):
 
 
 PARTS: dict[type, Callable[[Any], Done]] = {
-    VocabTrainOptions: train,
-    VocabMergeOptions: merge,
-    VocabExtendOptions: extend,
+    VocabTrainConfig: train,
+    VocabMergeConfig: merge,
+    VocabExtendConfig: extend,
 }
 
 
-def run(options: VocabTrainOptions | VocabMergeOptions | VocabExtendOptions) -> int:
+def run(options: VocabTrainConfig | VocabMergeConfig | VocabExtendConfig) -> int:
     try:
         done = PARTS[type(options)](options)
     except (ValueError, KeyError, OSError) as error:

@@ -1,8 +1,8 @@
 """Options of `diff`. Imports no torch."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from dolmen.core.config import Below1, Mark, NonNegative, Positive, config
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
 
@@ -10,7 +10,7 @@ SideName = Literal["A", "B"]
 DTypes = Literal["float32", "bfloat16", "float16", "float64"]
 
 
-@dataclass(frozen=True)
+@config()
 class SideConfig:
     """How one side is computed."""
 
@@ -21,25 +21,22 @@ class SideConfig:
     layout: Layout = Layout()
 
 
-@dataclass(frozen=True)
+@config("optimizer")
 class Update:
     """The one update by AdamW, on both sides."""
 
-    lr: float = OptimizerConfig.lr
+    lr: NonNegative = OptimizerConfig.lr
     """Learning rate."""
-    weight_decay: float = OptimizerConfig.weight_decay
+    weight_decay: NonNegative = OptimizerConfig.weight_decay
     """Decoupled weight decay of matrices; norms and biases have none."""
-    beta1: float = OptimizerConfig.beta1
+    beta1: Below1 = OptimizerConfig.beta1
     """Decay of the first moment."""
-    beta2: float = OptimizerConfig.beta2
+    beta2: Below1 = OptimizerConfig.beta2
     """Decay of the second moment."""
-    eps: float = OptimizerConfig.eps
+    eps: NonNegative = OptimizerConfig.eps
     """Added to the root of the second moment."""
-    clip: float = OptimizerConfig.clip
+    clip: NonNegative = OptimizerConfig.clip
     """Largest norm of the whole gradient; 0 switches clipping off."""
-
-    def __post_init__(self):
-        _ = self.config
 
     @property
     def config(self) -> OptimizerConfig:
@@ -47,16 +44,21 @@ class Update:
         return OptimizerConfig(**vars(self))
 
 
-@dataclass(frozen=True)
+@config()
 class DiffConfig:
-    """Two programs of one model, run on the same tokens."""
+    """Find the first tensor in which two programs of one model part: dolmen under one layout and
+    under another, or beside transformers. Weights by name, then what forward computes, gradients
+    from the head down, and one update. Exit code 1 if they part.
 
-    first: str
+        dolmen diff MODEL transformers --a.layout.tp 2
+    """
+
+    first: Annotated[str, Mark.POSITIONAL]
     """A: a transformers directory or hub id, a run (its newest whole checkpoint is taken), one
     checkpoint in it, or one of Megatron: computed by dolmen. `transformers:` before it has
     transformers compute.
     """
-    second: str
+    second: Annotated[str, Mark.POSITIONAL]
     """B, what A is held to: the same; `transformers` alone is that program on A's model."""
     a: SideConfig = SideConfig()
     b: SideConfig = SideConfig()
@@ -64,7 +66,7 @@ class DiffConfig:
     """The last that is compared: weights by name, what forward computes, gradients, or one update
     by AdamW.
     """
-    length: int = 64
+    length: Positive = 64
     """Tokens of the random sequences; a layout may need a few more."""
     optimizer: Update = Update()
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -72,12 +74,8 @@ class DiffConfig:
     json: str | None = None
     """File to write everything that was compared to."""
 
-    def __post_init__(self):
-        if self.length < 1:
-            raise ValueError(f"length is {self.length}: use --length 1 or more")
 
-
-@dataclass(frozen=True)
+@config()
 class DiffWork(DiffConfig):
     """The request that `diff` gives to each process it starts for a side."""
 

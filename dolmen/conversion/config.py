@@ -1,20 +1,21 @@
 """Options of `export` and `convert`. Imports no torch."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from dolmen.core.paths import refuse_empty
+from dolmen.core.config import Mark, Name, Positive, config
 
 
-@dataclass(frozen=True)
+@config()
 class ExportConfig:
-    """A run or another source, and the directory that it becomes."""
+    """Write a run, a checkpoint or another transformers directory as a transformers directory:
+    model.safetensors, config.json, tokenizer. One tensor is in memory at a time.
+    """
 
-    source: str
+    source: Annotated[str, Mark.POSITIONAL]
     """A run's folder (its newest whole checkpoint is taken), or one checkpoint in it; a
     transformers directory or hub id; a Megatron checkpoint.
     """
-    to: str
+    to: Name
     """Folder to write; it must be empty or not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the tensors. Default: that of config.json, of a run that of the model it started
@@ -28,7 +29,6 @@ class ExportConfig:
     """
 
     def __post_init__(self):
-        refuse_empty("to", self.to)
         if self.critic and self.adapters:
             raise ValueError(
                 "critic and adapters each say what is written, and a critic's adapters are merged "
@@ -36,25 +36,28 @@ class ExportConfig:
             )
 
 
-@dataclass(frozen=True)
+@config()
 class ConvertConfig:
-    """A model of any format, and a folder of another one that it becomes."""
+    """Write a model of any format (a transformers directory, a run, a Megatron checkpoint: it is
+    recognised by itself) in another one, one tensor in memory at a time. What is written is opened
+    again and compared: every tensor, then the logits. Nothing stands at DESTINATION before that.
+    """
 
-    source: str
+    source: Annotated[str, Mark.POSITIONAL]
     """A transformers directory or hub id, a run or a checkpoint of one, a Megatron checkpoint."""
-    destination: str
+    destination: Annotated[Name, Mark.POSITIONAL]
     """Folder to write; it must be empty or not exist."""
     to: Literal["hf", "megatron", "megatron-core", "torch-dist"]
     """hf: a transformers directory. megatron: ranks with the names from before Megatron-Core.
     megatron-core: ranks with its names. torch-dist: its checkpoints that any number of ranks reads.
     """
-    tp: int = 1
+    tp: Positive = 1
     """Megatron: ranks of tensor parallelism."""
-    pp: int = 1
+    pp: Positive = 1
     """Megatron: ranks of the pipeline."""
-    virtual_stages: int = 1
+    virtual_stages: Positive = 1
     """Megatron: chunks of layers per pipeline rank."""
-    ep: int = 1
+    ep: Positive = 1
     """megatron-core: ranks of expert parallelism, each with its share of every layer's experts."""
     spec: Literal["te", "local"] | None = None
     """megatron-core: layers of Transformer Engine, or Megatron's own. Default: te."""
@@ -64,15 +67,12 @@ class ConvertConfig:
     """
     vocab_size: int | None = None
     """Tokens of the vocabulary, where the source has rows behind them and does not say how many."""
-    threads: int | None = None
+    threads: Positive | None = None
     """Threads that write and compare, each with one tensor in memory. Default: one per core, at
     most 4.
     """
 
     def __post_init__(self):
-        refuse_empty("destination", self.destination)
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"--threads is {self.threads}: it must be at least 1")
         divided = [n for n in ("tp", "pp", "virtual_stages", "ep") if vars(self)[n] != 1]
         if self.to in ("hf", "torch-dist") and divided:
             name = divided[0].replace("_", "-")

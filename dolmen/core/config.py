@@ -1,13 +1,44 @@
-"""Frozen dataclasses to and from plain mappings (YAML, JSON), strictly: an unknown key or a wrong
-type is refused by name.
+"""Configuration classes: an option is a field with a type, a range and a docstring, which the
+command line, YAML, Python keywords and help all read.
+
+    @config("layout")                   its options are called layout.tp, ...
+    class Layout:
+        tp: Positive = 1                a type with a range
+        dp: Positive | None = None
+        \"\"\"The help of the option.\"\"\"
+
+        def __post_init__(self): ...    rules over several fields
+
+The classes are frozen dataclasses of pydantic, and strict: construction from Python, `replace` and
+`from_dict` check each value, and raise ValueError with the option, its value and the bound. Only
+text that is a number counts as one for a float (YAML reads 1e-3 as text), and one value as a tuple
+of one.
 """
 
 import dataclasses
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from functools import cache
+from inspect import get_annotations
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Self,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic_core import ArgsKwargs, ErrorDetails, PydanticCustomError, core_schema
 
 from dolmen.core.messages import choices, cut, did_you_mean, shown
 
@@ -15,6 +46,22 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+
+LARGEST = 2**63 - 1
+MOST = 2**53  # of any count: as large as a float64 counts exactly
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, lt=2**16)]
+Seed = Annotated[int, Field(ge=0, le=LARGEST)]
+NonNegative = Annotated[float, Field(ge=0)]
+AboveZero = Annotated[float, Field(gt=0)]
+Below1 = Annotated[float, Field(ge=0, lt=1)]
+"""From 0 to less than 1."""
+Name = Annotated[str, Field(pattern=r"\S")]
+"""Text that is not empty: as the value of a variable of a shell that was never set, it would be
+taken for the option's default, or for the current folder.
+"""
+STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 
 
 class Plain(ABC):
@@ -28,6 +75,162 @@ class Plain(ABC):
     @abstractmethod
     def from_plain(cls, value: Any) -> Self:
         """The inverse. Raises ValueError."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls._validate)
+
+    @classmethod
+    def _validate(cls, value: Any) -> Self:
+        try:
+            return value if isinstance(value, cls) else cls.from_plain(value)
+        except ValueError as error:
+            raise PydanticCustomError("plain", "{text}", {"text": str(error)}) from None
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def config(section: str = "", *, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
+    """A decorator that makes a configuration class, whose options are in a `section`."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        annotations = get_annotations(cls)
+        cls.__annotations__ = {name: strict(hint) for name, hint in annotations.items()}
+        unchecked: Any = cls
+        unchecked.__get_pydantic_core_schema__ = classmethod(_from_mapping)
+        made: Any = checked_dataclass(frozen=True, kw_only=kw_only, config=STRICT)(unchecked)
+        made.SECTION = section
+        made.__init__ = _construct
+        return made
+
+    return decorate
+
+
+def _from_mapping(cls: type, source: Any, handler: Any) -> Any:
+    """The schema of a class that takes a mapping as well as an instance."""
+    return {**handler(source), "strict": False}
+
+
+def _construct(_config_self: Any, *args: Any, **kwargs: Any) -> None:
+    """`__init__` of a configuration class."""
+    cls = type(_config_self)
+    try:
+        given = ArgsKwargs(args, kwargs)
+        cls.__pydantic_validator__.validate_python(given, self_instance=_config_self)
+    except ValidationError as error:
+        raise ValueError(worded(error.errors()[0], cls, cls.SECTION)) from None
+
+
+def strict(hint: Any) -> Any:
+    """A type with the rules that hold for all options of it."""
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        return Annotated[(strict(inside[0]), *inside[1:])]
+    if kind in (typing.Union, types.UnionType):
+        return typing.Union[tuple(strict(one) for one in inside)]  # noqa: UP007
+    if kind is tuple:
+        return Annotated[(tuple[(strict(inside[0]), ...)], BeforeValidator(_as_tuple))]
+    if kind is Literal:
+        return Annotated[hint, BeforeValidator(_refuse_bool)]
+    if hint is float:
+        return Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
+    if hint is str:
+        return Annotated[str, AfterValidator(_refuse_surrogates)]
+    if hint is int:
+        return Annotated[int, Field(ge=-MOST, le=MOST)]
+    return hint
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    """A list as a tuple; one value as a tuple of it."""
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _as_number(value: Any) -> Any:
+    """Text that is a number, as one."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)
+    return value
+
+
+def _refuse_surrogates(value: str) -> str:
+    """Text that UTF-8 can write."""
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise PydanticCustomError("string_unicode", "no UTF-8") from None
+    return value
+
+
+def _refuse_bool(value: Any) -> Any:
+    """True is not 1."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("literal_bool", "")
+    return value
+
+
+BOUNDS = {
+    "greater_than": "over {gt:,}",
+    "greater_than_equal": "at least {ge:,}",
+    "less_than": "less than {lt:,}",
+    "less_than_equal": "at most {le:,}",
+}
+KINDS = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "finite",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dict_type": "a mapping",
+}
+
+
+def worded(error: ErrorDetails, cls: type, section: str) -> str:
+    """A message for an error of pydantic: the option, its value, and what it must be."""
+    kind, context = error["type"], error.get("ctx", {})
+    path = [str(part) for part in error["loc"] if not isinstance(part, int)]
+    option = cut(".".join([*([section] if section else []), *path]).replace("_", "-"))
+    value = error["input"]
+    if kind == "value_error":  # of a rule over several fields
+        return str(context["error"])
+    if kind == "plain":
+        return f"{option}: {context['text']}"
+    if kind == "unexpected_keyword_argument":
+        return _unknown(option, path[-1], [*field_types(_type_at(cls, path[:-1]))])
+    if kind.startswith("dataclass"):
+        return f"{option or 'the configuration'} must be a mapping of options, not {shown(value)}"
+    option = option if "." in option else f"--{option}"
+    if kind == "missing":
+        return f"missing {option}"
+    if kind == "string_pattern_mismatch":
+        return f"{option} is empty: give a name, or leave the option out"
+    if kind.startswith("literal"):
+        return f"{option} is {shown(value)}: {choices(str(value), get_args(_type_at(cls, path)))}"
+    if kind == "string_unicode":
+        return f"{option} is {cut(ascii(value))}: UTF-8 cannot write it"
+    must = BOUNDS[kind].format(**context) if kind in BOUNDS else KINDS.get(kind, error["msg"])
+    return f"{option} is {shown(value)}: it must be {must}"
+
+
+def _type_at(cls: type, path: Sequence[str]) -> Any:
+    """The type of the option, or of each of its values, at a path."""
+    hint: Any = cls
+    for name in path:
+        hint = plain_type(field_types(hint)[name])
+    return plain_type(get_args(hint)[0]) if get_origin(hint) is tuple else hint
+
+
+def _unknown(option: str, name: str, known: Sequence[str]) -> str:
+    hint = did_you_mean(name, known, f"known are {', '.join(known)}", most=1)
+    return f"unknown option {option}: {hint}"
+
+
+@cache
+def field_types(cls: type) -> dict[str, Any]:
+    """Field -> its type."""
+    return typing.get_type_hints(cls, include_extras=True)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -47,121 +250,115 @@ def _plain(value: Any) -> Any:
 
 def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "") -> T:
     """A `cls` from a mapping; keys left out keep the value of `default` (or the class's own).
-    Raises ValueError with the path of the key: unknown (with the nearest name), or of the wrong
-    type.
+    Raises ValueError with the path of the key: unknown (with the nearest name), of the wrong type
+    or out of its range.
     """
+    merged = _merge(cls, values, default, path)
+    try:
+        return cls.__pydantic_validator__.validate_python(merged)  # type: ignore[attr-defined]
+    except ValidationError as error:
+        raise ValueError(worded(error.errors()[0], cls, path)) from None
+
+
+def _merge(cls: type, values: Any, default: Any, path: str) -> dict[str, Any]:
+    """The fields of `default` with `values` over them, by their names in Python."""
     if not isinstance(values, dict):
         raise ValueError(
             f"{path or 'the configuration'} must be a mapping of options, not {shown(values)}"
         )
-    hints = typing.get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]
-    made: dict[str, Any] = {} if default is None else {n: getattr(default, n) for n in names}
+    known = field_types(cls)
+    found = {} if default is None else {name: getattr(default, name) for name in known}
     for key, value in values.items():
         name, where = str(key).replace("-", "_"), cut(f"{path}.{key}" if path else str(key))
-        if name not in names:
-            hint = did_you_mean(name, names, f"known are {', '.join(names)}", most=1)
-            raise ValueError(f"unknown option {where}: {hint}")
-        made[name] = _convert(hints[name], value, where, made.get(name))
-    return cls(**made)
-
-
-def option_types(cls: type, section: str = "") -> dict[str, Any]:
-    """The options of a dataclass and its sections: `layout.tp` -> its type."""
-    found: dict[str, Any] = {}
-    hints = typing.get_type_hints(cls)
-    for one in dataclasses.fields(cls):
-        name = f"{section}{one.name}"
-        inside = dataclasses.is_dataclass(hints[one.name])
-        found |= option_types(hints[one.name], f"{name}.") if inside else {name: hints[one.name]}
+        if name not in known:
+            raise ValueError(_unknown(where, name, [*known]))
+        section = plain_type(known[name])
+        nested = is_config(section) and isinstance(value, dict)
+        found[name] = _merge(section, value, found.get(name), where) if nested else value
     return found
 
 
-def _convert(hint: Any, value: Any, where: str, default: Any) -> Any:
-    """What `value`, of a file, is as a `hint`; `default` is what a section of it keeps."""
-    kind = typing.get_origin(hint) or hint
-    if kind in KINDS:
-        return KINDS[kind](hint, value, where, default)
-    if issubclass(kind, Plain):
-        return _plain_of(kind, value, where)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return from_dict(kind, value, default, where)
-    return _exactly(kind, value, where)
+def is_config(hint: Any) -> bool:
+    """Whether a type is a configuration class."""
+    return isinstance(hint, type) and hasattr(hint, "__pydantic_validator__")
 
 
-def _exactly(kind: type, value: Any, where: str) -> Any:
-    """Of that type and no other; True is no int."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{where} is {shown(value)}: it must be {kind.__name__}")
-    return value
+def option_types(cls: type, section: str = "") -> dict[str, Any]:
+    """The options of a configuration class and its sections: `layout.tp` -> its type."""
+    found: dict[str, Any] = {}
+    for name, hint in field_types(cls).items():
+        inside = plain_type(hint)
+        if is_config(inside) and not is_optional(hint):
+            found |= option_types(inside, f"{section}{name}.")
+        else:
+            found[f"{section}{name}"] = hint
+    return found
 
 
-def _plain_of(cls: type[Plain], value: Any, where: str) -> Plain:
-    try:
-        return cls.from_plain(value)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+class Mark(Enum):
+    """How the command line takes an option, beside its type: Annotated[str, Mark.POSITIONAL]."""
+
+    POSITIONAL = "a word without the option's name before it"
+    REPEATED = "one word at a time, and the option several times"
 
 
-def _anything(hint: Any, value: Any, where: str, default: Any) -> Any:
-    return value
+@dataclasses.dataclass(frozen=True)
+class Bare:
+    """An option that may stand without its value, and then has this one."""
+
+    value: str
 
 
-def _marked(hint: Any, value: Any, where: str, default: Any) -> Any:
-    return _convert(typing.get_args(hint)[0], value, where, default)
+class Words(tuple[str, ...]):
+    """Words of the command line for an option whose type is not known yet."""
 
 
-def _optional(hint: Any, value: Any, where: str, default: Any) -> Any:
-    """None, or the one type beside it."""
-    if value is None:
+def plain_type(hint: Any) -> Any:
+    """A type without what is said of it besides, and without None."""
+    if get_origin(hint) is typing.Annotated:
+        return plain_type(get_args(hint)[0])
+    if get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (one for one in get_args(hint) if one is not type(None))
+        return plain_type(hint)
+    return hint
+
+
+def is_optional(hint: Any) -> bool:
+    """Whether None is a value of a type."""
+    return type(None) in get_args(hint)
+
+
+WORDED = {int: "a whole number", float: "a number", bool: "True or False"}
+
+
+def from_words(hint: Any, words: Sequence[str], option: str) -> Any:
+    """The value of a type that the words after an option are. Raises ValueError."""
+    hint = get_args(hint)[0] if get_origin(hint) is typing.Annotated else hint
+    kind = plain_type(hint)
+    if is_optional(hint) and [*words] == ["None"]:
         return None
-    (inside,) = (one for one in typing.get_args(hint) if one is not type(None))
-    return _convert(inside, value, where, default)
+    if get_origin(kind) is tuple:
+        inside = plain_type(get_args(kind)[0])
+        several = WORDED.get(inside, "").removeprefix("a ") + "s"
+        return tuple(_from_word(inside, word, option, several, hint) for word in words)
+    if not words and kind is bool:
+        return True
+    if not words:
+        raise ValueError(f"{option} needs a value")
+    return _from_word(kind, " ".join(words), option, WORDED.get(kind, ""), hint)
 
 
-def _choice(hint: Any, value: Any, where: str, default: Any) -> Any:
-    known = typing.get_args(hint)
-    if any(type(value) is type(one) and value == one for one in known):
-        return value  # True is not 1
-    raise ValueError(f"{where} is {shown(value)}: {choices(str(value), known)}")
-
-
-def _several(hint: Any, value: Any, where: str, default: Any) -> tuple:
-    """A list, or one value alone."""
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return tuple(_convert(typing.get_args(hint)[0], one, where, None) for one in values)
-
-
-def _number(hint: Any, value: Any, where: str, default: Any) -> float:
-    """An integer too, and text that is a number: YAML reads 1e-3 as text."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError(f"{where} is {shown(value)}: it must be a number") from None
-    if isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{where} is {shown(value)}: no float is so large") from None
-    return _exactly(float, value, where)
-
-
-def _mapping(hint: Any, value: Any, where: str, default: Any) -> Any:
-    return _exactly(dict, value, where)
-
-
-# Kind of type -> (hint, value, where, default) -> the value of that type. Raises ValueError.
-KINDS: dict[Any, Callable[[Any, Any, str, Any], Any]] = {
-    Any: _anything,
-    typing.Annotated: _marked,
-    typing.Union: _optional,
-    types.UnionType: _optional,
-    typing.Literal: _choice,
-    tuple: _several,
-    float: _number,
-    dict: _mapping,
-}
+def _from_word(kind: Any, word: str, option: str, worded: str, hint: Any) -> Any:
+    if get_origin(kind) is typing.Literal:
+        known = {str(one): one for one in get_args(kind)}
+        if word not in known:
+            raise ValueError(f"{option} is {cut(word)!r}: {choices(word, known)}")
+        return known[word]
+    try:
+        return {"True": True, "False": False}[word] if kind is bool else kind(word)
+    except (ValueError, KeyError):
+        none = ", or None" if is_optional(hint) else ""
+        raise ValueError(f"{option} is {cut(word)!r}: it must be {worded}{none}") from None
 
 
 def flatten(values: dict, path: str = "") -> dict[str, Any]:
@@ -173,6 +370,18 @@ def flatten(values: dict, path: str = "") -> dict[str, Any]:
         else:
             out[f"{path}{key}"] = value
     return out
+
+
+def nested(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by `section.option` as a mapping of sections: the inverse of `flatten`."""
+    made: dict[str, Any] = {}
+    for name, value in said.items():
+        *sections, last = name.split(".")
+        inside = made
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[last] = value
+    return made
 
 
 def changed_options(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
@@ -189,36 +398,22 @@ def changed_options(old: dict[str, Any], new: dict[str, Any], path: str = "") ->
     return lines
 
 
-MOST = 2**53  # of any count: as large as a float64 counts exactly
-
-
-def refuse_unreadable(config: Any, most: dict[str, int]) -> None:
-    """Raises ValueError for what a YAML file would not give back, with its option: an integer over
-    2^53, or over what `most` says of its option or section; a number that is none; text that UTF-8
-    cannot write.
+def refuse_unreadable(where: str, value: Any) -> None:
+    """Raises ValueError for what a YAML file would not give back of plain values: an integer that
+    64 bits do not hold, a number that is none, text that UTF-8 cannot write.
     """
-    _refuse_in("", to_dict(config), MOST, most)
-
-
-def _refuse_in(where: str, value: Any, limit: int, most: dict[str, int]) -> None:
-    limit = most.get(where, limit)
     if isinstance(value, dict):
         for key, inside in value.items():
-            _refuse_in(f"{where}.{key}" if where else str(key), inside, limit, most)
-            _refuse_value(where, key, limit)
+            refuse_unreadable(f"{where}.{key}", inside)
+            refuse_unreadable(where, key)
     elif isinstance(value, list):
         for inside in value:
-            _refuse_in(where, inside, limit, most)
-    else:
-        _refuse_value(where.replace("_", "-"), value, limit)
-
-
-def _refuse_value(where: str, value: Any, most: int) -> None:
-    if isinstance(value, int) and abs(value) > most:
-        raise ValueError(f"{where} is {shown(value)}: it must be at most {most:,}")
-    if isinstance(value, float) and value != value:
+            refuse_unreadable(where, inside)
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"{where} is {shown(value)}: it must be at most {LARGEST:,}")
+    elif isinstance(value, float) and value != value:
         raise ValueError(f"{where} is {value}: it must be a number")
-    if isinstance(value, str):
+    elif isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:

@@ -58,7 +58,8 @@ def in_python(text: str, keywords: Mapping[str, str], switches: Collection[str] 
         if not dashes and not section:
             return found[0]
         if name in keywords:
-            return keywords[name] + ("=True" if dashes and name in switches else "")
+            named = text.startswith(" is ", found.end())  # with a value of its own
+            return keywords[name] + ("=True" if dashes and name in switches and not named else "")
         positive = f"{section}.{last.removeprefix('no_')}"
         return f"{keywords[positive]}=False" if positive in keywords else found[0]
 

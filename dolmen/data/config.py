@@ -2,20 +2,22 @@
 line shows under `--data`.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from dolmen.core.paths import expand, refuse_empty
+from pydantic import Field
+
+from dolmen.core.config import Name, Positive, config
+from dolmen.core.paths import expand
 
 ChatRows = Literal["chats", "pairs", "completions"]
 
 
-@dataclass(frozen=True)
+@config("data")
 class TokenConfig:
     """Text, and how it becomes tokens."""
 
-    path: tuple[str, ...] = ()
+    path: tuple[Name, ...] = ()
     """The text: files, folders and globs of .txt, .md, .py and other UTF-8 text (a file is a
     document), .jsonl, .json and .parquet (a row is a document), the text ones packed as .gz or .zst
     too; Megatron's .bin with its .idx beside it, whose tokens are read as they are; ids of the
@@ -23,62 +25,55 @@ class TokenConfig:
     mixture to train on: `0.7:PATH 0.3:PATH`. Without weights, all entries are one corpus. Of a
     folder, hidden files and what dolmen has written are left out.
     """
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     """Folder or hub id of a `transformers` tokenizer."""
     end_of_text: str | None = None
     """The token that marks the end of a document, for a tokenizer that names none."""
     text_field: str = "text"
     """Field (.jsonl, .json) or column (.parquet, hub) that holds the text."""
-    cache: str | None = None
+    cache: Name | None = None
     """Folder for the tokens, which are built once and reused while nothing changes. Default:
     ~/.cache/dolmen. Each folder in it may be deleted at any time: it is built again when needed.
     """
-    workers: int | None = None
+    workers: Positive | None = None
     """Threads that tokenise. Default: one per core."""
-
-    def __post_init__(self):
-        refuse_empty("data.path", *self.path)
-        for name in ("tokenizer", "cache", "validation"):
-            refuse_empty(f"data.{name}", vars(self).get(name))
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"data.workers is {self.workers}: it must be at least 1")
 
     @property
     def cache_folder(self) -> Path:
         return expand(self.cache or "~/.cache/dolmen")
 
 
-@dataclass(frozen=True)
+@config("data")
 class TextConfig(TokenConfig):
     """Text that a model reads."""
 
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     """Folder or hub id of a `transformers` tokenizer. Default: the model's own."""
 
 
-@dataclass(frozen=True)
+@config()
 class TokenizeConfig:
-    """Text, and the data set of Megatron that it becomes."""
+    """Write text as a data set of Megatron: PREFIX.bin, each document's tokens and its end of text,
+    and PREFIX.idx, which says where documents begin. Both Megatron-LM and `dolmen train
+    --data.path` read it.
+    """
 
-    to: str
+    to: Name
     """What the two files are named, before .bin and .idx; neither may exist."""
     data: TokenConfig = TokenConfig()
 
-    def __post_init__(self):
-        refuse_empty("to", self.to)
 
-
-@dataclass(frozen=True)
+@config("data")
 class DataConfig(TextConfig):
     """Text to train on, and text to validate on."""
 
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     """Folder or hub id of a `transformers` tokenizer, or bpe:N for a byte-level BPE of N tokens
     trained on the data. Default: that of --init.
     """
     document_mask: bool = False
     """Attention does not cross document boundaries within a window."""
-    validation: str | None = None
+    validation: Name | None = None
     """Text to validate on, given like --data.path; documents of it are not trained on. Default: a
     fraction of the documents is held out.
     """
@@ -91,7 +86,7 @@ class DataConfig(TextConfig):
     """In which order samples are read: ours, by windows, or that of Megatron-LM, which depends on
     --train.steps and holds out by --data.split.
     """
-    masked_fraction: float = 0.15
+    masked_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the tokens of a sequence that a model which fills in masked ones (BERT, RoBERTa) is
     to fill in, by whole words.
     """
@@ -103,7 +98,7 @@ class DataConfig(TextConfig):
     `prompt`, `completion`, and `label`, whether it is wanted, or pairs. prompts: `prompt` or
     `messages`, which the model itself answers, and what its reward asks for besides.
     """
-    template: str | None = None
+    template: Name | None = None
     """How chats are written: a file of Jinja, chatml or alpaca. Default: the tokenizer's own chat
     template.
     """
@@ -111,7 +106,7 @@ class DataConfig(TextConfig):
     """What of a chat is learned: the turns of the assistant, the last of them, or all."""
     packing: bool = True
     """Several chats in a sequence, where they fit; else one in each."""
-    max_row_bytes: int = 4 * 2**20
+    max_row_bytes: Positive = 4 * 2**20
     """Most bytes of a row of chats, pairs, completions or prompts: one of 4 MiB is tokenised in 12
     s, with 700 MB of memory. Rows of text are read in pieces, and have no such limit.
     """
@@ -121,19 +116,11 @@ class DataConfig(TextConfig):
     """
 
     def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.masked_fraction < 1:
-            raise ValueError(
-                f"data.masked-fraction is {self.masked_fraction}: it must lie between 0 and 1"
-            )
-        refuse_empty("data.template", self.template)
         if self.rows != "text" and self.order != "dolmen":
             raise ValueError(
                 f"data.order {self.order} is an order of windows of text, and data.rows "
                 f"{self.rows} has none: leave one of the two out"
             )
-        if self.max_row_bytes < 1:
-            raise ValueError(f"data.max-row-bytes is {self.max_row_bytes}: it must be at least 1")
         own = (self.template, self.masking_strategy, self.packing, self.max_row_bytes)
         if self.rows == "text" and own != (None, "assistant", True, DataConfig.max_row_bytes):
             raise ValueError(

@@ -6,11 +6,11 @@ module's name in transformers, of every layer that has one, or all linear layers
     gate_proj     of a mixture model.layers.0.mlp.experts.0.gate_proj, ...: of every expert
 """
 
-import math
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Literal
 
+from dolmen.core.config import AboveZero, Positive, config
 from dolmen.core.messages import shown
 from dolmen.families.model import Model
 from dolmen.families.weights import weight_map
@@ -20,15 +20,15 @@ from dolmen.model.tree.adapter import ADAPTED
 ALL = "all-linear"
 
 
-@dataclass(frozen=True)
+@config("adapter")
 class AdapterConfig:
     """Low-rank adapters (LoRA), which are trained in place of the model's own weights."""
 
-    rank: int | None = None
+    rank: Positive | None = None
     """Width of the adapters: y = W x + alpha / rank * B A x, where A has so many rows and B as many
     columns; W, and all else that the model has, is frozen. Unset: there are none, all is trained.
     """
-    alpha: float = 16.0
+    alpha: AboveZero = 16.0
     """Over the rank, what an adapter's product is multiplied by."""
     targets: tuple[str, ...] = (ALL,)
     """Layers that have one, by the last part of their name in transformers, as PEFT's
@@ -55,10 +55,6 @@ class AdapterConfig:
                 f"adapter.{asked[0]} is {shown(getattr(self, asked[0]))}, but there are no "
                 "adapters: set --adapter.rank, such as 8"
             )
-        if self.rank is not None and self.rank < 1:
-            raise ValueError(f"adapter.rank is {self.rank}: it must be at least 1")
-        if not 0 < self.alpha < math.inf:
-            raise ValueError(f"adapter.alpha is {self.alpha}: it must be finite and over 0")
         if not self.targets:
             raise ValueError(
                 f"adapter.targets is empty: name a layer, such as q_proj, or give {ALL}"

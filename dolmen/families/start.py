@@ -5,11 +5,13 @@ Python. What is said is a field of the family and its value; one inside another 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from dolmen.families.family import Family
+from dolmen.core.config import Words, from_words
+from dolmen.families.family import Family, Field
 from dolmen.families.known import find
 from dolmen.families.model import Model, changed, explicit, made, moved
+from dolmen.files.schema import Either, Flag, Int, List, Null, Real, Schema, Text
 
 DEFAULT_FAMILY = "llama"
 
@@ -48,15 +50,43 @@ def asked(start: Start, said: Mapping[str, Any]) -> Model | None:
     return changed(start.model, news) if news else start.model
 
 
-def option_fields(family: Family) -> list[str]:
-    """What may be said of a model of the family."""
-    found = []
+def option_fields(family: Family) -> dict[str, Field]:
+    """The fields of a family that are options: `rope_parameters.factor` -> the field."""
+    found = {}
     for one in family.fields:
         if one.inside:
-            found += [f"{one.name}.{inner.name}" for inner in one.inside if inner.help]
+            found |= {f"{one.name}.{inner.name}": inner for inner in one.inside if inner.help}
         elif one.help:
-            found.append(one.name)
+            found[one.name] = one
     return found
+
+
+def option_type(kind: Schema) -> Any:
+    """The type of the option of a field."""
+    match kind:
+        case Either((Null(), Flag())):
+            return bool  # null is false
+        case Either((Null(), inner)):
+            return option_type(inner) | None
+        case Flag():
+            return bool
+        case Int():
+            return int
+        case Real():
+            return float
+        case Text(choices):
+            return Literal[choices] if choices else str
+        case List(item):
+            return tuple[option_type(item), ...]
+    raise AssertionError(f"no option is of {kind}")
+
+
+def field_from_words(field: Field, words: Words, option: str) -> Any:
+    """The value of a field, as a config.json has it, that words of the command line are. Raises
+    ValueError.
+    """
+    value = from_words(option_type(field.kind), words, option)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _value(whole: Mapping[str, Any], path: str) -> Any:

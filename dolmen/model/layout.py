@@ -3,10 +3,11 @@ against the model.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
+from dolmen.core.config import Count, Positive, config
 from dolmen.core.messages import counted, divisor
 from dolmen.model.tree import Tree, check_cuts
 from dolmen.parallel import schedule as schedules
@@ -18,23 +19,23 @@ if TYPE_CHECKING:
     from dolmen.core.mesh import Mesh
 
 
-@dataclass(frozen=True)
+@config("layout")
 class Layout:
     """Sizes of the mesh axes and what is sharded over them."""
 
-    tp: int = 1
+    tp: Positive = 1
     """Tensor parallelism: processes that share every layer. Innermost, so that it stays inside a
     machine.
     """
-    cp: int = 1
+    cp: Positive = 1
     """Context parallelism: processes that share every sequence."""
-    pp: int = 1
+    pp: Positive = 1
     """Pipeline parallelism: processes that hold different layers. Outermost: they send least."""
-    dp: int | None = None
+    dp: Positive | None = None
     """Data parallelism: processes that see different sequences. Default: what the processes (or
     visible GPUs) leave.
     """
-    ep: int = 1
+    ep: Positive = 1
     """Expert parallelism: processes of dp x cp that hold different experts. Adds no processes."""
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage: 1 shards optimizer state over dp x cp, 2 gradients too, 3 parameters too; 0
@@ -50,13 +51,13 @@ class Layout:
     """Order of microbatches in the pipeline: gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v,
     or a file (dolmen schedule draws it).
     """
-    virtual_stages: int = 1
+    virtual_stages: Positive = 1
     """Stages per process of pp: interleaved takes 2 or more, zero-bubble-v 2."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it: nothing, attention's inner part, or whole
     layers.
     """
-    recompute_layers: int | None = None
+    recompute_layers: Count | None = None
     """Layers of each stage that recompute, the first ones. Default: all."""
 
     reduction: Literal["fast", "fixed"] = "fast"
@@ -65,20 +66,6 @@ class Layout:
     """
 
     def __post_init__(self):
-        for name in ("tp", "cp", "pp", "dp", "ep", "virtual_stages"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(
-                    f"layout.{name.replace('_', '-')} is {value}: it must be at least 1"
-                )
-        if self.zero not in (0, 1, 2, 3):
-            raise ValueError(f"layout.zero is {self.zero}: use 0, 1, 2 or 3")
-        if self.reduction not in ("fast", "fixed"):
-            raise ValueError(f"layout.reduction is {self.reduction}: use fast or fixed")
-        if self.recompute_layers is not None and self.recompute_layers < 0:
-            raise ValueError(
-                f"layout.recompute-layers is {self.recompute_layers}: it must not be negative"
-            )
         if self.recompute_layers is not None and self.recompute == "none":
             raise ValueError(
                 f"layout.recompute-layers is {self.recompute_layers}, but layout.recompute is "

@@ -2,15 +2,15 @@
 of a router equally busy, and adapters.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dolmen.core.config import NonNegative, config
 from dolmen.model.tree import Adapter, Run, Tree
 from dolmen.ops.recipe import Fp8
 
 
-@dataclass(frozen=True)
+@config("train.router")
 class RouterTraining:
     """Of the routers of a model with experts."""
 
@@ -18,23 +18,14 @@ class RouterTraining:
     """What keeps experts equally busy: an auxiliary loss; a bias added for the choice alone, moved
     after each update; nothing.
     """
-    aux_loss_coef: float | None = None
+    aux_loss_coef: NonNegative | None = None
     """Weight of the balance loss, summed over layers, mean over sequences, where balance is loss;
     unset: what the model's config.json says.
     """
-    z_loss_coef: float = 0.0
+    z_loss_coef: NonNegative = 0.0
     """Weight of the mean square of the router's logsumexp, summed over layers."""
-    bias_rate: float = 0.001
+    bias_rate: NonNegative = 0.001
     """Step of the bias in an update, where balance is bias."""
-
-    def __post_init__(self):
-        for name in ("aux_loss_coef", "z_loss_coef", "bias_rate"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(
-                    f"train.router.{name.replace('_', '-')} is {value!r}: it must be a number, "
-                    "finite and not negative"
-                )
 
 
 @dataclass(frozen=True)
@@ -48,10 +39,6 @@ class Training:
     """What is trained; None: every parameter."""
     fp8: Fp8 | None = None
     """How products of matrices are rounded; None: they are not."""
-
-    def __post_init__(self):
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"train.dropout is {self.dropout}: it must lie in [0, 1)")
 
     def applied(self, tree: Tree) -> Tree:
         """The model that is trained: with its adapters, rounded products, and where a bias

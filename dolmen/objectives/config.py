@@ -1,9 +1,11 @@
 """What a run may be told of what it is trained to. Knows nothing of torch."""
 
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import fields
+from typing import Annotated, Literal, get_args
 
-from dolmen.core.paths import refuse_empty
+from pydantic import Field
+
+from dolmen.core.config import Name, config
 
 Kind = Literal["sigmoid", "ipo", "hinge", "robust", "sppo", "apo-zero", "exo"]
 Alone = Literal["simpo", "orpo"]
@@ -26,7 +28,7 @@ OWN = {
 """Of each objective the options that are its own."""
 
 
-@dataclass(frozen=True)
+@config("objective")
 class ObjectiveConfig:
     """What the model is trained to."""
 
@@ -55,23 +57,22 @@ class ObjectiveConfig:
     -log p; over 0 it cannot fall together with that of the rejected one. Of kinds that compare with
     a reference answer by answer: neither simpo nor orpo, which has it, nor kto.
     """
-    reference: str | None = None
+    reference: Name | None = None
     """dpo: the model that is compared with: a transformers directory, a hub id or a run. Default:
     the model that the run begins with.
     """
-    margin: float | None = None
+    margin: Annotated[float, Field(ge=0, le=LARGEST)] | None = None
     """reward, simpo: target margin between the scores of the chosen and the rejected completion.
     reward adds a row's own `margin`, if it has one. Default: 0, simpo 0.5.
     """
-    desirable_weight: float = 1.0
+    desirable_weight: Annotated[float, Field(ge=0, le=LARGEST)] = 1.0
     """kto: what the loss of a wanted answer is multiplied by."""
-    undesirable_weight: float = 1.0
+    undesirable_weight: Annotated[float, Field(ge=0, le=LARGEST)] = 1.0
     """kto: what that of an unwanted one is."""
-    center_rewards_coefficient: float = 0.0
+    center_rewards_coefficient: Annotated[float, Field(ge=0, le=LARGEST)] = 0.0
     """reward: what scores that are not about 0 cost, the weight of the squared sum of a pair's."""
 
     def __post_init__(self):
-        refuse_empty("objective.reference", self.reference)
         if self.name == "dpo":
             check_dpo(self.beta, self.loss_type, self.label_smoothing, self.rpo_alpha)
         for field in fields(self):
@@ -99,13 +100,6 @@ class ObjectiveConfig:
                 "objective.loss-type "
                 f"is {self.loss_type}: leave them out"
             )
-        for name in ("margin", "center_rewards_coefficient", *WEIGHTS):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= LARGEST:
-                raise ValueError(
-                    f"objective.{name} is {value}: it must be finite, at least 0 and at most "
-                    f"{LARGEST:g}"
-                )
 
     @property
     def needs_reference(self) -> bool:

@@ -4,7 +4,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dolmen.core.config import Count, Positive, config
 
 Format = Literal["e4m3", "e5m2"]
 Granularity = Literal["tensor", "row", "1x128", "128x128", "mx"]
@@ -26,7 +30,7 @@ BLOCKS = {"fp8-blockwise": 128, "mxfp8": 32}
 """Neighbours that share a scale."""
 
 
-@dataclass(frozen=True)
+@config("train.fp8")
 class Fp8Config:
     """Of a run whose train.precision is one of eight bits."""
 
@@ -38,29 +42,18 @@ class Fp8Config:
     """Of the three products of each matrix those that stay in train.dtype: output, input-gradient,
     weight-gradient.
     """
-    first_layers: int = 0
+    first_layers: Count = 0
     """Layers at the beginning whose products stay in train.dtype."""
-    last_layers: int = 0
+    last_layers: Count = 0
     """Layers at the end whose products do."""
-    amax_history: int = 1024
+    amax_history: Positive = 1024
     """fp8-delayed: steps whose largest numbers are remembered."""
     amax_compute: Literal["max", "most_recent"] = "max"
     """fp8-delayed: which of them makes the scale."""
-    margin: int = 0
+    margin: Annotated[int, Field(ge=0, le=64)] = 0
     """fp8-delayed: powers of two of room that a scale leaves above the largest number."""
-    scale_interval: int = 1
+    scale_interval: Positive = 1
     """fp8-delayed: updates from one scale to the next."""
-
-    def __post_init__(self):
-        least = {"first_layers": 0, "last_layers": 0, "amax_history": 1, "scale_interval": 1}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value < bound:
-                raise ValueError(
-                    f"train.fp8.{name.replace('_', '-')} is {value}: it must be at least {bound}"
-                )
-        if not 0 <= self.margin <= 64:
-            raise ValueError(f"train.fp8.margin is {self.margin}: it must be from 0 to 64")
 
 
 @dataclass(frozen=True)

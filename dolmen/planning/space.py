@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
+from dolmen.core.config import config
 from dolmen.core.messages import counted
 from dolmen.model.layout import Layout
 from dolmen.model.tree import Tree, check_cuts
@@ -18,7 +19,7 @@ CONTEXT_TOKENS = 4096
 """
 
 
-@dataclass(frozen=True)
+@config("layout")
 class Pins:
     """Parts of the layout that are given; all others are searched."""
 

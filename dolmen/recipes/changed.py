@@ -1,5 +1,6 @@
-"""A run as Python asks for it: a recipe, a YAML file or a RunConfig, and changes as keywords, those
-of a section in a mapping. What is unknown, or of another type, is refused by name.
+"""A run of a recipe, a YAML file or a RunConfig, and changes of its options: keywords of Python,
+those of a section in a mapping, or options of the command line. An unknown option, and a value of
+another type, raise ValueError.
 """
 
 import os
@@ -9,7 +10,7 @@ from dataclasses import fields, replace
 from numbers import Integral, Real
 from typing import Any
 
-from dolmen.core.config import from_dict, option_types, to_dict
+from dolmen.core.config import Words, from_dict, from_words, nested, option_types
 from dolmen.core.messages import cut, shown
 from dolmen.families import Family
 from dolmen.families import start as models
@@ -25,11 +26,11 @@ MODEL_TYPE = "model.model_type"
 
 def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -> Request:
     """The run of `source` with the `changes`, whose names may have `-` for `_`, and `.` for a
-    mapping. Raises ValueError, KeyError or OSError.
+    mapping. Fields of a model may be Words. Raises ValueError, KeyError or OSError.
     """
     said = once(flattened(changes))
     if isinstance(source, RunConfig):
-        run, name = from_dict(RunConfig, to_dict(source)), None  # as strictly as a file's
+        run, name = source, None
     elif isinstance(source, (str, os.PathLike)):
         name = os.fspath(source)
         run = named(name, init=said.get("init"))
@@ -40,7 +41,8 @@ def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -
         )
     run = otherwise_long(run, said)
     run = begun(run, from_dict(RunConfig, {"init": said.pop("init", None)}).init)
-    start = models.start(run.model, said.pop(MODEL_TYPE, None))
+    kind = said.pop(MODEL_TYPE, None)
+    start = models.start(run.model, " ".join(kind) if isinstance(kind, Words) else kind)
     said = resolve_aliases(said, start.model.family)
     refuse_unknown(said, start.model.family)
     of_model = {name: said.pop(name) for name in [*said] if name.startswith(MODEL)}
@@ -73,24 +75,12 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return said
 
 
-def nested(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flattened`."""
-    made: dict[str, Any] = {}
-    for name, value in said.items():
-        *sections, last = name.split(".")
-        inside = made
-        for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[last] = value
-    return made
-
-
 def plain(value: Any) -> Any:
     """A path as text, text and a number of numpy as Python's; a list for a tuple, as files have it.
     What no float holds stays, to be refused by name.
     """
     match value:
-        case bool():
+        case bool() | Words():
             return value
         case str():
             return str.__str__(value)  # of a subclass YAML has no word
@@ -114,12 +104,38 @@ def resolve_aliases(said: Mapping[str, Any], family: Family) -> dict[str, Any]:
     found: dict[str, tuple[str, Any]] = {}
     for name, value in said.items():
         now = resolve_alias(name, family)
+        if isinstance(value, Words):
+            now, value = typed(now, value, family)
         if now in found and found[now][1] != value:
             raise ValueError(
-                f"{found[now][0]} and {name} are two names of one option: give one of them"
+                f"{found[now][0]} ({found[now][1]}) and {name} ({value}) are two names of one "
+                "option: give one of them"
             )
         found[now] = name, value
     return {now: value for now, (_, value) in found.items()}
+
+
+def typed(name: str, words: Words, family: Family) -> tuple[str, Any]:
+    """The option that words of the command line are for, `model.no_bias` being `model.bias`, and
+    their value; those of an unknown option stay. Raises ValueError.
+    """
+    if name in option_types(RunConfig):  # an alias of a model's field
+        return name, from_words(option_types(RunConfig)[name], words, _worded(name))
+    if not name.startswith(MODEL):
+        return name, words
+    fields_of_model = models.option_fields(family)
+    *section, last = name.removeprefix(MODEL).split(".")
+    on = ".".join([*section, last.removeprefix("no_")])
+    on = family.names.get(on, on)
+    if last.startswith("no_") and not words and on in fields_of_model:
+        return MODEL + on, False
+    field = fields_of_model.get(name.removeprefix(MODEL))
+    return name, words if field is None else models.field_from_words(field, words, _worded(name))
+
+
+def _worded(name: str) -> str:
+    """An option as the command line has it."""
+    return f"--{name.replace('_', '-')}"
 
 
 def resolve_alias(name: str, family: Family) -> str:
@@ -143,9 +159,12 @@ def refuse_unknown(said: Mapping[str, Any], family: Family) -> None:
     names = known(family)
     sections = {name.rpartition(".")[0] for name in names} - {""}
     for name, value in said.items():
-        if name in sections:
+        if name in sections and not isinstance(value, Words):
             raise ValueError(f"{name} is {shown(value)}: it must be a mapping of options")
         if name in names:
             continue
         near = suggestion(name.replace("_", "-"), [n.replace("_", "-") for n in names])
-        raise ValueError(f"unknown option {cut(name)}" + (f": {near}" if near else ""))
+        option = cut(name)
+        if isinstance(value, Words):
+            option, near = _worded(option), near or "dolmen train --help --all lists them"
+        raise ValueError(f"unknown option {option}" + (f": {near}" if near else ""))

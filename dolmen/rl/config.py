@@ -1,11 +1,10 @@
 """Options of reinforcement learning: --rollout, --ppo and --critic. Imports no torch."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from dolmen.core.paths import refuse_empty
+from pydantic import Field
+
+from dolmen.core.config import AboveZero, Count, Name, NonNegative, Positive, config
 
 AdvantageEstimator = Literal[
     "grpo", "rloo", "reinforce-plus-plus", "reinforce-plus-plus-baseline", "distillation"
@@ -16,7 +15,7 @@ LossType = Literal["grpo", "bnpo", "dr-grpo", "dapo", "gspo", "cispo"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
-@dataclass(frozen=True)
+@config("rollout")
 class RolloutConfig:
     """How completions are generated, rewarded and learned from (--objective.name grpo, and ppo with
     --ppo and --critic).
@@ -25,25 +24,25 @@ class RolloutConfig:
     them `epochs` times, --train.global-batch-size in an update.
     """
 
-    num_generations: int = 8
+    num_generations: Positive = 8
     """Completions per prompt: the group whose mean reward is GRPO's baseline."""
-    prompts: int | None = None
+    prompts: Positive | None = None
     """Prompts per rollout iteration. Default: as many as make one update."""
-    epochs: int = 1
+    epochs: Positive = 1
     """Passes over the completions of an iteration."""
-    max_new_tokens: int = 128
+    max_new_tokens: Positive = 128
     """Maximum tokens of a completion."""
-    temperature: float = 1.0
+    temperature: AboveZero = 1.0
     """Sampling temperature. Also applied to the log-probabilities used in the loss."""
     loss_type: LossType = "grpo"
     """Policy loss of GRPO and its variants (objectives/policy.py: `grpo_loss`)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Whether the ratio of new to old probability is taken per token or per completion."""
-    clip_low: float = 0.2
+    clip_low: NonNegative = 0.2
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.2
+    clip_high: NonNegative = 0.2
     """The ratio is clipped above at 1 + clip_high."""
-    beta: float = 0.0
+    beta: NonNegative = 0.0
     """Weight of the KL (k3) from the reference model in the loss. 0 does not compute it."""
     advantage_estimator: AdvantageEstimator = "grpo"
     """Advantage of a completion. grpo: its reward minus the mean of its group, scaled by
@@ -53,44 +52,44 @@ class RolloutConfig:
     distillation: per token, how much more likely --objective.reference finds it, without a reward
     (on-policy distillation).
     """
-    entropy_coef: float = 0.0
+    entropy_coef: NonNegative = 0.0
     """Coefficient of the entropy bonus of each token's distribution."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Standard deviation that grpo divides by: that of the group, of all rewards of the iteration,
     or none (Dr. GRPO).
     """
-    reward_kl_coef: float = 0.0
+    reward_kl_coef: NonNegative = 0.0
     """Weight of the KL (k1) from the reference model in the reward: per token for
     reinforce-plus-plus and its baseline variant, else summed over the completion.
     """
-    max_resamples: int = 0
+    max_resamples: Count = 0
     """Rounds in which groups with equal rewards, which have no gradient, are replaced by other
     prompts (DAPO's dynamic sampling). 0 trains on them as they are.
     """
-    overlong_buffer: int = 0
+    overlong_buffer: Count = 0
     """Length in tokens of the buffer before --rollout.max-new-tokens in which the reward falls
     linearly, to a penalty of 1 at the end (DAPO's soft overlong punishment). 0 is no penalty.
     """
-    overlong_penalty_factor: float = 1.0
+    overlong_penalty_factor: NonNegative = 1.0
     """Factor of the overlong penalty."""
     mask_truncated_completions: bool = False
     """Mask completions that were truncated at --rollout.max-new-tokens out of the loss. Their
     rewards still count in the baseline of their group.
     """
-    importance_sampling_cap: float | None = None
+    importance_sampling_cap: AboveZero | None = None
     """Correct for the difference between trainer and generator: multiply each token's advantage by
     the ratio of its probability in training to that in sampling, capped at this (truncated
     importance sampling; 2 is usual). Default: no correction.
     """
-    max_off_policy_steps: int | None = None
+    max_off_policy_steps: Count | None = None
     """Maximum updates between sampling a completion and learning from it. An iteration with more
     updates is an error. Default: one less than the updates of an iteration.
     """
-    tp: int | None = None
+    tp: Positive | None = None
     """Tensor-parallel size of the model copies that generate. Default: --layout.tp. They get the
     current weights at the beginning of each iteration.
     """
-    max_num_seqs: int = 64
+    max_num_seqs: Positive = 64
     """Completions that one model copy generates at the same time."""
     offload: Literal["none", "cpu"] = "none"
     """Where models that are not in use are kept: on the device; or in pinned host memory:
@@ -102,9 +101,9 @@ class RolloutConfig:
     when old log-probabilities were computed (routing replay, 2507.18071), so that ratios compare
     the same network. Gate weights and the router's gradient are current.
     """
-    max_turns: int = 8
+    max_turns: Positive = 8
     """Maximum calls of --environment per completion."""
-    timeout_seconds: float = 10.0
+    timeout_seconds: AboveZero = 10.0
     """Time limit of a call of a reward or environment function. Then its process is killed and
     started again.
     """
@@ -114,30 +113,12 @@ class RolloutConfig:
     logged. Where an environment fails, the run stops, or the completion ends.
     """
 
-    log_completions: int = 4
+    log_completions: Count = 4
     """Completions of each iteration that are added to rollouts/completions.jsonl, which `dolmen
     show` shows. 0 keeps none; all completions of the last iterations are in rollouts/ anyway.
     """
 
     def __post_init__(self):
-        counts = ("num_generations", "prompts", "epochs", "max_new_tokens", "tp")
-        for name in (*counts, "max_num_seqs", "max_turns"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(
-                    f"rollout.{name.replace('_', '-')} is {value}: it must be at least 1"
-                )
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise ValueError(
-                f"rollout.temperature is {self.temperature}: completions are sampled from the "
-                "model's own distribution, so it must be over 0"
-            )
-        for name in ("max_resamples", "overlong_buffer", "max_off_policy_steps", "log_completions"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(
-                    f"rollout.{name.replace('_', '-')} is {value}: it must be 0 or more"
-                )
         if self.distills and (self.max_resamples or self.overlong_buffer or self.reward_kl_coef):
             raise ValueError(
                 "rollout.advantage-estimator distillation has no rewards: leave out "
@@ -150,22 +131,6 @@ class RolloutConfig:
                 f"({self.max_new_tokens}), whose last tokens it is: set it to "
                 f"{self.max_new_tokens} "
                 "or less"
-            )
-        if self.importance_sampling_cap is not None and not self.importance_sampling_cap > 0:
-            raise ValueError(
-                f"rollout.importance-sampling-cap is {self.importance_sampling_cap}: it must be "
-                "over 0, or left out"
-            )
-        weights = ("clip_low", "clip_high", "beta", "entropy_coef", "reward_kl_coef")
-        for name in (*weights, "overlong_penalty_factor"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(
-                    f"rollout.{name.replace('_', '-')} is {value}: it must be 0 or more"
-                )
-        if not (math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0):
-            raise ValueError(
-                f"rollout.timeout-seconds is {self.timeout_seconds}: it must be over 0 and finite"
             )
 
     def completions(self, global_batch_size: int) -> int:
@@ -209,19 +174,7 @@ class RolloutConfig:
         return self.advantage_estimator == "distillation"
 
 
-def refuse_outside(
-    section: str, values: Mapping[str, float | None], low: float, high: float
-) -> None:
-    """Raise ValueError for the first option of `values` that is set and not within [low, high]."""
-    for name, value in values.items():
-        if value is not None and not (low <= value <= high and math.isfinite(value)):
-            bound = f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-            raise ValueError(
-                f"{section}.{name.replace('_', '-')} is {value}: it must be finite and {bound}"
-            )
-
-
-@dataclass(frozen=True)
+@config("ppo")
 class PPOConfig:
     """How advantages and the policy loss of PPO are computed (--objective.name ppo). The ratio is
     clipped by --rollout.clip-low and clip-high.
@@ -229,63 +182,47 @@ class PPOConfig:
 
     kl_estimator: KLEstimator = "k1"
     """Estimator of each token's KL from the reference model (objectives/advantage.py: `kl`)."""
-    kl_coef: float = 0.05
+    kl_coef: NonNegative = 0.05
     """Coefficient of the KL penalty in each token's reward. 0, without a target, does not compute
     it.
     """
-    kl_target: float | None = None
+    kl_target: AboveZero | None = None
     """Target KL per completion, in nats: kl_coef is adapted to hold it, by at most a fifth of
     completions / kl_horizon per iteration (1909.08593). Default: kl_coef stays.
     """
-    kl_horizon: float = 10000.0
+    kl_horizon: AboveZero = 10000.0
     """Horizon of the adaptive KL coefficient in completions: the larger, the slower it adapts."""
-    reward_clip: float | None = None
+    reward_clip: AboveZero | None = None
     """Clip rewards to -reward_clip .. reward_clip. The KL penalty is not clipped. Default: no clip.
     """
-    gamma: float = 1.0
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount per token of generalised advantage estimation."""
-    lam: float = 0.95
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Lambda of generalised advantage estimation: 1 is Monte Carlo returns minus values, 0 one-step
     temporal differences.
     """
     whiten_advantages: bool = True
     """Normalise advantages to mean 0 and variance 1 over all tokens of an iteration."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Dual-clip PPO: where an advantage is negative, bound the loss at this many times it
     (1912.09729); over 1. Default: no bound.
     """
-    pretraining_coef: float = 0.0
+    pretraining_coef: NonNegative = 0.0
     """Coefficient of the cross-entropy of pretraining text in the policy's loss (PPO-ptx,
     2203.02155, with 27.8). 0 reads no text.
     """
-    pretraining_path: tuple[str, ...] = ()
+    pretraining_path: tuple[Name, ...] = ()
     """Pretraining text of PPO-ptx, given like --data.path: --train.global-batch-size sequences of
     --train.sequence-length in each update.
     """
 
     def __post_init__(self):
-        refuse_empty("ppo.pretraining-path", *self.pretraining_path)
-        refuse_outside("ppo", {"pretraining_coef": self.pretraining_coef}, 0, math.inf)
         if bool(self.pretraining_coef) != bool(self.pretraining_path):
             paths = " ".join(self.pretraining_path) or "none"
             raise ValueError(
                 f"ppo.pretraining-coef ({self.pretraining_coef:g}) weighs the text of "
                 f"ppo.pretraining-path ({paths}): give both, or neither"
             )
-        refuse_outside("ppo", {"gamma": self.gamma, "lam": self.lam}, 0, 1)
-        refuse_outside("ppo", {"kl_coef": self.kl_coef}, 0, math.inf)
-        positive = {
-            "kl_target": self.kl_target,
-            "kl_horizon": self.kl_horizon,
-            "reward_clip": self.reward_clip,
-        }
-        for name, value in positive.items():
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(
-                    f"ppo.{name.replace('_', '-')} is {value}: it must be finite and over 0"
-                )
-        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
-            raise ValueError(f"ppo.dual-clip is {self.dual_clip}: it must be finite and over 1")
         if self.kl_target is not None and not self.kl_coef:
             raise ValueError(
                 f"ppo.kl-target ({self.kl_target:g}) multiplies ppo.kl-coef, which is 0 and stays "
@@ -298,24 +235,19 @@ class PPOConfig:
         return self.kl_coef > 0
 
 
-@dataclass(frozen=True)
+@config("critic")
 class CriticConfig:
     """The critic of PPO, which predicts the return from each token on: a model of the policy's
     shape with a scalar head in place of logits, in the same layout, with its own optimizer.
     """
 
-    init: str | None = None
+    init: Name | None = None
     """Initial weights of the critic: a reward model or any model of the policy's shape and
     vocabulary: a transformers directory, a hub id or a run. Default: the policy's initial weights.
     """
-    lr: float | None = None
+    lr: NonNegative | None = None
     """Peak learning rate of the critic; all else is as --optimizer. Default: --optimizer.lr."""
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
     """Steps at the beginning in which only the critic learns."""
-    clip: float | None = 0.2
+    clip: NonNegative | None = 0.2
     """Value clipping: how far a value may move in the loss from the one at sampling time."""
-
-    def __post_init__(self):
-        refuse_empty("critic.init", self.init)
-        refuse_outside("critic", {"lr": self.lr, "clip": self.clip}, 0, math.inf)
-        refuse_outside("critic", {"warmup_steps": self.warmup_steps}, 0, math.inf)

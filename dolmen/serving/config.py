@@ -3,48 +3,39 @@ torch.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from dolmen.core.config import Bare, Mark, Positive, config
 from dolmen.core.messages import shown
 from dolmen.serving.request import Limits
 from dolmen.serving.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
+@config("layout")
 class Split:
     """How the model is split."""
 
-    tp: int = 1
+    tp: Positive = 1
     """Tensor parallelism: processes that share every layer."""
 
-    def __post_init__(self):
-        if self.tp < 1:
-            raise ValueError(f"layout.tp is {self.tp}: it must be at least 1")
 
-
-@dataclass(frozen=True)
+@config("layout")
 class Spread:
     """How the model is split, and how often it is there."""
 
-    tp: int = 1
+    tp: Positive = 1
     """Tensor parallelism: processes that share every layer."""
-    pp: int = 1
+    pp: Positive = 1
     """Pipeline parallelism: groups of processes that have some layers each."""
-    dp: int = 1
+    dp: Positive = 1
     """Whole models side by side: each takes the next row when it is free."""
 
-    def __post_init__(self):
-        for name, size in (("tp", self.tp), ("pp", self.pp), ("dp", self.dp)):
-            if size < 1:
-                raise ValueError(f"layout.{name} is {size}: it must be at least 1")
 
-
-@dataclass(frozen=True, kw_only=True)
+@config(kw_only=True)
 class Sampling:
     """How each token is chosen. What is unset is as the model's generation_config.json says."""
 
-    max_new_tokens: int | None = None
+    max_new_tokens: Positive | None = None
     """Most tokens to add; an end-of-text token ends earlier. Default: as generation_config.json
     says, or 64.
     """
@@ -68,12 +59,6 @@ class Sampling:
     """Taken from it for each time that it has."""
     logit_bias: str | None = None
     """Added to scores: ID:NUMBER,ID:NUMBER; -inf forbids a token."""
-
-    def __post_init__(self):
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ValueError(
-                f"max_new_tokens is {self.max_new_tokens}: use --max-new-tokens 1 or more"
-            )
 
     @property
     def of_tokens(self) -> SamplingParams:
@@ -116,15 +101,24 @@ def biases(text: str) -> dict[int, float]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerateConfig(Sampling):
-    """Prompts, and how they are continued."""
+OF_FILES = ("output", "best", "reward", "resume", "skip_bad", "max_input_tokens", "logprobs")
+"""Options of `generate` that need a file of prompts."""
 
-    folder: str
+
+@config(kw_only=True)
+class GenerateConfig(Sampling):
+    """Continue a prompt, or several, and print them; or all rows of a file, into another one, as
+    many at once as is fastest. Greedy, unless --temperature or the model's generation_config.json
+    says otherwise.
+
+        dolmen generate MODEL --input in.jsonl --output out.jsonl
+    """
+
+    folder: Annotated[str, Mark.POSITIONAL]
     """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
     one checkpoint in it; a Megatron checkpoint, or Meta's files of a Llama.
     """
-    prompt: tuple[str, ...] = ()
+    prompt: Annotated[tuple[str, ...], Mark.REPEATED] = ()
     """Text to continue, printed with what follows."""
     input: str | None = None
     """File of prompts: a .jsonl with `prompt`, `query` or `messages` in each row, or a .txt with a
@@ -138,7 +132,7 @@ class GenerateConfig(Sampling):
     """
     adapter: str | None = None
     """The one of them that answers where a row names none. Default: the model alone does."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Mark.REPEATED] = ()
     """Text that ends an answer, and is not part of it."""
     num_samples: int = 1
     """Answers per row of a file, drawn each by itself; a row has them as `samples`."""
@@ -150,13 +144,13 @@ class GenerateConfig(Sampling):
     """What judges the samples for --best, as of dolmen train grpo: exact, gsm8k, regex:PATTERN,
     MODULE:FUNCTION or the folder of a reward model; several are added up, each times its weight.
     """
-    logprobs: Literal["raw", "processed"] | None = None
+    logprobs: Annotated[Literal["raw", "processed"] | None, Bare("raw")] = None
     """Write the log-probability of each token: of the model's own distribution (raw), or of the one
     that was drawn from.
     """
     max_input_tokens: int | None = None
     """Cut longer prompts to so many tokens, from the left."""
-    max_row_bytes: int = 4 * 2**20
+    max_row_bytes: Positive = 4 * 2**20
     """Most bytes of a row of the input file: 4 MiB are tokenised in 12 s, with 700 MB of memory."""
     resume: bool = False
     """Go on where a run with the same output was ended; nothing is lost or repeated."""
@@ -174,23 +168,32 @@ class GenerateConfig(Sampling):
     """auto takes the GPUs if any are visible, else the CPU."""
     layout: Spread = Spread()
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.max_row_bytes < 1:
-            raise ValueError(
-                f"max_row_bytes is {self.max_row_bytes}: use --max-row-bytes 1 or more"
-            )
+    def check_source(self) -> None:
+        """Raises ValueError unless prompts come from either --prompt or --input, and for an option
+        of the other one.
+        """
+        if self.input is not None and self.prompt:
+            raise ValueError("--prompt and --input are both given: use one of them")
+        if self.input is None and not self.prompt:
+            raise ValueError("missing --prompt (Text to continue), or --input (File of prompts)")
+        of_file = [name for name in OF_FILES if getattr(self, name)]
+        if self.input is None and of_file:
+            raise ValueError(f"--{of_file[0].replace('_', '-')} is for --input FILE")
+        if self.input is None and max(self.num_samples, self.layout.dp) > 1:
+            raise ValueError("--num-samples and --layout.dp are for --input FILE")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config(kw_only=True)
 class ChatConfig(Sampling):
-    """A chat with a model."""
+    """Chat with a model that has a chat template. An answer is shown as it is written; Ctrl-C ends
+    it, and not the chat. What else can be said is told as it begins.
+    """
 
-    folder: str
+    folder: Annotated[str, Mark.POSITIONAL]
     """Model to chat with: anything that `dolmen generate` takes, with a chat template."""
     system: str | None = None
     """What the model is told before the chat."""
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Mark.REPEATED] = ()
     """Text that ends an answer, and is not part of it."""
     seed: int = 0
     """Of the draws."""

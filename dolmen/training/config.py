@@ -4,14 +4,24 @@ checked in `training/check.py`, on one screen.
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from dolmen.checkpoint.config import CheckpointConfig
-from dolmen.core.config import refuse_unreadable
+from dolmen.core.config import (
+    AboveZero,
+    Below1,
+    Count,
+    Name,
+    Positive,
+    Seed,
+    config,
+    refuse_unreadable,
+)
 from dolmen.core.messages import choices, shown
-from dolmen.core.paths import refuse_empty
 from dolmen.data.config import DataConfig
 from dolmen.evaluation.config import DuringConfig
 from dolmen.families import Model
@@ -24,44 +34,35 @@ from dolmen.ops.recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.config import CriticConfig, PPOConfig, RolloutConfig
 
-SEED = 2**63 - 1
 PROGRAMS = ("tensorboard", "wandb", "trackio")
 HANG_SECONDS = 1e8  # three years; clocks of the system count no more than 300
 
 
-@dataclass(frozen=True)
+@config("train.new-rows")
 class NewRowsConfig:
     """Rows of embedding and head for tokens that a model was given (dolmen vocab extend)."""
 
-    share: float = 0.0
+    share: Below1 = 0.0
     """Share of the steps, at the beginning, in which they learn alone; then all learns. 0: none."""
-    first: int | None = None
+    first: Positive | None = None
     """Id of the first new token. Default: as `dolmen vocab extend` has written beside --init."""
 
-    def __post_init__(self):
-        if not 0 <= self.share < 1:
-            raise ValueError(
-                f"train.new-rows.share is {self.share}: it must be at least 0 and less than 1"
-            )
-        if self.first is not None and self.first < 1:
-            raise ValueError(f"train.new-rows.first is {self.first}: it must be at least 1")
 
-
-@dataclass(frozen=True)
+@config("train")
 class TrainConfig:
     """Length and arithmetic of the run."""
 
-    steps: int | None = None
+    steps: Positive | None = None
     """Optimizer updates. Unset, with `tokens` and `epochs`: one pass over the training data, but at
     least 20 steps.
     """
-    tokens: float | None = None
+    tokens: AboveZero | None = None
     """In place of steps: tokens of all batches, the last one whole; 1e9 is a way to write it."""
-    epochs: float | None = None
+    epochs: AboveZero | None = None
     """In place of steps: passes over the training data, of several sources over the one that lasts
     longest.
     """
-    seed: int = 0
+    seed: Seed = 0
     """Initial weights and order of data depend on it alone."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Arithmetic of forward and backward; weights at rest and optimizer state are float32. All of
@@ -72,11 +73,11 @@ class TrainConfig:
     steps before, or of each tensor, row or block as it is; all else in train.dtype. Unset: all.
     """
     fp8: Fp8Config = Fp8Config()
-    sequence_length: int | None = None
+    sequence_length: Positive | None = None
     """Tokens of a training sequence; unset: the smaller of 512 and the model's own maximum."""
-    global_batch_size: int = 8
+    global_batch_size: Positive = 8
     """Sequences of one update, over all processes."""
-    microbatch_size: int | None = None
+    microbatch_size: Positive | None = None
     """Sequences that a process computes at once; gradients accumulate over a batch. Unset: about
     4,096 tokens.
     """
@@ -84,7 +85,7 @@ class TrainConfig:
     """auto takes the GPUs if any are visible, else the CPU; cpu never takes one; cuda refuses to
     run where there is none.
     """
-    dropout: float = 0.0
+    dropout: Below1 = 0.0
     """Dropout after embedding, attention and feed-forward, and on attention probabilities; 0 unless
     asked for, whatever the model's config.json says.
     """
@@ -100,13 +101,13 @@ class TrainConfig:
     """What a step does whose gradient norm is far over the usual. none: it updates as any other;
     skip: it changes no parameter.
     """
-    spike_factor: float = 10.0
+    spike_factor: Annotated[float, Field(gt=1)] = 10.0
     """Far over the usual: over so many times the median norm of the last 64 steps."""
-    max_skipped_steps: int = 10
+    max_skipped_steps: Positive = 10
     """Steps skipped in a row, for a loss or gradient that is not finite or a spike, that end the
     run; with float16 at least 40.
     """
-    hang_seconds: float | None = None
+    hang_seconds: Annotated[float, Field(gt=0, le=HANG_SECONDS)] | None = None
     """Seconds without progress after which the rank that hangs is named, with its stack, and the
     run ends; ten times as long at start-up. Unset: never.
     """
@@ -118,7 +119,6 @@ class TrainConfig:
         return Training(self.dropout, self.router, fp8=fp8)
 
     def __post_init__(self):
-        _ = self.training  # which refuses its own
         asked = [f.name for f in fields(self.fp8) if getattr(self.fp8, f.name) != f.default]
         if asked and self.precision is None:
             raise ValueError(
@@ -131,32 +131,9 @@ class TrainConfig:
                 f"train.fp8.{delayed[0].replace('_', '-')} is of fp8-delayed, and train.precision "
                 f"is {self.precision}, which remembers nothing: leave it out"
             )
-        for name in ("steps", "sequence_length", "global_batch_size", "microbatch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(
-                    f"train.{name.replace('_', '-')} is {value}: it must be at least 1"
-                )
-        for name in ("tokens", "epochs"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"train.{name} is {value}: it must be finite and over 0")
-        if not 0 <= self.seed <= SEED:
-            raise ValueError(f"train.seed is {self.seed}: it must be from 0 to {SEED:,}")
-        if self.max_skipped_steps < 1:
-            raise ValueError(
-                f"train.max-skipped-steps is {self.max_skipped_steps}: it must be at least 1"
-            )
-        if not self.spike_factor > 1:
-            raise ValueError(f"train.spike-factor is {self.spike_factor}: it must be over 1")
-        if self.hang_seconds is not None and not 0 < self.hang_seconds <= HANG_SECONDS:
-            raise ValueError(
-                f"train.hang-seconds is {self.hang_seconds}: it must be over 0 and at most "
-                f"{HANG_SECONDS:g}, or None for no limit"
-            )
 
 
-@dataclass(frozen=True)
+@config("log")
 class LogConfig:
     """What one sees."""
 
@@ -164,13 +141,13 @@ class LogConfig:
     """Also show kernels, the definition of MFU, the sources of a mixture and an example of the data
     before the first step. Short: -v.
     """
-    every: int = 1
+    every: Positive = 1
     """Steps between rows of metrics.jsonl, TensorBoard points and plain progress lines."""
-    validate_every: int | None = None
+    validate_every: Count | None = None
     """Steps between validations; unset: ten per run; 0: none but the last. The last step is always
     validated.
     """
-    profile: int | None = None
+    profile: Positive | None = None
     """A step, counted from 1, to record: where its time went, by kind, as a table, a picture and a
     trace in `profile/` of the run's folder.
     """
@@ -183,7 +160,7 @@ class LogConfig:
     """Tell the validation loss of each source of --data.path by itself too, and before the first
     step, in bits per byte as well: as of an old language beside a new one.
     """
-    validation_tokens: int = 65536
+    validation_tokens: Count = 65536
     """Held-out tokens a validation reads; the last one as many as the run has trained on, if those
     are more. 0: all, always.
     """
@@ -197,21 +174,9 @@ class LogConfig:
     def __post_init__(self):
         if unknown := [name for name in self.programs if name not in PROGRAMS]:
             raise ValueError(f"log.to has {shown(unknown[0])}: {choices(unknown[0], PROGRAMS)}")
-        if self.every < 1:
-            raise ValueError(f"log.every is {self.every}: it must be at least 1")
-        if self.validate_every is not None and self.validate_every < 0:
-            raise ValueError(
-                f"log.validate-every is {self.validate_every}: it must not be negative"
-            )
-        if self.profile is not None and self.profile < 1:
-            raise ValueError(f"log.profile is {self.profile}: steps are counted from 1")
-        if self.validation_tokens < 0:
-            raise ValueError(
-                f"log.validation-tokens is {self.validation_tokens}: it must not be negative"
-            )
 
 
-@dataclass(frozen=True)
+@config("finish")
 class FinishConfig:
     """What a run does with its model when training ends."""
 
@@ -225,13 +190,13 @@ class FinishConfig:
     """Put the validation loss in bits per byte beside gzip -9 and xz -9 of the held-out files."""
 
 
-@dataclass(frozen=True)
+@config()
 class RunConfig:
     """One training run."""
 
     name: str = "pretrain"
     """Name of the run; its folder is runs/NAME unless --out says otherwise."""
-    init: str | None = None
+    init: Name | None = None
     """Where the weights to start from are: a transformers directory, a hub id, or one checkpoint of
     another run. It decides the model.
     """
@@ -241,7 +206,7 @@ class RunConfig:
     layout: Layout = Layout()
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
-    reward: tuple[str, ...] = ()
+    reward: tuple[Name, ...] = ()
     """What judges an answer that the model has drawn: `exact` (1 where it is the row's `answer`,
     white space at the ends aside), `regex:PATTERN` (1 where that is found in it), `gsm8k` (1 where
     its last number is that of the row's `answer`), `stub` (the share of its characters that are
@@ -249,7 +214,7 @@ class RunConfig:
     its own, and gives a number, or the folder of a reward model, whose score it is. Several are
     added up, each times its weight: `0.7:gsm8k 0.3:models/reward`.
     """
-    environment: str | None = None
+    environment: Name | None = None
     """What answers the model in turns: `MODULE:FUNCTION`, called as function(prompt, turns, row) in
     a process of its own when the model has ended its turn, where `turns` are the texts so far, the
     last the model's. It gives what is said next, as it stands in the text, or None at the end. Its
@@ -266,10 +231,8 @@ class RunConfig:
     finish: FinishConfig = FinishConfig()
 
     def __post_init__(self):
-        refuse_empty("init", self.init)
-        refuse_empty("reward", *self.reward)
-        refuse_empty("environment", self.environment)
-        refuse_unreadable(self, {"train.seed": SEED, "model": SEED})
+        if self.model is not None:
+            refuse_unreadable("model", self.model.config)
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(
                 f"name is {shown(self.name)}: it must be a plain name, as it becomes the folder "

@@ -2,42 +2,39 @@
 its folder and its processes; and runs as YAML files. Without torch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dolmen.core.config import from_dict, to_dict
+from dolmen.core.config import Count, Name, Positive, config, from_dict, to_dict
 from dolmen.core.paths import refuse_empty
 from dolmen.files import gate, kinds, write
 from dolmen.training.config import RunConfig
 
 
-@dataclass(frozen=True)
+@config()
 class Handling:
     """What is done with a run, which its configuration does not say."""
 
-    out: str | None = None
+    out: Name | None = None
     """Folder of the run. Default: that of the config.yaml of a run, else runs/NAME."""
     resume: bool = False
     """Go on from the newest whole checkpoint in --out; at any other layout too."""
     overwrite: bool = False
     """Throw away the run that --out holds."""
-    nproc: int | None = None
+    nproc: Positive | None = None
     """Processes to start on this machine. Default: as many as the layout needs; the GPUs that are
     visible.
     """
-    max_restarts: int = 0
+    max_restarts: Count = 0
     """Times to start the processes again after a failure; the run goes on by itself from its newest
     whole checkpoint.
     """
 
-    def __post_init__(self):
-        refuse_empty("out", self.out)
 
-
-@dataclass(frozen=True)
+@config()
 class Request:
     """A run that is to be made. The launcher hands it to its workers as a file."""
 

@@ -133,12 +133,8 @@ def prepare(
     """
     config, out, handling = request.config, request.out, request.handling
     try:
-        if handling.max_restarts < 0:
-            raise ValueError(f"--max-restarts is {handling.max_restarts}: it must not be negative")
         if starts:
             check_folder(out, handling.resume, handling.overwrite)
-        if processes is not None and processes < 1:
-            raise ValueError(f"--nproc is {processes}: it must be at least 1")
         if request.runs_again:
             config = without_microbatch(config, processes)
         resolved = resolve(config, processes, own_checkpoint(out, handling.resume))

@@ -25,7 +25,7 @@ from tinyrun import losses, rows, steps
 import dolmen
 from dolmen import api
 from dolmen.api import RunFolder
-from dolmen.cli.command import parse_run
+from dolmen.cli.runs import parse_run
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import joined
 from dolmen.recipes.changed import request
@@ -153,9 +153,9 @@ def test_keywords_make_the_run_that_words_make(material):
 def test_a_value_that_no_option_takes_is_not_dropped(material, tmp_path):
     """False says nothing only to the flags that are off by themselves."""
     for name, said in (
-        ("nproc", "nproc is False: it must be int"),
+        ("nproc", "nproc is False: it must be a whole number"),
         ("nonsense", "unknown option nonsense"),
-        ("max_restarts", "max_restarts is False: it must be int"),
+        ("max_restarts", "max_restarts is False: it must be a whole number"),
         ("train", "train is False: it must be a mapping of options"),
         ("model", "model is False: it must be a mapping of options"),
     ):
@@ -243,10 +243,10 @@ def test_generate(material):
         ({"top_p": 0.0}, "use top_p above 0"),
         ({"temperature": 1e-320}, "use temperature 0"),
         ({"prompt": "a\udcff"}, "is not UTF-8 text"),
-        ({"max_new_tokens": 0}, "use max_new_tokens 1 or more"),
-        ({"max_new_tokens": 2.5}, "^max_new_tokens is 2.5: it must be int$"),
-        ({"seed": "one"}, "^seed is 'one': it must be int$"),
-        ({"top_k": True}, "^top_k is True: it must be int$"),
+        ({"max_new_tokens": 0}, "^max_new_tokens is 0: it must be at least 1$"),
+        ({"max_new_tokens": 2.5}, "^max_new_tokens is 2.5: it must be a whole number$"),
+        ({"seed": "one"}, "^seed is 'one': it must be a whole number$"),
+        ({"top_k": True}, "^top_k is True: it must be a whole number$"),
         ({"min_p": 2.0, "temperature": 1.0}, "use min_p of 0 to 1"),
         ({"stop": ""}, "stop is empty"),
         ({"qqqq": 3}, "^there is no option 'qqqq': use one of top_k"),
@@ -262,8 +262,8 @@ def test_generate(material):
             with pytest.raises(ValueError, match=f"^dtype is '{dtype}': use one of float32, bf"):
                 call(material.model, "a", dtype=dtype)
     for options, said in (
-        ({"text_field": 5}, "^text_field is 5: it must be str$"),
-        ({"window": 1.5}, "^window is 1.5: it must be int$"),
+        ({"text_field": 5}, "^text_field is 5: it must be text$"),
+        ({"window": 1.5}, "^window is 1.5: it must be a whole number$"),
         ({"window": 65}, "use window 2 to 64$"),
         ({"tokenizer": "bpe:300"}, "^tokenizer bpe:300: a model is evaluated with"),
     ):
@@ -303,7 +303,7 @@ def test_the_package_shows_what_it_has():
         ({"model": {"rope_parameters": 5}}, "^model.rope_parameters is 5: it must be a mapping"),
         (
             {"model": {"model_type": "gpt2", "n_embd": 96, "hidden_size": 192}},
-            "^model.n_embd and model.hidden_size are two names of one option: give one of them$",
+            r"^model.n_embd \(96\) and model.hidden_size \(192\) are two names of one option: ",
         ),
         (
             {"layout": {"dp": 3}},
@@ -314,21 +314,24 @@ def test_the_package_shows_what_it_has():
             {"model.model_type": "a", "model": {"model_type": "b"}},
             "^model.model_type is given twice",
         ),
-        ({"train": {"compile": 1}}, "^train.compile is 1: it must be bool$"),
+        ({"train": {"compile": 1}}, "^train.compile is 1: it must be true or false$"),
         ({"train": {"device": "tpu"}}, "^train.device is 'tpu': use one of auto, cpu, cuda$"),
-        ({"resume": "yes"}, "^resume is 'yes': it must be bool$"),
+        ({"resume": "yes"}, "^resume is 'yes': it must be true or false$"),
         ({"resume": True, "overwrite": True}, "^resume=True and overwrite=True exclude"),
-        ({"max_restarts": -1}, "^max_restarts is -1: it must not be negative$"),
-        ({"optimizer": {"lr": -1}}, "optimizer.lr is -1.0: it must be finite"),
-        ({"train": {"steps": "five"}}, "^train.steps is 'five': it must be int$"),
+        ({"max_restarts": -1}, "^max_restarts is -1: it must be at least 0$"),
+        ({"optimizer": {"lr": -1}}, "optimizer.lr is -1: it must be at least 0"),
+        ({"train": {"steps": "five"}}, "^train.steps is 'five': it must be a whole number$"),
         ({"optimizer": {"lr": math.nan}}, "^optimizer.lr is nan: it must be finite"),
         (
             {"optimizer": {"lr": 10**400}},
-            "^optimizer.lr is 1000+\\.\\.\\. .401 ch.*: no float is so",
+            "^optimizer.lr is 1000+\\.\\.\\. .401 ch.*: it must be a number",
         ),
-        ({"optimizer": {"lr": Fraction(10**400)}}, "^optimizer.lr is Fraction.*: it must be float"),
-        ({"optimizer": {"lr": np.ones(2)}}, "^optimizer.lr is array.*: it must be float$"),
-        ({"optimizer": {"lr": torch.ones(2)}}, "^optimizer.lr is tensor.*: it must be float$"),
+        (
+            {"optimizer": {"lr": Fraction(10**400)}},
+            "^optimizer.lr is Fraction.*must be a number",
+        ),
+        ({"optimizer": {"lr": np.ones(2)}}, "^optimizer.lr is array.*: it must be a number$"),
+        ({"optimizer": {"lr": torch.ones(2)}}, "^optimizer.lr is tensor.*: it must be a number$"),
         ({"train": {"dtype": np.ones(2)}}, "^train.dtype is array.*: use one of float32"),
         ({"adapter": {"lora_dropout": 0.1}}, "adapter.lora_dropout: adapters have no dropout"),
         ({"init": "no/such/model/here"}, "here: no such folder"),
@@ -354,8 +357,8 @@ def test_text_of_a_subclass_is_text(material, tmp_path):
 @pytest.mark.parametrize(
     "bad, said",
     [
-        ({"train": TrainConfig(dtype="bf16")}, "^train.dtype is 'bf16': did you mean bfloat16\\?"),
-        ({"train": {"steps": "five"}}, "^train.steps is 'five': it must be int$"),
+        ({"train": {"dtype": "bf16"}}, "^train.dtype is 'bf16': did you mean bfloat16\\?"),
+        ({"train": {"steps": "five"}}, "^train.steps is 'five': it must be a whole number$"),
         ({"layout": {"pt": 2}}, "^unknown option layout.pt: known are tp, "),
         ({"layout": 2}, "^layout must be a mapping of options, not 2$"),
         ({"model": 5}, "^model: "),

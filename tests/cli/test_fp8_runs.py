@@ -94,7 +94,10 @@ def test_its_scales_go_to_transformer_engine_and_begin_another_run(whole, materi
     [
         ("--train.fp8.format e4m3", "set --train.precision"),
         ("--train.precision mxfp8 --train.fp8.margin 1", "train.fp8.margin is of fp8-delayed"),
-        ("--train.precision mxfp8 --train.fp8.margin -1", "it must be from 0 to 64"),
+        (
+            "--train.precision mxfp8 --train.fp8.margin -1",
+            "train.fp8.margin is -1: it must be at",
+        ),
         ("--train.precision fp8-rowwise --train.fp8.first-layers 2", "leave none of the 2 layers"),
         ("--train.precision mxfp8 --layout.tp 2", "among 32 neighbours, and tp (2) cuts the 32 of"),
         ("--train.precision fp8-rowwise --layout.tp 4", "num_key_value_heads (2)"),

@@ -1,15 +1,17 @@
 """Configurations as plain values: the round trip, and what is refused by name."""
 
-from dataclasses import dataclass, field, fields
+import math
+from dataclasses import field, fields, replace
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 
-from dolmen.core.config import changed_options, from_dict, to_dict
+from dolmen.core.config import Name, Positive, Seed, changed_options, config, from_dict, to_dict
 from dolmen.families import Model, families
 from dolmen.recipes import RECIPES
 from dolmen.training.config import RunConfig
@@ -18,13 +20,13 @@ from dolmen.training.request import read_run, write_config
 RUN = RunConfig(model=Model({"model_type": "llama"}))
 
 
-@dataclass(frozen=True)
+@config()
 class Inner:
     a: int = 1
     b: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@config()
 class Outer:
     count: int = 3
     rate: float = 0.5
@@ -103,22 +105,22 @@ def test_what_people_write():
         ([1], "the configuration must be a mapping of options, not [1]"),
         ({"inner": 3}, "inner must be a mapping of options, not 3"),
         ({"inner": None}, "inner must be a mapping"),
-        ({"count": "3"}, "count is '3': it must be int"),
-        ({"count": 3.0}, "count is 3.0: it must be int"),
-        ({"count": True}, "count is True: it must be int"),
-        ({"count": None}, "count is None: it must be int"),
-        ({"rate": True}, "rate is True: it must be float"),
-        ({"rate": "x"}, "rate is 'x': it must be a number"),
-        ({"on": 1}, "on is 1: it must be bool"),
-        ({"on": "yes"}, "on is 'yes': it must be bool"),
-        ({"name": 5}, "name is 5: it must be str"),
-        ({"kind": "z"}, "kind is 'z': use one of x, y, 1"),
-        ({"kind": True}, "kind is True: use one of x, y, 1"),
-        ({"marked": "m"}, "marked is 'm': it must be int"),
-        ({"sizes": ["a"]}, "sizes is 'a': it must be int"),
-        ({"sizes": "a"}, "sizes is 'a': it must be int"),
-        ({"maybe": {"a": "q"}}, "maybe.a is 'q': it must be int"),
-        ({"extra": 3}, "extra is 3: it must be dict"),
+        ({"count": "3"}, "--count is '3': it must be a whole number"),
+        ({"count": 3.0}, "--count is 3.0: it must be a whole number"),
+        ({"count": True}, "--count is True: it must be a whole number"),
+        ({"count": None}, "--count is None: it must be a whole number"),
+        ({"rate": True}, "--rate is True: it must be a number"),
+        ({"rate": "x"}, "--rate is 'x': it must be a number"),
+        ({"on": 1}, "--on is 1: it must be true or false"),
+        ({"on": "yes"}, "--on is 'yes': it must be true or false"),
+        ({"name": 5}, "--name is 5: it must be text"),
+        ({"kind": "z"}, "--kind is 'z': use one of x, y, 1"),
+        ({"kind": True}, "--kind is True: use one of x, y, 1"),
+        ({"marked": "m"}, "--marked is 'm': it must be a whole number"),
+        ({"sizes": ["a"]}, "--sizes is 'a': it must be a whole number"),
+        ({"sizes": "a"}, "--sizes is 'a': it must be a whole number"),
+        ({"maybe": {"a": "q"}}, "maybe.a is 'q': it must be a whole number"),
+        ({"extra": 3}, "--extra is 3: it must be a mapping"),
         ({"count": -1}, "count is -1"),
     ],
     ids=str,
@@ -132,9 +134,12 @@ def test_refused_by_name(values, said):
 @pytest.mark.parametrize(
     "values, said",
     [
-        ({"count": "a" * 200}, f"count is '{'a' * 76}... (202 characters): it must be int"),
-        ({"kind": "a" * 200}, f"kind is '{'a' * 76}... (202 characters): use one of x, y, 1"),
-        ({"rate": "a" * 200}, f"rate is '{'a' * 76}... (202 characters): it must be a number"),
+        (
+            {"count": "a" * 200},
+            f"count is '{'a' * 76}... (202 characters): it must be a whole number",
+        ),
+        ({"kind": "a" * 200}, f"--kind is '{'a' * 76}... (202 characters): use one of x, y, 1"),
+        ({"rate": "a" * 200}, f"--rate is '{'a' * 76}... (202 characters): it must be a number"),
         ({"a" * 200: 1}, f"unknown option {'a' * 77}... (200 characters): known are count, rate"),
         ({"inner": [1] * 200}, f"not [{'1, ' * 25}1... (600 characters)"),
     ],
@@ -144,6 +149,54 @@ def test_a_long_value_is_cut(values, said):
     with pytest.raises(ValueError) as refusal:
         from_dict(Outer, values)
     assert said in str(refusal.value)
+
+
+@config("ranges")
+class Ranges:
+    low: Positive = 1
+    high: Annotated[int, Field(ge=0, lt=10)] | None = None
+    share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    seed: Seed = 0
+    names: tuple[Name, ...] = ()
+    zero: Literal[0, 1] = 0
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"low": 0}, "ranges.low is 0: it must be at least 1"),
+        ({"low": True}, "ranges.low is True: it must be a whole number"),
+        ({"low": 2**53 + 1}, "ranges.low is 9007199254740993: it must be at most 9,007,199,254,7"),
+        ({"high": 10}, "ranges.high is 10: it must be less than 10"),
+        ({"share": 0}, "ranges.share is 0: it must be over 0"),
+        ({"share": math.nan}, "ranges.share is nan: it must be finite"),
+        ({"share": math.inf}, "ranges.share is inf: it must be finite"),
+        ({"share": "1e9"}, "ranges.share is '1e9': it must be at most 1"),
+        ({"seed": 2**63}, "ranges.seed is 9223372036854775808: it must be at most 9,223,372,036"),
+        ({"names": " "}, "ranges.names is empty: give a name, or leave the option out"),
+        ({"names": "\ud800"}, "ranges.names is '\\ud800': UTF-8 cannot write it"),
+        ({"zero": True}, "ranges.zero is True: use one of 0, 1"),
+        ({"inner": {"a": "x"}}, "ranges.inner.a is 'x': it must be a whole number"),
+        ({"lwo": 1}, "unknown option ranges.lwo: did you mean low?"),
+    ],
+    ids=str,
+)
+def test_a_value_is_checked_wherever_it_comes_from(values, said):
+    """A file, construction from Python, and `replace`; a section has the name of its class."""
+    makers = [lambda: Ranges(**values), lambda: from_dict(Ranges, values, path="ranges")]
+    if "lwo" not in values:
+        makers.append(lambda: replace(Ranges(low=2), **values))
+    for make in makers:
+        with pytest.raises(ValueError) as refusal:
+            make()
+        assert str(refusal.value).startswith(said)
+
+
+def test_values_of_python_are_converted_as_those_of_a_file():
+    made = Ranges(share="1e-3", names="a", seed=2**63 - 1)
+    assert (made.share, made.names, made.seed) == (1e-3, ("a",), 2**63 - 1)
+    assert type(Ranges(share=1).share) is float
 
 
 def test_differences():
@@ -181,7 +234,7 @@ VALUES = {
 def _values(hint: Any) -> st.SearchStrategy:
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
-    if get_origin(hint) is UnionType:
+    if get_origin(hint) in (Union, UnionType):
         return st.one_of(*map(_values, get_args(hint)))
     return st.none() if hint is type(None) else VALUES.get(hint, st.just({}))
 

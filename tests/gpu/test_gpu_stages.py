@@ -341,10 +341,10 @@ def test_the_report_is_a_command(tmp_path, capsys):
 
 
 def test_wheels_are_installed_for_what_is_missing_alone(tmp_path, monkeypatch):
-    for name in ("tyro-1.0-py3-none-any.whl", "docstring_parser-0.1-py3-none-any.whl"):
+    for name in ("pydantic-1.0-py3-none-any.whl", "pydantic_core-0.1-py3-none-any.whl"):
         (tmp_path / name).touch()
-    assert set(packages.wheels(tmp_path)) == {"tyro", "docstring-parser"}
-    assert {"torch", "tyro", "datasets", "zstandard"} <= set(packages.required())
+    assert set(packages.wheels(tmp_path)) == {"pydantic", "pydantic-core"}
+    assert {"torch", "pydantic", "datasets", "zstandard"} <= set(packages.required())
     assert packages.missing() == [] and packages.install(tmp_path) is None
     asked = []
 
@@ -354,11 +354,11 @@ def test_wheels_are_installed_for_what_is_missing_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(packages.subprocess, "run", run)
     known = packages.version
-    monkeypatch.setattr(packages, "version", lambda n: None if n == "tyro" else known(n))
+    monkeypatch.setattr(packages, "version", lambda n: None if n == "pydantic" else known(n))
     site = packages.install(tmp_path)
     site.rmdir()
     assert [w for w in asked[0] if w.endswith(".whl")] == [
-        str(tmp_path / "tyro-1.0-py3-none-any.whl")
+        str(tmp_path / "pydantic-1.0-py3-none-any.whl")
     ]
     assert "--no-index" in asked[0] and "--no-deps" in asked[0]
 

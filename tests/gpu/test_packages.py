@@ -7,7 +7,9 @@ import pytest
 
 from benchmarks.gpu import packages
 
-OLD, NEW, OWN = (f"{name}-py3-none-any.whl" for name in ("tyro-1.0", "tyro-1.1", "mine-1.0"))
+OLD, NEW, OWN = (
+    f"{name}-py3-none-any.whl" for name in ("pydantic-1.0", "pydantic-1.1", "mine-1.0")
+)
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def folder(tmp_path):
 def downloads(monkeypatch, code: int) -> None:
     def run(words, **_):
         (Path(words[words.index("-d") + 1]) / NEW).touch()
-        return SimpleNamespace(returncode=code, stderr="WARNING: slow\nERROR: no tyro for it\n")
+        return SimpleNamespace(returncode=code, stderr="WARNING: slow\nERROR: no pydantic for it\n")
 
     monkeypatch.setattr(packages.subprocess, "run", run)
 
@@ -33,6 +35,8 @@ def test_wheels_replace_those_of_the_same_packages_alone(folder, monkeypatch):
 
 def test_a_failed_download_leaves_the_folder_as_it_was(folder, monkeypatch):
     downloads(monkeypatch, 1)
-    with pytest.raises(ValueError, match="Python 3.99 on arm.* as it was: ERROR: no tyro for it"):
+    with pytest.raises(
+        ValueError, match="Python 3.99 on arm.* as it was: ERROR: no pydantic for it"
+    ):
         packages.fill(folder, "3.99", "arm")
     assert sorted(path.name for path in folder.iterdir()) == sorted((OLD, OWN))

@@ -7,7 +7,7 @@ import pytest
 import tinyrun
 from tinyrun import dolmen
 
-from dolmen.cli.command import parse_run
+from dolmen.cli.runs import parse_run
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.schedule import learning_rate
 from dolmen.recipes.changed import request

@@ -140,7 +140,7 @@ def test_what_cannot_wait_for_new_rows_is_refused(material, tmp_path):
     run = material.config(init=str(model), train=unsaid)
     assert tinyrun.check_run(run, 1).train.new_rows == NewRowsConfig(0.5, 250)
     for share in (-0.1, 1):
-        with pytest.raises(ValueError, match="it must be at least 0 and less than 1"):
+        with pytest.raises(ValueError, match="it must be (at least 0|less than 1)"):
             NewRowsConfig(share)
     assert RECIPES["continue-language"]().train.new_rows.share == 0.1
 
