@@ -519,13 +519,13 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
             for option, value, said in (
                 ("--temperature", "1e-320", "is 1e-320: use --temperature 0 (greedy), or at least"),
                 ("--temperature", "inf", "temperature is inf: it must be finite"),
-                ("--temperature", "nan", "temperature is nan: use --temperature 0"),
+                ("--temperature", "nan", "temperature is nan: it must be finite"),
                 ("--temperature", "warm", "--temperature is 'warm': it must be a number"),
                 ("--top-k", "0", "top_k is 0: use --top-k 1 or more"),
                 ("--top-k", "-3", "top_k is -3: use --top-k 1 or more"),
                 ("--top-p", "0", "top_p is 0.0: use --top-p above 0"),
-                ("--top-p", "nan", "top_p is nan: use --top-p above 0"),
-                ("--prompt", "ab\udcff", "--prompt is not UTF-8 text: character 3 is a lone"),
+                ("--top-p", "nan", "top-p is nan: it must be finite"),
+                ("--prompt", "ab\udcff", "UTF-8 cannot write it"),
                 ("--layout.tp", "0", "layout.tp is 0: it must be at least 1"),
             )
         ),

@@ -473,7 +473,7 @@ def test_the_command_tells_a_person_and_a_program(tmp_path):
     [
         (("--ranks", "2"), "--ranks has 2, but the layout has 2 ranks: give numbers of 0 to 1"),
         (("--ranks", "each"), "--ranks has 'each': give first, middle, last or numbers"),
-        (("--max-load", "0"), "max-load is 0: it must be above 0"),
+        (("--max-load", "0"), "max-load is 0.0: it must be over 0"),
         (("--layout.tp", "3"), "num_attention_heads (4) is not divisible by tp (3)"),
         (("--device", "tpu"), "--device is 'tpu'"),
     ],

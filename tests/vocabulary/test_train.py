@@ -91,5 +91,5 @@ def test_what_is_no_text_is_refused(tmp_path):
     assert "leave them out" in refused(f"0.5:{tmp_path / 'blank.txt'}")
     with pytest.raises(ValueError, match="--size is 256: .*use --size 258 to 16777216"):
         VocabTrainConfig(256, "byte-bpe", "to")
-    with pytest.raises(ValueError, match="--max-bytes is 10 bytes"):
+    with pytest.raises(ValueError, match="--max-bytes is 10: it must be at least"):
         VocabTrainConfig(300, "bpe", "to", max_bytes=10)
