@@ -2,16 +2,16 @@
 with the same checks, and refusals that name the keyword.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dolmen.comparison.config import DiffConfig
 from dolmen.conversion.config import ConvertConfig, ExportConfig
-from dolmen.core.config import from_dict, option_types
+from dolmen.core.config import field_types, from_dict, option_types
 from dolmen.core.messages import BadInput, in_python, message, printable
-from dolmen.data.config import TokenizeConfig
+from dolmen.data.config import TokenConfig, TokenizeConfig
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.families import families
 from dolmen.families.start import option_fields
@@ -59,6 +59,20 @@ def _options() -> dict[str, Any]:
     return known
 
 
-def asked_of(cls: type[T], **said: Any) -> T:
-    """What a command would take in words. Raises ValueError for what is of another type."""
-    return from_dict(cls, {name: plain(value) for name, value in said.items()})
+DATA = {f"data.{name}": name for name in field_types(TokenConfig)}
+"""Options of the section `data`, which are keywords of their own."""
+
+
+def asked_of(cls: type[T], without: Collection[str] = (), **keywords: Any) -> T:
+    """A configuration of these keywords, where those of its section `data` may stand by themselves.
+    Raises ValueError for one that is unknown or in `without`, and a value that it cannot have.
+    """
+    own = field_types(cls)
+    data = field_types(own["data"]) if "data" in own else {}
+    values: dict[str, Any] = {}
+    for name, value in keywords.items():
+        if name in without:
+            raise ValueError(f"{name} is an option of the command alone: leave it out")
+        nested = name in data and name not in own
+        (values.setdefault("data", {}) if nested else values)[name] = plain(value)
+    return from_dict(cls, values)

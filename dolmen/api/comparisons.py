@@ -1,6 +1,5 @@
 """A model beside another program's: `verify`, `diff`."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +33,16 @@ def verify(folder: str | Path, against: str | Path | None = None, length: int = 
 def diff(
     first: str | Path,
     second: str | Path = difference.THEIRS,
-    *,
-    a: Mapping[str, Any] | None = None,
-    b: Mapping[str, Any] | None = None,
-    until: str = "update",
-    length: int = 64,
-    optimizer: Mapping[str, Any] | None = None,
-    device: str = "auto",
+    **options: Any,
 ) -> differing.Report:
     """`dolmen diff FIRST SECOND`: the first tensor in which two programs of one model part, by
-    default dolmen and transformers. `a` and `b` say how each side is computed, `optimizer` what the
-    update is, in mappings of the command's options. `report.ok` says whether they are the same,
-    `report.parting` where they part, `print(report)` both in words. Raises ValueError on bad input,
-    RuntimeError if a process that it starts for a layout fails.
+    default dolmen and transformers. `options` are those of the command: `a` and `b` say how each
+    side is computed, `optimizer` what the update is, in mappings. `report.ok` says whether they are
+    the same, `report.parting` where they part, `print(report)` both in words. Raises ValueError on
+    bad input, RuntimeError if a process that it starts for a layout fails.
 
         print(dolmen.diff("path/to/model", a={"layout": {"tp": 2}, "dtype": "bfloat16"}))
     """
     with value_errors():
-        asked = asked_of(
-            DiffConfig,
-            first=first,
-            second=second,
-            a=a or {},
-            b=b or {},
-            until=until,
-            length=length,
-            optimizer=optimizer or {},
-            device=device,
-        )
+        asked = asked_of(DiffConfig, ("json",), first=first, second=second, **options)
         return difference.diff(asked)

@@ -1,6 +1,6 @@
 """What a run would hold, send and take: `dryrun`, `plan`, `plan_inference`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from dolmen.planning.question import Question
 from dolmen.recipes.changed import plain, request
 from dolmen.recipes.named import described, planned
 from dolmen.training.config import RunConfig
+
+OF_COMMAND = ("explain", "json", "report", "measure", "inference", "batch", "length")
+"""Options of `dolmen plan` that are not those of `plan`."""
 
 
 def dryrun(
@@ -51,21 +54,13 @@ def plan(
     model: str | PathLike | RunConfig,
     cluster: str | PathLike,
     *,
-    layout: Mapping[str, Any] | None = None,
-    train: Mapping[str, Any] | None = None,
-    top: int = 10,
-    tokens: float | None = None,
-    rent: float = 0.0,
-    node_price: float = 0.0,
-    years: float = 4.0,
-    kilowatt_hour: float = 0.0,
-    as_recipe: str | PathLike | None = None,
-    dryrun: bool = True,
     progress: bool = True,
+    **options: Any,
 ) -> Plan:
     """`dolmen plan MODEL --cluster CLUSTER`: the fastest layouts of a model (a recipe, a YAML file,
     a folder with a config.json, or a RunConfig) on a cluster (NAME, NAME:NODES or a YAML file).
-    `layout` gives parts of the layout, `train` the batch, the length, the microbatch and the dtype.
+    `options` are those of the command: `layout` gives parts of the layout, `train` the batch, the
+    length, the microbatch and the dtype, in mappings.
     The answer is a frozen value: `ranked` has the layouts, each with `estimate` (seconds, low,
     high, parts), `memory` of each stage, `mfu`, `bound` and `changes`; `dry` what a dry run of the
     first of them counted beside the closed forms, unless `dryrun` is False. Raises ValueError on
@@ -75,21 +70,7 @@ def plan(
         found.ranked[0].layout, found.ranked[0].estimate.seconds
     """
     with value_errors():
-        asked = asked_of(
-            PlanConfig,
-            cluster=cluster,
-            layout=layout or {},
-            train=train or {},
-            top=top,
-            tokens=tokens,
-            rent=rent,
-            node_price=node_price,
-            years=years,
-            kilowatt_hour=kilowatt_hour,
-            as_recipe=as_recipe,
-            dryrun=dryrun,
-            explain=True,
-        )
+        asked = asked_of(PlanConfig, OF_COMMAND, cluster=cluster, explain=True, **options)
         outputs.check(asked)
         question = Question.from_request(_planned(model, asked))
         found = search.make_plan(question, asked, progress)
