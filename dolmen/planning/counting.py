@@ -104,6 +104,16 @@ def _cudnn(q: Tensor, k: Tensor, causal: bool, products: int) -> Multiplied:
     return Multiplied("attention", (sequences * heads, queries, k.shape[2], size), flops, q.dtype)
 
 
+def _cudnn_forward(args: Sequence[Any], _: dict[str, Any]) -> Multiplied:
+    """Scores, and their sum of values. `is_causal` is left out where it is false."""
+    return _cudnn(args[0], args[1], len(args) > 6 and args[6], 2)
+
+
+def _cudnn_backward(args: Sequence[Any], _: dict[str, Any]) -> Multiplied:
+    """As `_flash_backward`: five products."""
+    return _cudnn(args[1], args[2], args[14], 5)
+
+
 PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any]], Multiplied]] = {
     "aten.mm": lambda args, _: _matrices(*args[:2]),
     "aten.bmm": lambda args, _: _matrices(*args[:2]),
@@ -115,10 +125,8 @@ PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any]], Multiplied]] = {
     "aten._scaled_mm_v2": lambda args, _: _matrices(*args[:2]),
     "aten._flash_attention_forward": _flash_forward,
     "aten._flash_attention_backward": _flash_backward,
-    "aten._scaled_dot_product_cudnn_attention": lambda args, _: _cudnn(*args[:2], args[6], 2),
-    "aten._scaled_dot_product_cudnn_attention_backward": lambda args, _: _cudnn(
-        *args[1:3], args[14], 5
-    ),
+    "aten._scaled_dot_product_cudnn_attention": _cudnn_forward,
+    "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
 }
 """Functions that count an operator, by its name without overload."""
 

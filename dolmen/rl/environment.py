@@ -79,7 +79,7 @@ class MultiTurn:
         )
         turns = [[self._decode(each.tokens)] for each in completions]
         failed = calls = 0
-        active = [each.index for each in completions if each.finished]
+        active = [each.prompt_index for each in completions if each.finished]
         for number in range(1, self.max_turns + 1):
             replies = self._call_environment([(prompts[i], turns[i]) for i in active])
             failed += sum(bool(reply.error) for reply in replies)

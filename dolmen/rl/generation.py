@@ -130,7 +130,7 @@ def compute_over_rows(
 class Completion(NamedTuple):
     """Tokens that follow a prompt."""
 
-    index: int
+    prompt_index: int
     """Index of the prompt in the list that was given."""
     tokens: list[int]
     logprobs: list[float]

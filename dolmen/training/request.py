@@ -9,7 +9,6 @@ from typing import Any
 import yaml
 
 from dolmen.core.config import Count, Name, Positive, config, from_dict, to_dict
-from dolmen.core.paths import refuse_empty
 from dolmen.files import gate, kinds, write
 from dolmen.training.config import RunConfig
 

@@ -192,7 +192,7 @@ def objective_of_validation(objective: Objective) -> Objective:
     """
     match objective:
         case Preferred():
-            return Calibrated(objective.center_rewards_coefficient, objective.margin)
+            return Calibrated(objective.center, objective.margin)
         case CrossEntropy() | Filling():
             return NEXT_TOKEN
     return objective

@@ -30,7 +30,6 @@ from dolmen.core.config import to_dict
 from dolmen.core.mesh import joined
 from dolmen.recipes.changed import request
 from dolmen.training import loop
-from dolmen.training.config import TrainConfig
 from dolmen.training.request import read_run
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
