@@ -74,10 +74,12 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         file = process.handed()
-        if file is None:
-            _announce(argv[0], argv[1:])
-        asked = command.read(argv[0], argv[1:]) if file is None else command.take(argv[0], file)
-        return importlib.import_module(f"dolmen.cli.{argv[0]}").run(asked)
+        if file is not None:
+            options = command.take(argv[0], file)
+        else:
+            options = command.read(argv[0], argv[1:])
+            _announce(argv[0], argv[1:])  # before torch is imported
+        return importlib.import_module(f"dolmen.cli.{argv[0]}").run(options)
     except BadInput as error:
         if _is_first():
             print(f"dolmen {argv[0]}: {error}", file=sys.stderr)

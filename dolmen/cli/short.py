@@ -15,7 +15,7 @@ from dolmen.training.request import Handling
 INIT = {"init": "the model to start from: a directory, a hub id or a run"}
 LENGTH = {
     "train.epochs": "passes over the data; or --train.steps, or --train.tokens",
-    "train.sequence-length": "tokens of a sequence; unset, 512, or all that the model reads",
+    "train.sequence-length": "tokens per sequence; unset, 512 or the model's maximum",
     "train.global-batch-size": "sequences of an update",
     "train.microbatch-size": "of these at once per process; fewer take less memory",
 }
@@ -24,7 +24,7 @@ DRAWN = {
     "train.global-batch-size": "answers that an update learns from",
     "train.microbatch-size": "of these at once per process; fewer take less memory",
 }
-RATE = {"optimizer.lr": "the peak learning rate; for adapters give ten times as much"}
+RATE = {"optimizer.lr": "peak learning rate; ten times as much for adapters"}
 ADAPTER = {"adapter.rank": "train LoRA of this rank in place of all weights"}
 MACHINE = {
     "train.dtype": "what is computed in: float32, bfloat16, float16",

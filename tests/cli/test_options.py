@@ -155,7 +155,8 @@ AFTER = f"""
     rollout.no-mask-truncated-completions rollout.importance-sampling-cap
     rollout.max-off-policy-steps rollout.tp rollout.max-num-seqs rollout.offload
     rollout.routing-replay rollout.no-routing-replay rollout.max-turns rollout.timeout-seconds
-    rollout.on-failure ppo.kl-estimator ppo.kl-coef ppo.kl-target ppo.kl-horizon ppo.reward-clip
+    rollout.on-failure rollout.log-completions
+    ppo.kl-estimator ppo.kl-coef ppo.kl-target ppo.kl-horizon ppo.reward-clip
     ppo.gamma ppo.lam ppo.whiten-advantages ppo.no-whiten-advantages ppo.dual-clip
     ppo.pretraining-coef ppo.pretraining-path
     critic.init critic.lr critic.warmup-steps critic.clip
