@@ -12,7 +12,7 @@ from dolmen.recipes import RECIPES
 from dolmen.training.config import RunConfig
 from dolmen.training.request import Handling
 
-INIT = {"init": "the model to start from: a directory, a hub id or a run"}
+INIT = {"init": "model to start from: a folder, a hub id or a run"}
 LENGTH = {
     "train.epochs": "passes over the data; or --train.steps, or --train.tokens",
     "train.sequence-length": "tokens per sequence; unset, 512 or the model's maximum",
