@@ -55,7 +55,7 @@ SHORT = {
     "pretrain": Short(
         "dolmen train {name} --data.path text/",
         {
-            "init": "a model to go on from: a directory, a hub id or a run; unset, a new one",
+            "init": "a model to continue from: a folder, a hub id or a run; unset, a new one",
             "model.model-type": "family of a new model; --help --all lists its sizes",
             "data.path": "text: files, folders, .jsonl, .parquet, .bin, ids of the hub",
             "data.tokenizer": "a folder, a hub id, or bpe:N, trained on the data",
