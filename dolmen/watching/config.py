@@ -16,7 +16,7 @@ class ShowConfig:
         dolmen show runs/one runs/two
     """
 
-    runs: Annotated[tuple[str, ...], Mark.POSITIONAL]
+    runs: Annotated[tuple[str, ...], Mark.POSITIONAL] = ()
     """Folders of runs, as dolmen train wrote them."""
     out: str = "show.html"
     """The page to write: one file that needs no other, and opens anywhere."""

@@ -15,7 +15,7 @@ import tinyrun
 from tinyrun import dolmen
 
 import dolmen as package
-from dolmen.core.messages import Failed
+from dolmen.core.messages import Failed, quoted
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.serving import offline
 from dolmen.serving.output_file import journal_path
@@ -136,7 +136,7 @@ def test_what_generation_config_says_is_the_default_and_is_said(chatty, tmp_path
     words = ("--max-new-tokens", 5, "--temperature", 0.8, "--top-k", 7)
     assert read(tmp_path / "a") == answers(chatty, rows, tmp_path / "b", *words)
     told = dolmen("generate", chatty, "--prompt", "abc", "--temperature", 0)
-    assert "says: max_new_tokens 5\n" in told.err  # nothing of drawing
+    assert "generation_config.json: max_new_tokens 5\n" in told.err  # nothing of drawing
     assert told.out == dolmen("generate", chatty, "--prompt=abc", "--temperature=0").out
 
 
@@ -299,7 +299,7 @@ def test_chat(chatty, monkeypatch):
     first = line("<s>be\n<u>ab\n<a>")
     second = line(f"<s>be\n<u>ab\n<a>{first}\n<u>cd\nef\n<a>")
     assert told.out == f"{first}\n{second}\n{first}\n"
-    assert f"system: be\nuser: ab\nassistant: {first}\n" in told.err
+    assert f"system: be\nuser: ab\nassistant: {quoted(first)}\n" in told.err
     assert "there is no /nothing; /help tells" in told.err
     assert told.err.count("(the answer was cut at 5 tokens: raise --max-new-tokens)") == 3
 

@@ -24,7 +24,7 @@ from tinyrun import dolmen, losses, rows, same, tensors
 import dolmen as package
 from dolmen.checkpoint import writer
 from dolmen.checkpoint.writer import Writer
-from dolmen.cli import command
+from dolmen.cli import runs
 from dolmen.data.mixture import Mixture
 from dolmen.launch import launcher
 from dolmen.training import folder as lock
@@ -251,7 +251,7 @@ def test_who_loses_the_race_for_a_folder_is_told_in_one_line(
     """The other run comes between the launcher's look and the start: with one process and with
     two.
     """
-    for module in (command, worker):
+    for module in (runs, worker):
         monkeypatch.setattr(module, "check_folder", lambda *_, **__: None)
     (tmp_path / "run").mkdir()
     held = lock.take(tmp_path / "run")
