@@ -70,9 +70,14 @@ def asked_of(cls: type[T], without: Collection[str] = (), **keywords: Any) -> T:
     own = field_types(cls)
     data = field_types(own["data"]) if "data" in own else {}
     values: dict[str, Any] = {}
+    of_data: dict[str, Any] = {}
     for name, value in keywords.items():
         if name in without:
             raise ValueError(f"{name} is an option of the command alone: leave it out")
-        nested = name in data and name not in own
-        (values.setdefault("data", {}) if nested else values)[name] = plain(value)
-    return from_dict(cls, values)
+        if name in data and name not in own:
+            of_data[name] = plain(value)
+        elif name == "data" and name in own and isinstance(value, Mapping):
+            of_data |= value
+        else:
+            values[name] = plain(value)
+    return from_dict(cls, values | ({"data": of_data} if of_data else {}))

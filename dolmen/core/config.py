@@ -337,14 +337,14 @@ def from_words(hint: Any, words: Sequence[str], option: str) -> Any:
     kind = plain_type(hint)
     if is_optional(hint) and [*words] == ["None"]:
         return None
-    if get_origin(kind) is tuple:
-        inside = plain_type(get_args(kind)[0])
-        several = WORDED.get(inside, "").removeprefix("a ") + "s"
-        return tuple(_from_word(inside, word, option, several, hint) for word in words)
     if not words and kind is bool:
         return True
     if not words:
         raise ValueError(f"{option} needs a value")
+    if get_origin(kind) is tuple:
+        inside = plain_type(get_args(kind)[0])
+        several = WORDED.get(inside, "").removeprefix("a ") + "s"
+        return tuple(_from_word(inside, word, option, several, hint) for word in words)
     return _from_word(kind, " ".join(words), option, WORDED.get(kind, ""), hint)
 
 

@@ -119,8 +119,9 @@ def typed(name: str, words: Words, family: Family) -> tuple[str, Any]:
     """The option that words of the command line are for, `model.no_bias` being `model.bias`, and
     their value; those of an unknown option stay. Raises ValueError.
     """
-    if name in option_types(RunConfig):  # an alias of a model's field
-        return name, from_words(option_types(RunConfig)[name], words, _worded(name))
+    own = option_types(RunConfig)
+    if name in own and name not in ("model", "name"):  # these two are Python's alone
+        return name, from_words(own[name], words, _worded(name))
     if not name.startswith(MODEL):
         return name, words
     fields_of_model = models.option_fields(family)

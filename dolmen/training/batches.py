@@ -41,6 +41,8 @@ DRAWN_BY = (
 """What names of options, and of what is read (a loader's fingerprint), begin with where what is
 drawn follows from them.
 """
+CHOSEN = "train.microbatch_size"
+"""Of these, what is chosen for a layout: rollouts do not follow from it."""
 
 
 class Batches(Protocol):
@@ -64,7 +66,7 @@ def forget_other(out: Path, step: int, changed: Iterable[str]) -> None:
     """Take away what a run drew after `step` that goes on from there with other options: answers,
     rewards and what models said of them are of those that it had.
     """
-    if any(line.startswith(DRAWN_BY) for line in changed):
+    if any(line.startswith(DRAWN_BY) and not line.startswith(CHOSEN) for line in changed):
         delete_rollouts(out, range(step, sys.maxsize))
 
 

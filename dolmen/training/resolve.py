@@ -288,12 +288,17 @@ def epoch_steps(loader: Loader, epochs: float = 1.0) -> int:
     return max(1, round(epochs / per_step - loader.first(0) / loader.global_batch_size))
 
 
-def with_steps(config: RunConfig, loader: Loader) -> RunConfig:
-    """Return the run with its number of steps, where no length was requested."""
+def with_length(config: RunConfig, loader: Loader) -> RunConfig:
+    """Return the run with a length where none was requested: one epoch, so that other data or
+    another batch size is read once too, or the 20 steps of less data.
+    """
     train = config.train
     if train.steps is not None or train.tokens is not None or train.epochs is not None:
         return config
-    return replace(config, train=replace(train, steps=run_steps(config, loader)))
+    steps = run_steps(config, loader)
+    one_epoch = steps == epoch_steps(loader)
+    length = {"epochs": 1.0} if one_epoch else {"steps": steps}
+    return replace(config, train=replace(train, **length))
 
 
 def _of_pretraining(reason: str) -> str:

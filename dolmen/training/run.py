@@ -43,7 +43,7 @@ from dolmen.training.resolve import (
     own_checkpoint,
     resolve,
     run_steps,
-    with_steps,
+    with_length,
 )
 from dolmen.training.start import Start, changed_since, first_does, resume, same_data
 from dolmen.training.state import TrainState
@@ -193,7 +193,7 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
     if saved is not None:
         job = replace(job, began=job.began - saved.seconds)
     set_length(job, state)
-    config = with_steps(job.config, job.loader)
+    config = with_length(job.config, job.loader)
     job = replace(job, resolved=replace(job.resolved, config=config))
     if job.mesh.first and state.step < state.steps:
         write_inputs(job, references)

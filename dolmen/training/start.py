@@ -40,7 +40,7 @@ from dolmen.training.checks.folder import (
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import OWNER, Unusable, check_folder
 from dolmen.training.request import Request
-from dolmen.training.resolve import with_steps
+from dolmen.training.resolve import with_length
 from dolmen.training.state import TrainState
 
 
@@ -87,7 +87,7 @@ def changed_since(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
     """
     # a section that checkpoints of before do not have was as it is by default
     options = changed_options(
-        {**to_dict(RunConfig()), **saved.run}, to_dict(with_steps(run, loader))
+        {**to_dict(RunConfig()), **saved.run}, to_dict(with_length(run, loader))
     )
     named = {line.split(":")[0].rpartition(".")[2] for line in options}
     data = data_loader.changes(saved.data, loader.fingerprint())

@@ -18,7 +18,7 @@ class ShowConfig:
 
     runs: Annotated[tuple[str, ...], Mark.POSITIONAL] = ()
     """Folders of runs, as dolmen train wrote them."""
-    out: str = "show.html"
+    out: Name = "show.html"
     """The page to write: one file that needs no other, and opens anywhere."""
     serve: bool = False
     """Serve the page in place of writing it, and keep it up to date while runs go on, until Ctrl-C.
