@@ -7,7 +7,7 @@ Nothing here imports torch or transformers: `--help` and a mistyped option do no
 from importlib import import_module
 from typing import Annotated, Any
 
-from dolmen.core.config import Mark, config
+from dolmen.core.config import Mark, Name, config
 
 
 @config()
@@ -42,7 +42,7 @@ class ScheduleOptions:
     """Chunks of layers per rank. Default: 1, or 2 where the schedule needs several; those of
     the file; of search both, and the shortest is told.
     """
-    out: str | None = None
+    out: Name | None = None
     """File to write: the picture, .svg or .png, or the actions, .txt or .yaml, as
     --layout.schedule takes them.
     """

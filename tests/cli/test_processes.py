@@ -279,7 +279,7 @@ def test_generate_over_two_ranks(material, capfd, forked_ranks):
     told = capfd.readouterr()
     assert told.out == one.out
     assert [len(err.splitlines()) for err in (one.err, told.err)] == [1, 1]
-    held = [float(err.split("at most, ")[1].split()[0]) for err in (one.err, told.err)]
+    held = [float(err.split(" in use, ")[1].split()[0]) for err in (one.err, told.err)]
     assert held[0] == 2 * held[1]
 
 
