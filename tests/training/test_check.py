@@ -88,7 +88,7 @@ def test_what_fills_in_tokens_ends_in_no_text(material, asked):
         data=DataConfig(path=(str(material.docs),), tokenizer=str(material.tokenizer)),
         finish=FinishConfig(export=True, **asked),
     )
-    with pytest.raises(ValueError, match=f"finish.{min(asked)} is for models that foretell"):
+    with pytest.raises(ValueError, match=f"finish.{min(asked)} is for models that predict"):
         tinyrun.check_run(replace(run, layout=Layout()), None)
 
 

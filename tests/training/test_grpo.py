@@ -70,15 +70,15 @@ def test_a_reward_grows_and_trainer_and_generator_agree(prompts, tmp_path):
 @pytest.mark.slow
 def test_weights_that_are_stale_are_seen(prompts, tmp_path, monkeypatch):
     """In the log-probabilities: the model that draws is the one that the run began with."""
-    refresh = GenerationModel.refresh
+    load_weights = GenerationModel.load_weights
 
-    def once(self, trained):
+    def once(self, policy):
         if not vars(self).setdefault("filled", False):
             self.filled = True
-            return refresh(self, trained)
+            return load_weights(self, policy)
         return self.model
 
-    monkeypatch.setattr(GenerationModel, "refresh", once)
+    monkeypatch.setattr(GenerationModel, "load_weights", once)
     ended = dolmen(*options(prompts, tmp_path / "run", "--train.steps", 4))
     said = " ".join(ended.out.split())
     assert ended.code == 0 and said.count("trainer and generator disagree") == 1

@@ -52,7 +52,7 @@ def samples(out):
 )
 def test_what_cannot_write_is_judged_in_a_layout_that_can(material, layout, apart, monkeypatch):
     """Tasks write too, with no samples asked."""
-    monkeypatch.setattr(judged, "Drawing", lambda *given, **options: "another")
+    monkeypatch.setattr(judged, "GenerationModel", lambda *given, **options: "another")
     run = replace(material.config(), layout=layout, evaluate=DuringConfig(tasks="choice"))
     assert judged._drawing(run, SINGLE) == ("another" if apart else None)
 

@@ -147,7 +147,7 @@ def killed(whole: Path, out: Path, step: int, drew: bool) -> None:
     for other, folder in folders.list_checkpoints(out / "checkpoints").items():
         if other > step:
             shutil.rmtree(folder)
-    for file in (out / "rollouts").iterdir():
+    for file in (out / "rollouts").glob("0*"):  # not completions.jsonl, of all iterations
         begins = int(file.name.partition(".")[0])
         if begins > step or begins == step and not drew:
             file.unlink()
@@ -205,7 +205,7 @@ def test_models_wait_elsewhere(whole, material, prompts, tmp_path, monkeypatch):
     made = run_module.make_state
     monkeypatch.setattr(run_module, "make_state", state_of)
     monkeypatch.setattr(iteration, "generate_completions", drawing)
-    monkeypatch.setattr(batches, "ValuedPhases", Watched)
+    monkeypatch.setattr(batches, "PPORolloutBatches", Watched)
     train(material, prompts, out, rollout={"offload": "cpu"}, checkpoint=EACH)
     assert len(seen) == 1 + 3 and same(tensors(whole, 9), tensors(out, 9))
     # two models of fp32 and two moments of each, and the reference
@@ -550,7 +550,7 @@ def test_what_no_run_of_ppo_can_be_is_refused(material, prompts, tmp_path):
         (("--rollout.routing-replay",), "rollout.routing-replay keeps which experts"),
         (("--rollout.beta", 0.1), "rollout.beta is 0.1, which is of grpo"),
         (("--critic.warmup-steps", 4, "--train.steps", 4), "are all of the run's 4 steps"),
-        (("--ppo.kl-target", 1, "--ppo.kl-horizon", 1), "ppo.kl-horizon is 1, so short"),
+        (("--ppo.kl-target", 1, "--ppo.kl-horizon", 1), "ppo.kl-horizon (1) is so short"),
         (("--critic.init", tmp_path / "other"), "vocab_size of 310, the model 300"),
         (("--critic.init", tmp_path / "wider"), "another shape than the model (intermediate_size"),
     ):

@@ -115,7 +115,7 @@ def test_somebody_elses_folder_is_in_the_way_only_if_it_would_be_written_to(tmp_
 
 @pytest.mark.parametrize("number", [0, -3])
 def test_steps_are_counted_from_1(material, number):
-    with pytest.raises(ValueError, match=f"log.profile is {number}: steps are counted from 1"):
+    with pytest.raises(ValueError, match=f"log.profile is {number}: it must be at least 1"):
         material.config(log={"profile": number})
 
 
