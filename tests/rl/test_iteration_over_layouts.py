@@ -87,7 +87,7 @@ def phase(mesh, layout: Layout, tp: int, waits: bool = False) -> Rollout:
         ),
         MultiTurn(asks, numbers, 3, True, mesh),  # pyright: ignore
     )
-    found = phases._phase(0)
+    found = phases._load_or_make(0)
     assert phases.metrics["rollout/resampled_groups"] > 0 and phases.metrics["rollout/turns"] > 0
     return found
 
@@ -106,7 +106,7 @@ def apart(layout: Layout, tp: int) -> dict[str, float]:
 
 def test_where_models_wait_changes_nothing_of_what_is_drawn_again(monkeypatch):
     """Of what goes away without a copy nothing is left, whatever the memory comes back with."""
-    go, gone = OffloadableMemory.offload, []
+    offload, gone = OffloadableMemory.offload, []
 
     def forgotten(self):
         if not (self.keep or self.offloaded):
@@ -114,10 +114,10 @@ def test_where_models_wait_changes_nothing_of_what_is_drawn_again(monkeypatch):
             with torch.no_grad():
                 for one in self.tensors():
                     one.fill_(torch.nan)
-        go(self)
+        offload(self)
 
     want = phase(SINGLE, Layout(), 1)
-    monkeypatch.setattr(OffloadableMemory, "go", forgotten)
+    monkeypatch.setattr(OffloadableMemory, "offload", forgotten)
     got = phase(SINGLE, Layout(), 1, waits=True)
     assert len(gone) > 2
     for name, one in vars(want).items():
