@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dolmen.core.config import from_dict
+from dolmen.core.config import config, from_dict
 from dolmen.core.mesh import Mesh
 from dolmen.families import Model, families
 from dolmen.families.model import changed, new
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@config()
 class FlatRope:
     """Rotary position embedding."""
 
@@ -75,7 +75,7 @@ class FlatRope:
         return None
 
 
-@dataclass(frozen=True)
+@config()
 class Flat:
     """One flat set of fields for all families: what a test varies is one word, whatever component
     it belongs to."""

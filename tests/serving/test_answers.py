@@ -222,7 +222,7 @@ def test_what_is_refused_before_work_begins(tmp_path):
     assert not check_output(out, 3, True, ASKED, "digest")  # all is there
     out.unlink()
     out.mkdir()
-    refused("is a folder")
+    refused("is no file")
     with pytest.raises(ValueError, match="there is no folder"):
         check_output(tmp_path / "no" / "out.jsonl", 3, False, ASKED, "digest")
 

@@ -120,8 +120,8 @@ def test_of_eight_bits_the_base_alone_is_rounded():
         none.stored[up] = Held(torch.zeros_like(none.stored[up].value))
     beside = place_adapters({"none": none, "felt": felt}, model)
     requests = [*scored(PROMPTS), *scored(PROMPTS, "none"), *scored(PROMPTS, "felt")]
-    greedy = replace(requests[0].options, temperature=0.0, top_k=None)
-    requests = [replace(r, options=greedy) for r in requests]
+    greedy = replace(requests[0].params, temperature=0.0, top_k=None)
+    requests = [replace(r, params=greedy) for r in requests]
     found = run(model, requests, weights="int8", adapters=beside)
     for i in range(len(PROMPTS)):
         base, zeros, other = found[i, 0], found[f"none {i}", 0], found[f"felt {i}", 0]
