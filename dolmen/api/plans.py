@@ -1,6 +1,7 @@
 """What a run would hold, send and take: `dryrun`, `plan`, `plan_inference`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def plan(
         found.ranked[0].layout, found.ranked[0].estimate.seconds
     """
     with value_errors():
-        asked = asked_of(PlanConfig, OF_COMMAND, cluster=cluster, explain=True, **options)
+        asked = replace(asked_of(PlanConfig, OF_COMMAND, cluster=cluster, **options), explain=True)
         outputs.check(asked)
         question = Question.from_request(_planned(model, asked))
         found = search.make_plan(question, asked, progress)
