@@ -292,6 +292,7 @@ def test_a_recipe_has_what_was_given_and_says_what_it_lacks(tmp_path):
     assert f": dolmen train {made} --data.path TEXT --data.tokenizer FOLDER\n" in bare.out
     assert yaml.safe_load(made.read_text())["train"]["tokens"] is None
     (folder / "tokenizer.json").write_text("{}")
+    made.unlink()
     told = dolmen("plan", folder, *words, "--tokens", "1e9")
     assert told.out.endswith(f": dolmen train {made} --data.path TEXT\n")
     run = yaml.safe_load(made.read_text())
