@@ -22,7 +22,7 @@ from dolmen.data.readers import SUPPORTED, form, looks_like_text
 from dolmen.files.indexed import BIN, IDX, is_indexed
 
 # top-level keys of the config.yaml that a run writes
-RUN_KEYS = {"name", "model", "layout", "data", "optimizer", "train", "checkpoint", "log"}
+RUN_KEYS = {"name", "layout", "data", "optimizer", "train", "checkpoint", "log"}
 
 LINKS = "links to folders"  # which would have to be named themselves
 

@@ -297,7 +297,7 @@ class Bound(NamedTuple):
 
 
 DEVICE = {
-    "peak_tflops": Bound(0.001, 20_000, "TFLOP/s", "a core of a CPU 0.05, a GB200 4,900 in fp8"),
+    "peak_tflops": Bound(1e-6, 20_000, "TFLOP/s", "a core of a CPU 0.05, a GB200 4,900 in fp8"),
     "memory_gib": Bound(0.1, 8192, "GiB", "a V100 has 32, a GB200 186"),
     "memory_gb_s": Bound(0.001, 50_000, "GB/s", "a V100 has 981, a GB200 8,000"),
     "multiprocessors": Bound(1, 1024, "multiprocessors", "a V100 has 80, a B200 148"),
