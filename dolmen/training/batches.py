@@ -42,7 +42,7 @@ DRAWN_BY = (
 drawn follows from them.
 """
 CHOSEN = "train.microbatch_size"
-"""Of these, what is chosen for a layout: rollouts do not follow from it."""
+"""The option that is chosen for a layout: rollouts do not follow from it."""
 
 
 class Batches(Protocol):

@@ -12,8 +12,9 @@ from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.schedule import learning_rate
 from dolmen.recipes.changed import request
 from dolmen.training.checks.length import check_agreement
+from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.metrics import read_metrics
-from dolmen.training.resolve import epoch_steps
+from dolmen.training.resolve import epoch_steps, with_length
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 EACH = 64  # tokens of a step of the tiny run: 4 sequences of 16
@@ -96,6 +97,30 @@ REFUSED = {
         "epochs": 2.0,
     },
 }
+
+
+def test_a_length_that_nobody_requested_is_an_epoch():
+    """Of config.yaml, so that a resume with other data or another batch reads them once; of data
+    that are read in under 20 steps it is 20 steps. A requested length stays.
+    """
+
+    class Loader:
+        global_batch_size = 2
+
+        def __init__(self, samples):
+            self.mixture, self.samples = self, samples
+
+        def first(self, step):
+            return 2 * step
+
+        def epochs(self, samples):
+            return {"a": samples / self.samples}
+
+    config = RunConfig(train=TrainConfig(steps=None))
+    assert with_length(config, Loader(100)).train == replace(config.train, epochs=1.0)
+    assert with_length(config, Loader(10)).train == replace(config.train, steps=20)
+    requested = replace(config, train=replace(config.train, tokens=500))
+    assert with_length(requested, Loader(100)) == requested
 
 
 @pytest.mark.parametrize("said", REFUSED)
