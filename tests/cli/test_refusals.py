@@ -111,7 +111,7 @@ OPTIONS = {
         "num_hidden_layers (4,096) x experts (16,384) are 67,108,864, more than 262,144",
     ),
     # data
-    "no-data": ("--data.path", "no data: use --data.path"),
+    "no-data": ("--data.path", "--data.path needs a value"),
     "missing": ("--data.path {folder}/none.txt", "none.txt: no such file or folder"),
     "missing-folder": ("--data.path {folder}/docs/none/", "no such file or folder"),
     "empty": ("--data.path {scratch}/empty.txt", "empty.txt: 1 file with 0 bytes"),
