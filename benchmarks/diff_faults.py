@@ -3,7 +3,7 @@ model, one at a time, and compared with a side B that is right.
 
     python benchmarks/diff_faults.py              all: a table, exit code 1 under 28 in 30
     python benchmarks/diff_faults.py NAME ...     those whose name contains one of these
-    python benchmarks/diff_faults.py --markdown   the rows of docs/diff.md too
+    python benchmarks/diff_faults.py --markdown   the rows of docs/how-to/diff.md too
 
 Faults are in stored weights, in config.json, in the code of forward, of backward and of the update,
 and in that of layouts: these run on two processes, all in one spawn. Side B is transformers, and of

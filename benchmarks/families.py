@@ -1,6 +1,6 @@
 """How close each family is to its reference: measures every case of tests/families and writes
 dolmen/families/checked.json, of which `dolmen families` prints a table, and the table of
-docs/families.md.
+docs/reference/families.md.
 
     PYTHONPATH=tests:tests/families:tests/golden python -m benchmarks.families [CASE ...]
 
@@ -26,7 +26,7 @@ from dolmen.families.checked import FILE, PLAIN, Checked, checked, title
 from dolmen.model import count, head
 from dolmen.serving import engine
 
-DOCS = Path(__file__).parents[1] / "docs" / "families.md"
+DOCS = Path(__file__).parents[1] / "docs" / "reference" / "families.md"
 BEGIN, END = "<!-- table: benchmarks/families.py -->\n", "<!-- end of table -->\n"
 
 
@@ -76,7 +76,7 @@ def of(case: str, layouts: dict[str, float | str]) -> Checked:
 
 
 def table() -> str:
-    """Of docs/families.md."""
+    """Of docs/reference/families.md."""
     lines = [
         "| family | case | parameters | against | logits | gradients, fp32 | float64 | texts | "
         + " | ".join(map(str, LAYOUTS))
@@ -99,7 +99,7 @@ def table() -> str:
 
 
 def document() -> str:
-    """docs/families.md with the table of checked.json."""
+    """docs/reference/families.md with the table of checked.json."""
     before, rest = DOCS.read_text().split(BEGIN)
     return before + BEGIN + table() + END + rest.split(END)[1]
 

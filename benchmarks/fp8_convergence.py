@@ -8,9 +8,10 @@ compute the same.
 A Llama of about a million parameters reads the Python standard library's source for 1,000 steps of
 512 tokens. A curve that was stopped goes on from its checkpoint. What is held: the mean loss of
 each 100 steps after the warm-up is within 0.5 % of bf16's, at a learning rate where two runs of
-bf16 stay together for so long; `--lr` tries another (docs/fp8.md). Two faults are to fail: scales
-frozen after the first step, and gradients rounded to E5M2 without a scale. What no curve shows, an
-amax that tp does not reduce, is seen where scales are compared (tests/golden/test_eight_bits.py).
+bf16 stay together for so long; `--lr` tries another (docs/how-to/fp8.md). Two faults are to fail:
+scales frozen after the first step, and gradients rounded to E5M2 without a scale. What no
+curve shows, an amax that tp does not reduce, is seen where scales
+are compared (tests/golden/test_eight_bits.py).
 """
 
 import argparse

@@ -40,7 +40,7 @@ def start(model: dict | str, folder: Path) -> str:
 
 
 def write(folder: Path, name: str) -> Path:
-    """A file of `chats`, `pairs` or `prompts`, with the fields that docs/tuning.md names."""
+    """A file of `chats`, `pairs` or `prompts`, with the fields that docs/how-to/tuning.md names."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
     for thing in THINGS:

@@ -27,7 +27,7 @@ from dolmen.core.messages import BadInput
 from dolmen.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"sh", "console", "python", "yaml", "json", "text"}
 LAUNCHERS = ("srun", "torchrun", ".venv/bin/python")
 PROGRAMS = {"pip", "pytest", "torchrun", "curl", "export", "head=$(scontrol"}

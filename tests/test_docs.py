@@ -13,7 +13,7 @@ from dolmen.cli import VERBS
 from dolmen.training.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = ("dolmen", "tests", "benchmarks", "docs", "examples", "website")
 PATH = re.compile(r"(?<![\w/.])((?:[\w-]+/)*[\w-]+\.(?:py|md))(?:::?(\w+))?")
 PLACE = re.compile(r"`(\w+/\w+)\.(?!py\b|md\b)(\w+)")

@@ -33,7 +33,8 @@ def leaves(value) -> list[str]:
 def test_the_site_has_every_page():
     pages = [page for _, page in MADE]
     for folder, prefix in (("docs", ""), ("website/api", "api/")):
-        pages += [prefix + p.name for p in (ROOT / folder).glob("*.md")]
+        root = ROOT / folder
+        pages += [f"{prefix}{p.relative_to(root).as_posix()}" for p in root.rglob("*.md")]
     assert sorted(leaves(read("website/mkdocs.yml")["nav"])) == sorted(pages)
 
 

@@ -185,7 +185,7 @@ def _kind(run: RunConfig) -> str:
 
 def text(kind: str, name: str, about: str, run: RunConfig) -> str:
     """The short help of this kind for the recipe `name`, which does `about`."""
-    short, page = SHORT[kind], "parallelize.md" if kind == "pretrain" else "tuning.md"
+    short, page = SHORT[kind], "how-to/data.md" if kind == "pretrain" else "how-to/tuning.md"
     width = max(map(len, short.options)) + 2
     known = to_dict(run) | to_dict(Handling()) | {"model": {"model_type": _family(run)}}
     lines = []

@@ -7,7 +7,7 @@ from tiny import CASES
 from dolmen.families import families
 from dolmen.families.checked import checked, layouts, of, title
 
-PAGE = (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "families.md").read_text()
 
 
 def test_every_case_was_measured():

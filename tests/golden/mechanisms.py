@@ -1,5 +1,5 @@
-"""Mechanisms that a family brings (docs/new-family.md): its tiny model, as its config.json, and the
-layouts on which it joins the golden table. A way to get it wrong joins controls.py.
+"""Mechanisms that a family brings (docs/how-to/new-family.md): its tiny model, as its config.json,
+and the layouts on which it joins the golden table. A way to get it wrong joins controls.py.
 """
 
 from dataclasses import replace

@@ -343,7 +343,7 @@ LONG = [
 @pytest.mark.parametrize("row", [row.parameter for row in LONG])
 def test_losses_stay_together_over_twenty_steps(row, result):
     """In fp32 some number is rounded to its other neighbour, 2^-4 of it, and what follows with it:
-    about 1e-3 of a loss, of 95 tokens. Measured: at most 5.7e-3 in a step (docs/fp8.md).
+    about 1e-3 of a loss, of 95 tokens. Measured: at most 5.7e-3 in a step (docs/how-to/fp8.md).
     """
     want = losses(row.call.args[0], Layout())
     off = [abs(a / b - 1) for a, b in zip(result(row), want, strict=True)]

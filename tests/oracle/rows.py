@@ -93,7 +93,7 @@ MODELS = {
     ),
 }
 # caps that scores and logits of this size feel. Scores deviate by 2: at 9 a softmax is nearly a
-# choice, and what fp32 rounds grows a hundredfold in five steps (docs/numerics.md)
+# choice, and what fp32 rounds grows a hundredfold in five steps (docs/concepts/numerics.md)
 MODELS["gemma2"] = (
     "gemma2",
     SIZES
@@ -191,9 +191,9 @@ DATA = {
 }
 WIDE, BOTH = ("float64",), ("float64", "float32")
 # Of losses, of norms and router losses, of how far weights have moved, of moments' largest element.
-# The worst measured over all rows (docs/numerics.md) times 200, 200, 8 and 30 in float64, for the
-# order of sums is another on another machine; times 6 or more in float32; times 1.7 or more in half
-# precision, where 2^-1 is all there is.
+# The worst measured over all rows (docs/concepts/numerics.md) times 200, 200, 8 and 30 in float64,
+# for the order of sums is another on another machine; times 6 or more in float32; times 1.7 or more
+# in half precision, where 2^-1 is all there is.
 TOLERANCE = {
     "float64": (1e-13, 1e-12, 1e-11, 1e-12),
     "float32": (1e-6, 1e-5, 2e-4, 1e-4),

@@ -1,8 +1,8 @@
 """dolmen against the oracle: losses, gradient norms, learning rates, tokens, what routers do, the
 validation loss and bits per byte, and every weight and moment at the end.
 
-Tolerances are rows.TOLERANCE, what was measured in docs/numerics.md. A weight is told by how far it
-has moved, a moment by its tensor's largest element.
+Tolerances are rows.TOLERANCE, what was measured in docs/concepts/numerics.md. A weight is told by
+how far it has moved, a moment by its tensor's largest element.
 
 In float64 two right programs differ by the order of sums alone. A loss averages the roundings of a
 hundred tokens; a norm does of gradients, in which they add up over layers; what a weight has moved

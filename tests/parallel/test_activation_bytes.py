@@ -429,13 +429,13 @@ LARGE = dict(
     head_dim=128,
     max_position_embeddings=4096,
 )
-PAGE = Path(__file__).parents[2] / "docs/recompute.md"
+PAGE = Path(__file__).parents[2] / "docs/concepts/recompute.md"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ("GPT, dropout", "GPT", "Llama"))
 def test_the_page(name):
-    """The numbers of docs/recompute.md are measured: h 4096, s 4096, b 1, in MiB."""
+    """The numbers of docs/concepts/recompute.md are measured: h 4096, s 4096, b 1, in MiB."""
     config = {
         "GPT, dropout": replace(DROPPED, **LARGE, num_key_value_heads=32, intermediate_size=16384),
         "GPT": replace(GPT, **LARGE, num_key_value_heads=32, intermediate_size=16384),

@@ -99,7 +99,7 @@ def assembled(config: Flat, layout: Layout, mesh: Mesh) -> tuple[dict, Assembly]
 
 
 def closed_form(leaf: Leaf, layout: Layout) -> int:
-    """Elements of a parameter that all ranks of its stage send together: docs/optimizers.md."""
+    """Elements of a parameter that all ranks of its stage send (docs/concepts/optimizers.md)."""
     n, T = leaf.elements, layout.tp
     fsdp = layout.dp * layout.cp
     experts = leaf.role == "expert"

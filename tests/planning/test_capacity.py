@@ -65,8 +65,8 @@ def test_ranks_hold_what_a_dry_run_counts(case):
 
 
 def test_gathered_keys_and_values_are_kept_whole():
-    """docs/context-parallel.md: 2 b (L + n / 2) K d bytes each where a ring keeps 2 b n K d, of 32
-    layers of 8 heads of 128.
+    """Bytes of docs/concepts/context-parallel.md: 2 b (L + n / 2) K d each where a ring keeps
+    2 b n K d, of 32 layers of 8 heads of 128.
     """
     capacity = Capacity(RECIPES["llama-8b"]().tree, 8192)
     ring = ONE._replace(cp=2, dp=4, microbatch_size=1)

@@ -50,7 +50,9 @@ def test_fused_attention_does_half_of_the_scores_and_keeps_none():
 @pytest.mark.parametrize("recompute, sent", [("none", 4), ("selective", 4), ("full", 6)])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tp_sends_what_its_table_says(recompute, sent, sequence_parallel):
-    """docs/tensor-parallel.md: two all-reduces each way, or gathers and scatters of the same."""
+    """docs/concepts/tensor-parallel.md: two all-reduces each way, or as many gathers
+    and scatters.
+    """
     rows = rows_of(recompute, sequence_parallel)
     payloads = [r.payload for r in (*rows.forward, *rows.backward) if r.kind == "collective"]
     assert set(payloads) == {2 * B * S * H}
@@ -87,7 +89,7 @@ PAPER = [100, 96, 95, 83, 82, 79, 77, 74]
 def test_weak_scaling_of_2019_follows_from_what_is_sent():
     """Efficiency of each run against one GPU, in FLOPs per GPU and second (1909.08053, figure 5),
     within 5 points; but 2.5B on 128 GPUs: it loses 12 points to what costs 8.3B on 512 three
-    (docs/tensor-parallel.md).
+    (docs/concepts/tensor-parallel.md).
     """
     found = []
     for row in read_rows([FOLDER / "megatron2019_weak.csv"]):
