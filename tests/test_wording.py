@@ -142,10 +142,4 @@ def seed(drawn): return drawn.apart
     monkeypatch.setattr("test_wording.files", lambda: tree)
     monkeypatch.setattr("test_wording.nodes", lambda path: list(ast.walk(tree[path])))
     counts = {name: sum(len(list(count(p))) for p in tree) for name, count in MEASURES.items()}
-    assert counts == {
-        "fragments": 985,
-        "participles": 248,
-        "prepositions": 167,
-        "shared class names": 173,
-        "private words": 1088,
-    }
+    assert list(counts.values()) == [2, 1, 1, 2, 4]
