@@ -12,8 +12,8 @@ import needs
 import pytest
 import shapes  # noqa: F401  # before anything of dolmen
 import torch
+import workers
 from spawning import Row, launch_forked, run_rows, run_spawned
-from workers import ByFile
 
 torch.set_num_threads(1)  # tiny models: a second thread waits more than it works
 
@@ -45,9 +45,10 @@ def named(config, item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at markers
 def pytest_collection_modifyitems(config, items):
-    for item in items:
-        for need in needs.markers(item):
-            item.add_marker(need)
+    if config.option.markexpr:  # reading the code of all tests takes a worker three seconds
+        for item in items:
+            for need in needs.markers(item):
+                item.add_marker(need)
     if config.getoption("--full"):
         return
     left_out = [i for i in items if i.get_closest_marker("full") and not named(config, i)]
@@ -58,7 +59,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
+    return workers.ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture
@@ -79,22 +80,34 @@ def result(request):
     """result(row): what it gives. The first row of a world size starts that world once, for all its
     rows that this session runs: no row runs that was not asked for. One that fails ends its world,
     which is started once more for all others.
+
+    Every worker of xdist has collected all tests. It runs the rows of its own group of files
+    (workers.py) alone: the other rows are another worker's.
     """
-    asked = [row for item in request.session.items for row in rows_of(item)]
-    found, failed = {}, {}
+    on_a_worker = hasattr(request.config, "workerinput")
+    groups = {
+        row: workers.group_of(item.nodeid) if on_a_worker else ""
+        for item in request.session.items
+        for row in rows_of(item)
+    }
+    results, failed = {}, {}
 
     def of(row: Row):
-        while row not in found and row not in failed:
-            same = [r for r in asked if r.world == row.world and r not in failed]
+        while row not in results and row not in failed:
+            same = [
+                r
+                for r, group in groups.items()
+                if (r.world, group) == (row.world, groups[row]) and r not in failed
+            ]
             try:
-                found.update(zip(same, run_rows(same), strict=True))
+                results.update(zip(same, run_rows(same), strict=True))
             except AssertionError as error:
                 name = re.search(r"^in row (.*)$", str(error), re.MULTILINE)
                 ended = [r for r in same if name is not None and r.name == name[1]]
                 failed.update(dict.fromkeys(ended or same, error))
         if row in failed:
             raise failed[row]
-        return found[row]
+        return results[row]
 
     return of
 

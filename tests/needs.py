@@ -123,7 +123,8 @@ class Guard:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
-        self.item = None if item.get_closest_marker("spawn") else item
+        marked = item.get_closest_marker("spawn") or "spawn" in markers(item)
+        self.item = None if marked else item
         try:
             return (yield)
         finally:

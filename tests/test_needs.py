@@ -65,7 +65,8 @@ def test_a_fixture_is_asked_for_too(request):
     """The marks of other tests of this session, where it has them."""
     for item in request.session.items:
         if {"spawn", "result"} & set(item.fixturenames):
-            assert item.get_closest_marker("spawn"), item.nodeid
+            marked = item.get_closest_marker("spawn") or "spawn" in needs.markers(item)
+            assert marked, item.nodeid
 
 
 def test_rows_share_a_worker(request):

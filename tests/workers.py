@@ -20,10 +20,15 @@ ROWS = (
 )
 
 
+def group_of(nodeid: str) -> str:
+    """The name of the group of a test: the tests of a group run on one worker."""
+    if nodeid.startswith(GOLDEN):
+        return GOLDEN
+    return ROWS[0] if nodeid.startswith(ROWS) else nodeid.partition("::")[0]
+
+
 class ByFile(LoadFileScheduling):
-    """Where xdist asks for the name of a test's group, by the test's id."""
+    """Schedules the tests of a group on one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(GOLDEN):
-            return GOLDEN
-        return ROWS[0] if nodeid.startswith(ROWS) else super()._split_scope(nodeid)
+        return group_of(nodeid)

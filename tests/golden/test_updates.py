@@ -210,7 +210,10 @@ def compare_damaged(name: str) -> dict[str, tuple[float, str]]:
     "row",
     [
         Row(
-            name, 1 if words == "one" else Layout.of(words).world, partial(compare_damaged, name)
+            name,
+            1 if words == "one" else Layout.of(words).world,
+            partial(compare_damaged, name),
+            full=name not in ("nothing is wrong", "Newton-Schulz per rank of ZeRO"),
         ).parameter
         for name, (_, words, _) in CONTROLS.items()
     ],

@@ -65,7 +65,12 @@ def test_validation(row, result):
 @pytest.mark.parametrize(
     "row",
     [
-        Row(name, Layout.of(words).world, partial(compare_damaged_validation, name)).parameter
+        Row(
+            name,
+            Layout.of(words).world,
+            partial(compare_damaged_validation, name),
+            full=name != "tokens of one rank of dp",
+        ).parameter
         for name, (words, _) in VALIDATIONS.items()
     ],
 )
