@@ -8,11 +8,15 @@ import importlib.util
 import inspect
 import io
 import json
+import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,8 +111,9 @@ def problem_of_command(line: str) -> str | None:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder in which every path of a model opens as a model of `llama-8b`."""
-    (tmp_path / "runs" / "pretrain").mkdir(parents=True)
-    (tmp_path / "runs" / "pretrain" / "config.yaml").write_text("name: pretrain\n")
+    for name in ("pretrain", "quickstart"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text(f"name: {name}\n")
     model = RECIPES["llama-8b"]().model
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(source, "pin_source", str)
@@ -176,7 +181,93 @@ def test_python_that_is_not_run_calls_what_is_there():
     assert len(problems_of_calls("dolmen.absent()\ndolmen.load('m', nothing=1, x=2)")) >= 1
 
 
-RUN = [b for b in BLOCKS if b.language == "python" and not b.not_run]
+START = ["install", "quickstart", "own-text", "tune-and-chat", "serve"]
+TUTORIAL = [ROOT / "docs" / "get-started" / f"{name}.md" for name in START]
+RUN = [b for b in BLOCKS if b.language == "python" and not b.not_run and b.page not in TUTORIAL]
+
+
+def test_a_page_of_get_started_is_short():
+    assert sorted(TUTORIAL) == sorted((ROOT / "docs" / "get-started").iterdir())
+    assert [p.name for p in TUTORIAL if len(p.read_text().splitlines()) >= 80] == []
+
+
+SMALLER = {
+    "train": {"train.steps": "2", "layout.tp": "1", "train.sequence-length": "32"},
+    "quickstart": {
+        "data.path": "docs/",
+        "data.tokenizer": "bpe:300",
+        "model.num-hidden-layers": "1",
+    },
+    "pretrain": {},
+    "sft": {"data.template": "chatml"},
+    "grpo": {"train.sequence-length": "64", "data.template": "chatml"},
+}
+"""Options of the commands of *Get started* in the test: by verb, then by recipe."""
+
+
+def smaller(line: str) -> list[str]:
+    """The words of a command after `dolmen`, with a tiny model in place of the hub's, and fewer
+    steps; a length is said once.
+    """
+    line = line.replace("Qwen/Qwen3-0.6B", "model")
+    _, verb, *words = shlex.split(line, comments=True)
+    if verb != "train":
+        return [verb, *words]
+    changed = {**SMALLER[verb], **SMALLER.get(words[0], {})}
+    if "--resume" in words:
+        changed = {"train.steps": "3", "layout.tp": "1"}
+    text = f" {shlex.join(words)} "
+    for name in (*changed, "train.epochs"):
+        text = re.sub(rf" --{name} [^-]\S*(?= )", "", text)
+    said = (word for name, value in changed.items() for word in (f"--{name}", value))
+    return [verb, *shlex.split(text), *said]
+
+
+@contextlib.contextmanager
+def served(words: list[str], port: int):
+    """`dolmen serve`, as the page has it, in a process of its own and at a free port."""
+    Path("key.txt").write_text("secret\n")
+    environment = {**os.environ, "PYTHONPATH": tinyrun.path_of()}
+    command = [sys.executable, "-m", "dolmen", *words, "--port", str(port)]
+    server = subprocess.Popen(command, env=environment)
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+                break
+            time.sleep(0.1)
+        yield
+    finally:
+        server.terminate()
+        assert server.wait() == 0
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_get_started_runs(material, tmp_path, monkeypatch):
+    """Every command and program of the pages, one page after the other, in one folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is 3 plus 4?\n"))
+    shutil.copytree(material.model, "model")
+    shutil.copytree(material.docs, "docs")
+    shutil.copy(ROOT / "README.md", "README.md")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    names: dict = {}
+    with contextlib.ExitStack() as servers:
+        for block in (block for page in TUTORIAL for block in BLOCKS if block.page == page):
+            if block.language == "sh" and not block.not_run:
+                for line in (line for line in commands(block) if line.startswith("dolmen ")):
+                    words = smaller(line.replace(" --port 8000", ""))
+                    if words[0] == "serve":
+                        servers.enter_context(served(words, port))
+                    else:
+                        result = tinyrun.dolmen(*words)
+                        assert result.code == 0, (line, result.err)
+            elif block.language == "python" and not block.not_run:
+                text = block.text.replace(":8000/", f":{port}/")
+                exec(compile(text, str(block), "exec"), names)
 
 
 @pytest.mark.slow
