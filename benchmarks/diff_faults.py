@@ -45,7 +45,7 @@ from dolmen.model import attention, block, build, decoder, layers, mlp
 from dolmen.model.layout import Layout
 from dolmen.objectives import objective
 from dolmen.optim.config import OptimizerConfig
-from dolmen.parallel import channels, context, data, tensor
+from dolmen.parallel import context, data, pipeline, tensor
 
 NEEDED, LENGTH, SEQUENCES = 28 / 30, 16, 4
 SIZES = dict(
@@ -287,14 +287,14 @@ def unrotated(patch: Patch) -> None:
 
 
 def another_message(patch: Patch) -> None:
-    right = channels.messages_sent
+    right = pipeline.messages_sent
 
     def swapped(schedule, sender, to):
         messages = right(schedule, sender, to)
         messages[:2] = messages[1::-1]
         return messages
 
-    patch.setattr(channels, "messages_sent", swapped)
+    patch.setattr(pipeline, "messages_sent", swapped)
 
 
 TP, SP, CP, PP, DP = (

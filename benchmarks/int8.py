@@ -21,7 +21,7 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
 from dolmen.conversion.source import open_source, tokenizer_folder
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.model.decoder import Decoder
-from dolmen.parallel.laid_out import Weights
+from dolmen.parallel.inference_linear import Weights
 from dolmen.serving.engine import Engine, load_decoder
 from dolmen.serving.request import Request
 from dolmen.serving.sampling_params import SamplingParams

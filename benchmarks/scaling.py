@@ -55,7 +55,7 @@ from dolmen.model.build import build, initialize
 from dolmen.model.count import parameters, training_flops_per_token
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
-from dolmen.parallel.schedule import simulate
+from dolmen.parallel.simulation import simulate
 from dolmen.training.mfu import matmul_peak
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step

@@ -12,7 +12,7 @@ from pathlib import Path
 from train import DOCS, MODEL
 
 import dolmen
-from dolmen.parallel import schedule
+from dolmen.parallel import simulation
 from dolmen.planning import draw
 
 # Two ranks, four microbatches; rank 0 runs one forward further ahead than 1F1B would
@@ -43,8 +43,8 @@ def main(folder: str = "runs/schedule") -> float:
     at.mkdir(parents=True, exist_ok=True)
     mine = at / "mine.txt"
     mine.write_text(ACTIONS)
-    read = schedule.read_schedule(str(mine))
-    draw.gantt(schedule.simulate(read), read, at / "mine.svg", "mine")
+    read = simulation.read_schedule(str(mine))
+    draw.gantt(simulation.simulate(read), read, at / "mine.svg", "mine")
     one, two = losses(at / "one"), losses(at / "two", pp=2, schedule=mine)
     return max(abs(a - b) / a for a, b in zip(one, two, strict=True))
 

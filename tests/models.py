@@ -32,7 +32,7 @@ from dolmen.model.tree import (
 )
 from dolmen.model.tree.mlp import Activation
 from dolmen.model.tree.positions import Scaling
-from dolmen.parallel.actions import Schedule
+from dolmen.parallel.schedule import Schedule
 
 __all__ = [
     "Flat",

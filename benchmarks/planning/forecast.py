@@ -9,9 +9,8 @@ from functools import cached_property
 from dolmen.model.count import training_flops_per_token
 from dolmen.model.layout import balance
 from dolmen.model.tree import Experts, Tree, under
-from dolmen.parallel import schedule as schedules
-from dolmen.parallel.actions import Schedule
-from dolmen.parallel.schedule import Simulation
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import Simulation, make_schedule
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows, update_rows
 from dolmen.planning.capacity import layer_bytes
 from dolmen.planning.cost import CONTENTION, Machine, Overlap, Parts, action_seconds, row_seconds
@@ -85,7 +84,7 @@ class Job:
     @cached_property
     def actions(self) -> Schedule:
         t = self.topology
-        return schedules.make(self.schedule, t.pp, self.micros, self.virtual_stages)
+        return make_schedule(self.schedule, t.pp, self.micros, self.virtual_stages)
 
     @property
     def layers(self) -> list[int]:

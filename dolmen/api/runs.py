@@ -6,8 +6,8 @@ from pathlib import Path, PosixPath
 from typing import Any
 
 from dolmen.api.asked import asked_of, in_keywords, value_errors
+from dolmen.core.filesystem import expand
 from dolmen.core.messages import BadInput
-from dolmen.core.paths import expand
 from dolmen.recipes.changed import request
 from dolmen.training import worker
 from dolmen.training.config import RunConfig

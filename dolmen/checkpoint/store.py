@@ -22,8 +22,7 @@ from dolmen.checkpoint import folders, seal
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.writer import Writer, pinned_for
-from dolmen.core import groups
-from dolmen.core.mesh import Mesh
+from dolmen.core.mesh import Mesh, background_group
 
 T = TypeVar("T")
 
@@ -58,7 +57,7 @@ class Checkpoints:
         self.pinned = pinned_for(mesh.device)
         self._saving: tuple[int, Future] | None = None
         if group is None and mesh.grid is not None:
-            group = groups.background(timedelta(hours=1))
+            group = background_group(timedelta(hours=1))
         self._group = group
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
         if self._group is None:

@@ -6,9 +6,9 @@ from functools import partial
 
 from dolmen.comparison.config import DiffConfig, DiffWork
 from dolmen.comparison.diff import diff, work
+from dolmen.core.filesystem import expand
 from dolmen.core.log import console
 from dolmen.core.messages import BadInput, Failed
-from dolmen.core.paths import expand
 from dolmen.files import write
 from dolmen.launch import process
 

@@ -3,10 +3,10 @@
 import json
 
 from dolmen.core.config import to_dict
+from dolmen.core.filesystem import expand
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import BadInput, message
-from dolmen.core.paths import expand
 from dolmen.evaluation import tasks
 from dolmen.evaluation.config import EvaluateConfig
 from dolmen.evaluation.perplexity import Windows, evaluate, load, prepared, tokenizer_of

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from dolmen.conversion.source import open_alike, tokenizer_folder
 from dolmen.core.config import to_dict
+from dolmen.core.filesystem import expand
 from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import BadInput, counted, message, quoted
-from dolmen.core.paths import expand
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.launch import process
 from dolmen.model.layout import Layout

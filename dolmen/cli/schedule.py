@@ -4,14 +4,19 @@ from math import isfinite, prod
 from pathlib import Path
 
 from dolmen.cli.options import ScheduleOptions
+from dolmen.core.filesystem import expand
 from dolmen.core.log import console
 from dolmen.core.messages import BadInput, counted, quoted
-from dolmen.core.paths import expand
 from dolmen.files import write
-from dolmen.parallel import schedule as schedules
-from dolmen.parallel.actions import Schedule, format_schedule, format_yaml
-from dolmen.parallel.patterns import SCHEDULES
-from dolmen.parallel.schedule import Cost, Simulation
+from dolmen.parallel.schedule import SCHEDULES, Schedule, format_schedule, format_yaml
+from dolmen.parallel.simulation import (
+    Cost,
+    Simulation,
+    closed_form,
+    make_schedule,
+    read_schedule,
+    simulate_stages,
+)
 from dolmen.planning import draw
 from dolmen.planning.action_lists import search
 from dolmen.planning.action_lists.problem import Costs, from_file
@@ -44,7 +49,7 @@ def run(options: ScheduleOptions) -> int:
             schedule, simulation = found.schedule, found.simulation
         else:
             found, widths, schedule = None, (), chosen(options)
-            simulation = schedules.simulate_stages(schedule, times.stage_costs(schedule))
+            simulation = simulate_stages(schedule, times.stage_costs(schedule))
         if options.out:
             write_out(schedule, simulation, expand(options.out))
     except (ValueError, OSError) as error:
@@ -52,7 +57,7 @@ def run(options: ScheduleOptions) -> int:
         for theirs, ours in KNOBS.items():
             text = text.replace(theirs, ours)
         raise BadInput(text) from None
-    same = None if options.costs else schedules.closed_form(schedule, cost)
+    same = None if options.costs else closed_form(schedule, cost)
     report(schedule, simulation, same)
     if found:
         print(proof(found, widths))
@@ -93,7 +98,7 @@ def chosen(options: ScheduleOptions) -> Schedule:
     """
     if options.memory is not None:
         raise ValueError(f"--memory is of dolmen schedule {SEARCH}: {options.schedule} has its own")
-    file = None if options.schedule in SCHEDULES else schedules.read_schedule(options.schedule)
+    file = None if options.schedule in SCHEDULES else read_schedule(options.schedule)
     default = (
         (file.ranks, file.micros, file.chunks)
         if file
@@ -105,7 +110,7 @@ def chosen(options: ScheduleOptions) -> Schedule:
         raise ValueError(
             f"{prod(sizes):,} forwards are too many to list ({MOST:,}): use fewer --microbatches"
         )
-    return schedules.make(options.schedule, *sizes)
+    return make_schedule(options.schedule, *sizes)
 
 
 def given(options: ScheduleOptions) -> Cost:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from dolmen.core.filesystem import expand
 from dolmen.core.messages import BadInput, message, quoted
-from dolmen.core.paths import expand
 from dolmen.watching import server
 from dolmen.watching.config import ShowConfig
 from dolmen.watching.page import write_page

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
+from dolmen.core.filesystem import expand, is_absent
 from dolmen.core.messages import counted
-from dolmen.core.paths import expand, is_absent
 from dolmen.families import Model, WeightMap, changed, special_tokens, weight_map
 from dolmen.families.family import BARE
 from dolmen.families.known import part_of

@@ -31,7 +31,7 @@ from dolmen.conversion.checkpoint import RunCheckpoint
 from dolmen.conversion.hf import ADAPTER_FILES, copy_tokenizer, tokenizer_files
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import Scales
-from dolmen.core.paths import expand
+from dolmen.core.filesystem import expand
 from dolmen.families import Model, weight_map
 from dolmen.families.rules import Rename, Transpose
 from dolmen.files import gate, kinds, safetensors

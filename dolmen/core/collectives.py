@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.core.function import Context, Function
+from dolmen.core.autograd import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.core.transfers import (
     finish_reduce_scatter,

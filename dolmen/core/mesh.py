@@ -1,22 +1,110 @@
-"""The grid of processes: a frozen `Mesh` of named axes, passed as an argument. Who is in which
-group is arithmetic (core/topology.py); here the groups are made.
+"""The grid of processes: a frozen `Mesh` of named axes, passed as an argument, and the process
+groups behind it. Who is in which group is arithmetic (core/topology.py); here the groups are made.
+
+    default group    all ranks: gloo, and NCCL for GPU tensors; lazily connected over gloo
+    background       all ranks once more: for checkpoints that are saved while training continues
+    one per axis     its ranks only: gloo, or on GPUs NCCL and nothing else
+
+So a rank of 3,072 has two gloo groups; docs/clusters.md counts their sockets.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dolmen.core import groups
 from dolmen.core.launched import Launch
-from dolmen.core.reduction import Order
 from dolmen.core.topology import Topology
+from dolmen.core.torch_private import processes, spelled
+
+
+@contextmanager
+def lazy_gloo() -> Iterator[None]:
+    """Within, gloo groups connect two ranks when these first talk, and not all with all at once: of
+    3,072 ranks each would open 3,071 sockets per group, three times what a process may (ulimit -n).
+    A variable that the user has set stays.
+
+    For groups of collectives alone: a lazy group's first receive waits on the CPU for its sender,
+    which is NCCL's rule and would be one more for point-to-point over gloo.
+    """
+    if spelled.LAZY_GLOO in os.environ:
+        yield
+        return
+    os.environ[spelled.LAZY_GLOO] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[spelled.LAZY_GLOO]
+
+
+def background_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of all ranks of its own: on a shared one, what happens in the background and
+    training's collectives would meet. All ranks call it at the same point.
+    """
+    with lazy_gloo():
+        return _mine(dist.new_group(backend="gloo", timeout=timeout))
+
+
+def process_group(
+    ranks: list[int],
+    purpose: str = "dolmen",
+    device: torch.device = torch.device("cpu"),
+    timeout: timedelta | None = None,
+) -> dist.ProcessGroup:
+    """The group of `ranks` for `purpose`, made once in the life of the default group: each costs
+    threads and descriptors. Only its members meet, so that a rank of thousands makes a dozen
+    groups, not all. All ranks make equally many, in one order: torch names a group after its ranks
+    and the number of groups before it.
+
+    For a GPU it is NCCL alone, no full mesh of gloo's sockets beside it, on a stream of high
+    priority: whatever an axis sends, some rank's next product waits for it, and its kernel would
+    otherwise begin only when all blocks of the product under way have. Where the ranks met over
+    gloo alone, as those do that share a GPU, which NCCL refuses, it is gloo.
+    """
+    nccl = device.type == "cuda" and "nccl" in _backends(dist.group.WORLD)
+    for group, members in processes.groups():
+        known = group.group_desc == purpose and members == ranks
+        if known and ("nccl" in _backends(group)) == nccl:
+            return group
+    backend = options = None
+    if nccl:
+        backend, options = "nccl", dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if timeout is not None:
+            processes.set_timeout(options, timeout)
+    return _mine(
+        dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc=purpose,
+        )
+    )
+
+
+def _mine(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
+    """Of a group without this rank torch gives a number."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _backends(group: dist.ProcessGroup | None) -> str:
+    """Of each kind of device: "cpu:gloo,cuda:nccl". Of no group, none is."""
+    assert group is not None
+    return processes.backends(group)
+
+
+ReductionOrder = Literal["fast", "fixed"]
+"""How partial sums of several ranks are added: core/transfers.py says what each means."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +121,8 @@ class Axis:
     """What is sent goes over gloo, whose reduce-scatter sends all sums to all
     (core/transfers.py).
     """
-    reduction: Order = "fast"
-    """In which order sums over it are added (core/reduction.py)."""
+    reduction: ReductionOrder = "fast"
+    """In which order sums over it are added (core/transfers.py)."""
 
     @property
     def adds(self) -> bool:
@@ -91,7 +179,7 @@ class Mesh:
 
 
 SINGLE = Mesh()
-Maker = Callable[..., dist.ProcessGroup]  # groups.group_of, of one device and timeout
+Maker = Callable[..., dist.ProcessGroup]  # groups.process_group, of one device and timeout
 
 
 def join_world(
@@ -118,7 +206,7 @@ def join_world(
             timeout=timeout,
         )
         return
-    with groups.lazily():
+    with lazy_gloo():
         dist.init_process_group(
             backend,
             init_method=launch.rendezvous,
@@ -175,7 +263,7 @@ def grid(
     cp: int = 1,
     ep: int = 1,
     timeout: timedelta | None = None,
-    reduction: Order = "fast",
+    reduction: ReductionOrder = "fast",
 ) -> Mesh:
     """The mesh of the joined process group, whose sums are added in the order `reduction`;
     `timeout` as in `join_world`. Raises ValueError if the product of its axes is not its size, or
@@ -184,7 +272,7 @@ def grid(
     topology = Topology(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
     topology.require(dist.get_world_size())
     me = dist.get_rank()
-    make = partial(groups.group_of, device=device, timeout=timeout)
+    make = partial(process_group, device=device, timeout=timeout)
 
     def axis(name: str, line: str | None = None, purpose: str = "dolmen") -> Axis:
         """The line through this rank along the axis `line`, as axis `name`."""

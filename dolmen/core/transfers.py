@@ -5,6 +5,19 @@ A `start_*` returns at once; its result is waited for by `wait`, of a reduce-sca
 `finish_reduce_scatter`. (An all-reduce in a fixed order is done when it returns.) Every byte of
 compute that moves goes through here (gradients move in parallel/data.py), and each is marked for a
 profile with its axis and kind. All trace under torch.compile but sends and rotations.
+
+Sums of several ranks are added in one of two orders (`Axis.reduction`):
+
+    fast     the backend adds on the way, in the order of its rings and trees, which follows the
+             number of nodes, the message size and the version of NCCL or gloo
+    fixed    ranks exchange parts and each adds up its own, neighbours first:
+
+                 ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)        of 7 ranks
+
+The tree over four ranks with one part each equals that over two ranks that have each added two
+parts before. Over n ranks a fixed sum sends as many bytes per rank as a ring would, 2 (n - 1) / n
+of the tensor, and (n - 1) / n to scatter it; but straight to the rank that adds, so of a node with
+g ranks up to g times as many bytes leave it.
 """
 
 from contextlib import nullcontext
@@ -18,7 +31,6 @@ from torch import Tensor
 
 from dolmen.core import ranges
 from dolmen.core.mesh import Axis
-from dolmen.core.reduction import tree
 from dolmen.core.torch_private import processes
 
 
@@ -113,7 +125,19 @@ def finish_reduce_scatter(
     if not axis.adds:
         return x
     parts = x.view(axis.size, x.shape[0] // axis.size, *x.shape[1:])
-    return tree(parts) if axis.reduction == "fixed" else parts.sum(0)
+    return tree_sum(parts) if axis.reduction == "fixed" else parts.sum(0)
+
+
+def tree_sum(parts: Shaped[Tensor, " n *shape"]) -> Shaped[Tensor, "*shape"]:
+    """Return parts[0] + parts[1] + ..., neighbours first; of an odd number the last waits for the
+    next round. Half precision is added in fp32 and rounded once.
+    """
+    half = parts.dtype in (torch.bfloat16, torch.float16)
+    sums = parts.float() if half else parts
+    while len(sums) > 1:
+        even = len(sums) // 2 * 2
+        sums = torch.cat([sums[0:even:2] + sums[1:even:2], sums[even:]])
+    return sums[0].to(parts.dtype)
 
 
 def start_send(x: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
@@ -121,7 +145,7 @@ def start_send(x: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
     to before the work is done. From one rank to another, what is sent first comes first.
 
     Over NCCL the first send or receive of two ranks on an axis makes their communicator, and the
-    CPU waits there for the other rank: see `connect` in parallel/channels.py.
+    CPU waits there for the other rank: see `connect` in parallel/pipeline.py.
     """
     with ranges.mark("pp", "send"):
         return _begun(dist.isend(x, group=axis.group, group_dst=peer))

@@ -14,7 +14,7 @@ from dolmen.core.device import send
 from dolmen.model.tree import Tree
 from dolmen.ops.attention import Documents, begins, document_ends
 from dolmen.ops.loss import IGNORED
-from dolmen.ops.positions import PositionIds, of_prefix, of_span
+from dolmen.ops.rope import PositionIds, of_prefix, of_span
 
 FOLLOWS = "follows"
 """The number of a token that says of its sequence's two texts whether the second follows the first:
@@ -85,7 +85,7 @@ class Batch:
 
     def with_positions(self, streams: int) -> "Batch":
         """The same, made on the CPU, with positions that begin anew in each document: so many
-        `streams` as the model knows (ops/positions.py).
+        `streams` as the model knows (ops/rope.py).
         """
         index = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
         prefix = torch.zeros_like(index)

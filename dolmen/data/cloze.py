@@ -22,7 +22,7 @@ from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.data.tokenizer import PreTrainedTokenizer, vocabulary_size
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
-from dolmen.ops.positions import PositionIds
+from dolmen.ops.rope import PositionIds
 
 BEGINNINGS = ("Ġ", "▁")  # what a token of a new word begins with: byte-level BPE, sentencepiece
 CONTINUES = "##"  # what one within a word begins with: WordPiece

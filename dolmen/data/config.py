@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dolmen.core.config import Name, Positive, config
-from dolmen.core.paths import expand
+from dolmen.core.filesystem import expand
 
 ChatRows = Literal["chats", "pairs", "completions"]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dolmen.core.paths import expand
+from dolmen.core.filesystem import expand
 from dolmen.data.config import DataConfig, TokenizeConfig
 from dolmen.data.corpora import open_corpus
 from dolmen.data.corpus import Corpus

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dolmen.core import locks
+from dolmen.core import filesystem
 
 MARK = ".dolmen-is-building"
 NAMES = re.compile(r"([0-9a-f]{32}|bpe-\d+-[0-9a-f]{24})\.(lock|[a-z0-9_]{8})")  # of ours alone
@@ -22,12 +22,12 @@ NAMES = re.compile(r"([0-9a-f]{32}|bpe-\d+-[0-9a-f]{24})\.(lock|[a-z0-9_]{8})") 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
     """Within, no other process is in the same; one that waits goes on after the first is done."""
-    descriptor = locks.open_locked(path, optional=True)
+    descriptor = filesystem.open_locked(path, optional=True)
     assert descriptor is not None
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is locked (core/locks.py)
+        path.unlink(missing_ok=True)  # while it is locked (core/filesystem.py)
         os.close(descriptor)
 
 
@@ -41,7 +41,7 @@ def building(folder: Path) -> Iterator[Path]:
     try:
         # locked before it has the name that others look for
         with open(part / f"{MARK}.new", "w") as handle:
-            locks.lock(handle, optional=True)
+            filesystem.lock(handle, optional=True)
             os.rename(handle.name, part / MARK)
             yield part
             os.unlink(part / MARK)
@@ -58,7 +58,7 @@ def sweep(parent: Path) -> None:
             continue
         mark = path / MARK if path.is_dir() else path
         with suppress(OSError), open(mark, "r+") as handle:
-            if not locks.lock(handle, wait=False) or not locks.is_at(handle, mark):
+            if not filesystem.lock(handle, wait=False) or not filesystem.is_at(handle, mark):
                 continue
             if path.is_dir():
                 remove_folder(path)

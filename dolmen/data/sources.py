@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
+from dolmen.core.filesystem import expand, may_be_hub_id
 from dolmen.core.messages import counted
-from dolmen.core.paths import expand, may_be_hub_id
 from dolmen.data.quickstart_corpus import STANDARD_LIBRARY, standard_library_files
 from dolmen.data.readers import SUPPORTED, form, looks_like_text
 from dolmen.files.indexed import BIN, IDX, is_indexed

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dolmen.core.filesystem import expand
 from dolmen.core.limit import TookTooLong, within
-from dolmen.core.paths import expand
 from dolmen.data.chats import ASSISTANT, Chat
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from dolmen.core.filesystem import expand
 from dolmen.core.log import say
-from dolmen.core.paths import expand
 from dolmen.files import tokenizer_files
 
 NUMBERED = re.compile("<0x([0-9A-F]{2})>")

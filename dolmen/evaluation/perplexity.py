@@ -35,9 +35,9 @@ from dolmen.evaluation.rows import Rows
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import Tree
 from dolmen.optim.optimizer import DTYPES
-from dolmen.parallel import channels
-from dolmen.parallel import schedule as schedules
-from dolmen.parallel.actions import Schedule
+from dolmen.parallel import pipeline
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import make_schedule
 from dolmen.serving import engine
 
 
@@ -184,8 +184,8 @@ def load(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
     rows.check_foretells(source.tree)
     schedule = None
     if mesh.pp.size > 1:
-        schedule = schedules.make("1f1b", mesh.pp.size, mesh.pp.size)
-        channels.connect(schedule, mesh)
+        schedule = make_schedule("1f1b", mesh.pp.size, mesh.pp.size)
+        pipeline.connect(schedule, mesh)
     dtype = DTYPES[asked.dtype] if asked.dtype else None
     return Loaded(engine.load_decoder(source, mesh, dtype, schedule), mesh, schedule)
 

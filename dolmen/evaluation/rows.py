@@ -27,11 +27,11 @@ from dolmen.model.decoder import Decoder
 from dolmen.objectives import forward
 from dolmen.objectives.objective import check_end
 from dolmen.ops.loss import IGNORED
-from dolmen.ops.positions import PositionIds
+from dolmen.ops.rope import PositionIds
 from dolmen.parallel import pipeline
-from dolmen.parallel import schedule as schedules
-from dolmen.parallel.actions import Schedule
 from dolmen.parallel.data import inference
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import make_schedule
 
 TOKENS_AT_ONCE = 1 << 12  # that a rank reads in one forward: bounds activations
 
@@ -85,7 +85,7 @@ def foretold(
     foretells no next token.
     """
     check_foretells(model.tree)
-    order = pipeline.forward_only(schedule or schedules.make("1f1b", 1, 1))
+    order = pipeline.forward_only(schedule or make_schedule("1f1b", 1, 1))
     sums = torch.zeros(2, len(rows.lengths), dtype=torch.float64, device=mesh.device)
     done = 0
     # a compiled block would be compiled again for every length

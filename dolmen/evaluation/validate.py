@@ -25,9 +25,9 @@ from dolmen.objectives import forward
 from dolmen.objectives.masked_lm import Filling
 from dolmen.objectives.objective import CrossEntropy, Objective, check
 from dolmen.parallel import pipeline
-from dolmen.parallel import schedule as schedules
-from dolmen.parallel.actions import Schedule
 from dolmen.parallel.data import inference
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import make_schedule
 
 
 def batch_of(tree: Tree, windows: Int64[np.ndarray, "sequences window"]) -> Batch:
@@ -97,7 +97,7 @@ def mean_loss(
     # what is told, in the order of names, then nats, tokens, count: exact to 2^53 of them
     told = len(objective.names)
     sums = torch.zeros(told + 3, dtype=torch.float64, device=mesh.device)
-    order = pipeline.forward_only(schedule or schedules.make("1f1b", 1, 1))
+    order = pipeline.forward_only(schedule or make_schedule("1f1b", 1, 1))
     with inference(model):
         for one in batches:
             batch = one.read_by(model.tree)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dolmen.core import locks
+from dolmen.core import filesystem
 from dolmen.files import gate
 
 LASTING = 1.0  # seconds between two times that the disk is asked to have all
@@ -33,7 +33,7 @@ class Lines:
         """
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | (os.O_EXCL if new else 0)
         self.descriptor = os.open(file, flags, 0o666)
-        if not locks.lock(self.descriptor, wait=False, optional=True):
+        if not filesystem.lock(self.descriptor, wait=False, optional=True):
             os.close(self.descriptor)
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(file))
         self.count, end = 0, 0

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from dolmen.core.paths import expand
+from dolmen.core.filesystem import expand
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from dolmen.core import locks
+from dolmen.core import filesystem
 from dolmen.core.torch_private import spelled
 from dolmen.files import gate, kinds
 from dolmen.launch import process
@@ -209,7 +209,7 @@ def _reports() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix=PREFIX) as reports:
         part = Path(reports) / f"{OURS}.part"
         with open(part, "w") as held:
-            locks.lock(held)
+            filesystem.lock(held)
             part.rename(part.with_name(OURS))  # never seen without its lock
             yield reports
 
@@ -220,7 +220,7 @@ def _delete_if_left(folder: Path) -> None:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             return
         with open(os.open(folder / OURS, os.O_RDWR | os.O_NOFOLLOW), "r+") as mark:
-            if locks.lock(mark, wait=False):
+            if filesystem.lock(mark, wait=False):
                 shutil.rmtree(folder)
     except OSError:
         return  # somebody else's, or in use

@@ -12,7 +12,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.layers import Parameters
-from dolmen.parallel.laid_out import Weights
+from dolmen.parallel.inference_linear import Weights
 
 
 def load(

@@ -19,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dolmen.core import ranges
+from dolmen.core.autograd import again
 from dolmen.core.state import local
 from dolmen.model import positions, tree
 from dolmen.model.branch import Branch
@@ -26,12 +27,11 @@ from dolmen.model.component import Given, LayerCache, Setting
 from dolmen.model.layers import Column, Norm, Parameters, Row
 from dolmen.model.tree import Leaves, under
 from dolmen.ops import rope
-from dolmen.ops.attention import BACKENDS, Attend, Documents, alibi, decode
+from dolmen.ops.attention import BACKENDS, Attend, Documents, decode, score_bias
 from dolmen.ops.attention.decode import Alone, Pages
 from dolmen.ops.attention.spec import Attended, Keys, Queries, Values
-from dolmen.ops.dropout import SCORES, Dropout
+from dolmen.ops.elementwise import SCORES, Dropout
 from dolmen.parallel.norm import over_width
-from dolmen.parallel.recompute import again
 from dolmen.parallel.tensor import Linear
 
 Sinks = Float[Tensor, " heads"]
@@ -175,7 +175,7 @@ class Attention(Branch):
             q = q * given.growth.to(q.dtype)
         if given.steps is not None:
             steps = given.steps.narrow(2, self.first_head, self.heads)
-            q, k = alibi.carried(q, k, steps, self.carried)
+            q, k = score_bias.append_key_bias(q, k, steps, self.carried)
         sinks = None if self.sinks is None else local(self.sinks.weight)
         if cache is None:
             y = self.scores(q, k, v, given, sinks)

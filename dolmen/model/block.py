@@ -8,14 +8,14 @@ from typing import Generic, TypeVar
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dolmen.core.autograd import again
 from dolmen.model import tree
 from dolmen.model.branch import Branch, enter, leave
 from dolmen.model.component import Component, Given, LayerCache, Setting
 from dolmen.model.layers import Norm
 from dolmen.model.tree import Leaves, under
-from dolmen.ops import dropout
+from dolmen.ops import elementwise
 from dolmen.parallel.data import Unit
-from dolmen.parallel.recompute import again
 
 C = TypeVar("C", bound=Component)
 
@@ -68,7 +68,9 @@ class Block(nn.Module, Generic[C]):
         if given.noise is None:
             return y
         assert given.rows is not None
-        return dropout.residual(y, self.dropout, given.noise, given.noise.site(site), given.rows)
+        return elementwise.residual(
+            y, self.dropout, given.noise, given.noise.site(site), given.rows
+        )
 
     def units(self) -> list[Unit]:
         """What is gathered and reduced by itself inside the block."""
@@ -104,12 +106,12 @@ class SequentialBlock(Block[Component]):
         def mixer(y: Tensor) -> Tensor:
             y = self.attn(y, given, cache)
             y = y if self.attn_post_norm is None else self.attn_post_norm(y)
-            return self.drop(y, given, dropout.MIXER)
+            return self.drop(y, given, elementwise.MIXER)
 
         def mlp(y: Tensor) -> Tensor:
             y = self.mlp(y, given)
             y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
-            return self.drop(y, given, dropout.MLP)
+            return self.drop(y, given, elementwise.MLP)
 
         return self._add(self._add(x, mixer, self.attn_norm), mlp, self.mlp_norm)
 
@@ -158,7 +160,7 @@ class ParallelBlock(Block[Branch]):
     ) -> Float[Tensor, "here hidden"]:
         both, (attn, mlp) = [self.attn, self.mlp], self.entered(x)
         results = [self.attn.between(attn, given, cache), self.mlp.between(mlp, given)]
-        return x + self.drop(leave(both, results), given, dropout.MLP)
+        return x + self.drop(leave(both, results), given, elementwise.MLP)
 
     def entered(
         self, x: Float[Tensor, "here hidden"]

@@ -21,7 +21,7 @@ from dolmen.model.tree.adapter import magnitude_of, scale_of
 from dolmen.ops import int8
 from dolmen.ops.kernels import Hardware, Kernels, choose
 from dolmen.parallel import data, product
-from dolmen.parallel.actions import Schedule
+from dolmen.parallel.schedule import Schedule
 
 
 def build(

@@ -24,7 +24,7 @@ from dolmen.model.replay import Routes
 from dolmen.model.split import Split
 from dolmen.model.training import Training
 from dolmen.ops.attention import Attend, Documents
-from dolmen.ops.dropout import Noise
+from dolmen.ops.elementwise import Noise
 from dolmen.parallel.data import Unit
 
 OfPages = Callable[..., Tensor]

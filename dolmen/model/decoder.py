@@ -42,14 +42,13 @@ from dolmen.model.split import Split, whole
 from dolmen.model.training import Training
 from dolmen.model.tree import Leaf, Table, Tree, check_cuts, check_rounding, under
 from dolmen.model.tree.positions import Relative
-from dolmen.ops import dropout
+from dolmen.ops import elementwise
 from dolmen.ops.attention import Documents
-from dolmen.ops.positions import PositionIds
+from dolmen.ops.rope import PositionIds
 from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
-from dolmen.parallel.laid_out import Weights
+from dolmen.parallel.inference_linear import Several, Weights
 from dolmen.parallel.product import Delayed
-from dolmen.parallel.several import Several
 
 BEHIND = ("final_norm", "project_out", "head", "score", "transform", "pooler", "follows")
 """Names of the modules behind the last block."""
@@ -278,7 +277,7 @@ class Decoder(nn.Module):
         tokens: Int64[Tensor, "b s"],
         end: End | None = None,
         cache: Cached | None = None,
-        noise: dropout.Noise | None = None,
+        noise: elementwise.Noise | None = None,
         documents: Documents | None = None,
         positions: PositionIds | None = None,
         balance: Mapping[int, Balance] | None = None,
@@ -331,7 +330,9 @@ class Decoder(nn.Module):
             x = self.embed_norm(x)
         if given.noise is not None:
             assert given.rows is not None
-            x = dropout.residual(x, self.dropout, given.noise, dropout.EMBEDDING, given.rows)
+            x = elementwise.residual(
+                x, self.dropout, given.noise, elementwise.EMBEDDING, given.rows
+            )
         return x
 
     def _ended(self, x: Tensor, batch: int, end: End | None) -> Any:
@@ -365,7 +366,7 @@ class Decoder(nn.Module):
         return self.follows(self.pooler(x).tanh())
 
     def _given(
-        self, tokens: Tensor, noise: dropout.Noise | None, documents: Documents | None
+        self, tokens: Tensor, noise: elementwise.Noise | None, documents: Documents | None
     ) -> Given:
         """What all layers share."""
         batch, length = tokens.shape
@@ -427,8 +428,8 @@ class Decoder(nn.Module):
         return number(longest, torch.int64, tokens.device)[None, None]
 
     def _noise(
-        self, noise: dropout.Noise | None, length: int
-    ) -> tuple[dropout.Noise | None, Tensor | None]:
+        self, noise: elementwise.Noise | None, length: int
+    ) -> tuple[elementwise.Noise | None, Tensor | None]:
         """`noise` where dropout acts, and the index in the global batch of each token of this
         rank's residual stream.
         """

@@ -28,10 +28,10 @@ from dolmen.model.layers import Norm, Whole
 from dolmen.model.split import Split
 from dolmen.model.tree import Leaves, Tree, under
 from dolmen.ops import loss
-from dolmen.ops.activation import ACTIVATIONS
+from dolmen.ops.elementwise import ACTIVATIONS
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel import tensor
-from dolmen.parallel.laid_out import LaidOut
+from dolmen.parallel.inference_linear import LaidOut
 from dolmen.parallel.log_probabilities import (
     log_probabilities,
     log_probabilities_and_argmax,

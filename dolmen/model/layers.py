@@ -18,9 +18,8 @@ from dolmen.model.tree import Leaf, Leaves
 from dolmen.ops.kernels import Kernels
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import tensor, vocabulary
-from dolmen.parallel.laid_out import Weights, product_of
+from dolmen.parallel.inference_linear import Several, Weights, product_of
 from dolmen.parallel.product import Delayed, Rounding
-from dolmen.parallel.several import Several
 from dolmen.parallel.tensor import Adapter, Linear, TensorParallel
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from dolmen.core.config import Count, Positive, config
 from dolmen.core.messages import counted, divisor
 from dolmen.model.tree import Tree, check_cuts
-from dolmen.parallel import schedule as schedules
-from dolmen.parallel.actions import Schedule
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import make_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +148,7 @@ class Layout:
 
     def make_schedule(self, global_batch_size: int, microbatch_size: int) -> Schedule:
         """The action lists of one step. Raises ValueError where there can be none."""
-        return schedules.make(
+        return make_schedule(
             self.schedule,
             self.pp,
             global_batch_size // (self.dp or 1) // microbatch_size,

@@ -31,7 +31,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from dolmen.core import collectives, ranges
-from dolmen.core.function import Context, Function
+from dolmen.core.autograd import Context, Function
 from dolmen.core.state import local
 from dolmen.model import tree
 from dolmen.model.branch import Branch
@@ -41,7 +41,7 @@ from dolmen.model.split import Split
 from dolmen.model.tree import Leaves, under
 from dolmen.model.tree.mlp import Activation
 from dolmen.ops import moe
-from dolmen.ops.activation import ACTIVATIONS, clamped_swiglu
+from dolmen.ops.elementwise import ACTIVATIONS, clamped_swiglu
 from dolmen.parallel import expert
 from dolmen.parallel.data import Unit
 from dolmen.parallel.tensor import Linear

@@ -13,7 +13,7 @@ from dolmen.model import tree
 from dolmen.model.component import Where
 from dolmen.model.tree.positions import Relative, Scaling
 from dolmen.ops import rope
-from dolmen.ops.attention import alibi
+from dolmen.ops.attention import score_bias
 
 SCALED = {
     type(None): lambda inv, r: inv,
@@ -97,7 +97,7 @@ def tables(
                 cos, sin = cos * factor, sin * factor
             return Where(cos, sin, growth=_growth(p.scaling, positions[0], dtype))
         case tree.Steps():
-            return Where(steps=alibi.steps(heads, positions[0]))
+            return Where(steps=score_bias.alibi_key_bias(heads, positions[0]))
     return Where()
 
 
@@ -123,5 +123,5 @@ def slopes(p: Relative | None, heads: int) -> tuple[float, ...] | None:
     """By which the scores of each of `heads` heads grow with the key's index; None: they do not."""
     match p:
         case tree.Alibi():
-            return alibi.slopes(heads)
+            return score_bias.alibi_slopes(heads)
     return None

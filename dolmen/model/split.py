@@ -9,8 +9,8 @@ from typing import Literal
 from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.model.layout import Layout, balance
 from dolmen.ops.kernels import Kernels
-from dolmen.parallel.actions import Schedule
 from dolmen.parallel.context import ContextParallel
+from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.tensor import Deferred, TensorParallel
 
 

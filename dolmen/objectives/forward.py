@@ -19,9 +19,9 @@ from dolmen.model.head import Logits, Values
 from dolmen.model.replay import Routes
 from dolmen.objectives.objective import check_end
 from dolmen.parallel import pipeline
-from dolmen.parallel.actions import Schedule
 from dolmen.parallel.data import inference
 from dolmen.parallel.pipeline import Work
+from dolmen.parallel.schedule import Schedule
 
 T = TypeVar("T")
 

@@ -97,7 +97,7 @@ class Kernels:
     """
 
     lays_out: bool = True
-    """Whether weights that nothing is trained by are laid out for a CPU (parallel/laid_out.py)."""
+    """Prepack weights for a CPU where no gradient is kept (parallel/inference_linear.py)."""
 
     def describe(self, experts: bool) -> str:
         """List the kernels: `attention by flash, norms fused, ...`; those of experts on demand."""

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from dolmen.core import device
-from dolmen.core.function import Context, Function
+from dolmen.core.autograd import Context, Function
 
 
 class Routing(NamedTuple):

@@ -1,14 +1,27 @@
-"""Rotary position embedding (2104.09864). Dimension i is paired with i + size / 2 (rotate-half, as
-Llama in transformers), or its neighbours with each other (interleaved, as GPT-J and DeepSeek), so
-that no weight is permuted on the way from or to Hugging Face. Tables and rotation are fp32 whatever
-the weights are, fp64 where the model computes in fp64.
+"""Position ids, and rotary position embedding (RoPE, 2104.09864).
+
+Dimension i is paired with i + size / 2 (rotate-half, as Llama in transformers), or neighbours with
+each other (interleaved, as GPT-J and DeepSeek), so that no weight is permuted on the way from or to
+Hugging Face. Tables and rotation are fp32 whatever the weights are, fp64 where the model computes
+in fp64.
+
+Position ids are what rope and learned position tables take for a token's position. The data loader
+makes them with the batch; in a batch without any, a token's position is its index in the sequence.
+A single stream restarts with each document. With two streams (GLM, 2103.10360, section 2.3, as
+ChatGLM-6B reads them) the first is the index within the prefix and stays at the prefix's last token
+after it; the second counts from there:
+
+    prefix a b c, then d e f      a  b  c  d  e  f
+    first stream                  0  1  2  2  2  2
+    second stream                 0  0  0  1  2  3
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
 from dolmen.core.device import send
@@ -158,3 +171,43 @@ def rotate(
     # rounded before they are put together, which the compiler does in memory
     turned = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class PositionIds:
+    """Of the tokens of a batch."""
+
+    ids: Int64[Tensor, "batch streams length"]
+    longest: int
+    """Tokens of a sequence that tables must have rows for (tree.Table), or more."""
+
+    @staticmethod
+    def of(ids: Int64[Tensor, "batch streams length"]) -> "PositionIds":
+        """Of ids on the host."""
+        largest = [max(map(max, stream.tolist())) for stream in ids.unbind(1)]
+        return PositionIds(ids, max([largest[0] + 1, *largest[1:]]))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "PositionIds":
+        """The same of what `change` makes of the ids."""
+        return replace(self, ids=change(self.ids))
+
+    def on(self, device: torch.device) -> "PositionIds":
+        """The same on `device`; the host does not wait for it."""
+        return self.each(lambda ids: send(ids, device))
+
+
+def of_prefix(
+    index: Int64[Tensor, "*tokens"], prefix: Int64[Tensor, "*tokens"]
+) -> Int64[Tensor, "2 ..."]:
+    """Both streams, of tokens at `index` in documents with prefixes of so many tokens."""
+    return of_span(index, prefix, (prefix - 1).clamp(min=0), prefix)
+
+
+def of_span(
+    index: Int64[Tensor, "*tokens"],
+    stay: Int64[Tensor, "*tokens"],
+    at: Int64[Tensor, "*tokens"],
+    begin: Int64[Tensor, "*tokens"],
+) -> Int64[Tensor, "2 ..."]:
+    """Both streams, of tokens at `index` in documents of these spans (model/tree/blanks.py)."""
+    return torch.stack((torch.where(index < stay, index, at), (index - begin + 1).clamp(min=0)))

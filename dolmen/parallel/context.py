@@ -32,12 +32,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dolmen.core import collectives, transfers
-from dolmen.core.function import Context, Function
+from dolmen.core.autograd import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
 from dolmen.ops import attention as ops
 from dolmen.ops.attention import Attend, Attention, Documents, dropped
-from dolmen.ops.attention import sinks as sink
+from dolmen.ops.attention.score_bias import join_sinks, sink_gradient
 from dolmen.ops.attention.spec import Attended, Keys, LogSum, Place, Queries, Values
 
 
@@ -265,7 +265,7 @@ class _Ring(Function):
     ) -> Tensor:
         out, log_sum = _forward(q, k, v, context, attend)
         if sinks is not None:
-            out, log_sum = sink.join(out, log_sum, sinks)
+            out, log_sum = join_sinks(out, log_sum, sinks)
         out = out.to(q.dtype)
         ctx.kept = context, attend._replace(sinks=None)
         ctx.save_for_backward(q, k, v, sinks, out, log_sum)
@@ -278,7 +278,7 @@ class _Ring(Function):
     ) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, log_sum = ctx.saved_tensors
         grads = _backward(g, q, k, v, (out, log_sum), *ctx.kept)
-        dsinks = None if sinks is None else sink.gradient(g, out, log_sum, sinks)
+        dsinks = None if sinks is None else sink_gradient(g, out, log_sum, sinks)
         return *grads, dsinks, None, None
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from dolmen.core import collectives, device
-from dolmen.core.function import Context, Function
+from dolmen.core.autograd import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.ops import moe
 from dolmen.parallel.product import Product

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dolmen.core import collectives, ranges
-from dolmen.core.function import Context, Function
+from dolmen.core.autograd import Context, Function
 from dolmen.ops import loss
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel.tensor import TensorParallel

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core import collectives
-from dolmen.core.function import Context, Function
+from dolmen.core.autograd import Context, Function
 from dolmen.core.mesh import Axis
 
 

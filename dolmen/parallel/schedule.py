@@ -1,263 +1,322 @@
-"""Pipeline schedules as data: a list of actions for every rank (actions.py), by name (patterns.py)
-or from a file, with two readers, `pipeline.py`, which carries it out, and `simulate`, which times
-it (and `planning/draw.py`, which draws what that says). Nothing here knows of torch or of
-processes.
+"""Pipeline schedules: a list of actions per rank, how they are written as text or YAML, and the
+five schedules that have a name, for any number of ranks and microbatches. docs/pipeline.md draws
+them and says which is for what. Does not import torch.
+
+    F3    forward of microbatch 3
+    B3    its whole backward
+    I3    the part of B3 that earlier stages wait for: the input gradient
+    W3    the rest: the weight gradients, needed by nobody before the update
+    F3.1  the same on chunk 1 of a rank that holds several virtual stages
+
+GPipe is 1811.06965, 1F1B and its interleaved form 2104.04473; the split of B into I and W and both
+zero-bubble schedules are 2401.10241.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from dolmen.core.messages import counted, shown
-from dolmen.parallel.actions import Action, Schedule, from_file
-from dolmen.parallel.patterns import SCHEDULES
+from dolmen.files import gate, kinds
 
 
-def make(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedule:
-    """The schedule of that name, or the one in the file of that name, for `micros` microbatches a
-    step on `ranks` pipeline ranks of `chunks` virtual stages. Raises ValueError.
-    """
-    for knob, value in (
-        ("layout.pp", ranks),
-        ("layout.virtual-stages", chunks),
-        ("microbatches per step", micros),
-    ):
-        if value < 1:
-            raise ValueError(f"{knob} ({value}) must be at least 1")
-    if name in SCHEDULES:
-        return SCHEDULES[name](ranks, micros, chunks)
-    schedule = _file(name)
-    if (schedule.ranks, schedule.micros, schedule.chunks) != (ranks, micros, chunks):
-        raise ValueError(
-            f"{name} is for pp {schedule.ranks}, "
-            f"{counted(schedule.micros, 'microbatch', 'microbatches')} and "
-            f"{counted(schedule.chunks, 'virtual stage')}, but the run has {ranks}, {micros} and "
-            f"{chunks}: change --layout.pp, --train.global-batch-size, --train.microbatch-size or "
-            "--layout.virtual-stages"
-        )
-    return check_schedule(schedule)
-
-
-def read_schedule(path: str) -> Schedule:
-    """A checked schedule from a .txt or .yaml file. Raises ValueError."""
-    return check_schedule(_file(path))
-
-
-def _file(path: str) -> Schedule:
-    if Path(path).suffix not in (".txt", ".yaml", ".yml"):
-        raise ValueError(
-            f"there is no schedule {shown(path)}: use {', '.join(SCHEDULES)}, or a .txt or .yaml "
-            f"file with one line of actions per rank"
-        )
-    return from_file(path)
-
-
-class Cost(NamedTuple):
-    """Time of an action of a whole rank (a chunk takes its share), and of a send between ranks,
-    which keeps neither of them busy.
+class Action(NamedTuple):
+    """One thing a rank does, with the `chunk`-th of its virtual stages; chunk 0 is not
+    written out.
     """
 
-    forward: float = 1
-    backward: float = 2
-    input: float = 1
-    weight: float = 1
-    send: float = 0
+    kind: str
+    micro: int
+    chunk: int = 0
 
-    def of_chunk(self, chunks: int) -> "Cost":
-        """Of one of `chunks` equal ones of a rank."""
-        f, b, i, w, send = self
-        return Cost(f / chunks, b / chunks, i / chunks, w / chunks, send)
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro}" + (f".{self.chunk}" if self.chunk else "")
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """When everything happens: `span` from the first start to the last end, `busy` time of each
-    rank, and in `times` (start, end) of `schedule.actions[rank][i]`. `peak` is the most
-    microbatches that a rank holds activations of, in units of the activations of all its layers:
-    from the start of F to the end of B, or of W where B is split, because W reads the inputs of the
-    products.
+class Schedule:
+    """What each rank does.
+
+    `actions[rank]` is in order. `placement` says which stage a chunk is; for ranks = 3, chunks = 2:
+
+        loop   rank 0: stages 0 and 3, rank 1: 1 and 4, rank 2: 2 and 5
+        v      rank 0: stages 0 and 5, rank 1: 1 and 4, rank 2: 2 and 3
     """
 
-    span: float
-    busy: tuple[float, ...]
-    peak: tuple[float, ...]
-    times: tuple[tuple[tuple[float, float], ...], ...]
+    name: str
+    ranks: int
+    micros: int
+    chunks: int
+    actions: tuple[tuple[Action, ...], ...]
+    placement: str = "loop"
 
     @property
-    def bubble(self) -> float:
-        """Share of the span in which a rank idles, mean over ranks."""
-        return 1 - sum(self.busy) / len(self.busy) / self.span
+    def stages(self) -> int:
+        return self.ranks * self.chunks
 
     @property
-    def ratio(self) -> float:
-        """The papers' number: idle time over working time."""
-        return self.span * len(self.busy) / sum(self.busy) - 1
+    def splits_backward(self) -> bool:
+        return any(action.kind == "I" for actions in self.actions for action in actions)
 
-
-def closed_form(schedule: Schedule, cost: Cost = Cost()) -> float | None:
-    """Idle time of a rank by its paper's formula, where that is exact, else None: for a file, where
-    sends take time, for zero-bubble where W takes longer than F or I, for zero-bubble-v where F, I
-    and W differ or there are fewer than 2 pp microbatches.
-    """
-    (f, b, i, w, send), hops = cost, schedule.ranks - 1
-    if send:
-        return None
-    if schedule.name in ("gpipe", "1f1b"):
-        return hops * (f + b)
-    if schedule.name == "interleaved":
-        return hops * (f + b) / schedule.chunks
-    if schedule.name == "zero-bubble" and w <= min(f, i):
-        return hops * (f + i) - min(schedule.micros - 1, hops) * w
-    if schedule.name == "zero-bubble-v" and f == i == w and schedule.micros >= 2 * schedule.ranks:
-        return hops * f / 2
-    return None
-
-
-WHOLE, IN_PARTS = {"F", "B"}, {"F", "I", "W"}
-"""What is to be done of a microbatch at a stage, its backward whole or split."""
-
-
-def check_schedule(schedule: Schedule) -> Schedule:
-    """The schedule itself, if it does F and B (or I and W) once for every microbatch and stage, and
-    its lists run to their end. Raises ValueError with the rank and the action.
-    """
-    s, name = schedule, schedule.name
-    if len(s.actions) != s.ranks:
-        raise ValueError(f"{name} has {len(s.actions)} lists of actions for {s.ranks} ranks")
-    if s.placement != "loop" and (s.placement, s.chunks) != ("v", 2):
-        raise ValueError(
-            f"{name} has placement {s.placement!r} and {s.chunks} chunks per rank: use loop, or v "
-            f"with 2 chunks"
+    def stage_of(self, rank: int, chunk: int) -> int:
+        return (
+            self.stages - 1 - rank if self.placement == "v" and chunk else chunk * self.ranks + rank
         )
-    for rank in range(s.ranks):
-        _check_rank(s, rank)
-    simulate(schedule)
-    return schedule
+
+    def chunk_of(self, stage: int) -> int:
+        return stage // self.ranks
+
+    def rank_of(self, stage: int) -> int:
+        return (
+            self.stages - 1 - stage
+            if self.placement == "v" and stage >= self.ranks
+            else stage % self.ranks
+        )
 
 
-def _check_rank(s: Schedule, rank: int) -> None:
-    seen: set[Action] = set()
-    for action in s.actions[rank]:
-        known = action.kind in ("F", "B", "I", "W")
-        if not known or not (0 <= action.micro < s.micros and 0 <= action.chunk < s.chunks):
-            raise ValueError(
-                f"{s.name}: rank {rank} has {action}, which is not of {s.micros} microbatches "
-                f"and {s.chunks} chunks"
-            )
-        if action in seen:
-            raise ValueError(f"{s.name}: rank {rank} does {action} twice")
-        seen.add(action)
-    # ends at the first that misses: a file may say F999999999
-    for micro, chunk in ((m, c) for m in range(s.micros) for c in range(s.chunks)):
-        has = {kind for kind in "FBIW" if (kind, micro, chunk) in seen}
-        if has in (WHOLE, IN_PARTS):
+def from_file(path: str) -> Schedule:
+    """The schedule of a .txt or .yaml file (`actions:`, a list with one line of actions per rank,
+    and maybe `placement:`), unchecked. Raises ValueError.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no schedule file {path}")
+    if Path(path).suffix == ".txt":
+        return parse_schedule(gate.read_text(path, kinds.SCHEDULE.size), path)
+    found = gate.read_yaml(path, kinds.SCHEDULE)
+    placement = [f"placement: {found['placement']}"] if "placement" in found else []
+    return parse_schedule("\n".join([*found["actions"], *placement]), path)
+
+
+def parse_schedule(text: str, name: str) -> Schedule:
+    """The schedule of a text: a line of actions (`F0 F1 B0 B1`) for every rank, `#` for comments,
+    and `placement: v` where the stages go down the ranks and up again. Raises ValueError.
+    """
+    placement, ranks = "loop", []
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.split("#")[0].strip()
+        if not line:
             continue
-        parts = has & {"I", "W"}
-        if parts and "B" in has:
-            raise ValueError(
-                f"{s.name}: rank {rank} does {Action('B', micro, chunk)} whole and in parts (I, W)"
-            )
-        wanted = IN_PARTS if parts else WHOLE
-        missing = next(kind for kind in "FBIW" if kind in wanted - has)
-        raise ValueError(f"{s.name}: rank {rank} never does {Action(missing, micro, chunk)}")
-
-
-Result = tuple[str, int, int]
-"""What others wait for: (F or I, microbatch, stage). A whole B gives what its I would."""
-
-
-def _needs(schedule: Schedule, action: Action, stage: int) -> list[Result]:
-    """The results that an action at `stage` waits for."""
-    kind, micro, _ = action
-    if kind == "F":
-        return [("F", micro, stage - 1)] if stage else []
-    if kind == "W":
-        return [("I", micro, stage)]
-    if stage < schedule.stages - 1:
-        return [("F", micro, stage), ("I", micro, stage + 1)]
-    return [("F", micro, stage)]
-
-
-def simulate(schedule: Schedule, cost: Cost = Cost()) -> Simulation:
-    """`simulate_stages` where all stages take the same time: a chunk its share of a rank's."""
-    return simulate_stages(schedule, (cost.of_chunk(schedule.chunks),) * schedule.stages)
-
-
-def simulate_stages(schedule: Schedule, costs: Sequence[Cost]) -> Simulation:
-    """Run the lists under their true dependencies: F after F of the stage before; B or I after F of
-    its stage and B or I of the stage after; W after I. An action starts as soon as its rank is free
-    and what it waits for has arrived. `costs` are of each stage by itself; its `send` is of what
-    comes of it. Raises ValueError where the lists deadlock.
-    """
-    takes = [dict(zip("FBIW", cost, strict=False)) for cost in costs]
-    rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
-    done: dict[Result, float] = {}  # -> when
-    waiting: dict[Result, int] = {}  # what a rank waits for -> the rank
-    clock = [0.0] * schedule.ranks
-    times: list[list[tuple[float, float]]] = [[] for _ in clock]
-    ready = list(range(schedule.ranks))
-    # A rank runs on until something is missing, and is called again by what it waits for. So an
-    # action is looked at once, and once more for each wait, in whatever order ranks are called: its
-    # start follows from its own rank's clock and from when its needs were done, and from no other.
-    while ready:
-        rank = ready.pop()
-        for i in range(len(times[rank]), len(schedule.actions[rank])):
-            action = schedule.actions[rank][i]
-            stage = schedule.stage_of(rank, action.chunk)
-            needs = _needs(schedule, action, stage)
-            missing = next((need for need in needs if need not in done), None)
-            if missing is not None:
-                waiting[missing] = rank
-                break
-            arrived = (
-                done[need] + (costs[need[2]].send if rank_of[need[2]] != rank else 0)
-                for need in needs
-            )
-            start = max([clock[rank], *arrived])
-            clock[rank] = end = start + takes[stage][action.kind]
-            times[rank].append((start, end))
-            # a W gives nothing that anyone waits for, and is noted like the others
-            result = ("I" if action.kind == "B" else action.kind, action.micro, stage)
-            done[result] = end
-            if result in waiting:
-                ready.append(waiting.pop(result))
-    if waiting:
-        raise ValueError(
-            _deadlock(
-                schedule, [len(t) for t in times], {rank: need for need, rank in waiting.items()}
-            )
-        )
-    return Simulation(
-        max(clock),
-        tuple(
-            sum(takes[schedule.stage_of(rank, a.chunk)][a.kind] for a in actions)
-            for rank, actions in enumerate(schedule.actions)
-        ),
-        tuple(_peak(actions) / schedule.chunks for actions in schedule.actions),
-        tuple(map(tuple, times)),
+        if line.startswith("placement:"):
+            placement = line.removeprefix("placement:").strip()
+        else:
+            ranks.append(tuple(_action(word, f"{name}, line {number}") for word in line.split()))
+    if not ranks:
+        raise gate.refuse(name, "has no line of actions")
+    every = [action for actions in ranks for action in actions]
+    return Schedule(
+        name,
+        len(ranks),
+        max(a.micro for a in every) + 1,
+        max(a.chunk for a in every) + 1,
+        tuple(ranks),
+        placement,
     )
 
 
-def _peak(actions: tuple[Action, ...]) -> int:
-    return max(accumulate((kind == "F") - (kind in "BW") for kind, _, _ in actions))
+def format_schedule(schedule: Schedule) -> str:
+    """The text that `parse_schedule` reads."""
+    head = "" if schedule.placement == "loop" else f"placement: {schedule.placement}\n"
+    return head + "".join(" ".join(map(str, actions)) + "\n" for actions in schedule.actions)
 
 
-def _deadlock(schedule: Schedule, at: list[int], needs: dict[int, tuple[str, int, int]]) -> str:
-    stuck = []
-    for rank, (kind, micro, stage) in sorted(needs.items())[:4]:
-        other, kinds = schedule.rank_of(stage), "F" if kind == "F" else "BI"
-        action = next(
-            (
-                a
-                for a in schedule.actions[other]
-                if a.kind in kinds and a[1:] == (micro, schedule.chunk_of(stage))
-            ),
-            None,
+def format_yaml(schedule: Schedule) -> str:
+    """The YAML that `from_file` reads."""
+    head = "" if schedule.placement == "loop" else f"placement: {schedule.placement}\n"
+    lines = "".join(f"  - {' '.join(map(str, actions))}\n" for actions in schedule.actions)
+    return f"{head}actions:\n{lines}"
+
+
+def _action(word: str, where: str) -> Action:
+    found = re.fullmatch(r"([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", word)
+    if not found:
+        raise gate.refuse(
+            where,
+            f"{ascii(word)[:80]} is no action; those are F, B, I or W, a microbatch and maybe a "
+            f"chunk, as in F3 or F3.1",
         )
-        stuck.append(
-            f"rank {rank} stands at {schedule.actions[rank][at[rank]]} and waits for {action} of "
-            f"rank {other}"
+    return Action(found[1], int(found[2]), int(found[3] or 0))
+
+
+def gpipe(ranks: int, micros: int, chunks: int = 1) -> Schedule:
+    """All forwards, then all backwards: every microbatch is held at once."""
+    _single("gpipe", chunks)
+    one = tuple(Action(kind, micro) for kind in "FB" for micro in range(micros))
+    return Schedule("gpipe", ranks, micros, 1, (one,) * ranks)
+
+
+def one_f_one_b(ranks: int, micros: int, chunks: int = 1) -> Schedule:
+    """As many forwards as it takes for the first to come back, then one forward, one backward: rank
+    r holds ranks - r microbatches.
+    """
+    _single("1f1b", chunks)
+    return Schedule(
+        "1f1b",
+        ranks,
+        micros,
+        1,
+        tuple(
+            tuple(
+                _alternate(
+                    [Action("F", m) for m in range(micros)],
+                    [Action("B", m) for m in range(micros)],
+                    ranks - r - 1,
+                )
+            )
+            for r in range(ranks)
+        ),
+    )
+
+
+def interleaved(ranks: int, micros: int, chunks: int = 2) -> Schedule:
+    """1F1B over `chunks` thin stages per rank: filling and draining take 1 / chunks of the time,
+    sends are `chunks` times as many. Units go in groups of `ranks` microbatches through chunk 0,
+    then chunk 1, ..., so `micros` must be a multiple of `ranks`. Raises ValueError where it is not,
+    and for one chunk.
+    """
+    if chunks < 2:
+        raise ValueError(
+            f"interleaved has several virtual stages per rank, not {chunks}: use "
+            f"--layout.virtual-stages 2, or 1f1b"
         )
-    return f"{schedule.name} deadlocks: " + "; ".join(stuck)
+    if micros % ranks:
+        raise ValueError(
+            f"interleaved takes microbatches in groups of pp ({ranks}), and {micros} is not a "
+            "multiple: change --train.global-batch-size, --train.microbatch-size or --layout.pp"
+        )
+    order = [
+        (group + m, c)
+        for group in range(0, micros, ranks)
+        for c in range(chunks)
+        for m in range(ranks)
+    ]
+    forward = [Action("F", m, c) for m, c in order]
+    backward = [Action("B", m, chunks - 1 - c) for m, c in order]
+    return Schedule(
+        "interleaved",
+        ranks,
+        micros,
+        chunks,
+        tuple(
+            tuple(_alternate(forward, backward, 2 * (ranks - r - 1) + (chunks - 1) * ranks))
+            for r in range(ranks)
+        ),
+    )
+
+
+def zero_bubble(ranks: int, micros: int, chunks: int = 1) -> Schedule:
+    """ZB-H1: 1F1B whose backward is split. Earlier stages get I a W sooner, and rank r is r weights
+    behind, which it does while it drains: so every rank holds `ranks` microbatches until their W,
+    what the first rank of 1F1B holds.
+    """
+    _single("zero-bubble", chunks)
+
+    # 1F1B's list, its B replaced by I, and the W of the microbatch `rank` places behind after it.
+    # While a rank drains it has as many W left as it has places to fill: r of them.
+    lists = one_f_one_b(ranks, micros).actions
+
+    def one(rank: int) -> Iterator[Action]:
+        for action in lists[rank]:
+            if action.kind == "F":
+                yield action
+            else:
+                yield Action("I", action.micro)
+                if action.micro >= rank:
+                    yield Action("W", action.micro - rank)
+        for micro in range(max(0, micros - rank), micros):
+            yield Action("W", micro)
+
+    return Schedule("zero-bubble", ranks, micros, 1, tuple(tuple(one(r)) for r in range(ranks)))
+
+
+def zero_bubble_v(ranks: int, micros: int, chunks: int = 2) -> Schedule:
+    """ZB-V: two chunks per rank, down the ranks and up again, so the loss is on rank 0 and no rank
+    waits for its first backward longer than another. No bubble but the skewed start when F, I and W
+    take the same time; every rank holds at most `ranks` microbatches. Raises ValueError for other
+    `chunks`.
+    """
+    if chunks != 2:
+        raise ValueError(
+            f"zero-bubble-v has 2 virtual stages per rank, not {chunks}: use "
+            f"--layout.virtual-stages 2"
+        )
+    # the pattern needs that many; leaving some out of it breaks no dependency
+    whole = max(micros, 2 * ranks - 1)
+    return Schedule(
+        "zero-bubble-v",
+        ranks,
+        micros,
+        2,
+        tuple(
+            tuple(a for a in _v_shape(rank, ranks, whole) if a.micro < micros)
+            for rank in range(ranks)
+        ),
+        "v",
+    )
+
+
+def _v_shape(rank: int, ranks: int, micros: int) -> list[Action]:
+    """The list of one rank. Chunk 0 goes down the p ranks, chunk 1 up again: microbatch 0 is back
+    at rank r after 2 (p - r) - 1 forwards, and so many of chunk 0 fill the time until then. With
+    p = 2, and one unit of time for each of F, I and W:
+
+        rank 0 | F0 F1 F2 F0.1 I0.1 W0.1 F1.1 I1.1 W1.1 F3 I0 W0 ...
+        rank 1 |    F0 F0.1 F1 F1.1 I0.1 W0.1 F2 I0 W0 ...
+
+    From then on a rank does as many backwards as forwards, so it holds p microbatches at most.
+    """
+    out, next_ = [], {kind + chunk: 0 for kind in "FIW" for chunk in "01"}
+
+    def do(*what: str) -> None:
+        for name in what:
+            out.append(Action(name[0], next_[name], int(name[1])))
+            next_[name] += 1
+
+    # filling: until microbatch 0 has gone down to the last rank and come up again
+    for _ in range(2 * (ranks - rank) - 1):
+        do("F0")
+    # both ways in turn, until its gradient has come back from rank 0
+    for _ in range(rank):
+        do("F1", "F0")
+    # nothing new comes in, for p microbatches are held: W at once, to let one go
+    for _ in range(ranks - rank):
+        do("F1", "I1", "W1")
+    # steady: each of the six once per microbatch; F0 ends first
+    while next_["F1"] < micros:
+        do(*["F0"] * (next_["F0"] < micros), "I0", "W0", "F1", "I1", "W1")
+    # draining: input gradients first, as other ranks wait for them, and weights into the gaps
+    for _ in range(rank):
+        do("I0", "I1")
+    for _ in range(ranks - rank):
+        do("I0", "W0")
+    for chunk in "10":
+        do(*["W" + chunk] * (micros - next_["W" + chunk]))
+    return out
+
+
+def _alternate(forward: list[Action], backward: list[Action], warm: int) -> Iterator[Action]:
+    """`warm` forwards, then a forward and a backward in turn, then what is left of the
+    backwards.
+    """
+    warm = min(warm, len(forward))
+    yield from forward[:warm]
+    for pair in zip(forward[warm:], backward, strict=False):
+        yield from pair
+    yield from backward[len(forward) - warm :]
+
+
+def _single(name: str, chunks: int) -> None:
+    if chunks != 1:
+        raise ValueError(
+            f"{name} has one stage per rank, not {chunks}: use --layout.virtual-stages 1, or "
+            f"interleaved"
+        )
+
+
+SCHEDULES = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+    "zero-bubble-v": zero_bubble_v,
+}

@@ -39,13 +39,12 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from dolmen.core import collectives, transfers
-from dolmen.core.function import Context, Function
+from dolmen.core.autograd import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
 from dolmen.ops import int8
-from dolmen.parallel.laid_out import LaidOut
+from dolmen.parallel.inference_linear import LaidOut, Several
 from dolmen.parallel.product import Axes, Int8Product, Product, Rounding
-from dolmen.parallel.several import Several
 
 
 class Deferred:

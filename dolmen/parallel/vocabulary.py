@@ -30,10 +30,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core import collectives, ranges, transfers
-from dolmen.core.function import Context, Function
+from dolmen.core.autograd import Context, Function
 from dolmen.core.mesh import Axis
 from dolmen.ops import loss
-from dolmen.ops.accumulate import accumulate, compiled
+from dolmen.ops.elementwise import accumulate, compiled
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel.tensor import TensorParallel, weight_products
 

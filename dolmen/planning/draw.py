@@ -4,8 +4,8 @@ idles. Drawn from what `schedule.simulate` says.
 
 from pathlib import Path
 
-from dolmen.parallel.actions import Schedule
-from dolmen.parallel.schedule import Simulation
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import Simulation
 
 KINDS = {
     "F": ("forward", "#7fa9d6"),

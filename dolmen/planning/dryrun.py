@@ -33,7 +33,7 @@ from dolmen.ops.attention import Documents
 from dolmen.ops.kernels import CPU, KNOWN, Hardware
 from dolmen.optim.optimizer import DTYPES, at_rest
 from dolmen.parallel import data
-from dolmen.parallel.actions import Action, Schedule
+from dolmen.parallel.schedule import Action, Schedule
 from dolmen.planning.config import DryrunRequest, ranks_of
 from dolmen.planning.counting import Counting
 from dolmen.planning.dry_report import Report

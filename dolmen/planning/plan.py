@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dolmen.parallel.actions import Schedule
-from dolmen.parallel.schedule import Simulation
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import Simulation
 from dolmen.planning.hardware import Cluster
 from dolmen.planning.ledger import Live
 from dolmen.planning.step import Estimate

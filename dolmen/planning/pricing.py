@@ -19,9 +19,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from dolmen.core.topology import Topology
-from dolmen.parallel import schedule as schedules
-from dolmen.parallel.actions import Schedule
-from dolmen.parallel.schedule import Simulation
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import Simulation, make_schedule
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows, update_rows
 from dolmen.planning.capacity import Capacity
 from dolmen.planning.cost import CONTENTION, Machine, Parts, action_seconds, row_seconds
@@ -180,7 +179,7 @@ class Pricing:
         micros, p = self.micros(choice), choice.pp
         whole = micros <= STEADY * p
         some = micros if whole else STEADY * p
-        lists = schedules.make(choice.schedule, p, some, choice.virtual_stages)
+        lists = make_schedule(choice.schedule, p, some, choice.virtual_stages)
         stages = self.stages(choice)
         estimate, simulation = step_time(stages, lists, self.update(choice), self.spread)
         if whole:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dolmen.model.layout import balance
-from dolmen.parallel.actions import Action, Schedule
+from dolmen.parallel.schedule import Action, Schedule
 from dolmen.planning.config import DryrunConfig, DryrunRequest, ranks_of
 from dolmen.training.config import RunConfig
 

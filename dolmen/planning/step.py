@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dolmen.files import gate, kinds
-from dolmen.parallel.actions import Schedule
-from dolmen.parallel.schedule import Cost, Simulation, simulate_stages
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import Cost, Simulation, simulate_stages
 from dolmen.planning.cost import Machine, Parts, action_seconds
 from dolmen.planning.operations import Operations
 

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from dolmen.core.filesystem import is_absent
 from dolmen.core.messages import cut, did_you_mean
-from dolmen.core.paths import is_absent
 from dolmen.families import Model
 from dolmen.files import gate, kinds
 from dolmen.recipes import BEGUN, HERE, RECIPES

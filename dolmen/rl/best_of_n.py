@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from dolmen.conversion.source import open_source, tokenizer_folder
+from dolmen.core.filesystem import expand
 from dolmen.core.mesh import SINGLE
-from dolmen.core.paths import expand
 from dolmen.files import gate, write
 from dolmen.model.layout import Layout
 from dolmen.rl import rewards

@@ -23,9 +23,9 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.model.training import Training
 from dolmen.model.tree import Tree
-from dolmen.parallel import channels
-from dolmen.parallel import schedule as schedules
-from dolmen.parallel.actions import Schedule
+from dolmen.parallel import pipeline
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import make_schedule
 from dolmen.serving.engine import Engine, require_finite
 from dolmen.serving.request import Limits, Request
 from dolmen.serving.sampling_params import SamplingParams
@@ -54,9 +54,9 @@ class GenerationModel:
         layout = Layout(tp=tp, pp=pp, dp=mesh.size // (tp * pp))
         self.training_mesh = mesh
         self.mesh = mesh if mesh.size == 1 else layout.mesh(mesh.device)
-        self.schedule: Schedule | None = None if pp == 1 else schedules.make("1f1b", pp, pp)
+        self.schedule: Schedule | None = None if pp == 1 else make_schedule("1f1b", pp, pp)
         if self.schedule is not None:
-            channels.connect(self.schedule, self.mesh)
+            pipeline.connect(self.schedule, self.mesh)
         make = build.place if released else build.build
         self.model = make(
             tree, self.mesh, schedule=self.schedule, dtype=dtype, training=training

@@ -43,7 +43,7 @@ from dolmen.data.mixture import permute_index
 from dolmen.model.decoder import Decoder
 from dolmen.objectives import advantage, forward
 from dolmen.ops.loss import IGNORED
-from dolmen.parallel.actions import Schedule
+from dolmen.parallel.schedule import Schedule
 from dolmen.rl import rollout as rollouts
 from dolmen.rl.config import PPOConfig, RolloutConfig
 from dolmen.rl.environment import MultiTurn

@@ -32,7 +32,7 @@ from dolmen.model.tree import Scalar
 from dolmen.objectives import forward
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
-from dolmen.parallel.actions import Schedule
+from dolmen.parallel.schedule import Schedule
 from dolmen.rl import generation
 from dolmen.rl.function_worker import LARGEST, FunctionWorker, check_function_name
 

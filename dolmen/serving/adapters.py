@@ -1,5 +1,5 @@
 """Multi-LoRA: several adapters over one base model. Each request names one, or none, and a forward
-mixes sequences of all of them (parallel/several.py).
+mixes sequences of all of them (parallel/inference_linear.py).
 
     parse_adapters   NAME=FOLDER of --adapters, each name once
     open_adapters    shapes alone, checked against the base model
@@ -27,8 +27,7 @@ from dolmen.core.state import dtype_of, local_view
 from dolmen.model.decoder import Decoder
 from dolmen.model.tree import LatentAttention, Leaf, Tree
 from dolmen.parallel import data, tensor
-from dolmen.parallel.laid_out import Weights
-from dolmen.parallel.several import Pair, Several, Turn
+from dolmen.parallel.inference_linear import Pair, Several, Turn, Weights
 
 LONGEST = 200  # characters of a name
 _NO_LENGTHS = (

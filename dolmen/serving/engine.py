@@ -37,9 +37,9 @@ from dolmen.families import special_tokens
 from dolmen.model import alone, build, head
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import data
-from dolmen.parallel import schedule as schedules
-from dolmen.parallel.actions import Schedule
-from dolmen.parallel.laid_out import Weights
+from dolmen.parallel.inference_linear import Weights
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import make_schedule
 from dolmen.serving.adapters import Adapters, check_name
 from dolmen.serving.kv_cache import CacheUsage
 from dolmen.serving.model_runner import ModelRunner
@@ -96,7 +96,7 @@ def load_placed(
 ) -> Decoder:
     """Load this rank's pipeline stage of a model: each rank of `mesh.pp` has one."""
     pp = mesh.pp.size
-    schedule = None if pp == 1 else schedules.make("1f1b", pp, pp)
+    schedule = None if pp == 1 else make_schedule("1f1b", pp, pp)
     return load_decoder(source, mesh, dtype, schedule, weights)
 
 

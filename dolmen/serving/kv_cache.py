@@ -46,7 +46,7 @@ from dolmen.model.component import OfPages, OfTexts
 from dolmen.model.tree import Span, Tree
 from dolmen.ops.attention import Documents
 from dolmen.ops.attention.decode import Alone, Pages
-from dolmen.ops.positions import of_span
+from dolmen.ops.rope import of_span
 from dolmen.serving.block_table import PAGE_SIZE, BlockTable
 
 

@@ -22,7 +22,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import End, Logits
 from dolmen.model.tree import Span
-from dolmen.parallel import several, vocabulary
+from dolmen.parallel import inference_linear, vocabulary
 from dolmen.serving import sampling
 from dolmen.serving.adapters import Adapters
 from dolmen.serving.kv_cache import CacheBatch, KVCache
@@ -92,7 +92,7 @@ class ModelRunner:
         sent = send(torch.tensor([tokens]), device)
         if self.adapters.names:
             names, counts = [c.adapter for c in ordered], [len(c.tokens) for c in ordered]
-            self.adapters.turn.segments = several.segments(names, counts, device)
+            self.adapters.turn.segments = inference_linear.segments(names, counts, device)
         wanted = [sequence for sequence in batch.sequences if chunks[sequence].last]
         stage = self.model.split.parts[0]
         x = None if stage.first else self._receive(len(tokens))

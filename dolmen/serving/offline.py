@@ -28,10 +28,10 @@ from typing import Any
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
 from dolmen.core import agree
 from dolmen.core.config import to_dict
+from dolmen.core.filesystem import expand
 from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import counted
-from dolmen.core.paths import expand
 from dolmen.core.torch_private import processes
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.files import gate

@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from dolmen.checkpoint import folders
-from dolmen.core import locks
+from dolmen.core import filesystem
 from dolmen.files import gate, kinds, write
 from dolmen.training.config import RunConfig
 
@@ -40,14 +40,14 @@ def take(out: Path, patience: float = 0) -> int | None:
     end = time.monotonic() + patience
     try:
         out.mkdir(parents=True, exist_ok=True)
-        while (descriptor := locks.open_locked(out / LOCK, wait=False)) is None:
+        while (descriptor := filesystem.open_locked(out / LOCK, wait=False)) is None:
             if time.monotonic() > end:
                 raise Unusable(
                     f"{out} is in use by another run: wait for it, or give another --out"
                 )
             time.sleep(0.1)
     except OSError as error:
-        if error.errno in locks.NO_LOCKS:
+        if error.errno in filesystem.NO_LOCKS:
             return None
         raise Unusable(
             f"{out / LOCK} cannot be locked ({error.strerror}): mend it, or give another --out"

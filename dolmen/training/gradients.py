@@ -13,10 +13,10 @@ from dolmen.data.batch import Batch
 from dolmen.model.replay import replayed
 from dolmen.model.tree import Scalar
 from dolmen.objectives.objective import Objective
-from dolmen.ops.dropout import Noise
+from dolmen.ops.elementwise import Noise
 from dolmen.parallel import data, pipeline
-from dolmen.parallel.actions import Action
 from dolmen.parallel.pipeline import Work
+from dolmen.parallel.schedule import Action
 from dolmen.training import balance
 from dolmen.training.state import TrainState
 

@@ -19,8 +19,8 @@ from dolmen.objectives.reward import Preferred
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import DTYPES, LossScale, at_rest
-from dolmen.parallel import channels
-from dolmen.parallel.actions import Schedule
+from dolmen.parallel import pipeline
+from dolmen.parallel.schedule import Schedule
 from dolmen.rl.prompts import PromptLoader
 from dolmen.rl.targets import KLController
 from dolmen.training.config import RunConfig
@@ -34,7 +34,7 @@ def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
     """
     run = resolved.config
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
-    channels.connect(schedule, mesh)
+    pipeline.connect(schedule, mesh)
     model = build_model(run, run.tree, schedule, mesh)
     load_initial(model, resolved.weights, run)
     if resolved.weights is not None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.core import collectives, groups, state
-from dolmen.core.mesh import Mesh
+from dolmen.core import collectives, state
+from dolmen.core.mesh import Mesh, process_group
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import KINDS, MODEL, AdamW
 from dolmen.parallel import data
@@ -175,7 +175,7 @@ def _store(folder: str | Path, mesh: Mesh, keep: int = 0) -> Checkpoints:
     """On one group of all ranks, however often it is made: each call waits for its own save."""
     group = None
     if mesh.grid is not None:
-        group = groups.group_of(list(range(dist.get_world_size())), "dolmen checkpoints of modules")
+        group = process_group(list(range(dist.get_world_size())), "dolmen checkpoints of modules")
     return Checkpoints(Path(folder), mesh, keep, group)
 
 

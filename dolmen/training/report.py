@@ -16,7 +16,7 @@ from dolmen.data.batches import Loader
 from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import at_rest
-from dolmen.parallel.schedule import simulate
+from dolmen.parallel.simulation import simulate
 from dolmen.training.config import RunConfig
 from dolmen.training.mfu import Peak
 from dolmen.training.state import TrainState

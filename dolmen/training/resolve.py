@@ -17,7 +17,7 @@ from pathlib import Path
 from dolmen.checkpoint import folders
 from dolmen.conversion.sidecars import pad_vocabulary
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
-from dolmen.core.paths import is_absent
+from dolmen.core.filesystem import is_absent
 from dolmen.data import inputs
 from dolmen.data import loader as data_loader
 from dolmen.data.batches import Loader

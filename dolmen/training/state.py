@@ -28,7 +28,7 @@ from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import LossScale, Optimizer
 from dolmen.parallel import product
-from dolmen.parallel.actions import Schedule
+from dolmen.parallel.schedule import Schedule
 from dolmen.rl.targets import KLController
 from dolmen.training.new_rows import NewRows
 

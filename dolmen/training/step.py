@@ -12,9 +12,9 @@ from dolmen.core import collectives, device, ranges
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.objectives.preference import decided
-from dolmen.optim.schedule import learning_rate
+from dolmen.optim.config import learning_rate
 from dolmen.parallel import data, product
-from dolmen.parallel.actions import Action
+from dolmen.parallel.schedule import Action
 from dolmen.training import balance, gradients, new_rows
 from dolmen.training.state import TrainState
 

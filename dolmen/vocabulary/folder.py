@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 from dolmen.conversion.hf import tokenizer_files, tokens_by_name
 from dolmen.conversion.source import open_source
+from dolmen.core.filesystem import expand
 from dolmen.core.messages import shown
-from dolmen.core.paths import expand
 from dolmen.data.tokenizer import BYTES, LETTERS, PreTrainedTokenizer, load_tokenizer
 from dolmen.files import gate, kinds, sentencepiece_model
 from dolmen.files.sentencepiece_model import CONTROL, SPACE, UNUSED, Model, Piece

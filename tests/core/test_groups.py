@@ -14,7 +14,7 @@ from fakes import join_fake
 from spawning import run_spawned
 from tinyrun import dolmen
 
-from dolmen.core import groups, launched
+from dolmen.core import launched, mesh
 from dolmen.core import mesh as meshes
 from dolmen.core.torch_private.spelled import LAZY_GLOO
 from dolmen.launch.watch import PATIENT, network_limit
@@ -41,29 +41,29 @@ def made(monkeypatch):
     nccl = SimpleNamespace(Options=Options)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "new_group", new_group)
-    monkeypatch.setattr(groups, "_backends", lambda group: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(meshes, "_backends", lambda group: "cpu:gloo,cuda:nccl")
     return out
 
 
 def test_a_group_of_gpus_is_nccl_alone_and_urgent(made):
-    groups.group_of([0, 2], "dolmen up", CUDA, HOUR)
+    mesh.process_group([0, 2], "dolmen up", CUDA, HOUR)
     (ranks, how), options = made[0], made[0][1]["pg_options"]
     assert ranks == [0, 2] and how["backend"] == "nccl" and how["group_desc"] == "dolmen up"
     assert options.is_high_priority_stream and how["timeout"] == options._timeout == HOUR
-    groups.group_of([0, 2], device=CUDA)
+    mesh.process_group([0, 2], device=CUDA)
     assert made[1][1]["timeout"] is None
     assert made[1][1]["pg_options"]._timeout == timedelta(minutes=10)
 
 
 def test_a_group_of_cpus_takes_the_default_backend(made):
-    groups.group_of([0, 2])
+    mesh.process_group([0, 2])
     assert made[0][1]["backend"] is None and made[0][1]["pg_options"] is None
 
 
 def test_ranks_that_met_over_gloo_stay_with_it(monkeypatch, made):
     """As those do that share a GPU."""
-    monkeypatch.setattr(groups, "_backends", lambda group: "cpu:gloo,cuda:gloo")
-    groups.group_of([0, 2], device=CUDA)
+    monkeypatch.setattr(meshes, "_backends", lambda group: "cpu:gloo,cuda:gloo")
+    mesh.process_group([0, 2], device=CUDA)
     assert made[0][1]["backend"] is None and made[0][1]["pg_options"] is None
 
 
@@ -73,15 +73,15 @@ def test_a_group_of_another_backend_is_another(monkeypatch, made):
 
     known, both = Known(), "cpu:gloo,cuda:nccl"
     backends = {known: "cuda:nccl"}
-    monkeypatch.setattr(groups, "_backends", lambda group: backends.get(group, both))
-    monkeypatch.setattr(groups.processes, "groups", lambda: iter([(known, [0, 2])]))
-    assert groups.group_of([0, 2], device=CUDA) is known and not made
-    assert groups.group_of([0, 2]) is not known and len(made) == 1
+    monkeypatch.setattr(meshes, "_backends", lambda group: backends.get(group, both))
+    monkeypatch.setattr(mesh.processes, "groups", lambda: iter([(known, [0, 2])]))
+    assert mesh.process_group([0, 2], device=CUDA) is known and not made
+    assert mesh.process_group([0, 2]) is not known and len(made) == 1
 
 
 def test_a_group_knows_its_backends():
     join_fake(2)
-    assert "fake" in groups._backends(dist.group.WORLD)
+    assert "fake" in mesh._backends(dist.group.WORLD)
     dist.destroy_process_group()
 
 
@@ -113,7 +113,7 @@ def counted() -> list[tuple[int, int, int]]:
     os.environ.pop(LAZY_GLOO, None)
     counts = [sockets()]
     everyone: list = [None] * dist.get_world_size()
-    for make in (lambda: dist.new_group(backend="gloo"), lambda: groups.background(HOUR)):
+    for make in (lambda: dist.new_group(backend="gloo"), lambda: mesh.background_group(HOUR)):
         group = make()
         dist.barrier()  # by another group
         counts.append(sockets())
@@ -142,13 +142,13 @@ def test_the_network_waits_longer_than_the_watch(seconds):
 
 
 def test_a_run_gives_its_groups_that_long(monkeypatch, material, tmp_path):
-    given, of, join = [], groups.group_of, meshes.join_world
+    given, of, join = [], mesh.process_group, meshes.join_world
     monkeypatch.setattr(
         meshes, "join_world", lambda a, b, timeout: given.append(timeout) or join(a, b, timeout)
     )
     monkeypatch.setattr(
-        groups,
-        "group_of",
+        meshes,
+        "process_group",
         lambda *a, timeout, **b: given.append(timeout) or of(*a, timeout=timeout, **b),
     )
     words = ("--train.hang-seconds", 600, "--train.steps", 1)

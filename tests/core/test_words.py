@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from dolmen.core.filesystem import expand
 from dolmen.core.messages import counted, divisor
-from dolmen.core.paths import expand
 
 
 @pytest.mark.parametrize(

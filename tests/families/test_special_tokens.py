@@ -22,7 +22,7 @@ from dolmen.model import head
 from dolmen.model.tree import Span
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
-from dolmen.ops.positions import of_span
+from dolmen.ops.rope import of_span
 from dolmen.serving import request
 from dolmen.serving.kv_cache import KVCache
 

@@ -37,7 +37,7 @@ from dolmen.files import gate, indexed, kinds, tokenizer_files, torch_files
 from dolmen.files import safetensors as ours
 from dolmen.files.rows import Tail
 from dolmen.files.schema import Schema, check_value
-from dolmen.parallel import actions, schedule
+from dolmen.parallel import schedule, simulation
 from dolmen.recipes import RECIPES
 from dolmen.serving import engine
 from dolmen.training import metrics
@@ -244,7 +244,7 @@ def same_run(value: Any, undamaged: Any, file: Path) -> bool:
 
 
 RUN = yaml.safe_dump(to_dict(RECIPES["quickstart"]()), sort_keys=False)
-ACTIONS = schedule.make("1f1b", 2, 4)
+ACTIONS = simulation.make_schedule("1f1b", 2, 4)
 
 
 def same_actions(value: Any, undamaged: Any, file: Path) -> bool:
@@ -264,7 +264,7 @@ def action(word: str) -> tuple:
 
 
 SCHEDULE_YAML = yaml.safe_dump(
-    {"actions": actions.format_schedule(ACTIONS).splitlines(), "placement": "loop"}
+    {"actions": schedule.format_schedule(ACTIONS).splitlines(), "placement": "loop"}
 )
 
 TIMES = {"forward": [1.0, 1.25], "input": 1.5, "weight": [0.5, 1], "backward": 3, "send": 0.05}
@@ -513,12 +513,12 @@ SUBJECTS = {
         writes("run.yaml", gate.whole_yaml(RUN).encode()), read_run, same_run
     ),
     "schedule.txt": Subject(
-        writes("s.txt", actions.format_schedule(ACTIONS).encode()),
-        lambda f: actions.from_file(str(f)),
+        writes("s.txt", schedule.format_schedule(ACTIONS).encode()),
+        lambda f: schedule.from_file(str(f)),
         same_actions,
     ),
     "schedule.yaml": Subject(
-        writes("s.yaml", SCHEDULE_YAML.encode()), lambda f: actions.from_file(str(f)), same_actions
+        writes("s.yaml", SCHEDULE_YAML.encode()), lambda f: schedule.from_file(str(f)), same_actions
     ),
     "times of a schedule.json": json_subject("times.json", kinds.COSTS, TIMES),
     "metrics.jsonl": Subject(writes("metrics.jsonl", METRICS), metrics.read_metrics, same_rows),

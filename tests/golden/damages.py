@@ -17,8 +17,8 @@ from dolmen.core.mesh import Axis
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.evaluation import validate
 from dolmen.model import block, branch, mlp, tree
-from dolmen.ops import dropout
-from dolmen.parallel import channels, context, data, norm, tensor
+from dolmen.ops import elementwise
+from dolmen.parallel import context, data, norm, pipeline, tensor
 from dolmen.parallel import vocabulary as loss
 
 
@@ -113,14 +113,14 @@ def weights_of_the_last_alone(patch):
 
 def another_message(patch):
     """A stage takes the tensors of two microbatches in the wrong order."""
-    sent = channels.messages_sent
+    sent = pipeline.messages_sent
 
     def swapped(schedule, sender, to):
         messages = sent(schedule, sender, to)
         messages[:2] = messages[1::-1]
         return messages
 
-    patch.setattr(channels, "messages_sent", swapped)
+    patch.setattr(pipeline, "messages_sent", swapped)
 
 
 def computed_otherwise(patch):
@@ -220,9 +220,9 @@ def attending(**wrong):
 
 def masks_of_the_rank(patch):
     """Dropout of the residual stream by the token's index on the rank."""
-    residual = dropout.residual
+    residual = elementwise.residual
     patch.setattr(
-        dropout,
+        elementwise,
         "residual",
         lambda x, p, noise, site, rows: residual(x, p, noise, site, torch.arange(len(rows))),
     )

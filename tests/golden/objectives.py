@@ -26,7 +26,7 @@ from dolmen.objectives.ppo import RETURN, VALUE, Clipped, ClippedUndecided, Expe
 from dolmen.objectives.preference import DPO, KTO, REFERENCE, ReferenceFree
 from dolmen.objectives.reward import TARGET, Preferred, SquaredError
 from dolmen.ops.attention import Documents
-from dolmen.ops.positions import PositionIds
+from dolmen.ops.rope import PositionIds
 from dolmen.training.state import PretrainingLoss, TrainState
 
 REFERENCE_MODEL, REFERENCE_SEED, TEXT_SEED, STEPS = FAMILIES["gpt2"], 5, 7, 2

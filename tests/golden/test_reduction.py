@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import collectives, state, transfers
 from dolmen.core.mesh import SINGLE
-from dolmen.core.reduction import tree
+from dolmen.core.transfers import tree_sum
 from dolmen.training.step import optimizer_step
 
 CPU = torch.device("cpu")
@@ -29,14 +29,14 @@ def test_neighbours_are_added_first(n, dtype):
     while len(wide) > 1:
         pairs = [wide[i : i + 2] for i in range(0, len(wide), 2)]
         wide = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
-    assert torch.equal(tree(parts), wide[0].to(dtype))
+    assert torch.equal(tree_sum(parts), wide[0].to(dtype))
 
 
 def test_the_order_can_be_told():
     """Else the tests below would prove little."""
     parts = torch.tensor([1e8, 1.0, -1e8, 1.0])
-    assert (tree(parts[:, None]).item(), reduce(add, parts).item()) == (0.0, 1.0)
-    assert tree(parts[[0, 2, 1, 3], None]).item() == 2.0
+    assert (tree_sum(parts[:, None]).item(), reduce(add, parts).item()) == (0.0, 1.0)
+    assert tree_sum(parts[[0, 2, 1, 3], None]).item() == 2.0
 
 
 class Added(Exception):
@@ -72,7 +72,7 @@ def sums() -> None:
             for shape in ((8, 3), (5,), ()):
                 made = torch.Generator().manual_seed(len(shape))
                 all_of = torch.randn(4, *shape, generator=made).to(dtype)
-                x, want = all_of[axis.rank], tree(all_of)
+                x, want = all_of[axis.rank], tree_sum(all_of)
                 assert torch.equal(collectives.reduce_scalar(x, axis), want)
                 own = x.clone()
                 assert collectives.sum_(own, axis) is own and torch.equal(own, want)
@@ -97,7 +97,7 @@ def compiled() -> None:
         fullgraph=True,
         backend="aot_eager",
     )
-    assert torch.equal(traced(parts[axis.rank]), tree(parts))
+    assert torch.equal(traced(parts[axis.rank]), tree_sum(parts))
 
 
 def bits(family: str, layout: Layout) -> None:
@@ -126,7 +126,7 @@ def leaves(parts: int) -> dict[str, torch.Tensor]:
                 p.grad = p.grad if len(found) == parts else None
 
     optimizer_step(train, batches(SINGLE)[0], SINGLE, observe=take)
-    return {n: tree(torch.stack([one[n] for one in found])) for n in named}
+    return {n: tree_sum(torch.stack([one[n] for one in found])) for n in named}
 
 
 def gradients(layout: Layout) -> None:

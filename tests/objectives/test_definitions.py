@@ -28,7 +28,7 @@ from dolmen.objectives.preference import DPO, KTO, REFERENCE, decided
 from dolmen.objectives.reward import TARGET, Calibrated, Preferred, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, adamw
-from dolmen.parallel import schedule as schedules
+from dolmen.parallel.simulation import make_schedule
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
 
@@ -144,7 +144,7 @@ def test_dpo_of_two_models(tmp_path):
     """A policy of one family, a reference of another."""
     theirs, ours, source = theirs_and_ours(*LLAMA, 0, tmp_path / "policy")
     their_reference, reference, _ = theirs_and_ours(*GPT2, 1, tmp_path / "reference")
-    given, schedule = batch(), schedules.make("1f1b", 1, 2)
+    given, schedule = batch(), make_schedule("1f1b", 1, 2)
     found = forward.log_probabilities(reference, given, SINGLE, schedule)
     with torch.no_grad():
         other = texts(their_reference, given)
@@ -250,7 +250,7 @@ def test_values_of_tokens(scalar):
     with Wide():
         hidden = theirs.base_model(input_ids=given.tokens, use_cache=False).last_hidden_state
     values = theirs.score(hidden)[..., 0]
-    schedule = schedules.make("1f1b", 1, 4)
+    schedule = make_schedule("1f1b", 1, 4)
     found = forward.values(ours, given, SINGLE, schedule)
     torch.testing.assert_close(found, values.detach(), rtol=0, atol=1e-12)
     loss, _ = judged(SquaredError(), ours, given)
@@ -290,7 +290,7 @@ SMALL = Flat(
 
 
 def training(objective, micros: int = 1, head: Scalar | None = None) -> TrainState:
-    schedule = schedules.make("1f1b", 1, micros)
+    schedule = make_schedule("1f1b", 1, micros)
     config = SMALL if head is None else Tiny(replace(SMALL.tree, head=head))
     model = build(config, SINGLE, schedule=schedule)
     initialize(model, 0)
@@ -351,7 +351,7 @@ def test_an_objective_is_for_a_head():
 
 def test_what_is_asked_is_what_a_model_has():
     """Nobody takes the loss of a reward model, or the value of a policy's token."""
-    schedule = schedules.make("1f1b", 1, 1)
+    schedule = make_schedule("1f1b", 1, 1)
     policy, rewards = (
         Decoder(replace(SMALL.tree, head=head)) for head in (SMALL.tree.head, Scalar())
     )

@@ -18,7 +18,7 @@ from dolmen.data.batch import FOLLOWS, IGNORED, Batch
 from dolmen.model.decoder import Decoder
 from dolmen.objectives.masked_lm import Filling
 from dolmen.ops.attention import Documents
-from dolmen.ops.positions import PositionIds
+from dolmen.ops.rope import PositionIds
 
 ROWS, LENGTH, PADDED = 4, 14, (0, 3, 5, 0)  # of each row, tokens of padding at its end
 TOLERANCE = 1e-12  # float64, sums of 14 tokens in another order

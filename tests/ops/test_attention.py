@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dolmen.ops import dropout
+from dolmen.ops import elementwise
 from dolmen.ops.attention import Attend, Documents, blocks, dropped, operators
 from dolmen.ops.attention import blockwise as ops
 from dolmen.ops.attention.reference import definition
@@ -245,6 +245,6 @@ def test_large_scores_do_not_overflow():
 def test_gradient_with_dropped_probabilities():
     """Against differences in float64: a mask depends on places alone, so it stands still."""
     q, k, v = tensors(4, 6, 4, 2)
-    noise = dropout.Noise(torch.tensor(7), torch.arange(2))
-    attend, rows = Attend().of(None, dropout.Dropout(0.4, noise, 3)), torch.arange(2, 6)
+    noise = elementwise.Noise(torch.tensor(7), torch.arange(2))
+    attend, rows = Attend().of(None, elementwise.Dropout(0.4, noise, 3)), torch.arange(2, 6)
     assert torch.autograd.gradcheck(lambda *t: dropped.attention(*t, attend, rows), (q, k, v))

@@ -9,7 +9,7 @@ from models import Flat, build, tiny
 from dolmen.core.mesh import SINGLE
 from dolmen.model.build import chosen
 from dolmen.ops.attention import Attend
-from dolmen.ops.attention.alibi import slopes
+from dolmen.ops.attention.score_bias import alibi_slopes
 from dolmen.ops.kernels import CPU, H100, Hardware, Kernels, choose
 
 A100 = Hardware("cuda", (8, 0), "NVIDIA A100-SXM4-80GB")
@@ -105,7 +105,7 @@ def test_a_cpu_has_the_defaults_and_is_what_a_device_of_it_says():
     [
         ([Attend(window=5, scale=0.3)], "cudnn", "attention by cudnn, experts"),
         ([Attend(), Attend(soft_cap=50.0)], "blocks", "by blocks (flash has no soft cap), experts"),
-        ([Attend(slopes=slopes(4))], "blocks", "by blocks (flash has no ALiBi), experts"),
+        ([Attend(slopes=alibi_slopes(4))], "blocks", "by blocks (flash has no ALiBi), experts"),
         ([Attend(soft_cap=1.0, slopes=(1.0,))], "blocks", "(flash has no soft cap and no ALiBi)"),
     ],
 )

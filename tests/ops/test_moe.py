@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
 
 from dolmen.ops import moe
-from dolmen.ops.activation import clamped_swiglu
+from dolmen.ops.elementwise import clamped_swiglu
 
 N, K, E, H, WIDTH = 12, 3, 5, 4, 6
 

@@ -15,7 +15,7 @@ from dolmen.model.positions import tables
 from dolmen.model.tree import Rope
 from dolmen.ops import rope
 from dolmen.ops.attention import Documents
-from dolmen.ops.positions import PositionIds
+from dolmen.ops.rope import PositionIds
 
 SIZES = dict(
     vocab_size=71,

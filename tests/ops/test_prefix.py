@@ -14,7 +14,7 @@ from dolmen.model.head import logits, loss_of
 from dolmen.model.tree import Alibi, Rope, blanks
 from dolmen.ops.attention import Attend, Documents, blockwise
 from dolmen.ops.kernels import H100
-from dolmen.ops.positions import PositionIds, of_prefix
+from dolmen.ops.rope import PositionIds, of_prefix
 from dolmen.serving import engine
 from dolmen.serving.kv_cache import KVCache
 

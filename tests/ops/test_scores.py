@@ -16,13 +16,13 @@ from transformers.models.bloom import modeling_bloom as bloom
 from transformers.models.falcon import modeling_falcon as falcon
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
+from dolmen.core.autograd import again
 from dolmen.core.mesh import SINGLE
 from dolmen.model.head import loss_of
 from dolmen.ops.attention import Attend, blocks, blockwise, dropped, reference, visible
-from dolmen.ops.attention.alibi import carried, slopes, steps
 from dolmen.ops.attention.reference import CASES, KNOWN, ROADS, SCORES, definition
-from dolmen.ops.dropout import Dropout, Noise
-from dolmen.parallel.recompute import again
+from dolmen.ops.attention.score_bias import alibi_key_bias, alibi_slopes, append_key_bias
+from dolmen.ops.elementwise import Dropout, Noise
 
 HERE = torch.device("cpu")
 SIZES = {name: CASES[name] for name in ("another scale", "narrow values", "wide values")}
@@ -49,9 +49,9 @@ def test_definition(name, road, dtype, tolerance):
     [
         ("soft cap", dict(soft_cap=None)),
         ("slopes", dict(slopes=None)),
-        ("slopes", dict(slopes=tuple(-s for s in slopes(4)))),
+        ("slopes", dict(slopes=tuple(-s for s in alibi_slopes(4)))),
         ("slopes of the last heads", dict(first_head=0)),
-        ("slopes of grouped heads", dict(slopes=slopes(6)[::-1])),
+        ("slopes of grouped heads", dict(slopes=alibi_slopes(6)[::-1])),
         ("slopes in documents", dict(slopes=None)),
         ("another scale", dict(scale=None)),
         ("prefix", dict(mask="causal")),
@@ -191,7 +191,7 @@ def test_slopes_alone_weigh_by_distance():
     """Where all products are 0, the key d tokens back weighs exp(-slope d)."""
     n, heads = 130, 4
     zero, v = torch.zeros(1, n, heads, 8), torch.randn(1, n, heads, 8, dtype=torch.float64)
-    out = blockwise.attention(zero.double(), zero.double(), v, Attend(slopes=slopes(heads)))
+    out = blockwise.attention(zero.double(), zero.double(), v, Attend(slopes=alibi_slopes(heads)))
     for head, i in ((0, 0), (0, 70), (3, 129)):
         back = torch.arange(i, -1, -1, dtype=torch.float64)
         weights = (-(2.0 ** (-2 * (head + 1))) * back).exp()
@@ -228,7 +228,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("attend", [Attend(slopes=slopes(2)), Attend(soft_cap=2.0)], ids=str)
+@pytest.mark.parametrize("attend", [Attend(slopes=alibi_slopes(2)), Attend(soft_cap=2.0)], ids=str)
 def test_nothing_is_larger_than_the_scores_of_a_block(attend, monkeypatch):
     monkeypatch.setattr(blocks, "SCORES", 2**14)
 
@@ -245,11 +245,11 @@ def test_nothing_is_larger_than_the_scores_of_a_block(attend, monkeypatch):
 def test_slopes_are_those_of_bloom_and_falcon(heads):
     """Theirs are powers in fp32 of a rounded base."""
     theirs = bloom._get_alibi_slopes(heads, HERE).double().tolist()
-    assert slopes(heads) == pytest.approx(theirs, rel=1e-5)
+    assert alibi_slopes(heads) == pytest.approx(theirs, rel=1e-5)
     read = falcon.build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
     # Falcon's go through bf16
-    assert slopes(heads) == pytest.approx(read.double().tolist(), rel=2**-8)
-    assert len(slopes(heads)) == heads == len(set(slopes(heads)))
+    assert alibi_slopes(heads) == pytest.approx(read.double().tolist(), rel=2**-8)
+    assert len(alibi_slopes(heads)) == heads == len(set(alibi_slopes(heads)))
 
 
 @pytest.mark.parametrize("heads", [4, 6])
@@ -269,7 +269,7 @@ def test_bloom_of_transformers(heads):
 
     def ours(x):
         fused = theirs.query_key_value(x).view(2, length, heads, 3, 8)
-        out = blockwise.attention(*fused.unbind(3), Attend(slopes=slopes(heads)))
+        out = blockwise.attention(*fused.unbind(3), Attend(slopes=alibi_slopes(heads)))
         return out.flatten(2)
 
     # their slopes are rounded to fp32, and grow by 149 tokens
@@ -312,17 +312,17 @@ def test_gemma_2_of_transformers(window):
 def test_steps_are_falcons(heads):
     """To the bit, and no multiples of a slope: from 256 on an index is rounded too."""
     wanted = falcon.build_alibi_tensor(torch.ones(1, 3000, dtype=torch.int64), heads, torch.float32)
-    found = steps(heads, torch.arange(3000)[None])
+    found = alibi_key_bias(heads, torch.arange(3000)[None])
     assert found.dtype == torch.bfloat16
     assert torch.equal(found[0].float(), wanted[:, 0].t())
-    straight = torch.tensor(slopes(heads)) * torch.arange(3000)[:, None]
+    straight = torch.tensor(alibi_slopes(heads)) * torch.arange(3000)[:, None]
     assert (found[0] - straight).abs().max() > 0.01
 
 
 def test_what_keys_carry_is_added_to_their_products():
     q, k = torch.randn(2, 2, 5, 3, 8, dtype=torch.float64)
-    more = steps(3, torch.arange(4, 9)[None])
-    wide_q, wide_k = carried(q, k, more, 4)
+    more = alibi_key_bias(3, torch.arange(4, 9)[None])
+    wide_q, wide_k = append_key_bias(q, k, more, 4)
     assert wide_q.shape == wide_k.shape == (2, 5, 3, 12)
     products = torch.einsum("bqhd,bkhd->bhqk", q, k)
     wanted = products + more.double()[0].t()[:, None]
@@ -346,7 +346,7 @@ def test_one_program_serves_the_layers_of_a_model(monkeypatch):
     initialize(model, 0)
     monkeypatch.setattr(blockwise, "_fused", lambda passes: passes)
     for block in model.layers.values():
-        block.attn.scores.attend = Attend(20, 0.5, 3.0, slopes(4))
+        block.attn.scores.attend = Attend(20, 0.5, 3.0, alibi_slopes(4))
         block.compile(backend=counter, fullgraph=True)
     tokens = torch.randint(32, (2, 48), generator=torch.Generator().manual_seed(0))
     compiled = model(tokens, loss_of(tokens))

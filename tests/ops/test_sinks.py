@@ -12,14 +12,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GptOssConfig
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
+from dolmen.core.autograd import again
 from dolmen.core.mesh import SINGLE, Axis
 from dolmen.model.head import loss_of
 from dolmen.ops.attention import BACKENDS, blockwise, decode, dropped, visible
 from dolmen.ops.attention.reference import CASES, SCORES, Case, definition
-from dolmen.ops.dropout import Dropout, Noise
+from dolmen.ops.elementwise import Dropout, Noise
 from dolmen.ops.kernels import H100
 from dolmen.parallel.context import ContextParallel
-from dolmen.parallel.recompute import again
 
 HERE = torch.device("cpu")
 ALONE = ContextParallel(Axis("cp", 1, 0), kernel="flash")  # gives both backends what they ask

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from dolmen.optim.config import learning_rate
 from dolmen.optim.optimizer import OptimizerConfig
-from dolmen.optim.schedule import learning_rate
 
 STEPS = 100
 

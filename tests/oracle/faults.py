@@ -16,8 +16,8 @@ from dolmen.model import block, branch, head, layers, mlp
 from dolmen.model.tree import LatentAttention
 from dolmen.ops import moe as routing
 from dolmen.ops import rope
-from dolmen.ops.activation import ACTIVATIONS
-from dolmen.ops.attention import alibi, blockwise
+from dolmen.ops.attention import blockwise, score_bias
+from dolmen.ops.elementwise import ACTIVATIONS
 from dolmen.optim import optimizer
 from dolmen.parallel import data
 from dolmen.training import balance, step
@@ -151,7 +151,7 @@ def keyword(**wrong):
 def unrounded(right):
     """Slopes and their products with positions as they are."""
     return lambda heads, positions: (
-        torch.tensor(alibi.slopes(heads), dtype=torch.float64) * positions[..., None]
+        torch.tensor(score_bias.alibi_slopes(heads), dtype=torch.float64) * positions[..., None]
     )
 
 
@@ -221,9 +221,9 @@ FAULTS = [
     Fault("data of another seed", "seed-1", mixture, "seed_of", argument(0, lambda seed: 0)),
     Fault("one after the other", "falcon-7b", block.ParallelBlock, "stream", one_after_the_other),
     Fault("norms of the other side", "falcon-40b", block.ParallelBlock, "entered", norms_exchanged),
-    Fault("slopes of the last head first", "bloom", alibi, "slopes",
+    Fault("slopes of the last head first", "bloom", score_bias, "alibi_slopes",
           lambda right: lambda heads: right(heads)[::-1]),
-    Fault("steps of ALiBi not rounded", "falcon-rw", alibi, "steps", unrounded),
+    Fault("steps of ALiBi not rounded", "falcon-rw", score_bias, "alibi_key_bias", unrounded),
     Fault("norms of their weights alone", "gemma2", layers, "rms_norm",
           argument(4, lambda zero_centred: False)),
     Fault("scores not capped", "gemma2", blockwise, "attention",

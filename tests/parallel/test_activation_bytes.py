@@ -30,7 +30,7 @@ from dolmen.model.layout import Layout
 from dolmen.model.mlp import MLP
 from dolmen.model.split import split
 from dolmen.model.training import Training
-from dolmen.ops.dropout import Noise
+from dolmen.ops.elementwise import Noise
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel.tensor import Deferred
 

@@ -5,9 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from dolmen.parallel import schedule as schedules
-from dolmen.parallel.actions import Schedule
-from dolmen.parallel.channels import (
+from dolmen.parallel.pipeline import (
     Message,
     message_made,
     message_needed,
@@ -15,6 +13,8 @@ from dolmen.parallel.channels import (
     messages_settled,
     routes,
 )
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import make_schedule
 
 NAMES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zero-bubble-v": 2}
 
@@ -22,7 +22,7 @@ NAMES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1, "zero-bubble
 def lists() -> Iterator[Schedule]:
     for name, chunks in NAMES.items():
         for ranks in (2, 3, 4):
-            yield schedules.make(name, ranks, 4 * ranks, chunks)
+            yield make_schedule(name, ranks, 4 * ranks, chunks)
 
 
 def held(schedule: Schedule, rank: int) -> int:
@@ -63,5 +63,5 @@ def test_what_is_known_to_have_gone_was_taken_before_the_answer_was_made():
 @pytest.mark.parametrize("name", ("1f1b", "interleaved", "zero-bubble", "zero-bubble-v"))
 def test_what_is_held_does_not_grow_with_microbatches(name):
     for rank in range(3):
-        most = [held(schedules.make(name, 3, n, NAMES[name]), rank) for n in (12, 24, 48)]
+        most = [held(make_schedule(name, 3, n, NAMES[name]), rank) for n in (12, 24, 48)]
         assert all(a == b for a, b in pairwise(most)) and most[0] <= 4 * NAMES[name]

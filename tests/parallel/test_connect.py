@@ -19,11 +19,11 @@ from dolmen.core.mesh import Axis, Mesh
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
-from dolmen.parallel import channels, pipeline
-from dolmen.parallel.actions import Schedule
+from dolmen.parallel import pipeline
 from dolmen.parallel.data import Reduction
 from dolmen.parallel.pipeline import Work, forward_only
-from dolmen.parallel.schedule import make
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import make_schedule
 from dolmen.parallel.tensor import Deferred
 from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.initialize import make_state
@@ -177,7 +177,7 @@ def run(monkeypatch, schedule: Schedule, orders: list[Schedule], connected=True)
         mesh = replace(meshes.SINGLE, **axes)
         try:
             if connected:
-                channels.connect(schedule, mesh)
+                pipeline.connect(schedule, mesh)
             passes(line, orders, mesh)
         except Locked:
             pass
@@ -208,7 +208,7 @@ def orders(schedule: Schedule) -> list[list[Schedule]]:
 def test_connected_ranks_never_wait_for_ever(monkeypatch, name):
     """And no channel is made in a step, and none that no step uses."""
     for case in CASES[name]:
-        schedule = make(name, *case)
+        schedule = make_schedule(name, *case)
         connected = set(run(monkeypatch, schedule, []).ends)
         for order in orders(schedule):
             line = run(monkeypatch, schedule, order)
@@ -225,20 +225,20 @@ def test_ranks_that_are_not_connected_do(monkeypatch, name):
     """The control, which also shows that the simulation has the rule: as many of the cases end in a
     deadlock (`1f1b` of few microbatches alone), the same ones every time.
     """
-    schedules = [make(name, *case) for case in CASES[name]]
+    schedules = [make_schedule(name, *case) for case in CASES[name]]
     locked = [any(run(monkeypatch, s, o, False).locked for o in orders(s)) for s in schedules]
     assert sum(locked) == LOCKED[name]
 
 
 def test_an_order_of_its_own_per_rank_locks(monkeypatch):
     """The control of the order in which channels are made."""
-    schedule, routes = make("1f1b", 3, 8), channels.routes
+    schedule, routes = make_schedule("1f1b", 3, 8), pipeline.routes
 
     def own(schedule: Schedule) -> list[tuple[int, int]]:
         turned = int(threading.current_thread().name) == 1
         return routes(schedule)[:: -1 if turned else 1]
 
-    monkeypatch.setattr(channels, "routes", own)
+    monkeypatch.setattr(pipeline, "routes", own)
     assert run(monkeypatch, schedule, [schedule]).locked
 
 
@@ -248,8 +248,8 @@ def test_a_long_line_connects_in_a_few_turns(chunks):
     three pairs one after the other: the line's even and odd ones, and the pair that closes a ring.
     """
     ranks, turn = 64, dict.fromkeys(range(64), 0)
-    schedule = make("interleaved" if chunks > 1 else "1f1b", ranks, ranks, chunks)
-    for sender, receiver in channels.routes(schedule):
+    schedule = make_schedule("interleaved" if chunks > 1 else "1f1b", ranks, ranks, chunks)
+    for sender, receiver in pipeline.routes(schedule):
         turn[sender] = turn[receiver] = 1 + max(turn[sender], turn[receiver])
     assert max(turn.values()) <= 6
 

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dolmen.core import collectives, transfers
 from dolmen.core.mesh import Axis
 from dolmen.ops.attention import Attend, Documents, blockwise, reference
-from dolmen.ops.attention.alibi import slopes
-from dolmen.ops.dropout import Dropout, Noise
+from dolmen.ops.attention.score_bias import alibi_slopes
+from dolmen.ops.elementwise import Dropout, Noise
 from dolmen.parallel import context
 from dolmen.parallel.context import ContextParallel
 
@@ -63,14 +63,14 @@ CASES = {
     "documents and window": Case(1, Attend(17), documents=True),
     "another scale": Case(attend=Attend(scale=0.2)),
     "long values": Case(values=2 * SIZE),
-    "slopes": Case(attend=Attend(slopes=slopes(6), first_head=2)),
-    "slopes, documents and window": Case(4, Attend(30, slopes=slopes(4)), documents=True),
+    "slopes": Case(attend=Attend(slopes=alibi_slopes(6), first_head=2)),
+    "slopes, documents and window": Case(4, Attend(30, slopes=alibi_slopes(4)), documents=True),
     "soft cap": Case(1, Attend(soft_cap=1.5)),
     "prefix": Case(attend=PREFIX, documents=True, prefixes=True),
     "prefix and window": Case(4, PREFIX._replace(window=20), documents=True, prefixes=True),
     "sinks": Case(sinks=True),
     "sinks, documents and window": Case(1, Attend(17), documents=True, sinks=True),
-    "all at once": Case(2, Attend(50, 0.3, 2.0, slopes(4)), documents=True, values=SIZE // 2),
+    "all at once": Case(2, Attend(50, 0.3, 2.0, alibi_slopes(4)), documents=True, values=SIZE // 2),
 }
 FLASH = [n for n, case in CASES.items() if case.attend.plain and not case.prefixes]
 # relative to the largest number. fp32: each of a few hundred terms is rounded by 2^-24, as in one
@@ -162,7 +162,7 @@ def dropped(cp: ContextParallel) -> list[torch.Tensor]:
     """Attention with dropout, with documents: the same elements fall out on any number of ranks."""
 
     noise = Noise(torch.tensor(7), torch.arange(3) + 5)
-    attend = Attend(50, 0.3, 2.0, slopes(6), first_head=2).of(
+    attend = Attend(50, 0.3, 2.0, alibi_slopes(6), first_head=2).of(
         cp.documents(Documents.of(starts())), Dropout(0.3, noise, 4)
     )
     return gradients(lambda *t: cp.attention(*t, attend), *(cp.split(t, 1) for t in inputs(2)))

@@ -12,7 +12,7 @@ from dolmen.model.build import place
 from dolmen.model.layers import Parameters
 from dolmen.model.tree.leaf import Leaf
 from dolmen.ops import int8
-from dolmen.parallel import laid_out
+from dolmen.parallel import inference_linear
 from dolmen.parallel.tensor import Linear
 from dolmen.serving.engine import Engine, generate
 from dolmen.serving.request import Request
@@ -41,8 +41,8 @@ def factors(rows: int):
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_product_is_that_of_the_weight(rows, biased):
     x, weight, bias = factors(rows)
-    product = laid_out.product_of(weight, "stated")
-    assert isinstance(product, laid_out.OneDnn)
+    product = inference_linear.product_of(weight, "stated")
+    assert isinstance(product, inference_linear.OneDnn)
     got = product(x, bias if biased else None)
     want = x.double() @ weight.double().t() + (bias.double() if biased else 0)
     assert got.shape == want.shape
@@ -67,8 +67,8 @@ def test_int8_is_the_nearest_of_each_row():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_of_int8_is_that_of_what_it_rounds_to(rows, biased, dtype):
     x, weight, bias = (t.to(dtype) for t in factors(rows))
-    product = laid_out.product_of(weight, "int8")
-    assert isinstance(product, laid_out.Int8Rows)
+    product = inference_linear.product_of(weight, "int8")
+    assert isinstance(product, inference_linear.Int8Rows)
     got = product(x, bias if biased else None)
     q, scale = int8.quantise(weight)
     want = x.double() @ (q.double() * scale.double()[:, None]).t()
@@ -84,7 +84,7 @@ def test_a_product_of_int8_is_of_rows_of_any_length(rows, inputs):
     """Of torch's own some read behind a row."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, inputs, generator=generator) for n in (rows, 96))
-    got = laid_out.Int8Rows(weight)(x, None)
+    got = inference_linear.Int8Rows(weight)(x, None)
     q, scale = int8.quantise(weight)
     want = x.double() @ (q.double() * scale.double()[:, None]).t()
     assert (got - want).norm() < 2**-8 * want.norm()
@@ -92,7 +92,7 @@ def test_a_product_of_int8_is_of_rows_of_any_length(rows, inputs):
 
 def test_a_weight_that_would_win_nothing_stays_as_it_is():
     for weight in (torch.zeros(63, 4096), torch.zeros(2, 128, 128), torch.zeros(512, 512).double()):
-        assert laid_out.product_of(weight, "stated") is None
+        assert inference_linear.product_of(weight, "stated") is None
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def resident(model) -> int:
     for part in model.modules():
         if isinstance(part, Parameters) and part._alone is not None:
             product = part._alone[1].laid_out
-            assert isinstance(product, laid_out.Int8Rows)
+            assert isinstance(product, inference_linear.Int8Rows)
             held += [product.weight, product.scale, product.ones]
     return sum(t.numel() * t.element_size() for t in held)
 

@@ -15,11 +15,11 @@ from spawning import run_spawned
 
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Axis
-from dolmen.parallel import channels, pipeline, tensor
-from dolmen.parallel.actions import Action, Schedule
+from dolmen.parallel import pipeline, tensor
 from dolmen.parallel.data import Reduction
 from dolmen.parallel.pipeline import Work, forward_only
-from dolmen.parallel.schedule import SCHEDULES, check_schedule, make, simulate
+from dolmen.parallel.schedule import Action, Schedule
+from dolmen.parallel.simulation import SCHEDULES, check_schedule, make_schedule, simulate
 from dolmen.parallel.tensor import Deferred, TensorParallel
 
 CHUNKS = {"interleaved": 2, "zero-bubble-v": 2}
@@ -157,7 +157,7 @@ def run(schedule: Schedule, mesh) -> dict:
 def in_world() -> dict:
     out, mesh = {}, meshes.grid(1, 1, torch.device("cpu"), pp=dist.get_world_size())
     for name in SCHEDULES:
-        schedule = make(name, mesh.pp.size, MICROS, CHUNKS.get(name, 1))
+        schedule = make_schedule(name, mesh.pp.size, MICROS, CHUNKS.get(name, 1))
         for kind, order in (
             (name, schedule),
             *((f"{name}, order {seed}", shuffled(schedule, seed)) for seed in range(3)),
@@ -167,7 +167,7 @@ def in_world() -> dict:
                 everyone, (run(order, mesh), simulate(order).peak[mesh.pp.rank] * order.chunks)
             )
             out[kind] = everyone
-    mixed = joined(make("zero-bubble", mesh.pp.size, MICROS))
+    mixed = joined(make_schedule("zero-bubble", mesh.pp.size, MICROS))
     everyone = [None] * mesh.pp.size
     dist.all_gather_object(everyone, run(mixed, mesh))
     return out | {"mixed": everyone}
@@ -219,7 +219,7 @@ def test_each_direction_has_a_channel_of_its_own():
     axes = {name: Axis(name, 3, 1) for name in ("pp", "up", "down")}
     mesh = replace(meshes.SINGLE, **axes)
     ways = [(1, 2), (0, 1), (1, 0), (2, 1)]
-    assert [channels.axis_of(mesh, *way).name for way in ways] == ["up", "up", "down", "down"]
+    assert [pipeline.axis_of(mesh, *way).name for way in ways] == ["up", "up", "down", "down"]
 
 
 def test_a_swapped_message_is_seen():
@@ -230,10 +230,10 @@ def test_a_swapped_message_is_seen():
 
 
 def swapped() -> list[float]:
-    sent = channels.messages_sent
-    channels.messages_sent = lambda s, sender, to: (
+    sent = pipeline.messages_sent
+    pipeline.messages_sent = lambda s, sender, to: (
         (messages := sent(s, sender, to))[1::-1] + messages[2:] if to else sent(s, sender, to)
     )
     mesh, everyone = meshes.grid(1, 1, torch.device("cpu"), pp=2), [None, None]
-    dist.all_gather_object(everyone, run(make("1f1b", 2, MICROS), mesh)["off"])
+    dist.all_gather_object(everyone, run(make_schedule("1f1b", 2, MICROS), mesh)["off"])
     return everyone

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dolmen.parallel import schedule as module
-from dolmen.parallel.actions import Action, Schedule, format_schedule, parse_schedule
-from dolmen.parallel.schedule import (
+from dolmen.parallel import simulation as module
+from dolmen.parallel.schedule import Action, Schedule, format_schedule, parse_schedule
+from dolmen.parallel.simulation import (
     SCHEDULES,
     Cost,
     check_schedule,
     closed_form,
-    make,
+    make_schedule,
     read_schedule,
     simulate,
     simulate_stages,
@@ -35,7 +35,7 @@ def every():
         for p, m in SIZES:
             for v in CHUNKS.get(name, (1,)):
                 if name != "interleaved" or m % p == 0:
-                    yield make(name, p, m, v)
+                    yield make_schedule(name, p, m, v)
 
 
 def idle(name: str, p: int, m: int, v: int, f: float, b: float, i: float, w: float) -> float:
@@ -99,12 +99,14 @@ def test_ratios_of_the_paper():
     """(p - 1) / m, (p - 1) / (v m) of working time."""
     for p, m, v in ((4, 8, 2), (8, 32, 4), (2, 6, 3)):
         assert (
-            simulate(make("gpipe", p, m)).ratio
+            simulate(make_schedule("gpipe", p, m)).ratio
             == pytest.approx((p - 1) / m)
-            == simulate(make("1f1b", p, m)).ratio
+            == simulate(make_schedule("1f1b", p, m)).ratio
         )
-        assert simulate(make("interleaved", p, m, v)).ratio == pytest.approx((p - 1) / m / v)
-        assert simulate(make("zero-bubble", p, m)).ratio == pytest.approx((p - 1) / m / 3)
+        assert simulate(make_schedule("interleaved", p, m, v)).ratio == pytest.approx(
+            (p - 1) / m / v
+        )
+        assert simulate(make_schedule("zero-bubble", p, m)).ratio == pytest.approx((p - 1) / m / 3)
 
 
 def test_peaks_are_the_closed_forms():
@@ -112,12 +114,12 @@ def test_peaks_are_the_closed_forms():
         if schedule.micros >= 2 * schedule.ranks:
             assert simulate(schedule).peak == pytest.approx(peaks(schedule))
         assert max(simulate(schedule).peak) <= schedule.micros
-    assert simulate(make("1f1b", 8, 3)).peak == (3, 3, 3, 3, 3, 3, 2, 1)
+    assert simulate(make_schedule("1f1b", 8, 3)).peak == (3, 3, 3, 3, 3, 3, 2, 1)
 
 
 def test_zero_bubble_v_idles_only_at_its_two_ends():
     for p in (2, 4, 8):
-        s = make("zero-bubble-v", p, 2 * p, 2)
+        s = make_schedule("zero-bubble-v", p, 2 * p, 2)
         assert all(
             times[-1][1] - times[0][0] == pytest.approx(busy)
             for times, busy in zip(simulate(s).times, simulate(s).busy, strict=True)
@@ -132,7 +134,7 @@ def test_an_action_starts_when_it_may_and_not_later():
     dependencies are written down a second time.
     """
     for name, v in (("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("zero-bubble-v", 2)):
-        s, cost = make(name, 4, 8, v), Cost(1, 2, 1.2, 0.7, 0.25)
+        s, cost = make_schedule(name, 4, 8, v), Cost(1, 2, 1.2, 0.7, 0.25)
         out = simulate(s, cost)
         at = {
             (a.kind.replace("B", "I"), a.micro, s.stage_of(r, a.chunk)): t
@@ -167,7 +169,7 @@ def test_stages_take_their_own_times():
     sends takes a quarter.
     """
     costs = (Cost(1, 2, send=0.5), Cost(2, 3, send=0.25))
-    found = simulate_stages(make("1f1b", 2, 2), costs)
+    found = simulate_stages(make_schedule("1f1b", 2, 2), costs)
     assert found.times == (
         ((0, 1), (1, 2), (6.75, 8.75), (11.75, 13.75)),
         ((1.5, 3.5), (3.5, 6.5), (6.5, 8.5), (8.5, 11.5)),
@@ -177,7 +179,7 @@ def test_stages_take_their_own_times():
 
 def bad(edit, name: str = "1f1b", p: int = 2, m: int = 2) -> str:
     """What `check_schedule` says of a schedule after `edit` of its lists."""
-    s = make(name, p, m)
+    s = make_schedule(name, p, m)
     lists = [list(actions) for actions in s.actions]
     edit(lists)
     with pytest.raises(ValueError) as error:
@@ -199,7 +201,7 @@ def test_bad_lists_are_refused():
     assert "rank 0 has X0" in bad(lambda a: a[0].append(Action("X", 0)))
     assert "1 lists of actions for 2 ranks" in bad(lambda a: a.pop())
     with pytest.raises(ValueError, match="placement 'v' and 1 chunks"):
-        check_schedule(replace(make("1f1b", 2, 2), placement="v"))
+        check_schedule(replace(make_schedule("1f1b", 2, 2), placement="v"))
 
 
 def test_deadlocks_are_refused_by_name():
@@ -247,7 +249,7 @@ def test_deadlocks_are_exactly_the_circles(name, v):
     """Lists with some neighbours exchanged at random: many run, many do not."""
     chance, found = random.Random(0), []
     for _ in range(300):
-        s = make(name, 3, 4, v)
+        s = make_schedule(name, 3, 4, v)
         lists = [list(actions) for actions in s.actions]
         for _ in range(chance.randint(1, 8)):
             one = chance.choice(lists)
@@ -283,7 +285,7 @@ def test_deadlocks_are_exactly_the_circles(name, v):
 )
 def test_what_cannot_be_made(words, want):
     with pytest.raises(ValueError, match=want):
-        make(*words)
+        make_schedule(*words)
 
 
 def test_a_file_goes_round(tmp_path):
@@ -293,18 +295,23 @@ def test_a_file_goes_round(tmp_path):
             continue
         file = tmp_path / f"{number}.txt"
         file.write_text("# mine\n\n" + format_schedule(s))
-        assert make(str(file), s.ranks, s.micros, s.chunks) == replace(s, name=str(file))
+        assert make_schedule(str(file), s.ranks, s.micros, s.chunks) == replace(s, name=str(file))
 
 
 def test_a_file_may_be_yaml(tmp_path):
     text = "placement: v     # down and up\nactions:\n" + "".join(
-        f"- {line}\n" for line in format_schedule(make("zero-bubble-v", 2, 4, 2)).splitlines()[1:]
+        f"- {line}\n"
+        for line in format_schedule(make_schedule("zero-bubble-v", 2, 4, 2)).splitlines()[1:]
     )
     file = tmp_path / "mine.yaml"
     file.write_text(text)
-    assert make(str(file), 2, 4, 2).actions == make("zero-bubble-v", 2, 4, 2).actions
+    assert (
+        make_schedule(str(file), 2, 4, 2).actions == make_schedule("zero-bubble-v", 2, 4, 2).actions
+    )
     file.write_text(yaml.safe_dump(yaml.safe_load(text), default_flow_style=True))
-    assert make(str(file), 2, 4, 2).actions == make("zero-bubble-v", 2, 4, 2).actions
+    assert (
+        make_schedule(str(file), 2, 4, 2).actions == make_schedule("zero-bubble-v", 2, 4, 2).actions
+    )
 
 
 @pytest.mark.parametrize(
@@ -322,7 +329,7 @@ def test_a_file_may_be_yaml(tmp_path):
 def test_yaml_of_another_shape_is_refused(tmp_path, text):
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ValueError, match="mine.yaml: .*(actions|a field|a mapping|not a YAML)"):
-        make(str(tmp_path / "mine.yaml"), 1, 1)
+        make_schedule(str(tmp_path / "mine.yaml"), 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -353,12 +360,12 @@ def test_a_file_of_other_sizes_or_none_is_refused(tmp_path):
         ValueError,
         match="is for pp 1, 2 microbatches and 1 virtual stage, but the run has 2, 2 and 1",
     ):
-        make(str(file), 2, 2)
+        make_schedule(str(file), 2, 2)
     with pytest.raises(ValueError, match="no schedule file"):
-        make(str(tmp_path / "other.txt"), 2, 2)
+        make_schedule(str(tmp_path / "other.txt"), 2, 2)
     os.mkfifo(tmp_path / "pipe.txt")  # to open it would wait for ever
     with pytest.raises(ValueError, match="no schedule file"):
-        make(str(tmp_path / "pipe.txt"), 2, 2)
+        make_schedule(str(tmp_path / "pipe.txt"), 2, 2)
 
 
 def test_actions_in_words():

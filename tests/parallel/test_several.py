@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from dolmen.core.mesh import SINGLE
-from dolmen.parallel import several, tensor
-from dolmen.parallel.laid_out import Int8Rows, OneDnn
-from dolmen.parallel.several import Pair, Several, Turn
+from dolmen.parallel import inference_linear, tensor
+from dolmen.parallel.inference_linear import Int8Rows, OneDnn, Pair, Several, Turn
 from dolmen.parallel.tensor import Linear, TensorParallel
 
 TP = TensorParallel(SINGLE.tp)
@@ -49,7 +48,7 @@ def test_each_token_has_its_own(kind):
     laid = None if kind is None else kind(weight)
     with torch.no_grad():
         product = F.linear(x, weight) if laid is None else laid(x, None)
-        turn = Turn(several.segments(NAMES, COUNTS, CPU))
+        turn = Turn(inference_linear.segments(NAMES, COUNTS, CPU))
         one = Linear(weight, bias, laid_out=laid, several=Several(PAIRS, turn))
         got, plain = tensor.columns(x, [one, Linear(weight, bias, laid_out=laid)], TP)
         (part,) = tensor.products(x, [one], TP)
@@ -61,25 +60,25 @@ def test_each_token_has_its_own(kind):
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_all_tokens_may_have_the_same(name):
     """Then none is gathered."""
-    (only,) = several.segments([name, name], [2, 3], CPU)
+    (only,) = inference_linear.segments([name, name], [2, 3], CPU)
     assert only == (name, None)
     y, x = drawn(5, OUT, seed=1), drawn(5, IN, seed=2)
     index = torch.arange(5)
     with torch.no_grad():
         whole = Several(PAIRS, Turn([only])).added(y.clone(), x)
-        gathered = Several(PAIRS, Turn([several.Segment(name, index)])).added(y.clone(), x)
+        gathered = Several(PAIRS, Turn([inference_linear.Segment(name, index)])).added(y.clone(), x)
     torch.testing.assert_close(whole, gathered, rtol=1e-6, atol=1e-6)
     assert (whole - y).abs().max() > 0.1
 
 
 def test_tokens_of_a_text_are_behind_those_of_the_texts_before():
-    found = several.segments(NAMES, COUNTS, CPU)
+    found = inference_linear.segments(NAMES, COUNTS, CPU)
     assert {s.name: s.tokens.tolist() for s in found} == {
         "b": [0, 6, 7],
         "a": [3, 4, 5],
         "elsewhere": [8],
     }
-    assert several.segments([None, None], [1, 4], CPU) == []
+    assert inference_linear.segments([None, None], [1, 4], CPU) == []
 
 
 def test_rows_of_outputs_are_cut_alike():

@@ -2,7 +2,7 @@
 nodes, eight layouts.
 """
 
-from dolmen.parallel.schedule import Cost, make, simulate_stages
+from dolmen.parallel.simulation import Cost, make_schedule, simulate_stages
 from dolmen.planning.hardware import read_cluster
 from dolmen.planning.ledger import Live
 from dolmen.planning.plan import (
@@ -78,7 +78,7 @@ def candidate(tp: int, pp: int, seconds: float) -> Candidate:
 
 def plan(pp: int = 8, micros: int = 24, schedule: str = "1f1b", nodes: int = 384) -> Plan:
     chunks = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
-    made = make(schedule, pp, micros, chunks)
+    made = make_schedule(schedule, pp, micros, chunks)
     cost = Cost(0.9, 1.9, 1.0, 0.9, 0.01).of_chunk(chunks)
     simulation = simulate_stages(made, (cost,) * made.stages)
     fleets = tuple(

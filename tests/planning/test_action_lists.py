@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dolmen.parallel.actions import Action, Schedule, format_schedule, from_file
-from dolmen.parallel.schedule import Cost, check_schedule, make, simulate_stages
+from dolmen.parallel.schedule import Action, Schedule, format_schedule, from_file
+from dolmen.parallel.simulation import Cost, check_schedule, make_schedule, simulate_stages
 from dolmen.planning.action_lists import exact, greedy, search
 from dolmen.planning.action_lists.problem import Costs, Problem, bound
 
@@ -145,7 +145,7 @@ def test_the_golden_row_is_a_find():
     assert found.like == "search"
     assert format_schedule(found.schedule) == GOLDEN.read_text()
     assert replace(from_file(str(GOLDEN)), name="search") == found.schedule
-    named = make("zero-bubble-v", 2, 4, 2)
+    named = make_schedule("zero-bubble-v", 2, 4, 2)
     assert found.simulation.span == pytest.approx(13.2)
     assert simulate_stages(named, UNEVEN.stage_costs(named)).span == pytest.approx(15.5)
 
@@ -156,7 +156,7 @@ def test_with_room_it_is_shorter_than_zero_bubble_v():
     """
     times = Costs("", {"forward": 1.0, "input": 1.4, "weight": 0.9})
     found = search.shortest(4, 8, 2, times, 6, nodes=0)
-    named = make("zero-bubble-v", 4, 8, 2)
+    named = make_schedule("zero-bubble-v", 4, 8, 2)
     theirs = simulate_stages(named, times.stage_costs(named))
     assert max(theirs.peak) == 4 and max(found.simulation.peak) <= 6
     assert found.simulation.span < theirs.span == pytest.approx(28.5)

@@ -4,13 +4,13 @@ for.
 
 import pytest
 
-from dolmen.parallel.schedule import SCHEDULES, make, simulate
+from dolmen.parallel.simulation import SCHEDULES, make_schedule, simulate
 from dolmen.planning import draw
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_svg_holds_what_was_measured(name, tmp_path):
-    schedule = make(name, 4, 8, 2 if name in ("interleaved", "zero-bubble-v") else 1)
+    schedule = make_schedule(name, 4, 8, 2 if name in ("interleaved", "zero-bubble-v") else 1)
     simulation = simulate(schedule)
     draw.gantt(simulation, schedule, tmp_path / "a.svg", "as asked")
     text = (tmp_path / "a.svg").read_text()
@@ -27,13 +27,16 @@ def test_svg_holds_what_was_measured(name, tmp_path):
 
 
 def test_png_of_several(tmp_path):
-    panels = [(name, make(name, 2, 4), simulate(make(name, 2, 4))) for name in ("gpipe", "1f1b")]
+    panels = [
+        (name, make_schedule(name, 2, 4), simulate(make_schedule(name, 2, 4)))
+        for name in ("gpipe", "1f1b")
+    ]
     draw.draw_stacked(panels, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_other_suffixes_are_refused(tmp_path):
-    schedule = make("gpipe", 2, 2)
+    schedule = make_schedule("gpipe", 2, 2)
     for name in ("a.pdf", "a"):
         with pytest.raises(ValueError, match="use .svg or .png"):
             draw.gantt(simulate(schedule), schedule, tmp_path / name, "")

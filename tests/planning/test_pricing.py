@@ -5,7 +5,7 @@ import random
 import pytest
 
 from dolmen.model import count
-from dolmen.parallel import schedule as schedules
+from dolmen.parallel.simulation import make_schedule
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows
 from dolmen.planning.capacity import Capacity
 from dolmen.planning.cost import CONTENTION
@@ -46,7 +46,7 @@ def test_a_long_step_is_its_beginning_and_more_of_the_same():
     choice = Choice(2, 1, 4, 4, 1, 1, False, "ring", "1f1b", 1, "none", None, 1)
     found = prices.full(choice)
     assert found.schedule.micros < prices.micros(choice) == 128
-    lists = schedules.make("1f1b", 4, 128)
+    lists = make_schedule("1f1b", 4, 128)
     stages, update = prices.stages(choice), prices.update(choice)
     whole, _ = step_time(stages, lists, update, prices.spread)
     assert found.estimate.seconds == pytest.approx(whole.seconds, rel=1e-3)

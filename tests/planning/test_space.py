@@ -12,7 +12,7 @@ from models import Flat, Tiny, of_layers
 from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.ops.kernels import H100, HALF, choose
-from dolmen.parallel import schedule as schedules
+from dolmen.parallel.simulation import make_schedule, simulate
 from dolmen.planning.capacity import LOGITS, Capacity, microbatches_in_flight
 from dolmen.planning.ranks import stages_of
 from dolmen.planning.space import Choice, Pins, Space
@@ -127,9 +127,9 @@ def test_microbatches_in_flight_are_those_of_the_lists(name):
         chunks = {"interleaved": 3, "zero-bubble-v": 2}.get(name, 1)
         if name == "interleaved" and micros % ranks:
             continue
-        lists = schedules.make(name, ranks, micros, chunks)
+        lists = make_schedule(name, ranks, micros, chunks)
         found = [microbatches_in_flight(name, ranks, micros, chunks, rank) for rank in range(ranks)]
-        assert found == pytest.approx(schedules.simulate(lists).peak, abs=1e-12)
+        assert found == pytest.approx(simulate(lists).peak, abs=1e-12)
         choice = Choice(1, 1, ranks, 1, 1, 1, False, "ring", name, chunks, "none", None, 1)
         for rank in range(ranks):
             here = [lists.stage_of(rank, chunk) for chunk in range(chunks)]

@@ -19,7 +19,7 @@ from dolmen.conversion.source import open_source
 from dolmen.core import mesh as meshes
 from dolmen.families import Model
 from dolmen.model import head
-from dolmen.parallel import data, schedule
+from dolmen.parallel import data, simulation
 from dolmen.serving import engine
 from dolmen.serving.adapters import place_adapters
 from dolmen.serving.engine import generate, load_decoder, stop_tokens
@@ -268,7 +268,7 @@ def two_ranks():
         for name in REQUESTED
     }
     for name in REQUESTED:
-        model = build(DECODERS[name], stages, schedule=schedule.make("1f1b", 2, 2))
+        model = build(DECODERS[name], stages, schedule=simulation.make_schedule("1f1b", 2, 2))
         initialize(model, seed=0)
         requests[f"{name} pp"] = requests_of(model, stages)
         requests[f"{name} pp, adapted"] = requests_of(model, stages, adapted=True)

@@ -22,8 +22,8 @@ from dolmen.ops.attention import Documents
 from dolmen.ops.kernels import Kernels
 from dolmen.ops.recipe import Fp8
 from dolmen.optim.optimizer import OptimizerConfig, adamw
-from dolmen.parallel import schedule as schedules
 from dolmen.parallel import vocabulary
+from dolmen.parallel.simulation import make_schedule
 from dolmen.training.loop import limit_told
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
@@ -126,7 +126,7 @@ def programs(case: Case, monkeypatch) -> int:
 
 
 def run(case: Case, mesh) -> None:
-    schedule = schedules.make(*case.schedule)
+    schedule = make_schedule(*case.schedule)
     half = torch.bfloat16 if case.kernels == KERNEL else torch.float32
     model = models.build(
         case.config,

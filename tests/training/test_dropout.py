@@ -20,11 +20,11 @@ from dolmen.data.batch import Batch, document_starts
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
-from dolmen.ops import dropout
+from dolmen.ops import elementwise
 from dolmen.ops.attention import Documents
-from dolmen.ops.dropout import Noise, keep
+from dolmen.ops.elementwise import Noise, keep
 from dolmen.optim.optimizer import OptimizerConfig, adamw
-from dolmen.parallel import schedule as schedules
+from dolmen.parallel.simulation import make_schedule
 from dolmen.serving.engine import generate
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
@@ -65,7 +65,7 @@ def steps(config: Flat, of: Batch, number: int, seed: int = 0, watch=None) -> li
     if watch is not None:
         watch(model)
     state = TrainState(
-        model, adamw(model, STILL), STILL, number, 0, schedules.make("1f1b", 1, 2), seed
+        model, adamw(model, STILL), STILL, number, 0, make_schedule("1f1b", 1, 2), seed
     )
     return [optimizer_step(state, of, SINGLE).loss for _ in range(number)]
 
@@ -218,14 +218,14 @@ def test_side_by_side_is_dropped_as_one(monkeypatch, norms):
         num_ln_in_parallel_attn=norms,
         initializer_range=0.1,
     )
-    model, streams, dropped, residual = decoder(config), [], [], dropout.residual
+    model, streams, dropped, residual = decoder(config), [], [], elementwise.residual
 
     def watched(y, p, noise, site, rows):
         out = residual(y, p, noise, site, rows)
         dropped.append((out, y))
         return out
 
-    monkeypatch.setattr(dropout, "residual", watched)
+    monkeypatch.setattr(elementwise, "residual", watched)
     for block in model.layers.values():
         block.register_forward_hook(lambda m, args, y: streams.append(y - args[0]))
     model(batch().tokens, noise=Noise(torch.tensor(5), torch.arange(ROWS)))
@@ -254,13 +254,13 @@ def test_norms_after_layers_come_before_dropout(monkeypatch):
         head_dim=LENGTH,
         initializer_range=0.1,
     )
-    model, dropped, residual = decoder(config), [], dropout.residual
+    model, dropped, residual = decoder(config), [], elementwise.residual
 
     def watched(y, *rest):
         dropped.append(y)
         return residual(y, *rest)
 
-    monkeypatch.setattr(dropout, "residual", watched)
+    monkeypatch.setattr(elementwise, "residual", watched)
     model(batch().tokens, noise=Noise(torch.tensor(5), torch.arange(ROWS)))
     embedding, *added = dropped
     assert len(added) == 2

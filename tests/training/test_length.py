@@ -8,8 +8,7 @@ import tinyrun
 from tinyrun import dolmen
 
 from dolmen.cli.runs import parse_run
-from dolmen.optim.config import OptimizerConfig
-from dolmen.optim.schedule import learning_rate
+from dolmen.optim.config import OptimizerConfig, learning_rate
 from dolmen.recipes.changed import request
 from dolmen.training.checks.length import check_agreement
 from dolmen.training.config import RunConfig, TrainConfig

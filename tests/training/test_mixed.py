@@ -22,7 +22,7 @@ from dolmen.model.layout import Layout
 from dolmen.model.mlp import Router
 from dolmen.ops import moe
 from dolmen.optim.optimizer import LossScale, OptimizerConfig, adamw, prime
-from dolmen.parallel.schedule import make as make_schedule
+from dolmen.parallel.simulation import make_schedule
 from dolmen.training import loop, run
 from dolmen.training.hooks import SKIPS_SCALED
 from dolmen.training.state import LEAST, WINDOW, SpikePolicy, TrainState

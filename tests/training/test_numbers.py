@@ -21,7 +21,7 @@ from dolmen.evaluation import validate
 from dolmen.model import count
 from dolmen.model.mlp import Router
 from dolmen.optim.optimizer import OptimizerConfig, adamw
-from dolmen.parallel import schedule as schedules
+from dolmen.parallel.simulation import make_schedule
 from dolmen.recipes import RECIPES
 from dolmen.training import hooks, report, validating
 from dolmen.training import mfu as devices
@@ -247,7 +247,7 @@ def test_router_numbers_by_their_definition():
         )
     windows = torch.randint(300, (4, length + 1), generator=torch.Generator().manual_seed(0))
     still = OptimizerConfig(lr=0.0, schedule="constant")
-    state = TrainState(model, adamw(model, still), still, 1, 0, schedules.make("1f1b", 1, 2))
+    state = TrainState(model, adamw(model, still), still, 1, 0, make_schedule("1f1b", 1, 2))
     told = optimizer_step(state, Batch.of_windows(windows.numpy()), SINGLE).router
     balance, z, worst = [], [], 0.0
     for layer in logits.values():

@@ -26,7 +26,7 @@ from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.objectives.preference import DPO, REFERENCE
 from dolmen.ops.kernels import H100, Hardware, Kernels
 from dolmen.optim.optimizer import LossScale, OptimizerConfig, adamw
-from dolmen.parallel import schedule as schedules
+from dolmen.parallel.simulation import make_schedule
 from dolmen.training.state import TrainState
 from dolmen.training.step import Metrics, optimizer_step
 
@@ -133,7 +133,7 @@ def made(case: Case, mesh, monkeypatch) -> TrainState:
         monkeypatch.setattr(models.building, "chosen", lambda *_: case.kernels)
     else:
         options = dict(hardware=case.hardware, compute=torch.bfloat16)
-    schedule = schedules.make("1f1b", 1, case.micros)
+    schedule = make_schedule("1f1b", 1, case.micros)
     model = models.build(case.config, mesh, case.layout, schedule, **options)
     models.initialize(model, 0)
     config = OptimizerConfig()

@@ -18,7 +18,7 @@ from dolmen.model.head import loss_of
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import DTYPES, AdamW, LossScale, OptimizerConfig, adamw, prime
 from dolmen.parallel import data
-from dolmen.parallel.schedule import make as make_schedule
+from dolmen.parallel.simulation import make_schedule
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
 

@@ -20,7 +20,7 @@ from benchmarks.gpu.shapes import Shape
 from dolmen.core.mesh import Mesh
 from dolmen.model.count import activation_bytes_per_layer, parameters
 from dolmen.model.layout import Layout
-from dolmen.parallel.actions import Action
+from dolmen.parallel.schedule import Action
 from dolmen.training.step import optimizer_step
 
 # The allocator rounds each tensor up to 512 bytes, and a step keeps some numbers per token besides.

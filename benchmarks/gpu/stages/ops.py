@@ -14,10 +14,10 @@ from benchmarks.gpu import clock, compare, house, reference
 from benchmarks.gpu.case import Case, Context, Record
 from dolmen.core.mesh import Axis
 from dolmen.model.tree.leaf import Cut, Leaves, column
-from dolmen.ops import dropout, norm, rope
-from dolmen.ops.activation import ACTIVATIONS
+from dolmen.ops import elementwise, norm, rope
 from dolmen.ops.attention import Attend, decode
 from dolmen.ops.attention.reference import KNOWN, ROADS, definition, errors
+from dolmen.ops.elementwise import ACTIVATIONS
 from dolmen.ops.kernels import HALF
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
@@ -180,7 +180,7 @@ def masks(context: Context, record: Record) -> None:
     device = torch.device(context.place)
     for p in (0.1, 0.5):
         kept = [
-            dropout.keep(
+            elementwise.keep(
                 p,
                 torch.tensor(12345, device=where),
                 7,

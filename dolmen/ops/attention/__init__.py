@@ -3,11 +3,9 @@
     spec.py       what a query sees, and the interface that every backend has
     blocks.py     the algebra of one block of queries, on any device
     blockwise.py  the backend of those blocks
-    flash.py      the backend of torch's FlashAttention operators
-    cudnn.py      the same, with cuDNN's operators where they compute a call
+    flash.py      the backends of torch's FlashAttention operators and of cuDNN's
     operators.py  the calls of both
-    alibi.py      slopes
-    sinks.py      scores that weigh no value, on top of any backend
+    score_bias.py ALiBi and attention sinks, on top of any backend
     decode.py     one query of each text, to keys in the pages of a cache
     dropped.py    with dropout, any backend's
     reference.py  the definition, in float64
@@ -16,7 +14,7 @@ Which backend computes is chosen where a model is built (ops/kernels.py), and no
 its device.
 """
 
-from dolmen.ops.attention import blockwise, cudnn, flash
+from dolmen.ops.attention import blockwise, flash
 from dolmen.ops.attention.spec import (
     Attend,
     Attention,
@@ -27,7 +25,7 @@ from dolmen.ops.attention.spec import (
     visible,
 )
 
-BACKENDS: dict[str, Attention] = {"blocks": blockwise, "flash": flash, "cudnn": cudnn}
+BACKENDS: dict[str, Attention] = {"blocks": blockwise, "flash": flash, "cudnn": flash.Cudnn()}
 
 __all__ = [
     "BACKENDS",

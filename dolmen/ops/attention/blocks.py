@@ -24,8 +24,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core.device import send
-from dolmen.ops.accumulate import Accumulate, accumulate
 from dolmen.ops.attention.spec import seen, visible
+from dolmen.ops.elementwise import Accumulate, accumulate
 
 BLOCK = 64  # queries at once: the triangle wastes half a block per row
 WHOLE = 128  # where no document ends between them: fewer sums of dK and dV, and larger products

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dolmen.core.function import Context, Function
-from dolmen.ops.accumulate import accumulate
+from dolmen.core.autograd import Context, Function
 from dolmen.ops.attention import blocks
-from dolmen.ops.attention import sinks as sink
 from dolmen.ops.attention.blocks import Rule
+from dolmen.ops.attention.score_bias import join_sinks, sink_gradient
 from dolmen.ops.attention.spec import Attend, Attended, Keys, LogSum, Place, Queries, Values
+from dolmen.ops.elementwise import accumulate
 
 
 def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
@@ -179,7 +179,7 @@ class _Blockwise(Function):
         # of all at once, which the compiler joins with the copy that turns it back to heads
         out = (weighted / total).to(q.dtype)
         if sinks is not None:
-            parts = sink.join(_by_head(out, sinks), _by_head(log_sum, sinks).squeeze(-1), sinks)
+            parts = join_sinks(_by_head(out, sinks), _by_head(log_sum, sinks).squeeze(-1), sinks)
             out, log_sum = parts[0].view(out.shape), parts[1].view(log_sum.shape)
         masks = own.starts, own.host_starts, own.reach, own.host_reach  # the last of a Rule
         ctx.save_for_backward(q, k, v, sinks, out, log_sum, *masks)
@@ -198,5 +198,5 @@ class _Blockwise(Function):
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             g, out, log_sum = (_by_head(t, sinks) for t in (g, out, log_sum))
-            dsinks = sink.gradient(g, out, log_sum.squeeze(-1), sinks)
+            dsinks = sink_gradient(g, out, log_sum.squeeze(-1), sinks)
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, *[None] * len(rule)

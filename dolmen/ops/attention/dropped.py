@@ -9,9 +9,9 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from dolmen.core import device
-from dolmen.core.function import Context, Function
+from dolmen.core.autograd import Context, Function
 from dolmen.core.torch_private import compute
-from dolmen.ops import dropout
+from dolmen.ops import elementwise
 from dolmen.ops.attention.spec import Attend, Attended, Keys, Queries, Values, seen
 
 
@@ -58,7 +58,9 @@ def _kept(attend: Attend, rows: Tensor, columns: Tensor, heads: int) -> Tensor:
     p, noise, site = attend.dropout
     head = torch.arange(attend.first_head, attend.first_head + heads, device=rows.device)
     sequence = noise.sequences[:, None, None, None]
-    return dropout.keep(p, noise.key, site, sequence, head[:, None, None], rows[:, None], columns)
+    return elementwise.keep(
+        p, noise.key, site, sequence, head[:, None, None], rows[:, None], columns
+    )
 
 
 class _Probabilities(Function):

@@ -36,7 +36,7 @@ from dolmen.ops.attention.spec import (
 def attention(
     q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0, *, cudnn: bool = False
 ) -> Attended:
-    """See `spec.Attention`; `later` is 0, as there are no prefixes. `cudnn`: see cudnn.py."""
+    """See `spec.Attention`; `later` is 0, as there are no prefixes. `cudnn`: as `Cudnn`."""
     size, run, call = v.shape[3], _run(attend.documents), _call(q, attend, cudnn)
     q, k, v = _alike(q, k, v)
     if run is None:
@@ -237,3 +237,27 @@ def _band(
     # FlashAttention-2 takes "no bound on the right" for as many keys as there are, which is too few
     # where more queries than keys lie before the end of the diagonal
     return ((slice(0, whole), theirs, ALL), (slice(whole, queries), theirs, band))
+
+
+class Cudnn:
+    """The backend of cuDNN's attention on Hopper and Blackwell: this module's, but that whole
+    sequences and whole chunks without documents or a window are computed by cuDNN's operators
+    (operators.py says which calls fit).
+    """
+
+    @staticmethod
+    def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
+        """See `spec.Attention`; `later` is 0, as there are no prefixes."""
+        return attention(q, k, v, attend, later, cudnn=True)
+
+    @staticmethod
+    def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
+        """See `spec.Attention`."""
+        return partial(q, k, v, at, cudnn=True)
+
+    @staticmethod
+    def partial_backward(
+        g: Attended, q: Queries, k: Keys, v: Values, whole: tuple[Attended, LogSum], at: Place
+    ) -> tuple[Queries, Keys, Values]:
+        """See `spec.Attention`; dk and dv are fp32."""
+        return partial_backward(g, q, k, v, whole, at, cudnn=True)

@@ -25,9 +25,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dolmen.core.function import Context, Function
+from dolmen.core.autograd import Context, Function
 from dolmen.core.torch_private import compute
-from dolmen.ops.attention import sinks as sink
+from dolmen.ops.attention.score_bias import join_sinks, sink_gradient
 from dolmen.ops.attention.spec import Run
 
 CAUSAL, ALL = (-1, 0), (-1, -1)
@@ -231,7 +231,7 @@ class Flash(Function):
         else:
             out, log_sum, state = forward(q, k, v, own)
         if sinks is not None:
-            out, by_query = sink.join(out, log_sum.transpose(-1, -2), sinks)
+            out, by_query = join_sinks(out, log_sum.transpose(-1, -2), sinks)
             log_sum = by_query.transpose(-1, -2)
         ctx.save_for_backward(q, k, v, sinks, out, log_sum, state, own.queries, own.keys)
         ctx.kept = own._replace(queries=None, keys=None)
@@ -248,5 +248,5 @@ class Flash(Function):
             grads = backward(g, q, k, v, out, log_sum, state, call)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            dsinks = sink.gradient(g, out, log_sum.transpose(-1, -2), sinks)
+            dsinks = sink_gradient(g, out, log_sum.transpose(-1, -2), sinks)
         return *grads, dsinks, *[None] * len(call)

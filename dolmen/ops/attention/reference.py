@@ -13,7 +13,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from dolmen.ops.attention import BACKENDS, Attend, spec
-from dolmen.ops.attention.alibi import slopes
+from dolmen.ops.attention.score_bias import alibi_slopes
 from dolmen.ops.attention.spec import Attended, Keys, Place, Queries, Values
 
 
@@ -137,10 +137,10 @@ CASES = {
 # The last of six slopes is 0.35, the others fall from 0.25 to 1/256
 SCORES = {
     "soft cap": Case(attend=Attend(soft_cap=1.5)),
-    "slopes": Case(kv_heads=4, attend=Attend(slopes=slopes(4))),
-    "slopes of grouped heads": Case(heads=6, kv_heads=3, attend=Attend(slopes=slopes(6))),
-    "slopes of the last heads": Case(attend=Attend(slopes=slopes(6), first_head=2)),
-    "slopes in documents": Case(documents=TEXTS, attend=Attend(slopes=slopes(4), window=70)),
+    "slopes": Case(kv_heads=4, attend=Attend(slopes=alibi_slopes(4))),
+    "slopes of grouped heads": Case(heads=6, kv_heads=3, attend=Attend(slopes=alibi_slopes(6))),
+    "slopes of the last heads": Case(attend=Attend(slopes=alibi_slopes(6), first_head=2)),
+    "slopes in documents": Case(documents=TEXTS, attend=Attend(slopes=alibi_slopes(4), window=70)),
     "prefix": Case(documents=WHOLE, prefixes=((70,), (0,)), attend=PREFIX),
     "both ways": Case(documents=WHOLE, prefixes=((192,), (192,)), attend=PREFIX),
     "prefixes of documents": Case(documents=TEXTS, prefixes=((30, 1, 100), (97,)), attend=PREFIX),
@@ -153,7 +153,7 @@ SCORES = {
         head_dim=24,
         value_dim=16,
         documents=TEXTS,
-        attend=Attend(100, scale=0.3, soft_cap=2.0, slopes=slopes(12), first_head=6),
+        attend=Attend(100, scale=0.3, soft_cap=2.0, slopes=alibi_slopes(12), first_head=6),
     ),
 }
 KNOWN = {"blocks": CASES | SCORES, "flash": CASES, "cudnn": CASES}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dolmen.core.device import send
 from dolmen.core.torch_private import compute
-from dolmen.ops.dropout import Dropout
+from dolmen.ops.elementwise import Dropout
 
 
 def seen(
@@ -215,7 +215,7 @@ class Attend(NamedTuple):
     """Scores become soft_cap * tanh(score / soft_cap) (Gemma 2, 2408.00118); None: they stay."""
     slopes: tuple[float, ...] | None = None
     """ALiBi (2108.12409): the score of query i and key j, capped or not, grows by slope * (j - i).
-    Of every head of the model (alibi.py); None: of none.
+    Of every head of the model (score_bias.py); None: of none.
     """
     first_head: int = 0
     """Index in the model of the first head of these queries."""
@@ -228,7 +228,7 @@ class Attend(NamedTuple):
     document's. causal: none has one here, whatever a microbatch says.
     """
     sinks: Tensor | None = None
-    """[heads of these queries]: of each a score that weighs no value (sinks.py); None: none."""
+    """[heads of these queries]: of each a score that weighs no value (score_bias.py); or None."""
 
     def of(self, documents: Documents | None, dropout: Dropout | None = None) -> "Attend":
         """The same of a microbatch."""

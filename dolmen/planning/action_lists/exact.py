@@ -15,7 +15,7 @@ same counts was no later in anything that is still of use: what follows there ca
 from array import array
 from collections.abc import Iterator
 
-from dolmen.parallel.actions import Schedule
+from dolmen.parallel.schedule import Schedule
 from dolmen.planning.action_lists.greedy import schedule_of
 from dolmen.planning.action_lists.problem import Partial, Paths, Problem, bound, remaining
 

@@ -6,7 +6,7 @@ little, again and again.
 import random
 from dataclasses import dataclass, replace
 
-from dolmen.parallel.actions import Schedule
+from dolmen.parallel.schedule import Schedule
 from dolmen.planning.action_lists.problem import Partial, Problem
 
 WEIGHED = 4_000_000  # actions times works of a rank, over all trials: some ten seconds

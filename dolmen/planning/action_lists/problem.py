@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 from dolmen.core.messages import counted
 from dolmen.files import gate, kinds
-from dolmen.parallel.actions import Action, Schedule
-from dolmen.parallel.schedule import Cost
+from dolmen.parallel.schedule import Action, Schedule
+from dolmen.parallel.simulation import Cost
 
 Times = float | list[float]
 HOW = {True: ("input", "weight"), False: ("backward",)}

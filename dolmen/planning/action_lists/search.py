@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from dolmen.parallel.actions import Schedule
-from dolmen.parallel.patterns import SCHEDULES
-from dolmen.parallel.schedule import Simulation, check_schedule, simulate_stages
+from dolmen.parallel.schedule import SCHEDULES, Schedule
+from dolmen.parallel.simulation import Simulation, check_schedule, simulate_stages
 from dolmen.planning.action_lists import exact, greedy
 from dolmen.planning.action_lists.problem import Costs, Problem, bound
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dolmen.core.config import Count, Mark, Name, NonNegative, Port, Positive, config
-from dolmen.core.paths import expand
+from dolmen.core.filesystem import expand
 from dolmen.serving.config import Split
 from dolmen.serving.request import Limits
 

@@ -31,10 +31,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dolmen.conversion.source import Source, open_alike, open_source, tokenizer_folder
+from dolmen.core.filesystem import expand
 from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import quoted
-from dolmen.core.paths import expand
 from dolmen.data.template import own_template
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.files import gate

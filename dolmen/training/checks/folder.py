@@ -10,8 +10,8 @@ from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.safe import Reader
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.config import changed_options
+from dolmen.core.filesystem import expand
 from dolmen.core.mesh import SINGLE
-from dolmen.core.paths import expand
 from dolmen.data import sources
 from dolmen.families import Model, tuned
 from dolmen.model.training import Training

@@ -1,0 +1,75 @@
+"""`torch.autograd.Function` with types, and activation recomputation.
+
+    class _Scale(Function):
+        @staticmethod
+        def forward(ctx: Context[float], x: Tensor, factor: float) -> Tensor:
+            ctx.kept = factor
+            return x * factor
+
+        @staticmethod
+        def backward(ctx: Context[float], g: Tensor) -> tuple[Tensor, None]:
+            return g * ctx.kept, None
+
+Tensors that backward needs go through `save_for_backward`, or recomputation and ZeRO would not see
+them; everything else is one value, `kept`. torch leaves `ctx` without a type, and its `backward`
+fits no signature that names its gradients.
+
+Activation recomputation (1604.06174; selective: 2205.05198) runs a part of forward again in
+backward instead of keeping its activations: the same code, collectives included, on the same
+inputs. Dropout masks are hashes of the element's position (ops/elementwise.py), so there is no
+random state to restore.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dolmen.core import ranges
+
+K = TypeVar("K")
+
+
+class Context(Generic[K]):
+    """torch's own object, of which no instance is made here."""
+
+    if TYPE_CHECKING:
+        kept: K
+        """What forward leaves for backward, tensors excepted."""
+        needs_input_grad: tuple[bool, ...]
+        """Of each input of forward, whether a gradient is asked for."""
+
+        @property
+        def saved_tensors(self) -> tuple[Tensor, ...]: ...
+        def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+        def mark_dirty(self, *tensors: Tensor) -> None: ...
+
+
+class Function(torch.autograd.Function):
+    if TYPE_CHECKING:
+
+        @staticmethod
+        def forward(ctx: Context[Any], *inputs: Any, **options: Any) -> Any: ...
+        @staticmethod
+        def backward(ctx: Context[Any], *gradients: Any, **options: Any) -> Any: ...
+
+
+def again(function: Callable, *args: Any) -> Any:
+    """function(*args), of which only the inputs are kept until backward. Without gradients, simply
+    the call.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    if torch.compiler.is_compiling():
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(
+        function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts
+    )
+
+
+def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Of the first run and of the one in backward, which a profile tells apart."""
+    return nullcontext(), ranges.mark("recompute")

@@ -1,0 +1,91 @@
+"""Paths as users write them, and file locks (flock), which the kernel frees when the process that
+holds one ends, however it ends.
+
+The holder of a lock may delete its file while it holds it. A process that waited for the lock, or
+opened the file just before, checks that the path still names the locked file: otherwise a third
+process would lock a new file of this name, and both would continue. (filelock does the same for
+lock files of its own, but can lock neither an open file of rows nor the mark of a folder that is
+being built.)
+
+Over NFS, Linux turns the lock of a file that is open for writing into one that holds for all hosts.
+"""
+
+import errno
+import fcntl
+import os
+import re
+from pathlib import Path
+from typing import IO
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system without locks
+
+
+def lock(file: int | IO, wait: bool = True, optional: bool = False) -> bool:
+    """Lock an open file until it is closed. Return False where another process holds the lock and
+    `wait` is False. Raises OSError where the file system has no locks, unless the lock is
+    `optional`: then it returns True without one.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if not optional or error.errno not in NO_LOCKS:
+            raise
+    return True
+
+
+def is_at(file: int | IO, path: Path) -> bool:
+    """Whether the open file is the one that `path` names."""
+    descriptor = file if isinstance(file, int) else file.fileno()
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def open_locked(path: Path, wait: bool = True, optional: bool = False) -> int | None:
+    """Open the file `path`, made if there is none, and lock it; return its descriptor, or None
+    where another process holds it and `wait` is False. Raises OSError, of a link as well.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            held = lock(descriptor, wait, optional)
+            if held and is_at(descriptor, path):
+                return descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        if not held:
+            return None
+
+
+def expand(name: str | Path) -> Path:
+    """`~` and `~user` as folders; of a user that there is not, the name as it stands, as a shell
+    does (Path.expanduser raises RuntimeError).
+    """
+    return Path(os.path.expanduser(name))
+
+
+def may_be_hub_id(name: str) -> bool:
+    """Whether a name that is no path here can be meant for the hub: `name` or `org/name`; below a
+    folder that exists it is a path that was misspelled.
+    """
+    word = r"[A-Za-z0-9][\w.-]*"
+    here = "/" in name and Path(name).parent.exists()
+    return re.fullmatch(rf"({word}/)?{word}", name) is not None and not here
+
+
+def is_absent(name: str | Path) -> bool:
+    """Whether a name can be of a folder alone, and there is none."""
+    return not expand(name).is_dir() and not may_be_hub_id(str(name))
+
+
+def refuse_empty(option: str, *names: str | None) -> None:
+    """Raises ValueError if one of the names is empty: as the value of a variable of a shell that
+    was never set, it would be taken for the option's default, or for the current folder.
+    """
+    if any(name is not None and not name.strip() for name in names):
+        raise ValueError(f"{option} is empty: give a name, or leave the option out")

@@ -1,0 +1,187 @@
+"""Linear layers for inference, where no gradient is kept: prepacked weights and multi-LoRA.
+
+Weights are prepacked once, when an engine starts:
+
+    OneDnn    fp32 in oneDNN's packed format. F.linear of a few rows takes another library, which
+              reads 4 to 10 GB/s on one core (an EPYC), this 14 to 19. One row is fastest on a wide
+              weight stored transposed, row by row of W^T: 20 GB/s where F.linear has 10.
+    Int8      each row of W [out, in] an int8 times a scale of its own (ops/int8.py), x in bf16. Of
+              a row-parallel W each rank rounds its part of the row, by a scale of its own.
+
+Both hold the weight with its adapter merged in.
+
+Multi-LoRA: each token of a forward uses one of several named adapters, or none (Punica, 2310.18547;
+S-LoRA, 2311.03285).
+
+    y = x W^T                                     of all tokens together, with W prepacked or int8
+    y[i] += (x[i] A_n^T) B_n^T                    for each adapter n in use; i are the tokens that
+                                                  use it, B_n includes the adapter's scale
+    y[i] *= g_n                                   DoRA only, g_n = m_n / |W + B_n A_n| [out]
+    y += b
+
+Nothing is merged, and each adapter has a rank of its own, so the added cost of a forward is that of
+the adapters that its tokens use. Adapters are cut over tp as a single one is (tensor.py), so
+nothing more is sent.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from dolmen.core.device import send
+from dolmen.core.torch_private import compute
+from dolmen.ops import int8
+
+Weights = Literal["stated", "int8"]
+"""How weights are held: in the dtype that is asked for, or as int8."""
+
+ROWS = 64  # what a weight is laid out for; as fast with 4 rows and with 256
+LEAST = 4  # rows: of fewer oneDNN takes another kernel, with which even one row takes longer
+PIECE = 32  # inputs; of rows of 72 or 200 the int8 product of torch 2.13 was wrong, or crashed
+WORTH = 1 << 14  # elements; of fewer what a product costs is its call
+
+
+class LaidOut(Protocol):
+    """What multiplies by a weight."""
+
+    def __call__(
+        self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
+    ) -> Float[Tensor, "tokens out"]:
+        """x W^T + b, without autograd."""
+        ...
+
+
+class OneDnn:
+    """See above."""
+
+    def __init__(self, weight: Float[Tensor, "out in"]):
+        own, wide = weight.detach(), weight.shape[0] > weight.shape[1]
+        self.weight = compute.laid_out(own, ROWS)
+        self.one = own.t().contiguous() if wide else own.t()
+
+    def __call__(
+        self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
+    ) -> Float[Tensor, "tokens out"]:
+        rows = len(x)
+        if rows == 1:
+            return x @ self.one if bias is None else torch.addmm(bias, x, self.one)
+        # the same rows again, in one operator of 2 us, where padding takes 7
+        x = x if rows >= LEAST else torch.cat([x] * -(-LEAST // rows))
+        return compute.laid_out_product(x, self.weight, bias)[:rows]
+
+
+class Int8Rows:
+    """See above."""
+
+    def __init__(self, weight: Float[Tensor, "out in"]):
+        payload, self.scale = int8.quantise(weight)
+        # torch's operator reads whole pieces of a row, behind the end of one that is shorter
+        self.beside = -weight.shape[1] % PIECE
+        self.weight = F.pad(payload, (0, self.beside))
+        # scales are applied in fp32: as bf16 each would be up to 0.4 % off
+        self.ones = torch.ones_like(self.scale, dtype=torch.bfloat16)
+
+    def __call__(
+        self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
+    ) -> Float[Tensor, "tokens out"]:
+        x_whole = F.pad(x.bfloat16(), (0, self.beside)) if self.beside else x.bfloat16()
+        y = compute.int8_product(x_whole, self.weight, self.ones).float() * self.scale
+        return (y if bias is None else y + bias).to(x.dtype)
+
+
+def product_of(weight: Tensor, kind: Weights) -> LaidOut | None:
+    """What multiplies by a weight on a CPU faster than torch does by itself; None: nothing does."""
+    if weight.ndim != 2:
+        return None
+    if kind == "int8":
+        return Int8Rows(weight)
+    large = weight.numel() >= WORTH and min(weight.shape) >= ROWS
+    gains = large and weight.dtype == torch.float32 and compute.lays_out()
+    return OneDnn(weight) if gains else None
+
+
+class Pair(NamedTuple):
+    """One adapter beside one weight, as this rank multiplies it."""
+
+    down: Float[Tensor, "rank in"]
+    """A."""
+    up: Float[Tensor, "out rank"]
+    """B, times the scale of the adapter."""
+    gain: Float[Tensor, " out"] | None = None
+    """Of DoRA, what its outputs are multiplied by."""
+
+    def cut(self, mine: Callable[[Tensor], Tensor]) -> "Pair":
+        """With those rows of outputs that `mine` takes."""
+        return Pair(self.down, mine(self.up), None if self.gain is None else mine(self.gain))
+
+
+class Segment(NamedTuple):
+    """Tokens of a forward that have the same adapter."""
+
+    name: str
+    tokens: Int64[Tensor, " own"] | None
+    """Their indices; None: all of them."""
+
+
+@dataclass
+class Turn:
+    """Which tokens of the forward at hand have which adapter: said before it begins by who knows
+    whose they are, and read by every product. The one way from the texts to the products.
+    """
+
+    segments: Sequence[Segment] = ()
+
+
+def segments(
+    names: Sequence[str | None], counts: Sequence[int], device: torch.device
+) -> list[Segment]:
+    """Of texts whose tokens follow one another: the adapter of each, and how many tokens of it
+    there are.
+    """
+    own: dict[str, list[int]] = {}
+    first = 0
+    for name, count in zip(names, counts, strict=True):
+        if name is not None:
+            own.setdefault(name, []).extend(range(first, first + count))
+        first += count
+    return [
+        Segment(name, None if len(index) == first else send(torch.tensor(index), device))
+        for name, index in own.items()
+    ]
+
+
+class Several(NamedTuple):
+    """The adapters beside one weight, by their names, and who has which."""
+
+    pairs: Mapping[str, Pair]
+    """Of those that adapt this weight."""
+    turn: Turn
+
+    def cut(self, mine: Callable[[Tensor], Tensor]) -> "Several":
+        """See `Pair.cut`."""
+        return Several({name: pair.cut(mine) for name, pair in self.pairs.items()}, self.turn)
+
+    def added(
+        self, y: Float[Tensor, "tokens out"], x: Float[Tensor, "tokens in"]
+    ) -> Float[Tensor, "tokens out"]:
+        """y, the product of x just made, without its bias, with what each token's adapter makes of
+        it: in y's memory.
+        """
+        for name, own in self.turn.segments:
+            pair = self.pairs.get(name)
+            if pair is None:
+                continue
+            low = (x if own is None else x[own]) @ pair.down.t()
+            if pair.gain is not None:
+                whole = (y if own is None else y[own]).addmm(low, pair.up.t()) * pair.gain
+                y = whole if own is None else y.index_copy_(0, own, whole)
+            elif own is None:
+                y.addmm_(low, pair.up.t())
+            else:
+                y.index_add_(0, own, low @ pair.up.t())
+        return y
