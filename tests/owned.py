@@ -58,6 +58,6 @@ LLAMA = {
 }
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict, Callable[[], Tensor]]] = {
     "toy": (Toy, TOY, lambda: torch.randn(8, 10)),
-    "wide": (lambda: Toy(10_000, 3_200, 5), TOY, lambda: torch.randn(8, 10_000) / 100),
+    "wide": (lambda: Toy(1_000, 320, 5), TOY, lambda: torch.randn(8, 1_000) / 32),
     "llama": (Layer, LLAMA, lambda: torch.randint(37, (8, 12))),
 }

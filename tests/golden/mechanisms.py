@@ -246,7 +246,7 @@ ROWS = [
         tp4 sp zero1                        |
         dp2 tp2 sp zero3 full               |
         cp2 pp2 acc4 zero1                  |
-        cp2 tp2 sp gather selective
+        cp2 tp2 sp gather selective |
         pp2 acc4 interleaved v2 zero1  |
         dp4 zero2 acc4                 |
         cp4                            |
@@ -283,10 +283,10 @@ ROWS = [
         tp2                                 |
         tp2 sp zero1 acc4 zero-bubble
         tp4 sp zero1                        |
-        dp2 tp2 sp zero3 full
+        dp2 tp2 sp zero3 full |
         dp4 zero2 acc4                      |
         cp2 pp2 acc4 zero1                  |
-        cp2 tp2 sp gather selective
+        cp2 tp2 sp gather selective |
         cp4                                 |
         pp2 acc4 interleaved v2 zero1  |
         pp4 acc4                       |
@@ -324,7 +324,7 @@ ROWS = [
         cp2 pp2 acc4 zero1                  |
         cp4                                 |
         cp4 gather                          |
-        cp2 tp2 sp selective
+        cp2 tp2 sp selective |
         dp2 tp2 sp zero3 full          |
         pp4 acc8 zero-bubble           |
         tp2 sp acc4 zero-bubble        |
@@ -379,8 +379,8 @@ ROWS = [
         CONFIGS["deepseek-v3"],
         "deepseek-v3",
         """
-        acc2 full
-        zero1 acc4 zero-bubble
+        acc2 full |
+        zero1 acc4 zero-bubble |
         zero3 acc4                          |
         tp2                                 |
         tp2 sp zero1 acc4                   |
@@ -388,7 +388,7 @@ ROWS = [
         tp2 sp zero1 full                   |
         tp2 sp acc4 zero-bubble
         cp2                                 |
-        cp2 gather zero3 acc4
+        cp2 gather zero3 acc4 |
         pp2 acc4 interleaved v2 zero1       |
         pp2 acc4 zero-bubble-v v2 zero2
         dp2 ep2 zero1                       |
@@ -408,7 +408,7 @@ ROWS = [
         "deepseek-v2",
         """
         tp2                                 |
-        tp2 sp acc4 zero-bubble
+        tp2 sp acc4 zero-bubble |
         cp2                                 |
         tp4                                 |
         cp2 tp2 sp full                     |
@@ -424,7 +424,7 @@ ROWS = [
     *rows(
         DROPPED["deepseek-v3"],
         "deepseek-v3, dropout",
-        "dp2 tp2 sp zero3 acc4\ncp2 tp2 selective |",
+        "dp2 tp2 sp zero3 acc4 |\ncp2 tp2 selective |",
     ),
     *rows(
         CONFIGS["qwen2-moe"],
@@ -451,12 +451,12 @@ ROWS = [
         ADAPTED_CONFIGS["qwen3, adapters"],
         "qwen3, adapters",
         """
-        acc4 zero-bubble
-        zero3 acc2 full
+        acc4 zero-bubble |
+        zero3 acc2 full |
         tp2 sp acc4 zero-bubble
         tp4                                 |
         pp2 dp2 acc4 zero1                  |
-        dp2 tp2 sp zero3 acc4
+        dp2 tp2 sp zero3 acc4 |
         cp2 dp2 zero2 acc4                  |
         pp4 acc4 zero-bubble
         """,
@@ -481,7 +481,7 @@ ROWS = [
         ADAPTED_CONFIGS["deepseek-v3, adapters"],
         "deepseek-v3, adapters",
         """
-        tp2 sp zero1 acc4
+        tp2 sp zero1 acc4 |
         cp2 gather zero3 acc4               |
         dp2 tp2 sp ep2 zero2
         pp2 dp2 ep2 acc4 zero-bubble zero1  |
@@ -513,7 +513,7 @@ ROWS = [
         "qwen3, int8 adapters",
         """
         dp2 tp2 sp zero3 acc4
-        pp2 dp2 acc4 zero1
+        pp2 dp2 acc4 zero1 |
         tp4                           |
         tp2 sp acc4 zero-bubble       |
         dp2 zero0                     |
@@ -532,7 +532,7 @@ ROWS = [
         CONFIGS["sinks"],
         "sinks",
         """
-        tp2 sp zero1 acc4
+        tp2 sp zero1 acc4 |
         cp2 pp2 acc4 zero1                  |
         cp2 tp2 sp gather selective
         dp2 tp2 sp zero3 full               |

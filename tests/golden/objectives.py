@@ -280,7 +280,7 @@ OBJECTIVES = [
         "grpo",
         """
         cp2 pp2 acc4 zero1
-        dp2 tp2 sp zero3
+        dp2 tp2 sp zero3 |
         """,
     ),
     *rows("dapo", "cp2 tp2 sp"),
@@ -288,7 +288,7 @@ OBJECTIVES = [
     *rows(
         "policy",
         """
-        cp2 pp2 acc4 zero1
+        cp2 pp2 acc4 zero1 |
         dp2 tp2 sp zero3
         cp4 gather                    |
         pp2 acc4 zero-bubble-v v2     |
@@ -299,7 +299,7 @@ OBJECTIVES = [
         "critic",
         """
         cp2 pp2 acc4 zero1
-        dp2 tp2 sp zero3
+        dp2 tp2 sp zero3 |
         tp2 acc4 zero-bubble          |
         pp2 dp2 tp2 sp acc4 zero3     |
         """,
@@ -308,8 +308,8 @@ OBJECTIVES = [
         "policy, text",
         """
         cp2 pp2 acc4 zero1
-        dp2 tp2 sp zero3
-        dp4 acc2
+        dp2 tp2 sp zero3 |
+        dp4 acc2 |
         dp2 zero1                     |
         tp2 sp                        |
         cp2                           |
@@ -334,7 +334,7 @@ OBJECTIVES = [
     *rows(
         "weights",
         """
-        tp2 sp zero1 acc4
+        tp2 sp zero1 acc4 |
         cp2 pp2 acc4 zero1
         dp4 zero3                     |
         pp2 acc4 zero-bubble          |
@@ -386,7 +386,7 @@ OBJECTIVES = [
     *rows(
         "filling",
         """
-        tp2 sp zero1 acc4
+        tp2 sp zero1 acc4 |
         dp2 tp2 zero3                 |
         cp2 pp2 acc4 zero1
         tp2 acc4 zero-bubble          |

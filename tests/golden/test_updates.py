@@ -28,23 +28,23 @@ DOUBLE = 1e-11
 LAYOUTS = [
     Layout.of(line)
     for line in """
-    tp2                             | llama qwen3
-    dp2                             | gpt2
+    tp2                             | qwen3
+    dp2                             |
     dp2 zero1 acc4                  | llama
     dp2 zero2                       | qwen3-moe
     dp2 zero3                       | gpt2
     cp2                             | llama
     pp2 acc4                        | gpt2
-    dp2 ep2 zero1                   | qwen3-moe
+    dp2 ep2 zero1                   |
     cp2 ep2 zero2 acc2              | qwen3-moe
-    tp4                             | qwen3
-    dp2 tp2 sp zero3                | llama qwen3 qwen3-moe
+    tp4                             |
+    dp2 tp2 sp zero3                | llama
     dp2 tp2                         | qwen3
     cp2 tp2 sp acc4                 |
     pp2 dp2 acc4 zero-bubble-v v2 zero2 | gpt2
     dp4 ep2 zero1                   |
     dp2 tp2 sp ep2 zero2            | qwen3-moe
-    dp4 zero3 acc4                  | llama
+    dp4 zero3 acc4                  |
     pp2 dp2 tp2 sp acc4 zero3       |
 """.splitlines()
     if line.strip()
@@ -74,9 +74,9 @@ IN_FP32 = [
     Layout.of(line)
     for line in (
         "tp2 | qwen3",
-        "dp2 zero1 acc4 | llama",
+        "dp2 zero1 acc4 |",
         "dp2 ep2 zero1 | qwen3-moe",
-        "dp2 tp2 sp zero3 | llama qwen3-moe",
+        "dp2 tp2 sp zero3 | llama",
     )
 ]
 
