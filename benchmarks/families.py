@@ -22,7 +22,8 @@ from test_over_layouts import LAYOUTS, compared
 from tiny import CASES, build
 
 from dolmen.conversion.source import open_source
-from dolmen.families.checked import FILE, PLAIN, Checked, checked, title
+from dolmen.families import families
+from dolmen.families.checked import FILE, PLAIN, Checked, checked
 from dolmen.model import count, head
 from dolmen.serving import engine
 
@@ -89,8 +90,9 @@ def table() -> str:
             f"[{notes.setdefault(x, str(len(notes) + 1))}]" if isinstance(x, str) else f"{x:.0e}"
             for x in row.layouts.values()
         ]
+        title = families()[row.model_type].title
         lines.append(
-            f"| {title(row.model_type)} (`{row.model_type}`) | {row.case} | {row.parameters:,} "
+            f"| {title} (`{row.model_type}`) | {row.case} | {row.parameters:,} "
             f"| {row.against} | {row.logits:.0e} | {row.gradients:.0e} | {row.gradients_fp64:.0e} "
             f"| {'none' if row.texts is None else f'{row.texts} of 3'} | {' | '.join(cells)} |"
         )

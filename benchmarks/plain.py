@@ -11,9 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.sides import Work, batch_of, copy_weights, fused_adamw, mean_loss, plain_step
 from dolmen.core.mesh import Mesh
 from dolmen.model.positions import frequencies
-from dolmen.model.tree import Attention as Heads
-from dolmen.model.tree import Block as Layer
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Attention as Heads
+from dolmen.model.spec import Block as Layer
+from dolmen.model.spec import Tree
 
 
 def linear(inp: int, out: int) -> nn.Linear:

@@ -12,9 +12,7 @@ from dolmen.model import build as building
 from dolmen.model.build import initialize, load
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
-from dolmen.model.split import Split
-from dolmen.model.training import RouterTraining, Training
-from dolmen.model.tree import (
+from dolmen.model.spec import (
     Attention,
     Block,
     Embedding,
@@ -30,8 +28,10 @@ from dolmen.model.tree import (
     Tree,
     runs_of,
 )
-from dolmen.model.tree.mlp import Activation
-from dolmen.model.tree.positions import Scaling
+from dolmen.model.spec.layers import Activation
+from dolmen.model.spec.positions import Scaling
+from dolmen.model.split import Split
+from dolmen.model.training import RouterTraining, Training
 from dolmen.parallel.schedule import Schedule
 
 __all__ = [

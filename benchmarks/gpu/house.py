@@ -16,8 +16,8 @@ from dolmen.data.batch import Batch
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
+from dolmen.model.spec import Tree
 from dolmen.model.training import Training
-from dolmen.model.tree import Tree
 from dolmen.ops import kernels, moe
 from dolmen.ops.attention import Attend, Documents
 from dolmen.optim.config import OptimizerConfig

@@ -20,7 +20,7 @@ from dolmen.model.count import (
     parameters,
     training_flops_per_token,
 )
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 OPTIMIZER_BYTES = 28 + 16 + 8
 

@@ -7,8 +7,8 @@ import torch
 from benchmarks.gpu.case import Context
 from dolmen.families import Model, changed, moved
 from dolmen.model.count import activation_bytes_per_layer, parameters
+from dolmen.model.spec import Tree
 from dolmen.model.training import Training
-from dolmen.model.tree import Tree
 from dolmen.recipes import RECIPES
 
 H100 = 79 << 30  # bytes, where nobody can be asked

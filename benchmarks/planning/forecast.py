@@ -8,7 +8,7 @@ from functools import cached_property
 
 from dolmen.model.count import training_flops_per_token
 from dolmen.model.layout import balance
-from dolmen.model.tree import Experts, Tree, under
+from dolmen.model.spec import Experts, Tree, under
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import Simulation, make_schedule
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows, update_rows

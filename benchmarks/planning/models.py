@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from benchmarks.planning.published import Published, is_gated
-from dolmen.model.tree import (
+from dolmen.model.spec import (
     Attention,
     Block,
     Embedding,

@@ -23,12 +23,12 @@ def run(_: FamiliesOptions) -> int:
     for name in sorted(families()):
         rows = checked.of(name)
         if not rows:
-            table.add_row(name, checked.title(name), "", "", "", "not measured", "")
+            table.add_row(name, families()[name].title, "", "", "", "not measured", "")
             continue
         sizes = sorted(row.parameters for row in rows)
         table.add_row(
             name,
-            checked.title(name),
+            families()[name].title,
             f"{len(rows)} of {size(sizes[-1])}",
             " ".join(sorted({"plain" if row.against == checked.PLAIN else "hf" for row in rows})),
             f"{checked.worst(rows, 'logits'):.0e}",

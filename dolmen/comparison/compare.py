@@ -26,8 +26,8 @@ from torch import Tensor
 
 from dolmen.comparison import taps
 from dolmen.comparison.recording import Piece, Recorded, Recording, Stage
-from dolmen.model import components
-from dolmen.model.tree import Tree
+from dolmen.model import block
+from dolmen.model.spec import Tree
 from dolmen.ops.attention import reference
 
 OWN, GROWTH, MOST = 32, 8.0, 1000
@@ -262,7 +262,7 @@ def largest_score(side: Side, sums: str) -> float:
     q, k = (_heads(side, number, word) for word in ("query", "key"))
     if q is None or k is None:
         return 0.0
-    scale = components.attends(side.tree)[number].scale
+    scale = block.attention_kinds(side.tree)[number].scale
     most = q.norm(dim=-1).max() * k.norm(dim=-1).max()
     return most.item() * (q.shape[-1] ** -0.5 if scale is None else scale)
 
@@ -285,7 +285,7 @@ def scores_of(side: Side, name: str) -> Tensor | None:
     q, k = (_heads(side, number, word) for word in ("query", "key"))
     if q is None or k is None:
         return None
-    attend = components.attends(side.tree)[number]
+    attend = block.attention_kinds(side.tree)[number]
     sinks = side.recording.tensor("weights", f"layers.{number}.attn.sinks.weight")
     one = torch.eye(side.length, dtype=q.dtype)[:, None]
     one = one.expand(len(q), side.length, k.shape[2], side.length)

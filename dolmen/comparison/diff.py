@@ -35,7 +35,7 @@ from dolmen.evaluation.theirs import draw, precise
 from dolmen.families import compared
 from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout
-from dolmen.model.tree import Head
+from dolmen.model.spec import Head
 from dolmen.objectives.objective import check_end
 from dolmen.optim.optimizer import DTYPES, at_rest
 

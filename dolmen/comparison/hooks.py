@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from dolmen.comparison.recording import Recorder
 from dolmen.core.mesh import Mesh
-from dolmen.model import tree
+from dolmen.model import spec
 from dolmen.model.attention import Scores
 from dolmen.model.block import Block
-from dolmen.model.branch import Branch
+from dolmen.model.component import Branch
 from dolmen.model.decoder import Decoder
 from dolmen.model.layers import Column, Norm
 from dolmen.model.mlp import Router
@@ -220,11 +220,11 @@ class HeadCounts:
     first_key: int
 
     @classmethod
-    def from_mixer(cls, mixer: tree.Attention | tree.LatentAttention, mesh: Mesh) -> "HeadCounts":
+    def from_mixer(cls, mixer: spec.Attention | spec.LatentAttention, mesh: Mesh) -> "HeadCounts":
         match mixer:
-            case tree.Attention():
+            case spec.Attention():
                 keys = mixer.kv_heads
-            case tree.LatentAttention():
+            case spec.LatentAttention():
                 keys = mixer.heads
         first = mesh.tp.rank * (mixer.heads // mesh.tp.size)
         return cls(mixer.heads, keys, mixer.head_size, first, first * keys // mixer.heads)

@@ -21,7 +21,7 @@ from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
 from dolmen.evaluation.validate import batch_of, objective_of
-from dolmen.model import build, tree
+from dolmen.model import build, spec
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import Logits
 from dolmen.model.layout import Layout
@@ -141,7 +141,7 @@ class _RecordingObjective:
     """An objective, which never has logits whole: they are computed once more to be seen."""
 
     names: ClassVar[tuple[str, ...]] = ()
-    head: ClassVar[type] = tree.Head
+    head: ClassVar[type] = spec.Head
     see: Callable[[Tensor], None]
     objective: Objective
 

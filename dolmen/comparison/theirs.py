@@ -31,7 +31,7 @@ from dolmen.evaluation import theirs
 from dolmen.evaluation.validate import batch_of
 from dolmen.families import Model, weight_map
 from dolmen.families.rules import Entry
-from dolmen.model.tree.leaf import Leaf
+from dolmen.model.spec.param import Leaf
 
 ATTENTION = "dolmen_seen"
 

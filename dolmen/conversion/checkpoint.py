@@ -22,8 +22,8 @@ from dolmen.conversion.weights import Scales, Scaling
 from dolmen.core.messages import counted
 from dolmen.families import Model, compared, completed, scored
 from dolmen.files.safetensors import Spec
-from dolmen.model.tree import Adapter, Tree
-from dolmen.model.tree.adapter import magnitude_of, scale_of
+from dolmen.model.spec import Adapter, Tree
+from dolmen.model.spec.lora import magnitude_of, scale_of
 from dolmen.ops import int8
 from dolmen.optim.optimizer import MODEL
 from dolmen.parallel import product, tensor

@@ -28,7 +28,7 @@ from dolmen.families.known import part_of
 from dolmen.families.rules import Entry
 from dolmen.files import gate, kinds, safetensors, torch_files
 from dolmen.files.safetensors import Spec, Stored
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 TOKENIZER_FILES = (
     "tokenizer.json",

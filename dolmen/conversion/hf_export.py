@@ -35,7 +35,7 @@ from dolmen.families.rules import Entry
 from dolmen.files import safetensors
 from dolmen.files.safetensors import SHARD_BYTES, Spec
 from dolmen.files.write import check_new_folder
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 
 def write(source: Source, folder: Path | str, dtype: torch.dtype | None = None) -> None:

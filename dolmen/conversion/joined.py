@@ -15,7 +15,7 @@ from dolmen.conversion import sidecars
 from dolmen.conversion.weights import assemble
 from dolmen.families import Model
 from dolmen.families.rules import Entry
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from dolmen.files.gate import Kind
 from dolmen.files.kinds import HEADS, LAYERS, POSITIONS, WIDTH
 from dolmen.files.safetensors import Spec, Stored
 from dolmen.files.schema import Flag, Int, Object, Real, optional
-from dolmen.model.tree import (
+from dolmen.model.spec import (
     Attention,
     Block,
     Embedding,

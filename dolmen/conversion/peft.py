@@ -37,8 +37,8 @@ from dolmen.families.rules import Rename, Transpose
 from dolmen.files import gate, kinds, safetensors
 from dolmen.files.safetensors import Spec, Stored
 from dolmen.files.write import check_new_folder
-from dolmen.model.tree import Adapter, Tree
-from dolmen.model.tree.adapter import ADAPTED, magnitude_of
+from dolmen.model.spec import Adapter, Tree
+from dolmen.model.spec.lora import ADAPTED, magnitude_of
 from dolmen.parallel import tensor
 
 CONFIG, WEIGHTS = ADAPTER_FILES

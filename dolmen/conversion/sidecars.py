@@ -8,7 +8,7 @@ from typing import Any
 from dolmen.conversion.hf import read_config, tokenizer_files
 from dolmen.families import Model, edit, families, new
 from dolmen.files import gate, kinds
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 FIRST = ("llama", "gpt2", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 """Families that are asked first whether they can say a tree: those that most tools know."""

@@ -27,7 +27,7 @@ from dolmen.conversion.weights import Scales
 from dolmen.core import agree
 from dolmen.core.mesh import Mesh
 from dolmen.families import Model
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 
 class Source(Tensors, Protocol):

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core.device import send
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 from dolmen.ops.attention import Documents, begins, document_ends
 from dolmen.ops.loss import IGNORED
 from dolmen.ops.rope import PositionIds, of_prefix, of_span
@@ -45,7 +45,7 @@ class Batch:
     another model.
     """
     experts: Int64[Tensor, "sequences length choices"] | None = None
-    """Those that each token goes to, of all sparse layers (model/replay.py); None: routers say."""
+    """Experts of each token, of all MoE layers (model/routing_replay.py); None: routers choose."""
 
     @classmethod
     def of_windows(

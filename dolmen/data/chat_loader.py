@@ -18,7 +18,7 @@ from dolmen.data.packing import Rows, Say
 from dolmen.data.sources import Source
 from dolmen.data.template import MaskingStrategy, Template, template_of
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.model.tree import Scalar, Tree
+from dolmen.model.spec import Scalar, Tree
 
 SHOWN = 600  # characters of the example that is shown, about the first trained token
 

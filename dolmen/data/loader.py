@@ -28,7 +28,7 @@ from dolmen.data.division import (
 from dolmen.data.in_order import InOrder
 from dolmen.data.inputs import Inputs, check_inputs
 from dolmen.data.order import Order, data_sets, make_order
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 ELSEWHERE = 1 << 16  # samples, within which a text of elsewhere is found
 

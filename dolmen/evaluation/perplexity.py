@@ -33,7 +33,7 @@ from dolmen.evaluation import rows
 from dolmen.evaluation.config import EvaluateConfig
 from dolmen.evaluation.rows import Rows
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 from dolmen.optim.optimizer import DTYPES
 from dolmen.parallel import pipeline
 from dolmen.parallel.schedule import Schedule

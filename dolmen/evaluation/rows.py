@@ -22,7 +22,7 @@ from torch import Tensor
 from dolmen.core import collectives, device
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
-from dolmen.model import tree
+from dolmen.model import spec
 from dolmen.model.decoder import Decoder
 from dolmen.objectives import forward
 from dolmen.objectives.objective import check_end
@@ -104,9 +104,9 @@ def foretold(
     return Foretold(likelihoods, likeliest.astype(np.int64))
 
 
-def check_foretells(model: tree.Tree) -> None:
+def check_foretells(model: spec.Tree) -> None:
     """Raises ValueError for a model that has no probability of a next token."""
-    check_end("a loss of the next token", tree.Head, model)
+    check_end("a loss of the next token", spec.Head, model)
     if model.both_ways:
         raise ValueError(
             "the model sees both ways: it fills in masked tokens, and no token has a probability "

@@ -20,7 +20,7 @@ from dolmen.core import collectives, device
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 from dolmen.objectives import forward
 from dolmen.objectives.masked_lm import Filling
 from dolmen.objectives.objective import CrossEntropy, Objective, check

@@ -37,7 +37,7 @@ from dolmen.evaluation.validate import batch_of, objective_of
 from dolmen.families import Model, compared
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 from dolmen.parallel import data, vocabulary
 from dolmen.serving import engine
 

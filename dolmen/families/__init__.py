@@ -1,6 +1,6 @@
 """Declared families: a config.json is a model, and every stored tensor has a rule. Without torch.
 
-Model(config.json).tree -> what is computed (dolmen/model/tree)
+Model(config.json).tree -> what is computed (dolmen/model/spec)
 weight_map(model) -> which of our parameters each stored tensor holds
 """
 

@@ -14,8 +14,8 @@ from dolmen.core.config import AboveZero, Positive, config
 from dolmen.core.messages import shown
 from dolmen.families.model import Model
 from dolmen.families.weights import weight_map
-from dolmen.model.tree import Adapter
-from dolmen.model.tree.adapter import ADAPTED
+from dolmen.model.spec import Adapter
+from dolmen.model.spec.lora import ADAPTED
 
 ALL = "all-linear"
 

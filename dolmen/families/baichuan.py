@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, llama_like
+from dolmen.families import common, llama
 from dolmen.families.family import Family, Field, activation_name
 from dolmen.families.rules import Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Real, Text, optional
-from dolmen.model.tree import Alibi, Attention, Block, Rope, Tree
+from dolmen.model.spec import Alibi, Attention, Block, Rope, Tree
 
 HEADS, POSITIONS = ("linear", "normalised"), ("rope", "alibi")
 TOKENS = (64000, 125696)  # of Baichuan and of Baichuan 2
@@ -26,7 +26,7 @@ WIDE = 5120  # of 13B
 LONGEST = ("max_position_embeddings", "model_max_length")
 
 
-def taken(config: Mapping[str, Any]) -> dict[str, str]:
+def assume_variant(config: Mapping[str, Any]) -> dict[str, str]:
     """Head and positions, where they are not stated."""
     second = 2 * config["vocab_size"] > sum(TOKENS) or config["z_loss_weight"] is not None
     short, long = (config[name] is not None for name in LONGEST)
@@ -42,11 +42,11 @@ def read(config: dict[str, Any]) -> Tree:
             f"z_loss_weight is {config['z_loss_weight']}: dolmen trains without a loss of the "
             "largest logits; set --model.z-loss-weight 0"
         )
-    said = {**config, **taken(config)}
+    said = {**config, **assume_variant(config)}
     heads, size = config["num_attention_heads"], common.head_size(config, FIELDS)
     positions = Alibi() if said["positions"] == "alibi" else Rope(size)
     mixer = Attention(heads, heads, size, positions=positions)
-    block = Block(mixer, llama_like.dense_mlp(config), llama_like.rms_norm(config))
+    block = Block(mixer, llama.dense_mlp(config), llama.rms_norm(config))
     longest = next((config[name] for name in LONGEST if config[name] is not None), 4096)
     tree = common.tree(
         {**config, LONGEST[0]: longest}, FIELDS, [block] * config["num_hidden_layers"]
@@ -54,10 +54,10 @@ def read(config: dict[str, Any]) -> Tree:
     return replace(tree, head=replace(tree.head, normalised=said["head"] == "normalised"))
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write(tree: Tree) -> dict[str, Any]:
     mixer, mlp = common.attention(tree), common.mlp(tree)
     return {
-        **common.new(tree, FIELDS),
+        **common.write(tree, FIELDS),
         "intermediate_size": mlp.size,
         "num_attention_heads": mixer.heads,
         "hidden_act": activation_name(mlp.activation),
@@ -67,8 +67,8 @@ def new(tree: Tree) -> dict[str, Any]:
 
 
 def rules(tree: Tree) -> list[Rule]:
-    packed = Split(llama_like.LAYER + "self_attn.W_pack", common.QKV, 1, (1, 1, 1))
-    return llama_like.rules(tree, instead=[packed])
+    packed = Split(llama.LAYER + "self_attn.W_pack", common.QKV, 1, (1, 1, 1))
+    return llama.llama_like_rules(tree, instead=[packed])
 
 
 def _longest(config: Mapping[str, Any], value: int) -> dict[str, Any]:
@@ -80,8 +80,8 @@ LIKE_LLAMA = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_atte
 
 FIELDS = (
     common.vocab_size(TOKENS[0]),
-    *(field for field in llama_like.FIELDS if field.name in LIKE_LLAMA),
-    next(field for field in llama_like.FIELDS if field.name == "hidden_act"),
+    *(field for field in llama.FIELDS if field.name in LIKE_LLAMA),
+    next(field for field in llama.FIELDS if field.name == "hidden_act"),
     Field(
         LONGEST[0],
         optional(kinds.POSITIONS),
@@ -110,20 +110,21 @@ FIELDS = (
         "rope (7B), or alibi: scores fall with distance (13B).",
         ours=True,
     ),
-    *common.ends(common.eps(llama_like.EPS, 1e-6), tied=False),
+    *common.ends(common.eps(llama.EPS, 1e-6), tied=False),
 )
 
-FAMILY = Family(
+BAICHUAN = Family(
     model_type="baichuan",
+    title="Baichuan and Baichuan 2",
     architecture="BaichuanForCausalLM",
     native=False,
     read=read,
-    new=new,
+    new=write,
     rules=rules,
     fields=FIELDS,
-    taken=taken,
+    taken=assume_variant,
     only={"rope_theta": (10000.0, None), "rope_scaling": (None,), "rope_parameters": (None,)},
-    beside=llama_like.BESIDE,
-    ignored=llama_like.IGNORED,
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
     code=("configuration_baichuan", "modeling_baichuan", "tokenization_baichuan"),
 )

@@ -1,21 +1,161 @@
-"""BERT (1810.04805): an encoder that fills in masked tokens and, where its head has it, says of two
-texts whether the second follows the first.
+"""BERT and RoBERTa: bidirectional encoders with a masked-LM head."""
 
-Which head a file has is stated by `architectures`: BertForPreTraining has both. A file that has
-more of the head than its config.json states, as those first published, is read without it.
-"""
-
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from dolmen.families import bert_like
-from dolmen.families.family import Family, Field
+from dolmen.families import common, llama
+from dolmen.families.family import ACTIVATION, Family, Field, activation, activation_name, expect
+from dolmen.families.family import BESIDE as SPECIAL
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
-from dolmen.files.schema import List, optional
-from dolmen.model.tree import Tree
+from dolmen.files.schema import Int, List, optional
+from dolmen.model.spec import (
+    Attention,
+    Block,
+    Embedding,
+    Head,
+    Mlp,
+    Sequential,
+    Table,
+    Transform,
+    Tree,
+)
+from dolmen.model.spec.layers import Activation
+
+# What BERT and RoBERTa share: encoders, whose tokens see both ways and whose head says what a
+# masked token was.
+
+EPS = common.eps("layer_norm_eps", 1e-12)
+FIELDS = (
+    common.vocab_size(30522),
+    Field("hidden_size", kinds.WIDTH, 768, "Width of the residual stream."),
+    Field("num_hidden_layers", kinds.LAYERS, 12, "Encoder blocks."),
+    Field("num_attention_heads", kinds.HEADS, 12, "Heads."),
+    Field("intermediate_size", kinds.WIDTH, 3072, "Width of the feed-forward layer."),
+    Field(
+        "hidden_act",
+        ACTIVATION,
+        "gelu",
+        "Activation of the feed-forward layer and of the head: gelu (the exact erf form), "
+        "gelu_new, relu, silu.",
+    ),
+    Field("max_position_embeddings", kinds.POSITIONS, 512, "Rows of the table of positions."),
+    Field("type_vocab_size", kinds.VOCABULARY, 2, "Types of tokens: of which text one is."),
+    *common.ends(EPS, tied=True),
+)
+ONLY = {
+    "is_decoder": (False, None),
+    "position_embedding_type": ("absolute", None),
+    "embedding_size": (None,),
+}
+DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BESIDE = {**SPECIAL, **DROPOUT}
+HARMLESS = ("classifier_dropout", *DROPOUT)
+LAYER = {
+    "attention.self.query": "attn.q",
+    "attention.self.key": "attn.k",
+    "attention.self.value": "attn.v",
+    "attention.output.dense": "attn.o",
+    "attention.output.LayerNorm": "attn_norm",
+    "intermediate.dense": "mlp.up",
+    "output.dense": "mlp.down",
+    "output.LayerNorm": "mlp_norm",
+}
+EMBEDDINGS = {
+    "word_embeddings": "embed",
+    "position_embeddings": "positions",
+    "token_type_embeddings": "types",
+    "LayerNorm": "embed_norm",
+}
+
+
+def read_encoder(
+    config: dict[str, Any],
+    padding: int | None = None,
+    follows: bool = False,
+    head_activation: Activation | None = None,
+) -> Tree:
+    """The tree of a config.json; `padding`: a token that no position counts, behind whose row in
+    the table of positions that of the first is; `follows`: it says of two texts whether the second
+    follows; `head_activation`: unset, that of the layers. Raises ValueError naming the field.
+    """
+    offset = 0 if padding is None else padding + 1
+    if not config["tie_word_embeddings"]:
+        raise ValueError(
+            "tie_word_embeddings is False: a file of transformers then has two biases of logits, "
+            "of which one is dead; dolmen has the head that is the embedding alone"
+        )
+    heads, norm = config["num_attention_heads"], common.layer_norm(config, EPS)
+    act, longest = activation(config, "hidden_act"), config["max_position_embeddings"] - offset
+    if longest < 1:
+        raise ValueError(
+            f"max_position_embeddings ({longest + offset}) has no row behind the first {offset}, "
+            "which no position has: use a larger --model.max-position-embeddings"
+        )
+    mixer = Attention(
+        heads,
+        heads,
+        common.head_size(config, FIELDS),
+        q_bias=True,
+        k_bias=True,
+        v_bias=True,
+        o_bias=True,
+        mask="both",
+    )
+    mlp = Mlp(config["intermediate_size"], False, act, True)
+    block = Block(mixer, mlp, norm, Sequential("post"))
+    embedding = Embedding(
+        config["vocab_size"],
+        norm=norm,
+        positions=Table(longest, offset, padding=padding),
+        types=config["type_vocab_size"],
+    )
+    tree = common.tree(config, FIELDS, [block] * config["num_hidden_layers"], embedding)
+    transform = Transform(head_activation or act, norm)
+    head = replace(tree.head, bias=True, transform=transform, follows=follows)
+    return replace(tree, final_norm=None, head=head, max_position_embeddings=longest)
+
+
+def write_encoder(tree: Tree) -> dict[str, Any]:
+    """The fields that both have."""
+    mlp, table = common.mlp(tree), expect(tree.embedding.positions, Table, "positions")
+    return {
+        **common.write(tree, FIELDS),
+        "num_attention_heads": common.attention(tree).heads,
+        "intermediate_size": mlp.size,
+        "hidden_act": activation_name(mlp.activation),
+        "max_position_embeddings": table.length + table.offset,
+        "type_vocab_size": tree.embedding.types,
+    }
+
+
+def follows(tree: Tree) -> bool:
+    """See Head. Raises ValueError for another head."""
+    return expect(tree.head, Head, "head").follows
+
+
+def encoder_rules(prefix: str, head: Mapping[str, str], logits: Rename) -> list[Rule]:
+    """Names of weights: of the body under `prefix`, of the `head`, and of its `logits`."""
+    return [
+        *(Rename(f"{prefix}.embeddings.{hf}", ours) for hf, ours in EMBEDDINGS.items()),
+        *(
+            Rename(f"{prefix}.encoder.layer.{{}}.{hf}", f"layers.{{}}.{ours}")
+            for hf, ours in LAYER.items()
+        ),
+        *(Rename(hf, ours) for hf, ours in head.items()),
+        logits,
+    ]
+
+
+# BERT (1810.04805): an encoder that fills in masked tokens and, where its head has it, says of two
+# texts whether the second follows the first.
+#
+# Which head a file has is stated by `architectures`: BertForPreTraining has both. A file that has
+# more of the head than its config.json states, as those first published, is read without it.
 
 BOTH, MASKED = "BertForPreTraining", "BertForMaskedLM"
-HEAD = {
+BERT_HEAD = {
     "cls.predictions.transform.dense": "transform",
     "cls.predictions.transform.LayerNorm": "transform.norm",
     "bert.pooler.dense": "pooler",
@@ -23,28 +163,29 @@ HEAD = {
 }
 
 
-def read(config: dict[str, Any]) -> Tree:
-    return bert_like.read(config, follows=BOTH in (config["architectures"] or ()))
+def read_bert(config: dict[str, Any]) -> Tree:
+    return read_encoder(config, follows=BOTH in (config["architectures"] or ()))
 
 
-def new(tree: Tree) -> dict[str, Any]:
-    architecture = BOTH if bert_like.follows(tree) else MASKED
-    return {**bert_like.new(tree), "architectures": [architecture]}
+def write_bert(tree: Tree) -> dict[str, Any]:
+    architecture = BOTH if follows(tree) else MASKED
+    return {**write_encoder(tree), "architectures": [architecture]}
 
 
-def rules(tree: Tree) -> list[Rule]:
+def bert_rules(tree: Tree) -> list[Rule]:
     logits = Rename("cls.predictions", "head", weight="decoder.weight")
-    return bert_like.rules("bert", HEAD, logits)
+    return encoder_rules("bert", BERT_HEAD, logits)
 
 
-FAMILY = Family(
+BERT = Family(
     model_type="bert",
+    title="BERT",
     architecture=MASKED,
-    read=read,
-    new=new,
-    rules=rules,
+    read=read_bert,
+    new=write_bert,
+    rules=bert_rules,
     fields=(
-        *bert_like.FIELDS,
+        *FIELDS,
         Field(
             "architectures",
             optional(List(kinds.NAME, longest=16)),
@@ -53,9 +194,9 @@ FAMILY = Family(
             f"Otherwise {MASKED}.",
         ),
     ),
-    only=bert_like.ONLY,
-    harmless=bert_like.HARMLESS,
-    beside=bert_like.BESIDE,
+    only=ONLY,
+    harmless=HARMLESS,
+    beside=BESIDE,
     ignored=(
         r"bert\.embeddings\.position_ids",
         r"bert\.pooler\.dense\.(weight|bias)",
@@ -63,4 +204,62 @@ FAMILY = Family(
         r"cls\.predictions\.decoder\.bias",  # cls.predictions.bias once more
     ),
     endings={".gamma": ".weight", ".beta": ".bias"},
+)
+
+
+# RoBERTa (1907.11692): BERT whose positions are counted behind that of padding, which none counts,
+# whose tokens have one type, and whose head fills in masked tokens alone.
+
+PADDING = "pad_token_id"
+ROBERTA_HEAD = {"lm_head.dense": "transform", "lm_head.layer_norm": "transform.norm"}
+
+
+def read_roberta(config: dict[str, Any]) -> Tree:
+    """Position 0 has the row behind that of the padding's token, and padding itself that one; the
+    head has gelu, whatever the layers have.
+    """
+    padding = config[PADDING]
+    if padding is None or padding < 0:
+        raise ValueError(
+            f"{PADDING} is {padding}: RoBERTa counts positions from behind it, state its token"
+        )
+    return read_encoder(config, padding, head_activation="gelu")
+
+
+def write_roberta(tree: Tree) -> dict[str, Any]:
+    table = expect(tree.embedding.positions, Table, "positions")
+    return {**write_encoder(tree), PADDING: table.padding}
+
+
+def roberta_rules(tree: Tree) -> list[Rule]:
+    return encoder_rules(
+        "roberta", ROBERTA_HEAD, Rename("lm_head", "head", weight="decoder.weight")
+    )
+
+
+ROBERTA = Family(
+    model_type="roberta",
+    title="RoBERTa",
+    architecture="RobertaForMaskedLM",
+    read=read_roberta,
+    new=write_roberta,
+    rules=roberta_rules,
+    fields=llama.change_fields(
+        FIELDS,
+        Field(
+            PADDING,
+            optional(Int(-1, kinds.TOKEN.high)),
+            1,
+            "Token of padding, behind whose row in the table of positions that of the first is.",
+        ),
+        vocab_size=50265,
+    ),
+    only=ONLY,
+    harmless=HARMLESS,
+    beside={name: value for name, value in BESIDE.items() if name != PADDING},
+    ignored=(
+        r"roberta\.embeddings\.position_ids",
+        r"roberta\.pooler\.dense\.(weight|bias)",
+        r"lm_head\.decoder\.bias",  # lm_head.bias once more
+    ),
 )

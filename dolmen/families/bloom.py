@@ -12,7 +12,7 @@ from dolmen.families.family import BESIDE, Family, Field
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag
-from dolmen.model.tree import Alibi, Attention, Block, Embedding, Mlp, Sequential, Tree
+from dolmen.model.spec import Alibi, Attention, Block, Embedding, Mlp, Sequential, Tree
 
 FIELDS = (
     common.vocab_size(250880),
@@ -56,9 +56,9 @@ def read(config: dict[str, Any]) -> Tree:
     return common.tree(config, FIELDS, [block] * config["n_layer"], embedding)
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write(tree: Tree) -> dict[str, Any]:
     return {
-        **common.new(tree, FIELDS),
+        **common.write(tree, FIELDS),
         "n_head": common.attention(tree).heads,
         "apply_residual_connection_post_layernorm": tree.blocks[0].arrangement == NORMED,
     }
@@ -82,12 +82,13 @@ def rules(tree: Tree) -> list[Rule]:
     ]
 
 
-FAMILY = Family(
+BLOOM = Family(
     model_type="bloom",
+    title="BLOOM",
     architecture="BloomForCausalLM",
     scorer="BloomForSequenceClassification",
     read=read,
-    new=new,
+    new=write,
     rules=rules,
     fields=FIELDS,
     only={

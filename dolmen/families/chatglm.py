@@ -1,37 +1,43 @@
-"""ChatGLM-6B (2406.12793, section 2; 2210.02414): a GLM whose heads rope turns by two streams of
-positions, half each, in DeepNorm's arrangement; its prefix, and where its tokens stand, are known
-by special tokens (tree/blanks.py).
-
-- DeepNorm's number is that of 28 layers, however many there are: its code makes each block so.
-- The angles of rope are rounded to half precision, whatever it computes in.
-- The head is the embedding unless config.json says not, and files hold both.
-- Until version 1.1 config.json did not say which token [gMASK] is. Code of then has the numbers
-  in it, takes [MASK] first, and lets <sop> behind [gMASK] keep its index.
-"""
+"""ChatGLM-6B, and ChatGLM2, ChatGLM3 and GLM-4-9B as the code of their folders computes them."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from dolmen.families import common, glm_like, special_tokens
+from dolmen.families import common, glm, special_tokens
 from dolmen.families.family import BESIDE, Family, Field, Ids, expect
+from dolmen.families.rules import Rule
 from dolmen.files import kinds
-from dolmen.files.schema import optional
-from dolmen.model.tree import (
+from dolmen.files.schema import Flag, Real, Text, optional
+from dolmen.model.spec import (
+    Attention,
     Blanks,
     Block,
     Mask,
     Mlp,
+    Norm,
     Rope,
     Sequential,
     Tree,
 )
+from dolmen.model.spec.positions import Linear
+
+# ChatGLM-6B (2406.12793, section 2; 2210.02414): a GLM whose heads rope turns by two streams of
+# positions, half each, in DeepNorm's arrangement; its prefix, and where its tokens stand, are known
+# by special tokens (spec/positions.py).
+#
+# - DeepNorm's number is that of 28 layers, however many there are: its code makes each block so.
+# - The angles of rope are rounded to half precision, whatever it computes in.
+# - The head is the embedding unless config.json says not, and files hold both.
+# - Until version 1.1 config.json did not say which token [gMASK] is. Code of then has the numbers
+#   in it, takes [MASK] first, and lets <sop> behind [gMASK] keep its index.
 
 ALPHA = math.sqrt(2 * 28)
 BUILT_IN = {150528: {"mask": 150000, "gmask": 150001}, 130528: {"mask": 130000, "gmask": 130001}}
 EPS = common.eps("layernorm_epsilon", 1e-5)
-FIELDS = (
+CHATGLM_FIELDS = (
     common.vocab_size(150528),
-    *glm_like.sizes(4096, 28, 32),
+    *glm.sizes(4096, 28, 32),
     Field(
         "inner_hidden_size",
         kinds.WIDTH,
@@ -39,7 +45,7 @@ FIELDS = (
         "Width of the feed-forward layer.",
         common=("intermediate_size",),
     ),
-    glm_like.longest(2048),
+    glm.longest(2048),
     Field(
         "bos_token_id",
         kinds.SPECIAL_TOKENS["bos_token_id"],
@@ -58,9 +64,9 @@ FIELDS = (
 )
 
 
-def read(config: dict[str, Any]) -> Tree:
-    turned = Rope(common.head_size(config, FIELDS), streams=2, halved=True)
-    mixer = glm_like.attention(config, FIELDS, turned)
+def read_chatglm(config: dict[str, Any]) -> Tree:
+    turned = Rope(common.head_size(config, CHATGLM_FIELDS), streams=2, halved=True)
+    mixer = glm.attention(config, CHATGLM_FIELDS, turned)
     mlp = Mlp(config["inner_hidden_size"], gated=False, activation="gelu_tanh", bias=True)
     block = Block(
         mixer,
@@ -69,7 +75,7 @@ def read(config: dict[str, Any]) -> Tree:
         Sequential.deepnorm(ALPHA),
     )
     blocks = [block] * config["num_layers"]
-    return common.tree(config, FIELDS, blocks, blanks=_blanks(config))
+    return common.tree(config, CHATGLM_FIELDS, blocks, blanks=_blanks(config))
 
 
 def _blanks(config: dict[str, Any]) -> Blanks:
@@ -84,12 +90,12 @@ def _blanks(config: dict[str, Any]) -> Blanks:
     return Blanks(ids["sop"], (Mask("mask", ids["mask"]), of_gmask))
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write_chatglm(tree: Tree) -> dict[str, Any]:
     blanks = expect(tree.blanks, Blanks, "blanks")
     ids = {mask.name: mask.token for mask in blanks.masks}
     stated = all(mask.behind == "stays" for mask in blanks.masks)
     return {
-        **common.new(tree, FIELDS),
+        **common.write(tree, CHATGLM_FIELDS),
         "num_attention_heads": common.attention(tree).heads,
         "inner_hidden_size": common.mlp(tree).size,
         "bos_token_id": blanks.start,
@@ -99,7 +105,7 @@ def new(tree: Tree) -> dict[str, Any]:
     }
 
 
-def framed(tokens: list[int], ids: Ids) -> list[int]:
+def frame_chatglm(tokens: list[int], ids: Ids) -> list[int]:
     """The blank is at the end, where the text has none."""
     if ids["sop"] in tokens:
         return tokens
@@ -107,15 +113,16 @@ def framed(tokens: list[int], ids: Ids) -> list[int]:
     return [*tokens, *([] if masked else [ids["gmask"]]), ids["sop"]]
 
 
-FAMILY = Family(
+CHATGLM = Family(
     model_type="chatglm",
+    title="ChatGLM-6B",
     architecture="ChatGLMForConditionalGeneration",
     native=False,
-    read=read,
-    new=new,
-    rules=glm_like.rules,
-    fields=FIELDS,
-    framed=framed,
+    read=read_chatglm,
+    new=write_chatglm,
+    rules=glm.glm_like_rules,
+    fields=CHATGLM_FIELDS,
+    framed=frame_chatglm,
     head_beside=True,
     only={
         "position_encoding_2d": (True,),
@@ -126,5 +133,201 @@ FAMILY = Family(
     harmless=("prefix_projection",),
     beside={**BESIDE, "position_encoding_2d": True},
     ignored=(r"transformer\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),
+    code=("configuration_chatglm", "modeling_chatglm", "tokenization_chatglm"),
+)
+
+
+# ChatGLM2-6B, ChatGLM3-6B and GLM-4-9B as code of their folders has them (2406.12793): GLM-4
+# (glm.py) under other names, q, k, v one tensor. Their model_type is that of ChatGLM-6B, another
+# model (chatglm.py).
+#
+# [gMASK] and sop stand in front of a text. The `inv_freq` that files hold is not used by that code.
+#
+# What `rope_ratio` does is said by that code alone, where it is not 1:
+#
+#     positions   ChatGLM2-6B-32K divides them by it
+#     base        ChatGLM3-6B-32K and -128K, GLM-4-9B: the base is 10,000 times as much
+#
+# `_name_or_path` tells them; without it the base is taken, aloud, and better stated:
+# `"dolmen": {"rope_ratio_of": "positions"}`.
+
+THETA = 10000.0
+RATIO_OF = ("base", "positions")
+NAMED = {"chatglm2": "positions", "chatglm3": "base", "glm-4": "base"}
+"""What is in `_name_or_path` of a checkpoint -> what its code does with rope_ratio."""
+CHATGLM2_FIELDS = (
+    Field(
+        "padded_vocab_size",
+        kinds.VOCABULARY,
+        65024,
+        "Rows of the embedding and of the head, tokens.",
+        ("vocab_size",),
+    ),
+    Field("hidden_size", kinds.WIDTH, 4096, "Width of the residual stream."),
+    Field(
+        "ffn_hidden_size",
+        kinds.WIDTH,
+        13696,
+        "Width of the feed-forward layer.",
+        common=("intermediate_size",),
+    ),
+    Field("num_layers", kinds.LAYERS, 28, "Decoder blocks.", ("num_hidden_layers",)),
+    Field("num_attention_heads", kinds.HEADS, 32, "Query heads."),
+    Field("multi_query_attention", Flag(), False, "There are fewer key and value heads."),
+    Field(
+        "multi_query_group_num",
+        kinds.HEADS,
+        1,
+        "Key and value heads, with multi_query_attention.",
+        common=("num_key_value_heads",),
+    ),
+    Field(
+        "kv_channels",
+        optional(kinds.WIDTH),
+        128,
+        "Size of one head. None: hidden_size / num_attention_heads.",
+        common=("head_dim",),
+    ),
+    Field("add_qkv_bias", Flag(), False, "Biases on q, k and v."),
+    Field(
+        "seq_length",
+        kinds.POSITIONS,
+        2048,
+        "Longest sequence, tokens.",
+        common=("max_position_embeddings",),
+    ),
+    Field(
+        "rope_ratio",
+        Real(0, above=True),
+        1.0,
+        "How the context is extended; see rope_ratio_of.",
+    ),
+    Field(
+        "rope_ratio_of",
+        optional(Text(RATIO_OF)),
+        None,
+        "base: rope's is 10,000 x rope_ratio (ChatGLM3, GLM-4), or positions: they are divided by "
+        "it (ChatGLM2-6B-32K).",
+        ours=True,
+    ),
+    *common.ends(common.eps("layernorm_epsilon", 1e-5), tied=False),
+    special_tokens.SPECIAL_TOKENS,
+)
+
+
+def read_chatglm2(config: dict[str, Any]) -> Tree:
+    heads, size = config["num_attention_heads"], config["kv_channels"]
+    size = common.head_size(config, CHATGLM2_FIELDS) if size is None else size
+    bias = config["add_qkv_bias"]
+    mixer = Attention(
+        heads,
+        config["multi_query_group_num"] if config["multi_query_attention"] else heads,
+        size,
+        q_bias=bias,
+        k_bias=bias,
+        v_bias=bias,
+        positions=_rope(size // 2, config["rope_ratio"], _ratio_of(config) or RATIO_OF[0]),
+    )
+    norm = Norm("rmsnorm", float(config["layernorm_epsilon"]))
+    blocks = [Block(mixer, Mlp(config["ffn_hidden_size"]), norm)] * config["num_layers"]
+    return common.tree(config, CHATGLM2_FIELDS, blocks)
+
+
+def _rope(size: int, ratio: float, ratio_of: str) -> Rope:
+    if ratio_of == "positions":
+        return Rope(size, THETA, Linear(ratio), interleaved=True)
+    return Rope(size, THETA * ratio, interleaved=True)
+
+
+def _ratio_of(config: Mapping[str, Any]) -> str | None:
+    """What is stated, or said by a checkpoint's name; None where nothing says it. Of 1 it is all
+    one.
+    """
+    if config["rope_ratio"] == 1:
+        return RATIO_OF[0]
+    name = str(config.get("_name_or_path")).lower()
+    known = next((of for part, of in NAMED.items() if part in name), None)
+    return config["rope_ratio_of"] or known
+
+
+def assume_chatglm2(config: Mapping[str, Any]) -> dict[str, str]:
+    """What rope_ratio does, where nothing says it."""
+    return {} if _ratio_of(config) else {"rope_ratio_of": RATIO_OF[0]}
+
+
+def write_chatglm2(tree: Tree) -> dict[str, Any]:
+    mixer = common.attention(tree)
+    rope = expect(mixer.positions, Rope, "positions")
+    divided = rope.scaling.factor if isinstance(rope.scaling, Linear) else None
+    return {
+        **common.write(tree, CHATGLM2_FIELDS),
+        "ffn_hidden_size": common.mlp(tree).size,
+        "num_attention_heads": mixer.heads,
+        "multi_query_attention": mixer.kv_heads < mixer.heads,
+        "multi_query_group_num": mixer.kv_heads,
+        "kv_channels": mixer.head_size,
+        "add_qkv_bias": mixer.q_bias,
+        "rope_ratio": divided or rope.theta / THETA,
+        "rope_ratio_of": RATIO_OF[divided is not None],
+    }
+
+
+def chatglm2_rules(tree: Tree) -> list[Rule]:
+    mixer = common.attention(tree)
+    return glm.glm_like_rules(
+        tree,
+        "transformer.embedding.word_embeddings",
+        "transformer.encoder.",
+        "self_attention.",
+        "transformer.output_layer",
+        packed=(1, (mixer.heads // mixer.kv_heads, 1, 1)),
+        first=("gate", "up"),
+    )
+
+
+def is_chatglm2_config(config: Mapping[str, Any]) -> bool:
+    """By fields that ChatGLM-6B has not."""
+    own = {"padded_vocab_size", "ffn_hidden_size", "kv_channels", "multi_query_attention"}
+    return bool({*own, "multi_query_group_num", "add_qkv_bias", "seq_length"} & config.keys())
+
+
+def frame_chatglm2(tokens: list[int], ids: Ids) -> list[int]:
+    return tokens if ids["gmask"] in tokens else [ids["gmask"], ids["sop"], *tokens]
+
+
+CHATGLM2 = Family(
+    model_type="chatglm",
+    called="chatglm2",
+    tells=is_chatglm2_config,
+    title="ChatGLM2-6B, ChatGLM3-6B and GLM-4-9B as code of their folders has them",
+    architecture="ChatGLMForConditionalGeneration",
+    native=False,
+    read=read_chatglm2,
+    new=write_chatglm2,
+    rules=chatglm2_rules,
+    fields=CHATGLM2_FIELDS,
+    taken=assume_chatglm2,
+    framed=frame_chatglm2,
+    only={
+        "rmsnorm": (True,),
+        "add_bias_linear": (False,),
+        "post_layer_norm": (True,),
+        "original_rope": (True,),
+        "apply_residual_connection_post_layernorm": (False,),
+        "quantization_bit": (0, None),
+        "pre_seq_len": (None,),
+    },
+    harmless=(
+        "apply_query_key_layer_scaling",
+        "attention_softmax_in_fp32",
+        "bias_dropout_fusion",
+        "classifier_dropout",
+        "fp32_residual_connection",
+        "hidden_dropout",
+        "interleaved_qkv",
+        "prefix_projection",
+    ),
+    beside={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
     code=("configuration_chatglm", "modeling_chatglm", "tokenization_chatglm"),
 )

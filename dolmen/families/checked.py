@@ -2,12 +2,10 @@
 checked.json: what `dolmen families` and docs/families.md show.
 """
 
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from dolmen.families.known import families
 from dolmen.files import gate
 from dolmen.files.schema import List, Map
 
@@ -46,14 +44,6 @@ class Checked:
 def checked() -> tuple[Checked, ...]:
     """In the order of families, then of cases."""
     return tuple(Checked(**row) for row in gate.read_json(FILE, KIND))
-
-
-def title(model_type: str) -> str:
-    """What a family is, as its file says first: before the colon and without the paper."""
-    file = sys.modules[families()[model_type].read.__module__]
-    said = " ".join((file.__doc__ or "").split())
-    head = said.split(": ")[0].split(" (")[0]
-    return head.rstrip(".")
 
 
 def of(model_type: str) -> list[Checked]:

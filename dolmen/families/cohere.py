@@ -1,24 +1,25 @@
-"""Command R (Cohere, 2024): Llama with LayerNorms without bias, attention and feed-forward layer
-side by side after one of them, rope over neighbours, and logits times a number.
-"""
+"""Cohere's Command R, Command R7B and Command A."""
 
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, llama_like, windows
-from dolmen.families.family import Family, Field
+from dolmen.families import common, llama, windows
+from dolmen.families.family import Family, Field, knob
 from dolmen.families.rules import Rule
 from dolmen.files.schema import Flag, Real, optional
-from dolmen.model.tree import Norm, Parallel, Tree
+from dolmen.model.spec import Norm, Parallel, Tree, runs_of
+
+# Command R (Cohere, 2024): Llama with LayerNorms without bias, attention and feed-forward layer
+# side by side after one of them, rope over neighbours, and logits times a number.
 
 EPS = "layer_norm_eps"
-FIELDS = llama_like.fields_with(common.eps(EPS, 1e-5))
+COHERE_FIELDS = llama.fields_with(common.eps(EPS, 1e-5))
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read_cohere(config: dict[str, Any]) -> Tree:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
     bias = bool(config["attention_bias"])
-    tree = llama_like.read(
+    tree = llama.read_llama_like(
         config,
         norm=Norm("layernorm", float(config[EPS])),
         qkv_bias=bias,
@@ -31,29 +32,30 @@ def read(config: dict[str, Any]) -> Tree:
     return replace(tree, head=replace(tree.head, scale=float(config["logit_scale"])))
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write_cohere(tree: Tree) -> dict[str, Any]:
     mixer = common.attention(tree)
     return {
-        **llama_like.new(tree, FIELDS),
+        **llama.write_llama_like(tree, COHERE_FIELDS),
         "attention_bias": mixer.q_bias,
         "use_qk_norm": mixer.qk_norm is not None,
         "logit_scale": tree.head.scale,
     }
 
 
-def rules(tree: Tree) -> list[Rule]:
-    return llama_like.rules(tree, {"input_layernorm": "norm"})
+def cohere_rules(tree: Tree) -> list[Rule]:
+    return llama.llama_like_rules(tree, {"input_layernorm": "norm"})
 
 
-FAMILY = Family(
+COHERE = Family(
     model_type="cohere",
+    title="Command R",
     architecture="CohereForCausalLM",
-    read=read,
-    new=new,
-    rules=rules,
-    fields=llama_like.changed(
-        FIELDS,
-        llama_like.ATTENTION_BIAS,
+    read=read_cohere,
+    new=write_cohere,
+    rules=cohere_rules,
+    fields=llama.change_fields(
+        COHERE_FIELDS,
+        llama.ATTENTION_BIAS,
         Field(
             "use_qk_norm",
             optional(Flag()),
@@ -72,6 +74,58 @@ FAMILY = Family(
     ),
     only={**windows.NONE, "mlp_bias": (False, None)},
     harmless=("model_max_length",),
-    beside=llama_like.BESIDE,
-    ignored=llama_like.IGNORED,
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
+)
+
+
+# Command R7B and Command A (Cohere, 2504.00698): Command R of which three of four layers see a
+# window, and these alone turn by rope: the others know nothing of positions.
+
+COHERE2_FIELDS = llama.drop_fields(
+    (*COHERE.fields, windows.SIZE, *windows.pattern(4)), "use_qk_norm", "head_dim"
+)
+
+
+def read_cohere2(config: dict[str, Any]) -> Tree:
+    """Raises ValueError where no layer slides: rope would turn nothing."""
+    sizes = windows.of_pattern(config)
+    if not any(sizes):
+        raise ValueError(
+            "layer_types has no layer of sliding_attention, which alone have rope: set "
+            f"{knob('layer_types')} so that one slides"
+        )
+    tree = read_cohere({**config, "use_qk_norm": False, "head_dim": None})
+    blocks = []
+    for block, size in zip(tree.blocks, sizes, strict=True):
+        positions = block.mixer.positions if size is not None else None
+        mixer = replace(block.mixer, window=size, positions=positions)
+        blocks.append(replace(block, mixer=mixer))
+    return replace(tree, runs=runs_of(blocks))
+
+
+def write_cohere2(tree: Tree) -> dict[str, Any]:
+    own = {field.name for field in COHERE2_FIELDS}
+    fields = {**write_cohere(tree), **windows.write_types(tree)}
+    return {name: value for name, value in fields.items() if name in own}
+
+
+COHERE2 = Family(
+    model_type="cohere2",
+    title="Command R7B and Command A",
+    architecture="Cohere2ForCausalLM",
+    read=read_cohere2,
+    new=write_cohere2,
+    rules=cohere_rules,
+    fields=llama.change_fields(COHERE2_FIELDS, sliding_window=4096, rope_theta=10000.0),
+    only={"mlp_bias": (False, None)},
+    # what transformers does not read, of the code that it was made with
+    harmless=tuple(
+        """
+        model_max_length head_dim cache_implementation order_of_interleaved_layers
+        position_embedding_type rotary_pct use_embedding_sharing use_gated_activation
+        use_parallel_block use_parallel_embedding""".split()
+    ),
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
 )

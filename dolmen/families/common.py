@@ -10,7 +10,7 @@ from dolmen.core.messages import divisor
 from dolmen.families.family import Field, activation, expect, knob, names
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Real
-from dolmen.model.tree import (
+from dolmen.model.spec import (
     Attention,
     Blanks,
     Block,
@@ -113,7 +113,7 @@ def tree(
     )
 
 
-def new(tree: Tree, fields: Sequence[Field]) -> dict[str, Any]:
+def write(tree: Tree, fields: Sequence[Field]) -> dict[str, Any]:
     """What no layer decides, by the names that `fields` have."""
     stated = {
         "vocab_size": tree.vocab_size,

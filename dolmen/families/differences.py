@@ -3,7 +3,7 @@
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 WORDS = {
     "mixer": "attention",

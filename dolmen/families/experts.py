@@ -9,7 +9,7 @@ from dolmen.families.family import Field, activation
 from dolmen.families.rules import Rename, Rule, Stack
 from dolmen.files import kinds
 from dolmen.files.schema import Int, List, Real, optional
-from dolmen.model.tree import Experts, Mlp, Router, Tree
+from dolmen.model.spec import Experts, Mlp, Router, Tree
 
 NUMBER = "Experts of a sparse feed-forward layer."
 PER_TOKEN = "Experts that compute a token."
@@ -54,7 +54,7 @@ def which(config: dict[str, Any], dense: Mlp, sparse: Experts) -> Callable[[int]
     return lambda i: dense if i in only or (i + 1) % step else sparse
 
 
-def new_which(tree: Tree) -> dict[str, Any]:
+def write_which(tree: Tree) -> dict[str, Any]:
     """WHICH of a tree."""
     dense = [i for i, block in enumerate(tree.blocks) if not block.mlp.experts]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
@@ -75,7 +75,7 @@ def read(
     )
 
 
-def new(layer: Experts, number: str = "num_local_experts") -> dict[str, Any]:
+def write(layer: Experts, number: str = "num_local_experts") -> dict[str, Any]:
     """FIELDS of a sparse layer."""
     return {
         number: layer.number,

@@ -14,20 +14,12 @@ from typing import Any
 
 from dolmen.core.messages import counted
 from dolmen.families import common, rope
-from dolmen.families.family import (
-    ACTIVATION,
-    BESIDE,
-    Family,
-    Field,
-    activation_name,
-    expect,
-    knob,
-)
+from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation_name, expect, knob
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, optional
-from dolmen.model.tree import Attention, Block, Parallel, Rope, Sequential, Steps, Tree
-from dolmen.model.tree.block import Arrangement
+from dolmen.model.spec import Attention, Block, Parallel, Rope, Sequential, Steps, Tree
+from dolmen.model.spec.block import Arrangement
 
 FIELDS = (
     common.vocab_size(65024),
@@ -154,11 +146,11 @@ def read(config: dict[str, Any]) -> Tree:
     return common.tree(config, FIELDS, [block] * config["num_hidden_layers"])
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write(tree: Tree) -> dict[str, Any]:
     mixer, mlp, arrangement = common.attention(tree), common.mlp(tree), tree.blocks[0].arrangement
     grouped = arrangement == Parallel(2) or mixer.kv_heads not in (1, mixer.heads)
     return {
-        **common.new(tree, FIELDS),
+        **common.write(tree, FIELDS),
         "num_attention_heads": mixer.heads,
         "num_kv_heads": mixer.kv_heads,
         "new_decoder_architecture": grouped,
@@ -176,8 +168,8 @@ def new(tree: Tree) -> dict[str, Any]:
 def _rope(mixer: Attention) -> dict[str, Any]:
     """What rope there is; with ALiBi one that nothing turns by, which transformers asks for."""
     if mixer.positions == Steps():
-        return rope.new(Rope(mixer.head_size))
-    return rope.new(expect(mixer.positions, Rope, "positions"))
+        return rope.write(Rope(mixer.head_size))
+    return rope.write(expect(mixer.positions, Rope, "positions"))
 
 
 NORMS = {Sequential(): None, Parallel(1): 1, Parallel(2): 2}  # num_ln_in_parallel_attn
@@ -205,12 +197,13 @@ def rules(tree: Tree) -> list[Rule]:
     ]
 
 
-FAMILY = Family(
+FALCON = Family(
     model_type="falcon",
+    title="Falcon",
     architecture="FalconForCausalLM",
     scorer="FalconForSequenceClassification",
     read=read,
-    new=new,
+    new=write,
     rules=rules,
     fields=FIELDS,
     only={"apply_residual_connection_post_layernorm": (False, None)},

@@ -1,20 +1,63 @@
 """What a family file declares. It reads a `config.json` into a tree of components
-(dolmen/model/tree), makes the fields of a new one out of a tree, and owns the weight rules. No file
+(dolmen/model/spec), makes the fields of a new one out of a tree, and owns the weight rules. No file
 here imports torch: the command line is built from the fields.
 
     config.json --fields: names, limits, defaults--> whole --read--> Tree
     Tree --new--> the fields that say it, in the spelling of transformers 5
+
+
+A model that is a part of a larger one, as the text model of one that sees pictures: what a
+folder of the larger one says and stores of it. The other parts are left out, aloud.
+
+
+How a config.json states the fields of its family: under which of a field's names, with what left
+out, and in a run's YAML with numbers as text.
+
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from dolmen.families.larger import Larger
+from dolmen.core.messages import shown
 from dolmen.families.rules import Rule
-from dolmen.files.schema import Flag, Object, Schema, Text, optional
-from dolmen.model.tree import Clamped, Tree
-from dolmen.model.tree.mlp import Activation
+from dolmen.files import kinds
+from dolmen.files.schema import Either, Flag, Object, Real, Schema, Text, optional
+from dolmen.model.spec import Clamped, Tree
+from dolmen.model.spec.layers import Activation
+
+INHERITED = (*kinds.SPECIAL_TOKENS, "dtype", "torch_dtype", "tie_word_embeddings")
+
+
+@dataclass(frozen=True)
+class OuterModel:
+    """Where a family's model is in one of another model_type."""
+
+    model_type: str
+    field: str
+    """Of the larger config.json: this model's."""
+    prefixes: Mapping[str, str]
+    """What its stored names begin with -> with what they do in a folder of its own."""
+    others: tuple[str, ...]
+    """What the names of the other parts begin with."""
+
+    def inner(self, content: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+        """Of the larger config.json the one of this model, with special tokens and dtype that it
+        leaves to the whole. Raises ValueError where there is none.
+        """
+        own = content.get(self.field)
+        if not isinstance(own, dict):
+            raise ValueError(f"{self.field} is {shown(own)}: it must be the config.json of a model")
+        carried = {name: content[name] for name in INHERITED if name in content}
+        return {**carried, **own, "model_type": model_type}
+
+    def name(self, stored: str) -> str:
+        """A stored name as it is in a folder of its own."""
+        for before, now in self.prefixes.items():
+            if stored.startswith(before):
+                return now + stored.removeprefix(before)
+        return stored
+
 
 T = TypeVar("T")
 Ids = Mapping[str, int]
@@ -107,6 +150,8 @@ class Family:
 
     model_type: str
     """`model_type` of its config.json."""
+    title: str
+    """The models it is, for people."""
     architecture: str
     """transformers class that a model made here is written for, or, not `native`, of the code that
     came with its weights.
@@ -145,7 +190,7 @@ class Family:
     """
     endings: dict[str, str] = field(default_factory=dict)
     """What stored names end in, in older files -> today."""
-    larger: Larger | None = None
+    larger: OuterModel | None = None
     """A model of which this one is a part that is read by itself."""
     prefix: str = ""
     """Leading part of the stored names that some files leave out."""
@@ -225,4 +270,67 @@ def expect(value: object, kind: type[T], what: str) -> T:
     """`value`, which is of `kind`. Raises ValueError otherwise: the family has nothing else."""
     if not isinstance(value, kind):
         raise ValueError(f"{what} = {value} (it has {kind.__name__} alone)")
+    return value
+
+
+def canonical_names(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` under the family's own names of fields."""
+    return {family.aliases.get(name, name): value for name, value in config.items()}
+
+
+def fill_defaults(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` with every absent field filled in, and those of our own beside the others."""
+    ours = {RESERVED, *(field.name for field in family.fields if field.ours)}
+    others = {n: v for n, v in canonical_names(family, config).items() if n not in ours}
+    return {**{f.name: f.default for f in family.fields}, **others, **config.get(RESERVED, {})}
+
+
+def nest_own_fields(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` as a config.json has them: those of our own under RESERVED."""
+    ours = {field.name for field in family.fields if field.ours} & fields.keys()
+    apart = {name: fields[name] for name in fields if name in ours}
+    rest = {name: value for name, value in fields.items() if name not in ours}
+    return {**rest, RESERVED: {**rest.get(RESERVED, {}), **apart}} if apart else rest
+
+
+def _spellings(field: Field, config: Mapping[str, Any]) -> list[str]:
+    """The names by which `config` states a field."""
+    return [name for name in (field.name, *field.aliases) if name in config]
+
+
+def check_one_spelling(field: Field, config: Mapping[str, Any]) -> None:
+    """Raises ValueError where `config` states the field by two names, and by each another value."""
+    stated = [(name, config[name]) for name in _spellings(field, config)]
+    for name, value in stated[1:]:
+        first, before = stated[0]
+        if value != before:
+            raise ValueError(
+                f"{first} is {before!r} and {name} is {value!r}: they are two names of one field, "
+                "state one of them"
+            )
+
+
+def spell_field(field: Field, config: Mapping[str, Any], value: Any) -> dict[str, Any]:
+    """`field` as `config` spells it."""
+    if field.spell is not None:
+        return field.spell(config, value)
+    if field.ours:
+        return {RESERVED: {**config.get(RESERVED, {}), field.name: value}}
+    return dict.fromkeys(_spellings(field, config) or [field.name], value)
+
+
+def parse_numbers(value: Any, kind: Schema) -> Any:
+    """`value`, with 1e-05 a number where `kind` has one: JSON reads it as one, YAML as text."""
+    match kind:
+        case Real() if isinstance(value, str):
+            try:
+                return float(value)
+            except ValueError:
+                return value
+        case Either(several):
+            for one in several:
+                value = parse_numbers(value, one)
+        case Object(_, fields) if isinstance(value, dict):
+            inside = {n: parse_numbers(value[n], one) for n, one in fields.items() if n in value}
+            return {**value, **inside}
     return value

@@ -1,19 +1,23 @@
-"""Gemma (2403.08295): Llama with norms whose weight is stored less 1, an embedding times
-sqrt(hidden_size), and heads whose size is their own.
-"""
+"""Gemma, Gemma 2 and the text model of Gemma 3."""
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, llama_like, windows
-from dolmen.families.family import Family
-from dolmen.model.tree import Tree, runs_of
+from dolmen.families import common, llama, rope, windows
+from dolmen.families.family import Family, Field, OuterModel, expect
+from dolmen.families.rules import Rule
+from dolmen.files.schema import Int, Object, Real, optional
+from dolmen.model.spec import Attention, Block, Rope, Sequential, Tree, runs_of
+
+# Gemma (2403.08295): Llama with norms whose weight is stored less 1, an embedding times
+# sqrt(hidden_size), and heads whose size is their own.
 
 TANH = "gelu_pytorch_tanh"
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read_gemma(config: dict[str, Any]) -> Tree:
     """The first files say "gelu" for the form by tanh, and transformers reads them so."""
     name = config["hidden_act"]
     return read_stated({**config, "hidden_act": TANH if name == "gelu" else name})
@@ -24,7 +28,7 @@ def read_stated(config: dict[str, Any]) -> Tree:
     k, v and on the output projection.
     """
     bias = bool(config["attention_bias"])
-    tree = llama_like.read(config, qkv_bias=bias, o_bias=bias)
+    tree = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias)
     norm = replace(tree.blocks[0].norm, zero_centred=True)
     return replace(
         tree,
@@ -34,8 +38,8 @@ def read_stated(config: dict[str, Any]) -> Tree:
     )
 
 
-def new(tree: Tree) -> dict[str, Any]:
-    return {**llama_like.new(tree), "attention_bias": common.attention(tree).q_bias}
+def write_gemma(tree: Tree) -> dict[str, Any]:
+    return {**llama.write_llama_like(tree), "attention_bias": common.attention(tree).q_bias}
 
 
 DEFAULTS = dict(
@@ -43,16 +47,17 @@ DEFAULTS = dict(
 )
 ONLY = {"mlp_bias": (False, None), "use_bidirectional_attention": (None, False)}
 
-FAMILY = Family(
+GEMMA = Family(
     model_type="gemma",
+    title="Gemma",
     architecture="GemmaForCausalLM",
     scorer="GemmaForSequenceClassification",
-    read=read,
-    new=new,
-    rules=llama_like.rules,
-    fields=llama_like.changed(
-        llama_like.FIELDS,
-        llama_like.ATTENTION_BIAS,
+    read=read_gemma,
+    new=write_gemma,
+    rules=llama.llama_like_rules,
+    fields=llama.change_fields(
+        llama.FIELDS,
+        llama.ATTENTION_BIAS,
         hidden_size=3072,
         intermediate_size=24576,
         num_hidden_layers=28,
@@ -63,6 +68,235 @@ FAMILY = Family(
     ),
     only={**windows.NONE, **ONLY},
     harmless=("hidden_activation",),
-    beside=llama_like.BESIDE,
-    ignored=llama_like.IGNORED,
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
+)
+
+
+# Gemma 2 (2408.00118): Gemma with a norm after each layer too, soft caps of scores and of logits,
+# a sliding window on every other layer, and a scale of scores that its config.json states.
+
+WINDOW = 4096
+NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
+
+
+def gemma2_windows(config: dict[str, Any]) -> list[int | None]:
+    """The window of each layer: of the first, the third and so on, where layer_types is None."""
+    layers = range(config["num_hidden_layers"])
+    return windows.of_types(config, [windows.FULL if i % 2 else windows.SLIDING for i in layers])
+
+
+def read_gemma2(config: dict[str, Any]) -> Tree:
+    return read_windowed(config, gemma2_windows(config))
+
+
+def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> Tree:
+    """As Gemma 3 has it too, given the window of each layer. transformers refuses heads that do not
+    divide the width, whatever head_dim says.
+    """
+    common.head_size(config, llama.FIELDS)
+    tree = read_stated({**config, "hidden_act": config["hidden_activation"]})
+    scalar = config["query_pre_attn_scalar"]
+    cap, logits_cap = (_number(config[f"{of}_logit_softcapping"]) for of in ("attn", "final"))
+    blocks = [
+        replace(
+            block,
+            mixer=replace(
+                block.mixer,
+                scale=None if scalar == block.mixer.head_size else scalar**-0.5,
+                window=window,
+                soft_cap=cap,
+            ),
+            arrangement=Sequential("sandwich"),
+        )
+        for block, window in zip(tree.blocks, sizes, strict=True)
+    ]
+    return replace(tree, runs=runs_of(blocks), head=replace(tree.head, soft_cap=logits_cap))
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def write_gemma2(tree: Tree) -> dict[str, Any]:
+    """A window that no layer has is written all the same: transformers makes masks of it."""
+    fields, mixer, of_layers = (
+        write_gemma(tree),
+        common.attention(tree),
+        windows.write_types(tree),
+    )
+    return {
+        **{name: value for name, value in fields.items() if name != "hidden_act"},
+        **of_layers,
+        "sliding_window": of_layers["sliding_window"] or WINDOW,
+        "hidden_activation": fields["hidden_act"],
+        "query_pre_attn_scalar": (
+            mixer.head_size if mixer.scale is None else round(mixer.scale**-2)
+        ),
+        "attn_logit_softcapping": mixer.soft_cap,
+        "final_logit_softcapping": tree.head.soft_cap,
+    }
+
+
+def gemma2_rules(tree: Tree) -> list[Rule]:
+    return llama.llama_like_rules(tree, NORMS)
+
+
+FIELDS = tuple(
+    replace(field, name="hidden_activation", common=("hidden_act",))
+    if field.name == "hidden_act"
+    else field
+    for field in llama.FIELDS
+)
+
+GEMMA2 = Family(
+    model_type="gemma2",
+    title="Gemma 2",
+    architecture="Gemma2ForCausalLM",
+    scorer="Gemma2ForSequenceClassification",
+    read=read_gemma2,
+    new=write_gemma2,
+    rules=gemma2_rules,
+    fields=llama.change_fields(
+        (*FIELDS, windows.SIZE),
+        llama.ATTENTION_BIAS,
+        windows.types("every other layer slides, the first does"),
+        Field(
+            "query_pre_attn_scalar",
+            Int(1, 1 << 20),
+            256,
+            "Scores are products of queries and keys divided by its square root.",
+        ),
+        Field(
+            "attn_logit_softcapping",
+            optional(Real(0, above=True)),
+            50.0,
+            "Scores become cap * tanh(score / cap); None: they stay.",
+        ),
+        Field(
+            "final_logit_softcapping",
+            optional(Real(0, above=True)),
+            30.0,
+            "Logits become cap * tanh(logit / cap); None: they stay.",
+        ),
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        hidden_activation=TANH,
+        sliding_window=WINDOW,
+        **DEFAULTS,
+    ),
+    only={**ONLY, "sliding_window_pattern": (2, None)},
+    harmless=("hidden_act", "sliding_window_size", "cache_implementation"),
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
+)
+
+
+# Gemma 3, text (2503.19786): Gemma 2 without caps, with norms of queries and keys, five layers
+# with a sliding window to each without, and a rope for each of the two kinds.
+#
+# transformers 5 states both ropes in `rope_parameters`, by the types of layers; older files the one
+# of full attention as all families do, and beside it `rope_local_base_freq`.
+
+FULL, SLIDING = windows.FULL, windows.SLIDING
+LOCAL = "rope_local_base_freq"
+
+
+def _one_rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The config.json as one whose only rope is that of a type of layers."""
+    stated, scaling = (config["rope_parameters"] or {}).get(kind) or {}, {}
+    theta = config[LOCAL]
+    if kind == FULL:
+        scaling, theta = config["rope_scaling"] or {}, config["rope_theta"]
+    one = {**stated, **scaling}
+    return {**config, "rope_parameters": one, "rope_scaling": None, "rope_theta": theta}
+
+
+def read_gemma3(config: dict[str, Any]) -> Tree:
+    """Raises ValueError for a cap on scores: Gemma 3 has the field, and computes without."""
+    if config["attn_logit_softcapping"] is not None:
+        raise ValueError(
+            f"attn_logit_softcapping is {config['attn_logit_softcapping']}: the scores of Gemma 3 "
+            "have no cap, and other programs leave this out; set it to null"
+        )
+    tree = read_windowed(_one_rope(config, FULL), windows.of_pattern(config))
+    local = rope.read(_one_rope(config, SLIDING), common.attention(tree).head_size)
+
+    def with_rope(block: Block) -> Block:
+        positions = block.mixer.positions if block.mixer.window is None else local
+        return replace(block, mixer=replace(block.mixer, positions=positions, qk_norm=block.norm))
+
+    return replace(tree, runs=runs_of([with_rope(block) for block in tree.blocks]))
+
+
+def write_gemma3(tree: Tree) -> dict[str, Any]:
+    """Of the first layer of each type."""
+    stated = {
+        FULL if mixer.window is None else SLIDING: rope.write(_rope(mixer))
+        for mixer in reversed(list(_mixers(tree)))
+    }
+    return {**write_gemma2(tree), "rope_parameters": stated}
+
+
+def _rope(mixer: Attention) -> Rope:
+    return expect(mixer.positions, Rope, "positions")
+
+
+def _mixers(tree: Tree) -> Iterable[Attention]:
+    return (expect(block.mixer, Attention, "mixer") for block in tree.blocks)
+
+
+STATED = Object(optional={field.name: field.kind for field in (*rope.PARAMETERS, *rope.NEVER)})
+OF_TYPES = tuple(Field(kind, optional(STATED)) for kind in (FULL, SLIDING))
+# no options: of which of the two ropes one would be is not said
+ROPES = (
+    Field(
+        "rope_parameters",
+        optional(Object(optional={field.name: field.kind for field in OF_TYPES}, rest=None)),
+        inside=OF_TYPES,
+    ),
+    *(field for field in rope.fields(theta=1000000.0) if field.name != "rope_parameters"),
+    Field(LOCAL, Real(0, above=True), 10000.0),
+)
+OTHER = {*(field.name for field in ROPES), "layer_types"}
+
+GEMMA3 = Family(
+    model_type="gemma3_text",
+    title="Gemma 3, text",
+    architecture="Gemma3ForCausalLM",
+    scorer="Gemma3TextForSequenceClassification",
+    read=read_gemma3,
+    new=write_gemma3,
+    rules=gemma2_rules,
+    fields=llama.change_fields(
+        [field for field in GEMMA2.fields if field.name not in OTHER],
+        *ROPES,
+        *windows.pattern(6),
+        vocab_size=262208,
+        max_position_embeddings=131072,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    ),
+    only=ONLY,
+    harmless=("hidden_act", "cache_implementation"),
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
+    larger=OuterModel(
+        "gemma3",
+        "text_config",
+        {"language_model.": "", "model.language_model.": "model."},
+        tuple(
+            f"{before}{part}."
+            for before in ("", "model.")
+            for part in ("vision_tower", "multi_modal_projector")
+        ),
+    ),
 )

@@ -1,25 +1,42 @@
-"""GLM-4 and GLM-4-9B as transformers has them (2406.12793): Llama with biases on q, k, v, rope that
-turns neighbours in the first half of each head, and gate and up of the feed-forward layer in one
-tensor.
+"""GLM-4 as transformers has it, and the GLMs before it: GLM-10B and GLM-130B."""
 
-ChatGLM2, ChatGLM3 and the first form of GLM-4-9B are the same under other names (chatglm2.py).
-"""
-
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, llama_like, rope
-from dolmen.families.family import Family, expect
-from dolmen.families.rules import Rule, Split
-from dolmen.model.tree import Rope, Sequential, Tree, runs_of
-from dolmen.model.tree.block import Arrangement
+from dolmen.families import common, llama, rope, special_tokens
+from dolmen.families.family import BARE, BESIDE, Family, Field, Ids, expect
+from dolmen.families.rules import Rename, Rule, Split
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, optional
+from dolmen.model.spec import (
+    Attention,
+    Blanks,
+    Block,
+    Embedding,
+    Mask,
+    Mlp,
+    Norm,
+    Rope,
+    Sequential,
+    Table,
+    Tree,
+    runs_of,
+)
+from dolmen.model.spec.block import Arrangement
+
+# GLM-4 and GLM-4-9B as transformers has them (2406.12793): Llama with biases on q, k, v, rope that
+# turns neighbours in the first half of each head, and gate and up of the feed-forward layer in one
+# tensor.
+#
+# ChatGLM2, ChatGLM3 and the first form of GLM-4-9B are the same under other names (chatglm2.py).
 
 PARTS = ("layers.{}.mlp.gate", "layers.{}.mlp.up")  # of what files store as one
 
-FIELDS = llama_like.changed(
-    llama_like.fields_with(turned=rope.fields(part=0.5)),
-    replace(llama_like.ATTENTION_BIAS, default=True, help="Biases on q, k and v."),
+GLM_FIELDS = llama.change_fields(
+    llama.fields_with(turned=rope.fields(part=0.5)),
+    replace(llama.ATTENTION_BIAS, default=True, help="Biases on q, k and v."),
     vocab_size=151552,
     hidden_size=4096,
     intermediate_size=13696,
@@ -33,7 +50,7 @@ FIELDS = llama_like.changed(
 
 def arranged(config: dict[str, Any], arrangement: Arrangement) -> Tree:
     """The tree of a config.json whose norms stand so."""
-    tree = llama_like.read(config, qkv_bias=bool(config["attention_bias"]))
+    tree = llama.read_llama_like(config, qkv_bias=bool(config["attention_bias"]))
     mixer = common.attention(tree)
     turned = replace(expect(mixer.positions, Rope, "positions"), interleaved=True)
     blocks = [
@@ -43,33 +60,336 @@ def arranged(config: dict[str, Any], arrangement: Arrangement) -> Tree:
     return replace(tree, runs=runs_of(blocks))
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read_glm(config: dict[str, Any]) -> Tree:
     return arranged(config, Sequential())
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write_glm(tree: Tree) -> dict[str, Any]:
     mixer = common.attention(tree)
     turned = expect(mixer.positions, Rope, "positions")
     return {
-        **llama_like.new(tree),
+        **llama.write_llama_like(tree),
         "attention_bias": mixer.q_bias,
-        "rope_parameters": rope.new(turned, mixer.head_size),
+        "rope_parameters": rope.write(turned, mixer.head_size),
     }
 
 
-def rules(tree: Tree, norms: Mapping[str, str] = llama_like.NORMS) -> list[Rule]:
-    fused = Split(llama_like.LAYER + "mlp.gate_up_proj", PARTS, 1, (1, 1))
-    return llama_like.rules(tree, norms, instead=[fused])
+def glm_rules(tree: Tree, norms: Mapping[str, str] = llama.NORMS) -> list[Rule]:
+    fused = Split(llama.LAYER + "mlp.gate_up_proj", PARTS, 1, (1, 1))
+    return llama.llama_like_rules(tree, norms, instead=[fused])
 
 
-FAMILY = Family(
+GLM = Family(
     model_type="glm",
+    title="GLM-4 and GLM-4-9B as transformers has them",
     architecture="GlmForCausalLM",
     scorer="GlmForSequenceClassification",
-    read=read,
-    new=new,
-    rules=rules,
-    fields=FIELDS,
-    beside=llama_like.BESIDE,
-    ignored=llama_like.IGNORED,
+    read=read_glm,
+    new=write_glm,
+    rules=glm_rules,
+    fields=GLM_FIELDS,
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
+)
+
+
+# What the GLMs before GLM-4 share (chatglm.py, chatglm2.py, glm_10b.py, glm_130b.py): names of
+# fields, biased attention under a prefix mask, and names of tensors.
+
+
+def sizes(width: int, layers: int, heads: int) -> tuple[Field, ...]:
+    """What there is of each, where a config.json does not say."""
+    return (
+        Field("hidden_size", kinds.WIDTH, width, "Width of the residual stream."),
+        Field("num_layers", kinds.LAYERS, layers, "Decoder blocks.", common=("num_hidden_layers",)),
+        Field("num_attention_heads", kinds.HEADS, heads, "Heads."),
+    )
+
+
+def longest(default: int, what: str = "Longest sequence, tokens.") -> Field:
+    common_name = ("max_position_embeddings",)
+    return Field("max_sequence_length", kinds.POSITIONS, default, what, common=common_name)
+
+
+def attention(
+    config: dict[str, Any], fields: tuple[Field, ...], positions: Rope | None = None
+) -> Attention:
+    """All projections have biases; the tokens of a prefix see one another."""
+    heads, size = config["num_attention_heads"], common.head_size(config, fields)
+    return Attention(
+        heads,
+        heads,
+        size,
+        q_bias=True,
+        k_bias=True,
+        v_bias=True,
+        o_bias=True,
+        positions=positions,
+        mask="prefix",
+    )
+
+
+def glm_like_rules(
+    tree: Tree,
+    embedding: str = "transformer.word_embeddings",
+    encoder: str = "transformer.",
+    attention: str = "attention.",
+    head: str = "lm_head",
+    packed: tuple[int, tuple[int, int, int]] | None = None,
+    first: str | tuple[str, str] = "up",
+    more: tuple[Rule, ...] = (),
+) -> list[Rule]:
+    """`packed`: groups and counts of what holds q, k and v; None: each head has its three. `first`:
+    what dense_h_to_4h holds of the feed-forward layer, one matrix or two halves. `more`: of what
+    lies beside the embedding.
+    """
+    layer, ours = f"{encoder}layers.{{}}.", "layers.{}."
+    groups, counts = packed or (common.attention(tree).heads, (1, 1, 1))
+    into = layer + "mlp.dense_h_to_4h"
+    return [
+        Rename(embedding, "embed"),
+        *more,
+        Rename(layer + "input_layernorm", ours + "attn_norm"),
+        Split(layer + attention + "query_key_value", common.QKV, groups, counts),
+        Rename(layer + attention + "dense", ours + "attn.o"),
+        Rename(layer + "post_attention_layernorm", ours + "mlp_norm"),
+        Rename(into, f"{ours}mlp.{first}")
+        if isinstance(first, str)
+        else Split(into, tuple(f"{ours}mlp.{half}" for half in first), 1, (1, 1)),
+        Rename(layer + "mlp.dense_4h_to_h", ours + "mlp.down"),
+        Rename(encoder + "final_layernorm", "final_norm"),
+        Rename(head, "head"),
+    ]
+
+
+# GLM-4-0414 (9B, 32B, Z1): GLM-4 with a norm after each layer too.
+
+NORMS = {
+    "input_layernorm": "attn_norm",
+    "post_self_attn_layernorm": "attn_post_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "post_mlp_layernorm": "mlp_post_norm",
+}
+
+
+def read_glm4(config: dict[str, Any]) -> Tree:
+    return arranged(config, Sequential("sandwich"))
+
+
+def glm4_rules(tree: Tree) -> list[Rule]:
+    return glm_rules(tree, NORMS)
+
+
+GLM4 = Family(
+    model_type="glm4",
+    title="GLM-4-0414",
+    architecture="Glm4ForCausalLM",
+    scorer="Glm4ForSequenceClassification",
+    read=read_glm4,
+    new=write_glm,
+    rules=glm4_rules,
+    fields=GLM_FIELDS,
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
+)
+
+
+# GLM-10B, GLM-2B and smaller ones (Du et al., 2103.10360): GPT-2 with two tables of positions,
+# whose prefix, and where its tokens stand, are known by special tokens (spec/positions.py).
+#
+# Their model_type is that of GLM-4, another model (glm.py). A config.json does not say the norms'
+# eps nor the width of the feed-forward layer; files have names with and without the leading "glm.".
+# Any of three mask tokens marks the blank, whichever comes first.
+
+NORM = Norm("layernorm", 1e-5, bias=True)
+MASKS = ("mask", "smask", "gmask")
+GLM_10B_FIELDS = (
+    common.vocab_size(30592),
+    *sizes(1024, 24, 16),
+    longest(512, "Longest sequence, tokens: rows of each table of positions, less one."),
+    common.INITIALIZER_RANGE,
+    Field("tie_word_embeddings", Flag(), True, "Head and embedding are one parameter."),
+    special_tokens.SPECIAL_TOKENS,
+    BARE,
+)
+
+
+def read_glm_10b(config: dict[str, Any]) -> Tree:
+    mixer = attention(config, GLM_10B_FIELDS)
+    mlp = Mlp(4 * config["hidden_size"], gated=False, activation="gelu", bias=True)
+    blocks = [Block(mixer, mlp, NORM)] * config["num_layers"]
+    table = Table(config["max_sequence_length"], streams=2)
+    ids = special_tokens.said(config)
+    blanks = Blanks(ids["sop"], tuple(Mask(name, ids[name]) for name in MASKS), nearest=True)
+    embedding = Embedding(config["vocab_size"], positions=table)
+    return common.tree(config, GLM_10B_FIELDS, blocks, embedding, blanks)
+
+
+def write_glm_10b(tree: Tree) -> dict[str, Any]:
+    blanks = expect(tree.blanks, Blanks, "blanks")
+    ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
+    return {
+        **common.write(tree, GLM_10B_FIELDS),
+        "num_attention_heads": common.attention(tree).heads,
+        **special_tokens.stated(ids),
+    }
+
+
+def glm_10b_rules(tree: Tree) -> list[Rule]:
+    """q, k and v lie one behind the other."""
+    tables = (
+        Rename("glm.transformer.position_embeddings", "positions"),
+        Rename("glm.transformer.block_position_embeddings", "block_positions"),
+    )
+    names = "glm.word_embeddings", "glm.transformer."
+    return glm_like_rules(tree, *names, packed=(1, (1, 1, 1)), more=tables)
+
+
+def is_glm_10b_config(config: Mapping[str, Any]) -> bool:
+    """By fields that GLM-4 has not."""
+    named = any(name.startswith("GLM") for name in config.get("architectures") or ())
+    fields = {"num_layers", "max_sequence_length", "block_position_encoding"}
+    return named or bool(fields & config.keys())
+
+
+def frame_glm_10b(tokens: list[int], ids: Ids) -> list[int]:
+    """[CLS] and the end around a text, whose blank is at its end where it has none, then <sop>."""
+    if ids["sop"] in tokens:
+        return tokens
+    masks = {ids[name] for name in MASKS if name in ids}
+    blank = [] if masks & {*tokens} else [ids["gmask"]]
+    begin, end = ids["cls"], ids["eos"]
+    inner = [*([] if tokens[:1] == [begin] else [begin]), *tokens]
+    inner = inner[:-1] if inner[-1:] == [end] else inner
+    return [*inner, *blank, end, ids["sop"]]
+
+
+GLM_10B = Family(
+    model_type="glm",
+    called="glm_10b",
+    tells=is_glm_10b_config,
+    title="GLM-10B, GLM-2B and smaller ones",
+    architecture="GLMModel",
+    native=False,
+    read=read_glm_10b,
+    new=write_glm_10b,
+    rules=glm_10b_rules,
+    fields=GLM_10B_FIELDS,
+    framed=frame_glm_10b,
+    only={
+        "block_position_encoding": (True,),
+        "relative_encoding": (False, None),
+        "rotary_type": ("none", None),
+        "use_rmsnorm": (False, None),
+        "use_swiglu": (False, None),
+    },
+    harmless=(
+        "attention_dropout_prob",
+        "attention_scale",
+        "checkpoint_activations",
+        "checkpoint_num_layers",
+        "classifier_dropout",
+        "embedding_dropout_prob",
+        "max_memory_length",
+        "output_dropout_prob",
+        "output_predict",
+        "parallel_output",
+        "pool_token",
+        "spell_func",
+        "spell_length",
+    ),
+    beside={
+        "block_position_encoding": True,
+        "attention_dropout_prob": 0.0,
+        "embedding_dropout_prob": 0.0,
+        "output_dropout_prob": 0.0,
+        "output_predict": True,
+    },
+    prefix="glm.",
+    code=("configuration_glm", "modeling_glm", "tokenization_glm"),
+)
+
+
+# GLM-130B (Zeng et al., 2210.02414): a GLM with rope, in DeepNorm's arrangement, whose feed-forward
+# layer is gated by the second half of what it stores, x1 * gelu(x2). Its prefix, and where its
+# tokens stand, are known by special tokens (spec/positions.py).
+#
+# Its config.json has the names of arguments of SAT, the program that it was trained by. The angles
+# of rope are rounded to half precision. Behind [gMASK] positions count on, behind [MASK] they stay.
+
+EPS = common.eps("layernorm_epsilon", 1e-5)
+GLM_130B_FIELDS = (
+    common.vocab_size(150528),
+    *sizes(12288, 70, 96),
+    Field(
+        "inner_hidden_size",
+        optional(kinds.WIDTH),
+        None,
+        "Width of the feed-forward layer; None: 8 / 3 of hidden_size, rounded down.",
+        common=("intermediate_size",),
+    ),
+    longest(2048),
+    *common.ends(EPS, tied=True),
+    special_tokens.SPECIAL_TOKENS,
+)
+
+
+def read_glm_130b(config: dict[str, Any]) -> Tree:
+    layers, inner = config["num_layers"], config["inner_hidden_size"]
+    turned = Rope(common.head_size(config, GLM_130B_FIELDS), halved=True)
+    mixer = attention(config, GLM_130B_FIELDS, turned)
+    width = 4 * config["hidden_size"] * 2 // 3 if inner is None else inner
+    mlp = Mlp(width, activation="gelu", bias=True)
+    norm, around = (
+        common.layer_norm(config, EPS),
+        Sequential.deepnorm(math.sqrt(2 * layers)),
+    )
+    ids = special_tokens.said(config)
+    masks = (Mask("mask", ids["mask"]), Mask("gmask", ids["gmask"], "counts"))
+    blocks = [Block(mixer, mlp, norm, around)] * layers
+    return common.tree(config, GLM_130B_FIELDS, blocks, blanks=Blanks(ids["sop"], masks))
+
+
+def write_glm_130b(tree: Tree) -> dict[str, Any]:
+    blanks = expect(tree.blanks, Blanks, "blanks")
+    ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
+    return {
+        **common.write(tree, GLM_130B_FIELDS),
+        "num_attention_heads": common.attention(tree).heads,
+        "inner_hidden_size": common.mlp(tree).size,
+        **special_tokens.stated(ids),
+    }
+
+
+def glm_130b_rules(tree: Tree) -> list[Rule]:
+    """Of a file of whole tensors."""
+    return glm_like_rules(tree, first=("up", "gate"))
+
+
+def frame_glm_130b(tokens: list[int], ids: Ids) -> list[int]:
+    """The blank is at the end, where the text has none, and the end behind one that is not."""
+    if ids["sop"] in tokens:
+        return tokens
+    masks = {ids[name] for name in ("mask", "gmask") if name in ids}
+    blank = [] if masks & {*tokens} else [ids["gmask"]]
+    inner = [*tokens, *blank]
+    return [*inner, *([] if inner[-1] in masks else [ids["eos"]]), ids["sop"]]
+
+
+GLM_130B = Family(
+    model_type="glm-130b",
+    title="GLM-130B",
+    architecture="GLM130B",
+    native=False,
+    read=read_glm_130b,
+    new=write_glm_130b,
+    rules=glm_130b_rules,
+    fields=GLM_130B_FIELDS,
+    framed=frame_glm_130b,
+    beside=BESIDE,
+    # of the checkpoint's two layouts: SAT's own mixins, and those of its port
+    ignored=(
+        r"transformer\.layers\.\d+\.attention\.rotary_emb\.inv_freq",
+        r"mixins\.rotary-embedding\.rotary_emb\.inv_freq",
+    ),
 )

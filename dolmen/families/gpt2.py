@@ -1,32 +1,106 @@
-"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, a plain feed-forward layer, biases
-everywhere.
+"""GPT-2 and its descendants with learned positions: GPT-2, StarCoder and SantaCoder."""
 
-Linear weights are stored [in, out] (Conv1D) and q, k, v are one of them. Files in the wild come
-with and without the leading "transformer.", and with the causal mask saved as a buffer.
-
-GPT-3 (Brown et al., 2005.14165) is this at other sizes, but for every second layer, which sees a
-band of tokens. No config.json says both: gpt_neo.py has such layers, and does not scale scores.
-"""
-
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, gpt_like
-from dolmen.families.family import Family
-from dolmen.families.gpt_like import LAYER, OURS
+from dolmen.families import common
+from dolmen.families.family import ACTIVATION, BESIDE, Family, Field
 from dolmen.families.rules import Rename, Rule, Split, Transpose
-from dolmen.model.tree import Attention, Block, Embedding, Table, Tree
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, optional
+from dolmen.model.spec import Attention, Block, Embedding, Table, Tree
+
+# What GPT-2 and those written after it share: the fields of their config.json, a plain
+# feed-forward layer, and the names of the weights around the layers' own.
+
+GPT2_LIKE_FIELDS = (
+    common.vocab_size(50257),
+    Field(
+        "n_positions",
+        kinds.POSITIONS,
+        1024,
+        "Longest sequence, tokens: rows of the table of positions, where there is one.",
+        ("max_position_embeddings",),
+    ),
+    Field("n_embd", kinds.WIDTH, 768, "Width of the residual stream.", ("hidden_size",)),
+    Field("n_layer", kinds.LAYERS, 12, "Decoder blocks.", ("num_hidden_layers",)),
+    Field("n_head", kinds.HEADS, 12, "Heads.", ("num_attention_heads",)),
+    Field(
+        "n_inner",
+        optional(kinds.WIDTH),
+        None,
+        "Width of the feed-forward layer; None: 4 n_embd.",
+        common=("intermediate_size",),
+    ),
+    Field(
+        "activation_function",
+        ACTIVATION,
+        "gelu_new",
+        "Activation of the feed-forward layer: gelu_new, gelu (the exact erf form), silu, relu.",
+        common=("hidden_act",),
+    ),
+    *common.ends(common.LAYER_NORM_EPS, tied=True),
+)
+DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+HARMLESS = (
+    "n_ctx",
+    *DROPOUT,
+    "summary_type",
+    "summary_use_proj",
+    "summary_activation",
+    "summary_proj_to_labels",
+    "summary_first_dropout",
+)
+BESIDE = {**BESIDE, **dict.fromkeys(DROPOUT, 0.0)}
+LAYER, OURS = "transformer.h.{}.", "layers.{}."
+IGNORED = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)
 
 
-def read(config: dict[str, Any]) -> Tree:
-    heads, size = config["n_head"], common.head_size(config, gpt_like.FIELDS)
+def write_gpt2_like(tree: Tree, fields: Sequence[Field] = GPT2_LIKE_FIELDS) -> dict[str, Any]:
+    """The fields that all of them have, of the first layer."""
+    mlp = common.mlp(tree)
+    return {
+        **common.write(tree, fields),
+        "n_head": common.attention(tree).heads,
+        "n_inner": mlp.size,
+        "activation_function": "gelu_new" if mlp.activation == "gelu_tanh" else mlp.activation,
+    }
+
+
+def gpt2_like_rules(layer: Sequence[Rule], first: str = "attn_norm") -> list[Rule]:
+    """Weight names, with the rules of the layers' matrices; `first`: what ln_1 is."""
+    return [
+        Rename("transformer.wte", "embed"),
+        Rename("transformer.wpe", "positions"),
+        Rename(LAYER + "ln_1", OURS + first),
+        *layer,
+        Rename(LAYER + "ln_2", OURS + "mlp_norm"),
+        Rename("transformer.ln_f", "final_norm"),
+        Rename("lm_head", "head"),
+    ]
+
+
+# GPT-2 (Radford et al., 2019): learned positions, LayerNorm, a plain feed-forward layer, biases
+# everywhere.
+#
+# Linear weights are stored [in, out] (Conv1D) and q, k, v are one of them. Files in the wild come
+# with and without the leading "transformer.", and with the causal mask saved as a buffer.
+#
+# GPT-3 (Brown et al., 2005.14165) is this at other sizes, but for every second layer, which sees a
+# band of tokens. No config.json says both: gpt_neo.py has such layers, and does not scale scores.
+
+
+def read_gpt2(config: dict[str, Any]) -> Tree:
+    heads, size = config["n_head"], common.head_size(config, GPT2_LIKE_FIELDS)
     mixer = Attention(heads, heads, size, q_bias=True, k_bias=True, v_bias=True, o_bias=True)
-    block = Block(mixer, common.plain(config, gpt_like.FIELDS), common.layer_norm(config))
+    block = Block(mixer, common.plain(config, GPT2_LIKE_FIELDS), common.layer_norm(config))
     embedding = Embedding(config["vocab_size"], positions=Table(config["n_positions"]))
-    return common.tree(config, gpt_like.FIELDS, [block] * config["n_layer"], embedding)
+    return common.tree(config, GPT2_LIKE_FIELDS, [block] * config["n_layer"], embedding)
 
 
-def rules(tree: Tree) -> list[Rule]:
-    return gpt_like.rules(
+def gpt2_rules(tree: Tree) -> list[Rule]:
+    return gpt2_like_rules(
         [
             Transpose(Split(LAYER + "attn.c_attn", common.QKV, 1, (1, 1, 1))),
             Transpose(Rename(LAYER + "attn.c_proj", OURS + "attn.o")),
@@ -36,21 +110,100 @@ def rules(tree: Tree) -> list[Rule]:
     )
 
 
-FAMILY = Family(
+GPT2 = Family(
     model_type="gpt2",
+    title="GPT-2",
     architecture="GPT2LMHeadModel",
     scorer="GPT2ForSequenceClassification",
-    read=read,
-    new=gpt_like.new,
-    rules=rules,
-    fields=gpt_like.FIELDS,
+    read=read_gpt2,
+    new=write_gpt2_like,
+    rules=gpt2_rules,
+    fields=GPT2_LIKE_FIELDS,
     only={
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "reorder_and_upcast_attn": (False,),
     },
-    harmless=gpt_like.HARMLESS,
-    beside=gpt_like.BESIDE,
-    ignored=gpt_like.IGNORED,
+    harmless=HARMLESS,
+    beside=BESIDE,
+    ignored=IGNORED,
+    prefix="transformer.",
+)
+
+
+# StarCoder and SantaCoder (Li et al., 2305.06161): GPT-2 whose queries share one key-value head,
+# and whose q, k, v are one linear: all queries, key, value, or q, k, v of each head where every
+# query has its own (`multi_query` false).
+
+GPT_BIGCODE_FIELDS = (
+    *(
+        replace(one, default="gelu_pytorch_tanh") if one.name == "activation_function" else one
+        for one in GPT2_LIKE_FIELDS
+    ),
+    Field("multi_query", Flag(), True, "One key-value head, not one per query head."),
+)
+
+
+def read_gpt_bigcode(config: dict[str, Any]) -> Tree:
+    heads, size = config["n_head"], common.head_size(config, GPT_BIGCODE_FIELDS)
+    mixer = Attention(
+        heads,
+        1 if config["multi_query"] else heads,
+        size,
+        q_bias=True,
+        k_bias=True,
+        v_bias=True,
+        o_bias=True,
+    )
+    block = Block(mixer, common.plain(config, GPT_BIGCODE_FIELDS), common.layer_norm(config))
+    embedding = Embedding(config["vocab_size"], positions=Table(config["n_positions"]))
+    return common.tree(config, GPT_BIGCODE_FIELDS, [block] * config["n_layer"], embedding)
+
+
+def write_gpt_bigcode(tree: Tree) -> dict[str, Any]:
+    return {
+        **write_gpt2_like(tree, GPT_BIGCODE_FIELDS),
+        "multi_query": common.attention(tree).kv_heads == 1,
+    }
+
+
+def gpt_bigcode_rules(tree: Tree) -> list[Rule]:
+    mixer = common.attention(tree)
+    shared = mixer.kv_heads == 1
+    stored = (1, (mixer.heads, 1, 1)) if shared else (mixer.heads, (1, 1, 1))
+    return gpt2_like_rules(
+        [
+            Split(LAYER + "attn.c_attn", common.QKV, *stored),
+            Rename(LAYER + "attn.c_proj", OURS + "attn.o"),
+            Rename(LAYER + "mlp.c_fc", OURS + "mlp.up"),
+            Rename(LAYER + "mlp.c_proj", OURS + "mlp.down"),
+        ]
+    )
+
+
+GPT_BIGCODE = Family(
+    model_type="gpt_bigcode",
+    title="StarCoder and SantaCoder",
+    architecture="GPTBigCodeForCausalLM",
+    scorer="GPTBigCodeForSequenceClassification",
+    read=read_gpt_bigcode,
+    new=write_gpt_bigcode,
+    rules=gpt_bigcode_rules,
+    fields=GPT_BIGCODE_FIELDS,
+    only={"scale_attn_weights": (True,)},
+    harmless=(
+        *HARMLESS,
+        "num_key_value_heads",  # follows from multi_query, and nobody reads it
+        "attention_softmax_in_fp32",
+        "scale_attention_softmax_in_fp32",
+        "inference_runner",
+        "max_batch_size",
+        "max_sequence_length",
+        "pad_key_length",
+        "pre_allocate_kv_cache",
+        "validate_runner_input",
+    ),
+    beside=BESIDE,
+    ignored=IGNORED,
     prefix="transformer.",
 )

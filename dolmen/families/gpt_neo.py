@@ -1,22 +1,23 @@
-"""GPT-Neo (Black et al., 2021): GPT-2 whose layers see all tokens before or a window of them, by
-turns, whose scores are not scaled, and whose q, k, v have no biases.
-
-The kinds of layers are stated twice, as patterns with a number of times (`attention_types`) and
-layer by layer (`attention_layers`).
-"""
+"""EleutherAI's GPT-Neo, GPT-NeoX and Pythia."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from dolmen.core.messages import counted
-from dolmen.families import common, gpt_like, windows
-from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation_name, knob
-from dolmen.families.gpt_like import LAYER, OURS
-from dolmen.families.rules import Rename, Rule
+from dolmen.families import common, gpt2, rope, windows
+from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation_name, expect, knob
+from dolmen.families.gpt2 import LAYER, OURS
+from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.files.schema import Int, List, Row, Text, optional
-from dolmen.model.tree import Attention, Block, Embedding, Table, Tree
+from dolmen.files.schema import Flag, Int, List, Row, Text, optional
+from dolmen.model.spec import Attention, Block, Embedding, Parallel, Rope, Sequential, Table, Tree
+
+# GPT-Neo (Black et al., 2021): GPT-2 whose layers see all tokens before or a window of them, by
+# turns, whose scores are not scaled, and whose q, k, v have no biases.
+#
+# The kinds of layers are stated twice, as patterns with a number of times (`attention_types`) and
+# layer by layer (`attention_layers`).
 
 GLOBAL, LOCAL = "global", "local"
 KINDS = List(Text((GLOBAL, LOCAL)), 1, kinds.LAYERS.high)
@@ -28,7 +29,7 @@ def _spell(config: Mapping[str, Any], wanted: Any) -> dict[str, Any]:
     return {LAYERS: wanted, TYPES: None if wanted is None else [[list(wanted), 1]]}
 
 
-FIELDS = (
+GPT_NEO_FIELDS = (
     common.vocab_size(50257),
     Field(
         "max_position_embeddings",
@@ -87,10 +88,10 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def read(config: dict[str, Any]) -> Tree:
-    heads, size = config["num_heads"], common.head_size(config, FIELDS)
+def read_gpt_neo(config: dict[str, Any]) -> Tree:
+    heads, size = config["num_heads"], common.head_size(config, GPT_NEO_FIELDS)
     mixer = Attention(heads, heads, size, o_bias=True, scale=1.0)
-    block = Block(mixer, common.plain(config, FIELDS), common.layer_norm(config))
+    block = Block(mixer, common.plain(config, GPT_NEO_FIELDS), common.layer_norm(config))
     blocks = [
         replace(
             block,
@@ -99,16 +100,18 @@ def read(config: dict[str, Any]) -> Tree:
         for kind in _kinds(config)
     ]
     table = Table(config["max_position_embeddings"])
-    return common.tree(config, FIELDS, blocks, Embedding(config["vocab_size"], positions=table))
+    return common.tree(
+        config, GPT_NEO_FIELDS, blocks, Embedding(config["vocab_size"], positions=table)
+    )
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write_gpt_neo(tree: Tree) -> dict[str, Any]:
     mlp, sizes = common.mlp(tree), windows.sizes(tree)
     each = [GLOBAL if size is None else LOCAL for size in sizes]
     length, times = len(tree.runs[0].blocks), tree.runs[0].repeat
     types = [[each[:length], times]] if len(tree.runs) == 1 else [[each, 1]]
     return {
-        **common.new(tree, FIELDS),
+        **common.write(tree, GPT_NEO_FIELDS),
         "num_heads": common.attention(tree).heads,
         TYPES: types,
         LAYERS: each,
@@ -118,9 +121,9 @@ def new(tree: Tree) -> dict[str, Any]:
     }
 
 
-def rules(tree: Tree) -> list[Rule]:
+def gpt_neo_rules(tree: Tree) -> list[Rule]:
     attention = LAYER + "attn.attention."
-    return gpt_like.rules(
+    return gpt2.gpt2_like_rules(
         [
             *(Rename(f"{attention}{part}_proj", f"{OURS}attn.{part}") for part in "qkv"),
             Rename(attention + "out_proj", OURS + "attn.o"),
@@ -131,16 +134,123 @@ def rules(tree: Tree) -> list[Rule]:
 
 
 DROPOUT = ("resid_dropout", "embed_dropout", "attention_dropout")
-FAMILY = Family(
+GPT_NEO = Family(
     model_type="gpt_neo",
+    title="GPT-Neo",
     architecture="GPTNeoForCausalLM",
     scorer="GPTNeoForSequenceClassification",
-    read=read,
-    new=new,
-    rules=rules,
-    fields=FIELDS,
-    harmless=(*gpt_like.HARMLESS, *DROPOUT[:2], "classifier_dropout"),
+    read=read_gpt_neo,
+    new=write_gpt_neo,
+    rules=gpt_neo_rules,
+    fields=GPT_NEO_FIELDS,
+    harmless=(*gpt2.HARMLESS, *DROPOUT[:2], "classifier_dropout"),
     beside={**BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
     ignored=(r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)",),
     prefix="transformer.",
+)
+
+
+# GPT-NeoX, Pythia and what was trained like them (Black et al., 2204.06745): rope over a part of
+# each head, attention and feed-forward layer side by side with a norm each, and q, k, v of each
+# head in one tensor.
+#
+# In transformers 4 a config.json said `rotary_pct` and `rotary_emb_base`; the head is stored as
+# `embed_out` by 5 too.
+
+EPS = common.eps("layer_norm_eps", 1e-5)
+GPT_NEOX_FIELDS = (
+    common.vocab_size(50432),
+    Field("hidden_size", kinds.WIDTH, 6144, "Width of the residual stream."),
+    Field("num_hidden_layers", kinds.LAYERS, 44, "Decoder blocks."),
+    Field("num_attention_heads", kinds.HEADS, 64, "Heads."),
+    Field("intermediate_size", kinds.WIDTH, 24576, "Width of the feed-forward layer."),
+    Field(
+        "hidden_act",
+        ACTIVATION,
+        "gelu",
+        "Activation of the feed-forward layer: gelu (the exact erf form), gelu_fast, silu, relu.",
+    ),
+    Field(
+        "use_parallel_residual",
+        Flag(),
+        True,
+        "Attention and feed-forward layer stand side by side, not one after the other.",
+    ),
+    Field("attention_bias", Flag(), True, "Biases on q, k, v and the attention output projection."),
+    Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),
+    *rope.fields(
+        part=0.25, outer={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    ),
+    *common.ends(EPS, tied=False),
+)
+
+
+def read_gpt_neox(config: dict[str, Any]) -> Tree:
+    heads, size = config["num_attention_heads"], common.head_size(config, GPT_NEOX_FIELDS)
+    bias = config["attention_bias"]
+    mixer = Attention(
+        heads,
+        heads,
+        size,
+        q_bias=bias,
+        k_bias=bias,
+        v_bias=bias,
+        o_bias=bias,
+        positions=rope.read(config, size),
+    )
+    arrangement = Parallel(2) if config["use_parallel_residual"] else Sequential()
+    block = Block(
+        mixer, common.plain(config, GPT_NEOX_FIELDS), common.layer_norm(config, EPS), arrangement
+    )
+    return common.tree(config, GPT_NEOX_FIELDS, [block] * config["num_hidden_layers"])
+
+
+def write_gpt_neox(tree: Tree) -> dict[str, Any]:
+    mixer, mlp = common.attention(tree), common.mlp(tree)
+    turned = expect(mixer.positions, Rope, "positions")
+    return {
+        **common.write(tree, GPT_NEOX_FIELDS),
+        "num_attention_heads": mixer.heads,
+        "intermediate_size": mlp.size,
+        "hidden_act": activation_name(mlp.activation),
+        "use_parallel_residual": tree.blocks[0].arrangement == Parallel(2),
+        "attention_bias": mixer.q_bias,
+        "rope_parameters": rope.write(turned, mixer.head_size),
+    }
+
+
+def gpt_neox_rules(tree: Tree) -> list[Rule]:
+    layer, ours = "gpt_neox.layers.{}.", "layers.{}."
+    heads = common.attention(tree).heads
+    return [
+        Rename("gpt_neox.embed_in", "embed"),
+        Rename(layer + "input_layernorm", ours + "attn_norm"),
+        Split(layer + "attention.query_key_value", common.QKV, heads, (1, 1, 1)),
+        Rename(layer + "attention.dense", ours + "attn.o"),
+        Rename(layer + "post_attention_layernorm", ours + "mlp_norm"),
+        Rename(layer + "mlp.dense_h_to_4h", ours + "mlp.up"),
+        Rename(layer + "mlp.dense_4h_to_h", ours + "mlp.down"),
+        Rename("gpt_neox.final_layer_norm", "final_norm"),
+        Rename("embed_out", "head"),
+    ]
+
+
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    title="GPT-NeoX, Pythia and what was trained like them",
+    architecture="GPTNeoXForCausalLM",
+    scorer="GPTNeoXForSequenceClassification",
+    read=read_gpt_neox,
+    new=write_gpt_neox,
+    rules=gpt_neox_rules,
+    fields=GPT_NEOX_FIELDS,
+    harmless=(
+        "hidden_dropout",
+        "classifier_dropout",
+        "hidden_dropout_prob",
+        "attention_probs_dropout_prob",
+    ),
+    beside={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    prefix="gpt_neox.",
 )

@@ -8,11 +8,11 @@ turns. The published files store them in MXFP4, which is refused as all quantise
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, experts, llama_like, windows
+from dolmen.families import common, experts, llama, windows
 from dolmen.families.family import Family, Field, expect
 from dolmen.families.rules import Bare, Each, Rename, Rule, Split, Transpose
 from dolmen.files.schema import Flag, Real
-from dolmen.model.tree import Clamped, Experts, Tree, runs_of
+from dolmen.model.spec import Clamped, Experts, Tree, runs_of
 
 WINDOW = 128
 ROPE = {
@@ -24,10 +24,10 @@ ROPE = {
     "original_max_position_embeddings": 4096,
 }
 PLAIN = {"hidden_act": "silu"}  # of what Clamped is not
-SHARED = tuple(field for field in llama_like.FIELDS if field.name not in PLAIN)
+SHARED = tuple(field for field in llama.FIELDS if field.name not in PLAIN)
 
 
-def windows_of(config: dict[str, Any]) -> list[int | None]:
+def layer_windows(config: dict[str, Any]) -> list[int | None]:
     """The window of each layer: of the first, the third and so on, where layer_types is None."""
     layers = range(config["num_hidden_layers"])
     return windows.of_types(config, [windows.FULL if i % 2 else windows.SLIDING for i in layers])
@@ -46,20 +46,20 @@ def read(config: dict[str, Any]) -> Tree:
         bias=True,
     )
     bias = config["attention_bias"]
-    tree = llama_like.read(
-        whole, mlp=lambda _: sparse, windows=windows_of(config), qkv_bias=bias, o_bias=bias
+    tree = llama.read_llama_like(
+        whole, mlp=lambda _: sparse, windows=layer_windows(config), qkv_bias=bias, o_bias=bias
     )
     blocks = [replace(b, mixer=replace(b.mixer, sinks=True)) for b in tree.blocks]
     return replace(tree, runs=runs_of(blocks))
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write(tree: Tree) -> dict[str, Any]:
     """A window that no layer has is written all the same: transformers makes masks of it."""
-    sparse, of_layers = expect(tree.blocks[0].mlp, Experts, "mlp"), windows.new_types(tree)
+    sparse, of_layers = expect(tree.blocks[0].mlp, Experts, "mlp"), windows.write_types(tree)
     clamped = expect(sparse.activation, Clamped, "activation")
     return {
-        **llama_like.new(tree, SHARED),
-        **experts.new(sparse),
+        **llama.write_llama_like(tree, SHARED),
+        **experts.write(sparse),
         **of_layers,
         "sliding_window": of_layers["sliding_window"] or WINDOW,
         "attention_bias": common.attention(tree).q_bias,
@@ -69,13 +69,13 @@ def new(tree: Tree) -> dict[str, Any]:
 
 
 def rules(tree: Tree) -> list[Rule]:
-    layer, mlp = llama_like.LAYER, "layers.{}.mlp."
+    layer, mlp = llama.LAYER, "layers.{}.mlp."
     stored, ours = f"{layer}mlp.experts.", f"{mlp}experts."
     both = Split(
         f"{stored}gate_up_proj", (f"{ours}gate", f"{ours}up"), tree.blocks[0].mlp.size, (1, 1)
     )
     return [
-        *llama_like.rules(tree),
+        *llama.llama_like_rules(tree),
         Bare(Rename(f"{layer}self_attn.sinks", "layers.{}.attn.sinks")),
         Rename(f"{layer}mlp.router", f"{mlp}router"),
         Rename(f"{layer}mlp.router", f"{mlp}router.logits"),
@@ -84,21 +84,22 @@ def rules(tree: Tree) -> list[Rule]:
     ]
 
 
-FAMILY = Family(
+GPT_OSS = Family(
     model_type="gpt_oss",
+    title="GPT-OSS 20B and 120B",
     architecture="GptOssForCausalLM",
     scorer="GptOssForSequenceClassification",
     read=read,
-    new=new,
+    new=write,
     rules=rules,
-    fields=llama_like.changed(
+    fields=llama.change_fields(
         (
             *SHARED,
             windows.SIZE,
             *experts.FIELDS,
         ),
         windows.types("every other layer slides, the first does"),
-        replace(llama_like.ATTENTION_BIAS, kind=Flag(), default=True),
+        replace(llama.ATTENTION_BIAS, kind=Flag(), default=True),
         Field(
             "swiglu_alpha", Real(0, above=True), 1.702, "Of the experts' SwiGLU: sigmoid(alpha x)."
         ),
@@ -125,6 +126,6 @@ FAMILY = Family(
     ),
     only={"mlp_bias": (False, None), "hidden_act": ("silu", None)},
     harmless=("output_router_logits", "experts_per_token", "initial_context_length"),
-    beside={**llama_like.BESIDE, **PLAIN},
-    ignored=llama_like.IGNORED,
+    beside={**llama.BESIDE, **PLAIN},
+    ignored=llama.IGNORED,
 )

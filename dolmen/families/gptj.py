@@ -1,20 +1,21 @@
-"""GPT-J (Wang and Komatsuzaki, 2021): attention and feed-forward layer side by side after one
-LayerNorm, rope over neighbours of a part of each head, biases of the feed-forward layer and of the
-head alone.
-"""
+"""GPT-J and CodeGen: parallel blocks with rope on part of each head."""
 
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, gpt_like, llama_like
+from dolmen.families import common, gpt2, llama
 from dolmen.families.family import Family, Field, expect, knob
-from dolmen.families.gpt_like import LAYER, OURS
-from dolmen.families.rules import Rename, Rule
+from dolmen.families.gpt2 import LAYER, OURS
+from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.model.tree import Attention, Block, Parallel, Rope, Tree
+from dolmen.model.spec import Attention, Block, Parallel, Rope, Tree
 
-FIELDS = llama_like.changed(
-    gpt_like.FIELDS,
+# GPT-J (Wang and Komatsuzaki, 2021): attention and feed-forward layer side by side after one
+# LayerNorm, rope over neighbours of a part of each head, biases of the feed-forward layer and of
+# the head alone.
+
+FIELDS = llama.change_fields(
+    gpt2.GPT2_LIKE_FIELDS,
     Field(
         "rotary_dim",
         kinds.WIDTH,
@@ -30,7 +31,7 @@ FIELDS = llama_like.changed(
 )
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read_gptj(config: dict[str, Any]) -> Tree:
     """Raises ValueError where rope would turn more than a head, or no pairs."""
     heads, size = config["n_head"], common.head_size(config, FIELDS)
     turned = config["rotary_dim"]
@@ -45,9 +46,9 @@ def read(config: dict[str, Any]) -> Tree:
     return replace(tree, head=replace(tree.head, bias=True))
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write_gptj(tree: Tree) -> dict[str, Any]:
     turned = expect(common.attention(tree).positions, Rope, "positions")
-    return {**gpt_like.new(tree, FIELDS), "rotary_dim": turned.size}
+    return {**gpt2.write_gpt2_like(tree, FIELDS), "rotary_dim": turned.size}
 
 
 MATRICES = (
@@ -57,22 +58,63 @@ MATRICES = (
 )
 
 
-def rules(tree: Tree) -> list[Rule]:
+def gptj_rules(tree: Tree) -> list[Rule]:
     qkv = (Rename(f"{LAYER}attn.{part}_proj", f"{OURS}attn.{part}") for part in "qkv")
-    return gpt_like.rules([*qkv, *MATRICES], first="norm")
+    return gpt2.gpt2_like_rules([*qkv, *MATRICES], first="norm")
 
 
-FAMILY = Family(
+GPTJ = Family(
     model_type="gptj",
+    title="GPT-J",
     architecture="GPTJForCausalLM",
     scorer="GPTJForSequenceClassification",
-    read=read,
-    new=new,
-    rules=rules,
+    read=read_gptj,
+    new=write_gptj,
+    rules=gptj_rules,
     fields=FIELDS,
     only={"rotary": (True,), "scale_attn_weights": (True,)},
-    harmless=gpt_like.HARMLESS,
-    beside=gpt_like.BESIDE,
-    ignored=gpt_like.IGNORED,
+    harmless=gpt2.HARMLESS,
+    beside=gpt2.BESIDE,
+    ignored=gpt2.IGNORED,
+    prefix="transformer.",
+)
+
+
+# CodeGen (Nijkamp et al., 2203.13474): GPT-J with q, k, v in one tensor, in four blocks of rows,
+# one for each of the cores that it was trained on, and in each block a quarter of the queries, of
+# the values, then of the keys.
+
+BLOCKS = 4
+PARTS = tuple(f"{OURS}attn.{part}" for part in "qvk")
+
+
+def read_codegen(config: dict[str, Any]) -> Tree:
+    """Raises ValueError for heads that do not fill the blocks."""
+    common.head_size(config, FIELDS)
+    if (heads := config["n_head"]) % BLOCKS:
+        raise ValueError(
+            f"n_head ({heads}) is not divisible by {BLOCKS}, the blocks that CodeGen stores q, k "
+            f"and v in: set {knob('n_head')}, or {knob('model_type')} to gptj"
+        )
+    return read_gptj(config)
+
+
+def codegen_rules(tree: Tree) -> list[Rule]:
+    qkv = Split(LAYER + "attn.qkv_proj", PARTS, BLOCKS, (1, 1, 1))
+    return gpt2.gpt2_like_rules([qkv, *MATRICES], first="norm")
+
+
+CODEGEN = Family(
+    model_type="codegen",
+    title="CodeGen",
+    architecture="CodeGenForCausalLM",
+    read=read_codegen,
+    new=write_gptj,
+    rules=codegen_rules,
+    fields=FIELDS,
+    only=GPTJ.only,
+    harmless=gpt2.HARMLESS,
+    beside=gpt2.BESIDE,
+    ignored=(*gpt2.IGNORED, r"transformer\.h\.\d+\.attn\.causal_mask"),
     prefix="transformer.",
 )

@@ -5,16 +5,16 @@ embedding and what its layers add is multiplied by, the scale of scores, what lo
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, llama, llama_like, windows
+from dolmen.families import common, llama, windows
 from dolmen.families.family import Family, Field, expect
 from dolmen.files.schema import Real
-from dolmen.model.tree import Sequential, Tree
+from dolmen.model.spec import Sequential, Tree
 
 
 def read(config: dict[str, Any]) -> Tree:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
     bias, mlp_bias = bool(config["attention_bias"]), bool(config["mlp_bias"])
-    tree = llama_like.read(config, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    tree = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
     scale = float(config["attention_multiplier"])
     own = None if scale == common.attention(tree).head_size ** -0.5 else scale
     added = Sequential(branch_scale=float(config["residual_multiplier"]))
@@ -28,11 +28,11 @@ def read(config: dict[str, Any]) -> Tree:
     )
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write(tree: Tree) -> dict[str, Any]:
     mixer = common.attention(tree)
     arrangement = expect(tree.blocks[0].arrangement, Sequential, "arrangement")
     return {
-        **llama.new(tree),
+        **llama.write_llama(tree),
         "embedding_multiplier": tree.embedding.scale,
         "attention_multiplier": mixer.head_size**-0.5 if mixer.scale is None else mixer.scale,
         "residual_multiplier": arrangement.branch_scale,
@@ -43,20 +43,21 @@ def new(tree: Tree) -> dict[str, Any]:
 
 POSITIVE = Real(0, above=True)
 
-FAMILY = Family(
+GRANITE = Family(
     model_type="granite",
+    title="Granite 3",
     architecture="GraniteForCausalLM",
     read=read,
-    new=new,
-    rules=llama_like.rules,
+    new=write,
+    rules=llama.llama_like_rules,
     fields=(
-        *llama.FAMILY.fields,
+        *llama.LLAMA.fields,
         Field("embedding_multiplier", POSITIVE, 1.0, "What embeddings are multiplied by."),
         Field("attention_multiplier", POSITIVE, 1.0, "What products of queries and keys are."),
         Field("residual_multiplier", POSITIVE, 1.0, "What the results of layers are."),
         Field("logits_scaling", POSITIVE, 1.0, "What logits are divided by."),
     ),
     only=windows.NONE,
-    beside=llama_like.BESIDE,
-    ignored=llama_like.IGNORED,
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
 )

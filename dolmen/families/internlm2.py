@@ -4,27 +4,27 @@ head first its queries, then k, then v.
 
 from typing import Any
 
-from dolmen.families import common, llama_like, windows
+from dolmen.families import common, llama, windows
 from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files.schema import Flag
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 BIAS = Field("bias", Flag(), False, "Biases on q, k, v and on the attention output projection.")
-FIELDS = llama_like.without(llama_like.FIELDS, "head_dim")
+FIELDS = llama.drop_fields(llama.FIELDS, "head_dim")
 
 
 def read(config: dict[str, Any]) -> Tree:
     bias = config["bias"]
-    return llama_like.read({**config, "head_dim": None}, qkv_bias=bias, o_bias=bias)
+    return llama.read_llama_like({**config, "head_dim": None}, qkv_bias=bias, o_bias=bias)
 
 
-def new(tree: Tree) -> dict[str, Any]:
-    return {**llama_like.new(tree, FIELDS), "bias": common.attention(tree).q_bias}
+def write(tree: Tree) -> dict[str, Any]:
+    return {**llama.write_llama_like(tree, FIELDS), "bias": common.attention(tree).q_bias}
 
 
 def rules(tree: Tree) -> list[Rule]:
-    mixer, layer, ours = common.attention(tree), llama_like.LAYER, "layers.{}."
+    mixer, layer, ours = common.attention(tree), llama.LAYER, "layers.{}."
     group = mixer.heads // mixer.kv_heads
     names = {
         "attention.wo": "attn.o",
@@ -39,21 +39,22 @@ def rules(tree: Tree) -> list[Rule]:
         Rename("output", "head"),
     ]
     norms = {"attention_norm": "attn_norm", "ffn_norm": "mlp_norm"}
-    return llama_like.rules(tree, norms, instead=own)
+    return llama.llama_like_rules(tree, norms, instead=own)
 
 
-FAMILY = Family(
+INTERNLM2 = Family(
     model_type="internlm2",
+    title="InternLM 2",
     architecture="InternLM2ForCausalLM",
     native=False,
     read=read,
-    new=new,
+    new=write,
     rules=rules,
-    fields=llama_like.changed(FIELDS, BIAS, vocab_size=103168),
-    only={**windows.NONE, **llama_like.NO_BIAS},
+    fields=llama.change_fields(FIELDS, BIAS, vocab_size=103168),
+    only={**windows.NONE, **llama.NO_BIAS},
     # attn_implementation says how its own code computes the same
     harmless=("attn_implementation",),
-    beside=llama_like.BESIDE,
+    beside=llama.BESIDE,
     ignored=(r"model\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),
     code=(
         "configuration_internlm2",

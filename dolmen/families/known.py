@@ -1,4 +1,4 @@
-"""The families that there are: every file of this folder that declares a FAMILY."""
+"""The registry of families: every `Family` that a module of this package defines."""
 
 import pkgutil
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ HERE = Path(__file__).parent
 
 @cache
 def families() -> dict[str, Family]:
-    """Name -> family."""
-    files = [
+    """Return every family by its name, sorted: all `Family` values of this package's modules."""
+    modules = [
         import_module(f"dolmen.families.{file.name}") for file in pkgutil.iter_modules([str(HERE)])
     ]
-    found = [vars(file)["FAMILY"] for file in files if "FAMILY" in vars(file)]
-    return {family.name: family for family in found}
+    every = {v.name: v for module in modules for v in vars(module).values() if type(v) is Family}
+    return {name: every[name] for name in sorted(every, key=lambda name: name.replace("-", "_"))}
 
 
 def find(name: Any) -> Family:

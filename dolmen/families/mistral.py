@@ -1,37 +1,84 @@
-"""Mistral 7B, Nemo, Small (Jiang et al., 2310.06825): Llama without biases, with one sliding window
-for all layers.
-"""
+"""Mistral and Mixtral: Llama with a sliding window, Mixtral with experts."""
 
 from typing import Any
 
-from dolmen.families import llama_like, windows
-from dolmen.families.family import Family
-from dolmen.model.tree import Tree
+from dolmen.families import experts, llama, windows
+from dolmen.families.family import Family, expect
+from dolmen.families.rules import Rule
+from dolmen.model.spec import Experts, Tree
+
+# Mistral 7B, Nemo, Small (Jiang et al., 2310.06825): Llama without biases, with one sliding window
+# for all layers.
 
 
-def read(config: dict[str, Any]) -> Tree:
-    return llama_like.read(config, windows=windows.of_all(config))
+def read_mistral(config: dict[str, Any]) -> Tree:
+    return llama.read_llama_like(config, windows=windows.of_all(config))
 
 
-def new(tree: Tree) -> dict[str, Any]:
-    return {**llama_like.new(tree), **windows.new(tree)}
+def write_mistral(tree: Tree) -> dict[str, Any]:
+    return {**llama.write_llama_like(tree), **windows.write(tree)}
 
 
-FAMILY = Family(
+MISTRAL = Family(
     model_type="mistral",
+    title="Mistral 7B, Nemo, Small",
     architecture="MistralForCausalLM",
     scorer="MistralForSequenceClassification",
-    read=read,
-    new=new,
-    rules=llama_like.rules,
-    fields=llama_like.changed(
-        (*llama_like.FIELDS, windows.SIZE),
+    read=read_mistral,
+    new=write_mistral,
+    rules=llama.llama_like_rules,
+    fields=llama.change_fields(
+        (*llama.FIELDS, windows.SIZE),
         intermediate_size=14336,
         num_key_value_heads=8,
         max_position_embeddings=131072,
         sliding_window=4096,
     ),
-    only={**llama_like.NO_BIAS, **windows.NO_TYPES},
-    beside=llama_like.BESIDE,
-    ignored=llama_like.IGNORED,
+    only={**llama.NO_BIAS, **windows.NO_TYPES},
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
+)
+
+
+# Mixtral 8x7B and 8x22B (2401.04088): Mistral whose every feed-forward layer is experts, weights
+# of the chosen ones normalised.
+
+
+def read_mixtral(config: dict[str, Any]) -> Tree:
+    """`intermediate_size` is an expert's width."""
+    layer = experts.read(config, config["intermediate_size"], normalise=True)
+    return llama.read_llama_like(config, mlp=lambda _: layer, windows=windows.of_all(config))
+
+
+def write_mixtral(tree: Tree) -> dict[str, Any]:
+    layer = expect(tree.blocks[0].mlp, Experts, "mlp")
+    return {**llama.write_llama_like(tree), **experts.write(layer), **windows.write(tree)}
+
+
+def mixtral_rules(tree: Tree) -> list[Rule]:
+    names = {"w1": "gate", "w3": "up", "w2": "down"}
+    module = f"{llama.LAYER}block_sparse_moe"
+    return [*llama.llama_like_rules(tree), *experts.rules(tree, module, names)]
+
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    title="Mixtral 8x7B and 8x22B",
+    architecture="MixtralForCausalLM",
+    scorer="MixtralForSequenceClassification",
+    read=read_mixtral,
+    new=write_mixtral,
+    rules=mixtral_rules,
+    fields=llama.change_fields(
+        (*llama.FIELDS, windows.SIZE, *experts.FIELDS),
+        intermediate_size=14336,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=1000000.0,
+    ),
+    only={**llama.NO_BIAS, **windows.NO_TYPES, "router_jitter_noise": (0.0, None)},
+    harmless=("output_router_logits",),
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
 )

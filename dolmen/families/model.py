@@ -5,6 +5,11 @@ knows into a tree. What changes it changes fields of the mapping, in the spellin
     new(tree, "mistral")             a config.json that says this tree, checked by reading it back
     changed(model, {"n_embd": 64})   the same config.json with other fields
     edit(model, vocab_size=50304)    the same, for what any family has
+
+
+A config.json that ends in one number in the place of logits, a reward or a value: it names the
+class of transformers that does (...ForSequenceClassification), and one label.
+
 """
 
 from collections.abc import Mapping
@@ -15,20 +20,79 @@ from typing import Any
 
 from dolmen.core.config import Plain
 from dolmen.core.messages import shown
-from dolmen.families import known, scorer
+from dolmen.families import known
 from dolmen.families.differences import differences
-from dolmen.families.family import ONLY, RESERVED, Family, knob
-from dolmen.families.names import (
-    nested,
-    own_names,
-    refuse_two,
-    spelled,
-    with_defaults,
-    with_numbers,
+from dolmen.families.family import (
+    ONLY,
+    RESERVED,
+    Family,
+    canonical_names,
+    check_one_spelling,
+    fill_defaults,
+    knob,
+    nest_own_fields,
+    parse_numbers,
+    spell_field,
 )
 from dolmen.files import kinds
 from dolmen.files.schema import List, Map, Mismatch, Object, check_value, either, optional
-from dolmen.model.tree import Scalar, Tree
+from dolmen.model.spec import Scalar, Tree
+
+ENDING = "ForSequenceClassification"
+LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+"""As transformers writes one."""
+TRANSFORMERS = 2  # labels, where a config.json states none
+
+
+def has_scalar_head(config: Mapping[str, Any], family: Family) -> bool:
+    """Whether a config.json is of a model that ends in one number. Raises ValueError for a
+    classifier of several labels, and of a family that has another or none.
+    """
+    named = config.get("architectures") or []
+    if not (isinstance(named, list) and any(str(name).endswith(ENDING) for name in named)):
+        return False
+    check_scorer(family)
+    if named != [family.scorer]:
+        raise ValueError(
+            f"architectures is {shown(named)}: {family.name} ends in one number as "
+            f"{family.scorer} alone"
+        )
+    labels = config.get("id2label")
+    count = config.get("num_labels", TRANSFORMERS) if labels is None else len(labels)
+    if count != 1:
+        raise ValueError(
+            f"num_labels is {shown(count)}: dolmen reads classifiers of one label, which are "
+            "reward models"
+        )
+    return True
+
+
+def check_scorer(family: Family) -> None:
+    """Raises ValueError where transformers has no such class of the family."""
+    if family.scorer is None:
+        raise ValueError(
+            f"transformers has no {family.name} that ends in one number and has no bias there: "
+            "choose a model of another family, such as llama, qwen2 or gpt2"
+        )
+
+
+def scorer_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The config.json of the same model with one number in the place of logits. Raises as
+    `check`.
+    """
+    check_scorer(family)
+    return {
+        **{name: value for name, value in config.items() if name != "num_labels"},
+        "architectures": [family.scorer],
+        **LABELS,
+    }
+
+
+def lm_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The inverse: the same model with logits."""
+    kept = {name: value for name, value in config.items() if name not in LABELS}
+    return {**kept, "architectures": [family.architecture]}
+
 
 CARRIED = (*kinds.SPECIAL_TOKENS, "dtype")  # to another family
 TUNED = ("initializer_range", "router_aux_loss_coef")  # by training or its start alone
@@ -71,13 +135,13 @@ class Model(Plain):
         except Mismatch as error:
             raise ValueError(str(error)) from None
         self._refuse()
-        tree = bounded(family.read(with_defaults(family, self.config)))
-        return replace(tree, head=Scalar()) if scorer.scores(self.config, family) else tree
+        tree = bounded(family.read(fill_defaults(family, self.config)))
+        return replace(tree, head=Scalar()) if has_scalar_head(self.config, family) else tree
 
     def _refuse(self) -> None:
         config, family = self.config, self.family
         for field in family.fields:
-            refuse_two(field, config)
+            check_one_spelling(field, config)
         if _code(config.get("auto_map") or {}) - {*family.code}:
             raise ValueError(
                 f"auto_map is {shown(config['auto_map'])}: dolmen runs no code from a model folder "
@@ -89,7 +153,7 @@ class Model(Plain):
                 "unquantised weights only; transformers can save them so (load with "
                 "dequantize=True in the quantization_config, where the method has it)"
             )
-        given, read = own_names(family, config), {field.name for field in family.fields}
+        given, read = canonical_names(family, config), {field.name for field in family.fields}
         for name, allowed in {**ONLY, **family.only}.items():
             if name not in read and name in given and given[name] not in allowed:
                 raise ValueError(
@@ -113,7 +177,7 @@ class Model(Plain):
         if not isinstance(value, dict):
             raise ValueError(f"it must be a config.json, a mapping, not {shown(value)}")
         family = known.of(value)
-        return cls(with_numbers(deepcopy(value), schema(family)))
+        return cls(parse_numbers(deepcopy(value), schema(family)))
 
 
 def bounded(tree: Tree) -> Tree:
@@ -143,7 +207,7 @@ def explicit(model: Model) -> dict[str, Any]:
     """Every field that the family reads, none absent and none left to follow from others, under its
     own name and in the spelling of transformers 5.
     """
-    said, found = with_defaults(model.family, model.config), model.family.new(model.tree)
+    said, found = fill_defaults(model.family, model.config), model.family.new(model.tree)
     for one in model.family.fields:
         if one.ours and one.inside:  # it says more than the tree is made of
             found[one.name] = {**(said[one.name] or {}), **(found.get(one.name) or {})} or None
@@ -158,8 +222,8 @@ def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -
     try:
         own = {"model_type": family.model_type, **family.marks, **family.new(tree)}
         if isinstance(tree.head, Scalar):
-            own = scorer.scored(own, family)
-        model = completed(Model(nested(family, {**own, **deepcopy(dict(carried or {}))})))
+            own = scorer_config(own, family)
+        model = completed(Model(nest_own_fields(family, {**own, **deepcopy(dict(carried or {}))})))
         if found := differences(tree, model.tree):
             raise ValueError(
                 "; ".join(f"{n} = {a} (it would read back as {b})" for n, a, b in found)
@@ -199,7 +263,7 @@ def moved(model: Model, model_type: str) -> Model:
 def taken(model: Model) -> dict[str, Any]:
     """What its config.json leaves open and what it is taken for, by names under RESERVED."""
     family = model.family
-    return {} if family.taken is None else family.taken(with_defaults(family, model.config))
+    return {} if family.taken is None else family.taken(fill_defaults(family, model.config))
 
 
 def changed(model: Model, fields: Mapping[str, Any]) -> Model:
@@ -220,7 +284,7 @@ def changed(model: Model, fields: Mapping[str, Any]) -> Model:
     if whole and (open_before := taken(model)):
         config[RESERVED] = {**config.get(RESERVED, {}), **open_before}
     for name, value in whole.items():
-        config |= spelled(known_fields[name], config, deepcopy(value))
+        config |= spell_field(known_fields[name], config, deepcopy(value))
     return Model(config)
 
 
@@ -270,13 +334,13 @@ def scored(model: Model) -> Model:
     for a family of which transformers has none.
     """
     ends = isinstance(model.tree.head, Scalar)
-    return model if ends else Model(scorer.scored(model.config, model.family))
+    return model if ends else Model(scorer_config(model.config, model.family))
 
 
 def unscored(model: Model) -> Model:
     """The same with logits."""
     ends = isinstance(model.tree.head, Scalar)
-    return Model(scorer.unscored(model.config, model.family)) if ends else model
+    return Model(lm_config(model.config, model.family)) if ends else model
 
 
 def _rows_before(model: Model) -> int:

@@ -16,7 +16,7 @@ from dolmen.families.family import BESIDE, Family, Field, mapping
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Anything, Real, optional
-from dolmen.model.tree import Alibi, Attention, Block, Mlp, Tree
+from dolmen.model.spec import Alibi, Attention, Block, Mlp, Tree
 
 
 def _spell(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,10 +100,10 @@ def read(config: dict[str, Any]) -> Tree:
     return common.tree(config, FIELDS, [Block(mixer, mlp, norm)] * config["n_layers"])
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write(tree: Tree) -> dict[str, Any]:
     mixer = common.attention(tree)
     return {
-        **common.new(tree, FIELDS),
+        **common.write(tree, FIELDS),
         "n_heads": mixer.heads,
         "expansion_ratio": _ratio(common.mlp(tree).size, tree.hidden_size),
         "attn_config": {"clip_qkv": mixer.clip, "softmax_scale": mixer.scale},
@@ -133,12 +133,13 @@ def rules(tree: Tree) -> list[Rule]:
 
 
 DROPOUT = ("resid_pdrop", "emb_pdrop")
-FAMILY = Family(
+MPT = Family(
     model_type="mpt",
+    title="MPT",
     architecture="MptForCausalLM",
     scorer="MptForSequenceClassification",
     read=read,
-    new=new,
+    new=write,
     rules=rules,
     fields=FIELDS,
     only={

@@ -1,14 +1,17 @@
-"""OLMo (2402.00838): Llama with LayerNorms that have no parameters and an epsilon that no field
-says; queries, keys and values may be clipped.
-"""
+"""OLMo, OLMo 2 and OLMoE."""
 
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, llama_like, windows
-from dolmen.families.family import Family, Field
-from dolmen.files.schema import Real, optional
-from dolmen.model.tree import Norm, Tree
+from dolmen.families import common, experts, llama, windows
+from dolmen.families.family import Family, Field, expect
+from dolmen.families.rules import Rule
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, Real, optional
+from dolmen.model.spec import Experts, Norm, Sequential, Tree
+
+# OLMo (2402.00838): Llama with LayerNorms that have no parameters and an epsilon that no field
+# says; queries, keys and values may be clipped.
 
 NORM = Norm("layernorm", 1e-5, affine=False)
 CLIP = Field(
@@ -19,43 +22,159 @@ CLIP = Field(
 )
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read_olmo(config: dict[str, Any]) -> Tree:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
     bias = bool(config["attention_bias"])
-    return clipped(config, llama_like.read(config, norm=NORM, qkv_bias=bias, o_bias=bias))
+    return clip_qkv(config, llama.read_llama_like(config, norm=NORM, qkv_bias=bias, o_bias=bias))
 
 
-def clipped(config: dict[str, Any], tree: Tree) -> Tree:
+def clip_qkv(config: dict[str, Any], tree: Tree) -> Tree:
     """The same as CLIP says."""
     clip = None if config[CLIP.name] is None else float(config[CLIP.name])
     return common.each_block(tree, lambda b: replace(b, mixer=replace(b.mixer, clip=clip)))
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write_olmo(tree: Tree) -> dict[str, Any]:
     mixer = common.attention(tree)
     return {
-        **llama_like.new(tree, FIELDS),
+        **llama.write_llama_like(tree, FIELDS),
         "attention_bias": mixer.q_bias,
         CLIP.name: mixer.clip,
     }
 
 
-FIELDS = llama_like.fields_with(None)
+FIELDS = llama.fields_with(None)
 
-FAMILY = Family(
+OLMO = Family(
     model_type="olmo",
+    title="OLMo",
     architecture="OlmoForCausalLM",
     scorer="OlmoForSequenceClassification",
-    read=read,
-    new=new,
-    rules=llama_like.rules,
-    fields=llama_like.changed(
+    read=read_olmo,
+    new=write_olmo,
+    rules=llama.llama_like_rules,
+    fields=llama.change_fields(
         FIELDS,
-        llama_like.ATTENTION_BIAS,
+        llama.ATTENTION_BIAS,
         CLIP,
         vocab_size=50304,
     ),
     only={**windows.NONE, "mlp_bias": (False, None)},
-    beside=llama_like.BESIDE,
-    ignored=llama_like.IGNORED,
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
+)
+
+
+# OLMo 2 (2501.00656): Llama with norms after its layers, not before, and one norm of all queries
+# of a token and one of all its keys.
+
+NORMS = {
+    "post_attention_layernorm": "attn_post_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
+
+
+def read_olmo2(config: dict[str, Any]) -> Tree:
+    """`attention_bias` puts biases on q, k, v and on the output projection."""
+    bias = bool(config["attention_bias"])
+    tree = llama.read_llama_like(
+        config, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_of="width"
+    )
+    return common.each_block(tree, lambda block: replace(block, arrangement=Sequential("output")))
+
+
+def write_olmo2(tree: Tree) -> dict[str, Any]:
+    return {**llama.write_llama_like(tree), "attention_bias": common.attention(tree).q_bias}
+
+
+def olmo2_rules(tree: Tree) -> list[Rule]:
+    return llama.llama_like_rules(tree, NORMS)
+
+
+OLMO2 = Family(
+    model_type="olmo2",
+    title="OLMo 2",
+    architecture="Olmo2ForCausalLM",
+    scorer="Olmo2ForSequenceClassification",
+    read=read_olmo2,
+    new=write_olmo2,
+    rules=olmo2_rules,
+    fields=llama.change_fields(
+        llama.FIELDS, llama.ATTENTION_BIAS, vocab_size=50304, rms_norm_eps=1e-5
+    ),
+    only={**windows.NONE, "mlp_bias": (False, None), "clip_qkv": (None,)},
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
+)
+
+
+# OLMoE (2409.02060): OLMo 2's norms of queries and keys in Llama's blocks, whose feed-forward
+# layers are many small experts; queries, keys and values may be clipped.
+
+NUMBER = "num_experts"
+
+
+def read_olmoe(config: dict[str, Any]) -> Tree:
+    """`intermediate_size` is an expert's width; `attention_bias` puts biases on q, k, v and on the
+    output projection.
+    """
+    size, bias = config["intermediate_size"], bool(config["attention_bias"])
+    sparse = experts.read(config, size, config["norm_topk_prob"], NUMBER)
+    tree = llama.read_llama_like(
+        config,
+        mlp=lambda _: sparse,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        qk_norm_of="width",
+    )
+    return clip_qkv(config, tree)
+
+
+def write_olmoe(tree: Tree) -> dict[str, Any]:
+    layer, mixer = expect(tree.blocks[0].mlp, Experts, "mlp"), common.attention(tree)
+    return {
+        **llama.write_llama_like(tree),
+        **experts.write(layer, NUMBER),
+        "norm_topk_prob": layer.router.normalise,
+        "attention_bias": mixer.q_bias,
+        CLIP.name: mixer.clip,
+    }
+
+
+def olmoe_rules(tree: Tree) -> list[Rule]:
+    module = f"{llama.LAYER}mlp"
+    return [*llama.llama_like_rules(tree), *experts.rules(tree, module, llama.MLP_NAMES)]
+
+
+OLMOE = Family(
+    model_type="olmoe",
+    title="OLMoE",
+    architecture="OlmoeForCausalLM",
+    read=read_olmoe,
+    new=write_olmoe,
+    rules=olmoe_rules,
+    fields=llama.change_fields(
+        (
+            *llama.FIELDS,
+            Field(NUMBER, kinds.EXPERTS, 64, experts.NUMBER, ("num_local_experts",)),
+            *experts.FIELDS[1:],
+        ),
+        llama.ATTENTION_BIAS,
+        CLIP,
+        Field("norm_topk_prob", Flag(), False, experts.NORMALISED),
+        vocab_size=50304,
+        hidden_size=2048,
+        intermediate_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        num_experts_per_tok=8,
+        router_aux_loss_coef=0.01,
+    ),
+    only={**windows.NONE, "mlp_bias": (False, None)},
+    harmless=("output_router_logits",),
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
 )

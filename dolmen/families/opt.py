@@ -13,7 +13,7 @@ from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, optional
-from dolmen.model.tree import Attention, Block, Embedding, Norm, Sequential, Table, Tree
+from dolmen.model.spec import Attention, Block, Embedding, Norm, Sequential, Table, Tree
 
 OFFSET = 2  # rows of the table before that of position 0
 FIELDS = (
@@ -90,10 +90,10 @@ def read(config: dict[str, Any]) -> Tree:
     return tree if last else replace(tree, final_norm=None)
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write(tree: Tree) -> dict[str, Any]:
     mlp, before = common.mlp(tree), tree.blocks[0].arrangement == Sequential()
     return {
-        **common.new(tree, FIELDS),
+        **common.write(tree, FIELDS),
         "word_embed_proj_dim": tree.width,
         "num_attention_heads": common.attention(tree).heads,
         "ffn_dim": mlp.size,
@@ -123,12 +123,13 @@ def rules(tree: Tree) -> list[Rule]:
     ]
 
 
-FAMILY = Family(
+OPT = Family(
     model_type="opt",
+    title="OPT and Galactica",
     architecture="OPTForCausalLM",
     scorer="OPTForSequenceClassification",
     read=read,
-    new=new,
+    new=write,
     rules=rules,
     fields=FIELDS,
     only={

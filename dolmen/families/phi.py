@@ -1,26 +1,27 @@
-"""Phi-1, 1.5 and 2 (2306.11644, 2309.05463): attention and a plain feed-forward layer side by side
-after one LayerNorm, rope over a part of each head, biases everywhere, that of the head too.
-"""
+"""Phi-1, 1.5 and 2, and the Llama-like Phi-3, 3.5 and 4."""
 
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, llama_like, rope, windows
-from dolmen.families.family import Family, Field, activation
-from dolmen.families.rules import Rename, Rule
+from dolmen.families import common, llama, rope, windows
+from dolmen.families.family import Family, Field, activation, expect
+from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files.schema import Flag
-from dolmen.model.tree import Mlp, Norm, Parallel, Tree
+from dolmen.model.spec import LongRope, Mlp, Norm, Parallel, Rope, Tree
+
+# Phi-1, 1.5 and 2 (2306.11644, 2309.05463): attention and a plain feed-forward layer side by side
+# after one LayerNorm, rope over a part of each head, biases everywhere, that of the head too.
 
 EPS = "layer_norm_eps"
-FIELDS = llama_like.without(
-    llama_like.fields_with(common.eps(EPS, 1e-5), rope.fields(part=0.5)), "head_dim"
+PHI_FIELDS = llama.drop_fields(
+    llama.fields_with(common.eps(EPS, 1e-5), rope.fields(part=0.5)), "head_dim"
 )
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read_phi(config: dict[str, Any]) -> Tree:
     norm = Norm("layernorm", float(config[EPS]), bias=True)
     plain = Mlp(config["intermediate_size"], False, activation(config, "hidden_act"), bias=True)
-    tree = llama_like.read(
+    tree = llama.read_llama_like(
         {**config, "head_dim": None},
         mlp=lambda layer: plain,
         norm=norm,
@@ -32,14 +33,14 @@ def read(config: dict[str, Any]) -> Tree:
     return replace(tree, head=replace(tree.head, bias=True))
 
 
-def new(tree: Tree) -> dict[str, Any]:
-    fields = llama_like.new(tree, FIELDS)
+def write_phi(tree: Tree) -> dict[str, Any]:
+    fields = llama.write_llama_like(tree, PHI_FIELDS)
     if fields["hidden_act"] == "gelu_pytorch_tanh":
         fields["hidden_act"] = "gelu_new"
     return {**fields, "qk_layernorm": common.attention(tree).qk_norm is not None}
 
 
-def rules(tree: Tree) -> list[Rule]:
+def phi_rules(tree: Tree) -> list[Rule]:
     names = {
         "self_attn.dense": "attn.o",
         "self_attn.q_layernorm": "attn.q_norm",
@@ -47,20 +48,21 @@ def rules(tree: Tree) -> list[Rule]:
         "mlp.fc1": "mlp.up",
         "mlp.fc2": "mlp.down",
     }
-    own = [Rename(llama_like.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
+    own = [Rename(llama.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
     own.append(Rename("model.final_layernorm", "final_norm"))
-    return llama_like.rules(tree, {"input_layernorm": "norm"}, instead=own)
+    return llama.llama_like_rules(tree, {"input_layernorm": "norm"}, instead=own)
 
 
-FAMILY = Family(
+PHI = Family(
     model_type="phi",
+    title="Phi-1, 1.5 and 2",
     architecture="PhiForCausalLM",
     scorer="PhiForSequenceClassification",
-    read=read,
-    new=new,
-    rules=rules,
-    fields=llama_like.changed(
-        FIELDS,
+    read=read_phi,
+    new=write_phi,
+    rules=phi_rules,
+    fields=llama.change_fields(
+        PHI_FIELDS,
         Field("qk_layernorm", Flag(), False, "A LayerNorm of every query and key head."),
         vocab_size=51200,
         hidden_size=2048,
@@ -68,8 +70,73 @@ FAMILY = Family(
         num_hidden_layers=24,
         hidden_act="gelu_new",
     ),
-    only={**windows.NONE, **llama_like.NO_BIAS},
+    only={**windows.NONE, **llama.NO_BIAS},
     harmless=("resid_pdrop", "embd_pdrop"),
-    beside={**llama_like.BESIDE, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
-    ignored=llama_like.IGNORED,
+    beside={**llama.BESIDE, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    ignored=llama.IGNORED,
+)
+
+
+# Phi-3, Phi-3.5 and Phi-4 (2404.14219, 2412.08905): Llama with q, k, v in one tensor and gate and
+# up in another, a window in some, and in some rope over a part of each head.
+
+PHI3_FIELDS = (
+    *llama.fields_with(turned=rope.fields(part=1.0)),
+    windows.SIZE,
+)
+
+
+def read_phi3(config: dict[str, Any]) -> Tree:
+    """Raises ValueError for a type of rope that transformers refuses too."""
+    tree = llama.read_llama_like(config, windows=windows.of_all(config))
+    scaling = expect(common.attention(tree).positions, Rope, "positions").scaling
+    if scaling is not None and not isinstance(scaling, LongRope):
+        raise ValueError(f"rope is scaled by {scaling}: phi3 has rope_type default and longrope")
+    return tree
+
+
+def write_phi3(tree: Tree) -> dict[str, Any]:
+    return {**llama.write_llama_like(tree, PHI3_FIELDS), **windows.write(tree)}
+
+
+def phi3_rules(tree: Tree) -> list[Rule]:
+    mixer, layer = common.attention(tree), llama.LAYER
+    counts = (mixer.heads, mixer.kv_heads, mixer.kv_heads)
+    both = tuple(f"layers.{{}}.mlp.{name}" for name in ("gate", "up"))
+    fused = [
+        Split(f"{layer}self_attn.qkv_proj", common.QKV, 1, counts),
+        Split(f"{layer}mlp.gate_up_proj", both, 1, (1, 1)),
+    ]
+    return llama.llama_like_rules(tree, instead=fused)
+
+
+PHI3 = Family(
+    model_type="phi3",
+    title="Phi-3, Phi-3.5 and Phi-4",
+    architecture="Phi3ForCausalLM",
+    scorer="Phi3ForSequenceClassification",
+    read=read_phi3,
+    new=write_phi3,
+    rules=phi3_rules,
+    fields=llama.change_fields(
+        PHI3_FIELDS,
+        vocab_size=32064,
+        hidden_size=3072,
+        intermediate_size=8192,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=4096,
+    ),
+    only={
+        **windows.NO_TYPES,
+        **llama.NO_BIAS,
+        # stated by Phi-4-mini, for code of its own
+        "lm_head_bias": (False, None),
+        "full_attn_mod": (1, None),
+        "interpolate_factor": (1, None),
+    },
+    harmless=("embd_pdrop", "resid_pdrop"),
+    beside={**llama.BESIDE, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    ignored=llama.IGNORED,
+    code=("configuration_phi3", "modeling_phi3"),
 )

@@ -12,7 +12,7 @@ from dolmen.families.family import BESIDE, Family, Field, expect
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Real
-from dolmen.model.tree import Attention, Block, Evaluated, Mlp, Norm, Rope, Tree
+from dolmen.model.spec import Attention, Block, Evaluated, Mlp, Norm, Rope, Tree
 
 FIELDS = (
     common.vocab_size(151936),
@@ -96,13 +96,13 @@ def read(config: dict[str, Any]) -> Tree:
     return common.tree(config, FIELDS, [block] * config["num_hidden_layers"])
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write(tree: Tree) -> dict[str, Any]:
     mixer, mlp = common.attention(tree), common.mlp(tree)
     turned = expect(mixer.positions, Rope, "positions")
     none = Evaluated(tree.max_position_embeddings, ntk=False, log_n=False)
     longer = none if turned.scaling is None else expect(turned.scaling, Evaluated, "rope scaling")
     return {
-        **common.new(tree, FIELDS),
+        **common.write(tree, FIELDS),
         "intermediate_size": 2 * mlp.size,
         "num_attention_heads": mixer.heads,
         "kv_channels": mixer.head_size,
@@ -130,12 +130,13 @@ def rules(tree: Tree) -> list[Rule]:
     ]
 
 
-FAMILY = Family(
+QWEN = Family(
     model_type="qwen",
+    title="Qwen, the first",
     architecture="QWenLMHeadModel",
     native=False,
     read=read,
-    new=new,
+    new=write,
     rules=rules,
     fields=FIELDS,
     only={

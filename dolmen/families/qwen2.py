@@ -1,19 +1,22 @@
-"""Qwen2 and Qwen2.5 (2407.10671): Llama with biases on q, k, v and a sliding window on some layers.
+"""Qwen2 and Qwen3, dense and with experts."""
 
-Which layers slide is `layer_types`, or, in older files, those from `max_window_layers` on, if
-`use_sliding_window`.
-"""
-
+from dataclasses import replace
 from typing import Any
 
-from dolmen.families import llama_like, windows
-from dolmen.families.family import Family, Field
+from dolmen.families import common, experts, llama, windows
+from dolmen.families.family import Family, Field, expect
+from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Int
-from dolmen.model.tree import Tree
+from dolmen.files.schema import Flag, Int
+from dolmen.model.spec import Experts, Mlp, Tree
 
-FIELDS = llama_like.changed(
-    (*llama_like.FIELDS, windows.SIZE),
+# Qwen2 and Qwen2.5 (2407.10671): Llama with biases on q, k, v and a sliding window on some layers.
+#
+# Which layers slide is `layer_types`, or, in older files, those from `max_window_layers` on, if
+# `use_sliding_window`.
+
+FIELDS = llama.change_fields(
+    (*llama.FIELDS, windows.SIZE),
     windows.USED,
     Field(
         "max_window_layers",
@@ -30,7 +33,7 @@ FIELDS = llama_like.changed(
 )
 
 
-def windows_of(config: dict[str, Any]) -> list[int | None]:
+def qwen2_windows(config: dict[str, Any]) -> list[int | None]:
     """The window of each layer. Raises ValueError naming the field that does not fit."""
     used, first = config["use_sliding_window"], config["max_window_layers"]
     slides = used and config["sliding_window"] is not None
@@ -45,29 +48,247 @@ def new_windows(tree: Tree) -> dict[str, Any]:
     """The fields that say the window of each layer."""
     slides = [size is not None for size in windows.sizes(tree)]
     return {
-        **windows.new_types(tree),
+        **windows.write_types(tree),
         "use_sliding_window": any(slides),
         "max_window_layers": slides.index(True) if any(slides) else len(slides),
     }
 
 
-def read(config: dict[str, Any]) -> Tree:
-    return llama_like.read(config, windows=windows_of(config), qkv_bias=True)
+def read_qwen2(config: dict[str, Any]) -> Tree:
+    return llama.read_llama_like(config, windows=qwen2_windows(config), qkv_bias=True)
 
 
-def new(tree: Tree) -> dict[str, Any]:
-    return {**llama_like.new(tree), **new_windows(tree)}
+def write_qwen2(tree: Tree) -> dict[str, Any]:
+    return {**llama.write_llama_like(tree), **new_windows(tree)}
 
 
-FAMILY = Family(
+QWEN2 = Family(
     model_type="qwen2",
+    title="Qwen2 and Qwen2.5",
     architecture="Qwen2ForCausalLM",
     scorer="Qwen2ForSequenceClassification",
-    read=read,
-    new=new,
-    rules=llama_like.rules,
+    read=read_qwen2,
+    new=write_qwen2,
+    rules=llama.llama_like_rules,
     fields=FIELDS,
-    beside=llama_like.BESIDE,
+    beside=llama.BESIDE,
     only={"attention_bias": (True, None), "mlp_bias": (False, None), "use_mrope": (False, None)},
-    ignored=llama_like.IGNORED,
+    ignored=llama.IGNORED,
+)
+
+
+# Qwen2-MoE and Qwen1.5-MoE (2407.10671, section 2.2.2): Qwen2 whose feed-forward layers are many
+# small experts and a dense layer for every token, which each token weighs by a gate of its own.
+
+NUMBER = "num_experts"
+
+
+def qwen2_moe_windows(config: dict[str, Any]) -> list[int | None]:
+    """The window of each layer: where layer_types is None, of every other one of the first
+    `max_window_layers`, the first among them.
+    """
+    used, before = config["use_sliding_window"], config["max_window_layers"]
+    slides = used and config["sliding_window"] is not None
+    by_number = [
+        windows.SLIDING if slides and i < before and i % 2 == 0 else windows.FULL
+        for i in range(config["num_hidden_layers"])
+    ]
+    return windows.of_types(config, by_number, used)
+
+
+def read_qwen2_moe(config: dict[str, Any]) -> Tree:
+    dense = llama.dense_mlp(config)
+    sparse = replace(
+        experts.read(config, config["moe_intermediate_size"], config["norm_topk_prob"], NUMBER),
+        shared=replace(dense, size=config["shared_expert_intermediate_size"]),
+        shared_gate=True,
+    )
+    return llama.read_llama_like(
+        config,
+        mlp=experts.which(config, dense, sparse),
+        windows=qwen2_moe_windows(config),
+        qkv_bias=config["qkv_bias"],
+    )
+
+
+def write_qwen2_moe(tree: Tree) -> dict[str, Any]:
+    """Of the first dense layer, where there is one, and of the first sparse one."""
+    dense, sparse = common.dense(tree), common.sparse(tree)
+    return {
+        **llama.write_llama_like(tree),
+        **new_windows(tree),
+        **(_write_qwen2_moe_experts(sparse[0]) if sparse else {}),
+        "intermediate_size": (dense or sparse)[0].size,
+        **experts.write_which(tree),
+        "qkv_bias": common.attention(tree).q_bias,
+    }
+
+
+def _write_qwen2_moe_experts(layer: Experts) -> dict[str, Any]:
+    return {
+        **experts.write(layer, NUMBER),
+        "moe_intermediate_size": layer.size,
+        "shared_expert_intermediate_size": expect(layer.shared, Mlp, "shared").size,
+        "norm_topk_prob": layer.router.normalise,
+    }
+
+
+def qwen2_moe_rules(tree: Tree) -> list[Rule]:
+    module, ours = f"{llama.LAYER}mlp", "layers.{}.mlp.shared"
+    shared = {f"expert.{hf}": f".{name}" for hf, name in llama.MLP_NAMES.items()}
+    return [
+        *llama.llama_like_rules(tree),
+        *experts.rules(tree, module, llama.MLP_NAMES),
+        *(Rename(f"{module}.shared_{hf}", ours + name) for hf, name in shared.items()),
+        Rename(f"{module}.shared_expert_gate", f"{ours}_gate"),
+    ]
+
+
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    title="Qwen2-MoE and Qwen1.5-MoE",
+    architecture="Qwen2MoeForCausalLM",
+    scorer="Qwen2MoeForSequenceClassification",
+    read=read_qwen2_moe,
+    new=write_qwen2_moe,
+    rules=qwen2_moe_rules,
+    only={"mlp_bias": (False, None), "use_mrope": (False, None)},
+    fields=llama.change_fields(
+        (
+            *FIELDS,
+            Field(NUMBER, kinds.EXPERTS, 60, experts.NUMBER, common=("num_local_experts",)),
+            *experts.FIELDS[1:],
+            *experts.WHICH,
+        ),
+        replace(experts.SIZE, default=1408),
+        Field(
+            "shared_expert_intermediate_size",
+            kinds.WIDTH,
+            5632,
+            "Width of the dense layer that every token passes beside its experts.",
+        ),
+        Field("norm_topk_prob", Flag(), False, experts.NORMALISED),
+        Field("qkv_bias", Flag(), True, "Biases on q, k and v."),
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_experts_per_tok=4,
+    ),
+    harmless=("output_router_logits",),
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
+)
+
+
+# Qwen3, dense (2505.09388): Qwen2 with RMSNorm on every query and key head, no biases, and a head
+# size of its own.
+
+
+def read_qwen3(config: dict[str, Any]) -> Tree:
+    """`attention_bias` puts biases on q, k, v and on the output projection."""
+    bias, sizes = bool(config["attention_bias"]), qwen2_windows(config)
+    return llama.read_llama_like(config, windows=sizes, qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+def write_qwen3(tree: Tree) -> dict[str, Any]:
+    return {
+        **llama.write_llama_like(tree),
+        **new_windows(tree),
+        "attention_bias": common.attention(tree).q_bias,
+    }
+
+
+QWEN3 = Family(
+    model_type="qwen3",
+    title="Qwen3, dense",
+    architecture="Qwen3ForCausalLM",
+    scorer="Qwen3ForSequenceClassification",
+    read=read_qwen3,
+    new=write_qwen3,
+    rules=llama.llama_like_rules,
+    fields=llama.change_fields(FIELDS, llama.ATTENTION_BIAS, head_dim=128),
+    only={"mlp_bias": (False, None)},
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
+)
+
+
+# Qwen3 with experts (2505.09388): Qwen3 whose feed-forward layers are many small experts, but for
+# those named dense.
+
+
+def read_qwen3_moe(config: dict[str, Any]) -> Tree:
+    """`attention_bias` puts biases on q, k, v and on the output projection."""
+    size, normalise = config["moe_intermediate_size"], config["norm_topk_prob"]
+    dense, sparse = llama.dense_mlp(config), experts.read(config, size, normalise)
+    bias = bool(config["attention_bias"])
+    return llama.read_llama_like(
+        config,
+        mlp=experts.which(config, dense, sparse),
+        windows=windows.of_all(config, config["use_sliding_window"]),
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+    )
+
+
+def write_qwen3_moe(tree: Tree) -> dict[str, Any]:
+    """Of the first dense layer, where there is one, and of the first sparse one."""
+    window, mixer = windows.write(tree), common.attention(tree)
+    dense, sparse = common.dense(tree), common.sparse(tree)
+    return {
+        **llama.write_llama_like(tree),
+        **window,
+        **(_write_qwen3_moe_experts(sparse[0]) if sparse else {}),
+        "intermediate_size": (dense or sparse)[0].size,
+        **experts.write_which(tree),
+        "attention_bias": mixer.q_bias,
+        "use_sliding_window": window[windows.SIZE.name] is not None,
+    }
+
+
+def _write_qwen3_moe_experts(layer: Experts) -> dict[str, Any]:
+    return {
+        **experts.write(layer),
+        "moe_intermediate_size": layer.size,
+        "norm_topk_prob": layer.router.normalise,
+    }
+
+
+def qwen3_moe_rules(tree: Tree) -> list[Rule]:
+    module = f"{llama.LAYER}mlp"
+    return [*llama.llama_like_rules(tree), *experts.rules(tree, module, llama.MLP_NAMES)]
+
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    title="Qwen3 with experts",
+    architecture="Qwen3MoeForCausalLM",
+    scorer="Qwen3MoeForSequenceClassification",
+    read=read_qwen3_moe,
+    new=write_qwen3_moe,
+    rules=qwen3_moe_rules,
+    only={"mlp_bias": (False, None), **windows.NO_TYPES},
+    fields=llama.change_fields(
+        (*llama.FIELDS, windows.SIZE, *experts.FIELDS),
+        llama.ATTENTION_BIAS,
+        windows.USED,
+        experts.SIZE,
+        Field("norm_topk_prob", Flag(), False, experts.NORMALISED),
+        *experts.WHICH,
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=24,
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        sliding_window=4096,
+        num_local_experts=128,
+        num_experts_per_tok=8,
+    ),
+    harmless=("output_router_logits", "max_window_layers"),
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
 )

@@ -13,8 +13,8 @@ from dolmen.core.messages import counted, shown
 from dolmen.families.family import Field, mapping
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, List, Real, Schema, Text, optional
-from dolmen.model.tree import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
-from dolmen.model.tree.positions import Scaling, temperature
+from dolmen.model.spec import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
+from dolmen.model.spec.positions import Scaling, temperature
 
 # rope_type -> the fields that it needs; and what it takes beside
 NEEDED = {
@@ -282,7 +282,7 @@ def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float
     return temperature(factor)
 
 
-def new(rope: Rope, head_size: int | None = None) -> dict[str, Any]:
+def write(rope: Rope, head_size: int | None = None) -> dict[str, Any]:
     """`rope_parameters` as transformers 5 writes it: only what the type uses, and which part of
     heads of `head_size`; None: the family has no part. Raises ValueError for a scaling that no
     config.json here can say.

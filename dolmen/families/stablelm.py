@@ -6,21 +6,21 @@ by side.
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, llama_like, rope, windows
+from dolmen.families import common, llama, rope, windows
 from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rule, Stack
 from dolmen.files.schema import Flag
-from dolmen.model.tree import Norm, Parallel, Sequential, Tree
+from dolmen.model.spec import Norm, Parallel, Sequential, Tree
 
 EPS = "layer_norm_eps"
-FIELDS = llama_like.without(
-    llama_like.fields_with(common.eps(EPS, 1e-5), rope.fields(part=0.25)), "head_dim"
+FIELDS = llama.drop_fields(
+    llama.fields_with(common.eps(EPS, 1e-5), rope.fields(part=0.25)), "head_dim"
 )
 
 
 def read(config: dict[str, Any]) -> Tree:
     eps, bias = float(config[EPS]), config["use_qkv_bias"]
-    tree = llama_like.read(
+    tree = llama.read_llama_like(
         {**config, "head_dim": None}, norm=Norm("layernorm", eps, bias=True), qkv_bias=bias
     )
     arrangement = Parallel(1) if config["use_parallel_residual"] else Sequential()
@@ -29,10 +29,10 @@ def read(config: dict[str, Any]) -> Tree:
     return common.each_block(tree, lambda b: replace(b, mixer=mixer, arrangement=arrangement))
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write(tree: Tree) -> dict[str, Any]:
     mixer = common.attention(tree)
     return {
-        **llama_like.new(tree, FIELDS),
+        **llama.write_llama_like(tree, FIELDS),
         "use_qkv_bias": mixer.q_bias,
         "qk_layernorm": mixer.qk_norm is not None,
         "use_parallel_residual": tree.blocks[0].arrangement == Parallel(1),
@@ -43,23 +43,24 @@ def rules(tree: Tree) -> list[Rule]:
     """The norm of a head is a module."""
     mixer, one = common.attention(tree), tree.blocks[0].arrangement == Parallel(1)
     numbers = {"q": mixer.heads, "k": mixer.kv_heads}
-    layer, ours = f"{llama_like.LAYER}self_attn.", "layers.{}.attn."
+    layer, ours = f"{llama.LAYER}self_attn.", "layers.{}.attn."
     norms = [
         Stack(f"{layer}{part}_layernorm.norms.{{}}", f"{ours}{part}_norm", number)
         for part, number in numbers.items()
     ]
-    names = {"input_layernorm": "norm"} if one else llama_like.NORMS
-    return llama_like.rules(tree, names, instead=norms)
+    names = {"input_layernorm": "norm"} if one else llama.NORMS
+    return llama.llama_like_rules(tree, names, instead=norms)
 
 
-FAMILY = Family(
+STABLELM = Family(
     model_type="stablelm",
+    title="StableLM",
     architecture="StableLmForCausalLM",
     scorer="StableLmForSequenceClassification",
     read=read,
-    new=new,
+    new=write,
     rules=rules,
-    fields=llama_like.changed(
+    fields=llama.change_fields(
         FIELDS,
         Field("use_qkv_bias", Flag(), False, "Biases on q, k, v."),
         Field(
@@ -80,8 +81,8 @@ FAMILY = Family(
         num_key_value_heads=32,
         max_position_embeddings=4096,
     ),
-    only={**windows.NONE, **llama_like.NO_BIAS},
+    only={**windows.NONE, **llama.NO_BIAS},
     harmless=("head_dim", "hidden_dropout"),
-    beside={**llama_like.BESIDE, "hidden_dropout": 0.0},
-    ignored=llama_like.IGNORED,
+    beside={**llama.BESIDE, "hidden_dropout": 0.0},
+    ignored=llama.IGNORED,
 )

@@ -4,20 +4,20 @@ biases everywhere and a sliding window in every layer.
 
 from typing import Any
 
-from dolmen.families import common, llama_like, windows
+from dolmen.families import common, llama, windows
 from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rename, Rule
 from dolmen.files.schema import Flag
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 EPS = common.eps("norm_epsilon", 1e-5)
-FIELDS = llama_like.fields_with(EPS)
+FIELDS = llama.fields_with(EPS)
 
 
 def read(config: dict[str, Any]) -> Tree:
     bias = config["use_bias"]
     plain = common.plain(config, FIELDS, bias)
-    return llama_like.read(
+    return llama.read_llama_like(
         config,
         mlp=lambda layer: plain,
         windows=windows.of_all(config),
@@ -27,29 +27,30 @@ def read(config: dict[str, Any]) -> Tree:
     )
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write(tree: Tree) -> dict[str, Any]:
     return {
-        **llama_like.new(tree, FIELDS),
-        **windows.new(tree),
+        **llama.write_llama_like(tree, FIELDS),
+        **windows.write(tree),
         "use_bias": common.attention(tree).q_bias,
     }
 
 
 def rules(tree: Tree) -> list[Rule]:
     names = {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
-    own = [Rename(llama_like.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
-    return llama_like.rules(tree, instead=own)
+    own = [Rename(llama.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
+    return llama.llama_like_rules(tree, instead=own)
 
 
 DROPOUT = ("residual_dropout", "embedding_dropout")
-FAMILY = Family(
+STARCODER2 = Family(
     model_type="starcoder2",
+    title="StarCoder2",
     architecture="Starcoder2ForCausalLM",
     scorer="Starcoder2ForSequenceClassification",
     read=read,
-    new=new,
+    new=write,
     rules=rules,
-    fields=llama_like.changed(
+    fields=llama.change_fields(
         FIELDS,
         windows.SIZE,
         Field("use_bias", Flag(), True, "Biases on all linears but the head."),
@@ -76,6 +77,6 @@ FAMILY = Family(
         "attention_softmax_in_fp32",
         "scale_attention_softmax_in_fp32",
     ),
-    beside={**llama_like.BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
-    ignored=llama_like.IGNORED,
+    beside={**llama.BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
+    ignored=llama.IGNORED,
 )

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from dolmen.families.family import BARE, RESERVED
+from dolmen.families.family import BARE, RESERVED, nest_own_fields
 from dolmen.families.model import Model, changed, explicit, scored
-from dolmen.families.names import nested
 from dolmen.families.rules import Entry, Rename, Shape, ending, entries
-from dolmen.model.tree import Scalar
+from dolmen.model.spec import Scalar
 
 SCORE = (Rename("score", "score"),)  # in every family that has one
 
@@ -124,7 +123,7 @@ def weight_map(model: Model) -> WeightMap:
 def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
     """(field, the shape that `stored` has with another value of it), of every size that is told."""
     whole = explicit(model)
-    plain = Model(nested(model.family, {**whole, "model_type": model.model_type}))
+    plain = Model(nest_own_fields(model.family, {**whole, "model_type": model.model_type}))
     plain = scored(plain) if isinstance(model.tree.head, Scalar) else plain
     for name, value in whole.items():
         if isinstance(value, int) and not isinstance(value, bool):

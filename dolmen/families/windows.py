@@ -9,7 +9,7 @@ from dolmen.core.messages import counted
 from dolmen.families.family import Field, expect, knob
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, List, Text, optional
-from dolmen.model.tree import Attention, Tree
+from dolmen.model.spec import Attention, Tree
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SIZE = Field(
@@ -81,11 +81,11 @@ def sizes(tree: Tree) -> list[int | None]:
     return [expect(block.mixer, Attention, "mixer").window for block in tree.blocks]
 
 
-def new(tree: Tree) -> dict[str, Any]:
+def write(tree: Tree) -> dict[str, Any]:
     """SIZE, of the first layer that has a window."""
     return {SIZE.name: next((size for size in sizes(tree) if size is not None), None)}
 
 
-def new_types(tree: Tree) -> dict[str, Any]:
+def write_types(tree: Tree) -> dict[str, Any]:
     """SIZE and the types of the layers."""
-    return {**new(tree), "layer_types": [FULL if s is None else SLIDING for s in sizes(tree)]}
+    return {**write(tree), "layer_types": [FULL if s is None else SLIDING for s in sizes(tree)]}

@@ -1,20 +1,27 @@
 """One layer: a mixer and an mlp around the residual stream, arranged as
-dolmen/model/tree/block.py says.
+dolmen/model/spec/block.py says.
+
+
+Which module computes which component of the tree (dolmen/model/spec): one line for each.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Generic, TypeVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from dolmen.core.autograd import again
-from dolmen.model import tree
-from dolmen.model.branch import Branch, enter, leave
-from dolmen.model.component import Component, Given, LayerCache, Setting
+from dolmen.model import spec
+from dolmen.model.attention import Attention, LatentAttention
+from dolmen.model.component import Branch, Component, Given, LayerCache, Setting, enter, leave
+from dolmen.model.head import Logits, Values
 from dolmen.model.layers import Norm
-from dolmen.model.tree import Leaves, under
+from dolmen.model.mlp import MLP, MoE
+from dolmen.model.spec import Leaves, under
 from dolmen.ops import elementwise
+from dolmen.ops.attention import Attend
 from dolmen.parallel.data import Unit
 
 C = TypeVar("C", bound=Component)
@@ -32,7 +39,7 @@ class Block(nn.Module, Generic[C]):
     attn: C
     mlp: C
 
-    def __init__(self, block: tree.Block, leaves: Leaves, setting: Setting, attn: C, mlp: C):
+    def __init__(self, block: spec.Block, leaves: Leaves, setting: Setting, attn: C, mlp: C):
         super().__init__()
         self.layer, self.dropout = setting.layer, setting.training.dropout
         self.whole = setting.split.recompute.of(setting.layer) == "full"
@@ -85,7 +92,7 @@ class Block(nn.Module, Generic[C]):
 
 
 class SequentialBlock(Block[Component]):
-    """tree.Sequential: mixer, then mlp."""
+    """spec.Sequential: mixer, then mlp."""
 
     norms = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
     attn_norm: Norm | None
@@ -94,10 +101,10 @@ class SequentialBlock(Block[Component]):
     mlp_post_norm: Norm | None
 
     def __init__(
-        self, block: tree.Block, leaves: Leaves, setting: Setting, attn: Component, mlp: Component
+        self, block: spec.Block, leaves: Leaves, setting: Setting, attn: Component, mlp: Component
     ):
         super().__init__(block, leaves, setting, attn, mlp)
-        assert isinstance(block.arrangement, tree.Sequential)
+        assert isinstance(block.arrangement, spec.Sequential)
         self.arrangement = block.arrangement
 
     def stream(
@@ -137,7 +144,7 @@ def _scaled(y: Tensor, scale: float) -> Tensor:
 
 
 class ParallelBlock(Block[Branch]):
-    """tree.Parallel: x += mixer(norm x) + mlp(norm x), with dropout of the sum.
+    """spec.Parallel: x += mixer(norm x) + mlp(norm x), with dropout of the sum.
 
         one norm                           two norms
         x -> norm -> enter -> mixer \\      x -> norm -> enter -> mixer \\
@@ -169,3 +176,64 @@ class ParallelBlock(Block[Branch]):
         if self.norm is not None:
             return enter([self.attn, self.mlp], self.norm(x))
         return [*enter([self.attn], self.attn_norm(x)), *enter([self.mlp], self.mlp_norm(x))]
+
+
+MIXERS = {spec.Attention: Attention, spec.LatentAttention: LatentAttention}
+MLPS = {spec.Mlp: MLP, spec.Experts: MoE}
+HEADS = {spec.Head: Logits, spec.Scalar: Values}
+BLOCKS = {spec.Sequential: SequentialBlock, spec.Parallel: ParallelBlock}
+
+# What a tree can say and no module computes: any other value is refused.
+ONLY: dict[type, dict[str, Any]] = {}
+
+
+def build_block(block: spec.Block, leaves: Leaves, setting: Setting) -> Block:
+    """The module of a block, of whose parameters are `leaves`."""
+    mixer = MIXERS[type(block.mixer)](block.mixer, under(leaves, "attn"), setting)
+    mlp = MLPS[type(block.mlp)](block.mlp, under(leaves, "mlp"), setting)
+    return BLOCKS[type(block.arrangement)](block, leaves, setting, mixer, mlp)
+
+
+def attention_kinds(model: spec.Tree) -> list[Attend]:
+    """What attention each layer is."""
+    return [MIXERS[type(block.mixer)].attend(block.mixer) for block in model.blocks]
+
+
+def check_supported(model: spec.Tree) -> None:
+    """Raises ValueError for a component, a value of one, or a block of some that nothing here
+    computes.
+    """
+    for block in model.blocks:
+        _check_arrangement(block)
+    for component in _inside(model):
+        kind = type(component)
+        for name, computed in ONLY.get(kind, {}).items():
+            value = getattr(component, name)
+            if value != computed:
+                raise ValueError(
+                    f"{kind.__name__}.{name} is {value}: dolmen computes {computed} alone"
+                )
+
+
+def _check_arrangement(block: spec.Block) -> None:
+    takes = BLOCKS[type(block.arrangement)].takes
+    for component, module in (
+        (block.mixer, MIXERS[type(block.mixer)]),
+        (block.mlp, MLPS[type(block.mlp)]),
+    ):
+        if not issubclass(module, takes):
+            raise ValueError(
+                f"the arrangement {block.arrangement} with {component}: dolmen arranges "
+                f"{type(component).__name__} otherwise alone"
+            )
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Every component under a value of the tree, itself included."""
+    if isinstance(value, tuple):
+        for one in value:
+            yield from _inside(one)
+    elif is_dataclass(value):
+        yield value
+        for field in fields(value):
+            yield from _inside(getattr(value, field.name))

@@ -1,6 +1,13 @@
 """From a tree of components to a placed model: build on meta -> split over tp -> fully_shard per
 block, then root -> allocate -> initialise or load. Every model of the house, for training or for
 serving, is built here.
+
+
+A model that is opened to generate and nothing else, held as what multiplies: each matrix becomes
+that as soon as its values have come, so that no two are in memory as they were.
+
+    meta -> allocated -> values of the source -> int8 -> the memory of the next
+
 """
 
 import math
@@ -11,16 +18,18 @@ from torch import Tensor, nn
 
 from dolmen.core import state
 from dolmen.core.mesh import Mesh
-from dolmen.model import components
+from dolmen.model import block
 from dolmen.model.decoder import Decoder
+from dolmen.model.layers import Parameters
 from dolmen.model.layout import Layout
+from dolmen.model.spec import Tree
+from dolmen.model.spec.lora import magnitude_of, scale_of
 from dolmen.model.split import split
 from dolmen.model.training import Training
-from dolmen.model.tree import Tree
-from dolmen.model.tree.adapter import magnitude_of, scale_of
 from dolmen.ops import int8
 from dolmen.ops.kernels import Hardware, Kernels, choose
 from dolmen.parallel import data, product
+from dolmen.parallel.inference_linear import Weights
 from dolmen.parallel.schedule import Schedule
 
 
@@ -111,7 +120,7 @@ def chosen(tree: Tree, mesh: Mesh, compute: torch.dtype, hardware: Hardware) -> 
     experts = {leaf for leaf in tree.leaves.values() if leaf.stacked}
     widths = {width for leaf in experts for width in leaf.held({"tp": mesh.tp.size})[1:]}
     longest = max(size for b in tree.blocks for size in b.mixer.head_sizes)
-    attends = components.attends(tree)
+    attends = block.attention_kinds(tree)
     one_by_one = tree.fp8 is not None or any(leaf.int8 for leaf in experts)
     return choose(hardware, compute, longest, sorted(widths), attends, tree.fp8, one_by_one)
 
@@ -171,3 +180,45 @@ def _write(model: nn.Module, name: str, value: Tensor) -> None:
             magnitude = model.get_parameter(magnitude_of(name))
             wide = torch.promote_types(lengths.dtype, torch.promote_types(p.dtype, torch.float32))
             state.write_region(magnitude, lengths.to(wide).norm(dim=-1))
+
+
+def load_inference_weights(
+    model: Decoder,
+    mesh: Mesh,
+    weights: Weights,
+    stream: Callable[[Callable[[str, Tensor], None]], None],
+) -> Decoder:
+    """What `build.place` has placed, filled from `stream` (build.load): matrices are `weights`
+    alone. What is embedded or normalised by stays as it is. On a CPU.
+    """
+    model.alone = weights
+    alone = {
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, Parameters) and part.multiplies
+    }
+    for name, part in model.named_modules():
+        if name not in alone:
+            part.to_empty(device=mesh.device, recurse=False)
+    for delayed in model.delayed().values():
+        delayed.on(mesh.device)
+    coming = {
+        name: {own for own, _ in part.named_parameters(recurse=False)}
+        for name, part in alone.items()
+    }
+    begun: set[str] = set()
+
+    def through(write: Callable[[str, Tensor], None], name: str, value: Tensor) -> None:
+        owner, _, own = name.rpartition(".")
+        if owner not in alone:
+            return write(name, value)
+        if owner not in begun:
+            begun.add(owner)
+            alone[owner].to_empty(device=mesh.device, recurse=False)
+        write(name, value)
+        coming[owner].remove(own)
+        if not coming[owner]:
+            alone[owner].let_go(weights)
+
+    load(model, lambda write: stream(lambda name, value: through(write, name, value)))
+    return model

@@ -4,8 +4,8 @@ and the bytes it keeps for backward.
 
 from typing import Literal
 
-from dolmen.model.tree import Attention, Experts, Tree
-from dolmen.model.tree.block import Mixer
+from dolmen.model.spec import Attention, Experts, Tree
+from dolmen.model.spec.block import Mixer
 
 
 def parameters(tree: Tree) -> int:

@@ -1,5 +1,5 @@
 """One decoder for every family: embedding, blocks, final norm. Structure comes from the tree of
-components alone (dolmen/model/tree).
+components alone (dolmen/model/spec).
 
     tokens [b, s] -> embed -> x [b * s, hidden] -> block * layers -> norm -> hidden
                                                                         |
@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from dolmen.core.device import number
 from dolmen.core.state import Places, dtype_of, local
-from dolmen.model import components
-from dolmen.model.block import Block
+from dolmen.model.block import HEADS, Block, build_block, check_supported
 from dolmen.model.component import Balance, Cached, Given, Setting, Where
 from dolmen.model.head import End, Transform
 from dolmen.model.layers import (
@@ -37,11 +36,11 @@ from dolmen.model.layers import (
     places,
 )
 from dolmen.model.positions import tables
-from dolmen.model.replay import Routes
+from dolmen.model.routing_replay import Routes
+from dolmen.model.spec import Leaf, Table, Tree, check_cuts, check_rounding, under
+from dolmen.model.spec.positions import Relative
 from dolmen.model.split import Split, whole
 from dolmen.model.training import Training
-from dolmen.model.tree import Leaf, Table, Tree, check_cuts, check_rounding, under
-from dolmen.model.tree.positions import Relative
 from dolmen.ops import elementwise
 from dolmen.ops.attention import Documents
 from dolmen.ops.rope import PositionIds
@@ -68,7 +67,7 @@ class Decoder(nn.Module):
         """
         super().__init__()
         tree, split = training.applied(tree), split or whole(tree.layers)
-        components.check(tree)
+        check_supported(tree)
         self.sizes = {"tp": split.tp.axis.size, "ep": split.ep.size}
         check_cuts(tree.leaves, self.sizes)
         check_rounding(tree.leaves, self.sizes)
@@ -77,7 +76,7 @@ class Decoder(nn.Module):
         self._add_embedding()
         self.layers = nn.ModuleDict(
             {
-                str(i): components.make(
+                str(i): build_block(
                     tree.blocks[i],
                     under(tree.leaves, f"layers.{i}"),
                     Setting(i, split, training),
@@ -347,7 +346,7 @@ class Decoder(nn.Module):
         table = self.embed if self.tree.head.tied else self.head or self.score
         assert table is not None
         bias = None if self.head is None else self.head.bias
-        head = components.HEADS[type(self.tree.head)](
+        head = HEADS[type(self.tree.head)](
             self.tree,
             self.split,
             local(table.weight),

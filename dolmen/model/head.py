@@ -1,7 +1,8 @@
 """The end of a decoder: the LM head, and the `End` that turns hidden vectors into a result.
 
-What the head of a model that fills in masked tokens makes of the last hidden vectors before they
-are multiplied (dolmen/model/tree/ends.py: Transform). Every rank computes it of its own tokens.
+What the head of a model that fills in masked tokens makes of the last hidden vectors before
+they are multiplied (dolmen/model/spec/embedding_head.py: Transform). Every rank computes it of
+its own tokens.
 
 What stands at the end of a decoder: the head, which the model owns, and an `End` is given with
 the last hidden vectors of a microbatch.
@@ -23,10 +24,10 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from dolmen.core import collectives
-from dolmen.model import tree
+from dolmen.model import spec
 from dolmen.model.layers import Norm, Whole
+from dolmen.model.spec import Leaves, Tree, under
 from dolmen.model.split import Split
-from dolmen.model.tree import Leaves, Tree, under
 from dolmen.ops import loss
 from dolmen.ops.elementwise import ACTIVATIONS
 from dolmen.ops.kernels import Kernels
@@ -45,7 +46,7 @@ class Transform(Whole):
     """norm(act(W x + b))."""
 
     def __init__(
-        self, transform: tree.Transform, leaves: Leaves, tp: TensorParallel, kernels: Kernels
+        self, transform: spec.Transform, leaves: Leaves, tp: TensorParallel, kernels: Kernels
     ):
         super().__init__({name: leaf for name, leaf in leaves.items() if "." not in name}, tp)
         self.act = ACTIVATIONS[transform.activation]

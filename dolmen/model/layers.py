@@ -1,4 +1,4 @@
-"""Modules that own parameters, made from leaves (dolmen/model/tree/leaf.py), and what a leaf says
+"""Modules that own parameters, made from leaves (dolmen/model/spec/param.py), and what a leaf says
 of a parameter on this rank: how it lies on tp, and of which type its gradient is.
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dolmen.core import device, ranges, state
 from dolmen.core.state import Places, Replicate, Shard, local, local_view
 from dolmen.core.torch_private import compute
-from dolmen.model import tree
-from dolmen.model.tree import Leaf, Leaves
+from dolmen.model import spec
+from dolmen.model.spec import Leaf, Leaves
 from dolmen.ops.kernels import Kernels
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import tensor, vocabulary
@@ -70,7 +70,7 @@ def _gone(weights: Weights) -> str:
 
 class Parameters(nn.Module):
     """Owns what `leaves` names: a weight, a bias where there is one, and of adapters
-    (dolmen/model/tree/adapter.py) the two matrices of one, and the scale of a weight in eight bits.
+    (dolmen/model/spec/lora.py) the two matrices of one, and the scale of a weight in eight bits.
     """
 
     weight: nn.Parameter
@@ -201,7 +201,7 @@ class Row(Parameters):
 class Norm(Parameters):
     """RMSNorm or LayerNorm over the last dim."""
 
-    def __init__(self, norm: tree.Norm, leaves: Leaves, kernels: Kernels):
+    def __init__(self, norm: spec.Norm, leaves: Leaves, kernels: Kernels):
         super().__init__(leaves)
         self.eps = norm.eps
         self.kernel: Literal["passes", "fused"] = kernels.norm
@@ -229,7 +229,7 @@ class Embedding(Parameters):
     Its weight may serve as the head too, without the scale.
     """
 
-    def __init__(self, embedding: tree.Embedding, leaves: Leaves, tp: TensorParallel):
+    def __init__(self, embedding: spec.Embedding, leaves: Leaves, tp: TensorParallel):
         super().__init__(leaves)
         self.vocab_size, self.scale, self.tp = embedding.rows, embedding.scale, tp
 
@@ -244,7 +244,7 @@ class Embedding(Parameters):
 class Positions(Parameters):
     """A learned table of positions (GPT-2): positions [n] -> [n, hidden]."""
 
-    def __init__(self, table: tree.Table, leaves: Leaves):
+    def __init__(self, table: spec.Table, leaves: Leaves):
         super().__init__(leaves)
         self.offset = table.offset
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dolmen.core.config import Count, Positive, config
 from dolmen.core.messages import counted, divisor
-from dolmen.model.tree import Tree, check_cuts
+from dolmen.model.spec import Tree, check_cuts
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule
 

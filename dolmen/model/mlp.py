@@ -33,13 +33,12 @@ from torch import Tensor, nn
 from dolmen.core import collectives, ranges
 from dolmen.core.autograd import Context, Function
 from dolmen.core.state import local
-from dolmen.model import tree
-from dolmen.model.branch import Branch
-from dolmen.model.component import Balance, Component, Given, LayerCache, Setting
+from dolmen.model import spec
+from dolmen.model.component import Balance, Branch, Component, Given, LayerCache, Setting
 from dolmen.model.layers import Column, Parameters, Row
+from dolmen.model.spec import Leaves, under
+from dolmen.model.spec.layers import Activation
 from dolmen.model.split import Split
-from dolmen.model.tree import Leaves, under
-from dolmen.model.tree.mlp import Activation
 from dolmen.ops import moe
 from dolmen.ops.elementwise import ACTIVATIONS, clamped_swiglu
 from dolmen.parallel import expert
@@ -50,7 +49,7 @@ from dolmen.parallel.tensor import Linear
 class MLP(Branch):
     """x [tokens, hidden] I@tp (or S(0)@tp) -> the same."""
 
-    def __init__(self, mlp: tree.Mlp, leaves: Leaves, setting: Setting):
+    def __init__(self, mlp: spec.Mlp, leaves: Leaves, setting: Setting):
         super().__init__()
         self.tp, self.act = setting.split.tp, ACTIVATIONS[mlp.activation]
         self.gate = Column(under(leaves, "gate")) if mlp.gated else None
@@ -83,7 +82,7 @@ class Router(Parameters):
     is moved by training/balance.py and not by gradients.
     """
 
-    def __init__(self, experts: tree.Experts, leaves: Leaves):
+    def __init__(self, experts: spec.Experts, leaves: Leaves):
         super().__init__({n: leaf for n, leaf in leaves.items() if "." not in n})
         self.k, self.choice = experts.per_token, experts.router
         own = under(leaves, "logits")
@@ -116,7 +115,7 @@ class Experts(nn.Module):
     matrix of every expert, [E, out, in], and each bias one vector of every.
     """
 
-    def __init__(self, experts: tree.Experts, leaves: Leaves, split: Split):
+    def __init__(self, experts: spec.Experts, leaves: Leaves, split: Split):
         super().__init__()
         self.gated = _gated(experts.activation)
         self.share = float(split.tp.axis.rank == 0)  # of tp, where the bias of `down` joins the sum
@@ -154,10 +153,10 @@ class Experts(nn.Module):
         return y if linear.bias is None else moe.grouped_bias(y, linear.bias, groups)
 
 
-def _gated(activation: Activation | tree.Clamped) -> Callable[[Tensor, Tensor], Tensor]:
+def _gated(activation: Activation | spec.Clamped) -> Callable[[Tensor, Tensor], Tensor]:
     """What an expert makes of its two products."""
     match activation:
-        case tree.Clamped(alpha, limit):
+        case spec.Clamped(alpha, limit):
             return partial(clamped_swiglu, alpha=alpha, limit=limit)
         case _:
             act = ACTIVATIONS[activation]
@@ -167,7 +166,7 @@ def _gated(activation: Activation | tree.Clamped) -> Callable[[Tensor, Tensor], 
 class MoE(Component):
     """x [batch * length / cp, H] I@tp (or S(0)@tp) -> the same."""
 
-    def __init__(self, experts: tree.Experts, leaves: Leaves, setting: Setting):
+    def __init__(self, experts: spec.Experts, leaves: Leaves, setting: Setting):
         super().__init__()
         split, training = setting.split, setting.training.router
         self.tp = split.tp

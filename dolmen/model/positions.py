@@ -1,5 +1,5 @@
 """What rope turns a token's heads by, and what ALiBi adds to their scores, as a component of the
-tree says it (dolmen/model/tree/positions.py).
+tree says it (dolmen/model/spec/positions.py).
 """
 
 from dataclasses import replace
@@ -9,23 +9,23 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dolmen.core.device import number
-from dolmen.model import tree
+from dolmen.model import spec
 from dolmen.model.component import Where
-from dolmen.model.tree.positions import Relative, Scaling
+from dolmen.model.spec.positions import Relative, Scaling
 from dolmen.ops import rope
 from dolmen.ops.attention import score_bias
 
 SCALED = {
     type(None): lambda inv, r: inv,
-    tree.Linear: lambda inv, r: rope.linear(inv, r.scaling.factor),
-    tree.Llama3: lambda inv, r: rope.llama3(
+    spec.Linear: lambda inv, r: rope.linear(inv, r.scaling.factor),
+    spec.Llama3: lambda inv, r: rope.llama3(
         inv,
         r.scaling.factor,
         r.scaling.low_freq_factor,
         r.scaling.high_freq_factor,
         r.scaling.original_max_position_embeddings,
     ),
-    tree.Yarn: lambda inv, r: rope.yarn(
+    spec.Yarn: lambda inv, r: rope.yarn(
         inv,
         r.theta,
         r.scaling.factor,
@@ -37,13 +37,13 @@ SCALED = {
 }
 # of scalings by the length n of a text -> (frequencies, rope, n of each token)
 BY_LENGTH = {
-    tree.LongRope: lambda inv, r, n: rope.longrope(
+    spec.LongRope: lambda inv, r, n: rope.longrope(
         inv, r.scaling.short, r.scaling.long, n > r.scaling.original_max_position_embeddings
     ),
-    tree.Dynamic: lambda inv, r, n: rope.dynamic(
+    spec.Dynamic: lambda inv, r, n: rope.dynamic(
         inv, r.scaling.factor, n / r.scaling.original_max_position_embeddings
     ),
-    tree.Evaluated: lambda inv, r, n: (
+    spec.Evaluated: lambda inv, r, n: (
         rope.by_powers(inv, n / r.scaling.original_max_position_embeddings)
         if r.scaling.ntk
         else inv
@@ -52,7 +52,7 @@ BY_LENGTH = {
 
 
 def frequencies(
-    r: tree.Rope,
+    r: spec.Rope,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     lengths: Int[Tensor, "*tokens"] | None = None,
@@ -84,9 +84,9 @@ def tables(
     that have each token, where they tell something; in `training` not all of it.
     """
     match p:
-        case tree.Rope(scaling=tree.Evaluated()) if training:
+        case spec.Rope(scaling=spec.Evaluated()) if training:
             return tables(replace(p, scaling=None), heads, positions, dtype)
-        case tree.Rope():
+        case spec.Rope():
             inv = frequencies(p, positions.device, dtype, lengths)
             cos, sin = rope.tables(positions[0], inv)
             if p.streams == 2:
@@ -96,7 +96,7 @@ def tables(
             if factor != 1:
                 cos, sin = cos * factor, sin * factor
             return Where(cos, sin, growth=_growth(p.scaling, positions[0], dtype))
-        case tree.Steps():
+        case spec.Steps():
             return Where(steps=score_bias.alibi_key_bias(heads, positions[0]))
     return Where()
 
@@ -106,7 +106,7 @@ def _growth(
 ) -> Float[Tensor, "b s 1 1"] | None:
     """What queries at `positions` are multiplied by; None: by nothing."""
     match scaling:
-        case tree.Evaluated(original, _, True):
+        case spec.Evaluated(original, _, True):
             return rope.log_n(positions, original).to(dtype)[..., None, None]
     return None
 
@@ -114,7 +114,7 @@ def _growth(
 def pairs(p: Relative | None) -> tuple[bool, int]:
     """Whether the pairs that rope turns are neighbours, and by how many streams it does."""
     match p:
-        case tree.Rope():
+        case spec.Rope():
             return p.interleaved, p.streams
     return False, 1
 
@@ -122,6 +122,6 @@ def pairs(p: Relative | None) -> tuple[bool, int]:
 def slopes(p: Relative | None, heads: int) -> tuple[float, ...] | None:
     """By which the scores of each of `heads` heads grow with the key's index; None: they do not."""
     match p:
-        case tree.Alibi():
+        case spec.Alibi():
             return score_bias.alibi_slopes(heads)
     return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dolmen.core.config import NonNegative, config
-from dolmen.model.tree import Adapter, Run, Tree
+from dolmen.model.spec import Adapter, Run, Tree
 from dolmen.ops.recipe import Fp8
 
 

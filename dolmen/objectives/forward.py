@@ -13,10 +13,10 @@ from torch import Tensor
 from dolmen.core import collectives, state
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
-from dolmen.model import replay, tree
+from dolmen.model import routing_replay, spec
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import Logits, Values
-from dolmen.model.replay import Routes
+from dolmen.model.routing_replay import Routes
 from dolmen.objectives.objective import check_end
 from dolmen.parallel import pipeline
 from dolmen.parallel.data import inference
@@ -71,7 +71,7 @@ def log_probabilities(
     it. Raises ValueError for a model that has no logits.
     """
 
-    check_end("a log-probability", tree.Head, model.tree)
+    check_end("a log-probability", spec.Head, model.tree)
 
     def end(hidden: Tensor, head: Logits, part: Batch) -> Tensor:
         return head.log_probabilities(hidden, part.labels, temperature)
@@ -82,12 +82,12 @@ def log_probabilities(
 def routed_log_probabilities(
     model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule, temperature: float = 1.0
 ) -> Float[Tensor, "sequences length numbers"]:
-    """`log_probabilities`, and behind each the experts that its token went to, of all sparse layers
-    (model/replay.py), as numbers of the same dtype, which are exact. Raises ValueError for a model
-    without experts.
+    """`log_probabilities`, and behind each the experts that its token went to, of all MoE layers
+    (model/routing_replay.py), as numbers of the same dtype, which are exact. Raises ValueError for
+    a model without experts.
     """
 
-    check_end("a log-probability", tree.Head, model.tree)
+    check_end("a log-probability", spec.Head, model.tree)
     if not model.tree.experts:
         raise ValueError("experts are asked for, and the model has none")
     kept: dict[tuple[int, int], Tensor] = {}
@@ -101,7 +101,7 @@ def routed_log_probabilities(
     found = _of_tokens(model, batch, mesh, schedule, end, told)
     sequences, length = batch.tokens.shape
     shape = (sequences, length)
-    experts = replay.gathered(kept, model.tree, model.split, mesh, shape, schedule.micros)
+    experts = routing_replay.gathered(kept, model.tree, model.split, mesh, shape, schedule.micros)
     return torch.cat([found[..., None], experts.to(found.dtype)], -1)
 
 
@@ -110,7 +110,7 @@ def values(
 ) -> Float[Tensor, "sequences length"]:
     """The number of each token in a model that ends in a scalar head, as `log_probabilities`."""
 
-    check_end("a value", tree.Scalar, model.tree)
+    check_end("a value", spec.Scalar, model.tree)
 
     def end(hidden: Tensor, head: Values, part: Batch) -> Tensor:
         return head.values(hidden)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.data.batch import Batch
-from dolmen.model import tree
+from dolmen.model import spec
 from dolmen.model.head import Logits
 from dolmen.objectives import policy
 from dolmen.objectives.masked import Metrics
@@ -48,7 +48,7 @@ class Group:
     """What a nat of entropy is worth, of Undecided."""
 
     names: ClassVar[tuple[str, ...]] = ("clip_fraction", "ratio", "kl_k3", "reference_kl")
-    head: ClassVar[type] = tree.Head
+    head: ClassVar[type] = spec.Head
 
     def count(self, batch: Batch) -> float:
         needed = (OLD, ADVANTAGE, REFERENCE) if self.beta else (OLD, ADVANTAGE)

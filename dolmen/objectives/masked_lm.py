@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.data.batch import FOLLOWS, Batch
-from dolmen.model import tree
+from dolmen.model import spec
 from dolmen.model.head import Logits
 from dolmen.objectives.objective import Judged
 
@@ -29,7 +29,7 @@ class Filling:
     follows: float = 0.0
 
     names: ClassVar[tuple[str, ...]] = ("filled", "follows")
-    head: ClassVar[type] = tree.Head
+    head: ClassVar[type] = spec.Head
 
     def count(self, batch: Batch) -> float:
         if self.follows and FOLLOWS not in batch.numbers:

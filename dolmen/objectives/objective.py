@@ -19,9 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.data.batch import Batch
-from dolmen.model import tree
+from dolmen.model import spec
 from dolmen.model.head import Logits
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 
 class Judged(NamedTuple):
@@ -39,7 +39,7 @@ class Objective(Protocol):
     names: ClassVar[tuple[str, ...]]
     """Of the metrics, beside the loss."""
     head: ClassVar[type]
-    """The component of the tree that it is given: tree.Head, tree.Scalar."""
+    """The component of the tree that it is given: spec.Head, spec.Scalar."""
 
     def count(self, batch: Batch) -> float:
         """What the sum is to be divided by, of a batch on the CPU. Raises ValueError for a batch
@@ -74,7 +74,7 @@ class CrossEntropy:
     """Mean over real tokens of -log p(label), weighted."""
 
     names: ClassVar[tuple[str, ...]] = ()
-    head: ClassVar[type] = tree.Head
+    head: ClassVar[type] = spec.Head
 
     def count(self, batch: Batch) -> float:
         return batch.weight

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dolmen.data.batch import Batch
-from dolmen.model import tree
+from dolmen.model import spec
 from dolmen.model.head import Logits, Values
 from dolmen.objectives import policy
 from dolmen.objectives.grpo import ADVANTAGE, NONE, OLD
@@ -43,7 +43,7 @@ class Clipped:
         "kl_k3",
         "dual_clip_fraction",
     )
-    head: ClassVar[type] = tree.Head
+    head: ClassVar[type] = spec.Head
 
     def count(self, batch: Batch) -> float:
         return _count(batch, (OLD, ADVANTAGE))
@@ -88,7 +88,7 @@ class Expected:
     clip: float | None = 0.2
 
     names: ClassVar[tuple[str, ...]] = ("clip_fraction", "squared_error")
-    head: ClassVar[type] = tree.Scalar
+    head: ClassVar[type] = spec.Scalar
 
     def count(self, batch: Batch) -> float:
         return _count(batch, (VALUE, RETURN))

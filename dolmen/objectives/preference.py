@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from dolmen.data.batch import SIDE, Batch
-from dolmen.model import tree
+from dolmen.model import spec
 from dolmen.model.head import Logits
 from dolmen.objectives import pairs
 from dolmen.objectives.config import SIMPO_MARGIN, Alone, Kind, check_dpo
@@ -66,7 +66,7 @@ class DPO:
     """Whether the reference is the model that training starts from."""
 
     names: ClassVar[tuple[str, ...]] = (*pairs.REWARDS, *pairs.LOGPS)
-    head: ClassVar[type] = tree.Head
+    head: ClassVar[type] = spec.Head
 
     def __post_init__(self):
         check_dpo(self.beta, self.kind, self.label_smoothing, self.rpo_alpha)
@@ -97,7 +97,7 @@ class ReferenceFree:
     label_smoothing: float = 0.0
 
     names: ClassVar[tuple[str, ...]] = (*pairs.REWARDS, *pairs.LOGPS)
-    head: ClassVar[type] = tree.Head
+    head: ClassVar[type] = spec.Head
 
     def __post_init__(self):
         check_dpo(self.beta, self.kind, self.label_smoothing)
@@ -130,7 +130,7 @@ class KTO:
     """Whether the reference is the model that training starts from."""
 
     names: ClassVar[tuple[str, ...]] = pairs.METRICS
-    head: ClassVar[type] = tree.Head
+    head: ClassVar[type] = spec.Head
 
     def __post_init__(self):
         check_dpo(self.beta, "kto", 0.0)

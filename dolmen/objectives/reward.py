@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.data.batch import MARGIN, Batch
-from dolmen.model import tree
+from dolmen.model import spec
 from dolmen.model.head import Values
 from dolmen.objectives import pairs
 from dolmen.objectives.masked import Metrics
@@ -70,7 +70,7 @@ class Preferred:
     """By how much the chosen one is to be ahead, and by the number MARGIN of a batch more."""
 
     names: ClassVar[tuple[str, ...]] = pairs.METRICS
-    head: ClassVar[type] = tree.Scalar
+    head: ClassVar[type] = spec.Scalar
 
     def count(self, batch: Batch) -> float:
         return pairs.count(batch)
@@ -128,7 +128,7 @@ class SquaredError:
     """
 
     names: ClassVar[tuple[str, ...]] = ()
-    head: ClassVar[type] = tree.Scalar
+    head: ClassVar[type] = spec.Scalar
 
     def count(self, batch: Batch) -> float:
         if TARGET not in batch.numbers:

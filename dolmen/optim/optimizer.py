@@ -24,7 +24,7 @@ from dolmen.core import state
 from dolmen.core.mesh import Mesh
 from dolmen.core.torch_private import compute
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree.leaf import Leaf, Leaves, Role
+from dolmen.model.spec.param import Leaf, Leaves, Role
 from dolmen.optim import muon
 from dolmen.optim.config import Name, OptimizerConfig
 

@@ -42,7 +42,7 @@ largest |x| is that of all its ranks. Which axes those are:
     outputs    tp, of a column-parallel weight
 
 Blocks are cut where those of the whole tensor are, so nothing is sent for them; a layout that cuts
-one is refused (model/tree/rounding.py).
+one is refused (model/spec/param.py).
 
 Delayed scaling (Transformer Engine's recipe of that name): the scale of a step comes from the
 largest numbers of the steps before. Of one step the largest over microbatches and ranks is kept

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dolmen.model.count import attention_flops_per_token
-from dolmen.model.tree import Block, Experts, Leaves, Run, Tree, under
+from dolmen.model.spec import Block, Experts, Leaves, Run, Tree, under
 from dolmen.planning.ledger import Row
 from dolmen.planning.operations import (
     Both,

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from dolmen.model.count import activation_bytes_per_layer
-from dolmen.model.tree import Attention, Block, Experts, Mlp, Run, Tree
+from dolmen.model.spec import Attention, Block, Experts, Mlp, Run, Tree
 from dolmen.planning.ledger import Live
 from dolmen.planning.plan import StageMemory
 from dolmen.planning.ranks import Held, Ranks, stages_of

@@ -28,7 +28,7 @@ from dolmen.core.torch_private import sharding, watching
 from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.model.build import allocate, place
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 from dolmen.ops.attention import Documents
 from dolmen.ops.kernels import CPU, KNOWN, Hardware
 from dolmen.optim.optimizer import DTYPES, at_rest

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dolmen.core.topology import Topology
 from dolmen.model import count
-from dolmen.model.tree import Attention, Experts, Tree
+from dolmen.model.spec import Attention, Experts, Tree
 from dolmen.planning.hardware import Cluster
 from dolmen.planning.placement import Placement, collective_seconds
 from dolmen.planning.question import PRODUCTS, Question

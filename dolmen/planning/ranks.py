@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dolmen.model.layout import balance
-from dolmen.model.tree import Block, Leaves, Tree, under
+from dolmen.model.spec import Block, Leaves, Tree, under
 from dolmen.planning.space import Choice
 
 

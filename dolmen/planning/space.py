@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from dolmen.core.config import config
 from dolmen.core.messages import counted
 from dolmen.model.layout import Layout
-from dolmen.model.tree import Tree, check_cuts
+from dolmen.model.spec import Tree, check_cuts
 
 CONTEXT_TOKENS = 4096
 """Tokens of a sequence that a rank of cp keeps at least: cp that leaves less is planned if pinned.

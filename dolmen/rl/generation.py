@@ -21,8 +21,8 @@ from dolmen.data.batch import Batch
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
+from dolmen.model.spec import Tree
 from dolmen.model.training import Training
-from dolmen.model.tree import Tree
 from dolmen.parallel import pipeline
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule

@@ -28,7 +28,7 @@ from dolmen.core.messages import cut
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import Scalar
+from dolmen.model.spec import Scalar
 from dolmen.objectives import forward
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED

@@ -20,8 +20,8 @@ from torch import Tensor
 from dolmen.data.batch import Batch
 from dolmen.files import gate, write
 from dolmen.files import safetensors as files
-from dolmen.model.replay import places
-from dolmen.model.tree import Tree
+from dolmen.model.routing_replay import places
+from dolmen.model.spec import Tree
 from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE
 from dolmen.objectives.ppo import RETURN, VALUE
 from dolmen.ops.attention import Documents

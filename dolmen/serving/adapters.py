@@ -25,7 +25,7 @@ from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.core.messages import cut, message, shown
 from dolmen.core.state import dtype_of, local_view
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import LatentAttention, Leaf, Tree
+from dolmen.model.spec import LatentAttention, Leaf, Tree
 from dolmen.parallel import data, tensor
 from dolmen.parallel.inference_linear import Pair, Several, Turn, Weights
 

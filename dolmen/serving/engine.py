@@ -34,7 +34,7 @@ from dolmen.conversion.source import Source, load_weights
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
 from dolmen.families import special_tokens
-from dolmen.model import alone, build, head
+from dolmen.model import build, head
 from dolmen.model.decoder import Decoder
 from dolmen.parallel import data
 from dolmen.parallel.inference_linear import Weights
@@ -85,7 +85,7 @@ def load_decoder(
         load_weights(source, write, own)
 
     if weights == "int8":
-        alone.load(model, mesh, weights, stream)
+        build.load_inference_weights(model, mesh, weights, stream)
     else:
         build.load(build.allocate(model, mesh.device), stream)
     return model.eval()

@@ -43,7 +43,7 @@ from dolmen.core.device import send
 from dolmen.core.log import size
 from dolmen.core.messages import counted
 from dolmen.model.component import OfPages, OfTexts
-from dolmen.model.tree import Span, Tree
+from dolmen.model.spec import Span, Tree
 from dolmen.ops.attention import Documents
 from dolmen.ops.attention.decode import Alone, Pages
 from dolmen.ops.rope import of_span

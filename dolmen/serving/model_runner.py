@@ -21,7 +21,7 @@ from dolmen.core.device import send
 from dolmen.core.mesh import Mesh
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import End, Logits
-from dolmen.model.tree import Span
+from dolmen.model.spec import Span
 from dolmen.parallel import inference_linear, vocabulary
 from dolmen.serving import sampling
 from dolmen.serving.adapters import Adapters

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dolmen.core.messages import counted
-from dolmen.model.tree import Experts, LatentAttention, Span, Tree
-from dolmen.model.tree.blanks import of_prefix
+from dolmen.model.spec import Experts, LatentAttention, Span, Tree
+from dolmen.model.spec.positions import of_prefix
 from dolmen.serving.block_table import PAGE_SIZE
 from dolmen.serving.sampling_params import SamplingParams
 

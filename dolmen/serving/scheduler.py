@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dolmen.model.tree import Span
+from dolmen.model.spec import Span
 from dolmen.serving.block_table import BlockTable
 from dolmen.serving.model_runner import Chunk
 from dolmen.serving.request import FinishedSequence, FinishReason, Limits, LogProb, Request

@@ -12,7 +12,7 @@ from torch import Tensor
 from dolmen.core import device, state
 from dolmen.model.component import Balance
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 NAMES = ("router/max_load", "router/aux_loss", "router/z_loss")
 

@@ -27,8 +27,8 @@ from dolmen.evaluation.config import DuringConfig
 from dolmen.families import Model
 from dolmen.families.adapters import AdapterConfig
 from dolmen.model.layout import Layout
+from dolmen.model.spec import Tree
 from dolmen.model.training import RouterTraining, Training
-from dolmen.model.tree import Tree
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.ops.recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig

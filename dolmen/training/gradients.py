@@ -10,8 +10,8 @@ from dolmen.core import device
 from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
-from dolmen.model.replay import replayed
-from dolmen.model.tree import Scalar
+from dolmen.model.routing_replay import replayed
+from dolmen.model.spec import Scalar
 from dolmen.objectives.objective import Objective
 from dolmen.ops.elementwise import Noise
 from dolmen.parallel import data, pipeline

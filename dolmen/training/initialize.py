@@ -8,7 +8,7 @@ from dolmen.data.batch import Batch
 from dolmen.data.batches import Loader
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import Scalar, Tree
+from dolmen.model.spec import Scalar, Tree
 from dolmen.objectives.config import SIMPO_MARGIN
 from dolmen.objectives.grpo import Group, Undecided
 from dolmen.objectives.masked_lm import Filling

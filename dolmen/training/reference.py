@@ -20,7 +20,7 @@ from dolmen.data.packing import Rows
 from dolmen.files import gate, write
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 from dolmen.objectives import forward
 from dolmen.objectives.preference import REFERENCE
 from dolmen.optim.optimizer import DTYPES, at_rest

@@ -25,7 +25,7 @@ from dolmen.data.config import DataConfig
 from dolmen.data.inputs import Inputs
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import Model, scored, unscored
-from dolmen.model.tree import Scalar
+from dolmen.model.spec import Scalar
 from dolmen.rl import prompts
 from dolmen.rl.rewards import is_reward_model, parse_rewards
 from dolmen.training.config import RunConfig

@@ -42,8 +42,8 @@ from dolmen.evaluation.config import EvaluateConfig
 from dolmen.families import Model, edit, unknown
 from dolmen.files import gate, kinds
 from dolmen.files.safetensors import Spec
-from dolmen.model.tree import Tree
-from dolmen.model.tree.leaf import Leaf
+from dolmen.model.spec import Tree
+from dolmen.model.spec.param import Leaf
 from dolmen.vocabulary.check import gives_back, probes
 from dolmen.vocabulary.config import VocabExtendConfig
 from dolmen.vocabulary.folder import Vocabulary, open_vocabulary, opened

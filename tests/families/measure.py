@@ -19,7 +19,7 @@ from dolmen.conversion.source import Source, load_weights, open_source
 from dolmen.core import state
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 from dolmen.ops.loss import IGNORED
 from dolmen.serving import engine
 

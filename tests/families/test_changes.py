@@ -22,7 +22,7 @@ from published import (
 
 from dolmen.families import Model, changed, edit, families, moved, tuned, unknown_fields
 from dolmen.families import rope as rope_fields
-from dolmen.model.tree import Rope, Yarn
+from dolmen.model.spec import Rope, Yarn
 
 
 def test_a_change_keeps_the_spelling():
@@ -146,7 +146,7 @@ def test_every_part_of_a_head_comes_back():
     for head in (44, 49, 64, 80, 96):
         for turned in range(2, head + 1, 2):
             assert (
-                int(head * rope_fields.new(Rope(turned), head)["partial_rotary_factor"]) == turned
+                int(head * rope_fields.write(Rope(turned), head)["partial_rotary_factor"]) == turned
             )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from tiny import CASES
 
 from dolmen.families import families
-from dolmen.families.checked import checked, layouts, of, title
+from dolmen.families.checked import checked, layouts, of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "families.md").read_text()
 
@@ -27,9 +27,9 @@ def test_what_was_measured_is_what_the_tests_hold():
 
 def test_the_page_has_every_row():
     for row in checked():
-        assert f"| {title(row.model_type)} (`{row.model_type}`) | {row.case} |" in PAGE
+        assert f"| {families()[row.model_type].title} (`{row.model_type}`) | {row.case} |" in PAGE
 
 
 def test_what_the_short_table_says():
     assert layouts(of("llama")) == {"tp2 sp": "", "pp2 acc4": "", "cp2": ""}
-    assert title("gemma2") == "Gemma 2" and title("llama") == "Llama 1 to 3.3, Code Llama"
+    assert families()["llama"].title == "Llama 1 to 3.3, Code Llama"

@@ -21,7 +21,7 @@ from dolmen.model import count
 from dolmen.model.build import build as built
 from dolmen.model.build import load
 from dolmen.model.head import logits
-from dolmen.model.tree import check_cuts
+from dolmen.model.spec import check_cuts
 from dolmen.serving import engine
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"

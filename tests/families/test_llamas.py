@@ -20,7 +20,7 @@ from cases import (
 
 from dolmen.families import Model
 from dolmen.model import count
-from dolmen.model.tree import Norm, Parallel, Rope, Sequential
+from dolmen.model.spec import Norm, Parallel, Rope, Sequential
 
 # as their makers count them
 PARAMETERS = [

@@ -12,7 +12,7 @@ from tiny import build, save
 from dolmen.conversion.source import open_source
 from dolmen.families import Model
 from dolmen.model import head
-from dolmen.model.tree import Dynamic, Evaluated, LongRope
+from dolmen.model.spec import Dynamic, Evaluated, LongRope
 from dolmen.serving import engine
 from dolmen.serving.kv_cache import KVCache
 

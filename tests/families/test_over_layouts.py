@@ -19,7 +19,7 @@ from dolmen.core import state
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.families import Model, edit
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 TOLERANCE = 1e-12  # of tensors, norms and losses; measured: 1.5e-14
 LAYOUTS = [Layout.of(words) for words in ("tp2 sp", "pp2 acc4", "cp2")]

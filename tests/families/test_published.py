@@ -37,7 +37,7 @@ from published import (
 
 from dolmen.families import Model, explicit, families, new
 from dolmen.model import count
-from dolmen.model.tree import (
+from dolmen.model.spec import (
     Alibi,
     Experts,
     Head,

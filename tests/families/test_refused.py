@@ -4,7 +4,7 @@ import pytest
 from published import FALCON_7B, FALCON_40B, FALCON_CLASSIC, LLAMA_31
 
 from dolmen.families import Model, find
-from dolmen.model.tree import check_cuts
+from dolmen.model.spec import check_cuts
 
 
 @pytest.mark.parametrize(

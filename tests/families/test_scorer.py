@@ -10,7 +10,7 @@ from dolmen.conversion.source import open_source
 from dolmen.core.mesh import SINGLE
 from dolmen.families import families, made, moved, scored, unscored
 from dolmen.model import head
-from dolmen.model.tree import Head, Scalar
+from dolmen.model.spec import Head, Scalar
 from dolmen.serving import engine
 
 PADDING = {"pad_token_id": 60, "bos_token_id": None, "eos_token_id": None}

@@ -10,7 +10,7 @@ from tiny import config_of
 
 from dolmen.families import Model
 from dolmen.model import count
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 from dolmen.recipes import RECIPES
 
 FROZEN = json.loads(Path(__file__).with_name("shapes.json").read_text())

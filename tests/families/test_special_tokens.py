@@ -19,7 +19,7 @@ from dolmen.conversion.source import open_source
 from dolmen.data.batch import Batch
 from dolmen.families import Model, changed, families, special_tokens
 from dolmen.model import head
-from dolmen.model.tree import Span
+from dolmen.model.spec import Span
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 from dolmen.ops.rope import of_span

@@ -17,8 +17,8 @@ from dolmen.conversion.convert import convert
 from dolmen.conversion.source import open_source
 from dolmen.families import Model, changed, edit, unknown_fields
 from dolmen.families.unknown import warn
-from dolmen.model.tree import Alibi, Rope
-from dolmen.model.tree.positions import Linear
+from dolmen.model.spec import Alibi, Rope
+from dolmen.model.spec.positions import Linear
 
 FOUR = [
     (BAICHUAN_7B, "linear", Rope(128)),

@@ -16,7 +16,7 @@ from dolmen.core import collectives, device, state, transfers
 from dolmen.core.mesh import Axis
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.evaluation import validate
-from dolmen.model import block, branch, mlp, tree
+from dolmen.model import block, component, mlp, spec
 from dolmen.ops import elementwise
 from dolmen.parallel import context, data, norm, pipeline, tensor
 from dolmen.parallel import vocabulary as loss
@@ -160,9 +160,9 @@ def unscaled(patch):
 
 def untyped_router(patch):
     """The gradient of a router is not declared Partial."""
-    leaves = tree.Router.leaves
+    leaves = spec.Router.leaves
     patch.setattr(
-        tree.Router,
+        spec.Router,
         "leaves",
         lambda *sizes: {n: replace(leaf, gradient="own") for n, leaf in leaves(*sizes).items()},
     )
@@ -241,9 +241,9 @@ def biases_of_both_ranks(patch):
 
 def shared_of_one_rank(patch):
     """What leaves of a shared expert is the sum of one rank of tp."""
-    part = branch.Branch.part
+    part = component.Branch.part
     patch.setattr(
-        branch.Branch,
+        component.Branch,
         "part",
         lambda self, x, given: part(self, x, given) * (self.tp.axis.rank == 0),
     )
@@ -293,9 +293,9 @@ def scaled_by_rank(patch):
 
 def adapters_by_rank(patch):
     """Each rank of tp multiplies adapters by a number of its own."""
-    scale = tree.Adapter.scale.fget
+    scale = spec.Adapter.scale.fget
     patch.setattr(
-        tree.Adapter, "scale", property(lambda made: scale(made) * (1 + dist.get_rank() % 2))
+        spec.Adapter, "scale", property(lambda made: scale(made) * (1 + dist.get_rank() % 2))
     )
 
 

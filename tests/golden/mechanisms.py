@@ -10,8 +10,8 @@ from table import FAMILIES, LENGTH, SIZES, VOCABULARY
 from variations import rows
 
 from dolmen.families.adapters import ADAPTED
+from dolmen.model.spec import Adapter, Rope
 from dolmen.model.training import RouterTraining, Training
-from dolmen.model.tree import Adapter, Rope
 
 FALCON = dict(
     vocab_size=VOCABULARY,

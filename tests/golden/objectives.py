@@ -17,7 +17,7 @@ from table import FAMILIES, LENGTH, ROWS, SINGLE, Layout, Run
 
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import FOLLOWS, IGNORED, SIDE, Batch
-from dolmen.model.tree import Scalar
+from dolmen.model.spec import Scalar
 from dolmen.objectives import forward
 from dolmen.objectives.grpo import ADVANTAGE, OLD, Group, Undecided
 from dolmen.objectives.masked_lm import Filling

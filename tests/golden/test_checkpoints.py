@@ -18,8 +18,8 @@ from table import FAMILIES, NEXT_TOKEN, OPTIMIZER, ROWS, SINGLE, STEPS, Layout, 
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import open_checkpoint
 from dolmen.core import state
+from dolmen.model.spec import Scalar
 from dolmen.model.training import Training
-from dolmen.model.tree import Scalar
 from dolmen.objectives.reward import Preferred
 from dolmen.ops.recipe import Fp8, Fp8Config
 from dolmen.optim import optimizer as optim

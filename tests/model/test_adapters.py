@@ -23,8 +23,8 @@ from dolmen.model.count import (
 )
 from dolmen.model.decoder import Decoder
 from dolmen.model.layers import is_partial, places
+from dolmen.model.spec import Adapter, Scalar
 from dolmen.model.training import Training
-from dolmen.model.tree import Adapter, Scalar
 from dolmen.parallel.tensor import TensorParallel
 from dolmen.serving import engine
 

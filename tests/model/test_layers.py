@@ -8,7 +8,7 @@ from models import Tiny, build, initialize, tiny
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2TextScaledWordEmbedding
 
 from dolmen.core.mesh import SINGLE
-from dolmen.model.tree import Norm
+from dolmen.model.spec import Norm
 
 
 def gemma(hidden_size: int) -> Tiny:

@@ -9,11 +9,11 @@ from models import Flat, Tiny, build, decoder
 
 from dolmen.core.mesh import SINGLE, Axis
 from dolmen.core.state import Replicate, Shard
-from dolmen.model.components import ONLY, check
+from dolmen.model.block import ONLY, check_supported
 from dolmen.model.decoder import Decoder
 from dolmen.model.layers import is_partial, places
+from dolmen.model.spec import Attention, Scalar, Table, check_cuts, under
 from dolmen.model.training import RouterTraining, Training
-from dolmen.model.tree import Attention, Scalar, Table, check_cuts, under
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
 from dolmen.parallel.tensor import TensorParallel
@@ -143,7 +143,7 @@ def test_a_bias_that_balances_belongs_to_the_model_that_is_trained():
 
 def test_what_no_module_computes_is_refused(monkeypatch):
     """As while a mechanism is made."""
-    check(GPT2.tree)
+    check_supported(GPT2.tree)
     monkeypatch.setitem(ONLY, Table, {"offset": 0})
     table = replace(GPT2.tree.embedding, positions=Table(8, offset=2))
     with pytest.raises(ValueError, match="Table.offset is 2: dolmen computes 0 alone"):

@@ -11,7 +11,7 @@ from table import FAMILIES, SINGLE, Layout
 
 from dolmen.data.batch import Batch
 from dolmen.model.mlp import Router
-from dolmen.model.replay import places
+from dolmen.model.routing_replay import places
 from dolmen.objectives import forward
 from dolmen.objectives.grpo import ADVANTAGE, OLD
 from dolmen.objectives.ppo import Clipped

@@ -21,7 +21,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import IGNORED, MARGIN, SIDE, Batch
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model.decoder import Decoder
-from dolmen.model.tree import Scalar
+from dolmen.model.spec import Scalar
 from dolmen.objectives import forward, pairs
 from dolmen.objectives.objective import CrossEntropy, check
 from dolmen.objectives.preference import DPO, KTO, REFERENCE, decided

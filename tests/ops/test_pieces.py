@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from dolmen.core.mesh import SINGLE
 from dolmen.core.torch_private import compute
-from dolmen.model.tree.positions import temperature
+from dolmen.model.spec.positions import temperature
 from dolmen.ops import rope
 from dolmen.ops.loss import IGNORED, exponentials
 from dolmen.ops.loss import gradient as loss_gradient

@@ -12,7 +12,7 @@ from dolmen.data.batch import Batch
 from dolmen.model.component import Where
 from dolmen.model.head import logits
 from dolmen.model.positions import tables
-from dolmen.model.tree import Rope
+from dolmen.model.spec import Rope
 from dolmen.ops import rope
 from dolmen.ops.attention import Documents
 from dolmen.ops.rope import PositionIds

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from dolmen.core.mesh import SINGLE
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import logits, loss_of
-from dolmen.model.tree import Alibi, Rope, blanks
+from dolmen.model.spec import Alibi, Rope, positions
 from dolmen.ops.attention import Attend, Documents, blockwise
 from dolmen.ops.kernels import H100
 from dolmen.ops.rope import PositionIds, of_prefix
@@ -136,7 +136,7 @@ def test_a_cache_equals_the_whole_text(config):
     want = model(tokens, logits, documents=documents, positions=placed(config, documents))
     cache, found = KVCache(model.tree, 4), {i: [] for i in range(3)}
     done = dict.fromkeys(found, 0)
-    spans = {i: blanks.of_prefix(n, model.tree.streams) for i, n in enumerate(lengths)}
+    spans = {i: positions.of_prefix(n, model.tree.streams) for i, n in enumerate(lengths)}
     for new in ({0: 9, 1: 12, 2: 4}, {0: 1, 1: 1, 2: 5}, {0: 14, 1: 11, 2: 15}):
         reading = cache.append(new, HERE, spans=spans)
         parts = [tokens[i, done[i] : done[i] + new[i]] for i in reading.sequences]
@@ -158,10 +158,10 @@ def test_a_prefix_in_parts_is_refused():
     with pytest.raises(
         ValueError, match="sequence 0 has read 0 tokens and reads 4, but its first 12"
     ):
-        cache.append({0: 4}, HERE, spans={0: blanks.of_prefix(12, 1)})
+        cache.append({0: 4}, HERE, spans={0: positions.of_prefix(12, 1)})
     cache.append({0: 9}, HERE)
     with pytest.raises(ValueError, match="has read 9 tokens and reads 13"):
-        cache.append({0: 13}, HERE, spans={0: blanks.of_prefix(12, 1)})
+        cache.append({0: 13}, HERE, spans={0: positions.of_prefix(12, 1)})
 
 
 @pytest.mark.parametrize("config", [CONFIG, GLM], ids=["one stream", "two streams"])

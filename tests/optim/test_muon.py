@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dolmen.core.mesh import SINGLE
-from dolmen.model.tree.leaf import Role
+from dolmen.model.spec.param import Role
 from dolmen.optim import muon as newton_schulz
 from dolmen.optim.config import Muon, OptimizerConfig
 from dolmen.optim.muon import flops, orthogonalize

@@ -12,8 +12,8 @@ from adapter import ignored
 
 from dolmen.core.state import local
 from dolmen.data import mixture
-from dolmen.model import block, branch, head, layers, mlp
-from dolmen.model.tree import LatentAttention
+from dolmen.model import block, component, head, layers, mlp
+from dolmen.model.spec import LatentAttention
 from dolmen.ops import moe as routing
 from dolmen.ops import rope
 from dolmen.ops.attention import blockwise, score_bias
@@ -160,8 +160,8 @@ def one_after_the_other(right):
 
     def stream(block, x, given, cache=None):
         for part, options in ((block.attn, (given, cache)), (block.mlp, (given,))):
-            (entered,) = branch.enter([part], block.norm(x))
-            x = x + branch.leave([part], [part.inner(entered, *options)])
+            (entered,) = component.enter([part], block.norm(x))
+            x = x + component.leave([part], [part.inner(entered, *options)])
         return x
 
     return stream
@@ -170,8 +170,8 @@ def one_after_the_other(right):
 def norms_exchanged(right):
     """Each of two layers side by side has the norm of the other."""
     return lambda block, x: [
-        *branch.enter([block.attn], block.mlp_norm(x)),
-        *branch.enter([block.mlp], block.attn_norm(x)),
+        *component.enter([block.attn], block.mlp_norm(x)),
+        *component.enter([block.mlp], block.attn_norm(x)),
     ]
 
 

@@ -20,7 +20,7 @@ from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
-from dolmen.model.tree import Leaf
+from dolmen.model.spec import Leaf
 from dolmen.optim.muon import flops, matrices
 from dolmen.parallel.assembly import Assembly
 

@@ -7,10 +7,10 @@ import torch
 from models import Flat, build, initialize, load, tiny
 
 from dolmen.core.mesh import SINGLE
-from dolmen.model import alone, head
-from dolmen.model.build import place
+from dolmen.model import head
+from dolmen.model.build import load_inference_weights, place
 from dolmen.model.layers import Parameters
-from dolmen.model.tree.leaf import Leaf
+from dolmen.model.spec.param import Leaf
 from dolmen.ops import int8
 from dolmen.parallel import inference_linear
 from dolmen.parallel.tensor import Linear
@@ -223,7 +223,7 @@ def opened_alone(model, seen=None):
             if seen is not None:
                 seen(placed)
 
-    return alone.load(placed, SINGLE, "int8", stream).eval()
+    return load_inference_weights(placed, SINGLE, "int8", stream).eval()
 
 
 def test_of_a_model_that_is_int8_alone_the_weights_are_gone(model):

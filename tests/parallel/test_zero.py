@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dolmen.core import mesh as meshes
 from dolmen.model.head import logits, loss_of
 from dolmen.model.layout import Layout
+from dolmen.model.spec import Adapter
 from dolmen.model.training import Training
-from dolmen.model.tree import Adapter
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import data
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.planning.predict import predict
 from benchmarks.planning.published import FOLDER, read_rows
-from dolmen.model.tree import Attention, Block, Embedding, Head, Mlp, Norm, Run, Tree
+from dolmen.model.spec import Attention, Block, Embedding, Head, Mlp, Norm, Run, Tree
 from dolmen.planning.blocks import block_rows
 from dolmen.planning.operations import Program, Share
 from dolmen.planning.step import Spread

@@ -3,7 +3,7 @@
 import pytest
 
 from dolmen.model import count
-from dolmen.model.tree import Attention
+from dolmen.model.spec import Attention
 from dolmen.recipes import RECIPES
 
 # 2104.04473, table 1: parameters in billions as printed, heads, hidden size, layers, batch

@@ -7,7 +7,7 @@ from benchmarks.planning.clusters import cluster_of, network
 from benchmarks.planning.jobs import jobs
 from benchmarks.planning.predict import predict
 from benchmarks.planning.published import FOLDER, bare, read_rows, understood
-from dolmen.model.tree import Experts
+from dolmen.model.spec import Experts
 from dolmen.planning.step import Spread
 
 ROW = {

@@ -11,7 +11,7 @@ from table import FAMILIES, Layout
 
 from dolmen.core.mesh import SINGLE
 from dolmen.model.layers import Parameters
-from dolmen.model.tree import Scalar
+from dolmen.model.spec import Scalar
 from dolmen.rl.generation import GenerationModel, full_parameters
 from dolmen.rl.rewards import RewardModel
 from dolmen.serving.engine import generate

@@ -8,7 +8,7 @@ from asked import scored
 from decoders import PROMPTS, decoder
 
 from dolmen.conversion.peft import LowRank, names
-from dolmen.model.tree import Adapter, Tree
+from dolmen.model.spec import Adapter, Tree
 from dolmen.serving.request import Request
 
 

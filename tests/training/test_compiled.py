@@ -16,8 +16,8 @@ from dolmen.data.batch import Batch
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model.head import loss_of
 from dolmen.model.layout import Layout
+from dolmen.model.spec import Adapter
 from dolmen.model.training import Training
-from dolmen.model.tree import Adapter
 from dolmen.ops.attention import Documents
 from dolmen.ops.kernels import Kernels
 from dolmen.ops.recipe import Fp8

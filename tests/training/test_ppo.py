@@ -36,7 +36,7 @@ from dolmen.data import loader as data_loader
 from dolmen.data.batch import Batch
 from dolmen.data.batches import Description
 from dolmen.model.layout import Layout
-from dolmen.model.tree import Scalar
+from dolmen.model.spec import Scalar
 from dolmen.ops.loss import IGNORED
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl import iteration, rollout

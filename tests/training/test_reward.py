@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from dolmen.conversion.source import open_source
 from dolmen.core.mesh import SINGLE
 from dolmen.families import made, scored
-from dolmen.model.tree import Scalar
+from dolmen.model.spec import Scalar
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.serving import engine
 from dolmen.training import calibration

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.gpu import clock, compare, house, reference
 from benchmarks.gpu.case import Case, Context, Record
 from dolmen.core.mesh import Axis
-from dolmen.model.tree.leaf import Cut, Leaves, column
+from dolmen.model.spec.param import Cut, Leaves, column
 from dolmen.ops import elementwise, norm, rope
 from dolmen.ops.attention import Attend, decode
 from dolmen.ops.attention.reference import KNOWN, ROADS, definition, errors

@@ -22,7 +22,7 @@ from benchmarks.gpu.case import Case, Context, Record
 from dolmen.core.mesh import Mesh
 from dolmen.model import build
 from dolmen.model.layout import Layout
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 from dolmen.training.step import optimizer_step
 
 LAYOUTS = {

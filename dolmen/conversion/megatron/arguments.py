@@ -18,7 +18,7 @@ from dolmen.conversion.megatron.options import OF_CORE, OF_OLDER, ONLY, Said
 from dolmen.core.messages import shown
 from dolmen.families.differences import differences
 from dolmen.families.family import expect
-from dolmen.model.tree import (
+from dolmen.model.spec import (
     Attention,
     Block,
     Embedding,
@@ -35,7 +35,7 @@ from dolmen.model.tree import (
     Tree,
     runs_of,
 )
-from dolmen.model.tree.mlp import Activation
+from dolmen.model.spec.layers import Activation
 
 
 def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:

@@ -33,7 +33,7 @@ from dolmen.core.messages import divisor
 from dolmen.families.rules import Entry
 from dolmen.files.safetensors import Spec
 from dolmen.files.torch_files import Writer
-from dolmen.model.tree import Tree
+from dolmen.model.spec import Tree
 
 PADDED_TO = 128
 """Times tp, what the rows of a vocabulary are a multiple of: --make-vocab-size-divisible-by."""

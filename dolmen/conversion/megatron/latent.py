@@ -14,7 +14,7 @@ refused. Pairs of rope are always neighbours; norms of latents are there with qk
 from typing import Any
 
 from dolmen.conversion.megatron.options import Said
-from dolmen.model.tree import LatentAttention, Norm, Rope, Yarn
+from dolmen.model.spec import LatentAttention, Norm, Rope, Yarn
 
 FIRST_CONTEXT = 4096
 """Default of MLATransformerConfig."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dolmen.families.rules import Each, Entry, Rename, Rule, Split, entries
-from dolmen.model.tree import Attention, Block, LatentAttention, Mlp, Tree
+from dolmen.model.spec import Attention, Block, LatentAttention, Mlp, Tree
 
 LAYER = "decoder.layers.{}."
 QKV, FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"

@@ -28,7 +28,7 @@ from dolmen.families.rules import Each, Entry, Rule, Shape, Split
 from dolmen.files.gate import refuse
 from dolmen.files.safetensors import Spec, Stored
 from dolmen.files.torch_files import Strided
-from dolmen.model.tree import Leaf
+from dolmen.model.spec import Leaf
 
 TENSOR = re.compile(r"(.*mlp\.experts\.)weight([12])")
 

@@ -19,7 +19,7 @@ from dolmen.families.rules import Entry
 from dolmen.files import torch_files
 from dolmen.files.gate import refuse
 from dolmen.files.torch_files import MOST_BYTES, Buffer, Held
-from dolmen.model.tree import Leaf, Tree
+from dolmen.model.spec import Leaf, Tree
 
 STATE = re.compile(r"(?P<module>.+\.)_extra_state(?P<number>\d{0,6})")
 

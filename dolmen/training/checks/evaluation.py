@@ -8,7 +8,7 @@ from dolmen.conversion import hf_export
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation import tasks
 from dolmen.evaluation.config import DuringConfig
-from dolmen.model.tree import Head, Scalar, Tree
+from dolmen.model.spec import Head, Scalar, Tree
 from dolmen.serving.generation import encode
 from dolmen.training.config import RunConfig
 from dolmen.training.judged import read_prompts

@@ -14,8 +14,8 @@ from dolmen.core.filesystem import expand
 from dolmen.core.mesh import SINGLE
 from dolmen.data import sources
 from dolmen.families import Model, tuned
+from dolmen.model.spec import Adapter, Scalar
 from dolmen.model.training import Training
-from dolmen.model.tree import Adapter, Scalar
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.rewards import is_reward_model, parse_rewards
 from dolmen.training import folder, metrics

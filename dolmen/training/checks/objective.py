@@ -2,7 +2,7 @@
 together.
 """
 
-from dolmen.model.tree import Scalar
+from dolmen.model.spec import Scalar
 from dolmen.training.config import RunConfig
 from dolmen.training.resolve import ResolvedRun
 

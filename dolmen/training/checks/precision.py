@@ -1,6 +1,6 @@
 """Rules on how a step is computed: layout, schedule, products in eight bits, Muon's arithmetic."""
 
-from dolmen.model.tree import check_rounding, check_tokens
+from dolmen.model.spec import check_rounding, check_tokens
 from dolmen.training.config import RunConfig
 
 

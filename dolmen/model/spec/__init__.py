@@ -13,28 +13,38 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from dolmen.model.tree.adapter import Adapter
-from dolmen.model.tree.attention import Attention
-from dolmen.model.tree.blanks import Blanks, Mask, Span
-from dolmen.model.tree.block import Block, Parallel, Run, Sequential, runs_of
-from dolmen.model.tree.ends import Embedding, Head, Scalar, Transform
-from dolmen.model.tree.latent import LatentAttention
-from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, check_cuts, under, within
-from dolmen.model.tree.mlp import Clamped, Experts, Mlp, Router
-from dolmen.model.tree.norm import Norm
-from dolmen.model.tree.positions import (
+from dolmen.model.spec.attention import Attention, LatentAttention
+from dolmen.model.spec.block import Block, Parallel, Run, Sequential, runs_of
+from dolmen.model.spec.embedding_head import Embedding, Head, Scalar, Transform
+from dolmen.model.spec.layers import Clamped, Experts, Mlp, Norm, Router
+from dolmen.model.spec.lora import Adapter
+from dolmen.model.spec.param import (
+    Cut,
+    Leaf,
+    Leaves,
+    Stream,
+    check_cuts,
+    check_rounding,
+    check_tokens,
+    rounded,
+    under,
+    within,
+)
+from dolmen.model.spec.positions import (
     Alibi,
+    Blanks,
     Dynamic,
     Evaluated,
     Linear,
     Llama3,
     LongRope,
+    Mask,
     Rope,
+    Span,
     Steps,
     Table,
     Yarn,
 )
-from dolmen.model.tree.rounding import check_rounding, check_tokens, rounded
 from dolmen.ops.recipe import Fp8
 
 __all__ = [

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dolmen.model.tree.leaf import Leaf, Leaves
+from dolmen.model.spec.param import Leaf, Leaves
 
 ADAPTED = ("matrix", "expert")
 """Roles of the weights that can have an adapter, and be held in eight bits."""

@@ -22,11 +22,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from dolmen.model.tree.attention import Attention
-from dolmen.model.tree.latent import LatentAttention
-from dolmen.model.tree.leaf import Leaves, Stream, within
-from dolmen.model.tree.mlp import Experts, Mlp
-from dolmen.model.tree.norm import Norm
+from dolmen.model.spec.attention import Attention, LatentAttention
+from dolmen.model.spec.layers import Experts, Mlp, Norm
+from dolmen.model.spec.param import Leaves, Stream, within
 
 
 @dataclass(frozen=True)

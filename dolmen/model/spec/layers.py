@@ -1,10 +1,15 @@
-"""Specs of dense and sparse (mixture of experts) feed-forward layers.
+"""x
+
+What a norm is: RMSNorm (Zhang and Sennrich, 1910.07467) or LayerNorm (Ba et al., 1607.06450).
+
+Specs of dense and sparse (mixture of experts) feed-forward layers.
 
 What a dense feed-forward layer is: down(act(up x)), or gated, down(act(gate x) * up x)
 (Shazeer, 2002.05202).
 
 What a sparse feed-forward layer is: a router sends each token to some of many experts, which are
 gated MLPs (Shazeer et al., 1701.06538; DeepSeek-V2, 2405.04434, and V3, 2412.19437).
+
 """
 
 import math
@@ -12,7 +17,46 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dolmen.core.messages import counted, divisor
-from dolmen.model.tree.leaf import Cut, Leaf, Leaves, Stream, column, row, within
+from dolmen.model.spec.param import Cut, Gradient, Leaf, Leaves, Stream, column, row, within
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Over the last dim."""
+
+    kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    eps: float = 1e-5
+    """Added to the variance."""
+    bias: bool = False
+    affine: bool = True
+    """Its result is multiplied by a weight (OLMo: it is not)."""
+    zero_centred: bool = False
+    """The weight is stored less 1: y = x / rms(x) * (1 + w), and starts at 0 (Gemma)."""
+
+    def __post_init__(self):
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"a norm's eps is {self.eps!r}: it must be finite and not negative")
+        if not self.affine and (self.bias or self.kind != "layernorm"):
+            raise ValueError(
+                f"{self} has no weight: dolmen computes that of layernorm without bias alone"
+            )
+        if self.zero_centred and self.kind != "rmsnorm":
+            raise ValueError(f"{self} is zero-centred: dolmen computes that of rmsnorm alone")
+
+    def leaves(
+        self, *shape: int, gradient: Gradient = "residual", cuts: tuple[Cut, ...] = ()
+    ) -> Leaves:
+        """Of a norm over so many features, or of one with a weight for each of several, [several,
+        features]; whole on every rank of tp but for its `cuts`.
+        """
+        if not self.affine:
+            return {}
+        initial = "zeros" if self.zero_centred else "ones"
+        leaves = {"weight": Leaf(shape, "norm", cuts, gradient, initial)}
+        if self.bias:
+            leaves["bias"] = Leaf(shape, "bias", cuts, gradient, "zeros")
+        return leaves
+
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 

@@ -1,12 +1,14 @@
-"""What stands before the blocks and after them."""
+"""x
+
+What stands before the blocks and after them.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dolmen.model.tree.leaf import VOCABULARY, Cut, Leaf, Leaves, within
-from dolmen.model.tree.mlp import Activation
-from dolmen.model.tree.norm import Norm
-from dolmen.model.tree.positions import Table
+from dolmen.model.spec.layers import Activation, Norm
+from dolmen.model.spec.param import VOCABULARY, Cut, Leaf, Leaves, within
+from dolmen.model.spec.positions import Table
 
 
 @dataclass(frozen=True)

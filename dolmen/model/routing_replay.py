@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
+from dolmen.model.spec import Experts, Tree
 from dolmen.model.split import Split
-from dolmen.model.tree import Experts, Tree
 
 
 @dataclass(frozen=True, eq=False)

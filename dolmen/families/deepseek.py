@@ -1,0 +1,371 @@
+"""DeepSeek-V2, V3 and R1: multi-head latent attention and many small experts."""
+
+from dataclasses import replace
+from typing import Any
+
+from dolmen.families import common, experts, llama, rope
+from dolmen.families.family import Family, Field, activation_name, expect, knob
+from dolmen.families.rules import Rename, Rule
+from dolmen.files import kinds
+from dolmen.files.schema import Flag, Int, Real, Text, optional
+from dolmen.model.spec import Block, Experts, LatentAttention, Mlp, Norm, Rope, Router, Tree
+
+# What DeepSeek-V2 and V3 share: latent attention, and dense layers before those of many small
+# experts and a shared one.
+#
+# In the configs of transformers `n_shared_experts` make one dense layer of so many times the width
+# of an expert. The norms of the latents have the eps of its class, 1e-6, whatever `rms_norm_eps`
+# says.
+
+LATENT_EPS = 1e-6
+SIZES_OF_HEADS = ("num_key_value_heads", "head_dim")  # which here are others
+FIELDS = (
+    *(field for field in llama.FIELDS if field.name not in SIZES_OF_HEADS),
+    Field(
+        "num_key_value_heads",
+        optional(kinds.HEADS),
+        None,
+        "Key and value heads: as many as query heads, if stated.",
+    ),
+    Field(
+        "q_lora_rank",
+        optional(kinds.WIDTH),
+        1536,
+        "Width of the latent of queries. None: there is none.",
+    ),
+    Field("kv_lora_rank", kinds.WIDTH, 512, "Width of the latent of keys and values."),
+    Field("qk_nope_head_dim", kinds.WIDTH, 128, "Of each query and key head, what is not turned."),
+    Field("qk_rope_head_dim", kinds.WIDTH, 64, "Of each query and key head, what rope turns."),
+    Field("v_head_dim", kinds.WIDTH, 128, "Size of a value head."),
+    Field(
+        "attention_bias",
+        Flag(),
+        False,
+        "Biases on what makes the latents and on the attention output projection.",
+    ),
+    experts.SIZE,
+    Field("n_shared_experts", Int(1, kinds.EXPERTS.high), 2, "Experts that every token passes."),
+    Field(
+        "routed_scaling_factor",
+        Real(0, above=True),
+        1.0,
+        "What the weights of a token's experts are multiplied by.",
+    ),
+    Field("first_k_dense_replace", Int(0, kinds.LAYERS.high), 0, "Dense layers before the others."),
+    replace(experts.AUX_LOSS, name="aux_loss_alpha", common=(experts.AUX_LOSS.name,)),
+)
+ONLY = {"mlp_bias": (False, None), "moe_layer_freq": (1, None)}
+CODE = ("configuration_deepseek", "modeling_deepseek")
+HARMLESS = ("head_dim", "qk_head_dim", "ep_size", "seq_aux", "output_router_logits")
+
+
+def read_deepseek(config: dict[str, Any], router: Router, interleaved: bool) -> Tree:
+    """The tree of a config.json, given how a token's experts are chosen and what a pair of rope
+    is. Raises ValueError naming the field.
+    """
+    mixer, norm = _mixer(config, interleaved), llama.rms_norm(config)
+    size, dense = config["moe_intermediate_size"], llama.dense_mlp(config)
+    sparse = Experts(
+        config["n_routed_experts"],
+        config["num_experts_per_tok"],
+        size,
+        dense.activation,
+        replace(
+            router,
+            scale=float(config["routed_scaling_factor"]),
+            aux_loss_coef=float(config["aux_loss_alpha"]),
+        ),
+        shared=replace(dense, size=size * config["n_shared_experts"]),
+    )
+    first = config["first_k_dense_replace"]
+    blocks = [
+        Block(mixer, dense if i < first else sparse, norm)
+        for i in range(config["num_hidden_layers"])
+    ]
+    return common.tree(config, FIELDS, blocks)
+
+
+def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttention:
+    heads, stated = config["num_attention_heads"], config["num_key_value_heads"]
+    if stated not in (None, heads):
+        raise ValueError(
+            f"num_key_value_heads ({stated}) is not num_attention_heads ({heads}): latent "
+            f"attention has a key and a value for each query head; set "
+            f"{knob('num_key_value_heads')} to as many"
+        )
+    size = config["qk_rope_head_dim"]
+    if size % 2:
+        raise ValueError(
+            f"qk_rope_head_dim ({size}) is odd, rope rotates pairs: set "
+            f"{knob('qk_rope_head_dim')} to an even size"
+        )
+    turned = rope.read(config, size)
+    field, parameters = rope.given(config)
+    mscale = float(parameters.get("mscale_all_dim") or 0.0)
+    if mscale and rope.kind(parameters) not in ("yarn", "default"):
+        raise ValueError(f"{field}.mscale_all_dim is {mscale}: it is of rope_type yarn alone")
+    return LatentAttention(
+        heads,
+        config["q_lora_rank"],
+        config["kv_lora_rank"],
+        config["qk_nope_head_dim"],
+        config["v_head_dim"],
+        Norm("rmsnorm", LATENT_EPS),
+        replace(turned, interleaved=interleaved),
+        mscale_all_dim=0.0 if turned.scaling is None else mscale,
+        down_bias=config["attention_bias"],
+        o_bias=config["attention_bias"],
+    )
+
+
+def write_deepseek(tree: Tree) -> dict[str, Any]:
+    """The fields that both families have: of the first layer, of the first dense one, if there is
+    any, and of the first sparse one. Raises ValueError where the mixer is no latent attention.
+    """
+    mixer = expect(tree.blocks[0].mixer, LatentAttention, "mixer")
+    dense, sparse = common.dense(tree), common.sparse(tree)
+    return {
+        **common.write(tree, FIELDS),
+        "num_attention_heads": mixer.heads,
+        "num_key_value_heads": mixer.heads,
+        "hidden_act": activation_name(tree.blocks[0].mlp.activation),
+        "q_lora_rank": mixer.q_rank,
+        "kv_lora_rank": mixer.kv_rank,
+        "qk_nope_head_dim": mixer.nope_size,
+        "qk_rope_head_dim": mixer.positions.size,
+        "v_head_dim": mixer.value_size,
+        "attention_bias": mixer.o_bias,
+        "rope_parameters": _rope(mixer),
+        "first_k_dense_replace": len(dense),
+        **({"intermediate_size": dense[0].size} if dense else {}),
+        **(_write_deepseek_experts(sparse[0]) if sparse else {}),
+    }
+
+
+def _rope(mixer: LatentAttention) -> dict[str, Any]:
+    """With the scores' temperature; an attention factor of 1 follows from equal mscales."""
+    stated, mscale = rope.write(mixer.positions), mixer.mscale_all_dim
+    if not mscale:
+        return stated
+    if stated.get("attention_factor") == 1.0:
+        del stated["attention_factor"]
+        stated["mscale"] = mscale
+    return {**stated, "mscale_all_dim": mscale}
+
+
+def _write_deepseek_experts(sparse: Experts) -> dict[str, Any]:
+    shared = expect(sparse.shared, Mlp, "shared")
+    return {
+        "n_routed_experts": sparse.number,
+        "num_experts_per_tok": sparse.per_token,
+        "moe_intermediate_size": sparse.size,
+        "n_shared_experts": shared.size // sparse.size,
+        "routed_scaling_factor": sparse.router.scale,
+        "aux_loss_alpha": sparse.router.aux_loss_coef,
+    }
+
+
+def deepseek_rules(tree: Tree) -> list[Rule]:
+    """Weight names; q_proj exists where queries have no latent."""
+    attention = {
+        "q_proj": "q",
+        "q_a_proj": "q_a",
+        "q_a_layernorm": "q_a_norm",
+        "q_b_proj": "q_b",
+        "kv_a_proj_with_mqa": "kv_a",
+        "kv_a_layernorm": "kv_a_norm",
+        "kv_b_proj": "kv_b",
+        "o_proj": "o",
+    }
+    matrices = llama.MLP_NAMES
+    names = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "mlp_norm",
+        **{f"self_attn.{hf}": f"attn.{ours}" for hf, ours in attention.items()},
+        **{f"mlp.{hf}": f"mlp.{ours}" for hf, ours in matrices.items()},
+        **{f"mlp.shared_experts.{hf}": f"mlp.shared.{ours}" for hf, ours in matrices.items()},
+    }
+    return [
+        Rename("model.embed_tokens", "embed"),
+        *(Rename(llama.LAYER + hf, "layers.{}." + ours) for hf, ours in names.items()),
+        *experts.rules(tree, f"{llama.LAYER}mlp", matrices, bias="e_score_correction_bias"),
+        Rename("model.norm", "final_norm"),
+        Rename("lm_head", "head"),
+    ]
+
+
+# DeepSeek-V2 and V2-Lite (2405.04434): experts by softmax, of one group or of the groups with the
+# best experts.
+#
+# transformers never normalises the weights of a token's experts; the original does with
+# `norm_topk_prob`, and then leaves `routed_scaling_factor` out. No published file sets it.
+
+PER_TOKEN = 6  # of both models; transformers computes nothing where none is stated
+METHODS = ("greedy", "group_limited_greedy")
+
+
+def read_deepseek_v2(config: dict[str, Any]) -> Tree:
+    """transformers refuses heads that do not divide the width, though nothing follows from it."""
+    common.head_size(config, FIELDS)
+    stated = config["num_experts_per_tok"]
+    filled = {**config, "num_experts_per_tok": PER_TOKEN if stated is None else stated}
+    return read_deepseek(filled, _router(config), interleaved=True)
+
+
+def _router(config: dict[str, Any]) -> Router:
+    if config["topk_method"] in ("greedy", None):
+        return Router(normalise=False)
+    for name in ("n_group", "topk_group"):
+        if config[name] is None:
+            raise ValueError(
+                f"topk_method is {config['topk_method']}, which chooses among groups of experts, "
+                f"and {name} is None: set {knob(name)}"
+            )
+    groups, kept = config["n_group"], config["topk_group"]
+    return Router(normalise=False, groups=groups, groups_per_token=kept)
+
+
+def write_deepseek_v2(tree: Tree) -> dict[str, Any]:
+    sparse = common.sparse(tree)
+    router = sparse[0].router if sparse else Router()
+    grouped = router.groups > 1
+    return {
+        **write_deepseek(tree),
+        "topk_method": METHODS[grouped],
+        "n_group": router.groups if grouped else None,
+        "topk_group": router.groups_per_token if grouped else None,
+    }
+
+
+DEEPSEEK_V2 = Family(
+    model_type="deepseek_v2",
+    title="DeepSeek-V2 and V2-Lite",
+    architecture="DeepseekV2ForCausalLM",
+    scorer="DeepseekV2ForSequenceClassification",
+    read=read_deepseek_v2,
+    new=write_deepseek_v2,
+    rules=deepseek_rules,
+    fields=llama.change_fields(
+        FIELDS,
+        Field("n_routed_experts", kinds.EXPERTS, 64, experts.NUMBER, ("num_experts",)),
+        Field(
+            "num_experts_per_tok",
+            optional(kinds.EXPERTS),
+            None,
+            f"{experts.PER_TOKEN} None: {PER_TOKEN}.",
+        ),
+        Field(
+            "topk_method",
+            optional(Text(choices=METHODS)),
+            "greedy",
+            "How a token's experts are chosen: greedy | group_limited_greedy (from the groups with "
+            "the best experts).",
+        ),
+        Field("n_group", optional(kinds.EXPERTS), None, "Groups of experts."),
+        Field("topk_group", optional(kinds.EXPERTS), None, "Groups that a token's come from."),
+        vocab_size=102400,
+        moe_intermediate_size=1407,
+    ),
+    only={
+        **ONLY,
+        "norm_topk_prob": (False, None),
+        "scoring_func": ("softmax", None),
+    },
+    harmless=HARMLESS,
+    beside=llama.BESIDE,
+    ignored=llama.IGNORED,
+    code=CODE,
+)
+
+
+# DeepSeek-V3 and R1 (2412.19437): experts by sigmoid, whose choice a bias balances, of the groups
+# whose best two experts are the best.
+#
+# The layers of multi-token prediction that files hold behind the last (`num_nextn_predict_layers`)
+# are no part of the decoder: transformers leaves them out, and so is done here, aloud.
+
+
+def read_deepseek_v3(config: dict[str, Any]) -> Tree:
+    router = Router(
+        score="sigmoid",
+        normalise=bool(config["norm_topk_prob"]),
+        groups=config["n_group"],
+        groups_per_token=config["topk_group"],
+        group_score="top2",
+        bias=True,
+    )
+    return read_deepseek(config, router, interleaved=bool(config["rope_interleave"]))
+
+
+def write_deepseek_v3(tree: Tree) -> dict[str, Any]:
+    positions = expect(tree.blocks[0].mixer.positions, Rope, "positions")
+    fields = {**write_deepseek(tree), "rope_interleave": positions.interleaved}
+    sparse = common.sparse(tree)
+    return {**fields, **(_choice(sparse[0].router) if sparse else {})}
+
+
+def _choice(router: Router) -> dict[str, Any]:
+    return {
+        "norm_topk_prob": router.normalise,
+        "n_group": router.groups,
+        "topk_group": router.groups_per_token,
+    }
+
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    title="DeepSeek-V3 and R1",
+    architecture="DeepseekV3ForCausalLM",
+    scorer="DeepseekV3ForSequenceClassification",
+    read=read_deepseek_v3,
+    new=write_deepseek_v3,
+    rules=deepseek_rules,
+    fields=llama.change_fields(
+        FIELDS,
+        Field(
+            "n_routed_experts",
+            kinds.EXPERTS,
+            256,
+            experts.NUMBER,
+            ("num_local_experts",),
+            ("num_experts",),
+        ),
+        Field("num_experts_per_tok", kinds.EXPERTS, 8, experts.PER_TOKEN),
+        Field("n_group", kinds.EXPERTS, 8, "Groups of experts."),
+        Field("topk_group", kinds.EXPERTS, 4, "Groups that a token's experts come from."),
+        Field("norm_topk_prob", optional(Flag()), True, experts.NORMALISED),
+        Field(
+            "rope_interleave",
+            optional(Flag()),
+            True,
+            "Rope's pairs are neighbours, not halves of what is turned.",
+        ),
+        Field(
+            "num_nextn_predict_layers",
+            Int(0, kinds.LAYERS.high),
+            1,
+            "Layers of multi-token prediction that files hold behind the last, left out here.",
+            ("num_mtp_layers",),
+        ),
+        vocab_size=129280,
+        hidden_size=7168,
+        intermediate_size=18432,
+        num_hidden_layers=61,
+        num_attention_heads=128,
+        max_position_embeddings=4096,
+        moe_intermediate_size=2048,
+        n_shared_experts=1,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=3,
+    ),
+    only={
+        **ONLY,
+        "scoring_func": ("sigmoid", None),
+        "topk_method": ("noaux_tc", None),
+    },
+    harmless=HARMLESS,
+    beside={**llama.BESIDE, "num_nextn_predict_layers": 0},
+    beyond="num_nextn_predict_layers",
+    ignored=llama.IGNORED,
+    code=CODE,
+)
