@@ -104,7 +104,7 @@ class Terminal:
                     print(part, end="", flush=True)
                 print(flush=True)
                 if self.chat.truncated:
-                    limit = self.chat.config.max_new_tokens
+                    limit = self.chat.config.of_tokens.max_new_tokens
                     say(f"(the answer was cut at {limit:,} tokens: raise --max-new-tokens)")
             except ValueError as error:
                 say(str(error))
