@@ -36,7 +36,7 @@ from dolmen.families import compared
 from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout
 from dolmen.model.spec import Head
-from dolmen.objectives.objective import check_end
+from dolmen.objectives.objective import check_head
 from dolmen.optim.optimizer import DTYPES, at_rest
 
 THEIRS, SEQUENCES, SEED, DEVICE = "transformers", 4, 0, "device"
@@ -133,7 +133,7 @@ def open_sides(config: DiffConfig) -> SidePair:
         length = length if length <= most else most // parts * parts
         for side in (a, b):
             check_whole(side.source)
-            check_end("diff", Head, side.source.tree)
+            check_head("diff", Head, side.source.tree)
             side.layout.check(side.source.tree, length, sequences, 1)
             if side.theirs:
                 check_expressible(side.source.model, side.source.tree)

@@ -26,7 +26,7 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.head import Logits
 from dolmen.model.layout import Layout
 from dolmen.model.training import RouterTraining, Training
-from dolmen.objectives.objective import Judged, Objective
+from dolmen.objectives.objective import LossOutput, Objective
 from dolmen.optim import optimizer
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training.state import TrainState
@@ -148,7 +148,7 @@ class _RecordingObjective:
     def count(self, batch: Batch) -> float:
         return self.objective.count(batch)
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
         with torch.no_grad():
             self.see(head.logits(hidden.detach()))
-        return Judged(self.objective(hidden, head, batch).total)
+        return LossOutput(self.objective(hidden, head, batch).total)

@@ -25,7 +25,7 @@ from dolmen.data.batch import Batch
 from dolmen.model import spec
 from dolmen.model.decoder import Decoder
 from dolmen.objectives import forward
-from dolmen.objectives.objective import check_end
+from dolmen.objectives.objective import check_head
 from dolmen.ops.loss import IGNORED
 from dolmen.ops.rope import PositionIds
 from dolmen.parallel import pipeline
@@ -106,7 +106,7 @@ def foretold(
 
 def check_foretells(model: spec.Tree) -> None:
     """Raises ValueError for a model that has no probability of a next token."""
-    check_end("a loss of the next token", spec.Head, model)
+    check_head("a loss of the next token", spec.Head, model)
     if model.both_ways:
         raise ValueError(
             "the model sees both ways: it fills in masked tokens, and no token has a probability "

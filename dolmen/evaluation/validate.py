@@ -22,8 +22,7 @@ from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.model.decoder import Decoder
 from dolmen.model.spec import Tree
 from dolmen.objectives import forward
-from dolmen.objectives.masked_lm import Filling
-from dolmen.objectives.objective import CrossEntropy, Objective, check
+from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective, check
 from dolmen.parallel import pipeline
 from dolmen.parallel.data import inference
 from dolmen.parallel.schedule import Schedule
@@ -50,7 +49,7 @@ def objective_of(tree: Tree, batch: Batch) -> Objective:
     """
     if not judges_pairs(tree):
         return CrossEntropy()
-    return Filling(follows=batch.weight / len(batch.tokens))
+    return MaskedLM(follows=batch.weight / len(batch.tokens))
 
 
 def judges_pairs(tree: Tree) -> bool:

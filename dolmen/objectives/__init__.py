@@ -1,3 +1,3 @@
-"""What a model is trained to: pure functions of the last hidden vectors, the head that the model
-owns, and the batch.
+"""Losses: pure functions of log-probabilities, values or scores (policy.py, advantage.py,
+preference.py, reward.py), and the objectives of a run, which call them on the last hidden vectors.
 """

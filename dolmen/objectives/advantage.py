@@ -1,5 +1,5 @@
-"""How much better than expected: from scores, log-probabilities and values to rewards, advantages
-and returns of each token. Nothing here has a gradient but `kl`.
+"""Advantages: from scores, log-probabilities and values to rewards, advantages and returns of each
+token, [rows, tokens]. Only `kl` has a gradient.
 
 Compared with TRL (trl/trainer/ppo_trainer.py, grpo_trainer.py), OpenRLHF (openrlhf/models/utils.py,
 openrlhf/trainer/ppo_utils/experience_maker.py) and verl (verl/trainer/ppo/core_algos.py); where
@@ -23,12 +23,12 @@ def kl(
     *,
     estimator: Estimator,
 ) -> Float[Tensor, "rows tokens"]:
-    """Of each token, from the log-probabilities that two models give it, an estimate of
-    KL(policy || reference) for tokens that the policy drew (Schulman, joschu.net/blog/kl-approx):
+    """Estimate KL(policy || reference) per token, from the log-probabilities that both models give
+    to tokens sampled from the policy (Schulman, joschu.net/blog/kl-approx):
 
         d = policy - reference        k1 = d        k2 = d^2 / 2        k3 = exp(-d) - 1 + d
 
-    k1 and k3 have the right mean, k2 and k3 are never negative. OpenRLHF's compute_approx_kl, TRL's
+    k1 and k3 are unbiased, k2 and k3 are never negative. OpenRLHF's compute_approx_kl, TRL's
     (k1, k3), and verl's kl_penalty (kl, mse, low_var_kl) but for its bounds: verl cuts d at 20 and
     k3 at 10, which is not done here.
     """
@@ -38,7 +38,9 @@ def kl(
 def kl_of_difference(
     d: Float[Tensor, "rows tokens"], estimator: Estimator
 ) -> Float[Tensor, "rows tokens"]:
-    """`kl` of differences of log-probabilities."""
+    """Return `kl` of differences of log-probabilities. Raises ValueError for an unknown
+    estimator.
+    """
     match estimator:
         case "k1":
             return d
@@ -61,25 +63,25 @@ def token_rewards(
     kl_coef: float,
     clip: float | tuple[float, float] | None = None,
 ) -> Float[Tensor, "rows tokens"]:
-    """Of each token that counts -kl_coef KL, and of the last of a row its score besides
-    (2203.02155, equation 2); 0 elsewhere, so of a row without a token its score is nowhere.
+    """Return rewards per token: -kl_coef KL at each valid token, plus the row's score at its last
+    one (2203.02155, equation 2); 0 elsewhere. The score of a row without valid tokens is lost.
 
     `clip` bounds the score, to -clip .. clip or to a pair of bounds, and never the KL. OpenRLHF's
     compute_reward (`reward_clip_range`), TRL's PPOTrainer (without a clip) and verl's
     apply_kl_penalty, which has the score where its reward function has put it.
     """
-    here = masked.counted(mask)
+    valid = masked.valid_tokens(mask)
     if clip is not None:
         low, high = clip if isinstance(clip, tuple) else (-clip, clip)
         scores = scores.clamp(low, high)
-    penalty = -kl_coef * kl_of_difference(masked.only(policy - reference, here), kl)
+    penalty = -kl_coef * kl_of_difference(masked.zero_outside(policy - reference, valid), kl)
     return penalty + scores[:, None] * last_token(mask)
 
 
 def last_token(mask: Shaped[Tensor, "rows tokens"]) -> Shaped[Tensor, "rows tokens"]:
-    """Whether a token is the last of its row that counts."""
-    here = masked.counted(mask)
-    return here & (here.flip(1).cumsum(1).flip(1) == 1)
+    """Return whether each token is the last valid one of its row."""
+    valid = masked.valid_tokens(mask)
+    return valid & (valid.flip(1).cumsum(1).flip(1) == 1)
 
 
 @torch.no_grad()
@@ -92,31 +94,31 @@ def gae(
     lam: float = 0.95,
     holes: Literal["skipped", "steps"] = "skipped",
 ) -> tuple[Float[Tensor, "rows tokens"], Float[Tensor, "rows tokens"]]:
-    """Generalised advantage estimation (1506.02438, equation 16), backwards over the tokens that
-    count, and returns, which are advantages + values; both 0 elsewhere, neither whitened:
+    """Return generalised advantages (1506.02438, equation 16), computed backwards over the valid
+    tokens, and returns, which are advantages + values; both 0 elsewhere, neither whitened:
 
         delta_t = r_t + gamma V_next - V_t        A_t = delta_t + gamma lam A_next
 
-    The next of a token is the next that counts, and of the last there is none: its V and A are 0,
-    so padding never bootstraps, whatever values stand in it. What a hole holds (rewards, values) is
-    not read, and no power of gamma or lam is spent on it: verl's compute_gae_advantage_return. For
-    OpenRLHF's get_advantages_and_returns a hole is a step of value and reward 0: holes="steps". TRL
-    knows none. All three whiten advantages afterwards, verl and TRL by the unbiased variance.
+    "next" is the next valid token; after the last one V and A are 0, so padding never bootstraps,
+    whatever values it has. A hole in the mask is skipped: its rewards and values are not read, and
+    it takes no power of gamma or lam, as in verl's compute_gae_advantage_return. In OpenRLHF's
+    get_advantages_and_returns a hole is a step of value and reward 0: holes="steps". TRL has no
+    holes. All three whiten advantages afterwards, verl and TRL by the unbiased variance.
     """
     if holes not in ("skipped", "steps"):
         raise ValueError(f"holes is {holes!r}: it must be 'skipped' or 'steps'")
-    here = masked.counted(mask)
-    moves = here if holes == "skipped" else torch.ones_like(here)
-    rewards, values = masked.only(rewards, here), masked.only(values, here)
+    valid = masked.valid_tokens(mask)
+    steps = valid if holes == "skipped" else torch.ones_like(valid)
+    rewards, values = masked.zero_outside(rewards, valid), masked.zero_outside(values, valid)
     value = advantage = values.new_zeros(len(values))
     backwards = []
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * value - values[:, t]
-        advantage = torch.where(moves[:, t], delta + gamma * lam * advantage, advantage)
-        value = torch.where(moves[:, t], values[:, t], value)
+        advantage = torch.where(steps[:, t], delta + gamma * lam * advantage, advantage)
+        value = torch.where(steps[:, t], values[:, t], value)
         backwards.append(advantage)
     advantages = torch.stack(backwards[::-1], 1) if backwards else torch.zeros_like(values)
-    advantages = masked.only(advantages, here)
+    advantages = masked.zero_outside(advantages, valid)
     return advantages, advantages + values
 
 
@@ -127,17 +129,17 @@ def whiten(
     *,
     eps: float = 1e-8,
 ) -> Float[Tensor, "rows tokens"]:
-    """At mean 0 and variance 1 over the tokens that count, 0 elsewhere:
+    """Normalise to mean 0 and variance 1 over the valid tokens, 0 elsewhere:
 
         (v - mean) / sqrt(variance + eps)
 
     The variance is the unbiased one: TRL's and verl's masked_whiten; OpenRLHF takes the biased one.
-    Of one token, and of values that are all alike, nothing is left but 0.
+    A single token, and equal values, become exactly 0.
     """
-    here = masked.counted(mask)
-    values = values - values[here][:1].sum()  # as of `_centred`; 0 where no token counts
-    centred = masked.only(values - masked.token_mean(values, here), here)
-    variance = centred.square().sum() / (here.sum() - 1).clamp(min=1)
+    valid = masked.valid_tokens(mask)
+    values = values - values[valid][:1].sum()  # exact, as in `_center_by_group`; 0 without tokens
+    centred = masked.zero_outside(values - masked.token_mean(values, valid), valid)
+    variance = centred.square().sum() / (valid.sum() - 1).clamp(min=1)
     return centred * (variance + eps).rsqrt()
 
 
@@ -150,56 +152,56 @@ def normalize_by_group(
     variance: Literal["unbiased", "biased"] = "unbiased",
     scale: Literal["group", "batch", "none"] = "group",
 ) -> Float[Tensor, " rows"]:
-    """By how many standard deviations of its group each score is above the mean of its group
-    (2402.03300, section 4.1.2), of groups of any sizes and in any order:
+    """Return each score minus the mean of its group, in standard deviations (2402.03300, section
+    4.1.2), for groups of any sizes in any order:
 
         (s - mean) / (std + eps)
 
     The variance is the unbiased one, as torch.std's in TRL's GRPOTrainer, OpenRLHF's `group_norm`
     and verl's compute_grpo_outcome_advantage; "biased" divides by the size of the group, as
-    numpy.std does. `scale`: by the deviation of the group, of all scores together (TRL's
-    scale_rewards="batch"), or by none (Dr. GRPO, 2503.20783; verl's norm_adv_by_std_in_grpo=False).
+    numpy.std does. `scale` chooses the standard deviation: of the group, of all scores (TRL's
+    scale_rewards="batch"), or none (Dr. GRPO, 2503.20783; verl's norm_adv_by_std_in_grpo=False).
 
-    Scores that are all alike, and one alone, have an advantage of 0: nothing says that they are
-    good. (For one alone TRL makes 0 of a NaN, and verl leaves the score as it is.)
+    Equal scores, and a group of one, have advantage 0. (For a group of one TRL replaces a NaN by 0,
+    and verl keeps the score.) Raises ValueError for another `variance` or `scale`.
     """
     if variance not in ("unbiased", "biased"):
         raise ValueError(f"variance is {variance!r}: it must be 'unbiased' or 'biased'")
     _, group = torch.unique(groups, return_inverse=True)
-    centred = _centred(scores, group)
+    centred = _center_by_group(scores, group)
     match scale:
         case "none":
             return centred
         case "group":
-            off, among = centred, group
+            deviations, divisor_group = centred, group
         case "batch":
-            among = torch.zeros_like(group)
-            off = _centred(scores, among)
+            divisor_group = torch.zeros_like(group)
+            deviations = _center_by_group(scores, divisor_group)
         case _:
             raise ValueError(f"scale is {scale!r}: it must be 'group', 'batch' or 'none'")
-    square = _means(off.square(), among)
+    variances = _group_means(deviations.square(), divisor_group)
     if variance == "unbiased":
-        size = torch.bincount(among)[among]
-        square = square * size / (size - 1).clamp(min=1)
-    return torch.where(centred == 0, 0.0, centred / (square.sqrt() + eps))
+        size = torch.bincount(divisor_group)[divisor_group]
+        variances = variances * size / (size - 1).clamp(min=1)
+    return torch.where(centred == 0, 0.0, centred / (variances.sqrt() + eps))
 
 
 @torch.no_grad()
 def leave_one_out(
     scores: Float[Tensor, " rows"], groups: Int[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
-    """By how much each score is above the mean of the others of its group (RLOO, 2402.14740,
-    equation 6), of n that is n / (n - 1) times how much it is above the mean of all:
+    """Return each score minus the mean of the others of its group (RLOO, 2402.14740, equation 6),
+    computed as n / (n - 1) times its difference from the mean of all n:
 
         s_i - mean of s_j over j != i
 
-    TRL's RLOOTrainer, OpenRLHF's `rloo` and verl's compute_rloo_outcome_advantage. Of one alone it
-    is 0, as nothing says that it is good; verl leaves the score as it is.
+    TRL's RLOOTrainer, OpenRLHF's `rloo` and verl's compute_rloo_outcome_advantage. A group of
+    one has advantage 0; verl keeps the score.
     """
     _, group = torch.unique(groups, return_inverse=True)
     size = torch.bincount(group)[group]
-    others = (size - 1).clamp(min=1)
-    return _centred(scores, group) * size / others
+    others_count = (size - 1).clamp(min=1)
+    return _center_by_group(scores, group) * size / others_count
 
 
 @torch.no_grad()
@@ -209,15 +211,14 @@ def reinforce(
     *,
     gamma: float = 1.0,
 ) -> Float[Tensor, "rows tokens"]:
-    """REINFORCE++ (2501.03262, section 3): of each token the sum of the rewards from it on, as of
-    `token_rewards`, which have the KL in them; then `whiten` over all tokens that are given, so
-    over a whole phase of answers:
+    """REINFORCE++ (2501.03262, section 3): the discounted sum of the rewards from each token on, as
+    `token_rewards` returns them with the KL, whitened over all given tokens (an iteration):
 
         R_t = r_t + gamma R_next        (R_t - mean) / standard deviation
 
     OpenRLHF's get_cumulative_returns (with the biased variance) and verl's
-    compute_reinforce_plus_plus_outcome_advantage. Of scores less the mean of their group it is
-    REINFORCE++-baseline. A hole is no step, as of `gae`.
+    compute_reinforce_plus_plus_outcome_advantage. With scores minus the mean of their group it is
+    REINFORCE++-baseline. Holes are skipped, as in `gae`.
     """
     _, returns = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
     return whiten(returns, mask)
@@ -229,22 +230,22 @@ def distillation(
     teacher: Float[Tensor, "rows tokens"],
     mask: Shaped[Tensor, "rows tokens"],
 ) -> Float[Tensor, "rows tokens"]:
-    """On-policy distillation: teacher - policy of each token that the policy drew, 0 elsewhere. So
-    a policy gradient descends the reverse KL(policy || teacher) of the next token, of which -(it)
-    is the estimate k1, and no token answers for those after it (a discount of 0: Lu et al., 2025,
-    thinkingmachines.ai/blog/on-policy-distillation; 2306.13649 has the divergence, of whole
-    distributions).
+    """Advantages of on-policy distillation: teacher - policy log-probability of each sampled token,
+    0 elsewhere. As an advantage it descends the reverse KL(policy || teacher) of the next token,
+    whose estimate k1 is its negative; a token gets no credit for later ones (a discount of 0: Lu et
+    al., 2025, thinkingmachines.ai/blog/on-policy-distillation; 2306.13649 has the divergence of
+    whole distributions).
     """
-    return masked.only(teacher - policy, masked.counted(mask))
+    return masked.zero_outside(teacher - policy, masked.valid_tokens(mask))
 
 
 @torch.no_grad()
 def overlong_penalty(
     lengths: Int[Tensor, " rows"], *, max_length: int, buffer: int
 ) -> Float[Tensor, " rows"]:
-    """What is added to the reward of an answer of so many tokens (DAPO's soft punishment,
-    2503.14476, equation 13): 0 up to max_length - buffer, then less by 1 / buffer per token, down
-    to -1 at max_length and over. verl's DAPO reward manager (`overlong_buffer`).
+    """Return DAPO's soft overlong punishment of completions with these `lengths` (2503.14476,
+    equation 13): 0 up to max_length - buffer, then -1 / buffer per token, down to -1 at max_length
+    and above. verl's DAPO reward manager (`overlong_buffer`).
     """
     over = lengths - (max_length - buffer)
     return -(over / buffer).clamp(0, 1)
@@ -252,38 +253,44 @@ def overlong_penalty(
 
 @torch.no_grad()
 def importance_weights(
-    trained: Float[Tensor, "rows tokens"],
-    drawn: Float[Tensor, "rows tokens"],
+    trainer: Float[Tensor, "rows tokens"],
+    sampled: Float[Tensor, "rows tokens"],
     mask: Shaped[Tensor, "rows tokens"],
     *,
     cap: float,
 ) -> Float[Tensor, "rows tokens"]:
-    """Of each token by what its loss is multiplied where the program that drew it computes other
-    log-probabilities than training does, of the same weights: min(exp(trained - drawn), cap); 0
-    where no token counts.
+    """Return the factor of each token's loss that corrects for a generator whose log-probabilities
+    differ from the trainer's at the same weights: min(exp(trainer - sampled), cap), 0 outside of
+    the mask.
 
     Truncated importance sampling (Yao et al., 2025, fengyao.notion.site/off-policy-rl): TRL's
-    vllm_importance_sampling_cap (2.0), verl's tis_imp_ratio_cap; of tokens, not of sequences. A
-    surrogate is linear in its advantage, so it is the same to multiply that.
+    vllm_importance_sampling_cap (2.0), verl's tis_imp_ratio_cap; per token, not per sequence. The
+    surrogate is linear in the advantage, so multiplying that has the same effect.
     """
-    here = masked.counted(mask)
-    return masked.only(masked.only(trained - drawn, here).exp().clamp(max=cap), here)
+    valid = masked.valid_tokens(mask)
+    return masked.zero_outside(
+        masked.zero_outside(trainer - sampled, valid).exp().clamp(max=cap), valid
+    )
 
 
-def _centred(scores: Float[Tensor, " rows"], group: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """Each score less the mean of its group, where groups are 0, 1, 2, ...
+def _center_by_group(
+    scores: Float[Tensor, " rows"], group: Int[Tensor, " rows"]
+) -> Float[Tensor, " rows"]:
+    """Return each score minus the mean of its group; groups are 0, 1, 2, ...
 
-    The least score of the group is taken off first, so that equal scores are exactly 0 whatever
+    The smallest score of the group is subtracted first, so that equal scores are exactly 0 whatever
     they are: in fp32 the mean of eight scores of -237.3 is not -237.3, and dividing by the
     deviation would blow up what is left.
     """
     least = scores.new_full((int(group.max()) + 1 if len(group) else 0,), torch.inf)
     shifted = scores - least.scatter_reduce(0, group, scores, "amin")[group]
-    return shifted - _means(shifted, group)
+    return shifted - _group_means(shifted, group)
 
 
-def _means(values: Float[Tensor, " rows"], group: Int[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """Of each row the mean over its group, where groups are 0, 1, 2, ..."""
+def _group_means(
+    values: Float[Tensor, " rows"], group: Int[Tensor, " rows"]
+) -> Float[Tensor, " rows"]:
+    """Return for each row the mean over its group; groups are 0, 1, 2, ..."""
     size = torch.bincount(group)
     sums = values.new_zeros(len(size)).index_add_(0, group, values)
     return (sums / size)[group]

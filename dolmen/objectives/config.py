@@ -1,4 +1,4 @@
-"""What a run may be told of what it is trained to. Knows nothing of torch."""
+"""Options of the objective. Imports no torch."""
 
 from dataclasses import fields
 from typing import Annotated, Literal, get_args
@@ -7,136 +7,134 @@ from pydantic import Field
 
 from dolmen.core.config import Name, config
 
-Kind = Literal["sigmoid", "ipo", "hinge", "robust", "sppo", "apo-zero", "exo"]
-Alone = Literal["simpo", "orpo"]
-"""Kinds that compare with no other model."""
-Single = Literal["kto"]
-"""Kinds of answers that are wanted or not, one by one."""
+PairKind = Literal["sigmoid", "ipo", "hinge", "robust", "sppo", "apo-zero", "exo"]
+ReferenceFreeKind = Literal["simpo", "orpo"]
+"""Preference losses without a reference model."""
+UnpairedKind = Literal["kto"]
+"""Preference losses of single completions, each desirable or not."""
 SIMPO_MARGIN = 0.5
 WEIGHTS = ("desirable_weight", "undesirable_weight")
-LARGEST = 1e30
-"""Of what is multiplied with losses, which are float32 and end at 3.4e38."""
+MAX_WEIGHT = 1e30
+"""Bound of factors of a loss: losses are float32, whose range ends at 3.4e38."""
 
 
-OWN = {
+OPTIONS_OF = {
     "tokens": (),
     "dpo": ("beta", "loss_type", "label_smoothing", "rpo_alpha", "reference", "margin", *WEIGHTS),
     "reward": ("margin", "center_rewards_coefficient"),
     "grpo": ("reference",),
     "ppo": ("reference",),
 }
-"""Of each objective the options that are its own."""
+"""The options that apply to each objective."""
 
 
 @config("objective")
 class ObjectiveConfig:
-    """What the model is trained to."""
+    """The loss that the model is trained with."""
 
     name: Literal["tokens", "dpo", "reward", "grpo", "ppo"] = "tokens"
-    """tokens: the next ones, or those that are masked; dpo: of two answers the preferred one, for
-    --data.rows pairs, or completions; reward: one number for a text, larger for the preferred
-    answer, for --data.rows pairs; grpo: of answers that the model draws those with the larger
-    --reward, for --data.rows prompts (--rollout says how); ppo: the same, by what a critic expects
-    of each token (--ppo, --critic).
+    """tokens: cross-entropy of the next token, or of masked tokens. dpo: preference optimisation
+    for --data.rows pairs or completions (--objective.loss-type). reward: a reward model, with a
+    scalar head, for --data.rows pairs. grpo: GRPO and its variants, which generate completions and
+    score them with --reward, for --data.rows prompts (--rollout). ppo: PPO, the same with a critic
+    (--ppo, --critic).
     """
     beta: float = 0.1
-    """dpo: how much the log-ratio of the model to the reference counts; the smaller, the further it
-    may go. simpo: how much a token's mean log-probability counts (2 and more are usual); orpo: how
-    much the odds of the answers count beside the chosen one's likelihood.
+    """dpo: factor of the log-ratios of policy to reference; the smaller, the further the policy may
+    move from the reference. simpo: factor of the mean log-probability per token (2 and more are
+    usual). orpo: weight of the odds ratio relative to the likelihood of the chosen completion.
     """
-    loss_type: Literal[Kind, Alone, Single] = "sigmoid"
-    """dpo: the loss of a pair, of kto that of an answer, for --data.rows completions. simpo and
-    orpo compare with no reference.
+    loss_type: Literal[PairKind, ReferenceFreeKind, UnpairedKind] = "sigmoid"
+    """dpo: the preference loss. kto is for --data.rows completions, all others for pairs; simpo and
+    orpo have no reference model.
     """
     label_smoothing: float = 0.0
-    """dpo: the share of pairs that are taken to be the wrong way round, of sigmoid, robust, exo and
-    simpo.
-    """
+    """dpo: assumed share of pairs with swapped labels, for sigmoid, robust, exo and simpo."""
     rpo_alpha: float = 0.0
-    """dpo: how much the chosen answer's likelihood itself counts, the mean over its tokens of
-    -log p; over 0 it cannot fall together with that of the rejected one. Of kinds that compare with
-    a reference answer by answer: neither simpo nor orpo, which has it, nor kto.
+    """dpo: weight of the cross-entropy per token of the chosen completion, added to the loss (RPO).
+    It keeps the likelihood of both completions from falling together. Not for simpo, orpo and kto.
     """
     reference: Name | None = None
-    """dpo: the model that is compared with: a transformers directory, a hub id or a run. Default:
-    the model that the run begins with.
+    """dpo, grpo, ppo: the reference model: a transformers directory, a hub id or a run. Default:
+    the initial model.
     """
-    margin: Annotated[float, Field(ge=0, le=LARGEST)] | None = None
+    margin: Annotated[float, Field(ge=0, le=MAX_WEIGHT)] | None = None
     """reward, simpo: target margin between the scores of the chosen and the rejected completion.
     reward adds a row's own `margin`, if it has one. Default: 0, simpo 0.5.
     """
-    desirable_weight: Annotated[float, Field(ge=0, le=LARGEST)] = 1.0
-    """kto: what the loss of a wanted answer is multiplied by."""
-    undesirable_weight: Annotated[float, Field(ge=0, le=LARGEST)] = 1.0
-    """kto: what that of an unwanted one is."""
-    center_rewards_coefficient: Annotated[float, Field(ge=0, le=LARGEST)] = 0.0
-    """reward: what scores that are not about 0 cost, the weight of the squared sum of a pair's."""
+    desirable_weight: Annotated[float, Field(ge=0, le=MAX_WEIGHT)] = 1.0
+    """kto: weight of the loss of desirable completions."""
+    undesirable_weight: Annotated[float, Field(ge=0, le=MAX_WEIGHT)] = 1.0
+    """kto: weight of the loss of undesirable completions."""
+    center_rewards_coefficient: Annotated[float, Field(ge=0, le=MAX_WEIGHT)] = 0.0
+    """reward: weight of the squared sum of a pair's scores, which centres scores at 0."""
 
     def __post_init__(self):
         if self.name == "dpo":
             check_dpo(self.beta, self.loss_type, self.label_smoothing, self.rpo_alpha)
         for field in fields(self):
-            own = field.name in ("name", *OWN[self.name])
+            own = field.name in ("name", *OPTIONS_OF[self.name])
             if not own and getattr(self, field.name) != field.default:
-                having = " and ".join(name for name, known in OWN.items() if field.name in known)
+                having = " and ".join(
+                    name for name, known in OPTIONS_OF.items() if field.name in known
+                )
                 raise ValueError(
-                    f"objective.{field.name.replace('_', '-')} is of {having}, and objective.name "
-                    f"is {self.name}: leave it out, or use another --objective.name"
+                    f"objective.{field.name.replace('_', '-')} applies to {having}, and "
+                    f"objective.name is {self.name}: leave it out, or set another --objective.name"
                 )
         if self.name == "dpo" and not self.needs_reference and self.reference is not None:
             raise ValueError(
-                f"objective.loss-type {self.loss_type} compares with no other model, and "
-                "objective.reference "
-                f"is {self.reference}: leave it out, or use another --objective.loss-type"
+                f"objective.loss-type {self.loss_type} has no reference model, and "
+                f"objective.reference is {self.reference}: leave it out, or set another "
+                "--objective.loss-type"
             )
         if self.name == "dpo" and self.margin is not None and self.loss_type != "simpo":
             raise ValueError(
-                f"objective.margin ({self.margin}) is of reward models and of simpo, and "
+                f"objective.margin ({self.margin}) applies to reward models and simpo, and "
                 f"objective.loss-type is {self.loss_type}: leave it out"
             )
         if self.loss_type != "kto" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
             raise ValueError(
-                "objective.desirable-weight and undesirable-weight are of kto, and "
-                "objective.loss-type "
-                f"is {self.loss_type}: leave them out"
+                "objective.desirable-weight and undesirable-weight apply to kto, and "
+                f"objective.loss-type is {self.loss_type}: leave them out"
             )
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference model is used."""
-        return self.name == "dpo" and self.loss_type not in get_args(Alone)
+        """True if the loss has a reference model."""
+        return self.name == "dpo" and self.loss_type not in get_args(ReferenceFreeKind)
 
     @property
-    def draws(self) -> bool:
-        """Whether a model learns from answers of its own."""
+    def uses_rollouts(self) -> bool:
+        """True if the run samples completions and trains on them."""
         return self.rows == "prompts"
 
     @property
     def rows(self) -> str | None:
-        """The --data.rows that it is of, where there is but one."""
-        if self.name == "dpo" and self.loss_type in get_args(Single):
+        """The --data.rows that the objective needs; None where several fit."""
+        if self.name == "dpo" and self.loss_type in get_args(UnpairedKind):
             return "completions"
         return {"tokens": None, "grpo": "prompts", "ppo": "prompts"}.get(self.name, "pairs")
 
 
 def check_dpo(beta: float, kind: str, label_smoothing: float, rpo_alpha: float = 0.0) -> None:
-    """Raises ValueError for what no preference is trained by."""
-    known = (*get_args(Kind), *get_args(Alone), *get_args(Single))
+    """Raise ValueError for hyperparameters that no preference loss can have."""
+    known = (*get_args(PairKind), *get_args(ReferenceFreeKind), *get_args(UnpairedKind))
     if kind not in known:
         raise ValueError(f"kind is {kind!r}: it must be one of {known}")
-    if not 0 < beta <= LARGEST:
-        raise ValueError(f"beta is {beta}: it must be over 0 and at most {LARGEST:g}")
+    if not 0 < beta <= MAX_WEIGHT:
+        raise ValueError(f"beta is {beta}: it must be over 0 and at most {MAX_WEIGHT:g}")
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(
-            f"label_smoothing is {label_smoothing}: it is the share of pairs the wrong way round, "
+            f"label_smoothing is {label_smoothing}: it is the share of pairs with swapped labels, "
             "so it must be 0 or more and below 0.5"
         )
-    if not 0 <= rpo_alpha <= LARGEST:
+    if not 0 <= rpo_alpha <= MAX_WEIGHT:
         raise ValueError(
-            f"rpo_alpha is {rpo_alpha}: it must be finite, at least 0 and at most {LARGEST:g}"
+            f"rpo_alpha is {rpo_alpha}: it must be finite, at least 0 and at most {MAX_WEIGHT:g}"
         )
-    if rpo_alpha and kind not in get_args(Kind):
+    if rpo_alpha and kind not in get_args(PairKind):
         raise ValueError(
-            f"rpo_alpha ({rpo_alpha}) is of {', '.join(get_args(Kind))}, and kind is {kind}: leave "
-            "it out, or use another kind"
+            f"rpo_alpha ({rpo_alpha}) applies to {', '.join(get_args(PairKind))}, and kind is "
+            f"{kind}: leave it out, or use another kind"
         )

@@ -1,5 +1,5 @@
-"""What a model makes of a batch without learning from it: of a policy, a reference or a reward
-model, by itself or beside others on the same mesh.
+"""Forward passes without gradients, over the layout of training: log-probabilities and values of a
+policy, a reference model, a critic or a reward model.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from dolmen.model import routing_replay, spec
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import Logits, Values
 from dolmen.model.routing_replay import Routes
-from dolmen.objectives.objective import check_end
+from dolmen.objectives.objective import check_head
 from dolmen.parallel import pipeline
 from dolmen.parallel.data import inference
 from dolmen.parallel.pipeline import Work
@@ -31,107 +31,112 @@ def forward(
     batch: Batch,
     mesh: Mesh,
     order: Schedule,
-    end: Callable[[Tensor, Any, Batch], T],
-    told: Callable[[int, int, Tensor], None] | None = None,
+    head_function: Callable[[Tensor, Any, Batch], T],
+    route_callback: Callable[[int, int, Tensor], None] | None = None,
 ) -> list[T]:
-    """What `end` makes of each microbatch, (hidden, head, microbatch) -> T, on the ranks that have
-    the last stage; elsewhere nothing. `order` has forwards alone. To be called in `inference`.
-    `told`: of each microbatch and sparse layer of this rank which experts its tokens went to.
+    """Return `head_function(hidden, head, microbatch)` of each microbatch, in order, on the ranks
+    of the last stage; elsewhere an empty list. `order` is a schedule of forwards only. To be called
+    within `inference`; every rank calls it. `route_callback(microbatch, layer, experts)` is called
+    for each sparse layer of this rank with the experts that its tokens are routed to.
     """
-    found: dict[int, T] = {}
+    results: dict[int, T] = {}
     parts = batch.to(mesh.device).split(order.micros)
 
     def stage(chunk: int, micro: int, x: Tensor | None) -> Tensor:
-        part = parts[micro]
+        microbatch = parts[micro]
 
-        def here(hidden: Tensor, head: Any) -> Tensor:
-            found[micro] = end(hidden, head, part)
+        def keep_result(hidden: Tensor, head: Any) -> Tensor:
+            results[micro] = head_function(hidden, head, microbatch)
             return hidden
 
         return model(
-            part.tokens,
-            here,
-            documents=part.documents,
-            positions=part.positions,
+            microbatch.tokens,
+            keep_result,
+            documents=microbatch.documents,
+            positions=microbatch.positions,
             x=x,
             part=chunk,
-            routes=None if told is None else Routes(told=partial(told, micro)),
+            routes=None if route_callback is None else Routes(told=partial(route_callback, micro)),
         )
 
     pipeline.execute(order, mesh, Work(stage, lambda: model.boundary(*parts[0].tokens.shape)))
-    return [found[micro] for micro in sorted(found)]
+    return [results[micro] for micro in sorted(results)]
 
 
 def log_probabilities(
     model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule, temperature: float = 1.0
 ) -> Float[Tensor, "sequences length"]:
-    """Of each label of this rank's rows, 0 where it is IGNORED, on every rank of tp, cp and pp, on
-    the device: what may join a batch as one of its `numbers`. `schedule` is that of training, whose
-    microbatches divide the batch; logits are divided by `temperature`. Every rank of the mesh calls
-    it. Raises ValueError for a model that has no logits.
+    """Return the log-probability of each label of this rank's rows [sequences, length], 0 where it
+    is IGNORED, on every rank of tp, cp and pp, on the device: it may join a batch as one of its
+    `numbers`. `schedule` is that of training, whose microbatches divide the batch; logits are
+    divided by `temperature`. Every rank of the mesh calls it. Raises ValueError for a model without
+    logits.
     """
+    check_head("a log-probability", spec.Head, model.tree)
 
-    check_end("a log-probability", spec.Head, model.tree)
+    def head_function(hidden: Tensor, head: Logits, microbatch: Batch) -> Tensor:
+        return head.log_probabilities(hidden, microbatch.labels, temperature)
 
-    def end(hidden: Tensor, head: Logits, part: Batch) -> Tensor:
-        return head.log_probabilities(hidden, part.labels, temperature)
-
-    return _of_tokens(model, batch, mesh, schedule, end)
+    return _compute_per_token(model, batch, mesh, schedule, head_function)
 
 
 def routed_log_probabilities(
     model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule, temperature: float = 1.0
 ) -> Float[Tensor, "sequences length numbers"]:
-    """`log_probabilities`, and behind each the experts that its token went to, of all MoE layers
-    (model/routing_replay.py), as numbers of the same dtype, which are exact. Raises ValueError for
-    a model without experts.
+    """Return `log_probabilities`, followed by the experts that each token was routed to in all
+    sparse layers (model/routing_replay.py): [sequences, length, 1 + choices], in one dtype that is
+    exact for both. Raises ValueError for a model without experts.
     """
-
-    check_end("a log-probability", spec.Head, model.tree)
+    check_head("a log-probability", spec.Head, model.tree)
     if not model.tree.experts:
-        raise ValueError("experts are asked for, and the model has none")
-    kept: dict[tuple[int, int], Tensor] = {}
+        raise ValueError("routing replay is for models with experts, and this one has none")
+    routes: dict[tuple[int, int], Tensor] = {}
 
-    def told(micro: int, layer: int, experts: Tensor) -> None:
-        kept[micro, layer] = experts
+    def route_callback(micro: int, layer: int, experts: Tensor) -> None:
+        routes[micro, layer] = experts
 
-    def end(hidden: Tensor, head: Logits, part: Batch) -> Tensor:
-        return head.log_probabilities(hidden, part.labels, temperature)
+    def head_function(hidden: Tensor, head: Logits, microbatch: Batch) -> Tensor:
+        return head.log_probabilities(hidden, microbatch.labels, temperature)
 
-    found = _of_tokens(model, batch, mesh, schedule, end, told)
+    results = _compute_per_token(model, batch, mesh, schedule, head_function, route_callback)
     sequences, length = batch.tokens.shape
     shape = (sequences, length)
-    experts = routing_replay.gathered(kept, model.tree, model.split, mesh, shape, schedule.micros)
-    return torch.cat([found[..., None], experts.to(found.dtype)], -1)
+    experts = routing_replay.gathered(routes, model.tree, model.split, mesh, shape, schedule.micros)
+    return torch.cat([results[..., None], experts.to(results.dtype)], -1)
 
 
 def values(
     model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule
 ) -> Float[Tensor, "sequences length"]:
-    """The number of each token in a model that ends in a scalar head, as `log_probabilities`."""
+    """Return the number that a scalar head gives each token, as `log_probabilities` does."""
 
-    check_end("a value", spec.Scalar, model.tree)
+    check_head("a value", spec.Scalar, model.tree)
 
-    def end(hidden: Tensor, head: Values, part: Batch) -> Tensor:
+    def head_function(hidden: Tensor, head: Values, microbatch: Batch) -> Tensor:
         return head.values(hidden)
 
-    return _of_tokens(model, batch, mesh, schedule, end)
+    return _compute_per_token(model, batch, mesh, schedule, head_function)
 
 
-def _of_tokens(
+def _compute_per_token(
     model: Decoder,
     batch: Batch,
     mesh: Mesh,
     schedule: Schedule,
-    end: Callable[[Tensor, Any, Batch], Tensor],
-    told: Callable[[int, int, Tensor], None] | None = None,
+    head_function: Callable[[Tensor, Any, Batch], Tensor],
+    route_callback: Callable[[int, int, Tensor], None] | None = None,
 ) -> Tensor:
+    """Return `head_function` of all tokens of this rank's rows, on every rank of tp, cp and pp, in
+    fp32 or wider.
+    """
     with inference(model):
-        found = forward(model, batch, mesh, pipeline.forward_only(schedule), end, told)
+        results = forward(
+            model, batch, mesh, pipeline.forward_only(schedule), head_function, route_callback
+        )
     dtype = torch.promote_types(model.compute or state.dtype_of(model), torch.float32)
-    whole = torch.zeros(batch.tokens.shape, dtype=dtype, device=mesh.device)
-    if found:
-        places = model.split.cp.indices(whole.shape[1], mesh.device)
-        whole[:, places] = torch.cat(found)
+    gathered = torch.zeros(batch.tokens.shape, dtype=dtype, device=mesh.device)
+    if results:
+        places = model.split.cp.indices(gathered.shape[1], mesh.device)
+        gathered[:, places] = torch.cat(results)
     # every token is on one rank of cp and one of pp, and 0 on the others
-    return collectives.reduce_scalar(collectives.reduce_scalar(whole, mesh.cp), mesh.pp)
+    return collectives.reduce_scalar(collectives.reduce_scalar(gathered, mesh.cp), mesh.pp)

@@ -1,7 +1,7 @@
-"""What a policy learns from answers that it has drawn: `policy.group` over layouts.
+"""The objective of GRPO and its variants: `policy.grpo_loss` over layouts.
 
-A batch brings of each token, beside the labels of answers, numbers: its log-probability when it was
-drawn, its answer's advantage and, where the KL counts, its log-probability in the reference.
+A batch has numbers per token: OLD, its log-probability before the first update of the iteration,
+ADVANTAGE, and with a KL term REFERENCE, its log-probability in the reference model.
 """
 
 from collections.abc import Callable
@@ -16,25 +16,25 @@ from dolmen.model import spec
 from dolmen.model.head import Logits
 from dolmen.objectives import policy
 from dolmen.objectives.masked import Metrics
-from dolmen.objectives.objective import Judged
+from dolmen.objectives.objective import LossOutput
 from dolmen.objectives.policy import Kind, Level
 from dolmen.ops.loss import IGNORED
 
 OLD, ADVANTAGE, REFERENCE = "old", "advantage", "reference"
-Loss = Callable[[Tensor, slice, Tensor], tuple[Tensor, Metrics]]
-"""(new, which rows they are of, what counts) -> the mean, and what is told of it."""
+LossFunction = Callable[[Tensor, slice, Tensor], tuple[Tensor, Metrics]]
+"""(new log-probabilities, their rows, valid tokens) -> mean loss and metrics."""
 BY_TOKENS = ("bnpo", "dapo", "cispo")
-"""Kinds whose mean is over tokens; that of others is over rows."""
+"""Kinds whose mean is over tokens; all others have a mean over rows."""
 
-NONE = 1e-30
-"""Tokens of a batch without any, where all answers were cut, say: its loss is 0, and beside a batch
-with tokens it counts as nothing, to the bit.
+NO_TOKENS = 1e-30
+"""The count of a batch without trained tokens (all completions were truncated, for example): its
+loss is 0, and added to the count of a batch with tokens it is lost in rounding.
 """
 
 
 @dataclass(frozen=True)
-class Group:
-    """Answers that are compared with others to their prompt (GRPO and kin)."""
+class GRPOLoss:
+    """The loss of GRPO and its variants, per token or per completion (`policy.grpo_loss`)."""
 
     kind: Kind = "grpo"
     level: Level = "token"
@@ -43,9 +43,9 @@ class Group:
     beta: float = 0.0
     temperature: float = 1.0
     max_length: int | None = None
-    """Of an answer, for dr-grpo."""
+    """Maximum tokens of a completion, by which dr-grpo divides."""
     entropy_coef: float = 0.0
-    """What a nat of entropy is worth, of Undecided."""
+    """Coefficient of the entropy bonus, of GRPOWithEntropy."""
 
     names: ClassVar[tuple[str, ...]] = ("clip_fraction", "ratio", "kl_k3", "reference_kl")
     head: ClassVar[type] = spec.Head
@@ -54,26 +54,29 @@ class Group:
         needed = (OLD, ADVANTAGE, REFERENCE) if self.beta else (OLD, ADVANTAGE)
         if missing := [name for name in needed if name not in batch.numbers]:
             raise ValueError(
-                f"answers are learned from by numbers of their tokens, and a batch has none of "
-                f"{', '.join(missing)}"
+                f"GRPO reads numbers of each token, and the batch lacks {', '.join(missing)}"
             )
-        return (batch.real_tokens or NONE) if self.kind in BY_TOKENS else len(batch.labels)
+        return (batch.real_tokens or NO_TOKENS) if self.kind in BY_TOKENS else len(batch.labels)
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
         new = head.whole(head.log_probabilities(hidden, batch.labels, self.temperature))
-        return self.judged(new, None, head, batch)
+        return self.compute_loss(new, None, head, batch)
 
-    def judged(self, new: Tensor, entropy: Tensor | None, head: Logits, batch: Batch) -> Judged:
-        """Of log-probabilities, and maybe entropies, of all tokens."""
-        here = batch.labels != IGNORED
+    def compute_loss(
+        self, new: Tensor, entropy: Tensor | None, head: Logits, batch: Batch
+    ) -> LossOutput:
+        """Return the loss from log-probabilities `new`, and entropies, of all tokens of the rows
+        (gathered over cp): a mean over a row needs the whole row.
+        """
+        valid = batch.labels != IGNORED
 
-        def loss(new: Tensor, rows: slice, here: Tensor) -> tuple[Tensor, Metrics]:
-            return policy.group(
+        def loss(new: Tensor, rows: slice, valid: Tensor) -> tuple[Tensor, Metrics]:
+            return policy.grpo_loss(
                 new,
                 batch.numbers[OLD][rows],
                 batch.numbers[REFERENCE][rows] if self.beta else None,
                 batch.numbers[ADVANTAGE][rows],
-                here,
+                valid,
                 kind=self.kind,
                 beta=self.beta,
                 clip_low=self.clip_low,
@@ -84,21 +87,21 @@ class Group:
                 entropy_coef=self.entropy_coef,
             )
 
-        mean, _ = loss(new, slice(None), here)
-        size = here.sum() if self.kind in BY_TOKENS else len(here)
-        told = tuple(head.shared(one) for one in self._told(loss, new.detach(), batch))
-        return Judged(head.shared(mean * size), told)
+        mean, _ = loss(new, slice(None), valid)
+        size = valid.sum() if self.kind in BY_TOKENS else len(valid)
+        metrics = tuple(head.shared(one) for one in self._row_metrics(loss, new.detach(), batch))
+        return LossOutput(head.shared(mean * size), metrics)
 
-    def _told(self, loss: Loss, new: Tensor, batch: Batch) -> list[Tensor]:
+    def _row_metrics(self, loss: LossFunction, new: Tensor, batch: Batch) -> list[Tensor]:
         """Sums of what each answer says by itself, a mean over its tokens, over answers or over
         tokens as the loss counts: so no microbatch decides a metric.
         """
         sums = [new.new_zeros(()) for _ in self.names]
         for row in range(len(new)):
-            own = slice(row, row + 1)
-            here = batch.labels[own] != IGNORED
-            metrics = loss(new[own], own, here)[1]
-            weight = here.sum() if self.kind in BY_TOKENS else 1
+            row_slice = slice(row, row + 1)
+            valid = batch.labels[row_slice] != IGNORED
+            metrics = loss(new[row_slice], row_slice, valid)[1]
+            weight = valid.sum() if self.kind in BY_TOKENS else 1
             for total, name in zip(sums, self.names, strict=True):
                 if name in metrics:
                     total.add_(metrics[name] * weight)
@@ -106,11 +109,11 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Undecided(Group):
-    """The same, which is paid for the entropy of its distributions."""
+class GRPOWithEntropy(GRPOLoss):
+    """GRPOLoss minus an entropy bonus; computing entropies costs a pass over the logits."""
 
-    names: ClassVar[tuple[str, ...]] = (*Group.names, "entropy")
+    names: ClassVar[tuple[str, ...]] = (*GRPOLoss.names, "entropy")
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
         new, entropy = head.with_entropy(hidden, batch.labels, self.temperature)
-        return self.judged(head.whole(new), head.whole(entropy), head, batch)
+        return self.compute_loss(head.whole(new), head.whole(entropy), head, batch)

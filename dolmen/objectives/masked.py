@@ -1,7 +1,8 @@
-"""Means over the tokens that count: what the pure objectives of policies, values and rewards share.
+"""Masked means, which the losses of policies, values and rewards share.
 
-A mask is 1 where a token counts and 0 elsewhere, and may have holes (the turns of a tool, say).
-Whatever stands where it is 0 is never read: not a NaN of it reaches a sum or a gradient.
+A mask is nonzero where a token counts, and may have holes (such as the turns of a tool). Values
+outside of it are never read: even a NaN there reaches no sum and no gradient, as torch.where
+selects before anything is added.
 """
 
 from typing import Literal
@@ -12,66 +13,72 @@ from torch import Tensor
 
 Reduce = Literal["token-mean", "sequence-mean"]
 Empty = Literal["left-out", "counted"]
-"""What a row without any token is in a mean over rows: no row, or one whose mean is 0."""
+"""How a row without valid tokens counts in a mean over rows: not at all, or as a mean of 0."""
 
 Metrics = dict[str, Tensor]
-"""By name, scalars without gradient."""
+"""Scalar tensors without gradient, by name."""
 
 
-def counted(mask: Shaped[Tensor, "rows tokens"]) -> Bool[Tensor, "rows tokens"]:
+def valid_tokens(mask: Shaped[Tensor, "rows tokens"]) -> Bool[Tensor, "rows tokens"]:
+    """Return where the mask is not 0."""
     return mask != 0
 
 
-def only(
-    values: Float[Tensor, "rows tokens"], here: Bool[Tensor, "rows tokens"]
+def zero_outside(
+    values: Float[Tensor, "rows tokens"], valid: Bool[Tensor, "rows tokens"]
 ) -> Float[Tensor, "rows tokens"]:
-    """0 elsewhere, whatever stands there."""
-    return torch.where(here, values, 0.0)
+    """Return the valid values, and 0 elsewhere, whatever was there."""
+    return torch.where(valid, values, 0.0)
 
 
 def token_mean(
-    values: Float[Tensor, "rows tokens"], here: Bool[Tensor, "rows tokens"]
+    values: Float[Tensor, "rows tokens"], valid: Bool[Tensor, "rows tokens"]
 ) -> Float[Tensor, ""]:
-    """0 of no token."""
-    return only(values, here).sum() / here.sum().clamp(min=1)
+    """Return the mean of all valid values; 0 without any."""
+    return zero_outside(values, valid).sum() / valid.sum().clamp(min=1)
 
 
 def row_means(
-    values: Float[Tensor, "rows tokens"], here: Bool[Tensor, "rows tokens"]
+    values: Float[Tensor, "rows tokens"], valid: Bool[Tensor, "rows tokens"]
 ) -> Float[Tensor, " rows"]:
-    """0 of a row without a token."""
-    return only(values, here).sum(1) / here.sum(1).clamp(min=1)
+    """Return the mean of each row's valid values; 0 for a row without any."""
+    return zero_outside(values, valid).sum(1) / valid.sum(1).clamp(min=1)
 
 
 def sequence_mean(
-    values: Float[Tensor, "rows tokens"], here: Bool[Tensor, "rows tokens"], empty: Empty
+    values: Float[Tensor, "rows tokens"], valid: Bool[Tensor, "rows tokens"], empty: Empty
 ) -> Float[Tensor, ""]:
-    """The mean over rows of each row's mean."""
-    total = row_means(values, here).sum()
+    """Return the mean over rows of each row's mean."""
+    total = row_means(values, valid).sum()
     match empty:
         case "left-out":
-            return total / here.any(1).sum().clamp(min=1)
+            return total / valid.any(1).sum().clamp(min=1)
         case "counted":
-            return total / max(len(here), 1)
+            return total / max(len(valid), 1)
     raise ValueError(f"empty is {empty!r}: it must be one of {Empty.__args__}")
 
 
-def reduced(
+def aggregate(
     values: Float[Tensor, "rows tokens"],
-    here: Bool[Tensor, "rows tokens"],
+    valid: Bool[Tensor, "rows tokens"],
     reduce: Reduce,
     empty: Empty,
 ) -> Float[Tensor, ""]:
+    """Return the mean of the valid values, over tokens or over rows. Raises ValueError for another
+    `reduce`.
+    """
     match reduce:
         case "token-mean":
-            return token_mean(values, here)
+            return token_mean(values, valid)
         case "sequence-mean":
-            return sequence_mean(values, here, empty)
+            return sequence_mean(values, valid, empty)
     raise ValueError(f"reduce is {reduce!r}: it must be one of {Reduce.__args__}")
 
 
-def share(
-    said: Bool[Tensor, "rows tokens"], here: Bool[Tensor, "rows tokens"]
+def fraction(
+    condition: Bool[Tensor, "rows tokens"], valid: Bool[Tensor, "rows tokens"]
 ) -> Float[Tensor, ""]:
-    """Of the tokens that count, for how many something is so."""
-    return token_mean(said.double(), here)  # times their number it is a number of tokens again
+    """Return the share of valid tokens for which the condition holds, in fp64."""
+    return token_mean(
+        condition.double(), valid
+    )  # times their number it is a number of tokens again

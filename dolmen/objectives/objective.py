@@ -1,77 +1,77 @@
-"""What an objective is: how the last stage of a pipeline turns hidden vectors into a number to
-descend.
+"""The interface of objectives, by which the last pipeline stage turns hidden vectors into a loss;
+and the losses of next tokens (pretraining, fine-tuning) and of masked tokens (encoders).
 
-    count = objective.count(batch)                    on the host, of this rank's rows, in time
-    judged = objective(hidden, head, microbatch)      on the last stage, in the model's forward
-    the loss is the sum of judged.total over all ranks and microbatches / the sum of count
+    count = objective.count(batch)                    on the host, this rank's rows, before forward
+    output = objective(hidden, head, microbatch)      on the last stage, inside the model's forward
+    loss = sum of output.total over all ranks and microbatches / sum of count
 
-The count is known from the batch before anything is computed, so it divides the loss before
-backward, and gradients are summed and never averaged.
-
-The loss of pretraining and of fine-tuning: the cross-entropy of the next token, by weights of
-tokens where a batch has any.
+Every loss is a quotient of two global sums. The count follows from labels alone, so it is known
+before anything is computed, divides the loss before backward, and gradients over dp are summed and
+never averaged. A rank with fewer real tokens therefore weighs less, exactly as its rows would in
+one process, and neither the number of microbatches nor padding changes the result.
 """
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.data.batch import Batch
+from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.model import spec
 from dolmen.model.head import Logits
 from dolmen.model.spec import Tree
 
 
-class Judged(NamedTuple):
-    """Of one microbatch: sums over the tokens that this rank of cp has, the same on all of tp."""
+class LossOutput(NamedTuple):
+    """The loss of a microbatch: sums over this rank's tokens, partial over cp and equal over tp."""
 
     total: Float[Tensor, ""]
-    """To go backward from."""
+    """The summed loss, with its graph."""
     metrics: tuple[Float[Tensor, ""], ...] = ()
-    """By the objective's `names`, without gradient; what is told is their sum over the count."""
+    """Sums without gradient, in the order of the objective's `names`."""
 
 
 class Objective(Protocol):
-    """A frozen value: its knobs are its fields."""
+    """A loss of a run. Frozen: its hyperparameters are its fields."""
 
     names: ClassVar[tuple[str, ...]]
-    """Of the metrics, beside the loss."""
+    """Names of the metrics that it returns with the loss."""
     head: ClassVar[type]
-    """The component of the tree that it is given: spec.Head, spec.Scalar."""
+    """The head that the model must have: spec.Head (logits) or spec.Scalar (one number)."""
 
     def count(self, batch: Batch) -> float:
-        """What the sum is to be divided by, of a batch on the CPU. Raises ValueError for a batch
-        that it cannot judge.
+        """Return this rank's share of the divisor of the loss, from a batch on the CPU. Raises
+        ValueError for a batch that lacks what the loss reads.
         """
         ...
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Any, batch: Batch) -> Judged:
-        """Of a microbatch, on the device. `hidden` are the last hidden vectors of this rank's
-        tokens, and `head` is a Head of model/head.py.
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Any, batch: Batch) -> LossOutput:
+        """Return the loss of a microbatch on the device. `hidden` are the last hidden vectors of
+        this rank's tokens, `head` the model's head function (model/head.py).
         """
         ...
 
 
 def check(objective: Objective, tree: Tree) -> None:
-    """Raises ValueError where the head of the model is another than the objective is given."""
-    check_end(f"the objective {objective}", objective.head, tree)
+    """Raise ValueError where the model has another head than the objective reads."""
+    check_head(f"the objective {objective}", objective.head, tree)
 
 
-def check_end(asked: str, kind: type, tree: Tree) -> None:
-    """Raises ValueError, with what was asked, where a model ends in another component than
-    `kind`.
-    """
+def check_head(user: str, kind: type, tree: Tree) -> None:
+    """Raise ValueError, naming the `user` of the head, where the model's head is not a `kind`."""
     if not isinstance(tree.head, kind):
         raise ValueError(
-            f"{asked} is for a model that ends in {kind.__name__}, and this one ends in {tree.head}"
+            f"{user} is for a model that ends in {kind.__name__}, and this one ends in {tree.head}"
         )
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Mean over real tokens of -log p(label), weighted."""
+    """Cross-entropy of the next token: mean over real tokens of -log p(label), weighted where the
+    batch has weights.
+    """
 
     names: ClassVar[tuple[str, ...]] = ()
     head: ClassVar[type] = spec.Head
@@ -79,5 +79,37 @@ class CrossEntropy:
     def count(self, batch: Batch) -> float:
         return batch.weight
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
-        return Judged(head.cross_entropy(hidden, batch.labels, batch.weights))
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
+        return LossOutput(head.cross_entropy(hidden, batch.labels, batch.weights))
+
+
+@dataclass(frozen=True)
+class MaskedLM:
+    """Masked language modelling, and next-sentence prediction where the head has it (1810.04805,
+    section 3.1): mean over masked tokens, the only ones with a label, of -log p(label), and of
+    pairs of texts
+
+        follows * -log sigmoid(numbers[FOLLOWS] * score),    score > 0: the second follows
+
+    where numbers[FOLLOWS] is 1 or -1 at one token per pair, and 0 elsewhere. Both are divided by
+    the number of masked tokens, so a pair counts as `follows` of them. With the masked tokens per
+    pair as `follows`, the loss is the sum of two means, as in BERT. Metrics: the two terms.
+    """
+
+    follows: float = 0.0
+
+    names: ClassVar[tuple[str, ...]] = ("filled", "follows")
+    head: ClassVar[type] = spec.Head
+
+    def count(self, batch: Batch) -> float:
+        if self.follows and FOLLOWS not in batch.numbers:
+            raise ValueError(f"next-sentence prediction needs numbers[{FOLLOWS!r}]")
+        return batch.weight
+
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
+        masked_loss = head.cross_entropy(hidden, batch.labels, batch.weights)
+        if not self.follows:
+            return LossOutput(masked_loss, (masked_loss.detach(), masked_loss.detach() * 0))
+        scores, labels = head.follows(hidden), head.here(batch.numbers[FOLLOWS])
+        pairs = self.follows * (-F.logsigmoid(labels * scores) * labels.abs()).sum()
+        return LossOutput(masked_loss + pairs, (masked_loss.detach(), pairs.detach()))

@@ -1,11 +1,10 @@
-"""Of two answers to a prompt, one is preferred: the answers of rows 2 i and 2 i + 1 of a batch are
-pairs, the first of one row with the first of the other, and so on. Labels that are IGNORED, those
-of a prompt, do not count, and a document without any is no answer.
+"""Pairs of completions in packed rows: completion k of row 2 i is paired with completion k of row
+2 i + 1. Labels of prompts are IGNORED; a document without other labels is padding.
 
-    row 2 i       p p a a a|p p p a a|. .      two answers, and padding
-    row 2 i + 1   p p a|p p p a a a a|. .      those that they are compared with
+    row 2 i       p p c c c|p p p c c|. .      p prompt, c completion, | document, . padding
+    row 2 i + 1   p p c|p p p c c c c|. .
 
-Which of two is preferred, the number SIDE of their tokens says; without it, that of row 2 i.
+numbers[SIDE] of a completion's tokens says which of a pair is preferred; without it, row 2 i is.
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor
 from dolmen.data.batch import SIDE, Batch
 from dolmen.model.head import Head
 from dolmen.objectives.masked import Metrics
-from dolmen.objectives.objective import Judged
+from dolmen.objectives.objective import LossOutput
 from dolmen.ops.loss import IGNORED
 
 METRICS = ("accuracy", "margin")
@@ -32,51 +31,53 @@ LOGPS = ("logps/chosen", "logps/rejected")
 """Mean log-probability of completions, summed over their tokens."""
 
 
-class Sides(NamedTuple):
-    """Something of the two answers of each pair, or of what a place has instead of one."""
+class PairValues(NamedTuple):
+    """A value of the chosen and of the rejected completion of each pair; padding where there is no
+    pair.
+    """
 
     chosen: Shaped[Tensor, "rows documents"]
     rejected: Shaped[Tensor, "rows documents"]
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
-    """Where the answers of a batch are. Of each row as many documents are reckoned with as it has
-    tokens, so that the host need not be told how many there are.
+class CompletionIndex:
+    """Positions of the completions of a batch. Tensors have a column for each possible document, as
+    many as tokens: the real number is data, and reading it would make the host wait.
     """
 
     batch: Batch
 
     @cached_property
     def document(self) -> Int64[Tensor, "sequences length"]:
-        """Which of its row's documents each token is of."""
-        starts, places = self.batch.starts, self._places
+        """The index of each token's document in its row."""
+        starts, places = self.batch.starts, self._positions
         return (starts == places).cumsum(1) - 1
 
     @cached_property
     def last(self) -> Int64[Tensor, "sequences documents"]:
-        """Where the last real label of each document is; -1 where it has none."""
-        real = torch.where(self._real, self._places, -1)
+        """The position of the last real label of each document; -1 without one."""
+        real = torch.where(self._real, self._positions, -1)
         none = torch.full_like(real, -1)
         return none.scatter_reduce(1, self.document, real, "amax")
 
     @cached_property
     def lengths(self) -> Int64[Tensor, "sequences documents"]:
-        """Real labels of each document."""
+        """The number of real labels of each document."""
         real = self._real.long()
         return torch.zeros_like(real).scatter_add(1, self.document, real)
 
     @cached_property
-    def ends(self) -> Bool[Tensor, "sequences length"]:
-        """Whether a token has the last real label of its document."""
-        return self.last.gather(1, self.document) == self._places
+    def is_last(self) -> Bool[Tensor, "sequences length"]:
+        """True at the last real label of each document."""
+        return self.last.gather(1, self.document) == self._positions
 
     def number(self, name: str) -> Float[Tensor, "sequences documents"]:
-        """Of each answer the number `name` of its last token."""
+        """Return numbers[name] of the last token of each completion."""
         return self.batch.numbers[name].gather(1, self.last.clamp(min=0))
 
     @cached_property
-    def _places(self) -> Int64[Tensor, "sequences length"]:
+    def _positions(self) -> Int64[Tensor, "sequences length"]:
         labels = self.batch.labels
         return torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
 
@@ -86,84 +87,86 @@ class Answers:
 
 
 @dataclass(frozen=True, eq=False)
-class Pairs(Answers):
-    """The same, two by two."""
+class PairIndex(CompletionIndex):
+    """Completions of rows 2 i and 2 i + 1, paired."""
 
     @property
     def real(self) -> Bool[Tensor, "rows documents"]:
-        """Where there is a pair."""
+        """True where there is a pair, not padding."""
         return self.last[0::2] >= 0
 
-    def sides(self, per_answer: Shaped[Tensor, "sequences documents"]) -> Sides:
-        first, second = per_answer[0::2], per_answer[1::2]
+    def pair_up(self, values: Shaped[Tensor, "sequences documents"]) -> PairValues:
+        """Split values per completion into those of chosen and of rejected ones."""
+        first, second = values[0::2], values[1::2]
         if SIDE not in self.batch.numbers:
-            return Sides(first, second)
+            return PairValues(first, second)
         ahead = self.number(SIDE)[0::2] > 0
-        return Sides(torch.where(ahead, first, second), torch.where(ahead, second, first))
+        return PairValues(torch.where(ahead, first, second), torch.where(ahead, second, first))
 
-    def judged(
+    def score_output(
         self,
         losses: Float[Tensor, "rows documents"],
-        scores: Sides,
+        scores: PairValues,
         head: Head,
-    ) -> Judged:
-        """Sums over pairs of their losses and of METRICS, from numbers that every rank of cp
-        has.
+    ) -> LossOutput:
+        """Return the sums over pairs of their losses and of METRICS. Every rank of cp has all
+        pairs, so each takes its share of the sum.
         """
-        metrics = of_pairs(scores.chosen.detach(), scores.rejected.detach())
+        metrics = pair_scores(scores.chosen.detach(), scores.rejected.detach())
         return self._sums(losses, [metrics[name] for name in METRICS], head)
 
-    def preferred(
+    def reward_output(
         self,
         losses: Float[Tensor, "rows documents"],
-        rewards: Sides,
-        logps: Sides,
+        rewards: PairValues,
+        logps: PairValues,
         head: Head,
-    ) -> Judged:
-        """Return the sums over pairs of their losses, and of REWARDS and LOGPS."""
-        rewards, logps = (Sides(*(x.detach() for x in sides)) for sides in (rewards, logps))
-        accuracy, margin = of_pairs(*rewards).values()
+    ) -> LossOutput:
+        """Return the sums over pairs of their losses, REWARDS and LOGPS, as `score_output`."""
+        rewards, logps = (PairValues(*(x.detach() for x in pair)) for pair in (rewards, logps))
+        accuracy, margin = pair_scores(*rewards).values()
         return self._sums(losses, [accuracy, margin, *rewards, *logps], head)
 
-    def _sums(self, losses: Tensor, metrics: list[Tensor], head: Head) -> Judged:
+    def _sums(self, losses: Tensor, metrics: list[Tensor], head: Head) -> LossOutput:
         sums = tuple(head.shared(self.total(each)) for each in metrics)
-        return Judged(head.shared(self.total(losses)), sums)
+        return LossOutput(head.shared(self.total(losses)), sums)
 
     def total(self, per_pair: Float[Tensor, "rows documents"]) -> Float[Tensor, ""]:
+        """Return the sum over real pairs."""
         return torch.where(self.real, per_pair, 0.0).sum()
 
 
-def count(batch: Batch) -> int:
-    """Pairs of a batch on the CPU. Raises ValueError for half a pair, and for an answer without a
-    real label.
+def count_pairs(batch: Batch) -> int:
+    """Return the number of pairs of a batch on the CPU. Raises ValueError for half a pair, and for
+    a completion without a real label.
     """
     rows = len(batch.labels)
     if rows % 2:
         raise ValueError(
             f"{rows} sequences are not divisible into pairs: use an even --train.microbatch-size"
         )
-    said = (Answers(batch).last >= 0).numpy()
-    alone = np.argwhere(said[0::2] != said[1::2])
-    if len(alone):
-        row, document = alone[0]
-        empty = 2 * row + int(said[2 * row, document])
+    has_label = (CompletionIndex(batch).last >= 0).numpy()
+    unpaired = np.argwhere(has_label[0::2] != has_label[1::2])
+    if len(unpaired):
+        row, document = unpaired[0]
+        empty = 2 * row + int(has_label[2 * row, document])
         raise ValueError(
-            f"sequence {empty} of a batch of pairs has no token to judge in document {document}: "
+            f"sequence {empty} of a batch of pairs has no completion in document {document}: "
             f"all its labels are {IGNORED}"
         )
-    return int(said[0::2].sum())
+    return int(has_label[0::2].sum())
 
 
-def of_pairs(
+def pair_scores(
     chosen: Float[Tensor, "*pairs"], rejected: Float[Tensor, "*pairs"]
 ) -> dict[str, Float[Tensor, "*pairs"]]:
-    """METRICS of each pair."""
+    """Return METRICS of each pair."""
     margins = chosen - rejected
     return {"accuracy": (margins > 0).to(margins.dtype), "margin": margins}
 
 
-def told(chosen: Float[Tensor, " pairs"], rejected: Float[Tensor, " pairs"]) -> Metrics:
-    """METRICS of rewards or scores, and the means of these."""
+def mean_metrics(chosen: Float[Tensor, " pairs"], rejected: Float[Tensor, " pairs"]) -> Metrics:
+    """Return the means of METRICS, and of the rewards or scores of both sides."""
     chosen, rejected = chosen.detach(), rejected.detach()
-    means = {name: each.mean() for name, each in of_pairs(chosen, rejected).items()}
+    means = {name: each.mean() for name, each in pair_scores(chosen, rejected).items()}
     return {**means, "chosen": chosen.mean(), "rejected": rejected.mean()}

@@ -1,7 +1,8 @@
-"""What a policy that has drawn text learns from its advantages (PPO, GRPO and their kin), and a
-critic from returns: pure functions of log-probabilities and values per token.
+"""Policy losses (PPO, GRPO and its variants) and the value loss of a critic: pure functions of
+log-probabilities, advantages, values and returns, [rows, tokens].
 
-`new` are the log-probabilities of what is trained, `old` those of the policy that drew the text.
+`new` are the log-probabilities in the policy that is trained, `old` those in the policy that
+sampled the completions.
 Compared with TRL (trl/trainer/ppo_trainer.py, grpo_trainer.py), OpenRLHF (openrlhf/models/loss.py)
 and verl (verl/trainer/ppo/core_algos.py); where these differ, a docstring says whose formula is the
 default, and an argument chooses the other.
@@ -20,7 +21,7 @@ Kind = Literal["grpo", "bnpo", "dr-grpo", "dapo", "gspo", "cispo"]
 Level = Literal["token", "sequence"]
 
 
-def clipped(
+def ppo_loss(
     new: Float[Tensor, "rows tokens"],
     old: Float[Tensor, "rows tokens"],
     advantages: Float[Tensor, "rows tokens"],
@@ -41,30 +42,31 @@ def clipped(
     and with `dual_clip` c > 1, where A < 0, at most -c A (1912.09729, equation 5). Its mean over
     all tokens, or over rows of their means: OpenRLHF's PolicyLoss (token_level_loss), verl's
     compute_policy_loss_vanilla (loss_agg_mode token-mean, seq-mean-token-mean; it cuts new - old at
-    20, which is not done here), TRL's PPOTrainer (tokens alone, no dual clip). Rows without a token
-    are no rows, as in verl's agg_loss and OpenRLHF; empty="counted" divides by them too. `entropy`
-    is paid for, whether the ratio is clipped or not, as of `group`.
+    20, which is not done here), TRL's PPOTrainer (tokens alone, no dual clip). Rows without a valid
+    token are left out of the mean, as in verl's agg_loss and OpenRLHF; with empty="counted" they
+    count. The `entropy` bonus is that of `grpo_loss`, whether the ratio is clipped or not.
 
-    Metrics: the share of tokens that are clipped, and of those that the dual clip bounds, the mean
-    ratio, and the KL of old to new by k1, as verl's ppo_kl, and by k3.
+    Metrics: the shares of tokens that are clipped and dual-clipped, the mean ratio, and estimates
+    of KL(old || new) by k1, as verl's ppo_kl, and by k3. Raises ValueError for a `dual_clip` of 1
+    or less.
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}: it must be over 1, or None")
-    here = masked.counted(mask)
-    ratio = (masked.only(new - old, here)).exp()
-    advantages = masked.only(advantages, here)
-    losses, stopped = _surrogate(ratio, advantages, clip_low, clip_high)
-    metrics = _told(new, old, ratio, stopped, here)
+    valid = masked.valid_tokens(mask)
+    ratio = (masked.zero_outside(new - old, valid)).exp()
+    advantages = masked.zero_outside(advantages, valid)
+    losses, is_clipped = _surrogate(ratio, advantages, clip_low, clip_high)
+    metrics = _ratio_metrics(new, old, ratio, is_clipped, valid)
     if dual_clip is not None:
         bound = -dual_clip * advantages
         over = (advantages < 0) & (losses > bound)
         losses = torch.where(over, bound, losses)
-        metrics["dual_clip_fraction"] = masked.share(over, here)
-    losses = _paid(losses, entropy, entropy_coef, here, metrics)
-    return masked.reduced(losses, here, reduce, empty), metrics
+        metrics["dual_clip_fraction"] = masked.fraction(over, valid)
+    losses = _subtract_entropy_bonus(losses, entropy, entropy_coef, valid, metrics)
+    return masked.aggregate(losses, valid, reduce, empty), metrics
 
 
-def group(
+def grpo_loss(
     new: Float[Tensor, "rows tokens"],
     old: Float[Tensor, "rows tokens"],
     reference: Float[Tensor, "rows tokens"] | None,
@@ -81,8 +83,8 @@ def group(
     entropy: Float[Tensor, "rows tokens"] | None = None,
     entropy_coef: float = 0.0,
 ) -> tuple[Float[Tensor, ""], Metrics]:
-    """GRPO (2402.03300, equation 3) and its kin, as TRL's GRPOTrainer has them: of each token
-    `clipped`'s surrogate, without a dual clip, + beta k3(new, reference), and of all
+    """GRPO (2402.03300, equation 3) and its variants, as TRL's GRPOTrainer has them: per token
+    `ppo_loss`'s surrogate, without a dual clip, + beta k3(new, reference), aggregated by kind:
 
         grpo       the mean over rows of their means
         bnpo       the mean over tokens
@@ -100,58 +102,68 @@ def group(
     gspo at level token is GSPO-token (its equation 14; verl's compute_policy_loss_gspo): the same
     r, through which each token's gradient is its own. They differ where advantages do in a row.
 
-    `entropy`, of the distribution of each token, is paid for: less entropy_coef times it (TRL and
-    verl by their entropy_coeff; 1602.01783, section 4).
+    entropy_coef times the `entropy` of each token's distribution is subtracted (1602.01783, section
+    4; entropy_coeff in TRL and verl).
 
-    `reference` may be None where beta is 0. Rows without a token are rows, as in TRL; "left-out"
-    are they in verl. Metrics: as of `clipped`, and the mean k3 from the reference.
+    `reference` may be None where beta is 0. Rows without a valid token count in means over rows, as
+    in TRL; empty="left-out" is verl's choice. Metrics: those of `ppo_loss`, and the mean k3 from
+    the reference. Raises ValueError for an unknown kind or level.
     """
     if beta and reference is None:
         raise ValueError(
             f"beta is {beta}: it is the weight of a KL from a reference, and none is given"
         )
-    here = masked.counted(mask)
+    valid = masked.valid_tokens(mask)
     advantages = advantages[:, None].expand_as(new) if advantages.ndim == 1 else advantages
-    advantages = masked.only(advantages, here)
-    ratio = _ratios(masked.only(new - old, here), here, kind, level)
-    losses, stopped = _surrogate(ratio, advantages, clip_low, clip_high)
+    advantages = masked.zero_outside(advantages, valid)
+    ratio = _ratios(masked.zero_outside(new - old, valid), valid, kind, level)
+    losses, is_clipped = _surrogate(ratio, advantages, clip_low, clip_high)
     if kind == "cispo":
         bounded = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
-        losses, stopped = -bounded * advantages * masked.only(new, here), bounded != ratio
-    metrics = _told(new, old, ratio, stopped, here)
+        losses, is_clipped = (
+            -bounded * advantages * masked.zero_outside(new, valid),
+            bounded != ratio,
+        )
+    metrics = _ratio_metrics(new, old, ratio, is_clipped, valid)
     if reference is not None:
-        away = advantage.kl(masked.only(new, here), masked.only(reference, here), estimator="k3")
-        losses = losses + beta * away
-        metrics["reference_kl"] = masked.token_mean(away, here).detach()
-    losses = _paid(losses, entropy, entropy_coef, here, metrics)
-    return _whole(losses, here, kind, max_length, empty), metrics
+        kl = advantage.kl(
+            masked.zero_outside(new, valid), masked.zero_outside(reference, valid), estimator="k3"
+        )
+        losses = losses + beta * kl
+        metrics["reference_kl"] = masked.token_mean(kl, valid).detach()
+    losses = _subtract_entropy_bonus(losses, entropy, entropy_coef, valid, metrics)
+    return _aggregate_losses(losses, valid, kind, max_length, empty), metrics
 
 
-def _paid(
+def _subtract_entropy_bonus(
     losses: Float[Tensor, "rows tokens"],
     entropy: Float[Tensor, "rows tokens"] | None,
     coef: float,
-    here: Bool[Tensor, "rows tokens"],
+    valid: Bool[Tensor, "rows tokens"],
     metrics: Metrics,
 ) -> Float[Tensor, "rows tokens"]:
-    """Less what the entropy of each token is worth, where it is given; `metrics` has its mean."""
+    """Subtract the entropy bonus, where entropies are given, and add their mean to `metrics`."""
     if entropy is None:
         return losses
-    metrics["entropy"] = masked.token_mean(entropy, here).detach()
-    return losses - coef * masked.only(entropy, here)
+    metrics["entropy"] = masked.token_mean(entropy, valid).detach()
+    return losses - coef * masked.zero_outside(entropy, valid)
 
 
 def _ratios(
-    off: Float[Tensor, "rows tokens"], here: Bool[Tensor, "rows tokens"], kind: Kind, level: Level
+    log_ratios: Float[Tensor, "rows tokens"],
+    valid: Bool[Tensor, "rows tokens"],
+    kind: Kind,
+    level: Level,
 ) -> Float[Tensor, "rows tokens"]:
+    """Return the probability ratio of each token: its own, or that of its row (see `grpo_loss`)."""
     if level not in Level.__args__:
         raise ValueError(f"level is {level!r}: it must be one of {Level.__args__}")
     if level == "token" and kind != "gspo":
-        return off.exp()
-    mean = masked.row_means(off, here)[:, None].expand_as(off)
+        return log_ratios.exp()
+    mean = masked.row_means(log_ratios, valid)[:, None].expand_as(log_ratios)
     if level == "sequence":
         return mean.exp()
-    return (mean.detach() + off - off.detach()).exp()
+    return (mean.detach() + log_ratios - log_ratios.detach()).exp()
 
 
 def _surrogate(
@@ -160,52 +172,54 @@ def _surrogate(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Float[Tensor, "rows tokens"], Bool[Tensor, "rows tokens"]]:
-    """The loss of each token, and whether it is clipped, where it has no gradient."""
-    free = ratio * advantages
+    """Return the loss of each token, and whether it is clipped and so has no gradient."""
+    unclipped = ratio * advantages
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return -torch.minimum(free, bounded), bounded < free
+    return -torch.minimum(unclipped, bounded), bounded < unclipped
 
 
-def _whole(
+def _aggregate_losses(
     losses: Float[Tensor, "rows tokens"],
-    here: Bool[Tensor, "rows tokens"],
+    valid: Bool[Tensor, "rows tokens"],
     kind: Kind,
     max_length: int | None,
     empty: Empty,
 ) -> Float[Tensor, ""]:
+    """Return the mean of token losses that belongs to the kind (see `grpo_loss`)."""
     match kind:
         case "grpo" | "gspo":
-            return masked.sequence_mean(losses, here, empty)
+            return masked.sequence_mean(losses, valid, empty)
         case "bnpo" | "dapo" | "cispo":
-            return masked.token_mean(losses, here)
+            return masked.token_mean(losses, valid)
         case "dr-grpo":
             if max_length is None or max_length < 1:
                 raise ValueError(
                     f"max_length is {max_length}: dr-grpo divides by it, so it must be at least 1"
                 )
-            rows = max(len(here), 1) if empty == "counted" else here.any(1).sum().clamp(min=1)
-            return masked.only(losses, here).sum() / (rows * max_length)
+            rows = max(len(valid), 1) if empty == "counted" else valid.any(1).sum().clamp(min=1)
+            return masked.zero_outside(losses, valid).sum() / (rows * max_length)
     raise ValueError(f"kind is {kind!r}: it must be one of {Kind.__args__}")
 
 
 @torch.no_grad()
-def _told(
+def _ratio_metrics(
     new: Float[Tensor, "rows tokens"],
     old: Float[Tensor, "rows tokens"],
     ratio: Float[Tensor, "rows tokens"],
-    stopped: Bool[Tensor, "rows tokens"],
-    here: Bool[Tensor, "rows tokens"],
+    is_clipped: Bool[Tensor, "rows tokens"],
+    valid: Bool[Tensor, "rows tokens"],
 ) -> Metrics:
-    old, new = masked.only(old, here), masked.only(new, here)
+    """Return the metrics of `ppo_loss`, those of the dual clip aside."""
+    old, new = masked.zero_outside(old, valid), masked.zero_outside(new, valid)
     return {
-        "clip_fraction": masked.share(stopped, here),
-        "ratio": masked.token_mean(ratio, here),
-        "kl_k1": masked.token_mean(advantage.kl(old, new, estimator="k1"), here),
-        "kl_k3": masked.token_mean(advantage.kl(old, new, estimator="k3"), here),
+        "clip_fraction": masked.fraction(is_clipped, valid),
+        "ratio": masked.token_mean(ratio, valid),
+        "kl_k1": masked.token_mean(advantage.kl(old, new, estimator="k1"), valid),
+        "kl_k3": masked.token_mean(advantage.kl(old, new, estimator="k3"), valid),
     }
 
 
-def value(
+def value_loss(
     new: Float[Tensor, "rows tokens"],
     old: Float[Tensor, "rows tokens"],
     returns: Float[Tensor, "rows tokens"],
@@ -213,24 +227,24 @@ def value(
     *,
     clip: float | None = None,
 ) -> tuple[Float[Tensor, ""], Metrics]:
-    """Of a critic, half the mean over tokens of the larger square,
+    """Return the clipped value loss: half the mean over tokens of the larger square,
 
         max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2) / 2
 
-    and without `clip` of the first alone: TRL's PPOTrainer, OpenRLHF's ValueLoss and verl's
-    compute_value_loss agree. Metrics: the share of tokens whose clipped square is the larger, which
-    have no gradient, and the mean of (V - R)^2.
+    and without `clip` the first: TRL's PPOTrainer, OpenRLHF's ValueLoss and verl's
+    compute_value_loss agree. Metrics: the share of tokens whose clipped square is the larger one,
+    which has no gradient, and the mean of (V - R)^2. Raises ValueError for a negative `clip`.
     """
-    here = masked.counted(mask)
-    new, old, returns = (masked.only(each, here) for each in (new, old, returns))
-    squares = free = (new - returns).square()
+    valid = masked.valid_tokens(mask)
+    new, old, returns = (masked.zero_outside(values, valid) for values in (new, old, returns))
+    squares = unclipped = (new - returns).square()
     if clip is not None:
         if clip < 0:
             raise ValueError(f"clip is {clip}: it must not be negative")
         bounded = (old + (new - old).clamp(-clip, clip) - returns).square()
-        squares = torch.maximum(free, bounded)
+        squares = torch.maximum(unclipped, bounded)
     metrics = {
-        "clip_fraction": masked.share(squares > free, here),
-        "squared_error": masked.token_mean(free, here).detach(),
+        "clip_fraction": masked.fraction(squares > unclipped, valid),
+        "squared_error": masked.token_mean(unclipped, valid).detach(),
     }
-    return masked.token_mean(squares, here) / 2, metrics
+    return masked.token_mean(squares, valid) / 2, metrics

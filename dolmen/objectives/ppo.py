@@ -1,9 +1,8 @@
-"""What PPO trains two models to, over layouts: a policy to its advantages (`policy.clipped`), a
-critic to returns (`policy.value`). Both are means over all tokens of the global batch.
+"""The objectives of PPO over layouts: of the policy (`policy.ppo_loss`) and of the critic
+(`policy.value_loss`). Both are means over all tokens of the global batch.
 
-A batch brings of each token, beside the labels of answers, numbers: for the policy its
-log-probability when the phase began and its advantage, for the critic its value then and its
-return.
+A batch has numbers per token: for the policy OLD, its log-probability before the first update of
+the iteration, and ADVANTAGE; for the critic VALUE, its value at that time, and RETURN.
 """
 
 from collections.abc import Iterable
@@ -17,24 +16,24 @@ from dolmen.data.batch import Batch
 from dolmen.model import spec
 from dolmen.model.head import Logits, Values
 from dolmen.objectives import policy
-from dolmen.objectives.grpo import ADVANTAGE, NONE, OLD
+from dolmen.objectives.grpo import ADVANTAGE, NO_TOKENS, OLD
 from dolmen.objectives.masked import Metrics
-from dolmen.objectives.objective import Judged
+from dolmen.objectives.objective import LossOutput
 from dolmen.ops.loss import IGNORED
 
 VALUE, RETURN = "value", "return"
 
 
 @dataclass(frozen=True)
-class Clipped:
-    """A policy that learns from what it has drawn."""
+class PPOPolicyLoss:
+    """PPO's clipped surrogate loss of a policy."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
     temperature: float = 1.0
     entropy_coef: float = 0.0
-    """What a nat of entropy is worth, of ClippedUndecided."""
+    """Coefficient of the entropy bonus, of PPOWithEntropy."""
 
     names: ClassVar[tuple[str, ...]] = (
         "clip_fraction",
@@ -48,42 +47,44 @@ class Clipped:
     def count(self, batch: Batch) -> float:
         return _count(batch, (OLD, ADVANTAGE))
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
         new = head.log_probabilities(hidden, batch.labels, self.temperature)
-        return self.judged(new, None, head, batch)
+        return self.compute_loss(new, None, head, batch)
 
-    def judged(self, new: Tensor, entropy: Tensor | None, head: Logits, batch: Batch) -> Judged:
-        """Of log-probabilities, and maybe entropies, of this rank's tokens."""
+    def compute_loss(
+        self, new: Tensor, entropy: Tensor | None, head: Logits, batch: Batch
+    ) -> LossOutput:
+        """Return the loss from log-probabilities `new`, and entropies, of this rank's tokens."""
         old, advantages = (head.here(batch.numbers[name]) for name in (OLD, ADVANTAGE))
-        here = head.here(batch.labels) != IGNORED
-        mean, told = policy.clipped(
+        valid = head.here(batch.labels) != IGNORED
+        mean, metrics = policy.ppo_loss(
             new,
             old,
             advantages,
-            here,
+            valid,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
             entropy=entropy,
             entropy_coef=self.entropy_coef,
         )
-        return _summed(mean, told, self.names, here)
+        return _sum_output(mean, metrics, self.names, valid)
 
 
 @dataclass(frozen=True)
-class ClippedUndecided(Clipped):
-    """The same, which is paid for the entropy of its distributions."""
+class PPOWithEntropy(PPOPolicyLoss):
+    """PPOPolicyLoss minus an entropy bonus."""
 
-    names: ClassVar[tuple[str, ...]] = (*Clipped.names, "entropy")
+    names: ClassVar[tuple[str, ...]] = (*PPOPolicyLoss.names, "entropy")
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> Judged:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
         new, entropy = head.with_entropy(hidden, batch.labels, self.temperature)
-        return self.judged(new, entropy, head, batch)
+        return self.compute_loss(new, entropy, head, batch)
 
 
 @dataclass(frozen=True)
-class Expected:
-    """A critic that learns what a token's answer has been worth from there on."""
+class PPOValueLoss:
+    """The clipped squared error of a critic's values to returns."""
 
     clip: float | None = 0.2
 
@@ -93,29 +94,29 @@ class Expected:
     def count(self, batch: Batch) -> float:
         return _count(batch, (VALUE, RETURN))
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Values, batch: Batch) -> Judged:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Values, batch: Batch) -> LossOutput:
         old, returns = (head.here(batch.numbers[name]) for name in (VALUE, RETURN))
-        here = head.here(batch.labels) != IGNORED
-        mean, told = policy.value(head.values(hidden), old, returns, here, clip=self.clip)
-        return _summed(mean, told, self.names, here)
+        valid = head.here(batch.labels) != IGNORED
+        mean, metrics = policy.value_loss(head.values(hidden), old, returns, valid, clip=self.clip)
+        return _sum_output(mean, metrics, self.names, valid)
 
 
 def _count(batch: Batch, needed: Iterable[str]) -> float:
+    """Return the number of trained tokens. Raises ValueError where the batch lacks numbers."""
     if missing := [name for name in needed if name not in batch.numbers]:
         raise ValueError(
-            "answers are learned from by numbers of their tokens, and a batch has none of "
-            f"{', '.join(missing)}"
+            f"PPO reads numbers of each token, and the batch lacks {', '.join(missing)}"
         )
-    return batch.real_tokens or NONE
+    return batch.real_tokens or NO_TOKENS
 
 
-def _summed(
-    mean: Tensor, told: Metrics, names: Iterable[str], here: Bool[Tensor, "sequences here"]
-) -> Judged:
-    """Sums over this rank's tokens of what are means over them."""
-    size = here.sum()
-    return Judged(mean * size, tuple(_or_zero(told, name, mean) * size for name in names))
+def _sum_output(
+    mean: Tensor, metrics: Metrics, names: Iterable[str], valid: Bool[Tensor, "sequences here"]
+) -> LossOutput:
+    """Turn means over this rank's tokens into sums; metrics that are absent are 0."""
+    size = valid.sum()
+    return LossOutput(mean * size, tuple(_or_zero(metrics, name, mean) * size for name in names))
 
 
-def _or_zero(told: Metrics, name: str, like: Tensor) -> Tensor:
-    return told[name] if name in told else like.new_zeros(())
+def _or_zero(metrics: Metrics, name: str, like: Tensor) -> Tensor:
+    return metrics[name] if name in metrics else like.new_zeros(())

@@ -169,7 +169,7 @@ def _count_step(
 
     def end_action(action: Action) -> None:
         counting.end_action(str(action), steps.times.get(action, 1))
-        settle(model, counting.memory)
+        agree_on_start(model, counting.memory)
         ends.append(counting.memory.live)
         observe()
 
@@ -178,7 +178,7 @@ def _count_step(
         state = allocate_state(run, model, schedule, mesh, counting)
         rest = counting.memory.live
         # what training leaves to no collector is no matter of chance here
-        with loop.by_hand(), counting.step(model), follow_fsdp(model, counting.memory):
+        with loop.manual_gc(), counting.step(model), follow_fsdp(model, counting.memory):
             try:
                 optimizer_step(state, batch, mesh, observe=end_action)
             except Exception as error:  # whatever the code of the run raises, which runs here
@@ -320,7 +320,7 @@ def follow_fsdp(model: Decoder, memory: Memory) -> Iterator[None]:
             handle.remove()
 
 
-def settle(model: Decoder, memory: Memory) -> None:
+def agree_on_start(model: Decoder, memory: Memory) -> None:
     """Let all gradients be known for what they are."""
     for unit in data.units(model):
         for record in sharding.records(unit):

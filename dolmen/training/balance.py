@@ -17,7 +17,7 @@ from dolmen.model.spec import Tree
 NAMES = ("router/max_load", "router/aux_loss", "router/z_loss")
 
 
-def begin(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, Balance]:
+def open_tallies(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, Balance]:
     """What the sparse layers of this rank are given in a step, by their numbers; `scale`: see
     Balance.
     """
@@ -32,8 +32,8 @@ def begin(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, Balance]:
     }
 
 
-def tallied(
-    model: Decoder, given: Mapping[int, Balance]
+def local_tallies(
+    model: Decoder, opened: Mapping[int, Balance]
 ) -> Float64[Tensor, "layers experts_and_2"]:
     """What this rank counted in a step, 0 elsewhere; of a dense model no layers. Its sum over the
     world has all tokens, tp times.
@@ -43,7 +43,7 @@ def tallied(
     tallies = torch.zeros(
         rows, tree.experts + 2, dtype=torch.float64, device=next(model.parameters()).device
     )
-    for i, layer in given.items():
+    for i, layer in opened.items():
         if layer.tally.grad is not None:
             tallies[i] = layer.tally.grad
     return tallies
@@ -74,7 +74,9 @@ def _sparse(tree: Tree) -> list[int]:
     return [i for i, block in enumerate(tree.blocks) if block.mlp.experts]
 
 
-def loads(tree: Tree, tallies: Float[Tensor, "layers experts_and_2"]) -> dict[str, list[float]]:
+def expert_loads(
+    tree: Tree, tallies: Float[Tensor, "layers experts_and_2"]
+) -> dict[str, list[float]]:
     """Of each sparse layer, by its number, each expert's tokens over the mean of its layer. The
     host waits for the device.
     """
@@ -87,7 +89,9 @@ def loads(tree: Tree, tallies: Float[Tensor, "layers experts_and_2"]) -> dict[st
     return {str(i): [round(x, 3) for x in row] for i, row in zip(layers, rows, strict=True)}
 
 
-def move(model: Decoder, tallies: Float[Tensor, "layers experts_and_2"], update: bool) -> None:
+def update_router_bias(
+    model: Decoder, tallies: Float[Tensor, "layers experts_and_2"], update: bool
+) -> None:
     """Where a bias balances, move those of this rank's layers after an `update`, by the world's
     tallies.
     """

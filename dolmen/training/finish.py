@@ -15,7 +15,7 @@ from dolmen.core.messages import Failed, counted
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.quickstart_corpus import gzip_xz_bits
 from dolmen.files import gate, kinds
-from dolmen.training import folder, validating
+from dolmen.training import evaluate, folder
 from dolmen.training.config import RunConfig
 from dolmen.training.resolve import open_model
 
@@ -99,7 +99,7 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
         per_byte, before = (
             outcome.get(f"val_sources_{of}", {}).get(name) for of in ("per_byte", "before")
         )
-        table.add_row("", validating.told(name, loss, per_byte, before))
+        table.add_row("", evaluate.describe_source(name, loss, per_byte, before))
     if outcome["bits_per_byte"] is not None:
         line = f"{outcome['bits_per_byte']:.3f}"
         if run.finish.compressors and outcome["validation_files"]:

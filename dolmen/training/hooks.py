@@ -20,18 +20,16 @@ from dolmen.core.messages import counted, cut
 from dolmen.data.batches import Loader
 from dolmen.launch.watch import Watch
 from dolmen.model import count
-from dolmen.training import balance, history, loop, metrics, report
+from dolmen.training import balance, loop, metrics, report
 from dolmen.training.checks import warn
 from dolmen.training.config import RunConfig
-from dolmen.training.history import History
-from dolmen.training.judged import Judged
-from dolmen.training.loggers import Guarded, Logged
+from dolmen.training.evaluate import RunEvaluator, Validator
 from dolmen.training.loop import Hook, Stop
+from dolmen.training.metrics import Guarded, History, Logged
 from dolmen.training.mfu import Peak
 from dolmen.training.profile import Profile
 from dolmen.training.state import TrainState
-from dolmen.training.step import Metrics
-from dolmen.training.validating import Validator
+from dolmen.training.step import StepMetrics
 
 SKIPS_SCALED = 40  # steps in a row that a search for the loss scale may skip, at least
 
@@ -75,12 +73,14 @@ class Hooks:
         self.skipped_in_a_row, self.finite = 0, True
         self.disagreed = False  # trainer and generator have, which is said once
         self.record = metrics.MetricsFile(out / "metrics.jsonl", state.step) if mesh.first else None
-        self.history = History(out / history.NAME if mesh.first else None)
+        self.history = History(out / metrics.HISTORY if mesh.first else None)
         self.first, self.tenth = state.step + 1, max(1, state.steps // 10)
         self.profile = Profile(run.log.profile, mesh, out)
-        self.judged = Judged(run, loader.tokenizer, mesh, out) if run.evaluate.asked else None
+        self.evaluator = (
+            RunEvaluator(run, loader.tokenizer, mesh, out) if run.evaluate.asked else None
+        )
         self.line = report.ProgressLine(console, state.step, state.steps)
-        self.run_id = history.run_id(out / history.NAME, state.step) if mesh.first else ""
+        self.run_id = metrics.run_id(out / metrics.HISTORY, state.step) if mesh.first else ""
         self.writers = [] if self.record is None else [self.record, *self.programs(state.step)]
         self.since, self.tokens_since = time.monotonic(), 0
 
@@ -99,17 +99,17 @@ class Hooks:
             hooks.append((self.run.log.profile, self.tell_profile))
         if self.loader.validation_tokens:
             hooks.append((validating, self.validate))
-        if self.judged is not None:
+        if self.evaluator is not None:
             hooks.append((self.run.evaluate.every or self.tenth, self.evaluate))
         return [
             *hooks,
             (1, self.ranks),
             (self.run.checkpoint.every, self.save),
             (1, self.poll),
-            (1, self.collect),
+            (1, self.collect_garbage),
         ]
 
-    def count(self, state: TrainState, m: Metrics) -> None:
+    def count(self, state: TrainState, m: StepMetrics) -> None:
         """Raises FloatingPointError after too many skipped steps in a row."""
         self.tokens_since += m.tokens
         self.skipped += m.skipped
@@ -124,7 +124,7 @@ class Hooks:
         if self.skipped_in_a_row >= self.most_skips:
             raise FloatingPointError(self.too_many_skips(state))
 
-    def reason(self, m: Metrics) -> str:
+    def reason(self, m: StepMetrics) -> str:
         """Why a step was skipped."""
         if m.critic is not None and m.critic.skipped:
             return f"of the critic {self.reason(m.critic)}"
@@ -146,7 +146,7 @@ class Hooks:
             f"(--train.max-skipped-steps ends a run). The last batch was\n  {batch}"
         )
 
-    def log(self, state: TrainState, m: Metrics) -> None:
+    def log(self, state: TrainState, m: StepMetrics) -> None:
         now = time.monotonic()
         rate = self.tokens_since / max(1e-9, now - self.since)
         self.since, self.tokens_since = now, 0
@@ -176,19 +176,19 @@ class Hooks:
         if self.mesh.first:
             self.line.show(row)
 
-    def ranks(self, state: TrainState, m: Metrics) -> None:
+    def ranks(self, state: TrainState, m: StepMetrics) -> None:
         """After the first step of a start, and ten times in a run: what each rank holds, and how
         busy each expert was in this step.
         """
         if state.step != self.first and state.step % self.tenth:
             return
-        held = [round(gib, 4) for gib in history.of_ranks(memory_gib(self.mesh), self.mesh)]
+        held = [round(gib, 4) for gib in metrics.gather_ranks(memory_gib(self.mesh), self.mesh)]
         row: dict[str, object] = {"memory_gib": held}
-        if m.tallies is not None and (load := balance.loads(self.run.tree, m.tallies)):
+        if m.tallies is not None and (load := balance.expert_loads(self.run.tree, m.tallies)):
             row["router_load"] = load
         self.history.add(state.step, row)
 
-    def tell_profile(self, state: TrainState, m: Metrics) -> None:
+    def tell_profile(self, state: TrainState, m: StepMetrics) -> None:
         """After the step that was profiled: where its time went."""
         if state.step != self.run.log.profile:
             return
@@ -203,7 +203,7 @@ class Hooks:
             self.line.say(line)
         self.since += time.monotonic() - began  # not the training's time
 
-    def validate(self, state: TrainState, m: Metrics | None) -> None:
+    def validate(self, state: TrainState, m: StepMetrics | None) -> None:
         """`m`: None before the first step."""
         if self.stop.agreed_signal:
             return  # the time left is for saving
@@ -216,12 +216,12 @@ class Hooks:
         for line in lines:
             self.line.say(line)
 
-    def evaluate(self, state: TrainState, m: Metrics) -> None:
+    def evaluate(self, state: TrainState, m: StepMetrics) -> None:
         """Scores of tasks, and samples."""
-        if self.judged is None or self.stop.agreed_signal:
+        if self.evaluator is None or self.stop.agreed_signal:
             return  # the time left is for saving
         began = time.monotonic()
-        scores, samples = self.judged.scores(state), self.judged.samples(state)
+        scores, samples = self.evaluator.scores(state), self.evaluator.samples(state)
         self.since += time.monotonic() - began  # not the training's time
         if scores:
             for writer in self.writers:
@@ -229,10 +229,10 @@ class Hooks:
             told = ", ".join(f"{name[6:]} {value:.4f}" for name, value in scores.items())
             self.line.say(f"step {state.step}: {told}")
         if samples:
-            first = " ".join(f"{self.judged.prompts[0]}{samples[0]}".split())
+            first = " ".join(f"{self.evaluator.prompts[0]}{samples[0]}".split())
             self.line.say(f"step {state.step}: {cut(first)}")
 
-    def save(self, state: TrainState, m: Metrics) -> None:
+    def save(self, state: TrainState, m: StepMetrics) -> None:
         saved = Saved(
             run=to_dict(self.run),
             step=state.step,
@@ -250,13 +250,13 @@ class Hooks:
         self.checkpoints.save(state.step, state.tensors(), saved.meta())
         self.history.add(state.step, {"saved": True})
 
-    def poll(self, state: TrainState, m: Metrics) -> None:
+    def poll(self, state: TrainState, m: StepMetrics) -> None:
         """A save that has failed ends the run now, and not at the next save."""
         if self.checkpoints.poll():
             self.checkpoints.finish()
 
-    def collect(self, state: TrainState, m: Metrics) -> None:
-        loop.collect(state.step)
+    def collect_garbage(self, state: TrainState, m: StepMetrics) -> None:
+        loop.collect_garbage(state.step)
 
     def begin(self, state: TrainState, how: str, changed: list[str]) -> None:
         """A start that is `how`, with what has `changed` since the one before."""
@@ -277,8 +277,8 @@ class Hooks:
         """`ended`: how, after `step`."""
         self.history.add(step, {"ended": ended})
         self.history.close()
-        if self.judged is not None:
-            self.judged.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
         self.profile.close()
         self.line.close()
         for writer in self.writers:
@@ -296,7 +296,7 @@ def memory_gib(mesh: Mesh) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def critic_row(m: Metrics | None) -> dict[str, float]:
+def critic_row(m: StepMetrics | None) -> dict[str, float]:
     """Return the metrics of a step of the critic, by the names that they have in a row."""
     if m is None:
         return {}

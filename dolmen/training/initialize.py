@@ -10,12 +10,11 @@ from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.spec import Scalar, Tree
 from dolmen.objectives.config import SIMPO_MARGIN
-from dolmen.objectives.grpo import Group, Undecided
-from dolmen.objectives.masked_lm import Filling
-from dolmen.objectives.objective import CrossEntropy, Objective
-from dolmen.objectives.ppo import Clipped, ClippedUndecided, Expected
-from dolmen.objectives.preference import DPO, KTO, ReferenceFree
-from dolmen.objectives.reward import Preferred
+from dolmen.objectives.grpo import GRPOLoss, GRPOWithEntropy
+from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective
+from dolmen.objectives.ppo import PPOPolicyLoss, PPOValueLoss, PPOWithEntropy
+from dolmen.objectives.preference import DPO, KTO, ReferenceFreePreference
+from dolmen.objectives.reward import PairwiseRewardLoss
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import DTYPES, LossScale, at_rest
@@ -60,7 +59,7 @@ def make_critic(resolved: ResolvedRun, policy: TrainState, mesh: Mesh) -> Critic
         mesh,
         policy.steps,
         config=replace(run.optimizer, lr=lr, from_init=False),
-        objective=Expected(run.critic.clip),
+        objective=PPOValueLoss(run.critic.clip),
     )
     ppo = run.ppo
     return Critic(state, KLController(ppo.kl_coef, ppo.kl_target, ppo.kl_horizon))
@@ -161,10 +160,10 @@ def objective_of(run: RunConfig) -> Objective:
     asked = run.objective
     same = asked.reference in (None, run.init)
     if asked.name == "reward":
-        return Preferred(asked.center_rewards_coefficient, asked.margin or 0.0)
+        return PairwiseRewardLoss(asked.center_rewards_coefficient, asked.margin or 0.0)
     if asked.loss_type == "simpo" or asked.loss_type == "orpo":
         margin = SIMPO_MARGIN if asked.margin is None else asked.margin
-        return ReferenceFree(asked.loss_type, asked.beta, margin, asked.label_smoothing)
+        return ReferenceFreePreference(asked.loss_type, asked.beta, margin, asked.label_smoothing)
     if asked.loss_type == "kto":
         weights = asked.desirable_weight, asked.undesirable_weight
         return KTO(asked.beta, *weights, from_reference=same)
@@ -172,7 +171,7 @@ def objective_of(run: RunConfig) -> Objective:
         return DPO(asked.beta, asked.loss_type, asked.label_smoothing, asked.rpo_alpha, same)
     if asked.name == "grpo":
         how = run.rollout
-        return (Undecided if how.entropy_coef else Group)(
+        return (GRPOWithEntropy if how.entropy_coef else GRPOLoss)(
             how.loss_type,
             how.importance_sampling_level,
             how.clip_low,
@@ -184,10 +183,10 @@ def objective_of(run: RunConfig) -> Objective:
         )
     if asked.name == "ppo":
         how = run.rollout
-        return (ClippedUndecided if how.entropy_coef else Clipped)(
+        return (PPOWithEntropy if how.entropy_coef else PPOPolicyLoss)(
             how.clip_low, how.clip_high, run.ppo.dual_clip, how.temperature, how.entropy_coef
         )
     if not run.tree.both_ways:
         return CrossEntropy()
     masked = max(1.0, run.data.masked_fraction * run.sequence_length)
-    return Filling(masked if run.tree.head.follows else 0.0)
+    return MaskedLM(masked if run.tree.head.follows else 0.0)

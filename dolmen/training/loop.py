@@ -28,15 +28,15 @@ from dolmen.data.batch import Batch
 from dolmen.launch.watch import Watch
 from dolmen.training.batches import Batches
 from dolmen.training.state import TrainState
-from dolmen.training.step import Metrics, optimizer_step
+from dolmen.training.step import StepMetrics, optimizer_step
 
 YOUNG = 50  # steps between collections of what is new
 ALL = 1000  # steps between whole ones: of what was kept for a while, as by a save or a validation
 
 
 @contextmanager
-def by_hand() -> Iterator[None]:
-    """Within, nothing is collected but by `collect`. Afterwards the collector is as it was."""
+def manual_gc() -> Iterator[None]:
+    """Disable Python's automatic garbage collection within; `collect_garbage` takes its place."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -46,8 +46,8 @@ def by_hand() -> Iterator[None]:
             gc.enable()
 
 
-def collect(step: int) -> None:
-    """After `step` steps: all garbage, what is new of it, or none."""
+def collect_garbage(step: int) -> None:
+    """Collect garbage after `step` steps: young objects every 50, all every 1,000."""
     if step % ALL == 0:
         gc.collect()
     elif step % YOUNG == 0:
@@ -72,7 +72,7 @@ class _GaveUp(logging.Handler):
 
 
 @contextmanager
-def limit_told(say: Callable[[str], None]) -> Iterator[None]:
+def report_recompile_limit(say: Callable[[str], None]) -> Iterator[None]:
     """Within, torch.compile's limit on programs per function is told to `say`, one line each time
     that it is hit.
     """
@@ -84,7 +84,7 @@ def limit_told(say: Callable[[str], None]) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-Hook = Callable[[TrainState, Metrics], None]
+Hook = Callable[[TrainState, StepMetrics], None]
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Stop:
     agreed_signal: int = 0  # the largest seen by any rank, known to all after the same step
 
 
-def _step(state: TrainState, batch: Batch, mesh: Mesh, signal: Callable[[], int]) -> Metrics:
+def _step(state: TrainState, batch: Batch, mesh: Mesh, signal: Callable[[], int]) -> StepMetrics:
     """Of the model, and before it of its critic, where it has one."""
     if state.critic is None:
         return optimizer_step(state, batch.read_by(state.model.tree), mesh, signal)

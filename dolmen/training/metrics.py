@@ -1,16 +1,46 @@
-"""What a run leaves behind to look at: metrics.jsonl (the record), TensorBoard events and loss.png
-(made from it).
+"""Metrics of a run on disk and elsewhere: metrics.jsonl, history.jsonl, loss.png, and the
+experiment trackers of --log.to (TensorBoard, W&B, trackio).
+
+metrics.jsonl is the record: a row per logged step, a row per validation. Everything else can be
+made from it. history.jsonl has what is not a number per step: starts, resumes, saves, memory per
+rank and load per expert (some ten times per run). `dolmen show` draws both.
+
+    {"step": 0, "time": 1.7e9, "begun": "new", "steps": 500, "processes": 4, ...}
+    {"step": 50, "time": 1.7e9, "memory_gib": [1.2, 1.3, 1.2, 1.2], "router_load": {"3": [...]}}
+    {"step": 50, "time": 1.7e9, "saved": true}
+    {"step": 500, "time": 1.7e9, "ended": "done"}
+
+A run that resumes from step 40 drops later rows of metrics.jsonl, whose steps it repeats.
+history.jsonl is append-only: the rows of repeated steps stay, before the row of the new start.
+
+A tracker cannot stop or delay a run: each has a thread, and one that raises, hangs or falls behind
+is reported once and gets no more rows. W&B works offline: without a key, and unless WANDB_MODE is
+set, it writes to ./wandb, for `wandb sync`. Destinations come from the trackers' own environment
+variables (WANDB_DIR, WANDB_PROJECT, TRACKIO_DIR, ...).
 """
 
 import json
 import math
+import os
+import secrets
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from dolmen.checkpoint import folders
+from dolmen.core import collectives, device
+from dolmen.core.mesh import Mesh
 from dolmen.files import gate, kinds, write
+from dolmen.files.rows import Tail
+from dolmen.training.config import PROGRAMS
 
 PLACES = ("step", "time")
 """Of a row, what says where its numbers belong."""
@@ -123,3 +153,206 @@ def _smooth(values: list[float]) -> list[float]:
         mean, weight = keep * mean + (1 - keep) * v, keep * weight + 1 - keep
         out.append(mean / weight)
     return out
+
+
+HISTORY = "history.jsonl"
+
+
+class History:
+    """The file, opened to add rows; without one, of a rank that is not the first, nothing is
+    written.
+    """
+
+    def __init__(self, file: Path | None):
+        self.handle = None if file is None else write.append(file)
+        if self.handle is not None and file is not None and _is_cut(file):
+            self.handle.write("\n")  # a crash has cut the last row short: it ends here
+
+    def add(self, step: int, row: Mapping[str, Any]) -> None:
+        """A row of `step`, of values that JSON has words for."""
+        if self.handle is not None:
+            whole = {"step": step, "time": time.time(), **row}
+            self.handle.write(json.dumps(whole, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        if self.handle is not None:
+            self.handle.close()
+
+
+def _is_cut(file: Path) -> bool:
+    """Whether the last line has no end."""
+    with open(file, "rb") as stream:
+        if stream.seek(0, os.SEEK_END) == 0:
+            return False
+        stream.seek(-1, os.SEEK_END)
+        return stream.read(1) != b"\n"
+
+
+def run_id(file: Path, step: int) -> str:
+    """By which programs of others know the run that goes on from `step`: made at its first start,
+    and kept in its history.
+    """
+    rows = list(Tail(file, kinds.HISTORY_ROW).read()) if step else []
+    known = [row["run_id"] for row in rows if "run_id" in row]
+    return known[-1] if known else secrets.token_hex(8)
+
+
+def gather_ranks(value: float, mesh: Mesh) -> list[float]:
+    """What each rank brings, by rank; all ranks call it."""
+    mine = torch.zeros(mesh.size, dtype=torch.float64, device=mesh.device)
+    mine[mesh.rank] = value
+    return device.read_back(collectives.reduce_scalar(mine, mesh.world))
+
+
+PROJECT = "dolmen"
+FOLDER = "tensorboard"
+PATIENCE = 60.0
+"""Seconds that a program has at the end of a run."""
+WAITING = 10_000
+"""Rows that it may be behind."""
+
+
+class Logged(NamedTuple):
+    """What a program is told of a run as it begins."""
+
+    out: Path
+    name: str
+    identity: str
+    """The same in all starts of a run, and in no other (history.jsonl)."""
+    step: int
+    """Where this start begins: rows of later steps, of the start before, come again."""
+    config: Mapping[str, Any]
+
+
+class Logger(Protocol):
+    """A program that is given rows."""
+
+    told: str
+    """What a user should know, or nothing."""
+
+    def write(self, row: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WandB:
+    """Weights & Biases. Steps only rise in it: of what is made again, what it has stays."""
+
+    def __init__(self, run: Logged):
+        import wandb
+
+        settings = wandb.setup().settings
+        asked = settings.mode != "online"  # which it is by itself
+        known = asked or wandb.login(prompt=False, verify=False)
+        self.run = wandb.init(
+            project=settings.project or PROJECT,
+            name=run.name,
+            id=run.identity,
+            resume="allow" if run.step and known and not asked else None,
+            mode=None if known else "offline",
+            config=dict(run.config),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        where = self.run.settings.sync_dir
+        self.told = "" if known else f"wandb: there is no key, so this is kept: wandb sync {where}"
+
+    def write(self, row: Mapping[str, float]) -> None:
+        self.run.log(_numbers(row), step=int(row["step"]))
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Trackio:
+    """trackio. Of what is made again it has both."""
+
+    told = ""
+
+    def __init__(self, run: Logged):
+        import trackio
+
+        self.run = trackio.init(
+            project=PROJECT,
+            name=f"{run.name}-{run.identity[:6]}",
+            config=dict(run.config),
+            resume="allow" if run.step else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def write(self, row: Mapping[str, float]) -> None:
+        self.run.log(_numbers(row), step=int(row["step"]))
+
+    def close(self) -> None:
+        import trackio
+
+        trackio.finish()  # of itself, the run would be finished once more as Python ends
+
+
+def _board(run: Logged) -> Logger:
+    return TensorBoard(run.out / FOLDER, run.step)
+
+
+KNOWN: dict[str, Callable[[Logged], Logger]] = dict(
+    zip(PROGRAMS, (_board, WandB, Trackio), strict=True)
+)
+
+
+class Guarded:
+    """One of KNOWN in a thread of its own: a run waits for none of them, but for PATIENCE seconds
+    at its end. `say` tells, once, why it gets no more.
+    """
+
+    def __init__(self, name: str, run: Logged, say: Callable[[str], None]):
+        self.name, self.say = name, say
+        self.failed = False
+        self.rows: Queue[Mapping[str, float] | None] = Queue(WAITING)
+        self.thread = Thread(target=self._live, args=(run,), name=f"log to {name}", daemon=True)
+        self.thread.start()
+
+    def write(self, row: Mapping[str, float]) -> None:
+        if self.failed:
+            return
+        try:
+            self.rows.put_nowait(row)
+        except Full:
+            self._fail(f"it is {WAITING:,} rows behind")
+
+    def close(self) -> None:
+        if self.failed:
+            return
+        try:
+            self.rows.put_nowait(None)
+        except Full:
+            return self._fail(f"it is {WAITING:,} rows behind")
+        self.thread.join(PATIENCE)
+        if self.thread.is_alive():
+            self._fail(f"it has not ended within {PATIENCE:g} s")
+
+    def _live(self, run: Logged) -> None:
+        try:
+            logger = KNOWN[self.name](run)
+            if logger.told:
+                self.say(logger.told)
+            while (row := self.rows.get()) is not None:
+                logger.write(row)
+            logger.close()
+        except Exception as error:  # of a program of others, that a run does not depend on
+            self._fail(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+
+    def _fail(self, why: str) -> None:
+        if not self.failed:
+            self.failed = True
+            self.say(
+                f"WARNING: {self.name} gets no more of this run ({why}); metrics.jsonl has all"
+            )
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """Those that are not installed."""
+    return [name for name in names if find_spec(name) is None]
+
+
+def _numbers(row: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name not in PLACES}

@@ -29,7 +29,7 @@ from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
 from dolmen.training.initialize import load_initial
 from dolmen.training.resolve import ResolvedRun
-from dolmen.training.start import first_does
+from dolmen.training.start import on_first_rank
 from dolmen.training.state import TrainState
 
 FOLDER = "reference"
@@ -51,13 +51,13 @@ def compare(
         model = load_model(run, resolved.reference, state, mesh)
     else:
         _refuse_gone(resolved, "objective.name dpo compares with it")
-    weights = first_does(mesh, lambda: _digest(source))
+    weights = on_first_rank(mesh, lambda: _digest(source))
     known: dict[str, np.ndarray] = {}
     for rows in (loader.mixture, loader.validation):
         assert isinstance(rows, Rows), "check_objective has seen that they are pairs"
         if len(rows.chosen):
             key = _key(weights, run, rows)
-            found = first_does(mesh, lambda key=key, rows=rows: _kept(out, key, rows))
+            found = on_first_rank(mesh, lambda key=key, rows=rows: _kept(out, key, rows))
             known[key] = _of_rows(model, rows, state, loader, mesh) if found is None else found
             rows.numbers[REFERENCE] = known[key]
     return known

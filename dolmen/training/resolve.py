@@ -89,7 +89,7 @@ def resolve(
 
     init, critic = present(config.init), present(config.critic.init)
     rewards: dict[str, Source] = {}
-    if config.objective.draws:
+    if config.objective.uses_rollouts:
         named = [name for _, name in parse_rewards(config.reward) if is_reward_model(name)]
         rewards = {name: open_model(name) for name in named}
     stored = open_model(init) if init is not None and (reads_init or rewards) else None
@@ -126,7 +126,7 @@ def resolve_model(config: RunConfig, processes: int | None) -> RunConfig:
     return replace(config, train=train)
 
 
-def without_microbatch(config: RunConfig, processes: int | None) -> RunConfig:
+def drop_microbatch(config: RunConfig, processes: int | None) -> RunConfig:
     """Return the run of a config.yaml, which has the microbatch size that was chosen for its
     layout, without it where another layout or batch is requested that it does not divide.
     """
@@ -162,7 +162,7 @@ def fill_in(resolved: ResolvedRun) -> ResolvedRun:
     return replace(resolved, config=config)
 
 
-def own_checkpoint(out: Path, resumes: bool) -> Path | None:
+def checkpoint_to_resume(out: Path, resumes: bool) -> Path | None:
     """Return the newest whole checkpoint in the folder of a run that `resumes`: it has the weights
     of model and critic, whatever other runs have deleted since.
     """
@@ -207,7 +207,7 @@ def open_data(resolved: ResolvedRun, progress: bool, verify: bool) -> Data:
 def load_data(resolved: ResolvedRun, data: Data, progress: bool, verify: bool) -> Loader:
     """Return what the run reads, its text tokenized into the cache. Raises ValueError."""
     config = resolved.config
-    if not config.objective.draws:
+    if not config.objective.uses_rollouts:
         return load_text(config, config.data, data.inputs, progress, verify)
     loader = prompts.prepare(
         config.data,
@@ -288,7 +288,7 @@ def epoch_steps(loader: Loader, epochs: float = 1.0) -> int:
     return max(1, round(epochs / per_step - loader.first(0) / loader.global_batch_size))
 
 
-def with_length(config: RunConfig, loader: Loader) -> RunConfig:
+def fill_in_length(config: RunConfig, loader: Loader) -> RunConfig:
     """Return the run with a length where none was requested: one epoch, so that other data or
     another batch size is read once too, or the 20 steps of less data.
     """

@@ -28,25 +28,24 @@ from dolmen.optim.optimizer import DTYPES
 from dolmen.rl.prompts import PromptLoader
 from dolmen.training import batches, folder, loop, mfu, reference, report
 from dolmen.training.batches import Batches
-from dolmen.training.checks.length import check_profile
+from dolmen.training.checks.run import check_profile
 from dolmen.training.checks.warn import warnings
 from dolmen.training.config import RunConfig
 from dolmen.training.hooks import Hooks
 from dolmen.training.initialize import make_critic, make_pretraining, make_state
-from dolmen.training.loop import Stop, limit_told, train_steps
-from dolmen.training.new_rows import NewRows
+from dolmen.training.loop import Stop, report_recompile_limit, train_steps
 from dolmen.training.request import write_config
 from dolmen.training.resolve import (
     ResolvedRun,
+    checkpoint_to_resume,
+    fill_in_length,
     load_data,
     open_data,
-    own_checkpoint,
     resolve,
     run_steps,
-    with_length,
 )
-from dolmen.training.start import Start, changed_since, first_does, resume, same_data
-from dolmen.training.state import TrainState
+from dolmen.training.start import Start, changes_since, on_first_rank, require_same_data, resume
+from dolmen.training.state import NewRows, TrainState
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def run_training(
             Checkpoints(out / "checkpoints", mesh, resolved.config.checkpoint.keep),
             began,
         )
-        same_data(loader, mesh)
+        require_same_data(loader, mesh)
         if not start.resumed:
             check_profile(resolved.config, run_steps(resolved.config, loader))
         state = make_initial(job)
@@ -145,7 +144,7 @@ def run_training(
 
 def prepare(config: RunConfig, out: Path, mesh: Mesh, start: Start) -> Prepared:
     """Open what a checked run reads, in a process of it; who starts a run has verified the data."""
-    own = own_checkpoint(out, start.resumed)
+    own = checkpoint_to_resume(out, start.resumed)
     resolved = resolve(config, mesh.size, own)
     data = open_data(resolved, progress=mesh.first, verify=False)
     return Prepared(resolved, load_data(resolved, data, progress=mesh.first, verify=False))
@@ -168,7 +167,7 @@ def make_initial(job: _Job) -> TrainState:
 def _lock(job: _Job) -> Iterator[None]:
     """Within, no other run writes into the folder."""
     patience = 60 if job.start.restarted else 0
-    held = first_does(job.mesh, lambda: folder.take(job.out, patience))
+    held = on_first_rank(job.mesh, lambda: folder.take(job.out, patience))
     if job.mesh.first and held is None:
         job.console.print(
             f"WARNING: the file system of {job.out} has no locks: nothing keeps a second run out "
@@ -184,7 +183,7 @@ def _lock(job: _Job) -> Iterator[None]:
 def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -> Outcome:
     """Train in a folder that is ours; `references`: log-probabilities of the reference model."""
     if job.start.overwrite:
-        first_does(job.mesh, lambda: folder.clear_run(job.out, job.start.owner))
+        on_first_rank(job.mesh, lambda: folder.clear_run(job.out, job.start.owner))
     saved = None
     if job.start.resumed:
         saved = resume(
@@ -193,7 +192,7 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
     if saved is not None:
         job = replace(job, began=job.began - saved.seconds)
     set_length(job, state)
-    config = with_length(job.config, job.loader)
+    config = fill_in_length(job.config, job.loader)
     job = replace(job, resolved=replace(job.resolved, config=config))
     if job.mesh.first and state.step < state.steps:
         write_inputs(job, references)
@@ -226,7 +225,7 @@ def set_length(job: _Job, state: TrainState) -> None:
         if config.optimizer.warmup_tokens is not None:
             each.warmup = config.warmup_steps
             each.lr_step_offset = loader.first(0) / loader.global_batch_size
-    state.new_rows = NewRows.of(config.train.new_rows, state.steps)
+    state.new_rows = NewRows.from_config(config.train.new_rows, state.steps)
 
 
 def write_inputs(job: _Job, references: Mapping[str, np.ndarray]) -> None:
@@ -273,9 +272,9 @@ def _open_hooks(job: _Job, state: TrainState, saved: Saved | None) -> Hooks:
         job.began,
     )
     hooks.validator.begin(None if saved is None else saved.validation)
-    changed = changed_since(saved, config, loader) if saved is not None else []
+    changed = changes_since(saved, config, loader) if saved is not None else []
     hooks.begin(state, job.start.how, changed)
-    first_does(mesh, lambda: batches.forget_other(out, state.step, changed))
+    on_first_rank(mesh, lambda: batches.forget_other(out, state.step, changed))
     return hooks
 
 
@@ -289,7 +288,7 @@ def _run_steps(job: _Job, state: TrainState, hooks: Hooks) -> int:
                 f"--train.{length_option(job.config)} to go on"
             )
         else:
-            with limit_told(hooks.line.say), loop.by_hand():
+            with report_recompile_limit(hooks.line.say), loop.manual_gc():
                 signal = train_steps(
                     state,
                     read,
@@ -298,7 +297,7 @@ def _run_steps(job: _Job, state: TrainState, hooks: Hooks) -> int:
                     job.stop,
                     job.watch,
                     hooks.profile.around,
-                    drawn=job.config.objective.draws,
+                    drawn=job.config.objective.uses_rollouts,
                 )
         job.watch.beat(state.step, "the last save", patient=True)
     return signal

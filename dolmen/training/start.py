@@ -40,7 +40,7 @@ from dolmen.training.checks.folder import (
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import OWNER, Unusable, check_folder
 from dolmen.training.request import Request
-from dolmen.training.resolve import with_length
+from dolmen.training.resolve import fill_in_length
 from dolmen.training.state import TrainState
 
 
@@ -76,18 +76,18 @@ def resume(
         assert saved.critic is not None, "_load has seen it"
         state.critic.resume(saved.step, saved.critic)
     console.print(f"resuming from step {saved.step}")
-    for line in changed_since(saved, run, loader):
+    for line in changes_since(saved, run, loader):
         console.print(f"  changed: {line}")
     return saved
 
 
-def changed_since(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
+def changes_since(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
     """Which options and data differ from those of the checkpoint, a line each, and each once: the
     data's fingerprint holds some options too.
     """
     # a section that checkpoints of before do not have was as it is by default
     options = changed_options(
-        {**to_dict(RunConfig()), **saved.run}, to_dict(with_length(run, loader))
+        {**to_dict(RunConfig()), **saved.run}, to_dict(fill_in_length(run, loader))
     )
     named = {line.split(":")[0].rpartition(".")[2] for line in options}
     data = data_loader.changes(saved.data, loader.fingerprint())
@@ -186,7 +186,7 @@ def facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -> dic
     }
 
 
-def settle(
+def agree_on_start(
     request: Request, *, restarts: int, job: str, checked: bool, refusal: str | None = None
 ) -> Start:
     """Called by all ranks right after joining. `restarts`, `job`: as the launcher of this rank
@@ -209,7 +209,7 @@ def settle(
     return Start(resumed=goes_on, overwrite=not goes_on, restarted=True, owner=owner)
 
 
-def first_does(mesh: Mesh, work: Callable[[], T]) -> T:
+def on_first_rank(mesh: Mesh, work: Callable[[], T]) -> T:
     """work(), done by the first rank alone; its value is everyone's. Raises Unusable on every rank
     where it raises a ValueError.
     """
@@ -221,7 +221,7 @@ def first_does(mesh: Mesh, work: Callable[[], T]) -> T:
         raise Unusable(str(error)) from None
 
 
-def same_data(loader: Loader, mesh: Mesh) -> None:
+def require_same_data(loader: Loader, mesh: Mesh) -> None:
     """Raises Unusable on every rank, with what differs, unless all ranks train on the same text:
     one path may lead to other files on another host.
     """

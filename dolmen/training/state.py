@@ -1,14 +1,27 @@
-"""The state that training changes, and the policy for gradient spikes.
+"""The state that training changes: model, optimizer, counters, loss scale, spike policy, and the
+critic of PPO, which has a state of its own.
 
-Which steps to skip for a gradient that is far over the usual: a batch of nonsense, or of another
-world, undoes hours.
+What a checkpoint keeps, and which field or file has it:
 
-The usual is the median of the norms of the last WINDOW steps, those skipped among them: so a
-lasting change becomes the usual after half a window, and a single giant, which would spoil a mean,
-does not count (PaLM, arXiv:2204.02311, skipped some hundred batches around each spike by hand).
-Pure and the same on every rank, as the norm is.
+    weights, moments, fp8 scales    TrainState.tensors(), with those of the critic under CRITIC
+    step, updates, inherited        checkpoint/saved.py, as JSON in state.json
+    loss scale, norms of spikes     the same
+    learning rate                   not kept: a function of step, steps and warm-up
+    new_rows, steps, lr offset      not kept: functions of the options and the data, set on resume
 
-Everything that changes while training: a model, its optimizer, the critic of PPO.
+`step` counts batches, `updates` those that changed parameters. They differ where steps are skipped
+(loss or gradient not finite, spikes) and during the warm-up of a critic, in which the policy only
+reads. The optimizer's own count, which corrects the bias of its moments, is `inherited + updates`.
+
+Frozen phase of new vocabulary rows. A model that gets new tokens (dolmen vocab extend) first trains
+only their rows of embedding and head; everything else stays the same to the bit:
+
+    step    0 ............ until | until ................ steps
+            new rows only        | all parameters, with a fresh optimizer state
+
+A new row is initialised to a mean of other rows, so its first gradients are those of a guess: they
+would also move the layers, which are already trained (Hewitt, 2021; Cui et al., 2304.08177,
+section 2.3).
 """
 
 import math
@@ -21,6 +34,7 @@ from torch import Tensor
 
 from dolmen.checkpoint.saved import SavedCritic
 from dolmen.conversion.checkpoint import CRITIC
+from dolmen.core import state
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
 from dolmen.objectives.objective import CrossEntropy, Objective, check
@@ -30,7 +44,61 @@ from dolmen.optim.optimizer import LossScale, Optimizer
 from dolmen.parallel import product
 from dolmen.parallel.schedule import Schedule
 from dolmen.rl.targets import KLController
-from dolmen.training.new_rows import NewRows
+from dolmen.training.config import NewRowsConfig
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Which rows, and how long."""
+
+    first: int
+    """Id of the first new token."""
+    until: int
+    """Steps in which they learn alone."""
+
+    @classmethod
+    def from_config(cls, config: NewRowsConfig, steps: int) -> "NewRows | None":
+        """Those of a run of `steps` steps, one of them at least; None where all learn at once."""
+        if not config.share or config.first is None:
+            return None
+        return cls(config.first, max(1, round(config.share * steps)))
+
+    def mask_gradients(self, model: Decoder) -> None:
+        """Of all gradients those of new rows, the others are taken away: after backward, on every
+        rank.
+        """
+        leaves = model.held()
+        for name, p in model.named_parameters():
+            if p.grad is None:
+                continue
+            if leaves[name].of_vocabulary:
+                old = max(0, self.first - state.region(p)[0].start)  # rows of this rank
+                state.local_view(p.grad)[:old].zero_()
+            else:
+                p.grad = None
+
+
+def step_without_decay(optimizer: Optimizer) -> None:
+    """A step of the optimizer without weight decay: rows without a gradient stay to the bit."""
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    optimizer.step()
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
+
+
+def reset_optimizer(optimizer: Optimizer) -> None:
+    """As before its first update: what rows have learned alone says nothing of the others' moments,
+    and the count of updates that corrects them is one for a whole table.
+    """
+    optim.prime(optimizer)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            for kind in group["kinds"]:
+                state.local_view(optimizer.state[p][kind]).zero_()
+    optim.set_step(optimizer, 0)
+
 
 WINDOW = 64  # steps remembered
 LEAST = 16  # of them, before anything is a spike: a run's start is no usual

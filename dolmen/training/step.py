@@ -1,7 +1,35 @@
-"""One update of the model: the whole mathematics of a training step on one screen."""
+"""One update of the model: the whole mathematics of a training step.
+
+    counts       real tokens, divisor of each loss               all-reduce over dp
+    forward and  losses / global count, as the schedule says:    tp, cp, ep inside layers; pp
+    backward     gradients accumulate over microbatches          between stages; gradients over dp
+    tied weight  embedding and head on different stages          all-reduce over boundary stages
+    norm         of all gradients, without the loss scale        all-reduce over all axes
+    signal       the largest that any rank has received          all-reduce (max) over the world
+    losses       sums of losses and metrics, expert tallies      all-reduce over the world
+    read back    all numbers at once: the only wait for the device
+    update       clip, optimizer, router bias, fp8 scales        none (Muon gathers its matrices)
+
+Every rank makes these calls in this order, whatever its own numbers are: a rank that branched on a
+local value would leave the others in a collective. So each decision (skip, clip, stop) is taken
+after `_read_back`, from numbers that are the same on all ranks.
+
+Normalisation. The loss of a term is (sum over all tokens of the global batch) / (global count), and
+the count divides the loss before backward. Gradients are then sums over dp, never means: with n_r
+real tokens on rank r, a mean over ranks of per-rank means weighs every rank by 1 / dp, where one
+process weighs it by n_r / sum(n). That is also why no number of microbatches changes the result.
+
+Skipping. A loss or gradient that is not finite, or a norm that the spike policy rejects, leaves
+parameters and moments as they are; the step still counts, as its batch has been read. Non-finite
+steps halve the loss scale of fp16. With a critic in its warm-up the policy's step is computed, for
+its metrics and the same order of collectives, and updates nothing.
+
+The host queues the whole step before it reads anything, so it runs ahead of the device by up to a
+step; `StepMetrics.tallies` stays on the device for the same reason.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,43 +38,59 @@ from torch import Tensor
 
 from dolmen.core import collectives, device, ranges
 from dolmen.core.mesh import Mesh
+from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
-from dolmen.objectives.preference import decided
+from dolmen.model.routing_replay import replayed
+from dolmen.model.spec import Scalar
+from dolmen.objectives.objective import Objective
+from dolmen.objectives.preference import meaningful_metrics
+from dolmen.ops.elementwise import Noise
 from dolmen.optim.config import learning_rate
-from dolmen.parallel import data, product
+from dolmen.parallel import data, pipeline, product
+from dolmen.parallel.pipeline import Work
 from dolmen.parallel.schedule import Action
-from dolmen.training import balance, gradients, new_rows
-from dolmen.training.state import TrainState
+from dolmen.training import balance
+from dolmen.training.state import TrainState, reset_optimizer, step_without_decay
 
-PRETRAINING = "pretraining_loss"  # the metric's name, among those of an objective
+PRETRAINING = "pretraining_loss"  # the name of its metric, after those of the objective
+
+
+class LossTerm(NamedTuple):
+    """A term of the loss: `weight` times the mean of an objective over a batch."""
+
+    objective: Objective
+    batch: Batch
+    weight: float = 1.0
+    noise: str = ""
+    """Part of the seed of its dropout masks, so that terms do not share them."""
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """What a step tells. `loss` is the mean over what the objective counts in the global batch: by
-    default its real tokens, of which there are `tokens`. Of a model that fills in tokens those are
-    all that it reads.
-    """
+class StepMetrics:
+    """Metrics of one step, the same on every rank."""
 
     loss: float
+    """Sum over the global batch, divided by the objective's count: by default its real tokens."""
     grad_norm: float
+    """L2 norm of all gradients before clipping, without the loss scale."""
     lr: float
     tokens: int
+    """Real tokens of the global batch; all tokens that are read, for encoders and scalar heads."""
     skipped: bool = False
     router: dict[str, float] = field(default_factory=dict)
-    """Of a model with experts: see training/balance.py."""
+    """Router metrics of a model with experts (training/balance.py)."""
     objective: dict[str, float] = field(default_factory=dict)
-    """What the objective tells beside the loss."""
+    """The objective's metrics, by name."""
     signal: int = 0
-    """The largest that any rank was sent before the end of the step; 0: none."""
+    """The largest signal that any rank received before the end of the step; 0: none."""
     tallies: Tensor | None = field(default=None, compare=False, repr=False)
-    """What the world's experts counted (balance.tallied), on the device: nobody has read it."""
-    critic: "Metrics | None" = None
-    """Of the same step of the critic, where there is one."""
+    """Tallies of all experts (balance.local_tallies, summed over the world), on the device."""
+    critic: "StepMetrics | None" = None
+    """Metrics of the critic's step on the same batch, where there is a critic."""
 
     @property
     def finite(self) -> bool:
-        """Loss and gradient are."""
+        """Whether loss and gradient norm are finite, those of the critic too."""
         own = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
         return own and (self.critic is None or self.critic.finite)
 
@@ -57,120 +101,116 @@ def optimizer_step(
     mesh: Mesh,
     signal: Callable[[], int] = lambda: 0,
     observe: Callable[[Action], None] = lambda action: None,
-) -> Metrics:
-    """Forward and backward of this rank's rows of the global batch as the schedule says, sum of
-    gradients, clip, update.
+) -> StepMetrics:
+    """Train on this rank's rows of the global batch: forward and backward in the order of
+    state.schedule, reduce gradients, clip, update. Every rank of the mesh calls it.
 
-    The loss is divided by the objective's global count before backward. A step whose loss or
-    gradient is not finite, or that the spike policy does not allow, changes no parameter; what is
-    not finite also halves the loss scale of fp16. All numbers are of the world, so all ranks agree
-    on them. `observe` is told each action of the schedule after it is done; `signal` is asked when
-    the last is, for the number of a signal that this rank was sent, or 0. Raises ValueError, with
-    no parameter changed, where no token of the batch carries a loss, and for a batch that the
-    objective cannot judge.
+    `batch` has global_batch_size / dp rows [rows, length], a multiple of the schedule's
+    microbatches. Parameters, gradients and moments stay sharded as the model is.
 
-    The host fills the device's queue, and reads what it must know to update or not: once.
+    `observe` is called with each action of the schedule after it is done. `signal` is called after
+    the last one and returns the number of a signal that this rank received, or 0. Raises
+    ValueError, with no parameter changed, where no token of the batch carries a loss, and for a
+    batch that the objective cannot be computed from.
     """
     if state.new_rows is not None and state.step == state.new_rows.until:
-        new_rows.restart(state.optimizer)
+        reset_optimizer(state.optimizer)
         state.inherited = -state.updates
         state.spike.load([])
-    learned = _learned(state, batch)
-    tokens, counts = _counted(state, learned, mesh)
-    made = [
-        gradients.forward_backward(state, one, mesh, count, observe)
-        for one, count in zip(learned, counts, strict=True)
+    terms = _loss_terms(state, batch)
+    tokens, counts = _global_counts(state, terms, mesh)
+    local_sums = [
+        forward_backward(state, term, mesh, count, observe)
+        for term, count in zip(terms, counts, strict=True)
     ]
-    parameters, norm = _summed(state, mesh)
-    # asked last, so that a signal in the middle of a step ends the run after it and not a step
-    # later
+    parameters, norm = _reduce_gradients(state, mesh)
+    # as late as possible: a signal in the middle of a step ends the run after this step, not after
+    # the next one
     stop = device.number(signal(), torch.int64, mesh.device)
     stop = collectives.reduce_scalar(stop, mesh.world, "max")
-    losses, tallies = _over_world(made, counts, mesh)
-    sequences = sum(len(one.batch.tokens) for one in learned) * mesh.dp.size
+    means, tallies = _reduce_over_world(local_sums, counts, mesh)
+    sequences = sum(len(term.batch.tokens) for term in terms) * mesh.dp.size
     router = balance.router_metrics(state.model.tree, tallies, sequences)
-    told = _read(tokens, counts.amin(), norm, stop, gradients.whole(learned, losses), router)
-    if told.divisor == 0:
-        state.model.zero_grad(set_to_none=True)  # they are of a division by 0
+    losses = combine_losses(terms, means)
+    numbers = _read_back(tokens, counts.amin(), norm, stop, losses, router)
+    if numbers.divisor == 0:
+        state.model.zero_grad(set_to_none=True)  # gradients of a division by 0
         raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
     offset = state.lr_step_offset
     lr = learning_rate(state.config, state.step + offset, state.steps + offset, state.warmup)
-    # of the world's numbers, so every rank decides the same
-    finite = math.isfinite(told.norm) and math.isfinite(told.loss)
-    allowed = finite and state.spike.allow(told.norm)
+    # these are the world's numbers, so every rank decides the same
+    finite = math.isfinite(numbers.norm) and math.isfinite(numbers.loss)
+    allowed = finite and state.spike.allow(numbers.norm)
     learns = allowed and state.step >= state.critic_warmup_steps
     if learns:
         with ranges.mark("optimizer", "update"):
             _update(state, parameters, norm, lr)
-    balance.move(state.model, tallies, update=learns)
+    balance.update_router_bias(state.model, tallies, update=learns)
     product.end_step(state.model.delayed().values(), mesh, state.updates if learns else None)
     state.optimizer.zero_grad(set_to_none=True)
     state.scale.update(finite)
-    updates = state.updates  # behind the loss of this step
+    updates = state.updates  # made before the loss of this step was computed
     state.step += 1
     state.updates += learns
-    state.tokens += told.tokens
-    meaningful = (*decided(state.objective, updates), PRETRAINING)
+    state.tokens += numbers.tokens
+    meaningful = (*meaningful_metrics(state.objective, updates), PRETRAINING)
     names = [*state.objective.names, *([PRETRAINING] if state.pretraining is not None else [])]
-    return Metrics(
-        loss=told.loss,
-        grad_norm=told.norm,
+    return StepMetrics(
+        loss=numbers.loss,
+        grad_norm=numbers.norm,
         lr=lr,
-        tokens=told.tokens,
+        tokens=numbers.tokens,
         skipped=not allowed,
-        router=told.router,
+        router=numbers.router,
         objective={
             name if "/" in name else f"objective/{name}": value
-            for name, value in zip(names, told.metrics, strict=True)
+            for name, value in zip(names, numbers.metrics, strict=True)
             if name in meaningful
         },
-        signal=told.signal,
+        signal=numbers.signal,
         tallies=tallies,
     )
 
 
-def _learned(state: TrainState, batch: Batch) -> list[gradients.Learned]:
-    """What the step descends: the batch, and the text that is learned beside."""
-    learned = [gradients.Learned(state.objective, batch)]
+def _loss_terms(state: TrainState, batch: Batch) -> list[LossTerm]:
+    """Return the terms of the loss: the objective, and the pretraining mix (PPO-ptx) if any."""
+    terms = [LossTerm(state.objective, batch)]
     if state.pretraining is not None:
-        text, own = state.pretraining, state.pretraining.batch(state.step)
-        learned.append(gradients.Learned(text.objective, own, text.coefficient, " of text"))
-    return learned
+        mix = state.pretraining
+        text = mix.batch(state.step)
+        terms.append(LossTerm(mix.objective, text, mix.coefficient, " of text"))
+    return terms
 
 
-def _counted(
-    state: TrainState, learned: list[gradients.Learned], mesh: Mesh
-) -> tuple[Tensor, Tensor]:
-    """Of the global batch: the tokens that are read, and what each loss is divided by, [learned].
-
-    The count divides the loss before backward, so gradients are summed and never averaged: a rank
-    with fewer real tokens weighs less, as its rows do in one process. It is not read here, which
-    would keep the device waiting for the first product.
+def _global_counts(state: TrainState, terms: list[LossTerm], mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Return the tokens that the global batch has, and the divisor of each term [terms]: fp64, on
+    the device. The host does not read them: the device would wait before its first product.
     """
-    numbers = [each for one in learned for each in gradients.counts(one, state)]
+    numbers = [each for term in terms for each in count_term(term, state)]
     numbers = [device.number(n, torch.float64, mesh.device) for n in numbers]
     read, counts = collectives.reduce_scalar(torch.stack(numbers), mesh.dp).view(-1, 2).unbind(1)
     return read.sum(), counts
 
 
-def _over_world(
-    made: list[tuple[Tensor, Tensor]], counts: Tensor, mesh: Mesh
+def _reduce_over_world(
+    local_sums: list[tuple[Tensor, Tensor]], counts: Tensor, mesh: Mesh
 ) -> tuple[list[Tensor], Tensor]:
-    """Of what `forward_backward` made on every rank: the mean loss of each that is learned with
-    what its objective tells beside it, and what experts counted.
+    """Reduce what `forward_backward` returned on every rank, in one collective. Return of each term
+    its mean loss and mean metrics [1 + names], and the tallies of all experts.
     """
-    tallies = torch.stack([each for _, each in made]).sum(0)
-    sizes = [len(sums) for sums, _ in made]
-    parts = torch.cat([*(sums for sums, _ in made), tallies.flatten()])
+    tallies = torch.stack([each for _, each in local_sums]).sum(0)
+    sizes = [len(sums) for sums, _ in local_sums]
+    parts = torch.cat([*(sums for sums, _ in local_sums), tallies.flatten()])
     # every rank of tp computed the same losses and counted the same tokens
     parts = collectives.reduce_scalar(parts, mesh.world) / mesh.tp.size
-    *summed, counted = parts.split([*sizes, tallies.numel()])
-    means = [sums / count for sums, count in zip(summed, counts, strict=True)]
-    return means, counted.view_as(tallies)
+    *global_sums, global_tallies = parts.split([*sizes, tallies.numel()])
+    means = [sums / count for sums, count in zip(global_sums, counts, strict=True)]
+    return means, global_tallies.view_as(tallies)
 
 
-def _summed(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]:
-    """What is trained, with whole gradients, and their norm over all ranks, without the loss
+def _reduce_gradients(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]:
+    """Finish the gradients: those of a tied weight are summed over its two stages, those of frozen
+    rows are removed. Return the trained parameters and the norm over all ranks, without the loss
     scale.
     """
     parameters = [p for p in state.model.parameters() if p.requires_grad]
@@ -178,18 +218,19 @@ def _summed(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]:
     if tied is not None and tied.requires_grad:
         data.sum_over(tied, mesh.ends)
     if state.frozen_phase is not None:
-        state.frozen_phase.keep(state.model)
+        state.frozen_phase.mask_gradients(state.model)
     with ranges.mark("optimizer", "norm"):
         squares = state.model.split.kernels.squares
         norm = data.gradient_norm(parameters, mesh, tied, squares) / state.scale.value
     return parameters, norm
 
 
-class _Told(NamedTuple):
-    """What the host knows of a step, of the world."""
+class StepNumbers(NamedTuple):
+    """The numbers of a step that the host reads, the same on every rank."""
 
     tokens: int
     divisor: float
+    """The smallest count of a term; 0: no token carries a loss."""
     norm: float
     signal: int
     loss: float
@@ -197,20 +238,28 @@ class _Told(NamedTuple):
     router: dict[str, float]
 
 
-def _read(
-    tokens: Tensor, count: Tensor, norm: Tensor, signal: Tensor, judged: Tensor, router: Tensor
-) -> _Told:
-    """All in one: the host waits for the device. In fp64, which holds a count up to 2^53. `judged`
-    are the loss and what the objective tells beside it.
+def _read_back(
+    tokens: Tensor, count: Tensor, norm: Tensor, signal: Tensor, losses: Tensor, router: Tensor
+) -> StepNumbers:
+    """Copy all numbers to the host at once, in fp64, which is exact for counts up to 2^53. `losses`
+    is the loss followed by the objective's metrics, as of `combine_losses`.
     """
     first = torch.stack([t.double() for t in (tokens, count, norm, signal)])
-    real, by, length, stop, mean, *others = device.read_back(torch.cat([first, judged, router]))
-    metrics, others = others[: len(judged) - 1], others[len(judged) - 1 :]
-    told: dict[str, float] = dict(zip(balance.NAMES, others, strict=True)) if others else {}
-    return _Told(int(real), by, length, int(stop), mean, metrics, told)
+    values = device.read_back(torch.cat([first, losses, router]))
+    read_tokens, divisor, grad_norm, stop, loss = values[:5]
+    end = 4 + len(losses)
+    metrics, router_values = values[5:end], values[end:]
+    router_metrics: dict[str, float] = {}
+    if router_values:
+        router_metrics = dict(zip(balance.NAMES, router_values, strict=True))
+    return StepNumbers(
+        int(read_tokens), divisor, grad_norm, int(stop), loss, metrics, router_metrics
+    )
 
 
 def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -> None:
+    """Clip the gradients at the global norm, remove the loss scale, and step the optimizer."""
+    # one factor for both, so that gradients are read and written once
     factor = torch.full_like(norm, 1 / state.scale.value)
     if state.config.clip > 0:
         factor = factor * (state.config.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -218,6 +267,86 @@ def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     if state.frozen_phase is not None:
-        new_rows.update(state.optimizer)
+        step_without_decay(state.optimizer)
     else:
         state.optimizer.step()
+
+
+def count_term(term: LossTerm, state: TrainState) -> tuple[float, float]:
+    """Return this rank's tokens, for throughput, and its share of the divisor of the loss."""
+    micros = term.batch.microbatches(len(term.batch.tokens) // state.schedule.micros)
+    # encoders and scalar heads read all tokens, though only a few have a label
+    reads_all = state.model.tree.both_ways or isinstance(state.model.tree.head, Scalar)
+    read = term.batch.tokens.numel() if reads_all else term.batch.real_tokens
+    return read, sum(term.objective.count(micro) for micro in micros)
+
+
+def combine_losses(terms: Sequence[LossTerm], means: Sequence[Tensor]) -> Tensor:
+    """Return [loss of the step, metrics of the first term, loss of each further term], from the
+    means of each term [1 + names].
+    """
+    losses = [mean[:1] * term.weight for term, mean in zip(terms, means, strict=True)]
+    return torch.cat([torch.stack(losses).sum(0), means[0][1:], *(mean[:1] for mean in means[1:])])
+
+
+def forward_backward(
+    state: TrainState,
+    term: LossTerm,
+    mesh: Mesh,
+    count: Tensor,
+    observe: Callable[[Action], None],
+) -> tuple[Tensor, Tensor]:
+    """Add the gradients of a term, divided by its global `count` [], to those of the model.
+
+    Return this rank's fp64 sums of its loss and metrics [1 + names], 0 on ranks without the last
+    stage, and the tallies of its experts (balance.local_tallies). Auxiliary losses of routers are
+    part of the gradients, with their own coefficients; `term.weight` does not scale them.
+    """
+    model, micros, batch = state.model, state.schedule.micros, term.batch
+    objective, rows = term.objective, len(batch.tokens)
+    size, scale = rows // micros, state.scale.value
+    key = seed_of(state.seed, f"dropout{term.noise}", state.step)
+    key = device.number(key, torch.int64, mesh.device)
+    sums = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=mesh.device)
+    parts = batch.to(mesh.device).microbatches(size)
+    share = scale / (rows * mesh.dp.size)
+    losses = balance.open_tallies(model, device.number(share, torch.float64, mesh.device))
+    factor = scale * term.weight / count
+
+    def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
+        first = mesh.dp.rank * rows + micro * size
+        noise = (
+            Noise(key, torch.arange(first, first + size, device=mesh.device))
+            if model.dropout
+            else None
+        )
+        part = parts[micro]
+        y = model(
+            part.tokens,
+            lambda hidden, head: objective(hidden, head, part),
+            noise=noise,
+            documents=part.documents,
+            positions=part.positions,
+            balance=losses,
+            x=x,
+            part=chunk,
+            routes=None
+            if part.experts is None
+            else replayed(model.tree, model.split, part.experts),
+        )
+        if not model.split.parts[chunk].last:
+            return y
+        for i, metric in enumerate((y.total.detach(), *y.metrics)):
+            sums[i].add_(metric)
+        return y.total * factor.to(y.total.dtype)
+
+    reduction = data.Reduction(model, state.zero, state.schedule.splits_backward)
+    chunks = [model.blocks(chunk) for chunk in range(state.schedule.chunks)]
+
+    def boundary() -> Tensor:
+        return model.boundary(size, batch.tokens.shape[1])
+
+    pipeline.execute(
+        state.schedule, mesh, Work(forward, boundary, reduction, chunks, model.tp.later, observe)
+    )
+    return sums, balance.local_tallies(model, losses)

@@ -33,23 +33,22 @@ from dolmen.core.messages import BadInput, Failed, message, quoted
 from dolmen.launch import launcher, process, rendezvous
 from dolmen.launch.watch import Watch, network_limit
 from dolmen.rl import environment, rewards
-from dolmen.training.checks.evaluation import check_evaluation
 from dolmen.training.checks.folder import check_overwrite, check_resume
-from dolmen.training.checks.run import validate
+from dolmen.training.checks.run import check_evaluation, validate
 from dolmen.training.config import RunConfig
 from dolmen.training.finish import finish
 from dolmen.training.folder import Unusable, check_folder
 from dolmen.training.loop import Stop
 from dolmen.training.request import Request
 from dolmen.training.resolve import (
+    checkpoint_to_resume,
+    drop_microbatch,
     load_data,
     open_data,
-    own_checkpoint,
     resolve,
-    without_microbatch,
 )
 from dolmen.training.run import Prepared, run_training, summary
-from dolmen.training.start import Start, settle
+from dolmen.training.start import Start, agree_on_start
 
 Guard = Callable[[Callable[[], int]], int]
 
@@ -136,8 +135,8 @@ def prepare(
         if starts:
             check_folder(out, handling.resume, handling.overwrite)
         if request.runs_again:
-            config = without_microbatch(config, processes)
-        resolved = resolve(config, processes, own_checkpoint(out, handling.resume))
+            config = drop_microbatch(config, processes)
+        resolved = resolve(config, processes, checkpoint_to_resume(out, handling.resume))
         validate(resolved)
         config = resolved.config
         data = open_data(resolved, progress=True, verify=verify)
@@ -232,7 +231,7 @@ def _start(
 ) -> Start:
     """What all ranks agree to begin with, each on a device of its own. Raises BadInput."""
     try:
-        start = settle(
+        start = agree_on_start(
             request,
             restarts=process.restarts(),
             job=process.job(),

@@ -19,7 +19,7 @@ from dolmen.data.batch import IGNORED, Batch
 from dolmen.model import mlp
 from dolmen.ops.attention import Attend, Documents
 from dolmen.parallel import context, data, expert, tensor
-from dolmen.training import gradients
+from dolmen.training import step
 
 PLAIN, SEQUENCE, STAGES, LATER, RING = map(
     Layout.of,
@@ -226,7 +226,7 @@ CONTROLS = {
     "dropout without the seed": (
         "dropout",
         PLAIN,
-        damages.constant(gradients, "seed_of", lambda seed, *names: rng.seed_of(0, *names)),
+        damages.constant(step, "seed_of", lambda seed, *names: rng.seed_of(0, *names)),
         {"seed": variations.OTHER_SEED},
     ),
     "weights without the seed": (

@@ -19,12 +19,11 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.batch import FOLLOWS, IGNORED, SIDE, Batch
 from dolmen.model.spec import Scalar
 from dolmen.objectives import forward
-from dolmen.objectives.grpo import ADVANTAGE, OLD, Group, Undecided
-from dolmen.objectives.masked_lm import Filling
-from dolmen.objectives.objective import CrossEntropy, Objective
-from dolmen.objectives.ppo import RETURN, VALUE, Clipped, ClippedUndecided, Expected
-from dolmen.objectives.preference import DPO, KTO, REFERENCE, ReferenceFree
-from dolmen.objectives.reward import TARGET, Preferred, SquaredError
+from dolmen.objectives.grpo import ADVANTAGE, OLD, GRPOLoss, GRPOWithEntropy
+from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective
+from dolmen.objectives.ppo import RETURN, VALUE, PPOPolicyLoss, PPOValueLoss, PPOWithEntropy
+from dolmen.objectives.preference import DPO, KTO, REFERENCE, ReferenceFreePreference
+from dolmen.objectives.reward import TARGET, PairwiseRewardLoss, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.ops.rope import PositionIds
 from dolmen.training.state import PretrainingLoss, TrainState
@@ -68,28 +67,30 @@ KINDS = {
     "dpo, experts": Kind(FAMILIES["qwen3-moe"], DPO(0.5)),
     # answers that are wanted or not, and beside each one to another prompt
     "kto": Kind(FAMILIES["llama"], KTO(0.5, 1.0, 0.6), packed=True),
-    "preferred": Kind(scalar(FAMILIES["llama"]), Preferred()),
+    "preferred": Kind(scalar(FAMILIES["llama"]), PairwiseRewardLoss()),
     # several answers in each row
-    "rewards": Kind(scalar(FAMILIES["llama"]), Preferred(0.1, 0.2), packed=True),
-    "orpo": Kind(FAMILIES["llama"], ReferenceFree("orpo", 0.5), packed=True),
+    "rewards": Kind(scalar(FAMILIES["llama"]), PairwiseRewardLoss(0.1, 0.2), packed=True),
+    "orpo": Kind(FAMILIES["llama"], ReferenceFreePreference("orpo", 0.5), packed=True),
     # masked tokens and pairs of texts of an encoder
-    "filling": Kind(CONFIGS["bert"], Filling(2.0)),
+    "filling": Kind(CONFIGS["bert"], MaskedLM(2.0)),
     "values": Kind(scalar(FAMILIES["gpt2"]), SquaredError()),
     # answers that were drawn: means over rows, over tokens, and ratios of whole answers
-    "grpo": Kind(FAMILIES["llama"], Group(beta=0.1, temperature=0.7)),
-    "dapo": Kind(FAMILIES["gpt2"], Group("dapo", clip_high=0.28, beta=0.1)),
-    "undecided": Kind(FAMILIES["llama"], Undecided(beta=0.1, entropy_coef=0.3, temperature=0.7)),
-    "gspo": Kind(FAMILIES["llama"], Group("gspo", "sequence", beta=0.1)),
+    "grpo": Kind(FAMILIES["llama"], GRPOLoss(beta=0.1, temperature=0.7)),
+    "dapo": Kind(FAMILIES["gpt2"], GRPOLoss("dapo", clip_high=0.28, beta=0.1)),
+    "undecided": Kind(
+        FAMILIES["llama"], GRPOWithEntropy(beta=0.1, entropy_coef=0.3, temperature=0.7)
+    ),
+    "gspo": Kind(FAMILIES["llama"], GRPOLoss("gspo", "sequence", beta=0.1)),
     # the two models of PPO
-    "policy": Kind(FAMILIES["llama"], Clipped(dual_clip=1.5, temperature=0.7)),
-    "critic": Kind(scalar(FAMILIES["gpt2"]), Expected(0.2)),
+    "policy": Kind(FAMILIES["llama"], PPOPolicyLoss(dual_clip=1.5, temperature=0.7)),
+    "critic": Kind(scalar(FAMILIES["gpt2"]), PPOValueLoss(0.2)),
     "policy, undecided": Kind(
-        FAMILIES["llama"], ClippedUndecided(dual_clip=1.5, temperature=0.7, entropy_coef=0.3)
+        FAMILIES["llama"], PPOWithEntropy(dual_clip=1.5, temperature=0.7, entropy_coef=0.3)
     ),
     # and text beside what is drawn, of a model with experts and one without
-    "policy, routed": Kind(FAMILIES["qwen3-moe"], Clipped(dual_clip=1.5), routed=True),
-    "policy, text": Kind(FAMILIES["gpt2"], Clipped(dual_clip=1.5), text=3.0),
-    "policy, text, experts": Kind(FAMILIES["qwen3-moe"], Clipped(dual_clip=1.5), text=3.0),
+    "policy, routed": Kind(FAMILIES["qwen3-moe"], PPOPolicyLoss(dual_clip=1.5), routed=True),
+    "policy, text": Kind(FAMILIES["gpt2"], PPOPolicyLoss(dual_clip=1.5), text=3.0),
+    "policy, text, experts": Kind(FAMILIES["qwen3-moe"], PPOPolicyLoss(dual_clip=1.5), text=3.0),
 }
 
 
@@ -175,11 +176,11 @@ def compared(train: TrainState, mesh: Mesh, layout: Layout, **dtypes) -> list[Ba
     with one. That model stays as it is.
     """
     given = batches(mesh)
-    if isinstance(train.objective, Filling):
+    if isinstance(train.objective, MaskedLM):
         return [typed(batch) for batch in given]
-    if isinstance(train.objective, Expected):
+    if isinstance(train.objective, PPOValueLoss):
         return [valued(batch) for batch in given]
-    if not isinstance(train.objective, (DPO, KTO, Group, Clipped)):
+    if not isinstance(train.objective, (DPO, KTO, GRPOLoss, PPOPolicyLoss)):
         return given
     other = build(REFERENCE_MODEL, mesh, layout, train.schedule, **dtypes)
     initialize(other, REFERENCE_SEED)

@@ -28,8 +28,7 @@ from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, make
 from dolmen.parallel import data
-from dolmen.training.new_rows import NewRows
-from dolmen.training.state import TrainState
+from dolmen.training.state import NewRows, TrainState
 from dolmen.training.step import optimizer_step
 
 VOCABULARY, LENGTH, ROWS, STEPS, SEED = 71, 8, 16, 3, 0  # 71 is prime: no tp divides it

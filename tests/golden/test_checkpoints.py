@@ -20,7 +20,7 @@ from dolmen.checkpoint.stream import open_checkpoint
 from dolmen.core import state
 from dolmen.model.spec import Scalar
 from dolmen.model.training import Training
-from dolmen.objectives.reward import Preferred
+from dolmen.objectives.reward import PairwiseRewardLoss
 from dolmen.ops.recipe import Fp8, Fp8Config
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
@@ -85,7 +85,9 @@ def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
     optimizer = optim.make(model, settings, mesh)
     optim.prime(optimizer)
     rewards = model.tree.head == Scalar()
-    objective, given = (Preferred(), objectives.batches) if rewards else (NEXT_TOKEN, batches)
+    objective, given = (
+        (PairwiseRewardLoss(), objectives.batches) if rewards else (NEXT_TOKEN, batches)
+    )
     train = TrainState(
         model, optimizer, settings, STEPS, layout.zero, schedule, objective=objective
     )

@@ -13,7 +13,7 @@ from spawning import Row
 from table import DROPOUT, FAMILIES, SINGLE, Layout
 
 from dolmen.evaluation.validate import Losses, mean_loss
-from dolmen.training.new_rows import NewRows
+from dolmen.training.state import NewRows
 
 WINDOW = replace(FAMILIES["llama"], sliding_window=3, sliding_layers=(0, 2))
 EXPERTS = FAMILIES["qwen3-moe"]

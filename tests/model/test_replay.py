@@ -14,7 +14,7 @@ from dolmen.model.mlp import Router
 from dolmen.model.routing_replay import places
 from dolmen.objectives import forward
 from dolmen.objectives.grpo import ADVANTAGE, OLD
-from dolmen.objectives.ppo import Clipped
+from dolmen.objectives.ppo import PPOPolicyLoss
 from dolmen.ops import moe
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
@@ -23,7 +23,7 @@ MODEL = FAMILIES["qwen3-moe"]
 
 
 def start() -> TrainState:
-    return table.start(MODEL, SINGLE, Layout(), objective=Clipped(), dtype=torch.float64)
+    return table.start(MODEL, SINGLE, Layout(), objective=PPOPolicyLoss(), dtype=torch.float64)
 
 
 def batch() -> Batch:

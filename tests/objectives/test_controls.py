@@ -20,8 +20,8 @@ from dolmen.data.batch import Batch
 from dolmen.model import head
 from dolmen.model.layout import Layout
 from dolmen.objectives import advantage
-from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE, Group
-from dolmen.objectives.ppo import Clipped
+from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE, GRPOLoss
+from dolmen.objectives.ppo import PPOPolicyLoss
 
 ROWS, PLACES, VOCAB = 32, 6, FAMILIES["llama"].vocab_size
 WANTED = torch.zeros(PLACES, VOCAB)  # at even places an eighth of all tokens, at odd ones another
@@ -52,7 +52,7 @@ def learned(recipe: str, name: str, seed: int) -> tuple[float, float]:
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     tokens = torch.arange(1, PLACES + 1).expand(ROWS, PLACES).contiguous()
     held = name != "no KL"
-    objective = Group(beta=BETA if held else 1e-6) if recipe == "grpo" else Clipped()
+    objective = GRPOLoss(beta=BETA if held else 1e-6) if recipe == "grpo" else PPOPolicyLoss()
     with put_in(name):
         for _ in range(STEPS):
             with torch.no_grad():

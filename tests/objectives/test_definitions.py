@@ -24,8 +24,8 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.spec import Scalar
 from dolmen.objectives import forward, pairs
 from dolmen.objectives.objective import CrossEntropy, check
-from dolmen.objectives.preference import DPO, KTO, REFERENCE, decided
-from dolmen.objectives.reward import TARGET, Calibrated, Preferred, SquaredError
+from dolmen.objectives.preference import DPO, KTO, REFERENCE, meaningful_metrics
+from dolmen.objectives.reward import TARGET, CalibratedRewardLoss, PairwiseRewardLoss, SquaredError
 from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel.simulation import make_schedule
@@ -232,7 +232,7 @@ def test_rewards_of_pairs(scalar):
     given = batch()
     with Wide():
         rewards = theirs(input_ids=given.tokens, use_cache=False).logits[:, 0]
-    loss, told = judged(Preferred(), ours, given)
+    loss, told = judged(PairwiseRewardLoss(), ours, given)
     margins = torch.stack([rewards[0] - rewards[1], rewards[2] - rewards[3]])
     want = torch.log(1 + torch.exp(-margins)).mean()
     torch.testing.assert_close(loss, want, rtol=TOLERANCE, atol=0)
@@ -342,9 +342,9 @@ def test_targets_are_asked_for():
 
 def test_an_objective_is_for_a_head():
     """Of logits, or of numbers."""
-    check(Preferred(), replace(SMALL.tree, head=Scalar()))
-    with pytest.raises(ValueError, match="Preferred.*ends in Scalar.*ends in Head"):
-        training(Preferred())
+    check(PairwiseRewardLoss(), replace(SMALL.tree, head=Scalar()))
+    with pytest.raises(ValueError, match="PairwiseRewardLoss.*ends in Scalar.*ends in Head"):
+        training(PairwiseRewardLoss())
     with pytest.raises(ValueError, match="DPO.*ends in Head.*ends in Scalar"):
         check(DPO(), replace(SMALL.tree, head=Scalar()))
 
@@ -379,8 +379,11 @@ def test_no_accuracy_while_only_rounding_decides_it():
     first, second = (optimizer_step(state, GIVEN, SINGLE).objective for _ in range(2))
     assert first.keys() == {*DPO.names} - {"rewards/accuracies"} and second.keys() == {*DPO.names}
     kto = KTO(from_reference=True)
-    assert decided(kto, 0) == ("margin",) and decided(kto, 1) == KTO.names
-    assert decided(DPO(), 0) == DPO.names and decided(Preferred(), 0) == Preferred.names
+    assert meaningful_metrics(kto, 0) == ("margin",) and meaningful_metrics(kto, 1) == KTO.names
+    assert (
+        meaningful_metrics(DPO(), 0) == DPO.names
+        and meaningful_metrics(PairwiseRewardLoss(), 0) == PairwiseRewardLoss.names
+    )
 
 
 def packed(side: bool) -> Batch:
@@ -401,24 +404,24 @@ def packed(side: bool) -> Batch:
 def test_answers_of_packed_rows():
     """Where each ends, and which is compared with which."""
     given = packed(side=True)
-    found = pairs.Pairs(given)
+    found = pairs.PairIndex(given)
     assert found.last[:, :3].tolist() == [[1, 3, -1], [1, 3, -1], [4, -1, -1], [3, -1, -1]]
     assert found.lengths[:, :2].tolist() == [[2, 1], [1, 2], [5, 0], [2, 0]]
-    assert found.ends.nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3], [2, 4], [3, 3]]
-    assert pairs.count(given) == 3 and found.real.sum() == 3
-    chosen, rejected = found.sides(found.lengths)
+    assert found.is_last.nonzero().tolist() == [[0, 1], [0, 3], [1, 1], [1, 3], [2, 4], [3, 3]]
+    assert pairs.count_pairs(given) == 3 and found.real.sum() == 3
+    chosen, rejected = found.pair_up(found.lengths)
     assert chosen[found.real].tolist() == [2, 1, 2] and rejected[found.real].tolist() == [1, 2, 5]
-    unsaid = pairs.Pairs(packed(side=False))
-    assert unsaid.sides(unsaid.lengths).chosen[found.real].tolist() == [2, 1, 5]
+    unsaid = pairs.PairIndex(packed(side=False))
+    assert unsaid.pair_up(unsaid.lengths).chosen[found.real].tolist() == [2, 1, 5]
 
 
 def test_packed_rewards_are_those_of_each_alone():
     """Documents see nothing of one another, and a margin is of its own pair."""
-    model = training(Preferred(), head=Scalar()).model.double()
+    model = training(PairwiseRewardLoss(), head=Scalar()).model.double()
     given = packed(side=True)
     margin = torch.tensor([[0.5, 0.5, 2.0, 2.0, 0.0], [0, 0, 0, 0, 0], [0] * 5, [1.0] * 5]).double()
     given = replace(given, numbers={**given.numbers, MARGIN: margin}).with_positions(1)
-    loss, told = judged(Preferred(0.1, margin=0.25), model, given)
+    loss, told = judged(PairwiseRewardLoss(0.1, margin=0.25), model, given)
     places = ((0, 0, 2), (0, 2, 4), (1, 0, 2), (1, 2, 4), (2, 0, 5), (3, 0, 4))
     with torch.no_grad():
         found = [
@@ -471,11 +474,11 @@ def test_kto_of_packed_rows():
 
 def test_how_sure_a_reward_model_is():
     """Pairs by sigmoid(|difference|), and how many are right: as counted one by one."""
-    model = training(Preferred(), head=Scalar()).model
+    model = training(PairwiseRewardLoss(), head=Scalar()).model
     with torch.no_grad():
         model.score.weight.mul_(200)
     given = packed(side=True).with_positions(1)
-    _, told = judged(Calibrated(), model, given)
+    _, told = judged(CalibratedRewardLoss(), model, given)
     with torch.no_grad():
         values = model(
             given.tokens,

@@ -12,7 +12,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model import head
 from dolmen.model.layout import Layout
-from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE, Group, Undecided
+from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE, GRPOLoss, GRPOWithEntropy
 from dolmen.ops.loss import IGNORED
 
 
@@ -33,7 +33,7 @@ def test_it_is_grpo_written_from_the_paper(temperature):
         labels,
         numbers={OLD: old, ADVANTAGE: advantages[:, None].expand(3, 8), REFERENCE: reference},
     )
-    group = Group(beta=0.3, temperature=temperature)
+    group = GRPOLoss(beta=0.3, temperature=temperature)
     found = model(tokens, lambda hidden, end: group(hidden, end, batch))
     logits = model(tokens, head.logits)
     total = 0.0
@@ -85,8 +85,8 @@ def test_entropy_is_paid_for():
     tokens = torch.randint(0, 50, (3, 8), generator=torch.Generator().manual_seed(1))
     numbers = {OLD: torch.full((3, 8), -4.0).double(), ADVANTAGE: torch.ones(3, 8).double()}
     batch = Batch(tokens, tokens.roll(-1, 1), numbers=numbers)
-    plain = model(tokens, lambda hidden, end: Group()(hidden, end, batch))
-    paid = model(tokens, lambda h, end: Undecided(entropy_coef=0.3)(h, end, batch))
+    plain = model(tokens, lambda hidden, end: GRPOLoss()(hidden, end, batch))
+    paid = model(tokens, lambda h, end: GRPOWithEntropy(entropy_coef=0.3)(h, end, batch))
     p = model(tokens, head.logits).softmax(-1)
     entropy = -(p * p.log()).sum(-1)
     assert paid.metrics[-1].item() == pytest.approx(entropy.mean(1).sum().item(), rel=1e-10)
@@ -102,7 +102,7 @@ def test_of_answers_that_are_all_left_out_nothing_is_learned(kind):
     tokens = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(1))
     numbers = {OLD: torch.zeros(2, 6), ADVANTAGE: torch.ones(2, 6)}
     batch = Batch(tokens, torch.full_like(tokens, IGNORED), numbers=numbers)
-    objective = Undecided(kind, entropy_coef=0.1)
+    objective = GRPOWithEntropy(kind, entropy_coef=0.1)
     count = objective.count(batch)
     judged = model(tokens, lambda h, end: objective(h, end, batch))
     (judged.total / count).backward()

@@ -16,7 +16,7 @@ from dolmen.conversion.source import load_weights, open_source
 from dolmen.core import state
 from dolmen.data.batch import FOLLOWS, IGNORED, Batch
 from dolmen.model.decoder import Decoder
-from dolmen.objectives.masked_lm import Filling
+from dolmen.objectives.objective import MaskedLM
 from dolmen.ops.attention import Documents
 from dolmen.ops.rope import PositionIds
 
@@ -81,7 +81,7 @@ def test_the_loss_of_bert(tmp_path):
     load_weights(source, lambda name, w: state.write_region(parameters[name], w.double()))
     wanted = theirs(**given).loss
     wanted.backward()
-    objective = Filling(follows=batch.real_tokens / ROWS)
+    objective = MaskedLM(follows=batch.real_tokens / ROWS)
     judged = ours(
         batch.tokens,
         lambda hidden, head: objective(hidden, head, batch),
@@ -104,7 +104,7 @@ def test_the_loss_of_bert(tmp_path):
 def test_what_is_refused(tmp_path):
     _, batch = inputs()
     with pytest.raises(ValueError, match="numbers\\['follows'\\]"):
-        Filling(1.0).count(Batch(batch.tokens, batch.labels))
+        MaskedLM(1.0).count(Batch(batch.tokens, batch.labels))
     bert(tmp_path)
     tree = open_source(tmp_path).tree
     alone = Decoder(replace(tree, head=replace(tree.head, follows=False)))

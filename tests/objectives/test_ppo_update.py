@@ -18,7 +18,7 @@ from dolmen.model import head
 from dolmen.model.layout import Layout
 from dolmen.model.mlp import Router
 from dolmen.objectives.grpo import ADVANTAGE, OLD
-from dolmen.objectives.ppo import RETURN, VALUE, Clipped, ClippedUndecided, Expected
+from dolmen.objectives.ppo import RETURN, VALUE, PPOPolicyLoss, PPOValueLoss, PPOWithEntropy
 from dolmen.ops.loss import IGNORED
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
@@ -156,12 +156,12 @@ TEXT = Batch(
     torch.where(torch.arange(32).view(4, 8) < 2, IGNORED, (torch.arange(32).view(4, 8) + 1) % 30),
 )
 """Rows that have nothing to do with what is drawn, the first of fewer labels."""
-POLICY = Clipped(0.2, 0.2, ASKED.dual_clip, TEMPERATURE)
-UNDECIDED = ClippedUndecided(0.2, 0.2, ASKED.dual_clip, TEMPERATURE, 0.3)
+POLICY = PPOPolicyLoss(0.2, 0.2, ASKED.dual_clip, TEMPERATURE)
+UNDECIDED = PPOWithEntropy(0.2, 0.2, ASKED.dual_clip, TEMPERATURE, 0.3)
 MODELS = {
     "policy": (FAMILIES["llama"], POLICY, policy_loss),
     "undecided": (FAMILIES["llama"], UNDECIDED, undecided_loss),
-    "critic": (scalar(FAMILIES["llama"]), Expected(CLIP), value_loss),
+    "critic": (scalar(FAMILIES["llama"]), PPOValueLoss(CLIP), value_loss),
 }
 
 
@@ -271,7 +271,7 @@ def test_what_is_wrong_is_seen(kind, wrong):
 
 def test_a_batch_without_numbers_is_refused():
     made = drawn().batch(slice(0, 4))
-    for objective, name in ((POLICY, ADVANTAGE), (Expected(), RETURN)):
+    for objective, name in ((POLICY, ADVANTAGE), (PPOValueLoss(), RETURN)):
         numbers = {other: each for other, each in made.numbers.items() if other != name}
-        with pytest.raises(ValueError, match=f"has none of {name}"):
+        with pytest.raises(ValueError, match=f"lacks {name}"):
             objective.count(replace(made, numbers=numbers))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dolmen.objectives.preference import DPO, REFERENCE, ReferenceFree, kto, orpo, simpo
+from dolmen.objectives.preference import DPO, REFERENCE, ReferenceFreePreference, kto, orpo, simpo
 
 
 def log_sigmoid(x: float) -> float:
@@ -94,6 +94,6 @@ def test_kto(drawn, kl):
 
 
 def test_what_compares_with_no_other_model():
-    assert ReferenceFree("simpo", 2.0).names == DPO().names and REFERENCE
+    assert ReferenceFreePreference("simpo", 2.0).names == DPO().names and REFERENCE
     with pytest.raises(ValueError, match="beta is 0"):
-        ReferenceFree("orpo", 0)
+        ReferenceFreePreference("orpo", 0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dolmen.objectives import advantage, policy, preference, reward
-from dolmen.objectives.config import Kind
+from dolmen.objectives.config import PairKind
 
 NAN = math.nan
 MASK = torch.tensor(
@@ -89,10 +89,10 @@ CLIPPED = dict(clip_low=LOW, clip_high=HIGH)
 )
 def test_clipped(dual, reduce, empty, rows):
     settings = dict(**CLIPPED, dual_clip=dual, reduce=reduce, empty=empty)
-    loss, told = policy.clipped(NEW, OLD, ADVANTAGES, MASK, **settings)
+    loss, told = policy.ppo_loss(NEW, OLD, ADVANTAGES, MASK, **settings)
     want = of_mask(lambda i, t: surrogate(ratio(i, t), ADVANTAGES[i, t].item(), dual), reduce, rows)
     assert loss.item() == pytest.approx(want, rel=1e-13)
-    gradients(lambda new: policy.clipped(new, OLD, ADVANTAGES, MASK, **settings), NEW)
+    gradients(lambda new: policy.ppo_loss(new, OLD, ADVANTAGES, MASK, **settings), NEW)
 
     # clipped: a better action that is likelier by more than HIGH, a worse one the other way
     every = sum(places(), [])
@@ -115,12 +115,12 @@ def test_clipped_by_hand():
     new, old = torch.tensor([[2.0, 0.5]]).log(), torch.zeros(1, 2)
     a, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2)
     settings = dict(clip_low=0.2, clip_high=0.28, reduce="token-mean")
-    loss, told = policy.clipped(new, old, a, mask, dual_clip=None, **settings)
+    loss, told = policy.ppo_loss(new, old, a, mask, dual_clip=None, **settings)
     assert loss.item() == pytest.approx((-1.28 + 0.8) / 2) and told["clip_fraction"] == 1
     # of the other signs nothing is clipped, until the dual clip bounds the ratio of 2 by 1.5
-    loss, told = policy.clipped(new, old, -a, mask, dual_clip=None, **settings)
+    loss, told = policy.ppo_loss(new, old, -a, mask, dual_clip=None, **settings)
     assert loss.item() == pytest.approx((2 - 0.5) / 2) and told["clip_fraction"] == 0
-    loss, told = policy.clipped(new, old, -a, mask, dual_clip=1.5, **settings)
+    loss, told = policy.ppo_loss(new, old, -a, mask, dual_clip=1.5, **settings)
     assert loss.item() == pytest.approx((1.5 - 0.5) / 2) and told["dual_clip_fraction"] == 0.5
 
 
@@ -149,14 +149,16 @@ def of_group(kind: str, level: str, advantages: Tensor, rows: int) -> float:
 def test_group(kind, level, advantages, empty, rows):
     settings = dict(**CLIPPED, beta=BETA, level=level, max_length=MAX_LENGTH, kind=kind)
     settings |= dict(empty=empty)
-    loss, told = policy.group(NEW, OLD, REFERENCE, advantages, MASK, **settings)
+    loss, told = policy.grpo_loss(NEW, OLD, REFERENCE, advantages, MASK, **settings)
     assert loss.item() == pytest.approx(of_group(kind, level, advantages, rows), rel=1e-13)
     away = [(NEW[i, t] - REFERENCE[i, t]).item() for i, t in sum(places(), [])]
     assert told["reference_kl"].item() == pytest.approx(fmean(map(k3, away)))
     assert told["clip_fraction"] > 0 and not any(each.requires_grad for each in told.values())
     token_gspo = kind == "gspo" and level == "token" and advantages.ndim == 2
     if kind != "cispo" and not token_gspo:
-        gradients(lambda new: policy.group(new, OLD, REFERENCE, advantages, MASK, **settings), NEW)
+        gradients(
+            lambda new: policy.grpo_loss(new, OLD, REFERENCE, advantages, MASK, **settings), NEW
+        )
 
 
 def test_gradients_that_are_no_derivatives():
@@ -165,12 +167,12 @@ def test_gradients_that_are_no_derivatives():
     """
     settings = dict(**CLIPPED, beta=0.0, level="token", max_length=None)
     new = NEW.clone().requires_grad_()
-    loss, _ = policy.group(new, OLD, None, ADVANTAGES, MASK, kind="cispo", **settings)
+    loss, _ = policy.grpo_loss(new, OLD, None, ADVANTAGES, MASK, kind="cispo", **settings)
     (found,) = torch.autograd.grad(loss, new)
     for i, t in sum(places(), []):
         r = min(max(ratio(i, t), 1 - LOW), 1 + HIGH)
         assert found[i, t] == pytest.approx(-r * ADVANTAGES[i, t].item() / MASK.sum().item())
-    loss, _ = policy.group(new, OLD, None, ADVANTAGES, MASK, kind="gspo", **settings)
+    loss, _ = policy.grpo_loss(new, OLD, None, ADVANTAGES, MASK, kind="gspo", **settings)
     (found,) = torch.autograd.grad(loss, new)
     for row in filter(None, places()):
         s = math.exp(fmean((NEW[at] - OLD[at]).item() for at in row))
@@ -187,7 +189,7 @@ def test_group_kinds_by_hand():
     settings = dict(**CLIPPED, beta=0.0, level="token", max_length=8)
     want = {"grpo": 0, "gspo": 0, "bnpo": 0.5, "dapo": 0.5, "dr-grpo": 2 / 16, "cispo": 0}
     for kind, number in want.items():
-        assert policy.group(zero, zero, None, a, mask, kind=kind, **settings)[0] == number
+        assert policy.grpo_loss(zero, zero, None, a, mask, kind=kind, **settings)[0] == number
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
@@ -201,12 +203,12 @@ def test_value(clip):
             squares += [(old + min(max(v - old, -clip), clip) - r) ** 2]
         return max(squares) / 2
 
-    found, told = policy.value(NEW, OLD, returns, MASK, clip=clip)
+    found, told = policy.value_loss(NEW, OLD, returns, MASK, clip=clip)
     assert found.item() == pytest.approx(of_mask(loss, "token-mean", 0), rel=1e-13)
     assert (told["clip_fraction"] > 0) == (clip is not None)
     free = of_mask(lambda i, t: (NEW[i, t] - returns[i, t]).item() ** 2, "token-mean", 0)
     assert told["squared_error"].item() == pytest.approx(free)
-    gradients(lambda new: policy.value(new, OLD, returns, MASK, clip=clip), NEW)
+    gradients(lambda new: policy.value_loss(new, OLD, returns, MASK, clip=clip), NEW)
 
 
 def test_estimators_of_kl():
@@ -413,7 +415,7 @@ def of_pair(kind: str, c: float, r: float, lengths: tuple[int, int], beta: float
 
 
 @pytest.mark.parametrize("smoothing, alpha", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.7)])
-@pytest.mark.parametrize("kind", Kind.__args__)
+@pytest.mark.parametrize("kind", PairKind.__args__)
 def test_dpo(kind, smoothing, alpha):
     settings = dict(beta=0.4, kind=kind, label_smoothing=smoothing, lengths=LENGTHS)
     settings["rpo_alpha"] = alpha
@@ -471,11 +473,11 @@ def test_rows_without_a_token_are_no_numbers_away():
     none, a = torch.zeros_like(MASK), torch.full((ROWS, TOKENS), NAN)
     new = a.clone().requires_grad_()
     settings = dict(**CLIPPED, beta=0.1, level="sequence", max_length=4)
-    found = [policy.value(new, a, a, none, clip=0.2)]
+    found = [policy.value_loss(new, a, a, none, clip=0.2)]
     for reduce in ("token-mean", "sequence-mean"):
-        found += [policy.clipped(new, a, a, none, **CLIPPED, dual_clip=3.0, reduce=reduce)]
+        found += [policy.ppo_loss(new, a, a, none, **CLIPPED, dual_clip=3.0, reduce=reduce)]
     found += [
-        policy.group(new, a, a, OF_ROWS, none, kind=kind, empty=empty, **settings)
+        policy.grpo_loss(new, a, a, OF_ROWS, none, kind=kind, empty=empty, **settings)
         for kind in policy.Kind.__args__
         for empty in ("counted", "left-out")
     ]
@@ -490,30 +492,30 @@ GROUP = dict(**CLIPPED, beta=0.0, level="token", max_length=None, kind="grpo")
 ALL = NEW, OLD, ADVANTAGES, MASK
 REFUSED = {
     "a dual clip": (
-        lambda: policy.clipped(*ALL, **CLIPPED, dual_clip=1.0, reduce="token-mean"),
+        lambda: policy.ppo_loss(*ALL, **CLIPPED, dual_clip=1.0, reduce="token-mean"),
         "dual_clip is 1.0",
     ),
     "a reduction": (
-        lambda: policy.clipped(*ALL, **CLIPPED, dual_clip=None, reduce="mean"),
+        lambda: policy.ppo_loss(*ALL, **CLIPPED, dual_clip=None, reduce="mean"),
         "'mean'",
     ),
     "no reference": (
-        lambda: policy.group(NEW, OLD, None, *ALL[2:], **{**GROUP, "beta": 0.1}),
+        lambda: policy.grpo_loss(NEW, OLD, None, *ALL[2:], **{**GROUP, "beta": 0.1}),
         "beta is 0.1",
     ),
     "no length": (
-        lambda: policy.group(NEW, OLD, None, *ALL[2:], **{**GROUP, "kind": "dr-grpo"}),
+        lambda: policy.grpo_loss(NEW, OLD, None, *ALL[2:], **{**GROUP, "kind": "dr-grpo"}),
         "max_length is None",
     ),
     "a kind": (
-        lambda: policy.group(NEW, OLD, None, *ALL[2:], **{**GROUP, "kind": "ppo"}),
+        lambda: policy.grpo_loss(NEW, OLD, None, *ALL[2:], **{**GROUP, "kind": "ppo"}),
         "'ppo'",
     ),
     "a level": (
-        lambda: policy.group(NEW, OLD, None, *ALL[2:], **{**GROUP, "level": "row"}),
+        lambda: policy.grpo_loss(NEW, OLD, None, *ALL[2:], **{**GROUP, "level": "row"}),
         "'row'",
     ),
-    "a negative clip": (lambda: policy.value(*ALL, clip=-1.0), "clip is -1.0"),
+    "a negative clip": (lambda: policy.value_loss(*ALL, clip=-1.0), "clip is -1.0"),
     "an estimator": (lambda: advantage.kl(NEW, OLD, estimator="k4"), "'k4'"),
     "no lengths": (
         lambda: preference.dpo(CHOSEN, REJECTED, FIRST, SECOND, beta=0.1, kind="ipo"),

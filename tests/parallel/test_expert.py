@@ -190,7 +190,7 @@ def counted_again(kind: str) -> tuple[list, list]:
     model = build(MODEL, SINGLE, Layout(recompute=kind))
     initialize(model, 0)
     tokens = torch.arange(16).view(2, 8)
-    given = balance.begin(model, SCALE)
+    given = balance.open_tallies(model, SCALE)
     model(tokens, loss_of(tokens), balance=given).backward()
     return given[1].tally.grad.tolist(), model.layers["1"].mlp.router.weight.grad.tolist()
 
@@ -210,7 +210,9 @@ def decoder() -> Decoder:
 def test_without_a_gradient_nothing_is_counted():
     tokens = torch.arange(16).view(2, 8)
     with torch.no_grad():
-        decoder()(tokens, loss_of(tokens), balance=(given := balance.begin(decoder(), SCALE)))
+        decoder()(
+            tokens, loss_of(tokens), balance=(given := balance.open_tallies(decoder(), SCALE))
+        )
     decoder()(tokens, loss_of(tokens)).backward()
     assert given[1].tally.grad is None
 
@@ -225,14 +227,14 @@ def test_auxiliary_losses_add_to_the_gradient_what_their_formulas_say():
 
     def gradient(scale):
         model.zero_grad()
-        model(tokens, loss_of(tokens), balance=balance.begin(model, scale)).backward()
+        model(tokens, loss_of(tokens), balance=balance.open_tallies(model, scale)).backward()
         return weight.grad.clone()
 
     added = gradient(2 * SCALE) - gradient(0 * SCALE)
 
     def losses():
         with torch.enable_grad():
-            given = balance.begin(model, 0 * SCALE)
+            given = balance.open_tallies(model, 0 * SCALE)
             model(tokens, loss_of(tokens), balance=given).backward()
         uneven, z = given[1].tally.grad[4:].tolist()
         return 0.7 * uneven + 0.3 * z

@@ -185,7 +185,7 @@ def really(run: RunConfig) -> list[Found]:
         rest = mode.peak = mode.now
         mode.sent.clear()
         mode.groups = Real().groups
-        with loop.by_hand():
+        with loop.manual_gc():
             optimizer_step(state, batch, mesh)
     found: list[Any] = [None] * run.layout.world
     dist.all_gather_object(found, Found(rest, mode.peak, mode.sent))

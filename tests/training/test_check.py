@@ -20,11 +20,11 @@ from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import Muon
 from dolmen.recipes import RECIPES
 from dolmen.rl.config import CriticConfig, PPOConfig
-from dolmen.training.checks.evaluation import check_exportable
 from dolmen.training.checks.folder import check_overwrite, check_same_model, check_same_optimizer
+from dolmen.training.checks.run import check_exportable
 from dolmen.training.config import FinishConfig, RunConfig, TrainConfig
-from dolmen.training.resolve import resolve_model, without_microbatch
-from dolmen.training.start import changed_since
+from dolmen.training.resolve import drop_microbatch, resolve_model
+from dolmen.training.start import changes_since
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -229,7 +229,7 @@ def test_a_section_that_a_checkpoint_lacks_has_not_changed(material):
     then = to_dict(material.config())
     del then["adapter"]
     saved = SimpleNamespace(run=then, data={})
-    assert changed_since(saved, run, SimpleNamespace(fingerprint=dict)) == ["train.seed: 0 -> 1"]
+    assert changes_since(saved, run, SimpleNamespace(fingerprint=dict)) == ["train.seed: 0 -> 1"]
 
 
 EXPERTS = {
@@ -244,10 +244,10 @@ def test_a_config_runs_again_at_another_layout(material):
     run = resolve_model(material.config(), 1)
     size = run.train.microbatch_size
     assert size == run.train.global_batch_size
-    assert without_microbatch(run, 1) == run
+    assert drop_microbatch(run, 1) == run
     for layout, batch in ((Layout(dp=2), size), (Layout(dp=1, pp=2), size), (Layout(dp=1), 3)):
         train = replace(run.train, global_batch_size=batch)
-        other = without_microbatch(replace(run, layout=layout, train=train), layout.world)
+        other = drop_microbatch(replace(run, layout=layout, train=train), layout.world)
         assert other.train.microbatch_size is None
     larger = replace(run.train, global_batch_size=2 * size)
-    assert without_microbatch(replace(run, train=larger), 1).train.microbatch_size == size
+    assert drop_microbatch(replace(run, train=larger), 1).train.microbatch_size == size

@@ -24,7 +24,7 @@ from dolmen.ops.recipe import Fp8
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import vocabulary
 from dolmen.parallel.simulation import make_schedule
-from dolmen.training.loop import limit_told
+from dolmen.training.loop import report_recompile_limit
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
 
@@ -163,7 +163,7 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
 def test_programs(name, monkeypatch):
     told = []
-    with limit_told(told.append):
+    with report_recompile_limit(told.append):
         assert programs(CASES[name], monkeypatch) == CASES[name].programs
     # where a program ends inside a function, what compares its shapes is compiled too, of all
     # functions as one
@@ -201,7 +201,7 @@ def test_what_is_compiled_computes_the_same(changed):
 def test_a_run_says_that_the_compiler_has_given_up():
     told = []
     # not monkeypatch, which deletes it afterwards, and with it the limit of all later tests
-    with limit_told(told.append), torch._dynamo.config.patch(recompile_limit=2):
+    with report_recompile_limit(told.append), torch._dynamo.config.patch(recompile_limit=2):
         times = torch.compile(lambda x, n: x * n, backend="eager", dynamic=False)
         for number in range(5):
             assert float(times(torch.ones(()), number)) == number

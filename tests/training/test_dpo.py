@@ -270,7 +270,7 @@ def test_other_kinds(pairs, tmp_path, kind):
     [
         (("--objective.loss-type", "kto"), "use --data.rows completions"),
         (("--data.rows", "completions"), "use --data.rows pairs"),
-        (("--objective.desirable-weight", 2), "are of kto"),
+        (("--objective.desirable-weight", 2), "apply to kto"),
         (("--train.global-batch-size", 3), "a pair takes two sequences"),
         (("--train.microbatch-size", 1), "a pair takes two sequences"),
         (("--data.rows", "chats"), "do not belong together"),
@@ -299,5 +299,5 @@ def test_the_objective_that_is_asked_for(pairs):
 
 
 def test_options_of_dpo_are_of_dpo():
-    with pytest.raises(ValueError, match="is of dpo, and objective.name is tokens"):
+    with pytest.raises(ValueError, match="applies to dpo, and objective.name is tokens"):
         ObjectiveConfig(beta=0.2)

@@ -49,7 +49,7 @@ def left_by(work) -> list:
     before = gc.get_objects()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        with loop.by_hand():
+        with loop.manual_gc():
             work()
             gc.collect()
         return gc.garbage.copy()
@@ -95,10 +95,10 @@ def test_memory_does_not_grow_over_300_steps():
     """
     state = state_of(Layout(recompute="full"), at_once=4, num_hidden_layers=1)
     data, counts = batch(), []
-    with loop.by_hand():
+    with loop.manual_gc():
         for _ in range(300):
             optimizer_step(state, data, SINGLE)
-            loop.collect(state.step)
+            loop.collect_garbage(state.step)
             if state.step % 50 == 0:
                 counts.append(len(gc.get_objects()))
     assert len(counts) == 6 and max(b - a for a, b in pairwise(counts[1:])) < 100, counts
@@ -109,7 +109,7 @@ def test_what_is_collected_when(monkeypatch):
     monkeypatch.setattr(loop.gc, "collect", lambda generation=2: asked.append(generation))
     found = {}
     for step in range(1, 2001):
-        loop.collect(step)
+        loop.collect_garbage(step)
         if asked:
             found[step] = asked.pop()
     assert found == {s: 2 if s % 1000 == 0 else 1 for s in range(50, 2001, 50)}

@@ -6,7 +6,7 @@ from models import Flat
 from dolmen.files import kinds
 from dolmen.files.rows import Tail
 from dolmen.training import balance
-from dolmen.training.history import History
+from dolmen.training.metrics import History
 
 
 def test_rows_stay_whole_after_one_that_was_cut_short(tmp_path):
@@ -59,4 +59,4 @@ def test_loads_are_over_the_mean_of_their_layer():
     tallies = torch.zeros(3, 6, dtype=torch.float64)
     tallies[1] = torch.tensor([4.0, 4, 4, 4, 9, 9])
     tallies[2] = torch.tensor([8.0, 0, 4, 4, 9, 9])
-    assert balance.loads(tree, tallies) == {"1": [1, 1, 1, 1], "2": [2, 0, 1, 1]}
+    assert balance.expert_loads(tree, tallies) == {"1": [1, 1, 1, 1], "2": [2, 0, 1, 1]}

@@ -10,10 +10,10 @@ from tinyrun import dolmen
 from dolmen.cli.runs import parse_run
 from dolmen.optim.config import OptimizerConfig, learning_rate
 from dolmen.recipes.changed import request
-from dolmen.training.checks.length import check_agreement
+from dolmen.training.checks.run import check_agreement
 from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.metrics import read_metrics
-from dolmen.training.resolve import epoch_steps, with_length
+from dolmen.training.resolve import epoch_steps, fill_in_length
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 EACH = 64  # tokens of a step of the tiny run: 4 sequences of 16
@@ -116,10 +116,10 @@ def test_a_length_that_nobody_requested_is_an_epoch():
             return {"a": samples / self.samples}
 
     config = RunConfig(train=TrainConfig(steps=None))
-    assert with_length(config, Loader(100)).train == replace(config.train, epochs=1.0)
-    assert with_length(config, Loader(10)).train == replace(config.train, steps=20)
+    assert fill_in_length(config, Loader(100)).train == replace(config.train, epochs=1.0)
+    assert fill_in_length(config, Loader(10)).train == replace(config.train, steps=20)
     requested = replace(config, train=replace(config.train, tokens=500))
-    assert with_length(requested, Loader(100)) == requested
+    assert fill_in_length(requested, Loader(100)) == requested
 
 
 @pytest.mark.parametrize("said", REFUSED)

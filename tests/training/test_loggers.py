@@ -12,9 +12,9 @@ import pytest
 import tinyrun
 from tinyrun import dolmen, rows
 
-from dolmen.training import loggers
+from dolmen.training import metrics
 from dolmen.training.config import LogConfig
-from dolmen.training.loggers import Guarded, Logged
+from dolmen.training.metrics import Guarded, Logged
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -53,7 +53,7 @@ def test_a_program_that_fails_gets_no_more_and_is_told_once(run, monkeypatch, fa
         made.append(Program(fails))
         return made[0]
 
-    monkeypatch.setitem(loggers.KNOWN, "wandb", make)
+    monkeypatch.setitem(metrics.KNOWN, "wandb", make)
     guarded = Guarded("wandb", run, said.append)
     for step in (1, 2):
         guarded.write({"step": step})
@@ -67,7 +67,7 @@ def test_a_program_that_fails_gets_no_more_and_is_told_once(run, monkeypatch, fa
 
 def test_the_programs_that_are_asked_for():
     assert LogConfig().programs == ("tensorboard",)
-    assert LogConfig(to=("tensorboard,wandb, trackio",)).programs == loggers.PROGRAMS
+    assert LogConfig(to=("tensorboard,wandb, trackio",)).programs == metrics.PROGRAMS
     assert LogConfig(to=("wandb", "wandb,trackio")).programs == ("wandb", "trackio")
     assert LogConfig(to=("none",)).programs == LogConfig(to=()).programs == ()
     for word in ("tensorbord", "none,wandb", ""):
@@ -76,7 +76,7 @@ def test_the_programs_that_are_asked_for():
 
 
 def test_one_that_is_not_installed_is_refused(material, tmp_path, monkeypatch):
-    monkeypatch.setattr(loggers, "find_spec", lambda name: None if name == "wandb" else name)
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None if name == "wandb" else name)
     words = ("train", material.file, "--out", tmp_path / "run", "--log.to", "tensorboard,wandb")
     result = dolmen(*words)
     assert result.code == 2 and result.err.count("\n") == 1 and not (tmp_path / "run").exists()
@@ -109,7 +109,7 @@ def test_wandb_asks_for_no_key(run, monkeypatch, mode, key, step, want):
         Settings=dict,
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    made = loggers.WandB(run._replace(step=step))
+    made = metrics.WandB(run._replace(step=step))
     assert (asked[0]["mode"], asked[0]["resume"]) == want
     assert (asked[0]["project"], asked[0]["id"]) == ("dolmen", run.identity)
     assert ("wandb sync here" in made.told) == (want[0] == "offline")
@@ -120,9 +120,9 @@ def test_wandb_asks_for_no_key(run, monkeypatch, mode, key, step, want):
 def test_a_run_waits_for_no_program(run, monkeypatch):
     """One that hangs as it begins, and whose rows are too many then."""
     go, said = threading.Event(), []
-    monkeypatch.setitem(loggers.KNOWN, "trackio", lambda _: go.wait())
-    monkeypatch.setattr(loggers, "PATIENCE", 0.01)
-    monkeypatch.setattr(loggers, "WAITING", 2)
+    monkeypatch.setitem(metrics.KNOWN, "trackio", lambda _: go.wait())
+    monkeypatch.setattr(metrics, "PATIENCE", 0.01)
+    monkeypatch.setattr(metrics, "WAITING", 2)
     slow, full = (Guarded("trackio", run, said.append) for _ in range(2))
     slow.close()
     for step in range(4):

@@ -26,7 +26,7 @@ from dolmen.parallel.simulation import make_schedule
 from dolmen.training import loop, run
 from dolmen.training.hooks import SKIPS_SCALED
 from dolmen.training.state import LEAST, WINDOW, SpikePolicy, TrainState
-from dolmen.training.step import Metrics, optimizer_step
+from dolmen.training.step import StepMetrics, optimizer_step
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -204,7 +204,7 @@ def skipping(monkeypatch, pattern) -> None:
     """Let step i be told as skipped where pattern(i)."""
     step = loop.optimizer_step
 
-    def told(state, *args) -> Metrics:
+    def told(state, *args) -> StepMetrics:
         return replace(step(state, *args), skipped=bool(pattern(state.step - 1)))
 
     monkeypatch.setattr(loop, "optimizer_step", told)

@@ -19,10 +19,10 @@ from dolmen.data.loader import prepare_loader
 from dolmen.recipes import RECIPES
 from dolmen.training.checks.warn import warnings
 from dolmen.training.config import NewRowsConfig
-from dolmen.training.new_rows import NewRows
+from dolmen.training.evaluate import bits_per_byte
 from dolmen.training.resolve import resolve
 from dolmen.training.run import run_training
-from dolmen.training.validating import bits_per_byte
+from dolmen.training.state import NewRows
 from dolmen.vocabulary import extend
 
 material, one_thread = tinyrun.material, tinyrun.one_thread

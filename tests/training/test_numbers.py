@@ -23,7 +23,7 @@ from dolmen.model.mlp import Router
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel.simulation import make_schedule
 from dolmen.recipes import RECIPES
-from dolmen.training import hooks, report, validating
+from dolmen.training import evaluate, hooks, report
 from dolmen.training import mfu as devices
 from dolmen.training.config import RunConfig
 from dolmen.training.mfu import Peak
@@ -50,12 +50,12 @@ def ran(material, tmp_path_factory):
         time = SimpleNamespace(monotonic=lambda: float(next(clock)), time=lambda: 0.0)
         patch.setattr(hooks, "time", time)
 
-        def evaluate(*args):
+        def slow_loss(*args):
             for _ in range(100):
                 next(clock)
             return validate.mean_loss(*args)
 
-        patch.setattr(validating, "mean_loss", evaluate)
+        patch.setattr(evaluate, "mean_loss", slow_loss)
         patch.setattr(devices, "peak", lambda *_: Peak(MEASURED, PROMISED))
         outcome = run_training(material.config(), out / "run", SINGLE, Console(quiet=True))
     return out / "run", outcome

@@ -28,7 +28,7 @@ from dolmen.ops.kernels import H100, Hardware, Kernels
 from dolmen.optim.optimizer import LossScale, OptimizerConfig, adamw
 from dolmen.parallel.simulation import make_schedule
 from dolmen.training.state import TrainState
-from dolmen.training.step import Metrics, optimizer_step
+from dolmen.training.step import StepMetrics, optimizer_step
 
 aten = torch.ops.aten
 WAITS = {
@@ -207,7 +207,7 @@ def test_a_signal_is_told_with_the_other_numbers(monkeypatch):
 def test_one_kernel_and_a_loop_are_the_same_step(monkeypatch):
     """fp32, to the rounding of a product: grouped_mm adds in another order."""
 
-    def told(kernels: Kernels) -> list[Metrics]:
+    def told(kernels: Kernels) -> list[StepMetrics]:
         state = made(Case(1, SPARSE, kernels=kernels), SINGLE, monkeypatch)
         return [optimizer_step(state, batch(i), SINGLE) for i in range(3)]
 

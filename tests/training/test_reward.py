@@ -19,7 +19,7 @@ from dolmen.families import made, scored
 from dolmen.model.spec import Scalar
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.serving import engine
-from dolmen.training import calibration
+from dolmen.training import evaluate
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -150,17 +150,17 @@ def test_calibration():
     """
     none = dict.fromkeys([f"{kind} {i}" for kind in ("sure", "right") for i in range(10)], 0.0)
     told = {**none, "sure 0": 0.5, "right 0": 0.25, "sure 9": 0.5, "right 9": 0.5}
-    found = calibration.Calibration.of(told)
+    found = evaluate.Calibration.from_metrics(told)
     assert found.error == pytest.approx(0.5 * (0.525 - 0.5) + 0.5 * (1 - 0.975))
-    assert calibration.rest({**told, "accuracy": 0.75}) == {"accuracy": 0.75}
+    assert evaluate.without_bins({**told, "accuracy": 0.75}) == {"accuracy": 0.75}
 
 
 def test_options_of_rewards():
     assert (
         ObjectiveConfig(name="reward", margin=0.5, center_rewards_coefficient=0.1).rows == "pairs"
     )
-    with pytest.raises(ValueError, match="is of reward models and of simpo"):
+    with pytest.raises(ValueError, match="applies to reward models and simpo"):
         ObjectiveConfig(name="dpo", margin=0.5)
-    with pytest.raises(ValueError, match="compares with no other model"):
+    with pytest.raises(ValueError, match="has no reference model"):
         ObjectiveConfig(name="dpo", loss_type="orpo", reference="x")
     assert scored(made("llama", {})).tree.head == Scalar()

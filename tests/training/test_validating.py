@@ -10,8 +10,8 @@ import tinyrun
 from dolmen.core.mesh import SINGLE
 from dolmen.evaluation.validate import Losses
 from dolmen.objectives.objective import CrossEntropy
-from dolmen.training import validating
-from dolmen.training.validating import Apart, Validator
+from dolmen.training import evaluate
+from dolmen.training.evaluate import SourceValidation, Validator
 
 material = tinyrun.material
 
@@ -23,12 +23,12 @@ def validator(material, tmp_path, monkeypatch):
     """Measures the losses that it is given, one after another."""
     losses = []
     monkeypatch.setattr(
-        validating, "mean_loss", lambda *_: Losses(loss := losses.pop(0), 64, 64 * loss)
+        evaluate, "mean_loss", lambda *_: Losses(loss := losses.pop(0), 64, 64 * loss)
     )
     monkeypatch.setattr(
-        validating,
-        "measured",
-        lambda *given: Apart(before=BEFORE if not given[0].step else given[4]),
+        evaluate,
+        "validate_sources",
+        lambda *given: SourceValidation(before=BEFORE if not given[0].step else given[4]),
     )
     run = material.config()
     run = replace(run, log=replace(run.log, validate_sources=True, validation_tokens=0))

@@ -33,7 +33,7 @@ def check_rollout(resolved: ResolvedRun) -> None:
     """
     run = resolved.config
     rewarded = bool(run.reward) or (run.objective.name == "grpo" and run.rollout.distills)
-    asked = [run.objective.draws, run.data.rows == "prompts", rewarded]
+    asked = [run.objective.uses_rollouts, run.data.rows == "prompts", rewarded]
     if not any(asked):
         if run.environment is not None:
             raise ValueError(f"environment is {run.environment}: use dolmen train grpo, or ppo")

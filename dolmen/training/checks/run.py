@@ -1,11 +1,234 @@
-"""Which rules a run is checked by, in order: before any process starts and before anything is
-written.
+"""Rules that every run is checked by, in order, before any process starts and before anything is
+written: length, loss, layout, precision, evaluation, export. The rules on models and on rollouts
+are in modules of their own.
+
+Validation is the second of three steps:
+
+    resolve     opens each model once and fills in what the options leave open   training/resolve.py
+    validate    pure functions of the resolved values; opens and writes nothing  training/checks/
+    run         trains; assumes that every rule here holds                       training/run.py
+
+So a rule is stated once, where all values are known, and no later code repeats it. `validate` is
+for a run; `validate_computation` is the part that a dry run can check too, which has a model and a
+layout but neither data nor initial weights. The output folder is checked separately
+(checks/folder.py): a dry run has none.
 """
 
-from dolmen.training import loggers
-from dolmen.training.checks import evaluation, length, model, objective, precision, rollout
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dolmen.conversion import hf_export
+from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.evaluation import tasks
+from dolmen.evaluation.config import DuringConfig
+from dolmen.model.spec import Head, Scalar, Tree, check_rounding, check_tokens
+from dolmen.serving.generation import encode
+from dolmen.training import folder, metrics
+from dolmen.training.checks import model, rollout
 from dolmen.training.config import RunConfig
+from dolmen.training.evaluate import read_prompts
 from dolmen.training.resolve import ResolvedRun
+
+
+def check_finish(config: RunConfig) -> None:
+    """Raises ValueError for what cannot be done with the model at the end, or while it trains."""
+    model, finish, tree = config.known_model, config.finish, config.tree
+    if finish.export:
+        check_exportable(config)
+    if (finish.verify or finish.sample is not None) and not finish.export:
+        raise ValueError(
+            "finish.verify and finish.sample read the exported model: set --finish.export too"
+        )
+    if tree.both_ways and (finish.sample is not None or finish.compressors):
+        option = "compressors" if finish.sample is None else "sample"
+        raise ValueError(
+            f"finish.{option} is for models that predict the next token, and {model.model_type} "
+            "fills in masked ones: leave it out"
+        )
+    if config.evaluate.asked and (tree.both_ways or not isinstance(tree.head, Head)):
+        raise ValueError(
+            f"evaluate.tasks and samples are for models that predict the next token, and "
+            f"{model.model_type} does not: leave them out"
+        )
+    if isinstance(tree.head, Scalar) and (finish.verify or finish.sample is not None):
+        raise ValueError(
+            "finish.verify and finish.sample are of models that predict tokens, and a reward "
+            "model ends in one number: leave them out"
+        )
+
+
+def check_exportable(config: RunConfig) -> None:
+    """Raises ValueError where a config.json cannot say what is trained."""
+    hf_export.check_expressible(config.known_model, config.train.training.applied(config.tree))
+
+
+def check_evaluation(config: RunConfig, tokenizer: PreTrainedTokenizer) -> None:
+    """Raises ValueError, before the run begins, for prompts that the model cannot take, and tasks
+    that are not known.
+    """
+    options, model = config.evaluate, config.known_model
+    if options.tasks is not None:
+        tasks.check(options)
+    if options.samples is None:
+        return
+    for number, prompt in enumerate(read_prompts(options.samples), 1):
+        check_prompt(model.tree, options, number, encode(tokenizer, prompt, model))
+
+
+def check_prompt(tree: Tree, options: DuringConfig, number: int, tokens: Sequence[int]) -> None:
+    """Raises ValueError where a prompt and its new tokens are more than the model reads."""
+    most = tree.max_position_embeddings
+    if len(tokens) + options.max_new_tokens > most:
+        raise ValueError(
+            f"--evaluate.samples {options.samples}: prompt {number} has {len(tokens):,} tokens, "
+            f"with {options.max_new_tokens} new ones more than the model's "
+            f"max_position_embeddings ({most}): shorten it, or set a smaller "
+            "--evaluate.max-new-tokens"
+        )
+
+
+def check_layout(config: RunConfig) -> None:
+    """Raises ValueError for a layout that the model or the batch cannot have."""
+    batch, microbatch = config.train.global_batch_size, config.microbatch_size
+    config.layout.check(config.tree, config.sequence_length, batch, microbatch)
+    if config.layout.make_schedule(batch, microbatch).splits_backward:
+        config.refuse_compiled()
+
+
+def check_precision(config: RunConfig) -> None:
+    """Raises ValueError, with the numbers, where the arithmetic cannot be as requested: Muon would
+    round float64, no product is left to round, or the layout cuts what shares a scale.
+    """
+    if config.optimizer.muon.dtype == "bfloat16" and config.train.dtype == "float64":
+        raise ValueError(
+            "optimizer.muon.dtype bfloat16 keeps 8 bits of the 53 of train.dtype float64: use "
+            "--optimizer.muon.dtype float32, which of float64 rounds nothing"
+        )
+    recipe, layout = config.training.fp8, config.layout
+    if recipe is None:
+        return
+    specs = config.trained.leaves
+    if all(spec.fp8 is None for spec in specs.values()):
+        fp8 = config.train.fp8
+        raise ValueError(
+            f"train.fp8.first-layers ({fp8.first_layers}) and train.fp8.last-layers "
+            f"({fp8.last_layers}) leave none of the {config.tree.layers} layers: set fewer, "
+            "or leave out --train.precision"
+        )
+    check_rounding(specs, {"tp": layout.tp})
+    length = config.sequence_length
+    local = config.microbatch_size * length // layout.cp
+    tokens = {}
+    if layout.cp > 1:
+        tokens[f"layout.cp ({layout.cp})"] = length // (2 * layout.cp)
+    if (layout.dp or 1) > 1:
+        tokens[f"layout.dp ({layout.dp})"] = local
+    if layout.sequence_parallel and layout.tp > 1:
+        tokens[f"layout.tp ({layout.tp}) with sequence parallelism"] = local // layout.tp
+    check_tokens(recipe, tokens)
+
+
+def check_length(config: RunConfig) -> None:
+    """Raises ValueError for a sequence that is longer than the model's, for two options that say
+    different things of the length of the run or of its warm-up, and for a step to be profiled that
+    never comes.
+    """
+    config.check_length()
+    check_agreement(config)
+    if config.steps is not None:
+        check_profile(config, config.steps)
+
+
+def check_agreement(config: RunConfig) -> None:
+    """Raises ValueError, with the numbers, where two options say different things of how long the
+    run or its warm-up is.
+    """
+    train, optimizer, each = config.train, config.optimizer, config.tokens_per_step
+    a_step = (
+        f"a step has {each:,} tokens ({train.global_batch_size} sequences of "
+        f"{config.sequence_length})"
+    )
+    if train.epochs is not None and (train.steps is not None or train.tokens is not None):
+        other = "tokens" if train.steps is None else "steps"
+        raise ValueError(
+            f"train.epochs ({train.epochs:g}) and train.{other} ({getattr(train, other):,g}) each "
+            f"say how long the run is: leave one out, or set --train.{other} None"
+        )
+    if train.steps is not None and train.tokens is not None:
+        steps = replace(config, train=replace(train, steps=None)).steps
+        if steps != train.steps:
+            raise ValueError(
+                f"train.steps is {train.steps:,}, and train.tokens ({train.tokens:,g}) are "
+                f"{steps:,}: {a_step}; leave one out, or set --train.steps {steps}"
+            )
+    if optimizer.warmup_steps and optimizer.warmup_tokens is not None:
+        if config.warmup_steps != optimizer.warmup_steps:
+            raise ValueError(
+                f"optimizer.warmup-steps is {optimizer.warmup_steps:,}, and "
+                f"optimizer.warmup-tokens ({optimizer.warmup_tokens:,g}) are "
+                f"{config.warmup_steps:,g}: {a_step}; leave one out, or set "
+                "--optimizer.warmup-steps 0"
+            )
+
+
+def check_profile(config: RunConfig, steps: int) -> None:
+    """Raises Unusable where a run of so many steps never comes to the one to be profiled."""
+    if config.log.profile is not None and config.log.profile > steps:
+        raise folder.Unusable(
+            f"log.profile ({config.log.profile}) is over the run's {steps} steps: use "
+            f"--log.profile {steps} or less, or --train.steps {config.log.profile} or more"
+        )
+
+
+def check_objective(resolved: ResolvedRun) -> None:
+    """Raises ValueError where the objective, the data and the model do not belong together."""
+    config = resolved.config
+    objective, rows = config.objective, config.data.rows
+    wanted = objective.rows or (rows if rows in ("text", "chats") else "chats")
+    if rows != wanted:
+        kind = f" of type {objective.loss_type}" if objective.name == "dpo" else ""
+        raise ValueError(
+            f"objective.name {objective.name}{kind} and data.rows {rows} do not belong together: "
+            f"use --data.rows {wanted}, or another objective"
+        )
+    if objective.name != "reward" and isinstance(config.tree.head, Scalar):
+        raise ValueError(
+            f"objective.name {objective.name} is of tokens, and the model ends in one number, as a "
+            "reward model does: use --objective.name reward, or start from another --init"
+        )
+    check_reference(resolved)
+    if rows in ("pairs", "completions"):
+        check_pairs(config)
+
+
+def check_pairs(config: RunConfig) -> None:
+    """Raises ValueError for batches that would cut a pair of completions, and for a preference loss
+    on a random model.
+    """
+    batch = config.train.global_batch_size // (config.layout.dp or 1)
+    if batch % 2 or config.microbatch_size % 2:
+        raise ValueError(
+            f"a pair takes two sequences, and a process has {batch} of them "
+            f"({config.microbatch_size} at once): use an even --train.global-batch-size per "
+            "process, and an even --train.microbatch-size"
+        )
+    if config.objective.name == "dpo" and config.init is None:
+        raise ValueError(
+            "objective.name dpo is learned from completions, and a random model writes none: give "
+            "--init"
+        )
+
+
+def check_reference(resolved: ResolvedRun) -> None:
+    """Raises ValueError for a reference model with another vocabulary."""
+    if resolved.reference is None:
+        return
+    own, other = resolved.config.tree.vocab_size, resolved.reference.tree.vocab_size
+    if other != own:
+        raise ValueError(
+            f"objective.reference {resolved.config.objective.reference} has a vocab_size of "
+            f"{other:,}, the model {own:,}: give a reference of the same tokens"
+        )
 
 
 def validate(resolved: ResolvedRun) -> None:
@@ -23,20 +246,20 @@ def validate_computation(resolved: ResolvedRun) -> None:
     all that a dry run checks.
     """
     config = resolved.config
-    evaluation.check_finish(config)
+    check_finish(config)
     if config.tree.blanks is not None:
         config.tree.blanks.check()
-    length.check_length(config)
+    check_length(config)
     rollout.check_rollout(resolved)
     rollout.check_ppo(resolved)
-    objective.check_objective(resolved)
-    precision.check_layout(config)
-    precision.check_precision(config)
+    check_objective(resolved)
+    check_layout(config)
+    check_precision(config)
 
 
 def check_programs(config: RunConfig) -> None:
     """Raises ValueError where a program that is to get numbers is not installed."""
-    if lacking := loggers.missing(config.log.programs):
+    if lacking := metrics.missing(config.log.programs):
         raise ValueError(
             f"log.to has {lacking[0]}, which is not installed: pip install 'dolmen[log]', or leave "
             "it out of --log.to"

@@ -12,7 +12,7 @@ from dolmen.evaluation.config import DuringConfig
 from dolmen.files import kinds
 from dolmen.files.rows import Tail
 from dolmen.model.layout import Layout
-from dolmen.training import judged
+from dolmen.training import evaluate
 from dolmen.training.metrics import read_metrics
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -52,9 +52,9 @@ def samples(out):
 )
 def test_what_cannot_write_is_judged_in_a_layout_that_can(material, layout, apart, monkeypatch):
     """Tasks write too, with no samples asked."""
-    monkeypatch.setattr(judged, "GenerationModel", lambda *given, **options: "another")
+    monkeypatch.setattr(evaluate, "GenerationModel", lambda *given, **options: "another")
     run = replace(material.config(), layout=layout, evaluate=DuringConfig(tasks="choice"))
-    assert judged._drawing(run, SINGLE) == ("another" if apart else None)
+    assert evaluate._make_generator(run, SINGLE) == ("another" if apart else None)
 
 
 def test_scores_and_samples_are_written_and_training_is_the_same(material, asked, tmp_path):

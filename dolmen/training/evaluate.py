@@ -1,0 +1,390 @@
+"""Validation and evaluation of a run while it trains:
+
+    Validator        loss on the validation split, of all text and per source      metrics.jsonl
+    Calibration      of a reward model, how confident it is and how often right    calibration.png
+    RunEvaluator     task scores, and samples after a few prompts                  samples.jsonl
+
+    {"step": 100, "prompt": "def main(", "text": "argv):\n    ...", "tokens": 4096, "time": 1.7e9}
+
+Every rank takes part, in any layout; neither the random numbers nor the parameters of training are
+touched, so a run with evaluation has the losses of one without, to the bit. A layout that cannot
+generate (sequences split over cp, several stages per rank) lends its weights to a model that can
+(rl/generation.py) for the time of the evaluation.
+
+Per source, losses are also given in bits per byte, as tokenizers split text differently, and beside
+what they were before the first step: what an old language loses while a new one is learned.
+
+Calibration compares confidence, sigmoid(|difference of scores|), with accuracy, in bins of
+validation pairs (Guo et al., 1706.04599):
+
+    right  1.0 |            /o      o    each mark is a bin, as large as the number of its pairs
+           0.8 |       o /           /    diagonal: right as often as confident
+           0.5 | o /_____________
+               0.5          1.0  confident
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from dolmen.checkpoint.saved import Validation
+from dolmen.core.mesh import Mesh
+from dolmen.data.batch import Batch
+from dolmen.data.batches import HeldOutRows, Loader
+from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.evaluation import tasks, texts
+from dolmen.evaluation.perplexity import Loaded
+from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
+from dolmen.files import gate, write
+from dolmen.launch.watch import Watch
+from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective
+from dolmen.objectives.preference import meaningful_metrics
+from dolmen.objectives.reward import BINS, CalibratedRewardLoss, PairwiseRewardLoss
+from dolmen.optim.optimizer import DTYPES
+from dolmen.rl.generation import GenerationModel
+from dolmen.serving.generation import encode
+from dolmen.serving.sampling_params import SamplingParams
+from dolmen.training import folder
+from dolmen.training.config import RunConfig
+from dolmen.training.start import on_first_rank
+from dolmen.training.state import TrainState
+
+SAMPLES = "samples.jsonl"
+LARGEST = 2**20  # bytes of a file of prompts
+
+
+class RunEvaluator:
+    """Of one run."""
+
+    def __init__(self, run: RunConfig, tokenizer: PreTrainedTokenizer, mesh: Mesh, out: Path):
+        self.config, self.tokenizer, self.mesh = run.evaluate, tokenizer, mesh
+        self.prompts: list[str] = []
+        self.file = None
+        if self.config.samples is not None:
+            file = self.config.samples
+            self.prompts = on_first_rank(mesh, lambda: read_prompts(file))
+            if mesh.first:
+                folder.claim(out, SAMPLES)
+                self.file = write.append(out / SAMPLES)
+        self.generator = _make_generator(run, mesh)
+        self.prompt_tokens = [encode(tokenizer, prompt, run.known_model) for prompt in self.prompts]
+
+    def scores(self, state: TrainState) -> dict[str, float]:
+        """`tasks/TASK/METRIC` -> number, the same on every rank."""
+        if not self.config.names:
+            return {}
+        with self._generating_model(state) as loaded:
+            result = tasks.scores(loaded, self.tokenizer, self.config)
+        return {
+            f"tasks/{task}/{name.removesuffix(',none')}": value
+            for task, numbers in result.items()
+            for name, value in numbers.items()
+        }
+
+    def samples(self, state: TrainState) -> list[str]:
+        """What follows each prompt, which is written too."""
+        if not self.prompt_tokens:
+            return []
+        config = self.config
+        options = SamplingParams(
+            config.temperature,
+            max_new_tokens=config.max_new_tokens,
+            stop=() if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,),
+        )
+        with self._generating_model(state) as loaded:
+            result = texts.continued(
+                loaded, self.tokenizer, self.prompt_tokens, options, seed=config.seed
+            )
+        if self.file is not None:
+            describe_source = {"tokens": state.tokens, "time": time.time()}
+            for prompt, text in zip(self.prompts, result, strict=True):
+                row = {"step": state.step, "prompt": prompt, "text": text, **describe_source}
+                self.file.write(json.dumps(row) + "\n")
+        return result
+
+    @contextmanager
+    def _generating_model(self, state: TrainState) -> Iterator[Loaded]:
+        """The model that is trained, where it lies; or its values, where it writes."""
+        if self.generator is None:
+            yield Loaded(state.model, self.mesh, state.schedule)
+            return
+        generator = self.generator
+        try:
+            yield Loaded(generator.load_weights(state.model), generator.mesh, generator.schedule)
+        finally:
+            generator.release()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def _make_generator(run: RunConfig, mesh: Mesh) -> GenerationModel | None:
+    """In tp and pp of training, with one stage per rank, and all of a text on each rank; None where
+    training's own layout is that.
+    """
+    layout = run.layout
+    if layout.virtual_stages == 1 and layout.cp == 1:
+        return None
+    training = replace(run.training, dropout=0.0, fp8=None)
+    dtype = DTYPES[run.train.dtype]
+    return GenerationModel(run.tree, training, mesh, layout.tp, dtype, layout.pp, released=True)
+
+
+def read_prompts(file: str) -> list[str]:
+    """One per line; empty lines are none. Raises ValueError for a file that has none."""
+    prompts = [line for line in gate.read_text(file, LARGEST).splitlines() if line.strip()]
+    if not prompts:
+        raise ValueError(f"--evaluate.samples {file}: no line has a prompt")
+    return prompts
+
+
+CALIBRATION_FILE = "calibration.png"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Shares of all pairs, by bins of how sure the model is, from 1 / 2 to 1."""
+
+    confident: tuple[float, ...]
+    """In each bin."""
+    right: tuple[float, ...]
+    """In each bin, and preferred as in the data."""
+
+    @classmethod
+    def from_metrics(cls, metrics: Mapping[str, float]) -> "Calibration":
+        """From those that objectives.reward.CalibratedRewardLoss names."""
+        confident, right = (
+            [metrics[f"{name} {i}"] for i in range(BINS)] for name in ("sure", "right")
+        )
+        return cls(tuple(confident), tuple(right))
+
+    @property
+    def error(self) -> float:
+        """The mean over pairs of how far a bin's share of right ones is from its middle: the
+        expected calibration error, of the middle in the place of a bin's mean.
+        """
+        return sum(
+            abs(right - confident * bin_middle(i))
+            for i, (confident, right) in enumerate(zip(self.confident, self.right, strict=True))
+        )
+
+
+def bin_middle(index: int) -> float:
+    """How sure the model is in the middle of a bin."""
+    return 0.5 + (index + 0.5) / (2 * BINS)
+
+
+def without_bins(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Those that are of no bin."""
+    return {n: value for n, value in metrics.items() if not n.startswith(("sure ", "right "))}
+
+
+def plot_calibration(calibration: Calibration, accuracy: float, title: str) -> bytes:
+    """A PNG."""
+    # half a second to import, for one rank
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2, 5), dpi=120)
+    axis = figure.subplots()
+    figure.subplots_adjust(left=0.13, right=0.96, bottom=0.11, top=0.9)
+    axis.plot([0.5, 1], [0.5, 1], color="#7a9e7e", linestyle="--", linewidth=1)
+    bins = [i for i, share in enumerate(calibration.confident) if share > 0]
+    axis.scatter(
+        [bin_middle(i) for i in bins],
+        [calibration.right[i] / calibration.confident[i] for i in bins],
+        s=[30 + 600 * calibration.confident[i] for i in bins],
+        color="#1f4e8c",
+        alpha=0.75,
+    )
+    axis.set(
+        xlabel="how sure the model is of the answer that it prefers",
+        ylabel="how often it is right",
+        xlim=(0.48, 1.02),
+        ylim=(-0.03, 1.03),
+    )
+    axis.set_title(
+        f"{title}\naccuracy {accuracy:.3f}, calibration error {calibration.error:.3f}", size=9
+    )
+    axis.grid(alpha=0.25)
+    image = BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+@dataclass(frozen=True)
+class SourceValidation:
+    """A validation of each source, by its name."""
+
+    losses: dict[str, float] = field(default_factory=dict)
+    """Nats per predicted token."""
+    per_byte: dict[str, float] = field(default_factory=dict)
+    """Bits per byte; of a source whose bytes nobody knows there are none."""
+    before: dict[str, float] = field(default_factory=dict)
+    """Bits per byte before the first step."""
+
+    def row(self) -> dict[str, float]:
+        """For metrics.jsonl."""
+        losses = {f"val_loss/{name}": value for name, value in self.losses.items()}
+        return losses | {
+            f"val_bits_per_byte/{name}": value for name, value in self.per_byte.items()
+        }
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        return [
+            describe_source(name, loss, self.per_byte.get(name), self.before.get(name))
+            for name, loss in self.losses.items()
+        ]
+
+
+def describe_source(name: str, loss: float, per_byte: float | None, before: float | None) -> str:
+    """A line of a source; what is None is not known, or no news."""
+    line = f"{loss:.4f} on {name}"
+    if per_byte is not None:
+        line += f", {per_byte:.4f} bits per byte"
+        line += "" if before in (None, per_byte) else f" (before the first step {before:.4f})"
+    return line
+
+
+def validate_sources(
+    state: TrainState,
+    loader: Loader,
+    mesh: Mesh,
+    most: int | None,
+    before: Mapping[str, float],
+    through: Callable[[Iterable[Batch]], Iterable[Batch]],
+) -> SourceValidation:
+    """Each source's own validation, of at most so many windows; before the first step it is what
+    later ones are compared with. Every rank calls it. `through`: what batches go through.
+    """
+    losses, every = {}, loader.held_apart
+    for name, held in every.items():
+        batches = loader.validation_batches(most, mesh.dp.rank, mesh.dp.size, held)
+        losses[name] = mean_loss(state.model, through(batches), mesh, state.schedule).loss
+    per_byte = bits_per_byte(losses, every) if loader.cloze is None else {}
+    result = SourceValidation(losses, per_byte, dict(before))
+    return result if state.step else replace(result, before=per_byte)
+
+
+def bits_per_byte(losses: Mapping[str, float], held: Mapping[str, HeldOutRows]) -> dict[str, float]:
+    """Of each source whose bytes are known: its nats per token times its tokens per byte, which are
+    those of all its held-out text; so it is exact where all of it was read.
+    """
+    return {
+        name: loss * held[name].tokens / size / math.log(2)
+        for name, loss in losses.items()
+        if (size := held[name].bytes)
+    }
+
+
+Through = Callable[[Iterable[Batch]], Iterable[Batch]]
+
+
+class Validator:
+    """Measures a run on its held-out text. `last` is the last validation there was, `kept` the last
+    whose loss was finite, which checkpoints keep: it knows what was measured before the first step.
+    """
+
+    def __init__(self, run: RunConfig, loader: Loader, mesh: Mesh, out: Path, watch: Watch):
+        self.run, self.loader, self.mesh, self.out = run, loader, mesh, out
+        self.watch = watch
+        self.last: Validation | None = None
+        self.kept: Validation | None = None
+
+    def begin(self, saved: Validation | None) -> None:
+        """With that of the run which goes on."""
+        self.last = self.kept = saved
+
+    def measure(self, state: TrainState) -> tuple[dict[str, Any], list[str]]:
+        """What metrics.jsonl gets of it, and what a person is told. Every rank calls it; before the
+        first step it is what later ones are compared with.
+        """
+        most = self.most(state)
+        through = partial(self.watch.through, phase="validate", patient=not state.step)
+        batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
+        objective = validation_objective(state.objective)
+        result = mean_loss(state.model, through(batches), self.mesh, state.schedule, objective)
+        shown = without_bins(result.metrics)
+        if len(shown) < len(result.metrics):
+            shown["calibration_error"] = self._write_calibration(result.metrics)
+        for name in {*objective.names} - {*meaningful_metrics(objective, state.updates)}:
+            del shown[name]
+        loss, tokens = result.loss, result.tokens
+        each = self._validate_sources(state, most, through)
+        held = self.loader.validation_tokens
+        size = self.loader.validation_bytes
+        bits = result.bits_per_byte(size) if tokens == held and size is not None else None
+        self.last = Validation(
+            state.step, loss, tokens, held, bits, each.losses, each.per_byte, each.before
+        )
+        if math.isfinite(loss):
+            self.kept = self.last
+        row = {
+            "step": state.step,
+            "val_loss": loss,
+            "val_tokens": tokens,
+            "tokens": state.tokens,
+            **each.row(),
+            **{f"val_{name}": value for name, value in shown.items()},
+        }
+        part = "" if tokens == held else f" of {held:,}"
+        why = ""
+        if part and state.step == state.steps and self.loader.cloze is None:
+            why = "; a short run reads no more, --log.validation-tokens 0 reads all"
+        more = "".join(f", {name} {value:.4f}" for name, value in shown.items())
+        first = (
+            f"step {state.step}: validation loss {loss:.4f}{more} on {tokens:,}{part} "
+            f"{self.loader.unit}s{why}"
+        )
+        return row, [first, *(f"  {line}" for line in each.lines())]
+
+    def most(self, state: TrainState) -> int | None:
+        """Windows of held-out text that a validation at this step reads at most; None: all. The
+        last one reads as many tokens as the run has trained on, if those are more than the usual,
+        and one before the first step as the last one will.
+        """
+        tokens, length = self.run.log.validation_tokens, self.run.sequence_length
+        if tokens == 0:
+            return None
+        if state.step in (0, state.steps):
+            trained = state.tokens if state.step else self.loader.first(state.steps) * length
+            return -(-max(tokens, trained) // length)
+        return max(1, tokens // length)
+
+    def _validate_sources(
+        self, state: TrainState, most: int | None, through: Through
+    ) -> SourceValidation:
+        if not self.run.log.validate_sources:
+            return SourceValidation()
+        before = {} if self.last is None else self.last.sources_before
+        return validate_sources(state, self.loader, self.mesh, most, before, through)
+
+    def _write_calibration(self, result: Mapping[str, float]) -> float:
+        """The picture of how sure a reward model is; its error."""
+        made = Calibration.from_metrics(result)
+        if self.mesh.first:
+            folder.claim(self.out, CALIBRATION_FILE)
+            title = f"{self.run.name}: held-out pairs"
+            image = plot_calibration(made, result["accuracy"], title)
+            write.replace(self.out / CALIBRATION_FILE, image)
+        return made.error
+
+
+def validation_objective(objective: Objective) -> Objective:
+    """Of text each token once, whatever it weighs, and of an encoder those that are masked; of
+    pairs what is trained to, and how sure a reward model is.
+    """
+    match objective:
+        case PairwiseRewardLoss():
+            return CalibratedRewardLoss(objective.center, objective.margin)
+        case CrossEntropy() | MaskedLM():
+            return NEXT_TOKEN
+    return objective
