@@ -12,11 +12,11 @@ import pytest
 from test_house import files, nodes
 
 LIMITS = {
-    "fragments": 969,
-    "participles": 235,
-    "prepositions": 164,
-    "shared class names": 173,
-    "private words": 1084,
+    "fragments": 900,
+    "participles": 209,
+    "prepositions": 151,
+    "shared class names": 166,
+    "private words": 940,
 }
 FRAGMENTS = set(
     """of what that those as with by in whether which where whose on from between behind

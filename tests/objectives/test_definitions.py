@@ -308,7 +308,7 @@ REFUSED = {
         DPO(),
         1,
         {"labels": torch.where(torch.arange(4)[:, None] == 2, IGNORED, GIVEN.labels)},
-        "sequence 2 of a batch of pairs has no token",
+        "sequence 2 of a batch of pairs has no completion",
     ),
     "no weight": (
         CrossEntropy(),

@@ -528,7 +528,7 @@ REFUSED = {
     "no beta": (lambda: preference.DPO(beta=0.0), "beta is 0.0"),
     "no lengths of what is chosen": (
         lambda: preference.dpo(CHOSEN, REJECTED, FIRST, SECOND, rpo_alpha=1.0),
-        "rpo_alpha is of a mean over tokens",
+        "rpo_alpha needs a mean over tokens",
     ),
 }
 
