@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dolmen.checkpoint.saved import SavedCritic
 from dolmen.conversion.checkpoint import CRITIC
-from dolmen.core import state
+from dolmen.core.state import local_view, region
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
 from dolmen.objectives.objective import CrossEntropy, Objective, check
@@ -72,8 +72,8 @@ class NewRows:
             if p.grad is None:
                 continue
             if leaves[name].of_vocabulary:
-                old = max(0, self.first - state.region(p)[0].start)  # rows of this rank
-                state.local_view(p.grad)[:old].zero_()
+                old = max(0, self.first - region(p)[0].start)  # rows of this rank
+                local_view(p.grad)[:old].zero_()
             else:
                 p.grad = None
 
@@ -96,7 +96,7 @@ def reset_optimizer(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             for kind in group["kinds"]:
-                state.local_view(optimizer.state[p][kind]).zero_()
+                local_view(optimizer.state[p][kind]).zero_()
     optim.set_step(optimizer, 0)
 
 

@@ -24,7 +24,8 @@ from dolmen.evaluation.config import DuringConfig
 from dolmen.model.spec import Head, Scalar, Tree, check_rounding, check_tokens
 from dolmen.serving.generation import encode
 from dolmen.training import folder, metrics
-from dolmen.training.checks import model, rollout
+from dolmen.training.checks import rollout
+from dolmen.training.checks.model import check_adapter, check_init, check_moments, check_new_rows
 from dolmen.training.config import RunConfig
 from dolmen.training.evaluate import read_prompts
 from dolmen.training.resolve import ResolvedRun
@@ -234,11 +235,11 @@ def check_reference(resolved: ResolvedRun) -> None:
 def validate(resolved: ResolvedRun) -> None:
     """Raises ValueError or KeyError for a run that cannot be trained."""
     validate_computation(resolved)
-    model.check_adapter(resolved.config)
+    check_adapter(resolved.config)
     check_programs(resolved.config)
-    model.check_init(resolved)
-    model.check_moments(resolved)
-    model.check_new_rows(resolved)
+    check_init(resolved)
+    check_moments(resolved)
+    check_new_rows(resolved)
 
 
 def validate_computation(resolved: ResolvedRun) -> None:
