@@ -409,7 +409,7 @@ def test_private_names_of_torch_have_one_place():
 # Where tensors are of the device, and which calls wait for it: the values of one, a result as large
 # as values say, a copy to it. `.to(device)` is seen by its argument.
 COMPUTE = ("ops/", "parallel/", "model/", "optim/", "training/step.py", "training/loop.py")
-COMPUTE += ("training/balance.py", "training/gradients.py", "evaluation/validate.py")
+COMPUTE += ("training/balance.py", "evaluation/validate.py")
 COMPUTE += ("data/batch.py",)
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "bincount", "unique", "equal")
 WAITS += ("unique_consecutive", "masked_select", "synchronize", "one_hot", "is_nonzero")
@@ -419,7 +419,7 @@ HOST = {  # calls that touch the host's own tensors alone
     "ops/rope.py": {"tolist"},  # PositionIds.of the host's ids
     "ops/attention/reference.py": {"to"},  # for tests
     "data/batch.py": {"numpy", "tolist"},  # of a batch on the CPU
-    "training/gradients.py": {"to"},  # Batch.to
+    "training/step.py": {"to"},  # Batch.to
     "evaluation/validate.py": {"to"},  # Batch.to
 }
 
