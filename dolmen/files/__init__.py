@@ -1,0 +1,18 @@
+"""Files from outside, read within bounds, and files of ours, written whole or not at all.
+
+Reading
+    gate.py                 the one gate: size, depth and UTF-8, then a schema
+    schema.py, kinds.py     a language for what a file may hold; what each kind holds
+    yaml_values.py          YAML from parser events, without recursion
+    pickles.py              the restricted unpickler
+    torch_files.py          files of torch.save, one tensor in memory
+    safetensors.py          safetensors folders, streamed
+    tokenizer_files.py      tokenizer files, checked before transformers reads them
+    sentencepiece_model.py  tokenizer.model
+    indexed.py              Megatron's .bin and .idx
+    rows.py                 files of rows that are read while they grow
+    window.py               a part of a file, as a file
+    limited.py              Python in a process with limits of time and memory
+Writing
+    write.py                atomic writes, through no link
+"""

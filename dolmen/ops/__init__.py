@@ -1,0 +1,13 @@
+"""Mathematics on local tensors, without torch.distributed.
+
+kernels.py       which kernels a model computes with, chosen once at build
+attention/       attention: its interface, our blocks, FlashAttention and cuDNN, decoding
+rope.py          position ids and rotary embeddings
+norm.py          RMSNorm with its backward
+elementwise.py   activations, dropout by hashes, accumulation in a wider dtype
+loss.py          pieces of the vocabulary-parallel cross-entropy
+moe.py           mixture of experts: routing, grouped products, balance losses
+fp8.py           8-bit payloads and scales
+int8.py          frozen weights in 8 bits
+recipe.py        which products a run rounds, as data
+"""
