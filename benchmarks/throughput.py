@@ -14,7 +14,7 @@ that a process of the side had resident over the timed steps, on a GPU the most 
 A side whose first losses are not those of the first side trains something else, and says so.
 
 All processes on a CPU keep the memory that they free, as those of `dolmen train` do
-(core/allocator.py), and dolmen is compared with peers that have the same; `--freed returned` is
+(core/device.py), and dolmen is compared with peers that have the same; `--freed returned` is
 glibc's default, for all.
 """
 

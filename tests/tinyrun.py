@@ -12,7 +12,9 @@ import io
 import json
 import os
 import random
+import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -190,13 +192,21 @@ def path_of(*folders: Path) -> str:
     return os.pathsep.join(map(str, (*folders, Path(package.__file__).parents[1])))
 
 
+@cache
+def documented_metrics() -> set[str]:
+    """Names in the tables of docs/reference/metrics.md, * for words in capitals."""
+    page = (Path(__file__).parents[1] / "docs/reference/metrics.md").read_text()
+    cells = re.findall(r"^\| (`[^|]*`) \|", page, re.M)
+    names = {name for cell in cells for name in re.findall(r"`([^`]*)`", cell)}
+    return {re.sub(r"[A-Z]+", "*", name) for name in names}
+
+
 def rows(out: Path, kind: str = "loss") -> list[dict]:
-    """Rows of a run's metrics.jsonl that have `kind`."""
-    return [
-        row
-        for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-        if kind in row
-    ]
+    """Rows of a run's metrics.jsonl that have `kind`; each number has a name that is documented."""
+    found = list(map(json.loads, (out / "metrics.jsonl").read_text().splitlines()))
+    known = re.compile("|".join(re.escape(n).replace(r"\*", ".+") for n in documented_metrics()))
+    assert not [name for row in found for name in row if not known.fullmatch(name)]
+    return [row for row in found if kind in row]
 
 
 def losses(out: Path) -> list[tuple[int, float, float]]:

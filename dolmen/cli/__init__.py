@@ -51,6 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     process.die_with_launcher()
     process.obey_interrupts()
     launched.set_defaults(os.environ)
+    # pydantic would look for plugins in the metadata of every installed package, which takes 30 ms
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     warnings.formatwarning = lambda text, *_: f"warning: {one_line(str(text))}\n"
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help", "help"):

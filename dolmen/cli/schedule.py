@@ -3,7 +3,6 @@
 from math import isfinite, prod
 from pathlib import Path
 
-from dolmen.cli.options import ScheduleOptions
 from dolmen.core.filesystem import expand
 from dolmen.core.log import console
 from dolmen.core.messages import BadInput, counted, quoted
@@ -21,6 +20,7 @@ from dolmen.planning import draw
 from dolmen.planning.action_lists import search
 from dolmen.planning.action_lists.problem import Costs, from_file
 from dolmen.planning.action_lists.search import Found
+from dolmen.planning.config import ScheduleOptions
 
 SEARCH = "search"
 MOST = 500_000  # some seconds

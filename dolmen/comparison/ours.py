@@ -140,10 +140,13 @@ def _add(recorder: Recorder, stage: Stage, model: Decoder, values: dict[str, Ten
 class _RecordingObjective:
     """An objective, which never has logits whole: they are computed once more to be seen."""
 
-    names: ClassVar[tuple[str, ...]] = ()
     head: ClassVar[type] = spec.Head
     see: Callable[[Tensor], None]
     objective: Objective
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ()
 
     def count(self, batch: Batch) -> float:
         return self.objective.count(batch)

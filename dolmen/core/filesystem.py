@@ -54,7 +54,7 @@ def open_locked(path: Path, wait: bool = True, optional: bool = False) -> int | 
             held = lock(descriptor, wait, optional)
             if held and is_at(descriptor, path):
                 return descriptor
-        except OSError:
+        except BaseException:  # Ctrl-C too: who catches it keeps no open file
             os.close(descriptor)
             raise
         os.close(descriptor)

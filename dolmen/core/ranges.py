@@ -24,9 +24,9 @@ PREFIX = "dolmen: "
 
 
 def mark(kind: str, what: str = "") -> AbstractContextManager:
-    """A range of the profile, if one records: `kind` is a kind of training/events.py or the name of
-    an axis, `what` is told beside it. Backward needs none: it is found by the forward it belongs
-    to.
+    """A range of the profile, if one records: `kind` is a kind of training/profile_table.py or the
+    name of an axis, `what` is told beside it. Backward needs none: it is found by the forward it
+    belongs to.
     """
     if torch.compiler.is_compiling() or not compute.profiles():
         return nullcontext()

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dolmen.data.batch import Batch
 from dolmen.data.cloze import Cloze
@@ -93,6 +93,8 @@ class Loader(ABC):
         self.ahead = 0
         # of what was last read, numbers that a run logs
         self.told: dict[str, float] = {}
+        self.completions: list[dict[str, Any]] = []
+        """Completions of rollouts to log with the next row of metrics, on the first rank."""
 
     @abstractmethod
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:

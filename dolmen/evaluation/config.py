@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from dolmen.core.config import AboveZero, Count, Mark, Name, NonNegative, Positive, config
 from dolmen.data.config import TextConfig
-from dolmen.model.layout import Layout
-from dolmen.serving.config import Split
+from dolmen.model.layout import Layout, Split
 
 
 @config()

@@ -18,7 +18,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dolmen.files import yaml_values
 from dolmen.files.schema import Mismatch, Schema, check_value
 
 MIB = 2**20
@@ -160,6 +159,9 @@ def read_yaml(file: Path | str, kind: Kind) -> Any:
     """The values of a YAML file, None of an empty one. Raises Refused, also where a file that says
     so itself (`whole_yaml`) has no end: text cut at a line is good YAML, with options missing.
     """
+    # PyYAML takes 15 ms to import, and the help of a recipe reads no file
+    from dolmen.files import yaml_values
+
     text = read_text(file, kind.size)
     if (text.startswith(FIRST) or FIRST.startswith(text or "-")) and not text.endswith(LAST):
         raise refuse(file, "is cut short: its last line is not the '...' that its first promises")

@@ -8,9 +8,11 @@ rules make one safe to read:
   a place in the memo, of which Python makes as many as the largest: nine bytes cost gigabytes.
 - A name stands for what the reader's `find` returns for it, a stand-in as a rule. Any other name is
   refused; nothing is imported.
-- The value may have no more than VALUES values in nested mappings, lists and tuples, where one that
-  stands in several places counts in each: 40 mappings that each hold the next one twice are 2^40
-  to whoever walks them, and pass `torch.load(weights_only=True)`.
+- The value may have no more values in nested mappings, lists and tuples than the pickle has bytes,
+  or VALUES where that is more. One that stands in several places counts in each: 40 mappings that
+  each hold the next one twice are 2^40 to whoever walks them, and pass
+  `torch.load(weights_only=True)`. A value that is written out takes a byte or more, so only values
+  that are shared can be too many.
 """
 
 import io
@@ -20,6 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 VALUES = 2**20
+"""Values that any pickle may have, however short it is."""
 
 Find = Callable[[str, str], Any]
 """Module and name -> what stands for it; None: it is refused."""
@@ -81,13 +84,14 @@ def load(content: bytes, find: Find, resolve: Callable[[Any], Any] | None = None
     """Return the value of the pickle that `content` begins with. Raises UnpicklingError; a damaged
     pickle can raise almost anything else.
     """
-    value = RestrictedUnpickler(content[: scan(content)], find, resolve).load()
-    left, seen = [value], 0
+    end = scan(content)
+    value = RestrictedUnpickler(content[:end], find, resolve).load()
+    left, seen, limit = [value], 0, max(VALUES, end)
     while left:
         one = left.pop()
         if isinstance(one, (Mapping, list, tuple)):
             seen += len(one)
-            if seen > VALUES:
-                raise pickle.UnpicklingError(f"it has more than {VALUES:,} values")
+            if seen > limit:
+                raise pickle.UnpicklingError(f"it has more than {limit:,} values")
             left += one.values() if isinstance(one, Mapping) else one
     return value

@@ -230,6 +230,14 @@ class Layout:
             )
 
 
+@config("layout")
+class Split:
+    """How the model is split."""
+
+    tp: Positive = 1
+    """Tensor parallelism: processes that share every layer."""
+
+
 def balance(layers: int, stages: int) -> list[range]:
     """The layers of each stage. Embedding and head weigh as a layer each: of these layers + 2
     things in a row every stage gets as many as any other, or one more. The first is the first to

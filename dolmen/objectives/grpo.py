@@ -47,8 +47,12 @@ class GRPOLoss:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, of GRPOWithEntropy."""
 
-    names: ClassVar[tuple[str, ...]] = ("clip_fraction", "ratio", "kl_k3", "reference_kl")
     head: ClassVar[type] = spec.Head
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        kl = ("reference_kl",) if self.beta else ()
+        return ("clip_fraction", "ratio", "kl_k3", *kl)
 
     def count(self, batch: Batch) -> float:
         needed = (OLD, ADVANTAGE, REFERENCE) if self.beta else (OLD, ADVANTAGE)
@@ -112,7 +116,9 @@ class GRPOLoss:
 class GRPOWithEntropy(GRPOLoss):
     """GRPOLoss minus an entropy bonus; computing entropies costs a pass over the logits."""
 
-    names: ClassVar[tuple[str, ...]] = (*GRPOLoss.names, "entropy")
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*super().names, "entropy")
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
         new, entropy = head.with_entropy(hidden, batch.labels, self.temperature)

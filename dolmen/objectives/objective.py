@@ -36,10 +36,13 @@ class LossOutput(NamedTuple):
 class Objective(Protocol):
     """A loss of a run. Frozen: its hyperparameters are its fields."""
 
-    names: ClassVar[tuple[str, ...]]
-    """Names of the metrics that it returns with the loss."""
     head: ClassVar[type]
     """The head that the model must have: spec.Head (logits) or spec.Scalar (one number)."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the metrics, beside the loss. A metric of what is switched off has none."""
+        ...
 
     def count(self, batch: Batch) -> float:
         """Return this rank's share of the divisor of the loss, from a batch on the CPU. Raises
@@ -73,8 +76,11 @@ class CrossEntropy:
     batch has weights.
     """
 
-    names: ClassVar[tuple[str, ...]] = ()
     head: ClassVar[type] = spec.Head
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ()
 
     def count(self, batch: Batch) -> float:
         return batch.weight
@@ -93,13 +99,16 @@ class MaskedLM:
 
     where numbers[FOLLOWS] is 1 or -1 at one token per pair, and 0 elsewhere. Both are divided by
     the number of masked tokens, so a pair counts as `follows` of them. With the masked tokens per
-    pair as `follows`, the loss is the sum of two means, as in BERT. Metrics: the two terms.
+    pair as `follows`, the loss is the sum of two means, as in BERT. Metrics: both terms, if any.
     """
 
     follows: float = 0.0
 
-    names: ClassVar[tuple[str, ...]] = ("filled", "follows")
     head: ClassVar[type] = spec.Head
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("filled", "follows") if self.follows else ()
 
     def count(self, batch: Batch) -> float:
         if self.follows and FOLLOWS not in batch.numbers:
@@ -109,7 +118,7 @@ class MaskedLM:
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
         masked_loss = head.cross_entropy(hidden, batch.labels, batch.weights)
         if not self.follows:
-            return LossOutput(masked_loss, (masked_loss.detach(), masked_loss.detach() * 0))
+            return LossOutput(masked_loss)
         scores, labels = head.follows(hidden), head.here(batch.numbers[FOLLOWS])
         pairs = self.follows * (-F.logsigmoid(labels * scores) * labels.abs()).sum()
         return LossOutput(masked_loss + pairs, (masked_loss.detach(), pairs.detach()))

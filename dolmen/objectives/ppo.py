@@ -35,14 +35,12 @@ class PPOPolicyLoss:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, of PPOWithEntropy."""
 
-    names: ClassVar[tuple[str, ...]] = (
-        "clip_fraction",
-        "ratio",
-        "kl_k1",
-        "kl_k3",
-        "dual_clip_fraction",
-    )
     head: ClassVar[type] = spec.Head
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        dual = () if self.dual_clip is None else ("dual_clip_fraction",)
+        return ("clip_fraction", "ratio", "kl_k1", "kl_k3", *dual)
 
     def count(self, batch: Batch) -> float:
         return _count(batch, (OLD, ADVANTAGE))
@@ -75,7 +73,9 @@ class PPOPolicyLoss:
 class PPOWithEntropy(PPOPolicyLoss):
     """PPOPolicyLoss minus an entropy bonus."""
 
-    names: ClassVar[tuple[str, ...]] = (*PPOPolicyLoss.names, "entropy")
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*super().names, "entropy")
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
         new, entropy = head.with_entropy(hidden, batch.labels, self.temperature)
@@ -88,8 +88,11 @@ class PPOValueLoss:
 
     clip: float | None = 0.2
 
-    names: ClassVar[tuple[str, ...]] = ("clip_fraction", "squared_error")
     head: ClassVar[type] = spec.Scalar
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("clip_fraction", "squared_error")
 
     def count(self, batch: Batch) -> float:
         return _count(batch, (VALUE, RETURN))
@@ -113,10 +116,6 @@ def _count(batch: Batch, needed: Iterable[str]) -> float:
 def _sum_output(
     mean: Tensor, metrics: Metrics, names: Iterable[str], valid: Bool[Tensor, "sequences here"]
 ) -> LossOutput:
-    """Turn means over this rank's tokens into sums; metrics that are absent are 0."""
+    """Turn means over this rank's tokens into sums."""
     size = valid.sum()
-    return LossOutput(mean * size, tuple(_or_zero(metrics, name, mean) * size for name in names))
-
-
-def _or_zero(metrics: Metrics, name: str, like: Tensor) -> Tensor:
-    return metrics[name] if name in metrics else like.new_zeros(())
+    return LossOutput(mean * size, tuple(metrics[name] * size for name in names))

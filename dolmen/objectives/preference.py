@@ -67,8 +67,11 @@ class DPO:
     from_reference: bool = False
     """True if the reference is the initial model."""
 
-    names: ClassVar[tuple[str, ...]] = (*pairs.REWARDS, *pairs.LOGPS)
     head: ClassVar[type] = spec.Head
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*pairs.REWARDS, *pairs.LOGPS)
 
     def __post_init__(self):
         check_dpo(self.beta, self.kind, self.label_smoothing, self.rpo_alpha)
@@ -100,8 +103,11 @@ class ReferenceFreePreference:
     gamma: float = SIMPO_MARGIN
     label_smoothing: float = 0.0
 
-    names: ClassVar[tuple[str, ...]] = (*pairs.REWARDS, *pairs.LOGPS)
     head: ClassVar[type] = spec.Head
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*pairs.REWARDS, *pairs.LOGPS)
 
     def __post_init__(self):
         check_dpo(self.beta, self.kind, self.label_smoothing)
@@ -134,8 +140,11 @@ class KTO:
     from_reference: bool = False
     """True if the reference is the initial model."""
 
-    names: ClassVar[tuple[str, ...]] = pairs.METRICS
     head: ClassVar[type] = spec.Head
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return pairs.METRICS
 
     def __post_init__(self):
         check_dpo(self.beta, "kto", 0.0)

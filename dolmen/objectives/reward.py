@@ -69,8 +69,11 @@ class PairwiseRewardLoss:
     margin: float = 0.0
     """Target margin; numbers[MARGIN] of the batch is added to it."""
 
-    names: ClassVar[tuple[str, ...]] = pairs.METRICS
     head: ClassVar[type] = spec.Scalar
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return pairs.METRICS
 
     def count(self, batch: Batch) -> float:
         return pairs.count_pairs(batch)
@@ -101,11 +104,9 @@ class CalibratedRewardLoss(PairwiseRewardLoss):
     bins of confidence, sigmoid(|chosen - rejected|), and the share that is also ranked correctly.
     """
 
-    names: ClassVar[tuple[str, ...]] = (
-        *pairs.METRICS,
-        *(f"sure {i}" for i in range(BINS)),
-        *(f"right {i}" for i in range(BINS)),
-    )
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*pairs.METRICS, *(f"{name} {i}" for name in ("sure", "right") for i in range(BINS)))
 
     def pair_output(
         self, index: pairs.PairIndex, losses: Tensor, rewards: pairs.PairValues, head: Values
@@ -125,8 +126,11 @@ class CalibratedRewardLoss(PairwiseRewardLoss):
 class SquaredError:
     """Mean over tokens with a real label, weighted, of (value - numbers[TARGET])^2 / 2."""
 
-    names: ClassVar[tuple[str, ...]] = ()
     head: ClassVar[type] = spec.Scalar
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ()
 
     def count(self, batch: Batch) -> float:
         if TARGET not in batch.numbers:

@@ -1,4 +1,4 @@
-"""Options of `dolmen plan` and `dolmen dryrun`. Nothing here imports torch."""
+"""Options of `dolmen plan`, `dolmen dryrun` and `dolmen schedule`. Nothing here imports torch."""
 
 from typing import Annotated, Literal
 
@@ -156,3 +156,48 @@ class PlanRequest:
     """Name of the model, for a person."""
     run: RunConfig
     options: PlanConfig
+
+
+@config()
+class ScheduleOptions:
+    """Time a pipeline schedule, and draw it; or search the shortest for measured times and a
+    memory. Times are of one microbatch through all layers of a rank, in any unit.
+    """
+
+    schedule: Annotated[str, Mark.POSITIONAL]
+    """gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v, a .txt or .yaml file with one line of
+    actions (F0 F1 B0 B1) per rank, or search, which finds such lists.
+    """
+    pp: int | None = None
+    """Pipeline ranks. Default: 4; those of the file."""
+    microbatches: int | None = None
+    """Microbatches per step. Default: 8; those of the file."""
+    virtual_stages: int | None = None
+    """Chunks of layers per rank. Default: 1, or 2 where the schedule needs several; those of
+    the file; of search both, and the shortest is told.
+    """
+    out: Name | None = None
+    """File to write: the picture, .svg or .png, or the actions, .txt or .yaml, as
+    --layout.schedule takes them.
+    """
+    list: bool = False
+    """Print the actions of each rank, as a file would hold them."""
+    forward: float = 1
+    """Time of a forward (F)."""
+    backward: float = 2
+    """Time of a whole backward (B)."""
+    input: float = 1
+    """Time of the part of a backward that earlier stages wait for (I)."""
+    weight: float = 1
+    """Time of the rest of it (W)."""
+    send: float = 0
+    """Time from the end of an action until another rank has its result."""
+    costs: str | None = None
+    """JSON file with these times instead (forward, backward, input, weight, send), each one number
+    or a list of every rank, or of every stage.
+    """
+    memory: float | None = None
+    """Of search: the most microbatches that a rank may hold activations of, in units of the
+    activations of all its layers, as the column `live microbatches` counts. Default: --pp, what
+    1f1b, zero-bubble and zero-bubble-v hold.
+    """

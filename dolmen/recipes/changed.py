@@ -48,8 +48,24 @@ def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -
     of_model = {name: said.pop(name) for name in [*said] if name.startswith(MODEL)}
     handled = {one.name: said.pop(one.name) for one in fields(Handling) if one.name in said}
     model = models.asked(start, {name.removeprefix(MODEL): v for name, v in of_model.items()})
-    run = replace(from_dict(RunConfig, nested(said), run), model=model)
-    return Request.of(run, from_dict(Handling, handled), name)
+    changed = replace(from_dict(RunConfig, nested(said), run), model=model)
+    if "train.microbatch_size" not in said:
+        changed = drop_unfit_microbatch(changed, run)
+    return Request.of(changed, from_dict(Handling, handled), name)
+
+
+def drop_unfit_microbatch(changed: RunConfig, run: RunConfig) -> RunConfig:
+    """Return the `changed` run without the microbatch size of `run`, so that one is chosen, where
+    it fits no more: where the changes give another layout or global batch that it does not divide.
+    A config.yaml has the size that was chosen for its layout, which nobody gave.
+    """
+    size, layout, batch = run.train.microbatch_size, changed.layout, changed.train.global_batch_size
+    if size is None or (layout, batch) == (run.layout, run.train.global_batch_size):
+        return changed
+    rows = batch // (layout.dp or 1)
+    if rows % size == 0 and rows // size % layout.pp == 0:
+        return changed
+    return replace(changed, train=replace(changed.train, microbatch_size=None))
 
 
 def flattened(changes: Mapping[str, Any], section: str = "") -> list[tuple[str, Any]]:

@@ -114,8 +114,9 @@ class RolloutConfig:
     """
 
     log_completions: Count = 4
-    """Completions of each iteration that are added to rollouts/completions.jsonl, which `dolmen
-    show` shows. 0 keeps none; all completions of the last iterations are in rollouts/ anyway.
+    """Completions of each iteration that are added to rollouts/completions.jsonl and logged to
+    TensorBoard, W&B and trackio; `dolmen show` shows them. 0 logs none; all completions of the last
+    iterations are in rollouts/ anyway.
     """
 
     def __post_init__(self):

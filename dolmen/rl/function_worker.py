@@ -155,7 +155,9 @@ def import_function(name: str) -> Callable[..., Any]:
     try:
         found = importlib.import_module(module)
     except Exception as error:
-        raise ValueError(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
+        hint = f"; write {module[:-3]}:{function}" if module.endswith(".py") else ""
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{module} cannot be imported: {why}{hint}") from error
     if not callable(found.__dict__.get(function)):
         raise ValueError(f"{module} has no function {function}")
     return found.__dict__[function]

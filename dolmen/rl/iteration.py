@@ -210,7 +210,8 @@ class RolloutBatches:
         """
         out = self.setup.out
         rollouts.save(rollout, out, first_step, rows)
-        rollouts.log_completions(out, first_step, rows[: self.config.log_completions])
+        sample = rows[: self.config.log_completions]
+        self.loader.completions += rollouts.log_completions(out, first_step, sample)
         oldest = min([first_step, *self.setup.checkpoint_steps()]) - self.updates + 1
         rollouts.delete_rollouts(out, range(oldest))
 

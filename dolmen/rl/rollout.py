@@ -186,18 +186,19 @@ def save(rollout: Rollout, out: Path, step: int, rows: Sequence[dict[str, Any]])
     write.replace(rollout_file(out, step), safetensors.torch.save(tensors))
 
 
-def log_completions(out: Path, step: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Append `rows` of the iteration that begins at `step` to COMPLETIONS: prompts as text, and no
-    reward where it failed.
+def log_completions(out: Path, step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Append `rows` of the iteration that begins at `step` to COMPLETIONS, and return them as they
+    are there: prompts as text, and no reward where it failed.
     """
-    lines = []
+    logged = []
     for row in rows:
         prompt = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
         known = {name: value for name, value in row.items() if value is not None}
-        lines.append(json.dumps({"step": step, **known, "prompt": prompt}) + "\n")
-    if lines:
+        logged.append({"step": step, **known, "prompt": prompt})
+    if logged:
         with write.append(out / FOLDER / COMPLETIONS) as file:
-            file.writelines(lines)
+            file.writelines(json.dumps(row) + "\n" for row in logged)
+    return logged
 
 
 def load(

@@ -12,14 +12,6 @@ from dolmen.serving.sampling_params import SamplingParams
 
 
 @config("layout")
-class Split:
-    """How the model is split."""
-
-    tp: Positive = 1
-    """Tensor parallelism: processes that share every layer."""
-
-
-@config("layout")
 class Spread:
     """How the model is split, and how often it is there."""
 

@@ -1,6 +1,6 @@
 """A run as data: everything that decides what `dolmen train` does. Recipes return one, YAML files
 hold one, and its attribute docstrings are the help of the command line. A rule across sections is
-checked in `training/check.py`, on one screen.
+checked in `training/checks/`.
 """
 
 import math
@@ -148,8 +148,8 @@ class LogConfig:
     validated.
     """
     profile: Positive | None = None
-    """A step, counted from 1, to record: where its time went, by kind, as a table, a picture and a
-    trace in `profile/` of the run's folder.
+    """A step, counted from 1, to record: where its time went, by kind, as a table and a trace in
+    `profile/` of the run's folder.
     """
     to: tuple[str, ...] = ("tensorboard",)
     """Programs that get the numbers of metrics.jsonl too, with commas between them: tensorboard,

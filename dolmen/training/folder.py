@@ -107,7 +107,7 @@ FORMS = {
         rf"(hf|{EXPORTING}/model)/({TOKENIZER}|{MODEL})", rf"hf|{EXPORTING}(/model)?", "files"
     ),
     "profile": Form(
-        r"profile/step-\d+/(trace-rank-\d+\.json\.gz|table\.(txt|json))"
+        r"profile/step-\d+/(trace-rank-\d+\.json\.gz|table\.(txt|json)|picture-rank-\d+\.png)"
         r"(\.part)?",
         r"profile(/step-\d+)?",
     ),

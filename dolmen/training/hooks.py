@@ -81,10 +81,11 @@ class Hooks:
         )
         self.line = report.ProgressLine(console, state.step, state.steps)
         self.run_id = metrics.run_id(out / metrics.HISTORY, state.step) if mesh.first else ""
-        self.writers = [] if self.record is None else [self.record, *self.programs(state.step)]
+        self.programs = [] if self.record is None else self._programs(state.step)
+        self.writers = [] if self.record is None else [self.record, *self.programs]
         self.since, self.tokens_since = time.monotonic(), 0
 
-    def programs(self, step: int) -> list[Guarded]:
+    def _programs(self, step: int) -> list[Guarded]:
         """Those that get the numbers too."""
         asked = self.run
         run = Logged(self.out, asked.name, self.run_id, step, to_dict(asked))
@@ -171,6 +172,10 @@ class Hooks:
             row["loss_scale"] = state.scale.value
         if state.scale.dynamic or self.skipped:
             row["skipped_steps"] = self.skipped
+        completions, self.loader.completions = self.loader.completions, []
+        if completions:  # before the row: the steps of a program may only rise
+            for program in self.programs:
+                program.write_completions(completions)
         for writer in self.writers:
             writer.write(row)
         if self.mesh.first:

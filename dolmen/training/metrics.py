@@ -25,9 +25,11 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from io import BytesIO
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -38,6 +40,7 @@ import torch
 from dolmen.checkpoint import folders
 from dolmen.core import collectives, device
 from dolmen.core.mesh import Mesh
+from dolmen.core.messages import counted
 from dolmen.files import gate, kinds, write
 from dolmen.files.rows import Tail
 from dolmen.training.config import PROGRAMS
@@ -88,6 +91,31 @@ class MetricsFile:
         self.handle.close()
 
 
+Completions = Sequence[Mapping[str, Any]]
+"""Rows of rollouts/completions.jsonl. Their `step` is that at which their iteration begins: the
+first update that reads them is the next one.
+"""
+COLUMNS = ("step", "prompt", "completion", "reward", "tokens", "finished")
+
+
+def completion_table(rows: Completions) -> list[list[Any]]:
+    """Return the COLUMNS of each completion; the step is that of the first update."""
+    return [[row["step"] + 1, *(row.get(name) for name in COLUMNS[1:])] for row in rows]
+
+
+def completion_as_markdown(row: Mapping[str, Any]) -> str:
+    """Return a completion as Markdown, its texts as code, so that nothing in them is markup."""
+    reward = f"reward {row['reward']:.4g}" if "reward" in row else "no reward"
+    end = "finished" if row["finished"] else "truncated"
+    facts = f"**{reward}, {counted(row['tokens'], 'token')}, {end}**"
+    prompt, completion = (_indent_code(row[name]) for name in ("prompt", "completion"))
+    return "\n\n".join([facts, "prompt:", prompt, "completion:", completion])
+
+
+def _indent_code(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
 class TensorBoard:
     """The same numbers as TensorBoard events in `folder`; a resumed run purges what it
     does again.
@@ -104,6 +132,13 @@ class TensorBoard:
         for name, value in row.items():
             if name not in PLACES:
                 self.writer.add_scalar(name, value, row["step"])
+
+    def write_completions(self, rows: Completions) -> None:
+        """Write completions as text of their iteration's first update."""
+        steps = {row["step"] for row in rows}
+        for step in sorted(steps):
+            texts = [completion_as_markdown(row) for row in rows if row["step"] == step]
+            self.writer.add_text("completions", "\n\n".join(texts), step + 1)
 
     def close(self) -> None:
         self.writer.close()
@@ -232,6 +267,8 @@ class Logger(Protocol):
 
     def write(self, row: Mapping[str, float]) -> None: ...
 
+    def write_completions(self, rows: Completions) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -259,6 +296,13 @@ class WandB:
     def write(self, row: Mapping[str, float]) -> None:
         self.run.log(_numbers(row), step=int(row["step"]))
 
+    def write_completions(self, rows: Completions) -> None:
+        import wandb
+
+        for step, data in _tables(rows):
+            table = wandb.Table(columns=list(COLUMNS), data=data)
+            self.run.log({"completions": table}, step=step)
+
     def close(self) -> None:
         self.run.finish()
 
@@ -284,6 +328,13 @@ class Trackio:
     def write(self, row: Mapping[str, float]) -> None:
         self.run.log(_numbers(row), step=int(row["step"]))
 
+    def write_completions(self, rows: Completions) -> None:
+        import trackio
+
+        for step, data in _tables(rows):
+            table = trackio.Table(columns=list(COLUMNS), data=data)
+            self.run.log({"completions": table}, step=step)
+
     def close(self) -> None:
         import trackio
 
@@ -307,11 +358,17 @@ class Guarded:
     def __init__(self, name: str, run: Logged, say: Callable[[str], None]):
         self.name, self.say = name, say
         self.failed = False
-        self.rows: Queue[Mapping[str, float] | None] = Queue(WAITING)
+        self.rows: Queue[Mapping[str, float] | Completions | None] = Queue(WAITING)
         self.thread = Thread(target=self._live, args=(run,), name=f"log to {name}", daemon=True)
         self.thread.start()
 
     def write(self, row: Mapping[str, float]) -> None:
+        self._enqueue(row)
+
+    def write_completions(self, rows: Completions) -> None:
+        self._enqueue(rows)
+
+    def _enqueue(self, row: Mapping[str, float] | Completions) -> None:
         if self.failed:
             return
         try:
@@ -336,7 +393,10 @@ class Guarded:
             if logger.told:
                 self.say(logger.told)
             while (row := self.rows.get()) is not None:
-                logger.write(row)
+                if isinstance(row, Mapping):
+                    logger.write(row)
+                else:
+                    logger.write_completions(row)
             logger.close()
         except Exception as error:  # of a program of others, that a run does not depend on
             self._fail(" ".join(f"{type(error).__name__}: {error}".split())[:300])
@@ -352,6 +412,12 @@ class Guarded:
 def missing(names: Iterable[str]) -> list[str]:
     """Those that are not installed."""
     return [name for name in names if find_spec(name) is None]
+
+
+def _tables(rows: Completions) -> Iterator[tuple[int, Any]]:
+    """Yield the completions of each iteration as a table, with the step of its first update."""
+    for step, table in groupby(completion_table(rows), key=itemgetter(0)):
+        yield step, list(table)
 
 
 def _numbers(row: Mapping[str, float]) -> dict[str, float]:

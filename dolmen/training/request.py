@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dolmen.core.config import Count, Name, Positive, config, from_dict, to_dict
 from dolmen.files import gate, kinds, write
 from dolmen.training.config import RunConfig
@@ -50,11 +48,6 @@ class Request:
         """
         own = Path(source or "").parent if _is_of_run(source) else Path("runs", config.name)
         return cls(config, replace(handling, out=handling.out or str(own)), source)
-
-    @property
-    def runs_again(self) -> bool:
-        """Whether its options come from the config.yaml of a run."""
-        return _is_of_run(self.source)
 
     @property
     def out(self) -> Path:
@@ -112,6 +105,8 @@ def acting(config: RunConfig) -> dict[str, Any]:
 
 def write_config(out: Path, config: RunConfig) -> None:
     """Write config.yaml, the resolved run, which can be run again."""
+    import yaml  # 15 ms, which no help owes
+
     out.mkdir(parents=True, exist_ok=True)
     text = gate.whole_yaml(yaml.safe_dump(acting(config), sort_keys=False))
     write.replace(out / "config.yaml", text)

@@ -79,8 +79,8 @@ def resolve(
 ) -> ResolvedRun:
     """Open what the run reads, for `processes` (None: as many as the layout says). `own`: the
     newest checkpoint of a run that resumes, read in place of initial models that were deleted.
-    Without `reads_init`, as in a dry run, no initial model is opened. Raises ValueError, KeyError
-    or OSError.
+    Without `reads_init`, as in a dry run, the model of --init is not opened. Raises ValueError,
+    KeyError or OSError.
     """
     config = resolve_model(config, processes)
 
@@ -94,7 +94,7 @@ def resolve(
         rewards = {name: open_model(name) for name in named}
     stored = open_model(init) if init is not None and (reads_init or rewards) else None
     reference = config.objective.reference
-    ppo = config.objective.name == "ppo" and reads_init
+    ppo = config.objective.name == "ppo"
     resolved = ResolvedRun(
         config,
         stored,
@@ -124,17 +124,6 @@ def resolve_model(config: RunConfig, processes: int | None) -> RunConfig:
         microbatch_size=config.microbatch_size,
     )
     return replace(config, train=train)
-
-
-def drop_microbatch(config: RunConfig, processes: int | None) -> RunConfig:
-    """Return the run of a config.yaml, which has the microbatch size that was chosen for its
-    layout, without it where another layout or batch is requested that it does not divide.
-    """
-    layout, size = config.layout.resolve(processes), config.train.microbatch_size
-    batch = config.train.global_batch_size // (layout.dp or 1)
-    if size is None or (batch % size == 0 and batch // size % layout.pp == 0):
-        return config
-    return replace(config, train=replace(config.train, microbatch_size=None))
 
 
 def as_model(stored: Source, name: str | Path, model: Model) -> Source:

@@ -17,9 +17,9 @@ EQUAL = {
     "pipeline-model-parallel-size": ("layout.pp", "pp"),
     "context-parallel-size": "layout.cp",
     "expert-model-parallel-size": ("layout.ep", "ep"),
-    "target-tensor-parallel-size": "tp",  # of its converter, as the next two
-    "target-pipeline-parallel-size": "pp",
-    "target-expert-parallel-size": "ep",
+    "target-tensor-parallel-size": ("layout.tp", "tp"),  # of its converter, as the next two
+    "target-pipeline-parallel-size": ("layout.pp", "pp"),
+    "target-expert-parallel-size": ("layout.ep", "ep"),
     "num-layers-per-virtual-pipeline-stage": "layout.virtual-stages",
     "num-virtual-stages-per-pipeline-rank": "layout.virtual-stages",
     "use-distributed-optimizer": "layout.zero 1",

@@ -40,13 +40,7 @@ from dolmen.training.finish import finish
 from dolmen.training.folder import Unusable, check_folder
 from dolmen.training.loop import Stop
 from dolmen.training.request import Request
-from dolmen.training.resolve import (
-    checkpoint_to_resume,
-    drop_microbatch,
-    load_data,
-    open_data,
-    resolve,
-)
+from dolmen.training.resolve import checkpoint_to_resume, load_data, open_data, resolve
 from dolmen.training.run import Prepared, run_training, summary
 from dolmen.training.start import Start, agree_on_start
 
@@ -134,8 +128,6 @@ def prepare(
     try:
         if starts:
             check_folder(out, handling.resume, handling.overwrite)
-        if request.runs_again:
-            config = drop_microbatch(config, processes)
         resolved = resolve(config, processes, checkpoint_to_resume(out, handling.resume))
         validate(resolved)
         config = resolved.config

@@ -6,6 +6,9 @@ let DATA = JSON.parse(document.getElementById("data").textContent);
 const VIEW = { x: "step", log: false, zoom: null, hidden: new Set() };
 const WORDS = { step: "step", tokens: "tokens", seconds: "time of training" };
 const CURVES = [
+  { id: "reward", y: "reward", columns: [["rollout/reward", ""]], smooth: true },
+  { id: "length", y: "tokens", columns: [["rollout/completion_length", ""]], smooth: true, zero: true },
+  { id: "finished", y: "share of completions", columns: [["rollout/finished", ""]], smooth: true, zero: true },
   { id: "loss", y: "nats per token", columns: [["loss", ""], ["val_loss", "validation"]], smooth: true, tall: true },
   { id: "rate", y: "learning rate", columns: [["lr", ""]], zero: true },
   { id: "norm", y: "gradient norm", columns: [["grad_norm", ""]], smooth: true, log: true },

@@ -39,6 +39,14 @@ class Group(NamedTuple):
 
 GROUPS = (
     Group(
+        "Rollouts",
+        (
+            Figure("reward", "Mean reward of the completions of an iteration."),
+            Figure("length", "Mean number of tokens of a completion."),
+            Figure("finished", "Share of completions that end with an end-of-text token."),
+        ),
+    ),
+    Group(
         "Loss",
         (
             Figure(

@@ -149,6 +149,7 @@ class Run:
         step = max((i.step for i in self.series.intervals.values()), default=0)
         total = start.get("steps") or options.get("train.steps")
         facts = {
+            **_rollouts(last),
             "model": ", ".join(model),
             "layout": _layout(options),
             "processes": _processes(start),
@@ -272,6 +273,16 @@ def _value(value: Any) -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
+
+
+def _rollouts(last: Mapping[str, float | None]) -> dict[str, str]:
+    """Return what the last rollout iteration of a run of GRPO or PPO was like."""
+    length, finished = (last.get(f"rollout/{name}") for name in ("completion_length", "finished"))
+    return {
+        "mean reward": _number(last.get("rollout/reward")),
+        "completion length": "" if length is None else f"{length:,.1f} tokens",
+        "finished completions": "" if finished is None else f"{finished:.1%}",
+    }
 
 
 def _layout(options: Mapping[str, Any]) -> str:

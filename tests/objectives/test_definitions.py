@@ -366,7 +366,7 @@ def test_what_is_asked_is_what_a_model_has():
 def test_a_step_tells_what_its_objective_does():
     """In the metrics of the step, and of the run."""
     metrics = optimizer_step(training(DPO(), 2), GIVEN, SINGLE)
-    assert metrics.objective.keys() == {*DPO.names}
+    assert metrics.objective.keys() == {*DPO().names}
     assert metrics.tokens == GIVEN.real_tokens
     assert optimizer_step(training(CrossEntropy(), 2), GIVEN, SINGLE).objective == {}
 
@@ -377,13 +377,14 @@ def test_no_accuracy_while_only_rounding_decides_it():
     """
     state = training(DPO(from_reference=True), 2)
     first, second = (optimizer_step(state, GIVEN, SINGLE).objective for _ in range(2))
-    assert first.keys() == {*DPO.names} - {"rewards/accuracies"} and second.keys() == {*DPO.names}
+    assert first.keys() == {*DPO().names} - {"rewards/accuracies"} and second.keys() == {
+        *DPO().names
+    }
     kto = KTO(from_reference=True)
-    assert meaningful_metrics(kto, 0) == ("margin",) and meaningful_metrics(kto, 1) == KTO.names
-    assert (
-        meaningful_metrics(DPO(), 0) == DPO.names
-        and meaningful_metrics(PairwiseRewardLoss(), 0) == PairwiseRewardLoss.names
-    )
+    assert meaningful_metrics(kto, 0) == ("margin",)
+    assert meaningful_metrics(kto, 1) == kto.names
+    for objective in (DPO(), PairwiseRewardLoss()):
+        assert meaningful_metrics(objective, 0) == objective.names
 
 
 def packed(side: bool) -> Batch:

@@ -118,6 +118,7 @@ def test_what_takes_too_long_has_failed_and_what_comes_after_has_not():
     "name, why",
     [
         ("reward_functions:absent", "has no function absent"),
+        ("reward_functions.py:length", "not a package; write reward_functions:length"),
         (
             "reward_functions:of_trl",
             "of_trl takes lists of completions, as a reward function of TRL",

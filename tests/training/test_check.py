@@ -2,14 +2,18 @@
 
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tinyrun
+import yaml
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from dolmen import families
+from dolmen.cli.runs import parse_run
 from dolmen.core.config import to_dict
 from dolmen.data.config import DataConfig
 from dolmen.evaluation.config import DuringConfig
@@ -19,11 +23,13 @@ from dolmen.model.layout import Layout
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import Muon
 from dolmen.recipes import RECIPES
+from dolmen.recipes.changed import request
 from dolmen.rl.config import CriticConfig, PPOConfig
 from dolmen.training.checks.folder import check_overwrite, check_same_model, check_same_optimizer
-from dolmen.training.checks.run import check_exportable
+from dolmen.training.checks.run import check_exportable, validate_computation
 from dolmen.training.config import FinishConfig, RunConfig, TrainConfig
-from dolmen.training.resolve import drop_microbatch, resolve_model
+from dolmen.training.request import write_config
+from dolmen.training.resolve import resolve, resolve_model
 from dolmen.training.start import changes_since
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -185,6 +191,17 @@ def test_another_optimizer_is_refused_with_the_knob(material):
     check_same_optimizer(to_dict(muon), replace(muon, optimizer=other), 7)
 
 
+def test_a_dry_run_compares_the_critic_with_the_model(material, tmp_path):
+    wide = LlamaConfig(**{**tinyrun.MODEL, "intermediate_size": 64})
+    LlamaForCausalLM(wide).save_pretrained(tmp_path)
+    ppo = {"objective": {"name": "ppo"}, "reward": ["stub"], "data": {"rows": "prompts"}}
+    run = material.config(**ppo, rollout={"num_generations": 1, "max_new_tokens": 4})
+    for init, same in ((material.model, True), (tmp_path, False)):
+        asked = replace(run, critic=CriticConfig(init=str(init)))
+        with nullcontext() if same else pytest.raises(ValueError, match="another shape than the"):
+            validate_computation(resolve(asked, None, reads_init=False))
+
+
 READ = {
     "critic.init": lambda read: {"critic": CriticConfig(init=read)},
     "objective.reference": lambda read: {"objective": ObjectiveConfig("ppo", reference=read)},
@@ -239,15 +256,28 @@ EXPERTS = {
 }
 
 
-def test_a_config_runs_again_at_another_layout(material):
-    """Its microbatch size is chosen anew where another layout or batch cannot have it."""
-    run = resolve_model(material.config(), 1)
-    size = run.train.microbatch_size
-    assert size == run.train.global_batch_size
-    assert drop_microbatch(run, 1) == run
-    for layout, batch in ((Layout(dp=2), size), (Layout(dp=1, pp=2), size), (Layout(dp=1), 3)):
-        train = replace(run.train, global_batch_size=batch)
-        other = drop_microbatch(replace(run, layout=layout, train=train), layout.world)
-        assert other.train.microbatch_size is None
-    larger = replace(run.train, global_batch_size=2 * size)
-    assert drop_microbatch(replace(run, train=larger), 1).train.microbatch_size == size
+EIGHT = {"global_batch_size": 8}
+
+
+def test_a_microbatch_that_no_option_gives_fits_the_layout(material, tmp_path):
+    """A config.yaml has the size that was chosen for its layout and batch. A size that is given,
+    and one that a file has for the layout that it names itself, stay, to be refused.
+    """
+
+    def size(file, **changes):
+        return request(file, changes).config.train.microbatch_size
+
+    file = tmp_path / "config.yaml"
+    write_config(tmp_path, resolve_model(material.config(), 1))
+    assert size(file) == size(file, layout={"tp": 2}) == size(file, train=EIGHT) == 4
+    for changes in (
+        {"layout": {"dp": 2}},
+        {"layout": {"pp": 2}},
+        {"train": {"global_batch_size": 3}},
+    ):
+        assert size(file, **changes) is None
+    assert size(file, layout={"dp": 2}, train={"microbatch_size": 3}) == 3
+    assert parse_run("dryrun", [str(file), "--layout.dp", "2"]).run.microbatch_size == 2
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(yaml.safe_dump(to_dict(material.config(train={"microbatch_size": 3}))))
+    assert size(wrong) == size(wrong, train={"steps": 1}) == 3

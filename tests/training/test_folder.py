@@ -56,6 +56,9 @@ def test_all_that_a_run_writes_is_known(run):
 
 
 def test_a_run_of_before_is_known_by_its_forms(run):
+    """Its profile has a picture too, which is no longer drawn."""
+    (run / "profile" / "step-2").mkdir(parents=True, exist_ok=True)
+    (run / "profile" / "step-2" / "picture-rank-0.png").write_text("a picture")
     assert not folder.strange(old(run))
     folder.clear_run(run)
     assert not os.listdir(run)

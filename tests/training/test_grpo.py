@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import tinyrun
 import torch
-from tinyrun import dolmen
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tinyrun import dolmen, rows
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from dolmen.objectives.config import ObjectiveConfig
@@ -20,6 +21,7 @@ from dolmen.rl.config import RolloutConfig
 from dolmen.rl.generation import GenerationModel
 from dolmen.training.checks import warn
 from dolmen.training.config import RunConfig, TrainConfig
+from dolmen.watching.run import Run
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 PROMPTS = [{"prompt": f"ab {word} ", "answer": "7"} for word in "abcdefgh"]
@@ -50,8 +52,28 @@ def options(prompts, out, *more) -> list:
     ]
 
 
-def rows(out) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def test_completions_are_logged_and_shown_and_a_kl_that_is_off_is_not(prompts, tmp_path):
+    """TensorBoard has those of each iteration at its first update, and the page begins with what
+    they were like.
+    """
+    out, sample = tmp_path / "run", ("--rollout.log-completions", 2, "--rollout.prompts", 4)
+    more = ("--train.steps", 4, "--log.every", 3, "--log.to", "tensorboard")
+    ended = dolmen(*options(prompts, out, *sample, *more))
+    assert ended.code == 0, ended.err
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    texts = events.Tensors("completions/text_summary")
+    assert [event.step for event in texts] == [1, 3]
+    assert all(event.tensor_proto.string_val[0].count(b"completion:") == 2 for event in texts)
+    found = rows(out)
+    assert [row["step"] for row in found] == [3, 4]
+    assert not {"objective/reference_kl", "rollout/reference_kl"} & {*found[-1]}
+    run = Run(out, "run")
+    run.read()
+    last, facts = found[-1], dict(run.as_dict()["facts"][:3])
+    assert facts["mean reward"] == f"{last['rollout/reward']:.4f}"
+    assert facts["finished completions"] == f"{last['rollout/finished']:.1%}"
+    assert facts["completion length"] == f"{last['rollout/completion_length']:,.1f} tokens"
 
 
 @pytest.mark.slow

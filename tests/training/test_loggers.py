@@ -41,6 +41,9 @@ class Program:
     def write(self, row) -> None:
         self.does("write")
 
+    def write_completions(self, rows) -> None:
+        self.does(f"write {len(rows)} completions")
+
     def close(self) -> None:
         self.does("close")
 
@@ -63,6 +66,26 @@ def test_a_program_that_fails_gets_no_more_and_is_told_once(run, monkeypatch, fa
     assert said == [told[0] + "metrics.jsonl has all"] * bool(fails)
     after = {"begin": [], "write": ["begin", "write"]}
     assert not made or made[0].calls == after.get(fails, ["begin", "write", "write", "close"])
+
+
+COMPLETION = {
+    "step": 3,
+    "prompt": "Once",
+    "completion": "upon",
+    "reward": 0.5,
+    "tokens": 1,
+    "finished": True,
+}
+
+
+def test_completions_come_before_the_row_that_follows(run, monkeypatch):
+    made = Program("")
+    monkeypatch.setitem(metrics.KNOWN, "wandb", lambda _: made)
+    guarded = Guarded("wandb", run, print)
+    guarded.write_completions([COMPLETION, COMPLETION])
+    guarded.write({"step": 4})
+    guarded.close()
+    assert made.calls == ["begin", "write 2 completions", "write", "close"]
 
 
 def test_the_programs_that_are_asked_for():
@@ -103,6 +126,7 @@ def test_wandb_asks_for_no_key(run, monkeypatch, mode, key, step, want):
         return SimpleNamespace(settings=settings, log=lambda row, step: written.append((step, row)))
 
     fake = SimpleNamespace(
+        Table=lambda columns, data: [columns, *data],
         setup=lambda: SimpleNamespace(settings=SimpleNamespace(mode=mode, project=None)),
         login=lambda prompt, verify: key and not (prompt or verify),
         init=init,
@@ -114,7 +138,15 @@ def test_wandb_asks_for_no_key(run, monkeypatch, mode, key, step, want):
     assert (asked[0]["project"], asked[0]["id"]) == ("dolmen", run.identity)
     assert ("wandb sync here" in made.told) == (want[0] == "offline")
     made.write({"step": 4, "time": 1.0, "loss": 2.0})
-    assert written == [(4, {"loss": 2.0})]
+    failed = {name: value for name, value in COMPLETION.items() if name != "reward"}
+    made.write_completions([COMPLETION, failed, {**COMPLETION, "step": 7}])
+    told = ["Once", "upon", 0.5, 1, True]
+    columns = ["step", "prompt", "completion", "reward", "tokens", "finished"]
+    assert written == [
+        (4, {"loss": 2.0}),
+        (4, {"completions": [columns, [4, *told], [4, "Once", "upon", None, 1, True]]}),
+        (8, {"completions": [columns, [8, *told]]}),
+    ]
 
 
 def test_a_run_waits_for_no_program(run, monkeypatch):

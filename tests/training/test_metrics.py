@@ -160,3 +160,24 @@ def test_tensorboard_has_the_same_numbers_once(tmp_path, monkeypatch):
         (3, 23.0),
         (4, 24.0),
     ]
+
+
+def test_tensorboard_has_completions_as_text(tmp_path):
+    """At the first update that reads them; what is in them is no markup."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    row = {"step": 3, "prompt": "Once\n# a title", "completion": "*upon*", "tokens": 2}
+    board = TensorBoard(tmp_path, 0)
+    board.write_completions(
+        [{**row, "finished": True, "reward": 0.5}, {**row, "step": 7, "finished": False}]
+    )
+    board.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (tag,) = events.Tags()["tensors"]
+    found = {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors(tag)}
+    texts = "\n\nprompt:\n\n    Once\n    # a title\n\ncompletion:\n\n    *upon*"
+    assert tag == "completions/text_summary" and found == {
+        4: f"**reward 0.5, 2 tokens, finished**{texts}",
+        8: f"**no reward, 2 tokens, truncated**{texts}",
+    }

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import load_file
 from spawning import serving
-from tinyrun import Material, dolmen, losses, same, tensors
+from tinyrun import Material, dolmen, losses, rows, same, tensors
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -88,10 +88,6 @@ def train(
     said = {**said, "reward": ASKED["reward"], **sections}
     run = material.config(layout=vars(layout), **said)
     run_training(run, out, mesh, Console(quiet=True), resumed=resumed)
-
-
-def rows(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 EACH = {"every": 1, "keep": 0}

@@ -36,6 +36,13 @@ def row(step: int, **more) -> dict:
     }
 
 
+ROLLOUT = {
+    "rollout/reward": 0.5,
+    "rollout/completion_length": 12.25,
+    "rollout/finished": 0.75,
+}
+
+
 def lines(rows: list[dict]) -> str:
     return "".join(json.dumps(one) + "\n" for one in rows)
 
@@ -44,7 +51,8 @@ def make_run(folder: Path, steps: int = 40, name: str = "one") -> Path:
     """A run with everything that a page shows: experts, four ranks, two starts, samples."""
     folder.mkdir(parents=True)
     rows = [
-        row(step, **{"router/max_load": 1.5, "objective/margin": 0.1}) for step in range(1, steps)
+        row(step, **ROLLOUT, **{"router/max_load": 1.5, "objective/margin": 0.1})
+        for step in range(1, steps)
     ]
     rows += [row(steps, loss=None, grad_norm=None, skipped_steps=1)]
     held = [{"step": s, "val_loss": 3.0, "val_tokens": 9, "time": 1e9} for s in (10, steps)]
@@ -93,6 +101,10 @@ def test_the_page_is_whole_and_has_what_the_files_say(tmp_path):
     first, second = data["runs"]
     assert [run["label"] for run in data["runs"]] == ["one", "two"] and first["refused"] == []
     facts = dict(first["facts"])
+    told = {"mean reward": "0.5000", "completion length": "12.2 tokens"}
+    told["finished completions"] = "75.0%"
+    assert [*first["facts"][:3]] == [[*fact] for fact in told.items()]
+    assert [group.heading for group in GROUPS][:2] == ["Rollouts", "Loss"]
     assert facts["layout"] == "dp 4" and facts["steps"] == "40 of 40"
     assert facts["state"] == "done, 2 starts" and facts["skipped steps"] == "1"
     assert facts["processes"] == "4 processes on CPU" and facts["model"] == "1.23 k parameters"

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dolmen.core.config import Count, Mark, Name, NonNegative, Port, Positive, config
 from dolmen.core.filesystem import expand
-from dolmen.serving.config import Split
+from dolmen.model.layout import Split
 from dolmen.serving.request import Limits
 
 MIB = 2**20
