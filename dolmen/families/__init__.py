@@ -1,7 +1,28 @@
-"""Declared families: a config.json is a model, and every stored tensor has a rule. Without torch.
+"""Model families: a config.json is a model, and every stored tensor has a rule. Without torch.
 
-Model(config.json).tree -> what is computed (dolmen/model/spec)
-weight_map(model) -> which of our parameters each stored tensor holds
+A family
+    family.py          what a family declares: fields, read, write, rules
+    known.py           all families: every file here that has a FAMILY
+    model.py           `Model`: a config.json and the spec that it says; edits and new ones
+    start.py           a run's model, and what options change of it
+    unknown.py         fields of a config.json that its family does not know
+    differences.py     in what two specs differ
+    checked.py         how close each family is to its reference, as measured
+Shared by families
+    common.py          fields and parts that all have
+    windows.py         sliding windows
+    rope.py            rotary embeddings
+    experts.py         routers and experts
+    special_tokens.py  which ids stand for what
+Weights
+    rules.py           invertible weight rules, as data
+    weights.py         which parameters each stored tensor holds
+    adapters.py        LoRA: options, and the weights that its targets name
+One file per family or group of families
+    baichuan.py, bert.py, bloom.py, chatglm.py, cohere.py, deepseek.py, falcon.py, gemma.py,
+    glm.py, gpt2.py, gpt_neo.py, gpt_oss.py, gptj.py, granite.py, internlm2.py, llama.py,
+    mistral.py, mpt.py, olmo.py, opt.py, phi.py, qwen.py, qwen2.py, stablelm.py,
+    starcoder2.py
 """
 
 from dolmen.families.family import Family, Field

@@ -1,0 +1,31 @@
+"""A training run: options, resolve, check, start, loop, finish.
+
+Options and checks
+    config.py         `RunConfig`: everything that decides what a run does
+    request.py        a run and what happens to its folder and processes; YAML files
+    spellings.py      other programs' names of our options
+    resolve.py        opens models, tokenizer and data, each once
+    checks/           rules across options
+Processes
+    worker.py         the process that starts a run, and each worker
+    start.py          first start, restart, resume, agreed by all ranks
+    initialize.py     the state at step 0
+    run.py            a run in one process, from start to end
+    finish.py         export, comparison and sample at the end
+Steps
+    state.py          `TrainState`: all that training changes
+    step.py           one update: forward, backward, reduce, clip, update
+    loop.py           the training loop
+    batches.py        batches: data or rollouts
+    reference.py      log-probabilities of the reference model
+    balance.py        expert load, and the bias that balances it
+    modules.py        steps of modules that are not our decoder
+Periodic work
+    hooks.py          (every, hook): metrics, validation, checkpoints
+    evaluate.py       validation, tasks and samples during training
+    metrics.py        metrics.jsonl, history.jsonl, loss.png, experiment trackers
+    report.py         the header and the progress line
+    mfu.py            the peak that MFU is relative to
+    profile.py, profile_table.py  the profile of a step
+    folder.py         the files of a run, its lock, what may be deleted
+"""
