@@ -302,7 +302,7 @@ def test_a_recipe_has_what_was_given_and_says_what_it_lacks(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.spawn
-def test_a_plan_is_a_run_that_trains(material, tmp_path):
+def test_a_plan_is_a_run_that_trains(material, tmp_path, forked_ranks):
     """On two processes, from the file of --as-recipe."""
     cluster, run = tmp_path / "two.yaml", tmp_path / "run.yaml"
     cluster.write_text(CLUSTER.format(device="h100"))

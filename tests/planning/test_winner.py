@@ -71,7 +71,7 @@ RUN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", (2, 3))
+@pytest.mark.parametrize("zero", (pytest.param(2, marks=pytest.mark.full), 3))
 def test_what_is_gathered_and_scattered_is_counted_as_it_is_sent(zero, home):
     """With four microbatches, ZeRO 2 gathers for each, and ZeRO 3 twice."""
     layout = replace(ASKED.layout, tp=1, pp=1, dp=8, zero=zero)
@@ -85,7 +85,7 @@ def test_what_is_gathered_and_scattered_is_counted_as_it_is_sent(zero, home):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ("a b.yaml", "a folder"))
+@pytest.mark.parametrize("model", ("a b.yaml", pytest.param("a folder", marks=pytest.mark.full)))
 def test_the_command_that_is_printed_is_that_dry_run(model, home, tmp_path, monkeypatch):
     """Word by word as a shell would take them: the same bytes and messages of each rank."""
     monkeypatch.chdir(tmp_path)

@@ -289,7 +289,10 @@ def until_killed(moment: str, material: Material, prompts: Path, out: Path) -> N
 
 @pytest.mark.spawn
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    ["learning", *(pytest.param(m, marks=pytest.mark.full) for m in MOMENTS if m != "learning")],
+)
 def test_kill_9_and_it_goes_on_bitwise(whole, material, prompts, tmp_path, moment):
     """benchmarks/chaos.py --ppo does so at random moments of several ranks."""
     out = tmp_path / "run"
