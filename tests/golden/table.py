@@ -172,7 +172,7 @@ LAYOUTS = tuple(
     pp4 acc4                        |
     pp4 acc8 zero-bubble            | gpt2
     dp2 tp2 zero2 acc4              | gpt2
-    dp2 tp2 sp zero3                | llama qwen3 qwen3-moe
+    dp2 tp2 sp zero3                | llama qwen3
     cp2 tp2 sp acc4                 | qwen3
     cp2 dp2 zero3 full              | llama
     cp2 pp2 acc4 zero1              | gpt2
@@ -186,7 +186,7 @@ LAYOUTS = tuple(
     cp2 dp2 ep4 zero1               | qwen3-moe
     pp2 dp2 ep2 acc4 zero-bubble zero1 | qwen3-moe
 
-    dp2 tp2 sp zero3 acc4 fixed     | llama qwen3-moe
+    dp2 tp2 sp zero3 acc4 fixed     | llama
     cp2 tp2 zero2 fixed             | gpt2
     dp4 ep2 zero1 fixed             | qwen3-moe
     pp2 dp2 acc4 zero1 fixed        |

@@ -85,7 +85,7 @@ WINDOWED = rows(
     """,
     steps=2,
 ) + rows(WINDOW, "window, documents", "cp4\ncp2 dp2 gather zero2 |", steps=2, documents=True)
-SEEDED = rows(DROPOUT, "gpt2", "dp2 tp2 sp zero3 acc4", steps=2, seed=OTHER_SEED) + rows(
+SEEDED = rows(DROPOUT, "gpt2", "dp2 tp2 sp zero3 acc4 |", steps=2, seed=OTHER_SEED) + rows(
     replace(EXPERTS, dropout=0.2), "experts", "pp2 dp2 ep2 acc4 zero1", steps=2, seed=OTHER_SEED
 )
 

@@ -71,7 +71,7 @@ RUN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", (pytest.param(2, marks=pytest.mark.full), 3))
+@pytest.mark.parametrize("zero", (2, pytest.param(3, marks=pytest.mark.full)))
 def test_what_is_gathered_and_scattered_is_counted_as_it_is_sent(zero, home):
     """With four microbatches, ZeRO 2 gathers for each, and ZeRO 3 twice."""
     layout = replace(ASKED.layout, tp=1, pp=1, dp=8, zero=zero)
