@@ -115,7 +115,7 @@ def member(rank, name, world, store, options, asked, told):
     dist.init_process_group(
         backend, store=dist.FileStore(store, world), rank=rank, world_size=world
     )
-    step = SIDES[world][name](options.work, meshes.grid(1, world, device))
+    step = SIDES[world][name](options.work, meshes.build_mesh(1, world, device))
     told.put([float(step()) for _ in range(WARM)])
     on_gpu = device.type == "cuda"
     torch.cuda.reset_peak_memory_stats() if on_gpu else forget_peak()

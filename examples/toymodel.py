@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dolmen
-from dolmen.core.mesh import SINGLE, Mesh, grid
+from dolmen.core.mesh import SINGLE, Mesh, build_mesh
 
 PLAN = {"net1": "columns", "net2": "rows"}
 BATCH = 16
@@ -53,7 +53,7 @@ if __name__ == "__main__":
     asked, mesh = words.parse_args(), SINGLE
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-        mesh = grid(dist.get_world_size() // asked.tp, asked.tp, torch.device("cpu"))
+        mesh = build_mesh(dist.get_world_size() // asked.tp, asked.tp, torch.device("cpu"))
     losses = train(mesh, folder=asked.folder)
     if mesh.first:
         print("losses:", *(f"{one:.6f}" for one in losses))

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import yaml
 
-from dolmen.core.torch_private import spelled
+from dolmen.core.torch_private import strings
 
 PRELOAD = [
     "shapes",
@@ -194,7 +194,7 @@ def launch_forked(
     with tempfile.TemporaryDirectory() as folder:
         environment = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-        environment |= {spelled.ONE_STORE: True, spelled.RESTARTS: attempt}
+        environment |= {strings.ONE_STORE: True, strings.RESTARTS: attempt}
         if handed is not None:
             (Path(folder) / "handed.yaml").write_text(yaml.safe_dump(dict(handed)))
             environment["DOLMEN_HANDED"] = f"{folder}/handed.yaml"
@@ -225,7 +225,7 @@ def _command(rank: int, folder: str, environment: dict[str, Any], words: list[st
     for descriptor, kind in ((1, "out"), (2, "err")):
         file = os.open(f"{folder}/{kind}-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
-    own = {"RANK": rank, "LOCAL_RANK": rank, spelled.ERROR_FILE: f"{folder}/error-{rank}"}
+    own = {"RANK": rank, "LOCAL_RANK": rank, strings.ERROR_FILE: f"{folder}/error-{rank}"}
     own["DOLMEN_LAUNCHER"] = os.getppid()
     os.environ.update({name: str(value) for name, value in (environment | own).items()})
     mfu.matmul_peak = lambda *_: 1e12  # it would be measured for a quarter of a second

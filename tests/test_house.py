@@ -46,7 +46,7 @@ FOLDERS = (
 ENVIRONMENT = (
     "core/device.py",
     "core/mesh.py",
-    "core/launched.py",
+    "core/environment.py",
     "cli/__init__.py",
     "launch/launcher.py",
     "launch/process.py",
@@ -338,10 +338,10 @@ PARSERS += ("pickle.load", "pickle.loads", "tomllib.load", "tomllib.loads", "np.
 # Of what is not read from outside, or is read nowhere as a whole
 PLAIN = {
     "training/profile.py": "the trace that this process has just recorded",
-    "core/agree.py": "the bytes of our own source, to compare ranks",
+    "core/consensus.py": "the bytes of our own source, to compare ranks",
     "planning/winner.py": "the bytes of our own source, to know when it has changed",
     "launch/process.py": "/proc",
-    "launch/watch.py": "/proc",
+    "launch/watchdog.py": "/proc",
     "data/quickstart_corpus.py": "documents, to be compressed",
     "data/tokenizer.py": "what the library of tokenizers gives as JSON",
     "checkpoint/seal.py": "what this process has just written",

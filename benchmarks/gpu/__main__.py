@@ -32,7 +32,7 @@ from benchmarks.gpu.runner import Runner, Stage
 from benchmarks.gpu.schema import STATUS
 from benchmarks.gpu.stages import STAGES, chosen
 from benchmarks.gpu.worker import START
-from dolmen.core import launched
+from dolmen.core import environment
 
 DAY = 24 * 60  # minutes
 VERSIONS = ("torch", "triton", "transformers", "numpy", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")
@@ -237,7 +237,7 @@ def asked(
         site = packages.install(given.wheels)
     except RuntimeError as error:  # what does not need them runs
         print(error, flush=True)
-    launched.set_defaults(os.environ)  # as the command does, for the processes of the stages
+    environment.set_defaults(os.environ)  # as the command does, for the processes of the stages
     os.environ.update(packages.environment(site))
     os.chdir(packages.ROOT)
     runner = Runner(results, deadline, given.only)

@@ -32,8 +32,8 @@ OPTIMIZER = OptimizerConfig(lr=1e-4, schedule="constant")
 @contextmanager
 def alone(device: torch.device) -> Iterator[Mesh]:
     """The mesh of one process that has joined a group of its own: NCCL's on a GPU."""
-    with meshes.joined(None, device):
-        yield meshes.grid(1, 1, device)
+    with meshes.process_group_context(None, device):
+        yield meshes.build_mesh(1, 1, device)
 
 
 def single(device: torch.device) -> Mesh:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dolmen.comparison.config import DiffConfig
 from dolmen.conversion.config import ConvertConfig, ExportConfig
 from dolmen.core.config import field_types, from_dict, option_types
-from dolmen.core.messages import BadInput, in_python, message, printable
+from dolmen.core.messages import BadInput, message, printable, python_spelling
 from dolmen.data.config import TokenConfig, TokenizeConfig
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.families import families
@@ -42,7 +42,9 @@ def value_errors(own: Mapping[str, str] | None = None) -> Iterator[None]:
 def in_keywords(text: str, own: Mapping[str, str]) -> str:
     options = _options()
     keywords = {**{name: name for name in options}, **own}
-    return in_python(printable(text), keywords, [n for n, kind in options.items() if kind is bool])
+    return python_spelling(
+        printable(text), keywords, [n for n, kind in options.items() if kind is bool]
+    )
 
 
 @cache

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dolmen.api.asked import asked_of
-from dolmen.core.messages import choices, shown
+from dolmen.core.messages import brief, choices
 from dolmen.serving.config import GenerateConfig
 from dolmen.serving.detokenizer import check_stop
 from dolmen.training.spellings import suggestion
@@ -66,7 +66,7 @@ def generation(
         if name not in known:
             every = [one.replace("_", "-") for one in (*NAMED, *known)]
             near = suggestion(name.replace("_", "-"), every) or choices(name, known)
-            raise ValueError(f"there is no option {shown(name)}: {near}")
+            raise ValueError(f"there is no option {brief(name)}: {near}")
     if isinstance(said.get("stop"), str):
         said["stop"] = (said["stop"],)
     bias = said.get("logit_bias")

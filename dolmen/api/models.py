@@ -14,7 +14,7 @@ from dolmen.api.generation import ARRAYS, NUMBERS, Generation, Ids, Prompt, gene
 from dolmen.conversion import hf
 from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source, open_source
-from dolmen.core.messages import choices, counted, message, shown
+from dolmen.core.messages import brief, choices, message, plural
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.families import special_tokens as special
 from dolmen.families import stated, unknown
@@ -115,7 +115,7 @@ class Model:
             type(token) is int and 0 <= token < most for token in tokens
         ):
             raise ValueError(
-                f"the prompt is {shown(given)}: it must be a text, or token ids of 0 to "
+                f"the prompt is {brief(given)}: it must be a text, or token ids of 0 to "
                 f"{most - 1:,}"
             )
         return tokens
@@ -218,7 +218,7 @@ def _tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
 def _folders(adapters: Mapping[str, str | Path] | None) -> dict[str, str]:
     """Raises ValueError for what are no names and folders."""
     if not isinstance(adapters, Mapping | None):
-        raise ValueError(f"adapters is {shown(adapters)}: it must be a dict of names and folders")
+        raise ValueError(f"adapters is {brief(adapters)}: it must be a dict of names and folders")
     return multi_lora.check_adapters(
         (str(name), str(folder)) for name, folder in (adapters or {}).items()
     )
@@ -229,12 +229,12 @@ def _adapter_of(adapter: Any, prompts: int, known: Collection[str]) -> list[str 
     each = list(adapter) if isinstance(adapter, (list, tuple)) else [adapter] * prompts
     if len(each) != prompts:
         raise ValueError(
-            f"adapter has {counted(len(each), 'name')} for {counted(prompts, 'prompt')}: give one "
+            f"adapter has {plural(len(each), 'name')} for {plural(prompts, 'prompt')}: give one "
             "for each, or one for all"
         )
     for one in each:
         if not (one is None or isinstance(one, str)):
-            raise ValueError(f"adapter is {shown(one)}: it must be a name, or None")
+            raise ValueError(f"adapter is {brief(one)}: it must be a name, or None")
         multi_lora.check_name(one, known)
     return each
 
@@ -247,7 +247,7 @@ def _continued(
     adapter: str | None | Sequence[str | None],
 ) -> Any:
     if not isinstance(plain(batch), int):
-        raise ValueError(f"batch is {shown(batch)}: it must be a whole number")
+        raise ValueError(f"batch is {brief(batch)}: it must be a whole number")
     prompts = several(prompt)
     asked, told = apply_generation_config(asked, model.source.generation_config)
     asked.of_tokens.check()
@@ -277,4 +277,4 @@ def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
         return cast("torch.dtype | None", asked)
     if isinstance(asked, str) and asked in DTYPES:
         return DTYPES[asked]
-    raise ValueError(f"dtype is {shown(asked)}: {choices(str(asked), DTYPES)}")
+    raise ValueError(f"dtype is {brief(asked)}: {choices(str(asked), DTYPES)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.api.asked import asked_of, value_errors
-from dolmen.core.messages import shown
+from dolmen.core.messages import brief
 from dolmen.planning import dryrun as dry
 from dolmen.planning import inference as serving_plan
 from dolmen.planning import outputs, search
@@ -115,7 +115,7 @@ def _planned(model: str | PathLike | RunConfig, asked: PlanConfig) -> PlanReques
     name = plain(model)
     if not isinstance(name, str):
         raise ValueError(
-            f"the model is {shown(model)}: it must be a recipe, a YAML file, a folder with a "
+            f"the model is {brief(model)}: it must be a recipe, a YAML file, a folder with a "
             "config.json or a RunConfig"
         )
     return PlanRequest(name, planned(name), asked)

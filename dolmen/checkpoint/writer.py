@@ -102,7 +102,7 @@ def copies(tensors: Mapping[str, Tensor], pinned: Pinned | None) -> dict[str, Te
             given = chunks[chunk][begin : begin + shard.nbytes]
             copy = torch.empty(0, dtype=shard.dtype).set_(given)
             copy = copy.view(shard.shape).copy_(shard, non_blocking=True)
-            out[name] = state.holding(tensor, copy)
+            out[name] = state.tensor_like(tensor, copy)
     pinned.arrived()
     return out
 

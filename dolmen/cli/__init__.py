@@ -8,8 +8,8 @@ import os
 import sys
 import warnings
 
-from dolmen.core import launched
-from dolmen.core.messages import BadInput, did_you_mean, one_line, quoted, shown
+from dolmen.core import environment
+from dolmen.core.messages import BadInput, brief, did_you_mean, escape, one_line
 
 VERBS = {
     "recipes": "list the built-in runs",
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
     process.die_with_launcher()
     process.obey_interrupts()
-    launched.set_defaults(os.environ)
+    environment.set_defaults(os.environ)
     # pydantic would look for plugins in the metadata of every installed package, which takes 30 ms
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")
     warnings.formatwarning = lambda text, *_: f"warning: {one_line(str(text))}\n"
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if argv[0] not in VERBS:
         hint = did_you_mean(argv[0], VERBS, most=1)
-        told = f"dolmen: there is no verb {shown(argv[0])}{': ' * bool(hint)}{hint}\n\n{USAGE}"
+        told = f"dolmen: there is no verb {brief(argv[0])}{': ' * bool(hint)}{hint}\n\n{USAGE}"
         print(told, end="", file=sys.stderr)
         return 2
     # pydantic and YAML take 0.1 s, the verb with torch a second and more: `--version` owes neither,
@@ -98,7 +98,7 @@ def _announce(verb: str, words: list[str]) -> None:
     if verb not in LOADING or {"-h", "--help"} & {*words} or not words or not _is_first():
         return
     if verb == "serve" or sys.stderr.isatty():
-        name = "" if words[0].startswith("-") else f" {quoted(words[0])}"
+        name = "" if words[0].startswith("-") else f" {escape(words[0])}"
         print(f"loading model{name} ...", file=sys.stderr, flush=True)
 
 

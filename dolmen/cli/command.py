@@ -6,7 +6,7 @@ from typing import Any
 from dolmen.cli import help
 from dolmen.cli.options import HANDED, PARTS, RUNS, VERBS, find
 from dolmen.cli.parse import HELP, groups, options, parse
-from dolmen.core.config import from_dict, nested
+from dolmen.core.config import from_dict, unflatten
 from dolmen.core.messages import BadInput, message
 
 
@@ -35,7 +35,7 @@ def parse_config(cls: type[Any], verb: str, argv: list[str]) -> Any:
     if HELP & set(argv):
         print(help.full(verb, cls.__doc__ or "", found))
         raise SystemExit(0)
-    config: Any = from_dict(cls, nested(parse(argv, options(found), verb)))
+    config: Any = from_dict(cls, unflatten(parse(argv, options(found), verb)))
     if verb == "generate":
         config.check_source()
     return config

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dolmen.conversion.config import ExportConfig
 from dolmen.conversion.convert import export_model
-from dolmen.core.messages import BadInput, message, quoted
+from dolmen.core.messages import BadInput, escape, message
 
 
 def run(options: ExportConfig) -> int:
@@ -14,5 +14,5 @@ def run(options: ExportConfig) -> int:
         )
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
-    print(f"wrote {quoted(options.to)}, from {quoted(title)}")
+    print(f"wrote {escape(options.to)}, from {escape(title)}")
     return 0

@@ -8,7 +8,7 @@ from dolmen.core.config import to_dict
 from dolmen.core.filesystem import expand
 from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
-from dolmen.core.messages import BadInput, counted, message, quoted
+from dolmen.core.messages import BadInput, escape, message, plural
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.launch import process
 from dolmen.model.layout import Layout
@@ -61,7 +61,7 @@ def _answer(options: GenerateConfig, layout: Layout) -> int:
         raise BadInput(message(error)) from None
     if not job.left:
         rows = f"all {len(job.summary.places):,} rows"
-        say(f"{quoted(options.output)} has {rows}: nothing is left to do", first)
+        say(f"{escape(options.output)} has {rows}: nothing is left to do", first)
         return _choose(job) if first else 0
 
     def work(mesh: Mesh) -> int:
@@ -81,13 +81,13 @@ def _choose(job: offline.Job) -> int:
     except ValueError as error:
         raise BadInput(str(error)) from None
     print(
-        f"{quoted(job.config.best)} has the best answer of {counted(found.rows, 'row')}: "
+        f"{escape(job.config.best)} has the best answer of {plural(found.rows, 'row')}: "
         f"a reward of {found.reward:.4g}, of all samples {found.of_all:.4g}"
     )
     if found.failed:
         say(
-            f"WARNING: {counted(found.failed, 'sample')} without a reward, and "
-            f"{counted(found.without, 'row')} without any, left out"
+            f"WARNING: {plural(found.failed, 'sample')} without a reward, and "
+            f"{plural(found.without, 'row')} without any, left out"
         )
     return 0
 

@@ -18,7 +18,7 @@ from functools import cache
 from itertools import chain, pairwise, takewhile
 from typing import Any, get_args, get_origin, get_type_hints
 
-from dolmen.core.config import Bare, Mark, Words, from_words, plain_type
+from dolmen.core.config import Mark, ValueOptional, Words, from_words, plain_type
 from dolmen.core.messages import BadInput, cut
 
 HELP = {"-h", "--help"}
@@ -180,7 +180,7 @@ def taken(option: Option, after: Sequence[str]) -> list[str]:
 
 def _value(option: Option, words: Sequence[str]) -> Any:
     """The value of an option that is followed by these words. Raises BadInput."""
-    bare = [mark.value for mark in option.marks if isinstance(mark, Bare)]
+    bare = [mark.value for mark in option.marks if isinstance(mark, ValueOptional)]
     if not words and (option.switch or bare):
         return True if option.switch else bare[0]
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.core.log import console
-from dolmen.core.messages import BadInput, message, quoted
+from dolmen.core.messages import BadInput, escape, message
 from dolmen.files import write
 from dolmen.planning import answer, outputs, search
 from dolmen.planning.config import PlanConfig, PlanRequest
@@ -80,11 +80,11 @@ def written(question: Question, found: Plan, asked: PlanConfig) -> Iterator[str]
     """What was asked for as a file: a line each. Raises ValueError."""
     if asked.as_recipe is not None:
         file = Path(asked.as_recipe)
-        yield f"wrote {quoted(file)}: {outputs.write_recipe(question, found, file)}"
+        yield f"wrote {escape(file)}: {outputs.write_recipe(question, found, file)}"
     if asked.report is not None:
         try:
             page = write_report(add_fleets(question, found), Path(asked.report))
-            yield f"wrote {quoted(page)}"
+            yield f"wrote {escape(page)}"
         except OSError as error:
             raise ValueError(f"--report {asked.report}: {error.strerror}") from None
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dolmen.core.filesystem import expand
 from dolmen.core.log import console
-from dolmen.core.messages import BadInput, counted, quoted
+from dolmen.core.messages import BadInput, escape, plural
 from dolmen.files import write
 from dolmen.parallel.schedule import SCHEDULES, Schedule, format_schedule, format_yaml
 from dolmen.parallel.simulation import (
@@ -64,7 +64,7 @@ def run(options: ScheduleOptions) -> int:
     if options.list:
         print("\n" + format_schedule(schedule), end="")
     if options.out:
-        print(f"wrote {quoted(options.out)}")
+        print(f"wrote {escape(options.out)}")
     return 0
 
 
@@ -159,9 +159,9 @@ def picture(schedule: Schedule, simulation: Simulation, to: Path) -> None:
 
 def title(schedule: Schedule) -> str:
     chunks = f", {schedule.chunks} virtual stages per rank" if schedule.chunks > 1 else ""
-    name = quoted(Path(schedule.name).name)
-    ranks = counted(schedule.ranks, "rank")
-    micros = counted(schedule.micros, "microbatch", "microbatches")
+    name = escape(Path(schedule.name).name)
+    ranks = plural(schedule.ranks, "rank")
+    micros = plural(schedule.micros, "microbatch", "microbatches")
     return f"{name}: {ranks}, {micros}{chunks}"
 
 

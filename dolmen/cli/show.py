@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dolmen.core.filesystem import expand
-from dolmen.core.messages import BadInput, message, quoted
+from dolmen.core.messages import BadInput, escape, message
 from dolmen.watching import server
 from dolmen.watching.config import ShowConfig
 from dolmen.watching.page import write_page
@@ -15,7 +15,7 @@ def run(options: ShowConfig) -> int:
         if options.serve:
             server.serve(folders, options)
         else:
-            print(f"wrote {quoted(write_page(folders, Path(options.out)))}")
+            print(f"wrote {escape(write_page(folders, Path(options.out)))}")
     except KeyboardInterrupt:  # how a server is ended, and what a reader has asked for
         return 0
     except ValueError as error:

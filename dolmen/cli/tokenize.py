@@ -1,6 +1,6 @@
 """dolmen tokenize --data.path TEXT --data.tokenizer DIR --to PREFIX"""
 
-from dolmen.core.messages import BadInput, counted, message, quoted
+from dolmen.core.messages import BadInput, escape, message, plural
 from dolmen.data.config import TokenizeConfig
 from dolmen.data.indexed_export import tokenize
 
@@ -11,7 +11,7 @@ def run(options: TokenizeConfig) -> int:
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     print(
-        f"wrote {quoted(made.file)} and its .idx: {counted(made.tokens, 'token')} of "
-        f"{counted(made.documents, 'document')}, {made.dtype}"
+        f"wrote {escape(made.file)} and its .idx: {plural(made.tokens, 'token')} of "
+        f"{plural(made.documents, 'document')}, {made.dtype}"
     )
     return 0

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from dolmen.core.messages import BadInput, message, quoted
+from dolmen.core.messages import BadInput, escape, message
 from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
 from dolmen.vocabulary.extend import extend
 from dolmen.vocabulary.merge import merge
@@ -28,5 +28,5 @@ def run(options: VocabTrainConfig | VocabMergeConfig | VocabExtendConfig) -> int
         done = PARTS[type(options)](options)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
-    print(f"wrote {quoted(options.to)}", *done.lines(), sep="\n")
+    print(f"wrote {escape(options.to)}", *done.lines(), sep="\n")
     return 0

@@ -29,7 +29,7 @@ from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import SINGLE
-from dolmen.core.messages import BadInput, Failed, counted, message
+from dolmen.core.messages import BadInput, Failed, message, plural
 from dolmen.core.topology import Topology
 from dolmen.evaluation.theirs import draw, precise
 from dolmen.families import compared
@@ -111,7 +111,7 @@ def work(request: DiffWork) -> None:
     side = both.a if request.side == both.a.name else both.b
     started = process.started()
     device = devices.choose_device(request.device, started, DEVICE)
-    with meshes.joined(started, device):
+    with meshes.process_group_context(started, device):
         devices.refuse_shared_gpus(device, DEVICE)
         with precise():
             mesh = side.layout.mesh(device)
@@ -217,7 +217,7 @@ def _record_in_processes(side: OpenSide, processes: int, config: DiffConfig) -> 
 
 def _title(both: SidePair) -> str:
     sequences, window = both.task.windows.shape
-    tokens = f"{counted(sequences, 'sequence')} of {window - 1} random tokens"
+    tokens = f"{plural(sequences, 'sequence')} of {window - 1} random tokens"
     return f"{both.a.title}\n{both.b.title}\n{tokens}"
 
 

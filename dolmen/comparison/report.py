@@ -10,7 +10,7 @@ from rich.table import Table
 from dolmen.comparison import taps
 from dolmen.comparison.classify import Fault
 from dolmen.comparison.compare import Row
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 
 AFTER = 4  # rows that are shown behind the first that parts: what it leads to
 
@@ -56,7 +56,7 @@ class Report:
 
     def __str__(self) -> str:
         if self.parting is None:
-            return f"the same: {counted(len(self.rows), 'tensor')} compared"
+            return f"the same: {plural(len(self.rows), 'tensor')} compared"
         row, fault = self.parting.row, self.parting.fault
         lines = [
             f"first to part: {describe_row(row)}",

@@ -48,7 +48,7 @@ def record(
     named = dict(network.named_parameters())
     known = weight_map(model)
     # buffers too, such as the bias that balances a router; but no head that is the embedding
-    stored = hub.as_stored(network, network.state_dict())
+    stored = hub.revert_weight_names(network, network.state_dict())
     stored = {name: t for name, t in stored.items() if known.canonical(name) in known.entries}
     weights = theirs.by_our_names(model, stored)
     for name, weight in weights.items():
@@ -64,7 +64,7 @@ def record(
         if gradients:
             loss.backward()
     if gradients:
-        stored = hub.as_stored(network, {n: p.grad for n, p in named.items()})
+        stored = hub.revert_weight_names(network, {n: p.grad for n, p in named.items()})
         _record_update(recorder, model, task, weights, theirs.by_our_names(model, stored))
     return recorder.tensors
 
@@ -140,7 +140,7 @@ class _TransformersHooks:
                 self._on_output(layer, f"layers.{number}")
                 if number == 0:
                     self._on_input(layer, "embed")
-        see = hub.seen_attention(self.network, ATTENTION, partial(self._attends, layers))
+        see = hub.observe_attention(self.network, ATTENTION, partial(self._attends, layers))
         self.stack.enter_context(see)
 
     def __exit__(self, *_: object) -> None:

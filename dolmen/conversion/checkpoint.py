@@ -19,14 +19,14 @@ from dolmen.checkpoint.saved import model_of, read_saved
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.sidecars import pad_vocabulary, with_special_tokens
 from dolmen.conversion.weights import Scales, Scaling
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.families import Model, compared, completed, scored
 from dolmen.files.safetensors import Spec
 from dolmen.model.spec import Adapter, Tree
 from dolmen.model.spec.lora import magnitude_of, scale_of
 from dolmen.ops import int8
 from dolmen.optim.optimizer import MODEL
-from dolmen.parallel import product, tensor
+from dolmen.parallel import quantized_product, tensor
 
 CRITIC = "critic."  # what the names of all that is a critic's begin with, in a checkpoint
 
@@ -80,9 +80,12 @@ class RunCheckpoint(WeightsAlone):
 
     @cached_property
     def _scaling(self) -> dict[str, Scaling]:
-        kind, read = f"{self.part}{product.HISTORY}/", self.checkpoint.read
+        kind, read = f"{self.part}{quantized_product.HISTORY}/", self.checkpoint.read
         names = [name.removeprefix(kind) for name in self.checkpoint.specs if name.startswith(kind)]
-        found = {n: Scaling(read(kind + n), read(f"{self.part}{product.SCALE}/{n}")) for n in names}
+        found = {
+            n: Scaling(read(kind + n), read(f"{self.part}{quantized_product.SCALE}/{n}"))
+            for n in names
+        }
         return {name: one for name, one in found.items() if one.history.any()}
 
     @property
@@ -106,7 +109,7 @@ class RunCheckpoint(WeightsAlone):
         ]:
             raise KeyError(
                 f"{self.where} does not fit its model{self._differences()}: "
-                f"{counted(len(absent), 'parameter is', 'parameters are')} in one of the two "
+                f"{plural(len(absent), 'parameter is', 'parameters are')} in one of the two "
                 f"alone, e.g. {absent[:3]}"
             )
         if other := [name for name, shape in shapes.items() if stored[name].shape != shape]:

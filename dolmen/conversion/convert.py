@@ -19,7 +19,7 @@ from dolmen.conversion.moments import Moments
 from dolmen.conversion.source import Source, cast_source, open_source
 from dolmen.conversion.weights import Scales
 from dolmen.core.log import bar
-from dolmen.core.messages import counted, quoted
+from dolmen.core.messages import escape, plural
 from dolmen.families import unknown
 from dolmen.optim.optimizer import DTYPES
 
@@ -123,9 +123,9 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
         report += proof.compare_scales(scales, written)
         if config.to != "hf":
             hf_export.write_sidecar_files(source, sidecar_folder, dtype)
-    count = counted(len(specs), "parameter")
+    count = plural(len(specs), "parameter")
     return (
-        f"read {quoted(source.title)}\nwrote {quoted(target)}: {count} read back, "
+        f"read {escape(source.title)}\nwrote {escape(target)}: {count} read back, "
         f"the same to the bit; {logits}{report}"
     )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
 from dolmen.core.filesystem import expand, is_absent
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.families import Model, WeightMap, changed, special_tokens, weight_map
 from dolmen.families.family import BARE
 from dolmen.families.known import part_of
@@ -282,10 +282,10 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     missing = [name for name in weights.entries if name not in found]
     if extra or missing:
         sides = [
-            f"{counted(len(extra), 'tensor has', 'tensors have')} no rule, e.g. {extra[:3]}"
+            f"{plural(len(extra), 'tensor has', 'tensors have')} no rule, e.g. {extra[:3]}"
         ] * bool(extra)
         sides += [
-            f"{counted(len(missing), 'tensor is', 'tensors are')} missing, e.g. {missing[:3]}"
+            f"{plural(len(missing), 'tensor is', 'tensors are')} missing, e.g. {missing[:3]}"
         ] * bool(missing)
         raise KeyError(
             f"{folder} does not fit family {weights.model.model_type} and its config: "
@@ -296,13 +296,13 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     if beyond:
         field = weights.model.family.beyond
         warnings.warn(
-            f"{folder}: {counted(len(beyond), 'tensor')} of layers behind the last ({field}) are "
+            f"{folder}: {plural(len(beyond), 'tensor')} of layers behind the last ({field}) are "
             f"left out, e.g. {beyond[0]}: they are no part of the decoder",
             stacklevel=4,
         )
     if other_parts:
         warnings.warn(
-            f"{folder}: {counted(len(other_parts), 'tensor')} of other parts of the model are left "
+            f"{folder}: {plural(len(other_parts), 'tensor')} of other parts of the model are left "
             f"out, e.g. {other_parts[0]}: what is read is its {weights.model.model_type} alone",
             stacklevel=4,
         )

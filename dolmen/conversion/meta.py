@@ -23,7 +23,7 @@ from dolmen.conversion.joined import Joined
 from dolmen.conversion.megatron.shares import Share, share
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.families import Model, edit
 from dolmen.families.rules import Entry, Paired, Rename, Rule, entries
 from dolmen.files import gate, torch_files
@@ -108,7 +108,7 @@ class Consolidated(WeightsAlone, Joined):
 
     @property
     def title(self) -> str:
-        return f"{self.where}, Meta's files of {counted(len(self.ranks), 'rank')}"
+        return f"{self.where}, Meta's files of {plural(len(self.ranks), 'rank')}"
 
     @property
     def iteration(self) -> None:
@@ -148,7 +148,7 @@ class Consolidated(WeightsAlone, Joined):
             held = {name for name in rank if name != "rope.freqs"}
             if other := sorted(held ^ self._entries.keys()):
                 raise KeyError(
-                    f"{self.where}, rank {i}: {counted(len(other), 'tensor is', 'tensors are')} in "
+                    f"{self.where}, rank {i}: {plural(len(other), 'tensor is', 'tensors are')} in "
                     f"the file or in {PARAMS}'s model alone, e.g. {other[:3]}"
                 )
             for name, entry in self._entries.items():
@@ -157,7 +157,7 @@ class Consolidated(WeightsAlone, Joined):
                 if whole != entry.shape:
                     raise ValueError(
                         f"{name} is {stored.spec.shape} in {stored.file}, {whole} of "
-                        f"{counted(len(self.ranks), 'rank')}; {PARAMS} makes it {entry.shape}"
+                        f"{plural(len(self.ranks), 'rank')}; {PARAMS} makes it {entry.shape}"
                     )
                 if stored.spec.dtype not in FLOATS or stored.spec != self.ranks[0][name].spec:
                     raise ValueError(f"{name} is {stored.spec.dtype} in {stored.file}")

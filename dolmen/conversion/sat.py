@@ -23,7 +23,7 @@ from dolmen.conversion.joined import Joined
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.families import Model, WeightMap, weight_map
 from dolmen.families.rules import Entry, Split
 from dolmen.files import gate, torch_files
@@ -79,7 +79,7 @@ class Sat(WeightsAlone, Joined):
 
     @property
     def title(self) -> str:
-        return f"{self.where}, a checkpoint of SAT ({counted(len(self.held), 'rank')})"
+        return f"{self.where}, a checkpoint of SAT ({plural(len(self.held), 'rank')})"
 
     @property
     def iteration(self) -> int | None:
@@ -125,8 +125,8 @@ class Sat(WeightsAlone, Joined):
         if extra or missing:
             raise KeyError(
                 f"{self.where} does not fit its config.json: "
-                f"{counted(len(extra), 'tensor has', 'tensors have')} no rule, e.g. {extra[:3]}, "
-                f"and {counted(len(missing), 'tensor is', 'tensors are')} missing, e.g. "
+                f"{plural(len(extra), 'tensor has', 'tensors have')} no rule, e.g. {extra[:3]}, "
+                f"and {plural(len(missing), 'tensor is', 'tensors are')} missing, e.g. "
                 f"{missing[:3]}"
             )
         for rank, other in enumerate(others, 1):
@@ -145,7 +145,7 @@ class Sat(WeightsAlone, Joined):
         whole = share.full_shape(one.spec.shape, len(each))
         if whole != entry.shape:
             raise ValueError(
-                f"{one.name} is {one.spec.shape} on each of {counted(len(each), 'rank')} in "
+                f"{one.name} is {one.spec.shape} on each of {plural(len(each), 'rank')} in "
                 f"{one.file}, {whole} of all; config.json makes it {entry.shape}"
             )
         if one.spec.dtype not in hf.FLOATS:

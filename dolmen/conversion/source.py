@@ -24,7 +24,7 @@ from dolmen.conversion.megatron import dist, folders
 from dolmen.conversion.megatron import source as megatron
 from dolmen.conversion.moments import Moments, Tensors
 from dolmen.conversion.weights import Scales
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.core.mesh import Mesh
 from dolmen.families import Model
 from dolmen.model.spec import Tree
@@ -196,7 +196,9 @@ def pin_source(name: str | Path) -> str:
 
 def open_alike(name: str | Path, mesh: Mesh) -> Source:
     """`open_source`, by every rank of the mesh, of what the first rank finds. Raises as that."""
-    return open_source(name if mesh.size == 1 else agree.once(lambda: pin_source(name)))
+    return open_source(
+        name if mesh.size == 1 else consensus.run_on_rank_zero(lambda: pin_source(name))
+    )
 
 
 def tokenizer_folder(source: Source) -> str:

@@ -1,5 +1,5 @@
 """Weight rules (families/rules.py) applied to tensors, in both directions; and the scales of
-delayed scaling (parallel/product.py) by the names of weights, whatever the format.
+delayed scaling (parallel/quantized_product.py) by the names of weights, whatever the format.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ from dolmen.families.rules import Bare, Each, Entry, Paired, Rename, Rule, Split
 
 class Scaling(NamedTuple):
     """Scaling of one weight, or of each expert's: inputs, weight, gradients of outputs, as
-    parallel/product.py orders them.
+    parallel/quantized_product.py orders them.
     """
 
     history: Float[Tensor, "steps *experts 3"]

@@ -6,20 +6,20 @@ Mesh and communication
     mesh.py          `Mesh`: named axes (pp, dp, cp, tp, fsdp, ep, edp) with their process groups
     collectives.py   the five typed collectives with their backwards
     transfers.py     point-to-point and raw collectives under them, and sums in a fixed order
-    agree.py         checks that all ranks are about to do the same
+    consensus.py     checks that all ranks are about to do the same
 State and compute
     state.py         the bridge between DTensors at rest and local tensors
     autograd.py      `torch.autograd.Function` with types, and activation recomputation
     device.py        the device of a process, and the only way to read from it
     determinism.py   deterministic algorithms on a GPU
     rng.py           seeds derived from names
-    ranges.py        names of the parts of a step, for a profile
+    profiling.py     names of the parts of a step, for a profile
     torch_private/   private names of torch and transformers, each with a reason and a test
 Options, files, messages
     config.py        configuration classes: options with types, ranges and help
-    launched.py      what a launcher has set in the environment, and defaults of ours
+    environment.py   what a launcher has set in the environment, and defaults of ours
     messages.py      exceptions of commands, and the wording of options and values
     log.py           the console and units
     filesystem.py    paths as users write them, and file locks
-    limit.py         time limits for Python that others wrote
+    time_limit.py    time limits for Python that others wrote
 """

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dolmen.core import ranges
+from dolmen.core import profiling
 
 K = TypeVar("K")
 
@@ -48,7 +48,7 @@ class Context(Generic[K]):
         def mark_dirty(self, *tensors: Tensor) -> None: ...
 
 
-class Function(torch.autograd.Function):
+class TypedFunction(torch.autograd.Function):
     if TYPE_CHECKING:
 
         @staticmethod
@@ -57,7 +57,7 @@ class Function(torch.autograd.Function):
         def backward(ctx: Context[Any], *gradients: Any, **options: Any) -> Any: ...
 
 
-def again(function: Callable, *args: Any) -> Any:
+def recompute(function: Callable, *args: Any) -> Any:
     """function(*args), of which only the inputs are kept until backward. Without gradients, simply
     the call.
     """
@@ -72,4 +72,4 @@ def again(function: Callable, *args: Any) -> Any:
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """Of the first run and of the one in backward, which a profile tells apart."""
-    return nullcontext(), ranges.mark("recompute")
+    return nullcontext(), profiling.record_range("recompute")

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.core.autograd import Context, Function
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
 from dolmen.core.transfers import (
     finish_reduce_scatter,
@@ -34,13 +34,13 @@ from dolmen.core.transfers import (
 )
 
 
-def _gathered(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def _all_gather_dim(x: Tensor, dim: int, axis: Axis) -> Tensor:
     if dim == 0:
         return wait(start_all_gather(x, axis), axis)
     return wait(start_all_gather(x.movedim(dim, 0), axis), axis).movedim(0, dim).contiguous()
 
 
-def _scattered(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def _reduce_scatter_dim(x: Tensor, dim: int, axis: Axis) -> Tensor:
     if dim == 0:
         return finish_reduce_scatter(start_reduce_scatter(x, axis), axis)
     return (
@@ -50,7 +50,7 @@ def _scattered(x: Tensor, dim: int, axis: Axis) -> Tensor:
     )
 
 
-def part(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[Tensor, "*here"]:
+def local_part(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[Tensor, "*here"]:
     """This rank's equal part of x along dim, a view. Raises ValueError where the axis does not
     divide it.
     """
@@ -66,7 +66,7 @@ Dim = tuple[int, Axis]
 """A dim of the tensor, and the axis that shards it."""
 
 
-class _Copy(Function):
+class _Copy(TypedFunction):
     @staticmethod
     def forward(ctx: Context[Axis], x: Tensor, axis: Axis) -> Tensor:
         ctx.kept = axis
@@ -77,7 +77,7 @@ class _Copy(Function):
         return wait(start_all_reduce(g, ctx.kept), ctx.kept), None
 
 
-class _AllReduce(Function):
+class _AllReduce(TypedFunction):
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, axis: Axis) -> Tensor:
         return wait(start_all_reduce(x, axis), axis)
@@ -95,29 +95,29 @@ class _AllReduceInPlace(_AllReduce):
         return x
 
 
-class _AllGather(Function):
+class _AllGather(TypedFunction):
     @staticmethod
     def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
         ctx.kept = dim, axis
-        return _gathered(x, dim, axis)
+        return _all_gather_dim(x, dim, axis)
 
     @staticmethod
     def backward(ctx: Context[Dim], g: Tensor) -> tuple[Tensor, None, None]:
-        return _scattered(g, *ctx.kept), None, None
+        return _reduce_scatter_dim(g, *ctx.kept), None, None
 
 
-class _ReduceScatter(Function):
+class _ReduceScatter(TypedFunction):
     @staticmethod
     def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
         ctx.kept = dim, axis
-        return _scattered(x, dim, axis)
+        return _reduce_scatter_dim(x, dim, axis)
 
     @staticmethod
     def backward(ctx: Context[Dim], g: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(g, *ctx.kept), None, None
+        return _all_gather_dim(g, *ctx.kept), None, None
 
 
-class _Exchange(Function):
+class _AllToAll(TypedFunction):
     @staticmethod
     def forward(
         ctx: Context[tuple[list[int], list[int], Axis]],
@@ -134,7 +134,7 @@ class _Exchange(Function):
         ctx: Context[tuple[list[int], list[int], Axis]], g: Tensor
     ) -> tuple[Tensor, None, None, None]:
         send, receive, axis = ctx.kept
-        return _Exchange.apply(g, receive, send, axis), None, None, None
+        return _AllToAll.apply(g, receive, send, axis), None, None, None
 
 
 def copy(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
@@ -161,18 +161,18 @@ def reduce_scatter(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[
     """P -> S(dim). Raises ValueError where the axis does not divide the dim."""
     if axis.size == 1:
         return x
-    part(x, dim, axis)
+    local_part(x, dim, axis)
     return _ReduceScatter.apply(x, dim, axis)
 
 
-def exchange(
+def all_to_all(
     x: Shaped[Tensor, " sent *rest"], send: list[int], receive: list[int], axis: Axis
 ) -> Shaped[Tensor, " received *rest"]:
     """S(0) -> S(0): the first send[0] rows of x go to rank 0, the next send[1] to rank 1 and so on;
     back come receive[r] rows from each rank r, in the order of ranks. Counts may be 0; those of
     `send` add up to the rows of x.
     """
-    return x if axis.size == 1 else _Exchange.apply(x, send, receive, axis)
+    return x if axis.size == 1 else _AllToAll.apply(x, send, receive, axis)
 
 
 def sum_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:

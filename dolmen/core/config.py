@@ -40,7 +40,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic_core import ArgsKwargs, ErrorDetails, PydanticCustomError, core_schema
 
-from dolmen.core.messages import choices, cut, did_you_mean, shown
+from dolmen.core.messages import brief, choices, cut, did_you_mean
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -64,7 +64,7 @@ taken for the option's default, or for the current folder.
 STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 
 
-class Plain(ABC):
+class CustomValue(ABC):
     """A dataclass that is in a file what it says, not a mapping of its fields."""
 
     @abstractmethod
@@ -94,7 +94,7 @@ def config(section: str = "", *, kw_only: bool = False) -> Callable[[type[T]], t
 
     def decorate(cls: type[T]) -> type[T]:
         annotations = get_annotations(cls)
-        cls.__annotations__ = {name: strict(hint) for name, hint in annotations.items()}
+        cls.__annotations__ = {name: strict_type(hint) for name, hint in annotations.items()}
         unchecked: Any = cls
         unchecked.__get_pydantic_core_schema__ = classmethod(_from_mapping)
         made: Any = checked_dataclass(frozen=True, kw_only=kw_only, config=STRICT)(unchecked)
@@ -117,18 +117,18 @@ def _construct(_config_self: Any, *args: Any, **kwargs: Any) -> None:
         given = ArgsKwargs(args, kwargs)
         cls.__pydantic_validator__.validate_python(given, self_instance=_config_self)
     except ValidationError as error:
-        raise ValueError(worded(error.errors()[0], cls, cls.SECTION)) from None
+        raise ValueError(describe_error(error.errors()[0], cls, cls.SECTION)) from None
 
 
-def strict(hint: Any) -> Any:
+def strict_type(hint: Any) -> Any:
     """A type with the rules that hold for all options of it."""
     kind, inside = get_origin(hint), get_args(hint)
     if kind is Annotated:
-        return Annotated[(strict(inside[0]), *inside[1:])]
+        return Annotated[(strict_type(inside[0]), *inside[1:])]
     if kind in (typing.Union, types.UnionType):
-        return typing.Union[tuple(strict(one) for one in inside)]  # noqa: UP007
+        return typing.Union[tuple(strict_type(one) for one in inside)]  # noqa: UP007
     if kind is tuple:
-        return Annotated[(tuple[(strict(inside[0]), ...)], BeforeValidator(_as_tuple))]
+        return Annotated[(tuple[(strict_type(inside[0]), ...)], BeforeValidator(_as_tuple))]
     if kind is Literal:
         return Annotated[hint, BeforeValidator(_refuse_bool)]
     if hint is float:
@@ -187,7 +187,7 @@ KINDS = {
 }
 
 
-def worded(error: ErrorDetails, cls: type, section: str) -> str:
+def describe_error(error: ErrorDetails, cls: type, section: str) -> str:
     """A message for an error of pydantic: the option, its value, and what it must be."""
     kind, context = error["type"], error.get("ctx", {})
     path = [str(part) for part in error["loc"] if not isinstance(part, int)]
@@ -200,18 +200,18 @@ def worded(error: ErrorDetails, cls: type, section: str) -> str:
     if kind == "unexpected_keyword_argument":
         return _unknown(option, path[-1], [*field_types(_type_at(cls, path[:-1]))])
     if kind.startswith("dataclass"):
-        return f"{option or 'the configuration'} must be a mapping of options, not {shown(value)}"
+        return f"{option or 'the configuration'} must be a mapping of options, not {brief(value)}"
     option = option if "." in option else f"--{option}"
     if kind == "missing":
         return f"missing {option}"
     if kind == "string_pattern_mismatch":
         return f"{option} is empty: give a name, or leave the option out"
     if kind.startswith("literal"):
-        return f"{option} is {shown(value)}: {choices(str(value), get_args(_type_at(cls, path)))}"
+        return f"{option} is {brief(value)}: {choices(str(value), get_args(_type_at(cls, path)))}"
     if kind == "string_unicode":
         return f"{option} is {cut(ascii(value))}: UTF-8 cannot write it"
     must = BOUNDS[kind].format(**context) if kind in BOUNDS else KINDS.get(kind, error["msg"])
-    return f"{option} is {shown(value)}: it must be {must}"
+    return f"{option} is {brief(value)}: it must be {must}"
 
 
 def _type_at(cls: type, path: Sequence[str]) -> Any:
@@ -235,17 +235,17 @@ def field_types(cls: type) -> dict[str, Any]:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Plain values only, tuples as lists: what YAML and JSON can hold."""
-    return _plain(config)
+    return _plain_value(config)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Plain):
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, CustomValue):
         return value.plain()
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: _plain_value(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (tuple, list)) else value
+        return {k: _plain_value(v) for k, v in value.items()}
+    return [_plain_value(v) for v in value] if isinstance(value, (tuple, list)) else value
 
 
 def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "") -> T:
@@ -257,14 +257,14 @@ def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "
     try:
         return cls.__pydantic_validator__.validate_python(merged)  # type: ignore[attr-defined]
     except ValidationError as error:
-        raise ValueError(worded(error.errors()[0], cls, path)) from None
+        raise ValueError(describe_error(error.errors()[0], cls, path)) from None
 
 
 def _merge(cls: type, values: Any, default: Any, path: str) -> dict[str, Any]:
     """The fields of `default` with `values` over them, by their names in Python."""
     if not isinstance(values, dict):
         raise ValueError(
-            f"{path or 'the configuration'} must be a mapping of options, not {shown(values)}"
+            f"{path or 'the configuration'} must be a mapping of options, not {brief(values)}"
         )
     known = field_types(cls)
     found = {} if default is None else {name: getattr(default, name) for name in known}
@@ -273,8 +273,8 @@ def _merge(cls: type, values: Any, default: Any, path: str) -> dict[str, Any]:
         if name not in known:
             raise ValueError(_unknown(where, name, [*known]))
         section = plain_type(known[name])
-        nested = is_config(section) and isinstance(value, dict)
-        found[name] = _merge(section, value, found.get(name), where) if nested else value
+        unflatten = is_config(section) and isinstance(value, dict)
+        found[name] = _merge(section, value, found.get(name), where) if unflatten else value
     return found
 
 
@@ -303,7 +303,7 @@ class Mark(Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bare:
+class ValueOptional:
     """An option that may stand without its value, and then has this one."""
 
     value: str
@@ -348,7 +348,7 @@ def from_words(hint: Any, words: Sequence[str], option: str) -> Any:
     return _from_word(kind, " ".join(words), option, WORDED.get(kind, ""), hint)
 
 
-def _from_word(kind: Any, word: str, option: str, worded: str, hint: Any) -> Any:
+def _from_word(kind: Any, word: str, option: str, expected: str, hint: Any) -> Any:
     if get_origin(kind) is typing.Literal:
         known = {str(one): one for one in get_args(kind)}
         if word not in known:
@@ -358,7 +358,7 @@ def _from_word(kind: Any, word: str, option: str, worded: str, hint: Any) -> Any
         return {"True": True, "False": False}[word] if kind is bool else kind(word)
     except (ValueError, KeyError):
         none = ", or None" if is_optional(hint) else ""
-        raise ValueError(f"{option} is {cut(word)!r}: it must be {worded}{none}") from None
+        raise ValueError(f"{option} is {cut(word)!r}: it must be {expected}{none}") from None
 
 
 def flatten(values: dict, path: str = "") -> dict[str, Any]:
@@ -372,7 +372,7 @@ def flatten(values: dict, path: str = "") -> dict[str, Any]:
     return out
 
 
-def nested(said: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(said: Mapping[str, Any]) -> dict[str, Any]:
     """Options by `section.option` as a mapping of sections: the inverse of `flatten`."""
     made: dict[str, Any] = {}
     for name, value in said.items():
@@ -410,7 +410,7 @@ def refuse_unreadable(where: str, value: Any) -> None:
         for inside in value:
             refuse_unreadable(where, inside)
     elif isinstance(value, int) and abs(value) > LARGEST:
-        raise ValueError(f"{where} is {shown(value)}: it must be at most {LARGEST:,}")
+        raise ValueError(f"{where} is {brief(value)}: it must be at most {LARGEST:,}")
     elif isinstance(value, float) and value != value:
         raise ValueError(f"{where} is {value}: it must be a number")
     elif isinstance(value, str):

@@ -20,12 +20,12 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 NONE = re.compile(r"(\w+) does not have a deterministic implementation")
 
 
-class NotRepeatable(ValueError):
+class NotDeterministic(ValueError):
     """Something cannot be computed so that its bits are always the same; the message says what."""
 
 
 @contextmanager
-def repeatable(asked: bool) -> Iterator[None]:
+def deterministic_mode(asked: bool) -> Iterator[None]:
     """Within, if `asked`, torch takes deterministic algorithms alone; afterwards it is as before.
     Raises NotRepeatable where there is none.
     """
@@ -42,17 +42,17 @@ def repeatable(asked: bool) -> Iterator[None]:
         cudnn.benchmark,
     )
     try:
-        _set(True, False, False, True, False)
+        _set_flags(True, False, False, True, False)
         yield
     except RuntimeError as error:
-        if told := _told(str(error)):
-            raise NotRepeatable(told) from error
+        if told := _explain(str(error)):
+            raise NotDeterministic(told) from error
         raise
     finally:
-        _set(*before)
+        _set_flags(*before)
 
 
-def _set(
+def _set_flags(
     on: bool, warn_only: bool, fill: bool, cudnn_deterministic: bool, cudnn_benchmark: bool
 ) -> None:
     torch.use_deterministic_algorithms(on, warn_only=warn_only)  # the compiler's flag too
@@ -63,7 +63,7 @@ def _set(
     torch.backends.cudnn.benchmark = cudnn_benchmark
 
 
-def _told(text: str) -> str | None:
+def _explain(text: str) -> str | None:
     """What torch's refusal means for a user; None: it is another."""
     if found := NONE.search(text):
         return (

@@ -33,9 +33,9 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.core import agree
-from dolmen.core.launched import Launch
-from dolmen.core.messages import counted
+from dolmen.core import consensus
+from dolmen.core.environment import Launch
+from dolmen.core.messages import plural
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # <malloc.h>
 PAD = 64 << 20  # bytes by which the heap grows at least
@@ -51,37 +51,39 @@ def keep_freed_memory() -> None:
             mallopt(what, value)
 
 
-Answer = Callable[[Tensor, int | None], Any]
+ReadBack = Callable[[Tensor, int | None], Any]
 """What `read_back` gives of a tensor without values, and of `rows`."""
-_answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
+_read_back: ContextVar[ReadBack | None] = ContextVar("answer", default=None)
 
 
 def read_back(x: Shaped[Tensor, "..."], rows: int | None = None) -> Any:
     """The values of x as (nested) lists, or a number; the host waits for the device. `rows`: where
     x counts rows, how many there are of each way that it counts them, which is known without it.
     """
-    answer = _answer.get()
+    answer = _read_back.get()
     return x.tolist() if answer is None else answer(x, rows)
 
 
 @contextmanager
-def answered(answer: Answer) -> Iterator[None]:
+def replace_read_back(answer: ReadBack) -> Iterator[None]:
     """Within, tensors have no values, and `answer` says what is read."""
-    token = _answer.set(answer)
+    token = _read_back.set(answer)
     try:
         yield
     finally:
-        _answer.reset(token)
+        _read_back.reset(token)
 
 
-def number(value: int | float, dtype: torch.dtype, device: torch.device) -> Shaped[Tensor, ""]:
+def scalar_tensor(
+    value: int | float, dtype: torch.dtype, device: torch.device
+) -> Shaped[Tensor, ""]:
     """A number that the host knows, written by a kernel. `torch.tensor` would copy it, and wait
     until all that is queued before the copy is done.
     """
     return torch.full((), value, dtype=dtype, device=device)
 
 
-def send(x: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*shape"]:
+def to_device(x: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*shape"]:
     """x of the CPU on `device`, copied while the host and the device go on; x itself, where it is
     there.
     """
@@ -90,19 +92,19 @@ def send(x: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-Asked = Literal["auto", "cpu", "cuda"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
 """auto: the GPUs, where any are visible; cpu: never; cuda: refused where there is none."""
 CPU = torch.device("cpu")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def visible_gpus(asked: Asked = "auto") -> int:
+def visible_gpus(asked: DeviceChoice = "auto") -> int:
     """GPUs that this process may use."""
     return torch.cuda.device_count() if asked != "cpu" and torch.cuda.is_available() else 0
 
 
 def choose_device(
-    asked: Asked, launch: Launch | None, option: str, env: Mapping[str, str] = os.environ
+    asked: DeviceChoice, launch: Launch | None, option: str, env: Mapping[str, str] = os.environ
 ) -> torch.device:
     """The device of this process, as the table says. Raises ValueError with the numbers and
     `option`, the name of the knob.
@@ -113,7 +115,8 @@ def choose_device(
     if count == 0 and asked == "cuda":
         mend = "install one with CUDA" if torch.version.cuda is None else "make one visible"
         raise ValueError(
-            f"--{option} is cuda, but {_none_why()}{_said(env)}: {mend}, or use --{option} cpu"
+            f"--{option} is cuda, but {_no_gpu_reason()}{_visibility(env)}: {mend}, or use "
+            f"--{option} cpu"
         )
     if count == 0:
         return CPU
@@ -125,7 +128,7 @@ def choose_device(
 
 
 def require_gpus(
-    asked: Asked, processes: int, option: str, env: Mapping[str, str] = os.environ
+    asked: DeviceChoice, processes: int, option: str, env: Mapping[str, str] = os.environ
 ) -> None:
     """Before this process starts `processes` others, which will see the GPUs that it sees. Raises
     ValueError where those are fewer.
@@ -139,32 +142,32 @@ def require_gpus(
 def _too_few(processes: int, count: int, option: str, env: Mapping[str, str]) -> str:
     are = "is" if count == 1 else "are"
     return (
-        f"{counted(processes, 'process', 'processes')} on this machine, but "
-        f"{counted(count, 'GPU')} {are} visible{_said(env)}: start {count}, make {processes} "
+        f"{plural(processes, 'process', 'processes')} on this machine, but "
+        f"{plural(count, 'GPU')} {are} visible{_visibility(env)}: start {count}, make {processes} "
         f"visible, or use --{option} cpu"
     )
 
 
-def _said(env: Mapping[str, str]) -> str:
+def _visibility(env: Mapping[str, str]) -> str:
     return f" ({VISIBLE}={env[VISIBLE]})" if VISIBLE in env else ""
 
 
-def _none_why() -> str:
+def _no_gpu_reason() -> str:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     return "no GPU is visible"
 
 
-def describe_device(device: torch.device, asked: Asked) -> str:
+def describe_device(device: torch.device, asked: DeviceChoice) -> str:
     """The device of this process, and why this one, for the header."""
     if device.type == "cuda":
-        seen = counted(visible_gpus(), "GPU")
+        seen = plural(visible_gpus(), "GPU")
         return f"{torch.cuda.get_device_name(device)} ({device} of {seen} visible per process)"
-    threads = f"CPU, {counted(torch.get_num_threads(), 'thread')} each"
-    return f"{threads} ({'as asked' if asked == 'cpu' else _none_why()})"
+    threads = f"CPU, {plural(torch.get_num_threads(), 'thread')} each"
+    return f"{threads} ({'as asked' if asked == 'cpu' else _no_gpu_reason()})"
 
 
-def identity(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
+def gpu_id(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
     """A name that no other GPU of this machine has, nor another part (MIG) of the same GPU; empty
     for the CPU.
     """
@@ -180,14 +183,14 @@ def refuse_shared_gpus(device: torch.device, option: str) -> None:
     """Called by all ranks when they have joined. Raises ValueError, the same on every rank, where
     two have one GPU, or some have a GPU and others none.
     """
-    everyone = agree.gather_objects((socket.gethostname(), identity(device)))
+    everyone = consensus.gather_objects((socket.gethostname(), gpu_id(device)))
     without = [rank for rank, (_, name) in enumerate(everyone) if not name]
     if len(without) == len(everyone):
         return
     if without:
         rank = without[0]
         raise ValueError(
-            f"{len(without)} of {counted(len(everyone), 'rank')} have no GPU, such as rank {rank} "
+            f"{len(without)} of {plural(len(everyone), 'rank')} have no GPU, such as rank {rank} "
             f"on {everyone[rank][0]}: make one visible to each, or use --{option} cpu for all"
         )
     ranks: dict[tuple[str, str], list[int]] = {}
@@ -198,5 +201,5 @@ def refuse_shared_gpus(device: torch.device, option: str) -> None:
             raise ValueError(
                 f"ranks {', '.join(map(str, sharing[:8]))}{' ...' * (len(sharing) > 8)} on {host} "
                 f"have one GPU, {name}: give each rank its own (srun --gpus-per-task=1), or start "
-                f"{counted(len(ranks), 'rank')}, one per GPU; --{option} cpu uses none"
+                f"{plural(len(ranks), 'rank')}, one per GPU; --{option} cpu uses none"
             )

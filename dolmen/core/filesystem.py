@@ -35,7 +35,7 @@ def lock(file: int | IO, wait: bool = True, optional: bool = False) -> bool:
     return True
 
 
-def is_at(file: int | IO, path: Path) -> bool:
+def names_file(file: int | IO, path: Path) -> bool:
     """Whether the open file is the one that `path` names."""
     descriptor = file if isinstance(file, int) else file.fileno()
     try:
@@ -52,7 +52,7 @@ def open_locked(path: Path, wait: bool = True, optional: bool = False) -> int | 
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             held = lock(descriptor, wait, optional)
-            if held and is_at(descriptor, path):
+            if held and names_file(descriptor, path):
                 return descriptor
         except BaseException:  # Ctrl-C too: who catches it keeps no open file
             os.close(descriptor)

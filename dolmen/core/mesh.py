@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dolmen.core.launched import Launch
+from dolmen.core.environment import Launch
 from dolmen.core.topology import Topology
-from dolmen.core.torch_private import processes, spelled
+from dolmen.core.torch_private import processes, strings
 
 
 @contextmanager
@@ -35,14 +35,14 @@ def lazy_gloo() -> Iterator[None]:
     For groups of collectives alone: a lazy group's first receive waits on the CPU for its sender,
     which is NCCL's rule and would be one more for point-to-point over gloo.
     """
-    if spelled.LAZY_GLOO in os.environ:
+    if strings.LAZY_GLOO in os.environ:
         yield
         return
-    os.environ[spelled.LAZY_GLOO] = "1"
+    os.environ[strings.LAZY_GLOO] = "1"
     try:
         yield
     finally:
-        del os.environ[spelled.LAZY_GLOO]
+        del os.environ[strings.LAZY_GLOO]
 
 
 def background_group(timeout: timedelta) -> dist.ProcessGroup:
@@ -50,7 +50,7 @@ def background_group(timeout: timedelta) -> dist.ProcessGroup:
     training's collectives would meet. All ranks call it at the same point.
     """
     with lazy_gloo():
-        return _mine(dist.new_group(backend="gloo", timeout=timeout))
+        return _member(dist.new_group(backend="gloo", timeout=timeout))
 
 
 def process_group(
@@ -79,7 +79,7 @@ def process_group(
         backend, options = "nccl", dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if timeout is not None:
             processes.set_timeout(options, timeout)
-    return _mine(
+    return _member(
         dist.new_group(
             ranks,
             timeout=timeout,
@@ -91,7 +91,7 @@ def process_group(
     )
 
 
-def _mine(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
+def _member(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
     """Of a group without this rank torch gives a number."""
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -179,7 +179,7 @@ class Mesh:
 
 
 SINGLE = Mesh()
-Maker = Callable[..., dist.ProcessGroup]  # groups.process_group, of one device and timeout
+GroupFactory = Callable[..., dist.ProcessGroup]  # groups.process_group, of one device and timeout
 
 
 def join_world(
@@ -228,7 +228,7 @@ def _prepare(device: torch.device) -> None:
 
 
 @contextmanager
-def joined(
+def process_group_context(
     launch: Launch | None, device: torch.device, timeout: timedelta | None = None
 ) -> Iterator[None]:
     """Within, this process is in the default group. An exception leaves it there, unless it is
@@ -254,7 +254,7 @@ def leave_world(hook: Callable[..., object]) -> None:
     sys.excepthook = hook
 
 
-def grid(
+def build_mesh(
     dp: int,
     tp: int,
     device: torch.device,
@@ -284,7 +284,7 @@ def grid(
     axes = {name: axis(name) for name in ("pp", "dp", "cp", "tp", "fsdp", "edp", "ep")}
     axes |= {name: axis(name, "pp", f"dolmen {name}") for name in ("up", "down")}
     if pp > 1:
-        axes["ends"] = replace(_ends(topology, me, make), reduction=reduction)
+        axes["ends"] = replace(_boundary_axis(topology, me, make), reduction=reduction)
     everyone = dist.group.WORLD if topology.size > 1 else None
     stage = torch.tensor(topology.stage(me))
     dense = axes["fsdp"], axes["tp"]
@@ -298,14 +298,14 @@ def grid(
     )
 
 
-def _ends(topology: Topology, me: int, make: Maker) -> Axis:
+def _boundary_axis(topology: Topology, me: int, make: GroupFactory) -> Axis:
     ends = list(topology.ends(me))
     group = make(ends if me in ends else [me], "dolmen ends")
     return Axis("ends", 2, ends.index(me), group) if me in ends else Axis("ends")
 
 
 def _device_mesh(
-    stage: torch.Tensor, axes: tuple[Axis, ...], device: torch.device, make: Maker
+    stage: torch.Tensor, axes: tuple[Axis, ...], device: torch.device, make: GroupFactory
 ) -> DeviceMesh:
     """The ranks of this stage as a grid of `axes`."""
     alone = make([dist.get_rank()])

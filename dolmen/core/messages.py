@@ -45,7 +45,7 @@ OPTION = r"(?<![\w./-])(--)?([a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*)(?![\w/-])"
 SAID = re.compile(f"{COMMAND}|{OPTION}")
 
 
-def in_python(text: str, keywords: Mapping[str, str], switches: Collection[str] = ()) -> str:
+def python_spelling(text: str, keywords: Mapping[str, str], switches: Collection[str] = ()) -> str:
     """`text` with each of the `keywords`, by option without dashes before it and with `_` for `-`,
     in place of its option; `switches` are the options that take no value. What has neither dashes
     before it nor a section may be any word, and stays.
@@ -66,7 +66,7 @@ def in_python(text: str, keywords: Mapping[str, str], switches: Collection[str] 
     return SAID.sub(spelled, text)
 
 
-def counted(count: int, one: str, several: str | None = None) -> str:
+def plural(count: int, one: str, several: str | None = None) -> str:
     """1, 'process', 'processes' -> '1 process'; 1,200 of it '1,200 processes'. `several` is unset
     where it is `one` with an s.
     """
@@ -76,7 +76,7 @@ def counted(count: int, one: str, several: str | None = None) -> str:
 LONGEST = 80  # characters of a value in a message
 
 
-def shown(value: object) -> str:
+def brief(value: object) -> str:
     """A value in a message, as Python writes it, within a line."""
     return cut(repr(value))
 
@@ -100,7 +100,7 @@ def one_line(text: str) -> str:
     return printable(" ".join(line.strip() for line in text.splitlines()))
 
 
-def quoted(name: object) -> str:
+def escape(name: object) -> str:
     """A name that a user or a file has chosen, in a line of output: a line break or a control
     character in it is escaped.
     """

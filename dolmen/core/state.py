@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from dolmen.core import collectives
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.rng import seed_of
-from dolmen.core.torch_private import sharding, spelled
+from dolmen.core.torch_private import sharding, strings
 
 __all__ = [
     "Partial",
@@ -28,17 +28,17 @@ __all__ = [
     "Places",
     "Replicate",
     "Shard",
-    "cuts",
+    "sharded_dims",
     "distribute",
     "dtype_of",
     "fill_normal",
     "fill_uniform",
-    "full",
-    "holding",
+    "gather_full",
+    "tensor_like",
     "local",
     "region",
-    "share_held",
-    "unwrap",
+    "replication_weight",
+    "gather_as_plain",
     "write_region",
 ]
 
@@ -66,7 +66,7 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
                 places = placements[f"{prefix}.{name}" if prefix else name]
                 grid = expert if isinstance(places, tuple) else dense
                 places = places if isinstance(places, tuple) else (places,)
-                shape, _ = sharding.place_of(p.shape, grid, places)
+                shape, _ = sharding.local_shape_and_offset(p.shape, grid, places)
                 shard = torch.empty(shape, dtype=p.dtype, device=p.device)
                 made[p] = nn.Parameter(
                     DTensor.from_local(
@@ -77,7 +77,7 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
             setattr(owner, name, made[p])
 
 
-def unwrap(record: sharding.Record, partial: Axis | None) -> None:
+def gather_as_plain(record: sharding.Record, partial: Axis | None) -> None:
     """Let FSDP gather this parameter, which lies on tp as a DTensor, as a plain tensor, and take a
     plain gradient for it: DTensor at rest, local tensors in compute, bridged once per gathering.
     Before the first forward. `partial`: the axis over which its gradient is a partial sum (a weight
@@ -102,10 +102,10 @@ def local(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
     """
     if not isinstance(p, DTensor):
         return p
-    return p.to_local() if torch.is_grad_enabled() and p.requires_grad else sharding.held(p)
+    return p.to_local() if torch.is_grad_enabled() and p.requires_grad else sharding.local_tensor(p)
 
 
-def is_part(cls: type) -> bool:
+def is_distributed(cls: type) -> bool:
     """Whether tensors of this class stand for a part of one that lies on several ranks."""
     return issubclass(cls, DTensor)
 
@@ -114,11 +114,11 @@ def region(p: Shaped[Tensor, "*whole"]) -> tuple[slice, ...]:
     """The part of the logical tensor that this rank holds, one slice per dimension."""
     if not isinstance(p, DTensor):
         return tuple(slice(0, n) for n in p.shape)
-    shape, offset = sharding.place_of(p.shape, p.device_mesh, p.placements)
+    shape, offset = sharding.local_shape_and_offset(p.shape, p.device_mesh, p.placements)
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
-def cuts(p: Shaped[Tensor, "*whole"]) -> dict[str, int | None]:
+def sharded_dims(p: Shaped[Tensor, "*whole"]) -> dict[str, int | None]:
     """The axes that p lies on, the one that has cut last first: the dim that each cuts, or None
     where each of its ranks has all that the axes before have left.
     """
@@ -136,14 +136,14 @@ def local_view(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
     """The tensor that holds this rank's values, `here` its region of the `whole`: writing to it
     changes the parameter. No autograd.
     """
-    return sharding.held(p) if isinstance(p, DTensor) else p.detach()
+    return sharding.local_tensor(p) if isinstance(p, DTensor) else p.detach()
 
 
-def holding(
+def tensor_like(
     p: Shaped[Tensor, "*whole"], values: Shaped[Tensor, "*here"]
 ) -> Shaped[Tensor, "*whole"]:
     """A tensor that lies as p does and holds `values` as this rank's: those of a copy of p."""
-    return sharding.holding(p, values) if isinstance(p, DTensor) else values
+    return sharding.dtensor_like(p, values) if isinstance(p, DTensor) else values
 
 
 def write_region(p: Shaped[Tensor, "*whole"], value: Shaped[Tensor, "..."]) -> None:
@@ -162,7 +162,7 @@ def write_region(p: Shaped[Tensor, "*whole"], value: Shaped[Tensor, "..."]) -> N
     here.copy_(value[region(p)])
 
 
-def full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
+def gather_full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
     """The whole logical tensor, on every rank. A collective: all ranks of the parameter's mesh call
     it.
     """
@@ -170,7 +170,7 @@ def full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
         return p.detach()
     # axes are gathered one after another, each along a dim: nothing is added, so no order matters,
     # and there is nothing to warn of
-    logger = logging.getLogger(spelled.REDISTRIBUTE)
+    logger = logging.getLogger(strings.REDISTRIBUTE)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -179,7 +179,7 @@ def full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
         logger.setLevel(level)
 
 
-def share_held(p: Shaped[Tensor, "*whole"]) -> float:
+def replication_weight(p: Shaped[Tensor, "*whole"]) -> float:
     """1 / (number of ranks that hold this rank's elements of p): the weight of a local sum in a sum
     over the world.
     """
@@ -214,11 +214,11 @@ def fill_uniform(p: Float[Tensor, "*whole"], name: str, seed: int, bound: float)
     )
 
 
-Draw = Callable[[Tensor, torch.Generator], Tensor]
+FillBlock = Callable[[Tensor, torch.Generator], Tensor]
 """What fills a block."""
 
 
-def _fill(p: Tensor, name: str, seed: int, draw: Draw) -> None:
+def _fill(p: Tensor, name: str, seed: int, draw: FillBlock) -> None:
     """Fill p with values that depend on (seed, name, position in the logical tensor) and on nothing
     else.
 
@@ -232,14 +232,14 @@ def _fill(p: Tensor, name: str, seed: int, draw: Draw) -> None:
     if out.numel() == 0:
         return
     if p.ndim < 3:
-        _draw(out, p.shape, where, name, seed, draw)
+        _fill_blocks(out, p.shape, where, name, seed, draw)
     else:
         for i in range(where[0].start, where[0].stop):
-            _draw(out[i - where[0].start], p.shape[1:], where[1:], f"{name}.{i}", seed, draw)
+            _fill_blocks(out[i - where[0].start], p.shape[1:], where[1:], f"{name}.{i}", seed, draw)
 
 
-def _draw(
-    out: Tensor, whole: torch.Size, where: tuple[slice, ...], name: str, seed: int, draw: Draw
+def _fill_blocks(
+    out: Tensor, whole: torch.Size, where: tuple[slice, ...], name: str, seed: int, draw: FillBlock
 ) -> None:
     """Fill `out`, the part `where` of a tensor of shape `whole`."""
     rows = max(1, BLOCK // math.prod(whole[1:]))

@@ -22,7 +22,7 @@ Along an axis the ranks of a group lie at equal distances, so a group is a `rang
 import math
 from dataclasses import dataclass
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Topology:
             others = self.pp * self.cp * self.tp
             raise ValueError(
                 f"layout.pp ({self.pp}) x layout.dp ({self.dp}) x layout.cp ({self.cp}) x "
-                f"layout.tp ({self.tp}) = {counted(self.size, 'process', 'processes')}, but "
+                f"layout.tp ({self.tp}) = {plural(self.size, 'process', 'processes')}, but "
                 f"{ranks} were started: set --layout.dp {max(1, ranks // others)}"
             )
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.core import ranges
+from dolmen.core import profiling
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import processes
 
@@ -46,7 +46,7 @@ def start_all_reduce(
     """Sum (or `op`: max, min) of x over the axis."""
     if op == "sum" and axis.reduction == "fixed":
         return _add_in_order(x, axis)
-    with ranges.mark(axis.name, "all-reduce"):
+    with profiling.record_range(axis.name, "all-reduce"):
         return processes.all_reduce(x.contiguous(), op, _group(axis))
 
 
@@ -60,7 +60,7 @@ def start_all_reduce_(
         return start_all_reduce(x, axis, op)
     if op == "sum" and axis.reduction == "fixed":
         return x.copy_(_add_in_order(x, axis))
-    with ranges.mark(axis.name, "all-reduce"):
+    with profiling.record_range(axis.name, "all-reduce"):
         return processes.all_reduce_(x, op, _group(axis).group_name)
 
 
@@ -78,7 +78,7 @@ def start_all_gather(
     x: Shaped[Tensor, " n *rest"], axis: Axis
 ) -> Shaped[Tensor, " {axis.size}*n *rest"]:
     """x of every rank, one after the other."""
-    with ranges.mark(axis.name, "all-gather"):
+    with profiling.record_range(axis.name, "all-gather"):
         return processes.all_gather(x.contiguous(), 0, _group(axis))
 
 
@@ -94,7 +94,7 @@ def start_reduce_scatter(
     """
     if axis.adds:
         return start_all_to_all(x, None, None, axis)
-    with ranges.mark(axis.name, "reduce-scatter"):
+    with profiling.record_range(axis.name, "reduce-scatter"):
         return processes.reduce_scatter(x.contiguous(), "sum", 0, _group(axis))
 
 
@@ -107,13 +107,13 @@ def start_all_to_all(
     """The first send[0] rows of x are on their way to rank 0, and so on; sum(receive) arrive. None:
     equally many to all and from all.
     """
-    with ranges.mark(axis.name, "all-to-all"):
+    with profiling.record_range(axis.name, "all-to-all"):
         return processes.all_to_all(x.contiguous(), receive, send, _group(axis))
 
 
 def wait(x: Shaped[Tensor, "*shape"], axis: Axis | None = None) -> Shaped[Tensor, "*shape"]:
     """What a `start_*` has begun, arrived; over which axis is told to a profile."""
-    with nullcontext() if axis is None else ranges.mark(axis.name, "wait"):
+    with nullcontext() if axis is None else profiling.record_range(axis.name, "wait"):
         return processes.wait(x)
 
 
@@ -147,17 +147,17 @@ def start_send(x: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
     Over NCCL the first send or receive of two ranks on an axis makes their communicator, and the
     CPU waits there for the other rank: see `connect` in parallel/pipeline.py.
     """
-    with ranges.mark("pp", "send"):
-        return _begun(dist.isend(x, group=axis.group, group_dst=peer))
+    with profiling.record_range("pp", "send"):
+        return _require_work(dist.isend(x, group=axis.group, group_dst=peer))
 
 
 def start_receive(into: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
     """`into` will hold what rank `peer` of the axis sends, once the work is waited for."""
-    with ranges.mark("pp", "receive"):
-        return _begun(dist.irecv(into, group=axis.group, group_src=peer))
+    with profiling.record_range("pp", "receive"):
+        return _require_work(dist.irecv(into, group=axis.group, group_src=peer))
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
+def _require_work(work: dist.Work | None) -> dist.Work:
     assert work is not None, "torch gives no work where this process is not of the group"
     return work
 
@@ -173,7 +173,7 @@ class Rotation(NamedTuple):
     axis: Axis
 
     def wait(self) -> list[Tensor]:
-        with ranges.mark(self.axis.name, "wait"):
+        with profiling.record_range(self.axis.name, "wait"):
             for work in self.works:
                 work.wait()
         return self.coming
@@ -193,7 +193,7 @@ def start_rotate(tensors: list[Shaped[Tensor, "..."]], axis: Axis, shift: int = 
     going = [t.contiguous() for t in tensors]
     coming = [torch.empty_like(t) for t in going]
     there, behind = (axis.rank + shift) % axis.size, (axis.rank - shift) % axis.size
-    with ranges.mark(axis.name, "send and receive"):
+    with profiling.record_range(axis.name, "send and receive"):
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, t, group=axis.group, group_peer=there) for t in going]
             + [dist.P2POp(dist.irecv, t, group=axis.group, group_peer=behind) for t in coming]

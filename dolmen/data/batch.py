@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core.device import send
+from dolmen.core.device import to_device
 from dolmen.model.spec import Tree
 from dolmen.ops.attention import Documents, begins, document_ends
 from dolmen.ops.loss import IGNORED
@@ -138,7 +138,7 @@ class Batch:
         documents the host goes on knowing.
         """
         documents = None if self.documents is None else self.documents.on(device)
-        return self._each(lambda t: send(t, device), documents)
+        return self._each(lambda t: to_device(t, device), documents)
 
     @property
     def real_tokens(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dolmen.core.messages import counted, printable
+from dolmen.core.messages import plural, printable
 from dolmen.data import pair_loader
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
@@ -133,13 +133,13 @@ def _describe(mixture: Rows, validation: Rows, config: DataConfig) -> Descriptio
     match config.rows:
         case "pairs":
             training, *changes = pair_loader.describe_pairs(mixture)
-            held = counted(len(validation.chosen) // 2, "pair")
+            held = plural(len(validation.chosen) // 2, "pair")
         case "completions":
             training, changes = pair_loader.describe_completions(mixture), []
-            held = counted(len(validation.chosen) // 2, "answer")
+            held = plural(len(validation.chosen) // 2, "answer")
         case _:
             training, *changes = describe_chats(mixture, config)
-            held = f"{counted(len(validation.chosen), 'chat')}, {validation.tokens:,} tokens"
+            held = f"{plural(len(validation.chosen), 'chat')}, {validation.tokens:,} tokens"
     none = "none (--data.validation-fraction is 0)"
     return Description(training, held if len(validation.chosen) else none, tuple(changes))
 
@@ -237,7 +237,7 @@ def divide(
         kind, all_of = ("pair", len(examples) // 2) if pairs else ("chat", len(examples))
         equal = " or are two equal answers" if pairs else ""
         raise ValueError(
-            f"--data.path {examples.name}: of {counted(all_of, kind)} none is left to train on "
+            f"--data.path {examples.name}: of {plural(all_of, kind)} none is left to train on "
             f"({all_of - len(useful):,} have no trained token within sequence_length + 1 "
             f"({examples.longest}){equal}, {len(useful):,} are held out): give more, or set "
             "--train.sequence-length or --data.validation-fraction"
@@ -258,19 +258,19 @@ def describe_chats(mixture: Rows, config: DataConfig) -> list[str]:
     examples = mixture.examples
     places = int(examples.places()[mixture.chosen].sum())
     lines = [
-        f"{examples.name}: {counted(len(mixture.chosen), 'chat')} to train on of "
+        f"{examples.name}: {plural(len(mixture.chosen), 'chat')} to train on of "
         f"{len(examples):,}, {mixture.tokens:,} trained tokens ({config.masking_strategy}) of "
         f"{places:,}, "
-        f"{counted(len(mixture.rows), 'sequence')} of {mixture.sequence_length} per epoch, "
+        f"{plural(len(mixture.rows), 'sequence')} of {mixture.sequence_length} per epoch, "
         f"{mixture.full:.1%} full"
     ]
     if long := int(examples.long.sum()):
         lines.append(
-            f"the ends of {counted(long, 'chat')} of over {examples.longest:,} tokens are "
+            f"the ends of {plural(long, 'chat')} of over {examples.longest:,} tokens are "
             "cut off (--train.sequence-length)"
         )
     if useless := int((examples.predictions() == 0).sum()):
-        lines.append(f"left out: {counted(useless, 'chat')} in which no token would be trained")
+        lines.append(f"left out: {plural(useless, 'chat')} in which no token would be trained")
     return lines
 
 

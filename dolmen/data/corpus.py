@@ -46,7 +46,7 @@ import numpy as np
 import xxhash
 
 from dolmen.core.log import bar, say
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.mixture import TokenStream
 from dolmen.data.scratch import building, lock, remove_folder
@@ -349,7 +349,7 @@ def build_corpus(
     """
     started, sizes = time.monotonic(), [size for _, size, *_ in origin["files"]]
     title = (
-        f"tokenising {source.name}: {sum(sizes) / 1e6:,.1f} MB in {counted(len(sizes), 'file')}, "
+        f"tokenising {source.name}: {sum(sizes) / 1e6:,.1f} MB in {plural(len(sizes), 'file')}, "
         f"{workers} threads"
     )
     with bar(title, None if source.hubs else sum(sizes), progress) as reach:
@@ -357,8 +357,8 @@ def build_corpus(
     ends, documents = written.ends, written.documents
     if not len(ends):
         raise ValueError(
-            f"{option} {source.name}: no text in {counted(len(sizes), 'file')} and "
-            f"{counted(len(source.hubs), 'data set')}"
+            f"{option} {source.name}: no text in {plural(len(sizes), 'file')} and "
+            f"{plural(len(source.hubs), 'data set')}"
         )
     if ends[-1] == len(ends):
         raise ValueError(
@@ -383,7 +383,7 @@ def build_corpus(
     }
     write_index(folder, FORM, index, {"tokens.bin": written.digest})
     say(
-        f"  {index['tokens']:,} tokens of {counted(index['documents'], 'document')}, "
+        f"  {index['tokens']:,} tokens of {plural(index['documents'], 'document')}, "
         f"{index['bytes'] / index['tokens']:.2f} bytes per token, "
         f"{time.monotonic() - started:.1f} s -> {folder.parent}",
         progress,

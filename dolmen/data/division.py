@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data.corpus import Corpus, added
 from dolmen.data.ending import Ending, ending
 from dolmen.data.heldout import Choice, all_validated, choose_held_out
@@ -161,9 +161,9 @@ def divide_by_split(corpus: Corpus, shares: str) -> Division:
         validation = whole_documents(corpus, range(*valid), why)
     elif len(held_out):
         count = valid[1] - valid[0]
-        note = f"{counted(count, 'sequence')} of {corpus.name}, {len(held_out):,} tokens{why}"
+        note = f"{plural(count, 'sequence')} of {corpus.name}, {len(held_out):,} tokens{why}"
         validation = ValidationSplit(held_out, count, None, (), note, corpus.name)
-    left_out = counted(test[1] - test[0], "sequence")
+    left_out = plural(test[1] - test[0], "sequence")
     note = f"not trained on: {left_out} of {corpus.name}, to test on{why}"
     return Division(training, validation, (note,) if len(left) else ())
 
@@ -244,7 +244,7 @@ def check_length(division: Division, corpus: Corpus, sequence_length: int) -> No
     reasons = [
         f"{corpus.name} has {left:,} tokens to train on, fewer than one window of sequence_length "
         f"+ 1 ({sequence_length + 1:,})",
-        f"it has {corpus.token_count:,} tokens in {counted(corpus.document_count, 'document')}"
+        f"it has {corpus.token_count:,} tokens in {plural(corpus.document_count, 'document')}"
         + (f", of which {copies:,} are copies of others" if copies else ""),
         f"{held_out:,} tokens are held out" if held_out else "",
         *division.notes,

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from dolmen.core.log import bar
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.chats import Chat, chats, completions, pairs
 from dolmen.data.config import ChatRows
@@ -144,7 +144,7 @@ def _refuse_all_or_none(index: dict, train_on: MaskingStrategy, name: str, optio
     """Raises ValueError where training would have nothing to learn, or does not know an answer from
     its question.
     """
-    told = f"{option} {name}: of {counted(index['tokens'], 'token')} of chats"
+    told = f"{option} {name}: of {plural(index['tokens'], 'token')} of chats"
     how = f"--data.masking-strategy {train_on}"
     if not index["trained"]:
         raise ValueError(

@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import cache
 from typing import NamedTuple
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.bpe import tokenizer_folder
 from dolmen.data.config import DataConfig
@@ -111,7 +111,7 @@ def look_at(source: Source, text_field: str, least: int, option: str) -> str:
     """
     first = next(pieces(source, text_field, option), None)
     if first is None:
-        raise ValueError(f"{option} {source.name}: no text in {counted(len(source.files), 'file')}")
+        raise ValueError(f"{option} {source.name}: no text in {plural(len(source.files), 'file')}")
     sizes = [file.stat().st_size for file in source.files if is_whole_file(file)]
     most = sum(sizes) + sum(size > 0 for size in sizes)
     if len(sizes) == len(source.files) and most < least:

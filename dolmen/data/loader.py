@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.core.rng import seed_of
 from dolmen.data import chat_loader
 from dolmen.data import tokenizer as tokenizers
@@ -245,8 +245,8 @@ def content(corpus: Corpus) -> str:
 def amount(corpus: Corpus) -> str:
     """How much text, or, where nobody knows, how many tokens."""
     if corpus.byte_count is None:
-        return counted(corpus.token_count, "token")
-    return counted(corpus.byte_count, "byte")
+        return plural(corpus.token_count, "token")
+    return plural(corpus.byte_count, "byte")
 
 
 def describe(
@@ -266,7 +266,7 @@ def describe(
         share = f"{weight / sum(mixture.weights):.1%} of the batches: " if len(corpora) > 1 else ""
         sources.append(
             f"{share}{part.name}: {len(part.stream):,} tokens to train on of "
-            f"{corpus.token_count:,} in {counted(corpus.document_count, 'document')} "
+            f"{corpus.token_count:,} in {plural(corpus.document_count, 'document')} "
             f"({amount(corpus)}{told}), {size:,} windows of "
             f"{mixture.sequence_length:,} per epoch"
         )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data.batch import MARGIN, SIDE
 from dolmen.data.examples import Examples
 from dolmen.data.packing import Rows, Say
@@ -98,21 +98,21 @@ def describe_pairs(mixture: Rows) -> list[str]:
     examples, count = mixture.examples, len(mixture.examples) // 2
     of = "tokens of answers" if mixture.say == "next" else "answers, by their last token"
     lines = [
-        f"{examples.name}: {counted(len(mixture.chosen) // 2, 'pair')} of answers to train on of "
-        f"{count:,}, {mixture.tokens:,} {of}, {counted(len(mixture.rows), 'sequence')} of "
+        f"{examples.name}: {plural(len(mixture.chosen) // 2, 'pair')} of answers to train on of "
+        f"{count:,}, {mixture.tokens:,} {of}, {plural(len(mixture.rows), 'sequence')} of "
         f"{mixture.sequence_length} per epoch, {mixture.full:.1%} full"
     ]
     if same := int(equal(examples).sum()):
-        lines.append(f"left out: {counted(same, 'pair')} whose answers are equal")
+        lines.append(f"left out: {plural(same, 'pair')} whose answers are equal")
     long = int((examples.long.reshape(-1, 2).any(1) & ~equal(examples)).sum())
     if long and mixture.say == "end":
         lines.append(
-            f"left out: {counted(long, 'pair')} with an answer that ends behind "
+            f"left out: {plural(long, 'pair')} with an answer that ends behind "
             f"{examples.longest:,} tokens (--train.sequence-length)"
         )
     elif long:
         lines.append(
-            f"the ends of answers of {counted(long, 'pair')} of over {examples.longest:,} tokens "
+            f"the ends of answers of {plural(long, 'pair')} of over {examples.longest:,} tokens "
             "are cut off (--train.sequence-length)"
         )
     return lines
@@ -123,9 +123,9 @@ def describe_completions(mixture: Rows) -> str:
     answers = mixture.chosen[0::2]  # behind each, the one to another prompt
     examples = mixture.examples
     return (
-        f"{examples.name}: {counted(len(answers), 'answer')} to train on of "
+        f"{examples.name}: {plural(len(answers), 'answer')} to train on of "
         f"{len(examples) - len(answers):,}, of which {int((examples.said[answers] > 0).sum()):,} "
         "are wanted, each beside one to another prompt, "
-        f"{counted(len(mixture.rows), 'sequence')} of {mixture.sequence_length} per epoch, "
+        f"{plural(len(mixture.rows), 'sequence')} of {mixture.sequence_length} per epoch, "
         f"{mixture.full:.1%} full"
     )

@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 
 STANDARD_LIBRARY = "python-standard-library"  # as an entry of --data.path
 
@@ -40,9 +40,7 @@ def gzip_xz_bits(files: Sequence[Path]) -> tuple[float, float]:
     texts = [file.read_bytes() for file in files]
     plain = sum(map(len, texts))
     if not plain:
-        raise ValueError(
-            f"nothing to compress: {counted(len(files), 'held-out file')} with 0 bytes"
-        )
+        raise ValueError(f"nothing to compress: {plural(len(files), 'held-out file')} with 0 bytes")
     return (
         8 * sum(len(gzip.compress(text, 9)) for text in texts) / plain,
         8 * sum(len(lzma.compress(text, preset=9)) for text in texts) / plain,

@@ -58,7 +58,7 @@ def sweep(parent: Path) -> None:
             continue
         mark = path / MARK if path.is_dir() else path
         with suppress(OSError), open(mark, "r+") as handle:
-            if not filesystem.lock(handle, wait=False) or not filesystem.is_at(handle, mark):
+            if not filesystem.lock(handle, wait=False) or not filesystem.names_file(handle, mark):
                 continue
             if path.is_dir():
                 remove_folder(path)

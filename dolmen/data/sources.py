@@ -16,7 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from dolmen.core.filesystem import expand, may_be_hub_id
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data.quickstart_corpus import STANDARD_LIBRARY, standard_library_files
 from dolmen.data.readers import SUPPORTED, form, looks_like_text
 from dolmen.files.indexed import BIN, IDX, is_indexed
@@ -201,7 +201,7 @@ def gather(
     tokens = tuple(file for file in files if file.suffix == BIN)
     files = [file for file in files if file.suffix != BIN]
     if files and not hubs and not tokens and not any(file.stat().st_size for file in files):
-        found = counted(len(files), "file")
+        found = plural(len(files), "file")
         raise ValueError(f"{option} {', '.join(entries[:3])}: {found} with 0 bytes")
     name = ", ".join(entries[:3]) + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
     return Source(name, weight, tuple(files), tuple(hubs), tuple(left_out), tokens)
@@ -234,7 +234,7 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
     if not found.files:
         notes = "".join(f"; left out: {note}" for note in found.notes())
         raise FileNotFoundError(
-            f"{option} {entry}: {counted(found.seen, 'file')}, none to read{notes}; {SUPPORTED}"
+            f"{option} {entry}: {plural(found.seen, 'file')}, none to read{notes}; {SUPPORTED}"
         )
     found.files.sort()
     return found

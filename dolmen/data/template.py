@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dolmen.core.filesystem import expand
-from dolmen.core.limit import TookTooLong, within
+from dolmen.core.time_limit import TimeLimitExceeded, limit_time
 from dolmen.data.chats import ASSISTANT, Chat
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate
@@ -168,7 +168,7 @@ class Template:
         from jinja2.exceptions import TemplateError
 
         try:
-            with within(self.seconds):
+            with limit_time(self.seconds):
                 return render()
         except (
             TemplateError,
@@ -176,7 +176,7 @@ class Template:
             ValueError,
             KeyError,
             OverflowError,
-            TookTooLong,
+            TimeLimitExceeded,
         ) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise gate.refuse(chat.where, f"the chat template cannot write it: {reason}") from error

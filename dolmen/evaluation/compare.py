@@ -112,7 +112,7 @@ def gradient_rows(model: Decoder, theirs: dict[str, Tensor] | None) -> list[Row]
         if not p.requires_grad:
             continue
         assert p.grad is not None, name
-        gradient, p.grad = state.full(p.grad), None  # whole, one at a time
+        gradient, p.grad = state.gather_full(p.grad), None  # whole, one at a time
         if theirs is None:
             continue
         assert gradient.shape == theirs[name].shape, (name, gradient.shape, theirs[name].shape)

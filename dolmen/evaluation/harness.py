@@ -21,7 +21,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.core.messages import did_you_mean
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation import rows, texts
@@ -188,7 +188,7 @@ def scores(
     # lm_eval gives them to the first process of a host alone
     if loaded.mesh.size == 1:
         return _numbers(found)
-    return agree.once(lambda: _numbers(found))
+    return consensus.run_on_rank_zero(lambda: _numbers(found))
 
 
 def _numbers(found: Any) -> dict[str, dict[str, float]]:

@@ -22,7 +22,7 @@ from rich.table import Table
 from dolmen.conversion.source import Source, open_alike, open_source, tokenizer_folder
 from dolmen.core.log import bar
 from dolmen.core.mesh import SINGLE, Mesh
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data import inputs
 from dolmen.data.bpe import PREFIX
 from dolmen.data.config import DataConfig, TextConfig
@@ -278,7 +278,7 @@ def evaluate(loaded: Loaded, text: Windows, progress: bool = True) -> Evaluation
     loss that is not finite.
     """
     mesh = loaded.mesh
-    title = f"evaluating {text.tokens:,} tokens in {counted(len(text.rows.lengths), 'window')}"
+    title = f"evaluating {text.tokens:,} tokens in {plural(len(text.rows.lengths), 'window')}"
     with bar(title, text.tokens, progress and mesh.first, MofNCompleteColumn()) as reach:
         found = rows.foretold(loaded.model, text.rows, mesh, loaded.schedule, reach)
     evaluation = Evaluation.of(found, text)

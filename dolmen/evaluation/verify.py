@@ -157,7 +157,7 @@ def _ask_transformers(
             logits, loss = theirs.asked(model, stated, tokens.batch(stated.tree))
     if gradients:
         loss.backward()
-    stored = hub.as_stored(model, {name: p.grad for name, p in model.named_parameters()})
+    stored = hub.revert_weight_names(model, {name: p.grad for name, p in model.named_parameters()})
     wanted = theirs.by_our_names(stated, stored) if gradients else None
     if not tokens.new:
         none = tokens.windows[:, :0], logits.detach()[:, :0]

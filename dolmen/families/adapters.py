@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Literal
 
 from dolmen.core.config import AboveZero, Positive, config
-from dolmen.core.messages import shown
+from dolmen.core.messages import brief
 from dolmen.families.model import Model
 from dolmen.families.weights import weight_map
 from dolmen.model.spec import Adapter
@@ -52,7 +52,7 @@ class AdapterConfig:
         asked = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         if self.rank is None and asked:
             raise ValueError(
-                f"adapter.{asked[0]} is {shown(getattr(self, asked[0]))}, but there are no "
+                f"adapter.{asked[0]} is {brief(getattr(self, asked[0]))}, but there are no "
                 "adapters: set --adapter.rank, such as 8"
             )
         if not self.targets:

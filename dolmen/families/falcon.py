@@ -12,7 +12,7 @@ of the classic layout.
 
 from typing import Any
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.families import common, rope
 from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation_name, expect, knob
 from dolmen.families.rules import Rename, Rule, Split
@@ -126,8 +126,8 @@ def read(config: dict[str, Any]) -> Tree:
     size, bias = common.head_size(config, FIELDS), bool(config["bias"])
     if config["alibi"] and kv_heads != heads:
         raise ValueError(
-            f"alibi is {config['alibi']} with {counted(kv_heads, 'key-value head')} of "
-            f"{counted(heads, 'query head')}: dolmen computes it with as many; set "
+            f"alibi is {config['alibi']} with {plural(kv_heads, 'key-value head')} of "
+            f"{plural(heads, 'query head')}: dolmen computes it with as many; set "
             "--model.no-multi-query"
         )
     mixer = Attention(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from dolmen.core.messages import shown
+from dolmen.core.messages import brief
 from dolmen.families.rules import Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Either, Flag, Object, Real, Schema, Text, optional
@@ -47,7 +47,7 @@ class OuterModel:
         """
         own = content.get(self.field)
         if not isinstance(own, dict):
-            raise ValueError(f"{self.field} is {shown(own)}: it must be the config.json of a model")
+            raise ValueError(f"{self.field} is {brief(own)}: it must be the config.json of a model")
         carried = {name: content[name] for name in INHERITED if name in content}
         return {**carried, **own, "model_type": model_type}
 

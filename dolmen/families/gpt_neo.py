@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.families import common, gpt2, rope, windows
 from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation_name, expect, knob
 from dolmen.families.gpt2 import LAYER, OURS
@@ -79,7 +79,7 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
         types = [[each or [(GLOBAL, LOCAL)[i % 2] for i in range(layers)], 1]]
     if (number := sum(len(pattern) * times for pattern, times in types)) != layers:
         raise ValueError(
-            f"{TYPES} and {LAYERS} say {counted(number, 'layer')}, num_layers is {layers}: set "
+            f"{TYPES} and {LAYERS} say {plural(number, 'layer')}, num_layers is {layers}: set "
             f"{knob(LAYERS)} to one per layer"
         )
     found = [kind for pattern, times in types for _ in range(times) for kind in pattern]

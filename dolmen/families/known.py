@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dolmen.core.messages import did_you_mean, shown
+from dolmen.core.messages import brief, did_you_mean
 from dolmen.families.family import Family
 
 HERE = Path(__file__).parent
@@ -28,7 +28,7 @@ def find(name: Any) -> Family:
     if isinstance(name, str) and name in families():
         return families()[name]
     hint = did_you_mean(str(name), families(), f"dolmen knows {', '.join(families())}")
-    raise ValueError(f"model_type is {shown(name)}: {hint} (dolmen families lists them)")
+    raise ValueError(f"model_type is {brief(name)}: {hint} (dolmen families lists them)")
 
 
 def part_of(content: Mapping[str, Any]) -> dict[str, Any] | None:

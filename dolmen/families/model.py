@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from dolmen.core.config import Plain
-from dolmen.core.messages import shown
+from dolmen.core.config import CustomValue
+from dolmen.core.messages import brief
 from dolmen.families import known
 from dolmen.families.differences import differences
 from dolmen.families.family import (
@@ -54,14 +54,14 @@ def has_scalar_head(config: Mapping[str, Any], family: Family) -> bool:
     check_scorer(family)
     if named != [family.scorer]:
         raise ValueError(
-            f"architectures is {shown(named)}: {family.name} ends in one number as "
+            f"architectures is {brief(named)}: {family.name} ends in one number as "
             f"{family.scorer} alone"
         )
     labels = config.get("id2label")
     count = config.get("num_labels", TRANSFORMERS) if labels is None else len(labels)
     if count != 1:
         raise ValueError(
-            f"num_labels is {shown(count)}: dolmen reads classifiers of one label, which are "
+            f"num_labels is {brief(count)}: dolmen reads classifiers of one label, which are "
             "reward models"
         )
     return True
@@ -99,7 +99,7 @@ TUNED = ("initializer_range", "router_aux_loss_coef")  # by training or its star
 
 
 @dataclass(frozen=True)
-class Model(Plain):
+class Model(CustomValue):
     """A model's identity. Raises ValueError with field and value for what would change the function
     and is not supported; fields never heard of are kept, see `unknown_fields`. Dropout is no part
     of it, whatever the config.json says.
@@ -144,12 +144,12 @@ class Model(Plain):
             check_one_spelling(field, config)
         if _code(config.get("auto_map") or {}) - {*family.code}:
             raise ValueError(
-                f"auto_map is {shown(config['auto_map'])}: dolmen runs no code from a model folder "
+                f"auto_map is {brief(config['auto_map'])}: dolmen runs no code from a model folder "
                 "(trust_remote_code); use a model saved with a class of transformers"
             )
         if config.get("quantization_config"):
             raise ValueError(
-                f"quantization_config is {shown(config['quantization_config'])}: dolmen reads "
+                f"quantization_config is {brief(config['quantization_config'])}: dolmen reads "
                 "unquantised weights only; transformers can save them so (load with "
                 "dequantize=True in the quantization_config, where the method has it)"
             )
@@ -157,7 +157,7 @@ class Model(Plain):
         for name, allowed in {**ONLY, **family.only}.items():
             if name not in read and name in given and given[name] not in allowed:
                 raise ValueError(
-                    f"{name} is {shown(given[name])}: dolmen's {family.name} supports only "
+                    f"{name} is {brief(given[name])}: dolmen's {family.name} supports only "
                     f"{allowed[0]!r}"
                 )
 
@@ -175,7 +175,7 @@ class Model(Plain):
         as Model does, and for what is no mapping.
         """
         if not isinstance(value, dict):
-            raise ValueError(f"it must be a config.json, a mapping, not {shown(value)}")
+            raise ValueError(f"it must be a config.json, a mapping, not {brief(value)}")
         family = known.of(value)
         return cls(parse_numbers(deepcopy(value), schema(family)))
 
@@ -295,7 +295,7 @@ def stated(model: Model, fields: Mapping[str, Any]) -> Model:
     names = model.family.names
     if unknown := [name for name in fields if name not in names]:
         raise ValueError(
-            f"{model.model_type} has no field {shown(unknown[0])}: it has {', '.join(names)}"
+            f"{model.model_type} has no field {brief(unknown[0])}: it has {', '.join(names)}"
         )
     return changed(model, {names[name]: value for name, value in fields.items()})
 

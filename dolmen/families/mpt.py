@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dolmen.core.messages import shown
+from dolmen.core.messages import brief
 from dolmen.families import common
 from dolmen.families.family import BESIDE, Family, Field, mapping
 from dolmen.families.rules import Rename, Rule, Split
@@ -83,7 +83,7 @@ def read(config: dict[str, Any]) -> Tree:
     for name, allowed in ONLY.items():
         if stated.get(name, allowed[0]) not in allowed:
             raise ValueError(
-                f"attn_config.{name} is {shown(stated[name])}: dolmen's mpt supports only "
+                f"attn_config.{name} is {brief(stated[name])}: dolmen's mpt supports only "
                 f"{allowed[0]!r}"
             )
     clip, scale = (stated.get(name) for name in ("clip_qkv", "softmax_scale"))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dolmen.core.messages import counted, shown
+from dolmen.core.messages import brief, plural
 from dolmen.families.family import Field, mapping
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, List, Real, Schema, Text, optional
@@ -180,7 +180,7 @@ def read(config: Mapping[str, Any], size: int) -> Rope:
     """
     field, stated = given(config)
     if any(isinstance(value, dict) for value in stated.values()):
-        raise ValueError(f"{field} is {shown(stated)}: dolmen supports one rope for all layers")
+        raise ValueError(f"{field} is {brief(stated)}: dolmen supports one rope for all layers")
     theta = float(stated.get("rope_theta", config["rope_theta"]))
     turned = _turned(config, field, stated, size)
     return Rope(turned, theta, _scaling(config, field, stated, theta, turned))
@@ -244,7 +244,7 @@ def _longrope(values: Mapping[str, Any], longest: int, turned: int) -> LongRope:
     for name in ("short_factor", "long_factor"):
         if len(values[name]) != turned // 2:
             raise ValueError(
-                f"{name} has {counted(len(values[name]), 'number')}, and rope turns {turned // 2} "
+                f"{name} has {plural(len(values[name]), 'number')}, and rope turns {turned // 2} "
                 f"pairs of each head: it needs one per pair"
             )
     original = values["original_max_position_embeddings"]

@@ -8,7 +8,7 @@ may say none of them. What is found beside it stands under its `dolmen` key.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dolmen.core.messages import choices, shown
+from dolmen.core.messages import brief, choices
 from dolmen.families.family import RESERVED, Field, Ids, mapping
 from dolmen.families.model import Model
 from dolmen.files import kinds
@@ -77,15 +77,15 @@ def check(told: Mapping[str, Any], model: Model) -> dict[str, int]:
     vocab_size = model.tree.vocab_size
     for name, token in told.items():
         if name not in NAMES:
-            raise ValueError(f"special_tokens has {shown(name)}: {choices(str(name), NAMES)}")
+            raise ValueError(f"special_tokens has {brief(name)}: {choices(str(name), NAMES)}")
         if name not in ENDS and not asked(model):
             raise ValueError(
-                f"special_tokens has {shown(name)}, which {model.model_type} does not ask for: of "
+                f"special_tokens has {brief(name)}, which {model.model_type} does not ask for: of "
                 f"this model {', '.join(ENDS)} may be told, at which a text ends"
             )
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(
-                f"special_tokens.{name} is {shown(token)}: it must be the id of a token, 0 to "
+                f"special_tokens.{name} is {brief(token)}: it must be the id of a token, 0 to "
                 f"{vocab_size - 1:,}"
             )
     return dict(told)

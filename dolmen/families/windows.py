@@ -5,7 +5,7 @@ they slide.
 from collections.abc import Sequence
 from typing import Any
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.families.family import Field, expect, knob
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, List, Text, optional
@@ -60,7 +60,7 @@ def of_types(
     layers, stated = config["num_hidden_layers"], config["layer_types"]
     of = list(otherwise if stated is None else stated)
     if len(of) != layers:
-        entries = counted(len(of), "entry", "entries")
+        entries = plural(len(of), "entry", "entries")
         raise ValueError(
             f"layer_types has {entries}, num_hidden_layers is {layers}: set "
             f"{knob('layer_types')} to one per layer"
@@ -68,7 +68,7 @@ def of_types(
     size = config[SIZE.name] if used else None
     if size is None and SLIDING in of:
         missing = f"{SIZE.name} is None" if used else f"{USED.name} is False"
-        sliding = counted(of.count(SLIDING), "layer")
+        sliding = plural(of.count(SLIDING), "layer")
         raise ValueError(
             f"layer_types has {sliding} of {SLIDING}, but {missing}: set "
             f"{knob(SIZE.name if used else USED.name)}, or other types"

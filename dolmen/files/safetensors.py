@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.files import gate, kinds
 from dolmen.files.gate import refuse
 
@@ -125,7 +125,7 @@ def index(folder: Path | str, form: Form | None = None) -> dict[str, Stored]:
     ]:
         raise refuse(
             folder / form.index,
-            f"names what is not in the folder: {counted(len(absent), 'file')}, e.g. {absent[:3]}",
+            f"names what is not in the folder: {plural(len(absent), 'file')}, e.g. {absent[:3]}",
         )
     found: dict[str, Stored] = {}
     for name in files:

@@ -3,5 +3,5 @@
 launcher.py     starts them on this machine, restarts them, and ends them together
 process.py      what a process knows of who started it, signals, exit codes
 rendezvous.py   a fresh rendezvous for each restart
-watch.py        names the rank that hangs
+watchdog.py     names the rank that hangs
 """

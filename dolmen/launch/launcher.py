@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from dolmen.core import filesystem
-from dolmen.core.torch_private import spelled
+from dolmen.core.torch_private import strings
 from dolmen.files import gate, kinds
 from dolmen.launch import process
 from dolmen.launch.process import HANDED, LAUNCHER, handling
@@ -134,7 +134,7 @@ class _Group:
         return self._judge(workers, result) if result.is_failed() else _End(0, True)
 
     def _environment(self, rank: int, attempt: int, port: int) -> dict[str, str]:
-        """Beside what this process has: what a worker reads (core/launched.py, process.py)."""
+        """Beside what this process has: what a worker reads (core/environment.py, process.py)."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -142,8 +142,8 @@ class _Group:
             "LOCAL_WORLD_SIZE": str(self.processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            spelled.ONE_STORE: "True",
-            spelled.RESTARTS: str(attempt),
+            strings.ONE_STORE: "True",
+            strings.RESTARTS: str(attempt),
             "OMP_NUM_THREADS": process.threads(self.processes),
             LAUNCHER: str(os.getpid()),
             **self.more,

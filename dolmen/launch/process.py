@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dolmen.core.launched import Launch
+from dolmen.core.environment import Launch
 from dolmen.core.messages import BadInput, Failed
-from dolmen.core.torch_private import spelled
+from dolmen.core.torch_private import strings
 
 LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
 HANDED = "DOLMEN_HANDED"  # the file in which that launcher says what is asked
@@ -31,7 +31,7 @@ def die_with_launcher() -> None:
     """In a worker: have the kernel kill this process when what started it, our launcher or
     torchrun's agent, ends, however it ends. Before heavy imports.
     """
-    if LAUNCHER not in os.environ and spelled.RUN not in os.environ:
+    if LAUNCHER not in os.environ and strings.RUN not in os.environ:
         return
     die_with(int(os.environ.get(LAUNCHER, os.getppid())))
 
@@ -100,14 +100,14 @@ def restarts() -> int:
     """How often the launcher of this process has started its group again: ours and torchrun's
     --max-restarts, SLURM's requeue.
     """
-    return max(int(os.environ.get(name) or 0) for name in (spelled.RESTARTS, "SLURM_RESTART_COUNT"))
+    return max(int(os.environ.get(name) or 0) for name in (strings.RESTARTS, "SLURM_RESTART_COUNT"))
 
 
 def one_store() -> bool:
     """Whether the ranks meet in a store that outlives a restart: torchrun's. Ours makes a new one
     each time.
     """
-    return not launched_here() and os.environ.get(spelled.ONE_STORE) == "True"
+    return not launched_here() and os.environ.get(strings.ONE_STORE) == "True"
 
 
 def job() -> str:
@@ -118,7 +118,7 @@ def job() -> str:
         return ""
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '')}"
-    named = os.environ.get(spelled.RUN, "none")
+    named = os.environ.get(strings.RUN, "none")
     if named != "none":
         return f"run {named}"
     launcher = os.getppid()
@@ -193,8 +193,8 @@ def end(text: str, code: int = 1, **facts: bool) -> NoReturn:
     stderr where there is none.
     """
     if launched_here():
-        with open(os.environ[spelled.ERROR_FILE], "w") as f:
-            json.dump(spelled.worker_error(text, int(time.time() * 1e6), **facts), f)
+        with open(os.environ[strings.ERROR_FILE], "w") as f:
+            json.dump(strings.worker_error(text, int(time.time() * 1e6), **facts), f)
     else:
         print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()

@@ -41,8 +41,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dolmen.core import ranges
-from dolmen.core.autograd import again
+from dolmen.core import profiling
+from dolmen.core.autograd import recompute
 from dolmen.core.state import local
 from dolmen.model import positions, spec
 from dolmen.model.component import Branch, Component, Given, LayerCache, Setting
@@ -55,7 +55,7 @@ from dolmen.ops.attention.decode import Alone, Pages
 from dolmen.ops.attention.spec import Attended, Keys, Queries, Values
 from dolmen.ops.elementwise import SCORES, Dropout
 from dolmen.parallel import tensor
-from dolmen.parallel.norm import over_width
+from dolmen.parallel.qk_norm import over_width
 from dolmen.parallel.tensor import Linear
 
 Sinks = Float[Tensor, " heads"]
@@ -78,10 +78,10 @@ class Scores(nn.Module):
     ) -> Attended:
         """softmax(scale q k^T) v."""
         if self.selective:
-            return again(self._sums, q, k, v, given, sinks)
+            return recompute(self._sums, q, k, v, given, sinks)
         return self._sums(q, k, v, given, sinks)
 
-    @ranges.marked("attention")
+    @profiling.record_function_range("attention")
     def _sums(self, q: Tensor, k: Tensor, v: Tensor, given: Given, sinks: Tensor | None) -> Tensor:
         if self.spread is not None:
             k, v = (_per_query(t, self.spread, 2) for t in (k, v))

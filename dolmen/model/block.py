@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dolmen.core.autograd import again
+from dolmen.core.autograd import recompute
 from dolmen.model import spec
 from dolmen.model.attention import Attention, LatentAttention
 from dolmen.model.component import Branch, Component, Given, LayerCache, Setting, enter, leave
@@ -57,7 +57,7 @@ class Block(nn.Module, Generic[C]):
         self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         return (
-            again(self.stream, x, given)
+            recompute(self.stream, x, given)
             if self.whole and cache is None
             else self.stream(x, given, cache)
         )

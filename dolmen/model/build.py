@@ -28,7 +28,7 @@ from dolmen.model.split import split
 from dolmen.model.training import Training
 from dolmen.ops import int8
 from dolmen.ops.kernels import Hardware, Kernels, choose
-from dolmen.parallel import data, product
+from dolmen.parallel import data, quantized_product
 from dolmen.parallel.inference_linear import Weights
 from dolmen.parallel.schedule import Schedule
 
@@ -68,7 +68,7 @@ def allocate(model: Decoder, device: torch.device) -> Decoder:
     for delayed in model.delayed().values():
         delayed.on(device)
     recipes = {name: leaf.fp8 for name, leaf in model.held().items() if leaf.fp8 is not None}
-    product.gather_payloads(model, recipes)
+    quantized_product.gather_payloads(model, recipes)
     return model
 
 

@@ -152,7 +152,7 @@ class Given(NamedTuple):
             here = here._replace(chosen=routes.chosen.get(number), told=routes.listener(number))
         if self.noise is None:
             return here
-        layer = device.number(number, torch.int64, self.noise.key.device)
+        layer = device.scalar_tensor(number, torch.int64, self.noise.key.device)
         return here._replace(noise=self.noise._replace(layer=layer))
 
 

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from dolmen.core.device import number
+from dolmen.core.device import scalar_tensor
 from dolmen.core.state import Places, dtype_of, local
 from dolmen.model.block import HEADS, Block, build_block, check_supported
 from dolmen.model.component import Balance, Cached, Given, Setting, Where
@@ -47,7 +47,7 @@ from dolmen.ops.rope import PositionIds
 from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
 from dolmen.parallel.inference_linear import Several, Weights
-from dolmen.parallel.product import Delayed
+from dolmen.parallel.quantized_product import Delayed
 
 BEHIND = ("final_norm", "project_out", "head", "score", "transform", "pooler", "follows")
 """Names of the modules behind the last block."""
@@ -424,7 +424,7 @@ class Decoder(nn.Module):
         if cache is not None:
             return cache.lengths
         longest = tokens.shape[1] if positions is None else positions.longest
-        return number(longest, torch.int64, tokens.device)[None, None]
+        return scalar_tensor(longest, torch.int64, tokens.device)[None, None]
 
     def _noise(
         self, noise: elementwise.Noise | None, length: int

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from dolmen.core import device, ranges, state
+from dolmen.core import device, profiling, state
 from dolmen.core.state import Places, Replicate, Shard, local, local_view
 from dolmen.core.torch_private import compute
 from dolmen.model import spec
@@ -19,7 +19,7 @@ from dolmen.ops.kernels import Kernels
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import tensor, vocabulary
 from dolmen.parallel.inference_linear import Several, Weights, product_of
-from dolmen.parallel.product import Delayed, Rounding
+from dolmen.parallel.quantized_product import Delayed, Rounding
 from dolmen.parallel.tensor import Adapter, Linear, TensorParallel
 
 
@@ -136,7 +136,7 @@ class Parameters(nn.Module):
         if one.laid_out is None:
             return
         gone = torch.empty_like(local_view(self.weight), device="meta")
-        self.weight = nn.Parameter(state.holding(self.weight, gone), self.weight.requires_grad)
+        self.weight = nn.Parameter(state.tensor_like(self.weight, gone), self.weight.requires_grad)
         with torch.no_grad():
             # adapters are in it
             self._alone = weights, one._replace(weight=self.mine(self.weight), adapter=None)
@@ -163,7 +163,7 @@ class Parameters(nn.Module):
         held = (self.weight, self.bias, self.lora_A, self.lora_B)
         own = [p for p in (*held, self.lora_magnitude, self.weight_scale) if p is not None]
         # what is written is what a DTensor holds, and not the DTensor
-        return weights, *((p.data_ptr(), compute.writes(p)) for p in map(local_view, own))
+        return weights, *((p.data_ptr(), compute.version_of(p)) for p in map(local_view, own))
 
     def _linear(self) -> Linear:
         mine = self.mine
@@ -212,7 +212,7 @@ class Norm(Parameters):
         self, x: Float[Tensor, "*rows size"], mine: Callable[[Tensor], Tensor] = local
     ) -> Float[Tensor, "*rows size"]:
         """Of a weight for each of several heads, [heads, size], `mine` takes those of x."""
-        with ranges.mark("norm"):
+        with profiling.record_range("norm"):
             if not self.affine:
                 return F.layer_norm(x, (x.shape[-1],), None, None, self.eps)
             weight = mine(self.weight)
@@ -238,7 +238,7 @@ class Embedding(Parameters):
         if self.scale == 1:
             return x
         # rounded to x's dtype, as in transformers: sqrt(3072) = 55.43 is 55.5 in bf16
-        return x * device.number(self.scale, x.dtype, x.device)
+        return x * device.scalar_tensor(self.scale, x.dtype, x.device)
 
 
 class Positions(Parameters):

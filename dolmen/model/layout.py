@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from dolmen.core.config import Count, Positive, config
-from dolmen.core.messages import counted, divisor
+from dolmen.core.messages import divisor, plural
 from dolmen.model.spec import Tree, check_cuts
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule
@@ -105,7 +105,7 @@ class Layout:
             )
             raise ValueError(
                 f"layout.tp ({self.tp}){others} x layout.dp ({dp}) = "
-                f"{counted(self.inner * dp, 'process', 'processes')}, "
+                f"{plural(self.inner * dp, 'process', 'processes')}, "
                 f"but there are {processes}: {way}"
             )
         return replace(self, dp=dp)
@@ -122,7 +122,7 @@ class Layout:
             product, way = f"{product} = {self.inner}", f"{way} so that it does"
         else:
             way = f"{way} {divisor(processes, self.inner)}"
-        there = counted(processes, "process", "processes")
+        there = plural(processes, "process", "processes")
         raise ValueError(
             f"{product} does not divide the {there}: set {way}, or use a multiple of {self.inner} "
             "processes"
@@ -133,9 +133,9 @@ class Layout:
         ValueError if this layout is not of its size.
         """
         # torch takes a second to import: a layout is data, and `--help` shows it
-        from dolmen.core.mesh import grid
+        from dolmen.core.mesh import build_mesh
 
-        return grid(
+        return build_mesh(
             self.dp or 1,
             self.tp,
             device,
@@ -248,7 +248,7 @@ def balance(layers: int, stages: int) -> list[range]:
     things = layers + 2
     if stages > things:
         raise ValueError(
-            f"{counted(stages, 'stage')} for {counted(layers, 'layer')}, an embedding and a head: "
+            f"{plural(stages, 'stage')} for {plural(layers, 'layer')}, an embedding and a head: "
             f"use at most {things}"
         )
     each, more = divmod(things, stages)

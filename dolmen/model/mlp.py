@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from dolmen.core import collectives, ranges
-from dolmen.core.autograd import Context, Function
+from dolmen.core import collectives, profiling
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.state import local
 from dolmen.model import spec
 from dolmen.model.component import Balance, Branch, Component, Given, LayerCache, Setting
@@ -126,7 +126,7 @@ class Experts(nn.Module):
         self.up = Parameters(under(leaves, "up"))
         self.down = Parameters(under(leaves, "down"))
 
-    @ranges.marked("experts")
+    @profiling.record_function_range("experts")
     def forward(
         self, rows: Float[Tensor, "m hidden"], groups: moe.Groups
     ) -> Float[Tensor, "m hidden"]:
@@ -242,7 +242,7 @@ class MoE(Component):
         return _Account.apply(routing.weights, loss, balance.scale, found, balance.tally)
 
 
-class _Account(Function):
+class _Account(TypedFunction):
     """The identity on `weights`. Backward sends `scale` into `loss` and `found` into the tally:
     once per microbatch, however often forward was run.
     """

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dolmen.core.device import number
+from dolmen.core.device import scalar_tensor
 from dolmen.model import spec
 from dolmen.model.component import Where
 from dolmen.model.spec.positions import Relative, Scaling
@@ -66,7 +66,7 @@ def frequencies(
         inv = rope.inverse_frequencies(r.size // r.streams, r.theta, device, dtype)
     if r.by_length:
         if lengths is None:
-            lengths = number(1, torch.int64, inv.device)[None, None]
+            lengths = scalar_tensor(1, torch.int64, inv.device)[None, None]
         return BY_LENGTH[type(r.scaling)](inv, r, lengths)
     return SCALED[type(r.scaling)](inv, r)
 

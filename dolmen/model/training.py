@@ -7,7 +7,7 @@ from typing import Literal
 
 from dolmen.core.config import NonNegative, config
 from dolmen.model.spec import Adapter, Run, Tree
-from dolmen.ops.recipe import Fp8
+from dolmen.ops.fp8_recipe import Fp8
 
 
 @config("train.router")

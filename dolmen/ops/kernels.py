@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from dolmen.core.torch_private.compute import multiplies_tiles
+from dolmen.core.torch_private.compute import has_amx
 from dolmen.ops.attention import Attend
-from dolmen.ops.recipe import Fp8
+from dolmen.ops.fp8_recipe import Fp8
 
 HALF = (torch.float16, torch.bfloat16)
 NORMS = {"passes": "in passes", "fused": "by one kernel"}  # in words
@@ -34,7 +34,7 @@ class Hardware:
     def of(device: torch.device) -> "Hardware":
         """That of a device which is here."""
         if device.type != "cuda":
-            return Hardware("cpu", tiles=multiplies_tiles())
+            return Hardware("cpu", tiles=has_amx())
         name = torch.cuda.get_device_name(device)
         return Hardware("cuda", torch.cuda.get_device_capability(device), name)
 

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from dolmen.core import device
-from dolmen.core.autograd import Context, Function
+from dolmen.core.autograd import Context, TypedFunction
 
 
 class Routing(NamedTuple):
@@ -108,7 +108,7 @@ def inverse(permutation: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
     )
 
 
-class _Permute(Function):
+class _Permute(TypedFunction):
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, permutation: Tensor, inverted: Tensor) -> Tensor:
         ctx.save_for_backward(inverted)
@@ -119,7 +119,7 @@ class _Permute(Function):
         return g[ctx.saved_tensors[0]], None, None
 
 
-class _Spread(Function):
+class _Spread(TypedFunction):
     @staticmethod
     def forward(ctx: Context[int], x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
         ctx.kept = k = len(pairs) // len(x)
@@ -164,7 +164,7 @@ product each; or where each ends, on the device, for one kernel that does all.
 # group has: the loop's host, which has waited for the device to say so, or the device alone.
 
 
-class _Loop(Function):
+class _Loop(TypedFunction):
     """grouped_linear, a product for each group that has rows."""
 
     @staticmethod
@@ -185,7 +185,7 @@ class _Loop(Function):
         return dx, _outer_products(g, x, ctx.kept) if wants_dw else None, None
 
 
-class _Kernel(Function):
+class _Kernel(TypedFunction):
     """grouped_linear, all groups in one kernel, bf16:
 
         y   [m, out]           x [m, in]     W^T [groups, in, out], columns contiguous
@@ -262,7 +262,7 @@ def grouped_linear(
     return road.apply(x, weight, groups)
 
 
-class _Bias(Function):
+class _Bias(TypedFunction):
     """grouped_bias."""
 
     @staticmethod
@@ -289,7 +289,7 @@ def grouped_bias(
     if isinstance(groups, Tensor):
         ends = groups
     else:
-        ends = device.send(torch.tensor(list(accumulate(groups)), dtype=torch.int32), y.device)
+        ends = device.to_device(torch.tensor(list(accumulate(groups)), dtype=torch.int32), y.device)
     rows = torch.arange(len(y), device=y.device, dtype=torch.int32)
     return _Bias.apply(y, bias, torch.searchsorted(ends, rows, right=True))
 

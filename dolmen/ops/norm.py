@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.core.autograd import Context, Function
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.torch_private import compute
 from dolmen.ops.kernels import Kernels
 
@@ -57,7 +57,7 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-class _RMSNorm(Function):
+class _RMSNorm(TypedFunction):
     """Kept for backward: x and one number per row. Autograd alone would keep x in fp32 and the
     normalised x.
     """
@@ -90,7 +90,7 @@ class _RMSNorm(Function):
         return dx.to(x.dtype), dweight, None, None
 
 
-class _FusedRMSNorm(Function):
+class _FusedRMSNorm(TypedFunction):
     """The same with torch's kernels. Kept for backward: x and one number per row. Rounded as Llama
     on the way forward; backward rounds its results alone, and not g * weight between.
     """

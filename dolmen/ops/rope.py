@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
-from dolmen.core.device import send
+from dolmen.core.device import to_device
 
 
 def inverse_frequencies(
@@ -105,7 +105,7 @@ def longrope(
     """Each divided by a factor of its own, one of `long` for tokens of texts `beyond` the original
     length (2402.13753).
     """
-    factors = send(torch.tensor([short, long], dtype=inv.dtype), inv.device)
+    factors = to_device(torch.tensor([short, long], dtype=inv.dtype), inv.device)
     return inv / torch.where(beyond[..., None], factors[1], factors[0])
 
 
@@ -193,7 +193,7 @@ class PositionIds:
 
     def on(self, device: torch.device) -> "PositionIds":
         """The same on `device`; the host does not wait for it."""
-        return self.each(lambda ids: send(ids, device))
+        return self.each(lambda ids: to_device(ids, device))
 
 
 def of_prefix(

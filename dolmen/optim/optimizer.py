@@ -79,7 +79,7 @@ KINDS: dict[Rule, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "muon"
 """Of the tensors that a rule keeps of each parameter."""
 
 
-class AdamW(compute.AdamW):
+class AdamW(compute.ViewAdamW):
     """Parameters and their state are DTensors at rest, what a step computes with is this rank's
     part of them.
     """

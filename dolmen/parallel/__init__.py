@@ -3,7 +3,7 @@
 tensor.py             tensor and sequence parallelism: column- and row-parallel linear layers
 vocabulary.py         embedding, LM head and cross-entropy over the split vocabulary
 log_probabilities.py  log-probabilities of labels and entropy over the split vocabulary
-norm.py               RMSNorm over heads that tp has split
+qk_norm.py            RMSNorm over heads that tp has split
 styles.py             tensor parallelism of any nn.Module
 data.py               ZeRO 0 to 3 through `fully_shard`; reduction, norm and scale of gradients
 assembly.py           matrices put together on one rank, for Muon
@@ -12,6 +12,6 @@ expert.py             tokens to their experts and back
 schedule.py           pipeline schedules as lists of actions, the five with a name, files
 simulation.py         schedules checked and timed
 pipeline.py           executes one rank's list of a schedule
-product.py            8-bit products and their scales over any layout
+quantized_product.py  8-bit products and their scales over any layout
 inference_linear.py   prepacked and int8 weights, multi-LoRA: linear layers without gradients
 """

@@ -197,7 +197,7 @@ def _way(p: Tensor, mesh: Mesh) -> _Way:
     axes = {axis.name: axis for axis in (mesh.fsdp, mesh.edp, mesh.ep, mesh.tp)}
     stacked = p.ndim - 2
     inner, outer = [], []
-    for name, dim in state.cuts(p).items():
+    for name, dim in state.sharded_dims(p).items():
         if axes[name].size == 1:
             continue
         if stacked and dim == 0:

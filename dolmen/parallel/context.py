@@ -32,11 +32,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dolmen.core import collectives, transfers
-from dolmen.core.autograd import Context, Function
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
 from dolmen.ops import attention as ops
-from dolmen.ops.attention import Attend, Attention, Documents, dropped
+from dolmen.ops.attention import Attend, Attention, Documents, dropout
 from dolmen.ops.attention.score_bias import join_sinks, sink_gradient
 from dolmen.ops.attention.spec import Attended, Keys, LogSum, Place, Queries, Values
 
@@ -99,7 +99,7 @@ class ContextParallel:
         """
         if attend.dropout is not None:
             k, v = self.gather_keys(k, v)
-            return dropped.attention(q, k, v, attend, self.indices(k.shape[1], k.device))
+            return dropout.attention(q, k, v, attend, self.indices(k.shape[1], k.device))
         if self.axis.size == 1:
             return self.backend.attention(q, k, v, attend)
         if self.kind == "ring":
@@ -250,7 +250,7 @@ def _backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-class _Ring(Function):
+class _Ring(TypedFunction):
     """Kept for backward: this rank's q, k, v and out, and one number per query and head."""
 
     @staticmethod
@@ -300,4 +300,4 @@ def _apply(*given: Any) -> Tensor:
     return _Ring.apply(*given)
 
 
-_untraced = compute.untraced(_apply)
+_untraced = compute.disable_compile(_apply)

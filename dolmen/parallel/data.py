@@ -105,7 +105,7 @@ def shard_model(
             unit.module.set_custom_reduce_scatter(_InOrder(axis))
     names = {p: name for name, p in model.named_parameters()}
     for record in (r for unit in units(model) for r in sharding.records(unit)):
-        state.unwrap(record, mesh.tp if names[record.sharded_param] in partial else None)
+        state.gather_as_plain(record, mesh.tp if names[record.sharded_param] in partial else None)
 
 
 class _InOrder(sharding.ReduceScatter):
@@ -279,10 +279,10 @@ class Reduction:
         if last:
             # Those that I has made itself (norms, biases) wait in fp32 by now, those of W in the
             # dtype of compute; of one microbatch no sum has made them alike, as FSDP sends them.
-            sharding.after_backward(self.root)
+            sharding.run_final_callback(self.root)
             self._cross(units(self.root), True)
         self.root.set_is_last_backward(last)
-        sharding.after_backward(self.root)
+        sharding.run_final_callback(self.root)
 
 
 def sum_over(p: nn.Parameter, axis: Axis) -> None:
@@ -317,7 +317,7 @@ def gradient_norm(
     launches does not grow with that of parameters.
     """
     shards = [
-        (state.share_held(p.grad) / (2 if p is twice else 1), state.local_view(p.grad))
+        (state.replication_weight(p.grad) / (2 if p is twice else 1), state.local_view(p.grad))
         for p in parameters
         if p.grad is not None
     ]

@@ -20,10 +20,10 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from dolmen.core import collectives, device
-from dolmen.core.autograd import Context, Function
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
 from dolmen.ops import moe
-from dolmen.parallel.product import Product
+from dolmen.parallel.quantized_product import Product
 
 
 class Trip(NamedTuple):
@@ -59,7 +59,7 @@ def dispatch(
     here = len(counts) // axis.size
     # A rank must know how many rows will come before it can receive them, so counts go ahead:
     # [rank, expert], flat, to each rank those of its experts.
-    came = collectives.exchange(counts, [here] * axis.size, [here] * axis.size, axis)
+    came = collectives.all_to_all(counts, [here] * axis.size, [here] * axis.size, axis)
     sent, got = device.read_back(torch.stack((counts, came)).view(2, axis.size, here), len(rows))
     receive = [sum(n) for n in got]
     # Rows come by rank, and of each rank by expert. A stable sort by expert puts those of an expert
@@ -77,7 +77,7 @@ def dispatch(
     )
     back = moe.inverse(order)
     trip = Trip(groups, [sum(n) for n in sent], receive, (order, back))
-    rows = collectives.exchange(rows, trip.send, trip.receive, axis)
+    rows = collectives.all_to_all(rows, trip.send, trip.receive, axis)
     return moe.permute(rows, order, back), trip
 
 
@@ -90,10 +90,10 @@ def combine(rows: Float[Tensor, "m H"], trip: Trip, axis: Axis) -> Float[Tensor,
     if trip.sorting is None:
         return rows
     order, back = trip.sorting
-    return collectives.exchange(moe.permute(rows, back, order), trip.receive, trip.send, axis)
+    return collectives.all_to_all(moe.permute(rows, back, order), trip.receive, trip.send, axis)
 
 
-class _Rounded(Function):
+class _Rounded(TypedFunction):
     """`rounded_linear`, a product for each expert, those without rows among them, as scales are
     those of all ranks.
     """

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core.device import send
+from dolmen.core.device import to_device
 from dolmen.core.torch_private import compute
 from dolmen.ops import int8
 
@@ -61,7 +61,7 @@ class OneDnn:
 
     def __init__(self, weight: Float[Tensor, "out in"]):
         own, wide = weight.detach(), weight.shape[0] > weight.shape[1]
-        self.weight = compute.laid_out(own, ROWS)
+        self.weight = compute.prepack_weight(own, ROWS)
         self.one = own.t().contiguous() if wide else own.t()
 
     def __call__(
@@ -72,7 +72,7 @@ class OneDnn:
             return x @ self.one if bias is None else torch.addmm(bias, x, self.one)
         # the same rows again, in one operator of 2 us, where padding takes 7
         x = x if rows >= LEAST else torch.cat([x] * -(-LEAST // rows))
-        return compute.laid_out_product(x, self.weight, bias)[:rows]
+        return compute.prepacked_linear(x, self.weight, bias)[:rows]
 
 
 class Int8Rows:
@@ -101,7 +101,7 @@ def product_of(weight: Tensor, kind: Weights) -> LaidOut | None:
     if kind == "int8":
         return Int8Rows(weight)
     large = weight.numel() >= WORTH and min(weight.shape) >= ROWS
-    gains = large and weight.dtype == torch.float32 and compute.lays_out()
+    gains = large and weight.dtype == torch.float32 and compute.can_prepack()
     return OneDnn(weight) if gains else None
 
 
@@ -150,7 +150,7 @@ def segments(
             own.setdefault(name, []).extend(range(first, first + count))
         first += count
     return [
-        Segment(name, None if len(index) == first else send(torch.tensor(index), device))
+        Segment(name, None if len(index) == first else to_device(torch.tensor(index), device))
         for name, index in own.items()
     ]
 

@@ -23,15 +23,15 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dolmen.core import collectives, ranges
-from dolmen.core.autograd import Context, Function
+from dolmen.core import collectives, profiling
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.ops import loss
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel.tensor import TensorParallel
 from dolmen.parallel.vocabulary import Call, combined, logits_and_slope
 
 
-class _LogProbabilities(Function):
+class _LogProbabilities(TypedFunction):
     @staticmethod
     def forward(
         ctx: Context[Call],
@@ -98,7 +98,7 @@ class _LogProbabilities(Function):
         return dx, *(None if d is None else d.to(weight.dtype) for d in (dw, db)), *[None] * 3
 
 
-@ranges.marked("loss")
+@profiling.record_function_range("loss")
 def log_probabilities(
     x: Float[Tensor, "here hidden"],
     weight: Float[Tensor, "rows hidden"],
@@ -117,7 +117,7 @@ def log_probabilities(
     return _LogProbabilities.apply(x, weight, bias, labels, call, False)[0]
 
 
-@ranges.marked("loss")
+@profiling.record_function_range("loss")
 def log_probabilities_and_entropy(
     x: Float[Tensor, "here hidden"],
     weight: Float[Tensor, "rows hidden"],
@@ -135,7 +135,7 @@ def log_probabilities_and_entropy(
     return _LogProbabilities.apply(x, weight, bias, labels, call, True)
 
 
-@ranges.marked("loss")
+@profiling.record_function_range("loss")
 def log_probabilities_and_argmax(
     x: Float[Tensor, "here hidden"],
     weight: Float[Tensor, "rows hidden"],

@@ -52,7 +52,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dolmen.core import ranges, transfers
+from dolmen.core import profiling, transfers
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.parallel.data import Reduction
 from dolmen.parallel.schedule import Action, Schedule
@@ -171,7 +171,7 @@ class Channels:
         self.post(message)
         work, tensor = self.posted.pop(message)
         if work is not None:
-            with ranges.mark("pp", "wait"):
+            with profiling.record_range("pp", "wait"):
                 work.wait()
         for gone in self.settled.get(message, ()):
             if gone in self.going:
@@ -181,7 +181,7 @@ class Channels:
     def finish(self) -> None:
         """Wait for all that was sent."""
         for work, _ in self.going.values():
-            with ranges.mark("pp", "wait"):
+            with profiling.record_range("pp", "wait"):
                 work.wait()
 
 

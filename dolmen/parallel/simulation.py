@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from dolmen.core.messages import counted, shown
+from dolmen.core.messages import brief, plural
 from dolmen.parallel.schedule import SCHEDULES, Action, Schedule, from_file
 
 
@@ -32,8 +32,8 @@ def make_schedule(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedu
     if (schedule.ranks, schedule.micros, schedule.chunks) != (ranks, micros, chunks):
         raise ValueError(
             f"{name} is for pp {schedule.ranks}, "
-            f"{counted(schedule.micros, 'microbatch', 'microbatches')} and "
-            f"{counted(schedule.chunks, 'virtual stage')}, but the run has {ranks}, {micros} and "
+            f"{plural(schedule.micros, 'microbatch', 'microbatches')} and "
+            f"{plural(schedule.chunks, 'virtual stage')}, but the run has {ranks}, {micros} and "
             f"{chunks}: change --layout.pp, --train.global-batch-size, --train.microbatch-size or "
             "--layout.virtual-stages"
         )
@@ -48,7 +48,7 @@ def read_schedule(path: str) -> Schedule:
 def _file(path: str) -> Schedule:
     if Path(path).suffix not in (".txt", ".yaml", ".yml"):
         raise ValueError(
-            f"there is no schedule {shown(path)}: use {', '.join(SCHEDULES)}, or a .txt or .yaml "
+            f"there is no schedule {brief(path)}: use {', '.join(SCHEDULES)}, or a .txt or .yaml "
             f"file with one line of actions per rank"
         )
     return from_file(path)

@@ -132,7 +132,7 @@ def _by_tokens(part: nn.Module, tp: Axis) -> None:
 
     def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *others = given
-        return collectives.part(collectives.copy(x, tp), -2, tp), *others
+        return collectives.local_part(collectives.copy(x, tp), -2, tp), *others
 
     def after(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         here = y.shape[-2]

@@ -17,9 +17,9 @@ computed. Where a pipeline schedule splits the backward, the weight gradients ar
 at all, but left in `later` for the executor of the schedule (2401.10241).
 
 What a product multiplies by is a `Linear`. Its factors may be rounded to eight bits, or a frozen
-one held in them (product.py), which changes none of the above. An adapter (2106.09685) is two more
-products, and sends nothing: A shares the input of the weight beside it, and B x is added before
-anything leaves.
+one stored in them (quantized_product.py), which changes none of the above. A LoRA adapter
+(2106.09685) is two more products and sends nothing: A shares the input of its base weight, and B x
+is added before anything leaves.
 
     columns    h = x A^T, A whole: alike on every rank, its gradient and A's are P@tp
                y_i += scale h B_i^T, B cut as W is over its outputs, S(0)@tp
@@ -39,12 +39,12 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from dolmen.core import collectives, transfers
-from dolmen.core.autograd import Context, Function
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
 from dolmen.ops import int8
 from dolmen.parallel.inference_linear import LaidOut, Several
-from dolmen.parallel.product import Axes, Int8Product, Product, Rounding
+from dolmen.parallel.quantized_product import Axes, Int8Product, Product, Rounding
 
 
 class Deferred:
@@ -255,7 +255,7 @@ class _Call(NamedTuple):
         return self.tp.axis if self.enters and self.tp.sequence else None
 
 
-class _Linear(Function):
+class _Linear(TypedFunction):
     """Products that share one input.
 
     forward            X [tokens, in] = enter(x)        y_i [tokens, out_i] = X W_i^T + b_i
@@ -387,8 +387,8 @@ def weight_products(grads: Sequence[Tensor], x: Tensor, turned: bool) -> list[Te
     if not turned:
         return [g.t() @ x for g in grads]
     if sum(g.shape[1] for g in grads) <= x.shape[1]:
-        return [compute.turned(g) @ x for g in grads]
-    turned_x = compute.turned(x)
+        return [compute.transpose_contiguous(g) @ x for g in grads]
+    turned_x = compute.transpose_contiguous(x)
     return [(turned_x @ g).t() for g in grads]
 
 
@@ -450,7 +450,7 @@ def _read(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
 
 # A compiled block ends before products of eight bits and begins again behind them: what delayed
 # scaling learns of a step is no value of a graph, nor is what ranks tell one another of scales.
-_uncompiled = compute.untraced(_made)
+_uncompiled = compute.disable_compile(_made)
 
 
 def _multiplied(
@@ -524,7 +524,7 @@ def own_tokens(
     """Of something known for all tokens, this rank's part of the residual stream: all, or
     S(0)@tp.
     """
-    return collectives.part(per_token, 0, tp.axis) if tp.gathers else per_token
+    return collectives.local_part(per_token, 0, tp.axis) if tp.gathers else per_token
 
 
 def all_tokens(per_token: Float[Tensor, " here"], tp: TensorParallel) -> Float[Tensor, " tokens"]:

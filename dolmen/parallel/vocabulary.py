@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core import collectives, ranges, transfers
-from dolmen.core.autograd import Context, Function
+from dolmen.core import collectives, profiling, transfers
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
 from dolmen.ops import loss
 from dolmen.ops.elementwise import accumulate, compiled
@@ -118,7 +118,7 @@ def logits_and_slope(
     return (logits, None) if soft_cap is None else loss.capped_with_slope(logits, soft_cap)
 
 
-class _LinearCrossEntropy(Function):
+class _LinearCrossEntropy(TypedFunction):
     @staticmethod
     def forward(
         ctx: Context[TensorParallel],
@@ -252,7 +252,7 @@ def _compiled_rounded():
     return torch.compile(_rounded, dynamic=False)
 
 
-@ranges.marked("loss")
+@profiling.record_function_range("loss")
 def linear_cross_entropy(
     x: Float[Tensor, "here hidden"],
     weight: Float[Tensor, "rows hidden"],

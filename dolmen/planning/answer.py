@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from dolmen.core.log import gib, size
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.planning.inference import Inference
 from dolmen.planning.plan import Candidate, Change, Compared, DryRun, Fleet, Plan
 
@@ -24,7 +24,7 @@ DIFFERS = 0.01
 def title(plan: Plan) -> str:
     """Return the lines above the table: model, cluster, batch, number of layouts."""
     cluster = plan.cluster
-    where = f"{cluster.name}, {counted(cluster.nodes, 'node')} of {cluster.gpus_per_node} GPUs"
+    where = f"{cluster.name}, {plural(cluster.nodes, 'node')} of {cluster.gpus_per_node} GPUs"
     batch = f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,}"
     knobs = " and ".join(f"--{name}" for name in plan.assumed)
     assumed = f" (a default, as nothing says another: give {knobs})" if knobs else ""
@@ -277,7 +277,7 @@ def _candidate(plan: Plan, one: Candidate, tie: int) -> dict[str, Any]:
 def inference_title(found: Inference) -> str:
     """Return the line above the table of inference."""
     cluster = found.cluster
-    texts = counted(found.batch, "text")
+    texts = plural(found.batch, "text")
     return (
         f"{found.model} generates on {cluster.name}, {found.dtype}: {texts} of {found.length:,} "
         "tokens, one copy on tp GPUs"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dolmen.core.config import Bare, Below1, Mark, Name, Positive, config
+from dolmen.core.config import Below1, Mark, Name, Positive, ValueOptional, config
 from dolmen.planning.space import Pins
 from dolmen.training.config import RunConfig
 
@@ -121,7 +121,7 @@ class PlanConfig:
     """Price of a kilowatt hour, of owned nodes."""
     as_recipe: Name | None = None
     """YAML file to write the first layout to, as a run that dolmen train takes."""
-    json: Annotated[Name | None, Bare("-")] = None
+    json: Annotated[Name | None, ValueOptional("-")] = None
     """File to write the plan to; - and no value: print it, and no table."""
     report: Name | None = None
     """Folder to write an HTML page to."""

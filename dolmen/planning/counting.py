@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from dolmen.core.state import is_part
-from dolmen.core.torch_private import watching
+from dolmen.core.state import is_distributed
+from dolmen.core.torch_private import dispatch
 from dolmen.planning.ledger import Kind, Live, Row
 from dolmen.planning.memory import Memory
 
@@ -176,7 +176,7 @@ class Places:
     @property
     def here(self) -> str | None:
         """The module that computes now, "" of the model itself; None outside of it."""
-        number = watching.number_in_backward()
+        number = dispatch.backward_sequence_number()
         if number is None or len(self.within) > 1:  # a module that is computed again
             return self.within[-1]
         return self.entered[bisect_right(self.numbers, number) - 1]
@@ -201,7 +201,7 @@ class Places:
         self._note()
 
     def _note(self) -> None:
-        number = watching.number()
+        number = dispatch.next_sequence_number()
         if self.numbers[-1] == number:
             self.entered[-1] = self.within[-1]
             return
@@ -209,7 +209,7 @@ class Places:
         self.entered.append(self.within[-1])
 
 
-class Counting(watching.Dispatch):
+class Counting(dispatch.Dispatch):
     """Rows of what is computed and sent in `step`; what is held, from the first."""
 
     def __init__(self, axes: Mapping[str, Sequence[str]], instant: bool):
@@ -233,7 +233,7 @@ class Counting(watching.Dispatch):
     @contextmanager
     def seeing(self) -> Iterator[None]:
         """Within, what is held is counted."""
-        with watching.resizes(self.memory.resize), self:
+        with dispatch.observe_resizes(self.memory.resize), self:
             yield
 
     @contextmanager
@@ -265,7 +265,7 @@ class Counting(watching.Dispatch):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # what stands for a part of a tensor, or for one to come, calls the operators itself
-        if any(is_part(one) or issubclass(one, watching.Arriving) for one in types):
+        if any(is_distributed(one) or issubclass(one, dispatch.Arriving) for one in types):
             return NotImplemented
         options, name = kwargs or {}, str(operator.overloadpacket)
         out = operator(*args, **options)
@@ -274,7 +274,7 @@ class Counting(watching.Dispatch):
         elif name == WAIT:
             out = self._wait(args[0])
         self.memory.making, making = self._kind, self.memory.making
-        made = [t for t in _tensors(out) if not isinstance(t, watching.Arriving)]
+        made = [t for t in _tensors(out) if not isinstance(t, dispatch.Arriving)]
         if not operator.is_view:  # of what was not made here, such as the batch, too
             for tensor in made:
                 self.memory.add(tensor)
@@ -283,7 +283,7 @@ class Counting(watching.Dispatch):
             self.memory.is_now(kind, tensor)
         if self.places is not None and not operator.is_view:
             self._seen(operator, name, args, options, made)
-        return watching.done() if self.instant and name == "c10d.send" else out
+        return dispatch.completed_work() if self.instant and name == "c10d.send" else out
 
     def _wait(self, tensor: Tensor) -> Tensor:
         """Return `tensor` itself for a wait on it. (torch makes another where it has no values.)

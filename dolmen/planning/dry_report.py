@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from dolmen.core import log
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.model import count
 from dolmen.ops.kernels import Hardware
 from dolmen.planning.ledger import WORDS, Ledger, Live, Row
@@ -36,8 +36,8 @@ class Report:
         micros = run.train.global_batch_size // (layout.dp or 1) // run.microbatch_size
         return (
             f"{run.name}: {log.size(count.parameters(run.tree))} parameters on "
-            f"{counted(layout.world, 'rank')} ({sizes}), {self.hardware.name}; "
-            f"{counted(micros, 'microbatch', 'microbatches')} of {run.microbatch_size} x "
+            f"{plural(layout.world, 'rank')} ({sizes}), {self.hardware.name}; "
+            f"{plural(micros, 'microbatch', 'microbatches')} of {run.microbatch_size} x "
             f"{run.sequence_length:,} tokens"
         )
 

@@ -19,12 +19,12 @@ from rich.progress import MofNCompleteColumn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dolmen.core.device import answered
+from dolmen.core.device import replace_read_back
 from dolmen.core.log import bar, gib, say
 from dolmen.core.mesh import Axis, Mesh
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.core.state import local_view
-from dolmen.core.torch_private import sharding, watching
+from dolmen.core.torch_private import dispatch, sharding
 from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.model.build import allocate, place
 from dolmen.model.decoder import Decoder
@@ -73,7 +73,7 @@ def report(request: DryrunRequest, progress: bool = False) -> Report:
     steps = [shorten_step(run, rank, options.exact).schedule for rank in ranks]
     actions = [len(one.actions[rank // pp]) for one, rank in zip(steps, ranks, strict=True)]
     done, found = count(1), []
-    title = f"dry run of {counted(len(ranks), 'rank')} of {run.layout.world:,}"
+    title = f"dry run of {plural(len(ranks), 'rank')} of {run.layout.world:,}"
     with bar(title, sum(actions), progress, MofNCompleteColumn()) as reach:
         for rank in ranks:
             found.append(
@@ -129,7 +129,7 @@ def trace_step(
     """
     if dist.is_initialized():
         raise ValueError("a dry run plays a process of a world, and this one is of a world already")
-    watching.join_fake(run.layout.world, rank)
+    dispatch.join_fake(run.layout.world, rank)
     try:
         mesh = match_hardware(hardware, run.layout.mesh(torch.device("cpu")))
         return _count_step(run, rank, tree, mesh, steps, hardware, max_load, observe, stages)
@@ -174,7 +174,7 @@ def _count_step(
         observe()
 
     batch = batch_of(run, schedule)
-    with watching.Fake(allow_non_fake_inputs=True), answered(answer), counting.seeing():
+    with dispatch.Fake(allow_non_fake_inputs=True), replace_read_back(answer), counting.seeing():
         state = allocate_state(run, model, schedule, mesh, counting)
         rest = counting.memory.live
         # what training leaves to no collector is no matter of chance here

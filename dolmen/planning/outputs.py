@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from dolmen.core.config import to_dict
-from dolmen.core.messages import quoted
+from dolmen.core.messages import escape
 from dolmen.files import gate, write
 from dolmen.planning.config import PlanConfig
 from dolmen.planning.plan import Plan
@@ -51,4 +51,4 @@ def write_recipe(question: Question, found: Plan, file: Path) -> str:
         raise ValueError(f"--as-recipe {file}: {error.strerror}") from None
     words = ["" if run.data.path else " --data.path TEXT"]
     words.append("" if run.data.tokenizer or run.init else " --data.tokenizer FOLDER")
-    return f"dolmen train {shlex.quote(quoted(file))}{''.join(words)}"
+    return f"dolmen train {shlex.quote(escape(file))}{''.join(words)}"

@@ -9,7 +9,7 @@ from string import Template
 from typing import NamedTuple
 
 from dolmen import __version__
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.files import gate, write
 from dolmen.pages.style import house_style
 from dolmen.planning.figures import front, memory, network, ranking, timeline
@@ -96,7 +96,7 @@ def page(plan: Plan) -> str:
     figures = "\n".join(_figure(number, one, plan) for number, one in enumerate(FIGURES, 1))
     cluster = plan.cluster
     under = (
-        f"{counted(plan.gpus, 'GPU')} of {cluster.name} ({cluster.device.name}), "
+        f"{plural(plan.gpus, 'GPU')} of {cluster.name} ({cluster.device.name}), "
         f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,} tokens a step"
     )
     return Template(gate.read_text(FRAME, gate.MIB)).substitute(

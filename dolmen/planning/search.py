@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dolmen.core.log import gib
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.model import count
 from dolmen.planning.config import PlanConfig
 from dolmen.planning.plan import Candidate, Change, Fleet, Plan, Prices, Timeline, words
@@ -216,8 +216,8 @@ def refusal(question: Question, found: Found) -> str:
     assert found.nearest is not None
     held, choice = found.nearest
     memory = question.cluster.device.memory
-    gpus = counted(question.cluster.gpus, "GPU")
-    layouts, lacks = counted(found.considered, "layout"), gib(held - memory)
+    gpus = plural(question.cluster.gpus, "GPU")
+    layouts, lacks = plural(found.considered, "layout"), gib(held - memory)
     text = (
         f"none of {layouts} fits {gpus} of {gib(memory)}: the nearest, {words(choice.options)}, "
         f"needs {gib(held)} on its fullest rank, {lacks} too many"

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from dolmen.core.config import config
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.model.layout import Layout
 from dolmen.model.spec import Tree, check_cuts
 
@@ -204,7 +204,7 @@ class Space:
             pinned = layout.resolve(self.gpus)
             pinned.check(self.tree, self.sequence_length, pinned.dp or 1, 1)
             raise ValueError(
-                f"no layout splits this model over {counted(self.gpus, 'GPU')} as --layout says: "
+                f"no layout splits this model over {plural(self.gpus, 'GPU')} as --layout says: "
                 "give fewer of its parts"
             )
         degrees = sorted({dp for _, _, _, dp, _ in meshes})
@@ -212,12 +212,12 @@ class Space:
             least = degrees[0]
             raise ValueError(
                 f"train.global-batch-size ({self.global_batch_size:,}) is divisible by no dp that "
-                f"{counted(self.gpus, 'GPU')} leave, the smallest of which is {least}: set "
+                f"{plural(self.gpus, 'GPU')} leave, the smallest of which is {least}: set "
                 f"--train.global-batch-size to a multiple, such as "
                 f"{-(-self.global_batch_size // least) * least}"
             )
         raise ValueError(
-            f"no layout of {counted(self.gpus, 'GPU')} takes train.global-batch-size "
+            f"no layout of {plural(self.gpus, 'GPU')} takes train.global-batch-size "
             f"({self.global_batch_size:,}) with what --layout and --train.microbatch-size say: "
             "leave one of them out"
         )

@@ -74,7 +74,7 @@ def _quickstart_here(run: RunConfig) -> RunConfig:
     from dolmen.core.torch_private import compute
 
     gpus = torch.cuda.device_count()
-    fast = torch.cuda.is_available() or compute.half_is_fast()
+    fast = torch.cuda.is_available() or compute.has_fast_bfloat16()
     return replace(
         run,
         layout=replace(run.layout, tp=1 if gpus == 1 else run.layout.tp),

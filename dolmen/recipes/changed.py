@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from numbers import Integral, Real
 from typing import Any
 
-from dolmen.core.config import Words, from_dict, from_words, nested, option_types
-from dolmen.core.messages import cut, shown
+from dolmen.core.config import Words, from_dict, from_words, option_types, unflatten
+from dolmen.core.messages import brief, cut
 from dolmen.families import Family
 from dolmen.families import start as models
 from dolmen.families.unknown import TRAINING
@@ -36,7 +36,7 @@ def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -
         run = named(name, init=said.get("init"))
     else:
         raise ValueError(
-            f"the run is {shown(source)}: it must be the name of a recipe, a YAML file or a "
+            f"the run is {brief(source)}: it must be the name of a recipe, a YAML file or a "
             "RunConfig"
         )
     run = otherwise_long(run, said)
@@ -48,7 +48,7 @@ def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -
     of_model = {name: said.pop(name) for name in [*said] if name.startswith(MODEL)}
     handled = {one.name: said.pop(one.name) for one in fields(Handling) if one.name in said}
     model = models.asked(start, {name.removeprefix(MODEL): v for name, v in of_model.items()})
-    changed = replace(from_dict(RunConfig, nested(said), run), model=model)
+    changed = replace(from_dict(RunConfig, unflatten(said), run), model=model)
     if "train.microbatch_size" not in said:
         changed = drop_unfit_microbatch(changed, run)
     return Request.of(changed, from_dict(Handling, handled), name)
@@ -86,7 +86,7 @@ def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         # what a NaN or an array says of itself is not asked
         if name in said and said[name] != value:
-            raise ValueError(f"{name} is given twice, as {shown(said[name])} and {shown(value)}")
+            raise ValueError(f"{name} is given twice, as {brief(said[name])} and {brief(value)}")
         said[name] = value
     return said
 
@@ -177,7 +177,7 @@ def refuse_unknown(said: Mapping[str, Any], family: Family) -> None:
     sections = {name.rpartition(".")[0] for name in names} - {""}
     for name, value in said.items():
         if name in sections and not isinstance(value, Words):
-            raise ValueError(f"{name} is {shown(value)}: it must be a mapping of options")
+            raise ValueError(f"{name} is {brief(value)}: it must be a mapping of options")
         if name in names:
             continue
         near = suggestion(name.replace("_", "-"), [n.replace("_", "-") for n in names])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.core.mesh import Mesh
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.rl.function_worker import FunctionWorker
@@ -120,7 +120,7 @@ class MultiTurn:
                     self.say(f"WARNING: {replies[-1].error}")
             return replies
 
-        replies = call() if self.mesh.size == 1 else agree.once(call)
+        replies = call() if self.mesh.size == 1 else consensus.run_on_rank_zero(call)
         for reply in replies:
             if reply.error and self.stop_on_failure:
                 raise RewardError(f"{reply.error} (--rollout.on-failure zero or leave-out goes on)")

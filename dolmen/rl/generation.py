@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dolmen.core import agree, collectives, state
+from dolmen.core import collectives, consensus, state
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.model import build
@@ -93,11 +93,11 @@ def full_parameters(model: Decoder, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     for name, spec in model.tree.leaves.items():
         parameter, dtype = local.get(name), torch.int8 if spec.int8 else wide
         if mesh.pp.size == 1:
-            yield name, state.full(local[name]).to(dtype)
+            yield name, state.gather_full(local[name]).to(dtype)
             continue
         value = torch.zeros(spec.shape, dtype=dtype, device=mesh.device)
         if parameter is not None:
-            full = state.full(parameter)  # a collective of this stage's ranks
+            full = state.gather_full(parameter)  # a collective of this stage's ranks
             if parameter is not sent_by_first:
                 value.copy_(full)
         # one stage has the values, the others add 0
@@ -193,7 +193,7 @@ def generate_completions(
                 index = index_of[sequence.number]
                 completions.append(Completion(index, sequence.tokens, logprobs, sampled, finished))
     if mesh.size > 1:
-        per_rank = agree.gather_objects(completions if mesh.tp.rank == 0 else [])
+        per_rank = consensus.gather_objects(completions if mesh.tp.rank == 0 else [])
         completions = [each for rank in per_rank for each in rank]
     return sorted(completions)
 

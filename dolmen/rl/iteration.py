@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from dolmen.checkpoint.folders import Damaged
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
@@ -170,7 +170,7 @@ class RolloutBatches:
 
         try:
             # the first rank's folder, where hosts share none
-            rollout = load() if self.mesh.size == 1 else agree.once(load)
+            rollout = load() if self.mesh.size == 1 else consensus.run_on_rank_zero(load)
         except ValueError as error:
             raise Damaged(f"{error}; remove it, and its completions are sampled again") from None
         if rollout is None:

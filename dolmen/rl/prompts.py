@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.core.rng import seed_of
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
@@ -158,7 +158,7 @@ def prepare(
     if not kept:
         longest = min((len(prompt.tokens) for prompt in read), default=0)
         raise ValueError(
-            f"--data.path {source.name}: of {counted(len(read), 'prompt')} none is left"
+            f"--data.path {source.name}: of {plural(len(read), 'prompt')} none is left"
             + (
                 f": the shortest has {longest} tokens, and train.sequence-length "
                 f"({sequence_length}) less rollout.max-new-tokens ({rollout.max_new_tokens}) "
@@ -169,15 +169,15 @@ def prepare(
         )
     mixture = Prompts(source.name, kept, rollout.num_generations * rollout.epochs, seed)
     left_out = (
-        f"left out: {counted(len(read) - len(kept), 'prompt')} of over {room} tokens "
+        f"left out: {plural(len(read) - len(kept), 'prompt')} of over {room} tokens "
         "(--train.sequence-length, --rollout.max-new-tokens)"
     )
     updates = rollout.updates(global_batch_size)
     shown = inputs.tokenizer.decode(kept[0].tokens)
     description = Description(
-        f"{source.name}: {counted(len(kept), 'prompt')} of {_lengths(kept)} tokens; each iteration "
+        f"{source.name}: {plural(len(kept), 'prompt')} of {_lengths(kept)} tokens; each iteration "
         f"samples {rollout.completions(global_batch_size):,} completions for "
-        f"{counted(updates, 'update')}, the last {counted(updates - 1, 'update')} off-policy",
+        f"{plural(updates, 'update')}, the last {plural(updates - 1, 'update')} off-policy",
         changes=(left_out,) if len(kept) < len(read) else (),
         details=(f"prompt of {kept[0].location}: {shown[:SHOWN]!r}",),
     )

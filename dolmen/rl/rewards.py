@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.conversion.source import Source
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import cut
 from dolmen.data import tokenizer as tokenizers
@@ -350,7 +350,11 @@ class CombinedReward:
                     break  # the run stops for it: the others are not needed
             return results
 
-        return score_on_first_rank() if self.mesh.size == 1 else agree.once(score_on_first_rank)
+        return (
+            score_on_first_rank()
+            if self.mesh.size == 1
+            else consensus.run_on_rank_zero(score_on_first_rank)
+        )
 
     def _resolve_failure(self, result: RewardResult) -> float:
         """Return the reward that counts. Raises ValueError where the run is to stop."""

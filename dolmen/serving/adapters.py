@@ -20,9 +20,9 @@ from torch import Tensor
 from dolmen.conversion import adapters
 from dolmen.conversion.peft import LowRank
 from dolmen.conversion.source import Source
-from dolmen.core import agree, collectives
+from dolmen.core import collectives, consensus
 from dolmen.core.mesh import SINGLE, Axis, Mesh
-from dolmen.core.messages import cut, message, shown
+from dolmen.core.messages import brief, cut, message
 from dolmen.core.state import dtype_of, local_view
 from dolmen.model.decoder import Decoder
 from dolmen.model.spec import LatentAttention, Leaf, Tree
@@ -54,7 +54,7 @@ def parse_adapters(said: Sequence[str], taken: Collection[str] = ()) -> dict[str
         name, sign, folder = one.partition("=")
         if not (sign and name.strip() and folder.strip()):
             raise ValueError(
-                f"adapters has {shown(one)}: use --adapters NAME=FOLDER, such as fr=fr-adapter"
+                f"adapters has {brief(one)}: use --adapters NAME=FOLDER, such as fr=fr-adapter"
             )
         pairs.append((name, folder))
     return check_adapters(pairs, taken)
@@ -68,13 +68,13 @@ def check_adapters(pairs: Iterable[tuple[str, str]], taken: Collection[str] = ()
     for name, folder in pairs:
         if not (name.strip() and name.isprintable() and len(name) <= LONGEST):
             raise ValueError(
-                f"adapters has the name {shown(name)}: give one of at most {LONGEST} characters "
+                f"adapters has the name {brief(name)}: give one of at most {LONGEST} characters "
                 "that can be printed"
             )
         if name in found:
-            raise ValueError(f"adapters has the name {shown(name)} twice: give each its own")
+            raise ValueError(f"adapters has the name {brief(name)} twice: give each its own")
         if name in taken:
-            raise ValueError(f"adapters has the name {shown(name)}, which is the model's own")
+            raise ValueError(f"adapters has the name {brief(name)}, which is the model's own")
         found[name] = folder
     return found
 
@@ -107,7 +107,7 @@ def open_adapters(
         return {name: adapters.pin_adapters(folder) for name, folder in folders.items()}
 
     together = mesh is not None and mesh.size > 1 and len(folders) > 0
-    found = agree.once(pin) if together else folders
+    found = consensus.run_on_rank_zero(pin) if together else folders
     out: dict[str, LowRank] = {}
     for name, folder in found.items():
         try:
@@ -152,7 +152,11 @@ def place_adapters(lows: Mapping[str, LowRank], model: Decoder, mesh: Mesh = SIN
     """
     if not lows:
         return Adapters()
-    return _place(lows, model) if mesh.size == 1 else agree.each(lambda: _place(lows, model))
+    return (
+        _place(lows, model)
+        if mesh.size == 1
+        else consensus.run_on_all_ranks(lambda: _place(lows, model))
+    )
 
 
 def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
@@ -216,5 +220,5 @@ def _local_part(whole: Float[Tensor, "*whole"], leaf: Leaf, tp: Axis) -> Float[T
     """Cut this rank's part out of a parameter, as its leaf says."""
     for one in leaf.cuts:
         if one.axis == "tp" and one.splits(tp.size):
-            whole = collectives.part(whole, one.dim, tp)
+            whole = collectives.local_part(whole, one.dim, tp)
     return whole

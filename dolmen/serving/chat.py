@@ -16,7 +16,7 @@ from typing import Any
 
 from dolmen.conversion.source import Source
 from dolmen.core.mesh import Mesh
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data import chats
 from dolmen.data.template import own_template
 from dolmen.data.tokenizer import PreTrainedTokenizer
@@ -105,7 +105,7 @@ class Chat:
         room = tree.max_position_embeddings - len(tokens) + 1
         if room < params.max_new_tokens:
             raise ValueError(
-                f"the chat has {counted(len(tokens), 'token')} and a reply may have "
+                f"the chat has {plural(len(tokens), 'token')} and a reply may have "
                 f"{params.max_new_tokens:,}, max_position_embeddings is "
                 f"{tree.max_position_embeddings:,}: start again with /reset, or use a smaller "
                 "--max-new-tokens"

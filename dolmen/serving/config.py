@@ -5,8 +5,8 @@ torch.
 import math
 from typing import Annotated, Literal
 
-from dolmen.core.config import Bare, Mark, Positive, config
-from dolmen.core.messages import shown
+from dolmen.core.config import Mark, Positive, ValueOptional, config
+from dolmen.core.messages import brief
 from dolmen.serving.request import Limits
 from dolmen.serving.sampling_params import SamplingParams
 
@@ -85,10 +85,10 @@ def biases(text: str) -> dict[int, float]:
                 raise ValueError
         except ValueError:
             raise ValueError(
-                f"logit_bias has {shown(one)}: use --logit-bias ID:NUMBER,ID:NUMBER, such as 13:-5"
+                f"logit_bias has {brief(one)}: use --logit-bias ID:NUMBER,ID:NUMBER, such as 13:-5"
             ) from None
         if math.isnan(value) or int(token) in found:
-            raise ValueError(f"logit_bias has {shown(one)}: give each id once, and a number")
+            raise ValueError(f"logit_bias has {brief(one)}: give each id once, and a number")
         found[int(token)] = value
     return found
 
@@ -136,7 +136,7 @@ class GenerateConfig(Sampling):
     """What judges the samples for --best, as of dolmen train grpo: exact, gsm8k, regex:PATTERN,
     MODULE:FUNCTION or the folder of a reward model; several are added up, each times its weight.
     """
-    logprobs: Annotated[Literal["raw", "processed"] | None, Bare("raw")] = None
+    logprobs: Annotated[Literal["raw", "processed"] | None, ValueOptional("raw")] = None
     """Write the log-probability of each token: of the model's own distribution (raw), or of the one
     that was drawn from.
     """

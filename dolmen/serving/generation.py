@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from dolmen.conversion.source import Source
-from dolmen.core.messages import shown
+from dolmen.core.messages import brief
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import Model, special_tokens
 from dolmen.files import tokenizer_files
@@ -41,7 +41,7 @@ def check_text(prompt: str) -> None:
     of a command line that are not UTF-8 to these, and no tokenizer takes them.
     """
     if not isinstance(prompt, str):
-        raise ValueError(f"the prompt is {shown(prompt)}: it must be a text")
+        raise ValueError(f"the prompt is {brief(prompt)}: it must be a text")
     try:
         prompt.encode()
     except UnicodeEncodeError as error:

@@ -39,9 +39,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dolmen.core.device import send
+from dolmen.core.device import to_device
 from dolmen.core.log import size
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.model.component import OfPages, OfTexts
 from dolmen.model.spec import Span, Tree
 from dolmen.ops.attention import Documents
@@ -71,7 +71,7 @@ class CacheUsage:
             for tokens in (self.in_use * self.page, self.allocated * self.page, self.rectangle)
         )
         return (
-            f"KV cache, per process: at most {counted(self.in_use, 'page')} of {self.page} tokens "
+            f"KV cache, per process: at most {plural(self.in_use, 'page')} of {self.page} tokens "
             f"in use, {held} ({allocated} allocated); padded to the longest sequence: {rectangle}"
         )
 
@@ -256,12 +256,12 @@ class KVCache:
             token_lengths = torch.tensor([[known[s] for s in owner] + [1] * padding])
         return CacheBatch(
             sequences=order,
-            last=send(last, device),
-            positions=send(positions, device)[:, None],
-            lengths=None if token_lengths is None else send(token_lengths, device),
+            last=to_device(last, device),
+            positions=to_device(positions, device)[:, None],
+            lengths=None if token_lengths is None else to_device(token_lengths, device),
             longest=max(table.lengths[sequence] for sequence in order),
             num_tokens=len(index),
-            slots=(send(torch.tensor(pages), device), send(places, device)),
+            slots=(to_device(torch.tensor(pages), device), to_device(places, device)),
             decodes=len(decodes),
             pages=self._decode_pages(decodes, device) if decodes else None,
             groups=groups,
@@ -295,7 +295,7 @@ class KVCache:
         """Give sequences pages for their new tokens; move pages where the pool is compacted."""
         moved = self.table.append(new)
         if moved is not None:
-            before = send(torch.tensor(moved, dtype=torch.int64), device)
+            before = to_device(torch.tensor(moved, dtype=torch.int64), device)
             for pool in self.pools:
                 pool.compact(before)
         self._record_usage()
@@ -318,7 +318,9 @@ class KVCache:
             tokens = slice(first, first + count * len(own))
             prefixes = _prefixes(start, count, [span[sequence].prefix for sequence in own])
             documents = None if prefixes is None else prefixes.on(device)
-            groups.append(PrefillGroup(own, tokens, start, count, send(pages, device), documents))
+            groups.append(
+                PrefillGroup(own, tokens, start, count, to_device(pages, device), documents)
+            )
             first = tokens.stop
         return groups
 
@@ -344,8 +346,8 @@ class KVCache:
         if shared:
             entries[1, list(shared)] = -1  # these have entries of their own
             self._fill_shared(sequences, shared, entries[:, table.total :].view(2, -1, most))
-        owners, begins = send(entries, device)
-        index = send(torch.tensor(list(shared)), device) if shared else None
+        owners, begins = to_device(entries, device)
+        index = to_device(torch.tensor(list(shared)), device) if shared else None
         places = torch.arange(table.page_size, device=device)
         return Pages(owners, begins[:, None] - places, index)
 
@@ -355,7 +357,7 @@ class KVCache:
         first, end = own[0], own[0] + len(own)
         if own == list(range(first, end)):
             return Alone(slice(first, end), length)
-        return Alone(send(torch.tensor(own), device), length)
+        return Alone(to_device(torch.tensor(own), device), length)
 
     def _fill_shared(
         self,

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core import collectives, transfers
-from dolmen.core.device import send
+from dolmen.core.device import to_device
 from dolmen.core.mesh import Mesh
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import End, Logits
@@ -89,7 +89,7 @@ class ModelRunner:
         ordered = [chunks[sequence] for sequence in batch.sequences]
         tokens = [token for chunk in ordered for token in chunk.tokens]
         tokens += [0] * (batch.positions.shape[2] - len(tokens))
-        sent = send(torch.tensor([tokens]), device)
+        sent = to_device(torch.tensor([tokens]), device)
         if self.adapters.names:
             names, counts = [c.adapter for c in ordered], [len(c.tokens) for c in ordered]
             self.adapters.turn.segments = inference_linear.segments(names, counts, device)
@@ -124,7 +124,7 @@ def _head(model: Decoder, batch: CacheBatch, chunks: Mapping[int, Chunk]) -> End
         begin[sequence] = first
         first += len(chunks[sequence].tokens)
     wanted = [k for k, sequence in enumerate(batch.sequences) if chunks[sequence].last]
-    rows = batch.last[send(torch.tensor(wanted, dtype=torch.int64), device)]
+    rows = batch.last[to_device(torch.tensor(wanted, dtype=torch.int64), device)]
 
     def head_function(hidden: Tensor, head: Logits) -> tuple[Tensor, dict[int, Tensor]]:
         whole, head = _gather_tokens(hidden, head)
@@ -133,7 +133,7 @@ def _head(model: Decoder, batch: CacheBatch, chunks: Mapping[int, Chunk]) -> End
             if chunk.labels:
                 start = begin[sequence] + chunk.first
                 own = whole[start : start + len(chunk.labels)]
-                labels = send(torch.tensor(chunk.labels), device)
+                labels = to_device(torch.tensor(chunk.labels), device)
                 labelled[sequence] = _label_logprobs(model, own, head, labels, chunk.top)
         return _logits(model, whole[rows], head), labelled
 

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.core.config import to_dict
 from dolmen.core.filesystem import expand
 from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.core.torch_private import processes
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.files import gate
@@ -197,16 +197,16 @@ def _deciding_options(config: GenerateConfig, source: Source) -> dict[str, Any]:
 
 def _print_summary(read: FileSummary, config: GenerateConfig, tell: bool) -> None:
     if read.bad:
-        say(f"{counted(read.bad, 'row')} left out: they are not valid", tell)
+        say(f"{plural(read.bad, 'row')} left out: they are not valid", tell)
     if read.cut:
         say(
-            f"{counted(read.cut, 'prompt')} cut to {counted(config.max_input_tokens or 0, 'token')}"
+            f"{plural(read.cut, 'prompt')} cut to {plural(config.max_input_tokens or 0, 'token')}"
             ", from the left",
             tell,
         )
     if read.short:
         say(
-            f"{counted(read.short, 'row')} may end before --max-new-tokens: the model has no "
+            f"{plural(read.short, 'row')} may end before --max-new-tokens: the model has no "
             "position for more",
             tell,
         )
@@ -264,19 +264,19 @@ def _unfinished_rows(job: Job, output: OutputFile | None, mesh: Mesh) -> list[in
         assert output is not None, "the first rank has it"
         return [row for row in total if not output.has(row)]
 
-    return unfinished() if mesh.size == 1 else agree.once(unfinished)
+    return unfinished() if mesh.size == 1 else consensus.run_on_rank_zero(unfinished)
 
 
 def _summary(job: Job, meter: Meter, close: int) -> str:
     seconds = max(meter.seconds, 1e-9)
     text = (
-        f"wrote {job.output}: {counted(len(job.summary.places), 'row')}; "
-        f"{counted(meter.tokens, 'new token')} in {seconds:,.1f} s, "
+        f"wrote {job.output}: {plural(len(job.summary.places), 'row')}; "
+        f"{plural(meter.tokens, 'new token')} in {seconds:,.1f} s, "
         f"{meter.tokens / seconds:,.0f} per second"
     )
     if close:
         text += (
-            f"; {counted(close, 'token')} lay within 1e-4 of another one, and may be that one in "
+            f"; {plural(close, 'token')} lay within 1e-4 of another one, and may be that one in "
             "another batch or layout"
         )
     return text

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dolmen.core.messages import Failed, counted, shown
+from dolmen.core.messages import Failed, brief, plural
 from dolmen.files import gate, write
 from dolmen.files.gate import Kind, Refused
 from dolmen.files.kinds import JOURNAL_HEAD, JOURNAL_LINE, JOURNAL_ROW
@@ -69,7 +69,7 @@ def check_output(
         found = sum(1 for _ in gate.read_json_lines(output, OUTPUT_ROW))
         if found != rows:
             raise ValueError(
-                f"--resume: {output} has {counted(found, 'row')} of {rows:,}, and no "
+                f"--resume: {output} has {plural(found, 'row')} of {rows:,}, and no "
                 f"{journal.name} beside it says what was asked: give another --output"
             )
         return False
@@ -94,8 +94,8 @@ def _check_head(journal: Path, there: bool, options: Mapping[str, Any], input_di
     for name in sorted({*before, *options}):
         if before.get(name) != options.get(name):
             raise ValueError(
-                f"--resume: {name} was {shown(before.get(name))} when {journal} was begun, and is "
-                f"{shown(options.get(name))}: use the same, or give another --output"
+                f"--resume: {name} was {brief(before.get(name))} when {journal} was begun, and is "
+                f"{brief(options.get(name))}: use the same, or give another --output"
             )
 
 

@@ -11,7 +11,7 @@ from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import open_source
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
-from dolmen.core.launched import Launch
+from dolmen.core.environment import Launch
 from dolmen.core.messages import BadInput, message
 from dolmen.families import Model, unknown
 from dolmen.launch import launcher, process
@@ -26,7 +26,7 @@ def check_model(
     verb: str,
     sources: list[str],
     layout: Layout,
-    asked: devices.Asked,
+    asked: devices.DeviceChoice,
     replicas: bool = False,
     weights: Literal["stated", "int8"] = "stated",
     adapters: Sequence[str] = (),
@@ -77,7 +77,7 @@ def run(
     verb: str,
     handed: Mapping[str, Any],
     layout: Layout,
-    asked: devices.Asked,
+    asked: devices.DeviceChoice,
     work: Callable[[meshes.Mesh], int],
 ) -> int:
     """Run `work(mesh)` on the processes of a checked layout, and return its exit code.
@@ -93,12 +93,12 @@ def run(
 def _join(
     started: Launch | None,
     layout: Layout,
-    asked: devices.Asked,
+    asked: devices.DeviceChoice,
     work: Callable[[meshes.Mesh], int],
 ) -> int:
     try:
         device = devices.choose_device(asked, started, DEVICE)
-        with meshes.joined(started, device):
+        with meshes.process_group_context(started, device):
             devices.refuse_shared_gpus(device, DEVICE)
             return work(layout.mesh(device))
     except ValueError as error:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from dolmen.core.log import duration, say
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 
 EVERY = 30.0  # seconds between two plain lines
 RECENT = 60.0  # seconds that the rate is averaged over, as early rows predict late ones poorly
@@ -42,7 +42,7 @@ class Meter:
         if self.done > done:
             left = duration((self.rows - self.done) * seconds / (self.done - done))
         rate = (self.tokens - tokens) / seconds
-        return f"{self.done:,} of {counted(self.rows, 'row')}, {rate:,.0f} tokens/s, {left} left"
+        return f"{self.done:,} of {plural(self.rows, 'row')}, {rate:,.0f} tokens/s, {left} left"
 
     @property
     def seconds(self) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.conversion.source import Source
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data.chats import ASSISTANT, Chat
 from dolmen.data.readers import check_row_bytes, form, unpacked
 from dolmen.data.template import Template, own_template
@@ -209,7 +209,7 @@ class PromptFile:
         if len(tokens) > most:
             raise gate.refuse(
                 row.where,
-                f"its prompt has {counted(len(tokens), 'token')}, max_position_embeddings is "
+                f"its prompt has {plural(len(tokens), 'token')}, max_position_embeddings is "
                 f"{most:,}: use --max-input-tokens {most} or fewer",
             )
         if tree.longest is not None:  # the last new token is not read

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.model.spec import Experts, LatentAttention, Span, Tree
 from dolmen.model.spec.positions import of_prefix
 from dolmen.serving.block_table import PAGE_SIZE
@@ -142,7 +142,7 @@ def check(model: Tree, request: Request, limits: Limits) -> str | None:
     needed = -(-read // limits.page)
     if limits.pages is not None and needed > limits.pages:
         raise ValueError(
-            f"{name} may take {counted(needed, 'page')} of {limits.page} tokens, and the cache has "
+            f"{name} may take {plural(needed, 'page')} of {limits.page} tokens, and the cache has "
             f"{limits.pages}: give it more, or use --max-new-tokens "
             f"{max(limits.pages * limits.page - len(request.tokens) + 1, 0)}"
         )
@@ -183,7 +183,7 @@ def _warn_beyond_context(model: Tree, prompt: int, new: int, read: int) -> str |
     if read <= most:
         return None
     text = (
-        f"a prompt of {counted(prompt, 'token')} and {new:,} new ones read {read:,} positions, "
+        f"a prompt of {plural(prompt, 'token')} and {new:,} new ones read {read:,} positions, "
         f"max_position_embeddings is {most}"
     )
     if model.longest is None:

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core import collectives
-from dolmen.core.device import read_back, send
+from dolmen.core.device import read_back, to_device
 from dolmen.core.mesh import Axis
 from dolmen.serving import sampling
 from dolmen.serving.model_runner import Chunk, RunnerOutput
@@ -160,7 +160,7 @@ def sample_tokens(
         some = [draws[i] for i in places]
         raw = _rows(logits, [index for index, _, _ in some])
         rows = [(group, number) for _, group, number in some]
-        at = send(torch.tensor(places), out.device)
+        at = to_device(torch.tensor(places), out.device)
         out[at] = _sample_group(rows, raw, params, kind, never, tp, top)
     return out
 
@@ -169,7 +169,7 @@ def _rows(logits: Tensor, indices: list[int]) -> Tensor:
     """These rows, without a copy where it is all of them in order."""
     if indices == list(range(len(logits))):
         return logits
-    return logits[send(torch.tensor(indices), logits.device)]
+    return logits[to_device(torch.tensor(indices), logits.device)]
 
 
 def _sample_group(
@@ -193,7 +193,7 @@ def _sample_group(
         sampling.uniform(group.request.seed, group.request.id, number, len(group.new_tokens))
         for group, number in draws
     ]
-    uniform = send(torch.tensor(uniforms, dtype=torch.float64), raw.device)
+    uniform = to_device(torch.tensor(uniforms, dtype=torch.float64), raw.device)
     tokens, close, processed = sampling.select_tokens(logits, uniform, params)
     # all ranks have the same logits, but sums on a GPU may differ in the last bit from run to run:
     # agree on one token

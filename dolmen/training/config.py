@@ -21,7 +21,7 @@ from dolmen.core.config import (
     config,
     refuse_unreadable,
 )
-from dolmen.core.messages import choices, shown
+from dolmen.core.messages import brief, choices
 from dolmen.data.config import DataConfig
 from dolmen.evaluation.config import DuringConfig
 from dolmen.families import Model
@@ -30,7 +30,7 @@ from dolmen.model.layout import Layout
 from dolmen.model.spec import Tree
 from dolmen.model.training import RouterTraining, Training
 from dolmen.objectives.config import ObjectiveConfig
-from dolmen.ops.recipe import DELAYED, Fp8, Fp8Config, Precision
+from dolmen.ops.fp8_recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.config import CriticConfig, PPOConfig, RolloutConfig
 
@@ -173,7 +173,7 @@ class LogConfig:
 
     def __post_init__(self):
         if unknown := [name for name in self.programs if name not in PROGRAMS]:
-            raise ValueError(f"log.to has {shown(unknown[0])}: {choices(unknown[0], PROGRAMS)}")
+            raise ValueError(f"log.to has {brief(unknown[0])}: {choices(unknown[0], PROGRAMS)}")
 
 
 @config("finish")
@@ -235,7 +235,7 @@ class RunConfig:
             refuse_unreadable("model", self.model.config)
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ValueError(
-                f"name is {shown(self.name)}: it must be a plain name, as it becomes the folder "
+                f"name is {brief(self.name)}: it must be a plain name, as it becomes the folder "
                 f"runs/NAME"
             )
 

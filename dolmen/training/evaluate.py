@@ -43,7 +43,7 @@ from dolmen.evaluation import tasks, texts
 from dolmen.evaluation.perplexity import Loaded
 from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
 from dolmen.files import gate, write
-from dolmen.launch.watch import Watch
+from dolmen.launch.watchdog import Watch
 from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective
 from dolmen.objectives.preference import meaningful_metrics
 from dolmen.objectives.reward import BINS, CalibratedRewardLoss, PairwiseRewardLoss

@@ -11,7 +11,7 @@ from rich.table import Table
 from dolmen.conversion.convert import export_model
 from dolmen.core.log import console, duration
 from dolmen.core.mesh import SINGLE
-from dolmen.core.messages import Failed, counted
+from dolmen.core.messages import Failed, plural
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.quickstart_corpus import gzip_xz_bits
 from dolmen.files import gate, kinds
@@ -89,7 +89,7 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("done", f"{counted(outcome['steps'], 'step')} in {duration(outcome['seconds'])}")
+    table.add_row("done", f"{plural(outcome['steps'], 'step')} in {duration(outcome['seconds'])}")
     if outcome["val_loss"] is not None:
         table.add_row(
             "validation loss",

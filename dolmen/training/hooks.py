@@ -16,9 +16,9 @@ from dolmen.core.config import to_dict
 from dolmen.core.device import describe_device
 from dolmen.core.log import size
 from dolmen.core.mesh import Mesh
-from dolmen.core.messages import counted, cut
+from dolmen.core.messages import cut, plural
 from dolmen.data.batches import Loader
-from dolmen.launch.watch import Watch
+from dolmen.launch.watchdog import Watch
 from dolmen.model import count
 from dolmen.training import balance, loop, metrics, report
 from dolmen.training.checks import warn
@@ -141,7 +141,7 @@ class Hooks:
     def too_many_skips(self, state: TrainState) -> str:
         batch = "\n  ".join(self.loader.documents(state.step - 1))
         return (
-            f"the last {counted(self.skipped_in_a_row, 'step')}, up to step {state.step}, were "
+            f"the last {plural(self.skipped_in_a_row, 'step')}, up to step {state.step}, were "
             "skipped, as their loss or gradients were not finite or a spike, and no parameter has "
             "changed: look at the starting weights and the data, or set a lower --optimizer.lr "
             f"(--train.max-skipped-steps ends a run). The last batch was\n  {batch}"

@@ -23,9 +23,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from dolmen.core.mesh import Mesh
-from dolmen.core.torch_private import spelled
+from dolmen.core.torch_private import strings
 from dolmen.data.batch import Batch
-from dolmen.launch.watch import Watch
+from dolmen.launch.watchdog import Watch
 from dolmen.training.batches import Batches
 from dolmen.training.state import TrainState
 from dolmen.training.step import StepMetrics, optimizer_step
@@ -60,7 +60,7 @@ class _GaveUp(logging.Handler):
         self.say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not record.msg.startswith(spelled.GAVE_UP):
+        if not record.msg.startswith(strings.GAVE_UP):
             return
         assert record.args is not None, record.msg
         limit, number, function, reason, *_ = record.args
@@ -76,7 +76,7 @@ def report_recompile_limit(say: Callable[[str], None]) -> Iterator[None]:
     """Within, torch.compile's limit on programs per function is told to `say`, one line each time
     that it is hit.
     """
-    handler, logger = _GaveUp(say), logging.getLogger(spelled.DYNAMO)
+    handler, logger = _GaveUp(say), logging.getLogger(strings.DYNAMO)
     logger.addHandler(handler)
     try:
         yield

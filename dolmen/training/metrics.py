@@ -40,7 +40,7 @@ import torch
 from dolmen.checkpoint import folders
 from dolmen.core import collectives, device
 from dolmen.core.mesh import Mesh
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.files import gate, kinds, write
 from dolmen.files.rows import Tail
 from dolmen.training.config import PROGRAMS
@@ -107,7 +107,7 @@ def completion_as_markdown(row: Mapping[str, Any]) -> str:
     """Return a completion as Markdown, its texts as code, so that nothing in them is markup."""
     reward = f"reward {row['reward']:.4g}" if "reward" in row else "no reward"
     end = "finished" if row["finished"] else "truncated"
-    facts = f"**{reward}, {counted(row['tokens'], 'token')}, {end}**"
+    facts = f"**{reward}, {plural(row['tokens'], 'token')}, {end}**"
     prompt, completion = (_indent_code(row[name]) for name in ("prompt", "completion"))
     return "\n\n".join([facts, "prompt:", prompt, "completion:", completion])
 

@@ -204,7 +204,8 @@ def _kept(
     for name, p in _named(module, optimizer).items():
         for kind, value in optimizer.state.get(p, {}).items():
             whole = isinstance(value, Tensor) and (
-                value.ndim == 0 or state.is_part(type(value)) == state.is_part(type(p))
+                value.ndim == 0
+                or state.is_distributed(type(value)) == state.is_distributed(type(p))
             )
             if whole:
                 tensors[f"{kind}/{name}"] = value

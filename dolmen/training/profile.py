@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from dolmen.core import agree, collectives, ranges
+from dolmen.core import collectives, consensus, profiling
 from dolmen.core.mesh import Axis, Mesh
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.files import write
 from dolmen.training import folder, profile_table
 from dolmen.training.profile_table import Table
@@ -60,7 +60,7 @@ class Recording:
         self._settle()
         self.profiler.step()
         try:
-            with ranges.mark("step"):
+            with profiling.record_range("step"):
                 yield
                 self._settle()
         finally:
@@ -150,7 +150,7 @@ class Profile:
                 packed = gzip.compress(recording.trace(), 6, mtime=0)
                 write.replace(self._make() / f"trace-rank-{mesh.rank}.json.gz", packed)
         mine = ((mesh.rank, mesh.pp.rank, table) if shown else None, mesh.rank, failed)
-        everyone = agree.gather_objects(mine) if mesh.size > 1 else [mine]
+        everyone = consensus.gather_objects(mine) if mesh.size > 1 else [mine]
         if not mesh.first:
             return []
         tables = [table for table, *_ in everyone if table is not None]
@@ -159,7 +159,7 @@ class Profile:
         reasons += [f"on rank {mesh.rank}: {one}" for one in failed if not reasons]
         if not reasons:
             return [*text, f"profile: {self._folder()}"]
-        more = f" (and on {counted(len(reasons) - 1, 'other rank')})" if len(reasons) > 1 else ""
+        more = f" (and on {plural(len(reasons) - 1, 'other rank')})" if len(reasons) > 1 else ""
         return [*text, f"the profile of step {self.number} is not written {reasons[0]}{more}"]
 
     def _folder(self) -> Path:

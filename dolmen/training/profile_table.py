@@ -3,7 +3,7 @@
 `torch.profiler` gives a tree of operators and ranges for each thread, with the GPU kernels that
 each operator launched. The first of these decides the kind of an operator:
 
-1. the innermost range of `core/ranges.py` around it ("attention", "loss", an axis). In backward,
+1. the innermost range of `core/profiling.py` around it ("attention", "loss", an axis). In backward,
    the ranges around the forward operator with the same autograd sequence number;
 2. its own name, or that of the nearest operator around it whose name is known;
 3. of a kernel, its name.
@@ -30,8 +30,8 @@ from functools import cache
 from torch.autograd.profiler_util import FunctionEvent, Interval
 from torch.profiler import DeviceType
 
-from dolmen.core.ranges import PREFIX
-from dolmen.core.torch_private import spelled
+from dolmen.core.profiling import PREFIX
+from dolmen.core.torch_private import strings
 
 PRODUCTS, ATTENTION, EXPERTS, LOSS = "matrix products", "attention", "experts", "loss"
 NORMS, ELEMENTWISE, COPIES = "norms", "elementwise", "copies and casts"
@@ -177,7 +177,7 @@ def _cpu_work(host: list[FunctionEvent], thread: int) -> Work:
     work, kinds = Work(), _kinds(host)
     for event in (event for event in host if event.thread == thread):
         kind = kinds[id(event)]
-        if kind == OTHER and event.name.startswith(spelled.COMPILED):
+        if kind == OTHER and event.name.startswith(strings.COMPILED):
             kind = ELEMENTWISE  # loops of a compiled program have no names on a CPU
         moves = is_collective(kind)
         if moves or not event.is_user_annotation:  # between the operators of a range is Python
@@ -266,7 +266,7 @@ def _kind(event: FunctionEvent, forward: Mapping[int, FunctionEvent]) -> str:
             kind = RANGES.get(word, f"{COLLECTIVES} {word}")
             return PRODUCTS if named == PRODUCTS and kind in (LOSS, NORMS) else kind
         backward = name.startswith("autograd::engine::evaluate_function")
-        if name.startswith(spelled.FSDP):
+        if name.startswith(strings.FSDP):
             fsdp = f"{COLLECTIVES} {'edp' if '.experts' in name else 'fsdp'}"
         elif named == OTHER and not (backward or in_forward):
             named = name_kind(name)

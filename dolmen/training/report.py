@@ -11,7 +11,7 @@ from dolmen.core import device as devices
 from dolmen.core import state
 from dolmen.core.log import duration, gib, size
 from dolmen.core.mesh import Mesh
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data.batches import Loader
 from dolmen.model import count
 from dolmen.model.layout import Layout
@@ -46,7 +46,7 @@ def header(
         ("start", _start(run, state_)),
         (
             "layout",
-            f"{_layout(run.layout, state_)}: {counted(mesh.size, 'process', 'processes')} on "
+            f"{_layout(run.layout, state_)}: {plural(mesh.size, 'process', 'processes')} on "
             f"{device}, {gib(_bytes_at_rest(state_))} of weights and optimizer state each",
         ),
         ("data", data.training),
@@ -54,7 +54,7 @@ def header(
         ("validation", data.validation),
         (
             "batch",
-            f"{counted(run.train.global_batch_size, 'sequence')} of {run.sequence_length} = "
+            f"{plural(run.train.global_batch_size, 'sequence')} of {run.sequence_length} = "
             f"{tokens:,} tokens; {run.microbatch_size} at once per process",
         ),
         (
@@ -78,7 +78,7 @@ def _model(run: RunConfig) -> str:
         trained = f" (LoRA rank {run.adapter.rank} trains {size(own)}, {own / every:.2%})"
     return (
         f"{run.known_model.model_type}, {size(count.parameters(tree))} parameters{trained}: "
-        f"{counted(tree.layers, 'layer')}, hidden {tree.hidden_size}, "
+        f"{plural(tree.layers, 'layer')}, hidden {tree.hidden_size}, "
         f"{tree.blocks[0].mixer.words}, vocabulary {tree.vocab_size:,}"
         f"{', tied' if tree.head.tied else ''}"
     )
@@ -200,7 +200,7 @@ def _layout(layout: Layout, state_: TrainState) -> str:
         bubble = f"bubble {simulate(state_.schedule).bubble:.0%}"
         words.append(
             f"pp {layout.pp} ({state_.schedule.name}, "
-            f"{counted(state_.schedule.micros, 'microbatch', 'microbatches')}, {bubble})"
+            f"{plural(state_.schedule.micros, 'microbatch', 'microbatches')}, {bubble})"
         )
     words.append(
         f"dp {layout.dp}" + (f", ep {layout.ep}" if layout.ep > 1 else "") + f", ZeRO {layout.zero}"
@@ -208,7 +208,7 @@ def _layout(layout: Layout, state_: TrainState) -> str:
     of = (
         ""
         if layout.recompute_layers is None
-        else f" ({counted(layout.recompute_layers, 'layer')} per stage)"
+        else f" ({plural(layout.recompute_layers, 'layer')} per stage)"
     )
     return (
         " x ".join(words)

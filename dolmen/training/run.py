@@ -23,7 +23,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.batches import Loader
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate, write
-from dolmen.launch.watch import Watch
+from dolmen.launch.watchdog import Watch
 from dolmen.optim.optimizer import DTYPES
 from dolmen.rl.prompts import PromptLoader
 from dolmen.training import batches, folder, loop, mfu, reference, report
@@ -117,7 +117,7 @@ def run_training(
     of them; `prepared` is `config`, resolved by this process before.
     """
     began, start = time.monotonic(), start or Start(resumed, overwrite)
-    with determinism.repeatable(config.train.deterministic):
+    with determinism.deterministic_mode(config.train.deterministic):
         resolved, loader = prepared or prepare(config, out, mesh, start)
         job = _Job(
             resolved,

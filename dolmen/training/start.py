@@ -24,7 +24,7 @@ from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.saved import Saved
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.core.config import changed_options, flatten, to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
@@ -174,7 +174,7 @@ def facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -> dic
     options = flatten({k: v for k, v in to_dict(run).items() if v is not None})
     for name in ("data.cache", "data.workers"):
         options.pop(name, None)
-    code = agree.code(Path(__file__).parents[1])
+    code = consensus.hash_sources(Path(__file__).parents[1])
     return {
         "refuses": refusal,
         **options,
@@ -195,17 +195,17 @@ def agree_on_start(
     does.
     """
     out, resume, overwrite = request.out, request.handling.resume, request.handling.overwrite
-    agree.require_same(facts(request.config, out, refusal, resume=resume, overwrite=overwrite))
+    consensus.require_same(facts(request.config, out, refusal, resume=resume, overwrite=overwrite))
     if refusal:
         raise ValueError(refusal)
     # after a failure on one host only its count is sure to rise
-    counts, jobs = zip(*agree.gather_objects((restarts, job)), strict=True)
+    counts, jobs = zip(*consensus.gather_objects((restarts, job)), strict=True)
     owner, restarted = "\n".join(sorted({j for j in jobs if j})), max(counts) > 0
     if not restarted:
         if not checked:
-            agree.once(lambda: _check(request))
+            consensus.run_on_rank_zero(lambda: _check(request))
         return Start(resume, overwrite, False, owner)
-    goes_on = not overwrite or agree.once(lambda: bool(set(jobs) & _owners(out)))
+    goes_on = not overwrite or consensus.run_on_rank_zero(lambda: bool(set(jobs) & _owners(out)))
     return Start(resumed=goes_on, overwrite=not goes_on, restarted=True, owner=owner)
 
 
@@ -216,7 +216,7 @@ def on_first_rank(mesh: Mesh, work: Callable[[], T]) -> T:
     if mesh.size == 1:
         return work()
     try:
-        return agree.once(work)
+        return consensus.run_on_rank_zero(work)
     except ValueError as error:
         raise Unusable(str(error)) from None
 
@@ -228,7 +228,7 @@ def require_same_data(loader: Loader, mesh: Mesh) -> None:
     if mesh.size == 1:
         return
     try:
-        agree.require_same(
+        consensus.require_same(
             loader.fingerprint(),
             what="have the same training data",
             mend="give every host the same files under --data.path, --data.validation and "

@@ -41,7 +41,7 @@ from dolmen.objectives.objective import CrossEntropy, Objective, check
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import LossScale, Optimizer
-from dolmen.parallel import product
+from dolmen.parallel import quantized_product
 from dolmen.parallel.schedule import Schedule
 from dolmen.rl.targets import KLController
 from dolmen.training.config import NewRowsConfig
@@ -185,7 +185,7 @@ class TrainState:
         critic = {} if self.critic is None else self.critic.state.scaling()
         return self.model.scaling() | {f"{CRITIC}{name}": t for name, t in critic.items()}
 
-    def delayed(self) -> list[product.Delayed]:
+    def delayed(self) -> list[quantized_product.Delayed]:
         """Return the delayed scaling of each weight that has it."""
         critic = [] if self.critic is None else self.critic.state.delayed()
         return [*self.model.delayed().values(), *critic]
@@ -198,7 +198,7 @@ class TrainState:
             f"{kind}/{name}"
             for name, spec in specs.items()
             if spec.fp8 is not None and spec.fp8.delayed
-            for kind in (product.HISTORY, product.SCALE)
+            for kind in (quantized_product.HISTORY, quantized_product.SCALE)
         }
         return own | {f"{CRITIC}{name}" for name in critic}
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dolmen.core import collectives, device, ranges
+from dolmen.core import collectives, device, profiling
 from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
@@ -46,7 +46,7 @@ from dolmen.objectives.objective import Objective
 from dolmen.objectives.preference import meaningful_metrics
 from dolmen.ops.elementwise import Noise
 from dolmen.optim.config import learning_rate
-from dolmen.parallel import data, pipeline, product
+from dolmen.parallel import data, pipeline, quantized_product
 from dolmen.parallel.pipeline import Work
 from dolmen.parallel.schedule import Action
 from dolmen.training import balance
@@ -126,7 +126,7 @@ def optimizer_step(
     parameters, norm = _reduce_gradients(state, mesh)
     # as late as possible: a signal in the middle of a step ends the run after this step, not after
     # the next one
-    stop = device.number(signal(), torch.int64, mesh.device)
+    stop = device.scalar_tensor(signal(), torch.int64, mesh.device)
     stop = collectives.reduce_scalar(stop, mesh.world, "max")
     means, tallies = _reduce_over_world(local_sums, counts, mesh)
     sequences = sum(len(term.batch.tokens) for term in terms) * mesh.dp.size
@@ -143,10 +143,12 @@ def optimizer_step(
     allowed = finite and state.spike.allow(numbers.norm)
     learns = allowed and state.step >= state.critic_warmup_steps
     if learns:
-        with ranges.mark("optimizer", "update"):
+        with profiling.record_range("optimizer", "update"):
             _update(state, parameters, norm, lr)
     balance.update_router_bias(state.model, tallies, update=learns)
-    product.end_step(state.model.delayed().values(), mesh, state.updates if learns else None)
+    quantized_product.end_step(
+        state.model.delayed().values(), mesh, state.updates if learns else None
+    )
     state.optimizer.zero_grad(set_to_none=True)
     state.scale.update(finite)
     updates = state.updates  # made before the loss of this step was computed
@@ -187,7 +189,7 @@ def _global_counts(state: TrainState, terms: list[LossTerm], mesh: Mesh) -> tupl
     the device. The host does not read them: the device would wait before its first product.
     """
     numbers = [each for term in terms for each in count_term(term, state)]
-    numbers = [device.number(n, torch.float64, mesh.device) for n in numbers]
+    numbers = [device.scalar_tensor(n, torch.float64, mesh.device) for n in numbers]
     read, counts = collectives.reduce_scalar(torch.stack(numbers), mesh.dp).view(-1, 2).unbind(1)
     return read.sum(), counts
 
@@ -219,7 +221,7 @@ def _reduce_gradients(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]
         data.sum_over(tied, mesh.ends)
     if state.frozen_phase is not None:
         state.frozen_phase.mask_gradients(state.model)
-    with ranges.mark("optimizer", "norm"):
+    with profiling.record_range("optimizer", "norm"):
         squares = state.model.split.kernels.squares
         norm = data.gradient_norm(parameters, mesh, tied, squares) / state.scale.value
     return parameters, norm
@@ -306,11 +308,11 @@ def forward_backward(
     objective, rows = term.objective, len(batch.tokens)
     size, scale = rows // micros, state.scale.value
     key = seed_of(state.seed, f"dropout{term.noise}", state.step)
-    key = device.number(key, torch.int64, mesh.device)
+    key = device.scalar_tensor(key, torch.int64, mesh.device)
     sums = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=mesh.device)
     parts = batch.to(mesh.device).microbatches(size)
     share = scale / (rows * mesh.dp.size)
-    losses = balance.open_tallies(model, device.number(share, torch.float64, mesh.device))
+    losses = balance.open_tallies(model, device.scalar_tensor(share, torch.float64, mesh.device))
     factor = scale * term.weight / count
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:

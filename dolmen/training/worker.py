@@ -27,11 +27,11 @@ from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.config import to_dict
 from dolmen.core.device import keep_freed_memory
-from dolmen.core.launched import Launch
+from dolmen.core.environment import Launch
 from dolmen.core.log import console
-from dolmen.core.messages import BadInput, Failed, message, quoted
+from dolmen.core.messages import BadInput, Failed, escape, message
 from dolmen.launch import launcher, process, rendezvous
-from dolmen.launch.watch import Watch, network_limit
+from dolmen.launch.watchdog import Watch, network_limit
 from dolmen.rl import environment, rewards
 from dolmen.training.checks.folder import check_overwrite, check_resume
 from dolmen.training.checks.run import check_evaluation, validate
@@ -177,9 +177,9 @@ def worker(
     limit = network_limit(config.train.hang_seconds)
     with (
         process.environment(determinism.ENVIRONMENT if same else {}),
-        determinism.repeatable(same),  # NCCL asks when its groups are made
+        determinism.deterministic_mode(same),  # NCCL asks when its groups are made
         process.on_stop(lambda got: setattr(stop, "signal", max(stop.signal, got))),
-        meshes.joined(started, device, limit),
+        meshes.process_group_context(started, device, limit),
         explained(out),
     ):
         start = _start(request, started, device, refusal)
@@ -209,7 +209,7 @@ def worker(
         if mesh.first and outcome.signal:
             print(
                 f"stopped by signal {outcome.signal} after step {outcome.steps}, saved; to go on: "
-                f"dolmen train {quoted(out)}/config.yaml --resume",
+                f"dolmen train {escape(out)}/config.yaml --resume",
                 flush=True,
             )
         dist.barrier()
@@ -247,7 +247,7 @@ def explained(out: Path) -> Iterator[None]:
         raise BadInput(str(error)) from None
     except NotSaved as error:
         raise Failed(str(error)) from None
-    except (FloatingPointError, determinism.NotRepeatable) as error:
+    except (FloatingPointError, determinism.NotDeterministic) as error:
         raise Failed(str(error), final=True) from None
     except OSError as error:
         if error.errno not in OUTSIDE:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from dolmen.core.messages import counted, shown
+from dolmen.core.messages import brief, plural
 from dolmen.data.tokenizer import PreTrainedTokenizer, encoder, load_tokenizer
 from dolmen.vocabulary.folder import Vocabulary
 from dolmen.vocabulary.report import Text
@@ -49,7 +49,7 @@ def check_base(base: Vocabulary, new: Vocabulary) -> None:
     if other:
         raise ValueError(
             f"BASE {base.where}: tokenizer.json and tokenizer.model differ in "
-            f"{counted(len(other), 'token')}, e.g. {shown(other[0])}: leave one of the files out"
+            f"{plural(len(other), 'token')}, e.g. {brief(other[0])}: leave one of the files out"
         )
 
 
@@ -69,14 +69,14 @@ def check_merged(
     numbered = enumerate(tokens, first)
     if wrong := [token for number, token in numbered if ids.get(token) != number]:
         raise ValueError(
-            f"transformers gives {counted(len(wrong), 'new token')} another id, e.g. "
-            f"{shown(wrong[0])} {ids.get(wrong[0])}"
+            f"transformers gives {plural(len(wrong), 'new token')} another id, e.g. "
+            f"{brief(wrong[0])} {ids.get(wrong[0])}"
         )
     model = made.backend_tokenizer.model if made.is_fast else None
     if base.kind == "bpe" and model is not None:
         for token in tokens:
             if len(model.tokenize(token)) != 1:
-                raise ValueError(f"no merges lead to {shown(token)}")
+                raise ValueError(f"no merges lead to {brief(token)}")
     lines = probes(made)
     if text is not None:
         lines += [line for piece in islice(text.pieces(), SAMPLE) for line in lines_of(piece)]
@@ -116,13 +116,13 @@ def gives_back(tokenizer: PreTrainedTokenizer, lines: Iterable[str], where: str)
         ids = encode(line).tolist()
         if not ids:
             raise ValueError(
-                f"{where}: the tokenizer turns text into nothing: no tokens for {shown(line)}"
+                f"{where}: the tokenizer turns text into nothing: no tokens for {brief(line)}"
             )
         back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if back != line:
             raise ValueError(
-                f"{where}: the tokenizer turns text into another one: {shown(line)} comes back as "
-                f"{shown(back)}"
+                f"{where}: the tokenizer turns text into another one: {brief(line)} comes back as "
+                f"{brief(back)}"
             )
 
 
@@ -133,6 +133,6 @@ def check_sentencepiece(tokenizer: PreTrainedTokenizer, model: str, lines: Seque
     unlike = [line for line in lines if theirs.encode(line) != encode(line).tolist()]
     if len(unlike) > UNLIKE * len(lines):
         raise ValueError(
-            f"transformers cuts {len(unlike):,} of {counted(len(lines), 'line')} otherwise than "
-            f"sentencepiece, e.g. {shown(unlike[0])}"
+            f"transformers cuts {len(unlike):,} of {plural(len(lines), 'line')} otherwise than "
+            f"sentencepiece, e.g. {brief(unlike[0])}"
         )

@@ -34,7 +34,7 @@ from dolmen.conversion.layer_pool import LayerPool
 from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.source import Source, cast_source, open_source, pin_source
 from dolmen.core import state
-from dolmen.core.messages import counted, shown
+from dolmen.core.messages import brief, plural
 from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import PreTrainedTokenizer, vocabulary_size
 from dolmen.evaluation import perplexity
@@ -159,7 +159,7 @@ def check_grown(
     had, has = vocabulary_size(old), vocabulary_size(new)
     if has <= had:
         raise ValueError(
-            f"--tokenizer {asked.tokenizer} has {counted(has, 'token')}, and that of MODEL "
+            f"--tokenizer {asked.tokenizer} has {plural(has, 'token')}, and that of MODEL "
             f"{asked.model} {had:,}: give one with more (dolmen vocab merge)"
         )
     ids = new.get_vocab()
@@ -170,8 +170,8 @@ def check_grown(
         number, token = min(other)
         raise ValueError(
             f"--tokenizer {asked.tokenizer} is not that of MODEL {asked.model} with more tokens: "
-            f"{counted(len(other), 'token')} of it have other ids, first {number} "
-            f"({shown(token)}, now {ids.get(token)})"
+            f"{plural(len(other), 'token')} of it have other ids, first {number} "
+            f"({brief(token)}, now {ids.get(token)})"
         )
 
 

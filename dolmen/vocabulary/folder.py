@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from dolmen.conversion.hf import tokenizer_files, tokens_by_name
 from dolmen.conversion.source import open_source
 from dolmen.core.filesystem import expand
-from dolmen.core.messages import shown
+from dolmen.core.messages import brief
 from dolmen.data.tokenizer import BYTES, LETTERS, PreTrainedTokenizer, load_tokenizer
 from dolmen.files import gate, kinds, sentencepiece_model
 from dolmen.files.sentencepiece_model import CONTROL, SPACE, UNUSED, Model, Piece
@@ -131,7 +131,7 @@ def fillers(model: Model, added: Mapping[int, str]) -> list[Piece]:
     """
     end = max(added, default=-1) + 1
     if end > kinds.VOCABULARY.high:
-        raise ValueError(f"an added token has id {end - 1:,}: {shown(added[end - 1])}")
+        raise ValueError(f"an added token has id {end - 1:,}: {brief(added[end - 1])}")
     return [
         Piece(added[n], 0.0, CONTROL) if n in added else Piece(f"<unused_{n}>", 0.0, UNUSED)
         for n in range(len(model.pieces), end)

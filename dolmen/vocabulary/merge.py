@@ -21,7 +21,7 @@ from typing import Any
 
 from dolmen.conversion import hf_export, unfinished
 from dolmen.core.log import bar, say
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.files import gate, kinds, sentencepiece_model
 from dolmen.files.sentencepiece_model import Piece
@@ -94,8 +94,8 @@ class Merged:
         ]
         if self.between:
             told.append(f"of the new, {self.between:,} lead to others, by merges")
-        told.append(f"{counted(self.had, 'token')} of the new vocabulary the base has already")
-        told += [f"left out: {counted(n, 'token')} that {why}" for why, n in self.left_out.items()]
+        told.append(f"{plural(self.had, 'token')} of the new vocabulary the base has already")
+        told += [f"left out: {plural(n, 'token')} that {why}" for why, n in self.left_out.items()]
         if self.before and self.after:
             told += [f"before: {self.before}", f"after:  {self.after}"]
         return told

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data.sources import Source, resolve_sources
 from dolmen.data.tokenise import pieces
 from dolmen.data.tokenizer import PreTrainedTokenizer, encoder
@@ -54,7 +54,7 @@ class Counts:
     def __str__(self) -> str:
         return (
             f"{self.characters_per_token:.3f} characters and {self.bytes_per_token:.3f} bytes per "
-            f"token ({counted(self.tokens, 'token')})"
+            f"token ({plural(self.tokens, 'token')})"
         )
 
 

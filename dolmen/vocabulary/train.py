@@ -27,7 +27,7 @@ import sentencepiece
 
 from dolmen.conversion import hf_export, unfinished
 from dolmen.core.log import bar, say
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data.tokenise import seam
 from dolmen.data.tokenizer import load_tokenizer, train_bpe
 from dolmen.files import sentencepiece_model
@@ -120,10 +120,10 @@ class Trained:
 
     def lines(self) -> list[str]:
         """For a person."""
-        part = "" if self.read == self.learned_from else f" of {counted(self.read, 'byte')}"
+        part = "" if self.read == self.learned_from else f" of {plural(self.read, 'byte')}"
         return [
             f"{self.size:,} tokens ({self.kind}), learned from "
-            f"{counted(self.learned_from, 'byte')}{part}",
+            f"{plural(self.learned_from, 'byte')}{part}",
             f"on that text: {self.counts}",
         ]
 
@@ -140,7 +140,7 @@ def train(asked: VocabTrainConfig, progress: bool = True) -> Trained:
     with bar(f"reading {text.name}", text.size, progress) as reach:
         sample = draw(text, asked.max_bytes, asked.seed, reach)
     check_size(asked, sample)
-    say(f"learning {asked.size:,} tokens from {counted(sample.bytes, 'byte')}", progress)
+    say(f"learning {asked.size:,} tokens from {plural(sample.bytes, 'byte')}", progress)
     with unfinished.build_beside(to) as (part, _):
         LEARN[asked.kind](asked, sample, part)
         made = load_tokenizer(str(part), "--to")
@@ -160,7 +160,7 @@ def check_size(asked: VocabTrainConfig, sample: Sample) -> None:
     # each token that is learned is a run of the text of its own
     if (wanted := asked.size - given) > sample.bytes:
         raise ValueError(
-            f"--size is {asked.size:,}, and {counted(sample.bytes, 'byte')} of text cannot have "
+            f"--size is {asked.size:,}, and {plural(sample.bytes, 'byte')} of text cannot have "
             f"{wanted:,} tokens beside single bytes: use --size {given + sample.bytes // 10:,} or "
             "less, or more text"
         )

@@ -15,7 +15,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 from dolmen import __version__
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.files import gate, write
 from dolmen.pages.style import house_style
 from dolmen.watching.run import Run, differing, labels
@@ -116,7 +116,7 @@ class Watched:
         return Template(gate.read_text(HERE / "page.html", gate.MIB)).substitute(
             policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
             f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'{connect}",
-            title=escape(names if len(self.runs) <= 4 else counted(len(self.runs), "run")),
+            title=escape(names if len(self.runs) <= 4 else plural(len(self.runs), "run")),
             under=escape(", ".join(str(run.folder) for run in self.runs)),
             live="" if every is None else f' data-every="{every:g}"',
             style=house_style() + gate.read_text(HERE / "page.css", gate.MIB),

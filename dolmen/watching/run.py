@@ -13,7 +13,7 @@ from typing import Any
 from dolmen.checkpoint import folders
 from dolmen.core.config import flatten
 from dolmen.core.log import size
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.files import gate, kinds
 from dolmen.files.rows import Tail
 from dolmen.watching.series import Series
@@ -70,7 +70,7 @@ class Run:
             self.refused[name] = str(error)
         if tail.refused:
             self.refused[name] = (
-                f"{counted(tail.refused, 'line')} of {name} left out: damaged, or none of dolmen's"
+                f"{plural(tail.refused, 'line')} of {name} left out: damaged, or none of dolmen's"
             )
 
     def _clear(self, name: str) -> None:
@@ -167,7 +167,7 @@ class Run:
             return ""
         last = self.history.starts[-1]
         starts = len(self.history.starts)
-        again = f", {counted(starts, 'start')}" if starts > 1 else ""
+        again = f", {plural(starts, 'start')}" if starts > 1 else ""
         if last["ended"] is not None:
             return last["ended"] + again
         return f"in progress, or killed; last heard of at {self._heard()} (UTC){again}"
@@ -256,7 +256,7 @@ def describe_completion(row: Mapping[str, Any]) -> str:
     """Return reward, length, prompt and text of a completion."""
     reward = f"reward {row['reward']:.4g}" if "reward" in row else "no reward"
     end = "finished" if row["finished"] else "truncated"
-    facts = f"{reward}, {counted(row['tokens'], 'token')}, {end}"
+    facts = f"{reward}, {plural(row['tokens'], 'token')}, {end}"
     return f"[{facts}]  {row['prompt']} \u2192 {row['completion']}"
 
 
@@ -296,7 +296,7 @@ def _layout(options: Mapping[str, Any]) -> str:
 def _processes(start: Mapping[str, Any]) -> str:
     if "processes" not in start:
         return ""
-    return f"{counted(start['processes'], 'process', 'processes')} on {start.get('device', '?')}"
+    return f"{plural(start['processes'], 'process', 'processes')} on {start.get('device', '?')}"
 
 
 def _batch(options: Mapping[str, Any]) -> str:
@@ -304,4 +304,4 @@ def _batch(options: Mapping[str, Any]) -> str:
     if not isinstance(rows, int):
         return ""
     of = f" of {length:,} tokens" if isinstance(length, int) else ""
-    return f"{counted(rows, 'sequence')}{of}"
+    return f"{plural(rows, 'sequence')}{of}"

@@ -59,7 +59,7 @@ def differing(folder: Path) -> list[str]:
         wrong += [
             f"{layout}: {name}"
             for name, t in other.items()
-            if not torch.equal(state.full(t), want[name])
+            if not torch.equal(state.gather_full(t), want[name])
         ]
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, wrong)

@@ -98,7 +98,7 @@ def test_killed_at_every_step_of_a_save(forks, tmp_path):
 def save_without_pause(rank: int, folder: Path, store: Path, rows: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
-    mesh = meshes.grid(2, 1, torch.device("cpu"))
+    mesh = meshes.build_mesh(2, 1, torch.device("cpu"))
     checkpoints = Checkpoints(folder, mesh, 2)
     step = torch.tensor([checkpoints.newest() or 0])
     dist.broadcast(step, 0)

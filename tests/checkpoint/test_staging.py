@@ -128,7 +128,7 @@ def test_shards_stay_shards(gpu):
             num_key_value_heads=2,
             head_dim=8,
         )
-        model = build(config, meshes.grid(2, 2, torch.device("cpu")), Layout(zero=1))
+        model = build(config, meshes.build_mesh(2, 2, torch.device("cpu")), Layout(zero=1))
         initialize(model, 0)
         given = dict(model.named_parameters())
         made = writer.copies(given, gpu.pinned)

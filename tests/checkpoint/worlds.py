@@ -37,7 +37,11 @@ class Layout:
     sequence: bool = False
 
     def mesh(self):
-        return SINGLE if self.zero is None else meshes.grid(self.dp, self.tp, torch.device("cpu"))
+        return (
+            SINGLE
+            if self.zero is None
+            else meshes.build_mesh(self.dp, self.tp, torch.device("cpu"))
+        )
 
 
 @dataclass
@@ -85,7 +89,7 @@ class Run:
 
     def whole(self) -> dict[str, Tensor]:
         """Every tensor, whole; a collective."""
-        return {name: state.full(t).clone() for name, t in self.tensors().items()}
+        return {name: state.gather_full(t).clone() for name, t in self.tensors().items()}
 
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:

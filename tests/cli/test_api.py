@@ -27,7 +27,7 @@ from dolmen import api
 from dolmen.api import RunFolder
 from dolmen.cli.runs import parse_run
 from dolmen.core.config import to_dict
-from dolmen.core.mesh import joined
+from dolmen.core.mesh import process_group_context
 from dolmen.recipes.changed import request
 from dolmen.training import loop
 from dolmen.training.request import read_run
@@ -58,10 +58,10 @@ def test_handlers_are_put_back(material, tmp_path, handler):
 def test_the_hook_for_exceptions_is_put_back():
     """torch wraps it in each process group; a second run would tell `[rank0]:` twice."""
     before = sys.excepthook
-    with joined(None, torch.device("cpu")):
+    with process_group_context(None, torch.device("cpu")):
         assert sys.excepthook is not before
     assert sys.excepthook is before
-    with pytest.raises(ZeroDivisionError), joined(None, torch.device("cpu")):
+    with pytest.raises(ZeroDivisionError), process_group_context(None, torch.device("cpu")):
         raise ZeroDivisionError
     assert sys.excepthook is before
 

@@ -9,7 +9,7 @@ import tinyrun
 import torch
 from tinyrun import dolmen
 
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.device import CPU
@@ -155,10 +155,10 @@ def joining(monkeypatch, material, tmp_path):
     """`dolmen train` as one of the ranks that `others` brings, over gloo."""
 
     def train(others):
-        gathered = agree.gather_objects
+        gathered = consensus.gather_objects
         monkeypatch.setattr(meshes, "join_world", lambda launch, *_: JOIN(launch, CPU))
         monkeypatch.setattr(
-            agree,
+            consensus,
             "gather_objects",
             lambda mine: (
                 others(mine)
@@ -194,7 +194,7 @@ def test_parts_of_a_gpu_are_told_apart(machine):
     names = []
     for named in ("MIG-1a", " MIG-1b", "0"):
         machine(1, 2, named=named)
-        names.append(devices.identity(torch.device("cuda", 0)))
+        names.append(devices.gpu_id(torch.device("cuda", 0)))
     assert names == ["MIG-1a", "MIG-1b", "GPU-0000-0"]
 
 

@@ -15,7 +15,7 @@ import tinyrun
 from tinyrun import dolmen
 
 import dolmen as package
-from dolmen.core.messages import Failed, quoted
+from dolmen.core.messages import Failed, escape
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.serving import offline
 from dolmen.serving.output_file import journal_path
@@ -299,7 +299,7 @@ def test_chat(chatty, monkeypatch):
     first = line("<s>be\n<u>ab\n<a>")
     second = line(f"<s>be\n<u>ab\n<a>{first}\n<u>cd\nef\n<a>")
     assert told.out == f"{first}\n{second}\n{first}\n"
-    assert f"system: be\nuser: ab\nassistant: {quoted(first)}\n" in told.err
+    assert f"system: be\nuser: ab\nassistant: {escape(first)}\n" in told.err
     assert "there is no /nothing; /help tells" in told.err
     assert told.err.count("(the answer was cut at 5 tokens: raise --max-new-tokens)") == 3
 

@@ -21,7 +21,7 @@ from tinyrun import dolmen, losses, rows, steps
 
 from dolmen.cli import command, main
 from dolmen.core.config import to_dict
-from dolmen.core.launched import Launch
+from dolmen.core.environment import Launch
 from dolmen.core.messages import BadInput
 from dolmen.launch import launcher, process
 from dolmen.training import worker

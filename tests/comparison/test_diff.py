@@ -16,7 +16,7 @@ from dolmen.comparison import diff, recording
 from dolmen.comparison.config import DiffConfig
 from dolmen.comparison.recording import merge_ranks
 from dolmen.conversion import hf_export
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.model.layout import Layout
 
 INSIDE = "attn_norm attn.q attn.k attn.v attn.query attn.key attn.value attn.scores attn.sums attn"
@@ -54,7 +54,7 @@ def test_a_fault_is_named(fault):
 def by_both(fault: Fault):
     """What is said of a fault in a layout of this world, which every rank finds."""
     mesh = fault.layout.mesh(torch.device("cpu"))
-    tensors = merge_ranks(agree.gather_objects(diff_faults.recorded(fault, mesh)))
+    tensors = merge_ranks(consensus.gather_objects(diff_faults.recorded(fault, mesh)))
     return diff_faults.report(fault, tensors)
 
 

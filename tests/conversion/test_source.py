@@ -22,7 +22,7 @@ from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import Checkpoint
 from dolmen.conversion import hf, hf_export
 from dolmen.conversion.source import Source, load_weights, open_alike, open_source, pin_source
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.config import DataConfig
@@ -114,7 +114,7 @@ def saved_and_exported(layout: Layout) -> dict[str, list[str]]:
     begins with. On the first rank.
     """
     mesh, found = layout.mesh(torch.device("cpu")), {}
-    folder = Path(agree.once(tempfile.mkdtemp))
+    folder = Path(consensus.run_on_rank_zero(tempfile.mkdtemp))
     for name, model in MODELS.items():
         save_at(layout, mesh, folder / name, model)
     if mesh.first:
@@ -132,14 +132,14 @@ def saved_and_exported(layout: Layout) -> dict[str, list[str]]:
 def opened_alike() -> list[str]:
     """What two ranks open of a run that has saved once more before the first has looked."""
     mesh = Layout(tp=2).resolve(2).mesh(torch.device("cpu"))
-    run = Path(agree.once(tempfile.mkdtemp))
+    run = Path(consensus.run_on_rank_zero(tempfile.mkdtemp))
     for step in (2, 4):
         save_at(Layout(tp=2, dp=1), mesh, run, MODELS["gpt2"], step)
     real = stream.locate
     if not mesh.first:
         stream.locate = lambda path: run / "checkpoints/step-00000002" if path == run else path
     try:
-        found = agree.gather_objects(open_alike(run, mesh).where.name)
+        found = consensus.gather_objects(open_alike(run, mesh).where.name)
     finally:
         stream.locate = real
     if mesh.first:

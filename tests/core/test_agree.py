@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.core.config import flatten
 
 
@@ -14,8 +14,8 @@ def world(monkeypatch):
 
     def world(*ranks: tuple[str, dict]):
         answers = iter([[str(facts) for _, facts in ranks], list(ranks)])
-        monkeypatch.setattr(agree, "gather_objects", lambda mine: next(answers))
-        agree.require_same(ranks[0][1])
+        monkeypatch.setattr(consensus, "gather_objects", lambda mine: next(answers))
+        consensus.require_same(ranks[0][1])
 
     return world
 
@@ -55,8 +55,8 @@ def test_what_one_rank_refuses_is_every_ranks(monkeypatch):
             heard.append(mine)
             return [mine, *others]
 
-        monkeypatch.setattr(agree, "gather_objects", gathered)
-        return agree.each(work)
+        monkeypatch.setattr(consensus, "gather_objects", gathered)
+        return consensus.run_on_all_ranks(work)
 
     def refuse():
         raise ValueError("mine")
@@ -69,7 +69,7 @@ def test_what_one_rank_refuses_is_every_ranks(monkeypatch):
         each(lambda: 3, None, "theirs", "last")
     with pytest.raises(ValueError, match="^mine$"):
         each(refuse, "theirs")
-    monkeypatch.setattr(agree.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(consensus.dist, "get_rank", lambda: 0)
     with pytest.raises(KeyError, match="here"):
         each(fail, None)
     assert heard == [None, None, "mine", "rank 0 failed: KeyError('here')"]
@@ -78,9 +78,9 @@ def test_what_one_rank_refuses_is_every_ranks(monkeypatch):
 def test_code_changes_with_a_file(tmp_path: Path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.py").write_text("1")
-    before = agree.code(tmp_path)
+    before = consensus.hash_sources(tmp_path)
     (tmp_path / "deep" / "a.py").write_text("2")
-    assert list(before) == ["code deep/a.py"] and agree.code(tmp_path) != before
+    assert list(before) == ["code deep/a.py"] and consensus.hash_sources(tmp_path) != before
 
 
 def test_flat():

@@ -185,13 +185,13 @@ def flags() -> tuple:
 
 def test_the_flag_is_set_within_and_as_before_afterwards():
     before = flags()
-    with pytest.raises(KeyError), determinism.repeatable(True):
+    with pytest.raises(KeyError), determinism.deterministic_mode(True):
         assert flags() == (True, False, True, False, True)
         raise KeyError
     assert flags() == before
-    with determinism.repeatable(False):
+    with determinism.deterministic_mode(False):
         assert flags() == before
-    with determinism.repeatable(True), determinism.repeatable(True):
+    with determinism.deterministic_mode(True), determinism.deterministic_mode(True):
         pass
     assert flags() == before
 
@@ -200,25 +200,27 @@ def test_what_has_no_other_way_is_named_with_the_knob():
     """`put_` has none on a CPU either."""
     with (
         pytest.raises(
-            determinism.NotRepeatable,
+            determinism.NotDeterministic,
             match=r"^train.deterministic: put_ has no deterministic implementation on this device: "
             "use --train.no-deterministic$",
         ),
-        determinism.repeatable(True),
+        determinism.deterministic_mode(True),
     ):
         torch.ones(3).put_(torch.tensor([0]), torch.ones(1))
     said = "...you must set an environment variable ... CUBLAS_WORKSPACE_CONFIG=:4096:8 or"
-    with pytest.raises(determinism.NotRepeatable, match="must be :4096:8 or :16:8: unset it, or"):
-        with determinism.repeatable(True):
+    with pytest.raises(
+        determinism.NotDeterministic, match="must be :4096:8 or :16:8: unset it, or"
+    ):
+        with determinism.deterministic_mode(True):
             raise RuntimeError(said)
-    with pytest.raises(RuntimeError, match="^another$"), determinism.repeatable(True):
+    with pytest.raises(RuntimeError, match="^another$"), determinism.deterministic_mode(True):
         raise RuntimeError("another")
 
 
 def test_a_run_gives_the_same_bits_with_it_on_a_cpu(material, tmp_path, monkeypatch):
     """And torch's flag is on before the group is made, and in each step."""
     seen = []
-    joined, stepped = worker.meshes.joined, train_run.train_steps
+    joined, stepped = worker.meshes.process_group_context, train_run.train_steps
 
     def join(*given):
         seen.append(
@@ -231,7 +233,7 @@ def test_a_run_gives_the_same_bits_with_it_on_a_cpu(material, tmp_path, monkeypa
         return stepped(*given, **named)
 
     env = os.environ
-    monkeypatch.setattr(worker.meshes, "joined", join)
+    monkeypatch.setattr(worker.meshes, "process_group_context", join)
     monkeypatch.setattr(train_run, "train_steps", train)
     for name, words in (("with", ["--train.deterministic"]), ("without", [])):
         result = dolmen(

@@ -14,10 +14,10 @@ from fakes import join_fake
 from spawning import run_spawned
 from tinyrun import dolmen
 
-from dolmen.core import launched, mesh
+from dolmen.core import environment, mesh
 from dolmen.core import mesh as meshes
-from dolmen.core.torch_private.spelled import LAZY_GLOO
-from dolmen.launch.watch import PATIENT, network_limit
+from dolmen.core.torch_private.strings import LAZY_GLOO
+from dolmen.launch.watchdog import PATIENT, network_limit
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 CUDA, HOUR = torch.device("cuda", 0), timedelta(hours=1)
@@ -158,23 +158,23 @@ def test_a_run_gives_its_groups_that_long(monkeypatch, material, tmp_path):
 
 def test_the_environment_of_cuda():
     env: dict[str, str] = {}
-    launched.set_defaults(env)
+    environment.set_defaults(env)
     assert env == {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     }
 
 
-@pytest.mark.parametrize("name", (*launched.ALLOCATOR, launched.QUEUES))
+@pytest.mark.parametrize("name", (*environment.ALLOCATOR, environment.QUEUES))
 def test_what_the_user_has_set_stays(name):
     env = {name: "1"}
-    launched.set_defaults(env)
+    environment.set_defaults(env)
     assert env[name] == "1"
-    assert sum(other in env for other in launched.ALLOCATOR) == 1
+    assert sum(other in env for other in environment.ALLOCATOR) == 1
 
 
 def test_the_entry_point_sets_it(monkeypatch):
-    for name in (*launched.ALLOCATOR, launched.QUEUES):
+    for name in (*environment.ALLOCATOR, environment.QUEUES):
         monkeypatch.delenv(name, raising=False)
     assert dolmen("--version").code == 0
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

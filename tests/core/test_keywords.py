@@ -2,7 +2,7 @@
 
 import pytest
 
-from dolmen.core.messages import in_python
+from dolmen.core.messages import python_spelling
 
 KEYWORDS = {
     name: name
@@ -44,4 +44,4 @@ KEYWORDS = {
     ],
 )
 def test_in_python(told, said):
-    assert in_python(told, KEYWORDS, ["train.compile", "resume"]) == said
+    assert python_spelling(told, KEYWORDS, ["train.compile", "resume"]) == said

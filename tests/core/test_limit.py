@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from dolmen.core.limit import TookTooLong, within
+from dolmen.core.time_limit import TimeLimitExceeded, limit_time
 
 
 def endless() -> None:
@@ -17,9 +17,9 @@ def limited(work, seconds: float) -> list:
     """What `work` came to within a limit, and what the thread could still do."""
     found = []
     try:
-        with within(seconds):
+        with limit_time(seconds):
             found.append(work())
-    except TookTooLong as error:
+    except TimeLimitExceeded as error:
         found.append(str(error))
     found.append(sum(range(1000)))  # an exception that comes late would come here
     return found

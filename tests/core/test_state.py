@@ -62,7 +62,7 @@ def in_world() -> dict[str, dict[str, str]]:
     """
     out = {}
     for dp, tp, zero in LAYOUTS:
-        mesh = meshes.grid(dp, tp, torch.device("cpu"))
+        mesh = meshes.build_mesh(dp, tp, torch.device("cpu"))
         module = placed(mesh, zero)
         wrong = {}
         for name, p in module.named_parameters():
@@ -74,13 +74,13 @@ def in_world() -> dict[str, dict[str, str]]:
                 "region": tuple(held.shape) == want[part].shape
                 and held.numel() == state.local_elements(p),
                 "initialize": torch.equal(held, want[part]),
-                "full": torch.equal(state.full(p), want),
+                "full": torch.equal(state.gather_full(p), want),
                 "owned": total(p, mesh) == want.numel(),
             }
             new = torch.arange(want.numel(), dtype=torch.float32).view(want.shape)
             with torch.no_grad():
                 state.write_region(p, new)
-            checks["write"] = torch.equal(state.full(p), new)
+            checks["write"] = torch.equal(state.gather_full(p), new)
             wrong[name] = " ".join(check for check, right in checks.items() if not right)
         everyone = [None] * mesh.size
         torch.distributed.all_gather_object(everyone, wrong)
@@ -95,7 +95,7 @@ def total(p, mesh) -> int:
     Without ZeRO a parameter does not know the dp axis, and every one of its ranks holds the whole.
     """
     copies = mesh.dp.size if p.device_mesh.ndim == 1 else 1
-    held = torch.tensor(state.local_elements(p) * state.share_held(p), dtype=torch.float64)
+    held = torch.tensor(state.local_elements(p) * state.replication_weight(p), dtype=torch.float64)
     torch.distributed.all_reduce(held)
     return round(float(held) / copies, 6)
 
@@ -172,4 +172,7 @@ def test_write_refuses_another_shape():
 def test_one_process_needs_no_grid():
     module = placed(SINGLE, None)
     assert all(type(p) is nn.Parameter for p in module.parameters())
-    assert state.local(module.columns) is module.columns and state.share_held(module.columns) == 1
+    assert (
+        state.local(module.columns) is module.columns
+        and state.replication_weight(module.columns) == 1
+    )

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from dolmen.core.filesystem import expand
-from dolmen.core.messages import counted, divisor
+from dolmen.core.messages import divisor, plural
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from dolmen.core.messages import counted, divisor
     ],
 )
 def test_counted(words, text):
-    assert counted(*words) == text
+    assert plural(*words) == text
 
 
 def test_divisor():

@@ -80,7 +80,7 @@ def two_ranks(folder):
     out = {}
     for layout in LAYOUTS:
         options = dict(layout)
-        mesh = meshes.grid(options.pop("dp", 1), options.pop("tp", 1), torch.device("cpu"))
+        mesh = meshes.build_mesh(options.pop("dp", 1), options.pop("tp", 1), torch.device("cpu"))
         config = open_source(folder)
         model = build.build(config.tree, mesh, Layout(**options) if options else None)
         build.load(model, lambda write, c=config: load_weights(c, write))

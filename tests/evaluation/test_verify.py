@@ -214,7 +214,7 @@ def test_a_tie_is_no_difference():
 
 
 def two_ranks(folders, wrong):
-    mesh = meshes.grid(1, 2, torch.device("cpu"))
+    mesh = meshes.build_mesh(1, 2, torch.device("cpu"))
     reports = {name: verify(open_source(folder), mesh=mesh) for name, folder in folders.items()}
     reports["wrong"] = verify(open_source(wrong), open_source(folders["llama"]), mesh=mesh)
     numbers = {

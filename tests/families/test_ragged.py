@@ -100,7 +100,7 @@ def test_each_text_is_that_of_its_prompt_alone(case, tmp_path):
 
 
 def two_ranks(folder: Path, stops: dict[str, frozenset[int]]) -> dict[str, list[list[int]]]:
-    mesh = meshes.grid(1, 2, torch.device("cpu"))
+    mesh = meshes.build_mesh(1, 2, torch.device("cpu"))
     return {case: ours(folder / case, stop, mesh)[0] for case, stop in stops.items()}
 
 

@@ -52,7 +52,7 @@ CONTROLS = {
         damages.without(
             tensor,
             "finish_reduce_scatter",
-            lambda x, axis: collectives.part(transfers.wait(x, axis), 0, axis),
+            lambda x, axis: collectives.local_part(transfers.wait(x, axis), 0, axis),
         ),
     ),
     "Partial of norms left out": ("llama", SEQUENCE, damages.untyped("residual_partial")),
@@ -94,7 +94,9 @@ CONTROLS = {
         "llama",
         RING,
         damages.constant(
-            context.ContextParallel, "split", lambda cp, x, dim: collectives.part(x, dim, cp.axis)
+            context.ContextParallel,
+            "split",
+            lambda cp, x, dim: collectives.local_part(x, dim, cp.axis),
         ),
     ),
     "balance counts of a part of the sequence": (
@@ -114,7 +116,7 @@ CONTROLS = {
         damages.constant(
             expert,
             "combine",
-            lambda rows, trip, axis: collectives.exchange(rows, trip.receive, trip.send, axis),
+            lambda rows, trip, axis: collectives.all_to_all(rows, trip.receive, trip.send, axis),
         ),
     ),
     "Partial of the router left out": (

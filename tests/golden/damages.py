@@ -18,7 +18,7 @@ from dolmen.data.batch import IGNORED, Batch
 from dolmen.evaluation import validate
 from dolmen.model import block, component, mlp, spec
 from dolmen.ops import elementwise
-from dolmen.parallel import context, data, norm, pipeline, tensor
+from dolmen.parallel import context, data, pipeline, qk_norm, tensor
 from dolmen.parallel import vocabulary as loss
 
 
@@ -86,8 +86,8 @@ def constant(place, name, value):
 
 def means_of_own_heads(patch):
     """Of the heads of a rank, where it is to be of all."""
-    means = norm._means
-    patch.setattr(norm, "_means", lambda parts, axis: means(parts, Axis("tp")))
+    means = qk_norm._means
+    patch.setattr(qk_norm, "_means", lambda parts, axis: means(parts, Axis("tp")))
 
 
 def norm_twice(patch):
@@ -283,10 +283,10 @@ def without_slope(patch):
 
 def scaled_by_rank(patch):
     """Each rank of tp multiplies the embedding by a number of its own."""
-    number = device.number
+    number = device.scalar_tensor
     patch.setattr(
         device,
-        "number",
+        "scalar_tensor",
         lambda value, dtype, at: number(value * (1 + dist.get_rank() % 2), dtype, at),
     )
 

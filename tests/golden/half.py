@@ -64,7 +64,9 @@ def bfloat16(family: str, layout: Layout) -> tuple[Run, set[str]]:
         seen.add(f"master {p.dtype}")
         seen |= {f"moment {m.dtype}" for k, m in train.optimizer.state[p].items() if k != "step"}
     seen |= {f"gradient {g.dtype}" for step in out.gradients for g in step.values()}
-    mine = [{name: state.full(g).numpy() for name, g in step.items()} for step in out.gradients]
+    mine = [
+        {name: state.gather_full(g).numpy() for name, g in step.items()} for step in out.gradients
+    ]
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (mine, seen))
     out.gradients = [{} for _ in range(STEPS)]

@@ -303,7 +303,9 @@ def updates(train: TrainState, mesh: Mesh, given: list[Batch]) -> Run:
         parameters = list(parameters)
         gradients = {names[p]: p.grad for p in parameters if p.grad is not None}
         # not `clone()`: of a DTensor it is dispatched, which takes a tenth of a row's time
-        copies = {n: state.holding(g, state.local_view(g).clone()) for n, g in gradients.items()}
+        copies = {
+            n: state.tensor_like(g, state.local_view(g).clone()) for n, g in gradients.items()
+        }
         out.gradients.append(copies)
         return norm(parameters, mesh, twice, squares)
 

@@ -21,7 +21,7 @@ from dolmen.core import state
 from dolmen.model.spec import Scalar
 from dolmen.model.training import Training
 from dolmen.objectives.reward import PairwiseRewardLoss
-from dolmen.ops.recipe import Fp8, Fp8Config
+from dolmen.ops.fp8_recipe import Fp8, Fp8Config
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training.state import TrainState

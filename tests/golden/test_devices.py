@@ -24,7 +24,7 @@ GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(
 def device(request):
     device = torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
     torch.backends.cuda.matmul.allow_tf32 = False
-    with meshes.joined(None, device):
+    with meshes.process_group_context(None, device):
         yield device
 
 

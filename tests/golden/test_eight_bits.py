@@ -21,8 +21,8 @@ from dolmen.core.state import local_view
 from dolmen.core.torch_private import sharding
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model.training import Training
-from dolmen.ops.recipe import Fp8, Fp8Config
-from dolmen.parallel import data, product
+from dolmen.ops.fp8_recipe import Fp8, Fp8Config
+from dolmen.parallel import data, quantized_product
 
 SIZES = dict(
     vocab_size=71,
@@ -55,7 +55,7 @@ def config(precision: str, adapters=False, **fields) -> Tiny:
 
 def watched(config: Tiny, mesh, layout: Layout, steps: int, **options):
     """A run, and of each factor that was rounded, in order: which, along which dim, its scales."""
-    seen, rounded = [], product.Fp8Product.rounded
+    seen, rounded = [], quantized_product.Fp8Product.rounded
 
     def watch(self, parts, operand, along):
         made = rounded(self, parts, operand, along)
@@ -63,7 +63,7 @@ def watched(config: Tiny, mesh, layout: Layout, steps: int, **options):
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(product.Fp8Product, "rounded", watch)
+        patch.setattr(quantized_product.Fp8Product, "rounded", watch)
         return run(config, mesh, layout, steps, **options), seen
 
 
@@ -78,7 +78,7 @@ def unlike(mesh, got, want) -> list[str]:
     """Scales that are not those of one process, to the bit; of rows and blocks those of the part of
     a dim that this rank has.
     """
-    names = product.DIMS
+    names = quantized_product.DIMS
     found = [] if len(got) == len(want) else [f"{len(got)} are rounded, and {len(want)} in one"]
     for i, (mine, all_) in enumerate(zip(got, want, strict=False)):
         operand, along, first, experts, scales = mine
@@ -198,7 +198,7 @@ def test_a_step_is_one_entry_however_it_is_computed(row, result):
     assert got.keys() == want.keys() and len(got) == 2 * 7 * SIZES["num_hidden_layers"]
     for name, whole in want.items():
         assert torch.equal(got[name], whole), name
-        if name.startswith(product.HISTORY):
+        if name.startswith(quantized_product.HISTORY):
             assert (whole[0] == 0).all() and (whole[1:] > 0).all()  # three steps
 
 
@@ -208,7 +208,7 @@ def test_a_scale_is_that_of_the_steps_before():
         options = Fp8Config(
             amax_history=3, amax_compute=compute, margin=margin, scale_interval=interval
         )
-        state = product.Delayed(Fp8("fp8-delayed", options), None)
+        state = quantized_product.Delayed(Fp8("fp8-delayed", options), None)
         state.on(torch.device("cpu"))
         entries = [torch.tensor(e) for e in ([1.0, 8, 2], [4.0, 2, 0], [2.0, 2, 1], [1.0, 1, 1])]
         assert state.scales("input", 0, 1) is None
@@ -228,7 +228,9 @@ def test_a_scale_is_that_of_the_steps_before():
 def unreduced(config: Tiny, layout: Layout) -> list[str]:
     """Scales where ranks do not tell one another what was the largest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(product.Fp8Product, "_over_ranks", lambda self, own, operand, along: own)
+        patch.setattr(
+            quantized_product.Fp8Product, "_over_ranks", lambda self, own, operand, along: own
+        )
         return compare(config, layout, True, 1)[1]
 
 
@@ -267,7 +269,9 @@ def test_a_scale_that_does_not_follow_is_seen():
 
     usual = off()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(product.fp8, "scale_of", lambda amax, *of: torch.full_like(amax, 2.0**9))
+        patch.setattr(
+            quantized_product.fp8, "scale_of", lambda amax, *of: torch.full_like(amax, 2.0**9)
+        )
         assert off() > 5 * usual
     assert usual < 0.05
 
@@ -279,7 +283,7 @@ def gathering(layout: Layout, payloads: bool) -> tuple[list, int]:
     mesh = layout.mesh(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         if not payloads:
-            patch.setattr(product, "one_payload", lambda recipe: False)
+            patch.setattr(quantized_product, "one_payload", lambda recipe: False)
         train = start(config("fp8-blockwise"), mesh, layout, compute=torch.bfloat16)
     found, gathers = [], 0
     for batch in batches(mesh)[:3]:
@@ -356,7 +360,7 @@ def test_losses_stay_together_over_twenty_steps(row, result):
 def test_one_number_rounded_otherwise_does_as_much():
     """Why that is what two layouts may differ by: on one process, in the first step."""
     rounding, moved = config("fp8-rowwise"), []
-    round_, want = product.Fp8Product.rounded, losses(rounding, Layout())
+    round_, want = quantized_product.Fp8Product.rounded, losses(rounding, Layout())
 
     def once(self, parts, operand, along):
         made = round_(self, parts, operand, along)
@@ -370,7 +374,7 @@ def test_one_number_rounded_otherwise_does_as_much():
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(product.Fp8Product, "rounded", once)
+        patch.setattr(quantized_product.Fp8Product, "rounded", once)
         got = losses(rounding, Layout())
     off = [abs(a / b - 1) for a, b in zip(got, want, strict=True)]
     assert 5e-4 < max(off) < 1e-2, max(off)

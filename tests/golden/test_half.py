@@ -36,7 +36,7 @@ def dtypes(family: str) -> set[str]:
 @cache
 def alone(family: str) -> tuple[Run, Run]:
     """One process in bf16, and in fp32."""
-    with meshes.joined(None, torch.device("cpu")):
+    with meshes.process_group_context(None, torch.device("cpu")):
         rounded, seen = half.bfloat16(family, Layout())
     assert seen == dtypes(family)
     return rounded, run(half.CONFIGS[family], SINGLE, Layout(), steps=half.STEPS)

@@ -39,7 +39,7 @@ def held_apart(layers: int, layout: Layout) -> list[str]:
     mesh = layout.mesh(torch.device("cpu"))
     train = start(adapted(of_layers(FAMILIES["llama"], layers)), mesh, layout)
     updates(train, mesh, batches(mesh)[:2])
-    found = [name for name, p in train.model.named_parameters() if not state.cuts(p)]
+    found = [name for name, p in train.model.named_parameters() if not state.sharded_dims(p)]
     everyone: list[list[str]] = [[]] * mesh.size
     dist.all_gather_object(everyone, found)
     return [name for each in everyone for name in each]

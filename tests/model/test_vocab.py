@@ -64,7 +64,7 @@ def step(config, mesh, sequence=False) -> tuple[float, dict[str, torch.Tensor], 
     labels[0, 1:3] = IGNORED
     total = model(tokens, head.loss_of(labels))
     backward(total / mesh.dp.size, model, last=True, zero=0)  # every rank of dp has the same batch
-    gradients = {name: state.full(p.grad) for name, p in model.named_parameters()}
+    gradients = {name: state.gather_full(p.grad) for name, p in model.named_parameters()}
     with inference(model):
         logits = gather_vocabulary(model(tokens, head.logits), vocabulary, mesh.tp)
     return float(total.detach()), gradients, logits
@@ -81,7 +81,9 @@ def compare(dp: int, tp: int) -> list[float]:
             config = capped(config, 0.5)
         want_loss, want, want_logits = step(config, SINGLE)
         for sequence in (False, True):
-            got_loss, got, logits = step(config, meshes.grid(dp, tp, torch.device("cpu")), sequence)
+            got_loss, got, logits = step(
+                config, meshes.build_mesh(dp, tp, torch.device("cpu")), sequence
+            )
             off = [
                 abs(got_loss / want_loss - 1),
                 float((logits - want_logits).abs().max() / want_logits.abs().max()),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dolmen.ops import elementwise
-from dolmen.ops.attention import Attend, Documents, blocks, dropped, operators
+from dolmen.ops.attention import Attend, Documents, blocks, dropout, operators
 from dolmen.ops.attention import blockwise as ops
 from dolmen.ops.attention.reference import definition
 from dolmen.ops.attention.spec import Place
@@ -247,4 +247,4 @@ def test_gradient_with_dropped_probabilities():
     q, k, v = tensors(4, 6, 4, 2)
     noise = elementwise.Noise(torch.tensor(7), torch.arange(2))
     attend, rows = Attend().of(None, elementwise.Dropout(0.4, noise, 3)), torch.arange(2, 6)
-    assert torch.autograd.gradcheck(lambda *t: dropped.attention(*t, attend, rows), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *t: dropout.attention(*t, attend, rows), (q, k, v))

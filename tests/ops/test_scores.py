@@ -16,10 +16,10 @@ from transformers.models.bloom import modeling_bloom as bloom
 from transformers.models.falcon import modeling_falcon as falcon
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
-from dolmen.core.autograd import again
+from dolmen.core.autograd import recompute
 from dolmen.core.mesh import SINGLE
 from dolmen.model.head import loss_of
-from dolmen.ops.attention import Attend, blocks, blockwise, dropped, reference, visible
+from dolmen.ops.attention import Attend, blocks, blockwise, dropout, reference, visible
 from dolmen.ops.attention.reference import CASES, KNOWN, ROADS, SCORES, definition
 from dolmen.ops.attention.score_bias import alibi_key_bias, alibi_slopes, append_key_bias
 from dolmen.ops.elementwise import Dropout, Noise
@@ -144,7 +144,7 @@ def test_the_road_of_dropout(name, dtype, tolerance):
     leaves = [t.requires_grad_() for t in qkv]
     noise = Noise(torch.tensor(7), torch.arange(case.batch))
     attend = case.attend.of(case.whole, Dropout(0.0, noise, 1))
-    out = dropped.attention(*leaves, attend, torch.arange(case.length))
+    out = dropout.attention(*leaves, attend, torch.arange(case.length))
     assert out.dtype == dtype
     got = [out.detach(), *torch.autograd.grad(out, leaves, g)]
     near(got, reference.expected(case, dtype, HERE), tolerance)
@@ -157,7 +157,7 @@ def test_gradient_with_dropped_probabilities():
     attend = case.attend.of(None, Dropout(0.4, noise, 3))
     rows = torch.arange(9)
     assert torch.autograd.gradcheck(
-        lambda *t: dropped.attention(*t, attend, rows), inputs, fast_mode=True
+        lambda *t: dropout.attention(*t, attend, rows), inputs, fast_mode=True
     )
 
 
@@ -171,7 +171,7 @@ def test_recomputed_it_has_the_same_bits(name):
         out = call(lambda *t: blockwise.attention(*t, case.attend), *leaves)
         return [out, *torch.autograd.grad(out, leaves, g)]
 
-    for a, b in zip(grads(again), grads(lambda f, *t: f(*t)), strict=True):
+    for a, b in zip(grads(recompute), grads(lambda f, *t: f(*t)), strict=True):
         assert torch.equal(a, b)
 
 

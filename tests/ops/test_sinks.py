@@ -12,10 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GptOssConfig
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
-from dolmen.core.autograd import again
+from dolmen.core.autograd import recompute
 from dolmen.core.mesh import SINGLE, Axis
 from dolmen.model.head import loss_of
-from dolmen.ops.attention import BACKENDS, blockwise, decode, dropped, visible
+from dolmen.ops.attention import BACKENDS, blockwise, decode, dropout, visible
 from dolmen.ops.attention.reference import CASES, SCORES, Case, definition
 from dolmen.ops.elementwise import Dropout, Noise
 from dolmen.ops.kernels import H100
@@ -81,7 +81,7 @@ def test_with_dropout_of_nothing(name):
 
     def road(q, k, v, attend):
         attend = attend._replace(dropout=Dropout(0.0, noise, 1))
-        return dropped.attention(q, k, v, attend, torch.arange(case.length))
+        return dropout.attention(q, k, v, attend, torch.arange(case.length))
 
     assert off(road, case, torch.float64) <= 1e-13
 
@@ -89,7 +89,7 @@ def test_with_dropout_of_nothing(name):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_recomputed_it_has_the_same_bits(name):
     def road(q, k, v, attend):
-        return again(
+        return recompute(
             lambda q, k, v, own: blockwise.attention(q, k, v, attend._replace(sinks=own)),
             q, k, v, attend.sinks,
         )  # fmt: skip
@@ -111,7 +111,7 @@ def test_gradients_by_differences(dropping):
             return blockwise.attention(q, k, v, attend)
         noise = Noise(torch.tensor(7), torch.arange(2))
         attend = attend.of(None, Dropout(dropping, noise, 3))
-        return dropped.attention(q, k, v, attend, torch.arange(9))
+        return dropout.attention(q, k, v, attend, torch.arange(9))
 
     assert torch.autograd.gradcheck(road, (q, k, v, own), fast_mode=True)
 

@@ -88,7 +88,7 @@ class Alive(TorchDispatchMode):
 
 
 def make(config: Flat | Tiny, layout: Layout, device: str, dtype: torch.dtype) -> Decoder:
-    mesh = meshes.grid(
+    mesh = meshes.build_mesh(
         WORLD // layout.tp // layout.cp, layout.tp, torch.device("cpu"), cp=layout.cp
     )
     kernels = Kernels("flash" if device == "meta" else "blocks")

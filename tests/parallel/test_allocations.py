@@ -63,7 +63,7 @@ def test_a_pair_of_products_allocates_what_they_are(sequence, bias):
     """Forward: the two products, and under sequence parallelism what is gathered and scattered.
     Backward: two gradients of inputs and two of weights, and the same messages, x gathered again.
     """
-    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp, sequence)
+    tp = TensorParallel(meshes.build_mesh(1, TP, torch.device("cpu")).tp, sequence)
     rows, part = TOKENS // TP if sequence else TOKENS, FFN // TP
     x = torch.randn(rows, HIDDEN, requires_grad=True)
     up, down = (torch.randn(s, requires_grad=True) for s in ((part, HIDDEN), (HIDDEN, part)))
@@ -84,7 +84,7 @@ def test_the_heads_gradient_is_summed_where_it_was_made():
     """Backward of the loss scales two gradients, of the input and of the weight; their sum over tp
     is no third.
     """
-    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
+    tp = TensorParallel(meshes.build_mesh(1, TP, torch.device("cpu")).tp)
     x, w = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randn(5, HIDDEN).requires_grad_()
     total = linear_cross_entropy(
         x, w, torch.zeros(TOKENS, dtype=torch.long), 20, tp, False, Kernels().logits_at_once
@@ -111,7 +111,7 @@ def test_what_is_frozen_costs_nothing(frozen, sequence):
     for x if it trains, and the sum of it over tp; a product and a gradient for each weight that
     does, and under sequence parallelism x gathered for any.
     """
-    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp, sequence)
+    tp = TensorParallel(meshes.build_mesh(1, TP, torch.device("cpu")).tp, sequence)
     x_trains, trains = FROZEN[frozen]
     rows, part = TOKENS // TP if sequence else TOKENS, FFN // TP
     x = torch.randn(rows, HIDDEN, requires_grad=x_trains)
@@ -132,7 +132,7 @@ def test_what_is_frozen_costs_nothing(frozen, sequence):
 @pytest.mark.parametrize("trains", (True, False))
 def test_what_is_frozen_is_not_kept_for(trains):
     """x is kept for the gradients of weights alone."""
-    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
+    tp = TensorParallel(meshes.build_mesh(1, TP, torch.device("cpu")).tp)
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     w = torch.randn(FFN // TP, HIDDEN, requires_grad=trains)
     kept = []
@@ -144,7 +144,7 @@ def test_what_is_frozen_is_not_kept_for(trains):
 def test_a_frozen_weight_is_not_left_for_later():
     """Of two products whose gradients a schedule leaves, that of the frozen one is not computed."""
     later = Deferred()
-    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp, later=later)
+    tp = TensorParallel(meshes.build_mesh(1, TP, torch.device("cpu")).tp, later=later)
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     weights = [torch.randn(FFN // TP, HIDDEN, requires_grad=t) for t in (False, True)]
     out = tensor.columns(x, [Linear(w) for w in weights], tp)
@@ -162,7 +162,7 @@ def test_a_frozen_head_costs_nothing():
     """Forward makes both gradients beside the logits; of a frozen head neither its gradient nor
     the product.
     """
-    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
+    tp = TensorParallel(meshes.build_mesh(1, TP, torch.device("cpu")).tp)
     labels = torch.zeros(TOKENS, dtype=torch.long)
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
 
@@ -183,7 +183,7 @@ def test_logits_are_never_whole(monkeypatch, soft_cap):
     """Of a chunk of the loss there are as many elements as were asked for, the slope of a soft cap
     among them.
     """
-    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
+    tp = TensorParallel(meshes.build_mesh(1, TP, torch.device("cpu")).tp)
     x, w = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randn(5, HIDDEN).requires_grad_()
     chunk, sizes = vocabulary._chunk, []
 
@@ -199,7 +199,7 @@ def test_logits_are_never_whole(monkeypatch, soft_cap):
 
 def test_a_sum_in_place_is_the_sum_for_autograd_too():
     """What a product gave is overwritten before anything reads it: its gradient is as without."""
-    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
+    tp = TensorParallel(meshes.build_mesh(1, TP, torch.device("cpu")).tp)
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     y = x * 3
     out = tp.leave(y)
@@ -229,7 +229,7 @@ def test_nothing_of_a_loss_is_as_large_as_its_logits(of, soft_cap):
     """Of 64 tokens and 32 rows of a vocabulary, four tokens at a time: forward and backward the
     largest are the input and its gradient.
     """
-    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
+    tp = TensorParallel(meshes.build_mesh(1, TP, torch.device("cpu")).tp)
     x, w = torch.randn(64, 4, requires_grad=True), torch.randn(32, 4, requires_grad=True)
     with Largest() as mode:
         out = of(x, w, torch.arange(64), 128, tp, at_once=4 * 32, soft_cap=soft_cap)
@@ -241,7 +241,7 @@ def test_nothing_of_a_loss_is_as_large_as_its_logits(of, soft_cap):
 @pytest.mark.parametrize("frozen", ("nothing", "the head", "the input"))
 def test_log_probabilities_of_what_is_frozen(frozen):
     """Backward forms the logits again, and multiplies for what trains alone."""
-    tp = TensorParallel(meshes.grid(1, TP, torch.device("cpu")).tp)
+    tp = TensorParallel(meshes.build_mesh(1, TP, torch.device("cpu")).tp)
     x = torch.randn(TOKENS, HIDDEN, requires_grad=frozen != "the input")
     w = torch.randn(5, HIDDEN, requires_grad=frozen != "the head")
     out = log_probabilities(x, w, torch.zeros(TOKENS, dtype=torch.long), 20, tp)

@@ -185,7 +185,7 @@ def there_and_back(config: Flat, layout: Layout) -> None:
     with torch.no_grad():
         parts = matrices(map(state.local_view, parameters.values()))
         back = assembly.apply(double, parts)
-        wholes = {n: state.full(p) for n, p in parameters.items()}
+        wholes = {n: state.gather_full(p) for n, p in parameters.items()}
     assert all(torch.equal(b, 2 * part) for b, part in zip(back, parts, strict=True))
     numbers = []  # of this rank's matrices: parameter, and index in the logical stack
     for n, p in parameters.items():

@@ -54,7 +54,7 @@ def made(layers: int, zero: int, dp: int, sequence: bool = True, **options):
         head_dim=4,
         **{"num_key_value_heads": 8} | options,
     )
-    mesh = meshes.grid(dp, WORLD // dp, torch.device("cpu"))
+    mesh = meshes.build_mesh(dp, WORLD // dp, torch.device("cpu"))
     model = build(config, mesh, Layout(sequence_parallel=sequence, zero=zero))
     initialize(model, 0)
     return model
@@ -137,7 +137,7 @@ def test_gradients_are_summed_and_never_divided(zero, device, monkeypatch):
     """
     model, mesh, factors = (
         torch.nn.Linear(8, 8, device="meta"),
-        meshes.grid(8, 1, torch.device("cpu")),
+        meshes.build_mesh(8, 1, torch.device("cpu")),
         [],
     )
     data.shard_model(model, (), replace(mesh, device=torch.device(device)), zero, torch.float32)
@@ -158,7 +158,7 @@ def test_gradients_are_summed_and_never_divided(zero, device, monkeypatch):
 
 def launches(squares: str, layers: int) -> Counter:
     """Of the norm, the clipping and the update of a model that fsdp and tp share."""
-    mesh = meshes.grid(2, WORLD // 2, torch.device("cpu"))
+    mesh = meshes.build_mesh(2, WORLD // 2, torch.device("cpu"))
     model = made(layers, 1, 2)
     optimizer = adamw(model, OptimizerConfig())
     prime(optimizer)
@@ -186,7 +186,7 @@ def test_an_update_is_the_same_few_launches_for_any_number_of_parameters():
 
 def test_the_norm_does_not_depend_on_how_squares_are_added():
     """On rank 0, whose own part alone is added up here: weights of 1 and of 1 / tp."""
-    mesh = meshes.grid(2, WORLD // 2, torch.device("cpu"))
+    mesh = meshes.build_mesh(2, WORLD // 2, torch.device("cpu"))
     model = made(2, 1, 2)
     for i, p in enumerate(model.parameters()):
         p.grad = torch.full_like(p, 1.0 + i % 3)

@@ -100,7 +100,7 @@ def in_world() -> dict[str, str]:
     (tp) and outer (dp) ranks.
     """
     cpu, out = torch.device("cpu"), {}
-    two, four = meshes.grid(2, 2, cpu), meshes.grid(1, 4, cpu)
+    two, four = meshes.build_mesh(2, 2, cpu), meshes.build_mesh(1, 4, cpu)
 
     def attempt(name, fn):
         try:
@@ -135,7 +135,7 @@ def scalar(mesh):
 
 REFUSED = {
     "reduce_scatter": lambda a: c.reduce_scatter(torch.ones(4, 3), 1, a),
-    "part": lambda a: c.part(torch.ones(3), 0, a),
+    "part": lambda a: c.local_part(torch.ones(3), 0, a),
 }
 
 
@@ -167,7 +167,7 @@ def test_indivisible_is_refused(name):
 @pytest.mark.parametrize("d", (0, 1))
 def test_parts_lie_in_the_order_of_ranks(d):
     x = torch.arange(32).view(4, 8)
-    parts = [c.part(x, d, Axis("tp", 4, rank)) for rank in range(4)]
+    parts = [c.local_part(x, d, Axis("tp", 4, rank)) for rank in range(4)]
     assert all(map(torch.equal, parts, x.chunk(4, d)))
 
 

@@ -195,7 +195,7 @@ CONTROLS = {  # in bf16 the travelling gradients are known by their dtype
     "a plain split of tokens alone": (
         ContextParallel,
         "split",
-        lambda self, x, dim: collectives.part(x, dim, self.axis),
+        lambda self, x, dim: collectives.local_part(x, dim, self.axis),
     ),
 }
 

@@ -154,7 +154,7 @@ def trace(
     else:
         one = Flat(**SIZES | FAMILIES[family] | dict(vocab_size=vocab_size, num_hidden_layers=1))
     config = of_layers(one, layers)
-    mesh = meshes.grid(DP, TP, torch.device("cpu"))
+    mesh = meshes.build_mesh(DP, TP, torch.device("cpu"))
     model = build(config, mesh, Layout(sequence_parallel=sequence, zero=2), compute=compute)
     initialize(model, 0)
     # split over tp alone
@@ -319,7 +319,7 @@ def test_only_the_shard_of_an_input_is_kept():
     one gradient of its input.
     """
     whole, tokens = [], torch.arange(TOKENS).view(BATCH, LENGTH)
-    mesh = meshes.grid(DP, TP, torch.device("cpu"))
+    mesh = meshes.build_mesh(DP, TP, torch.device("cpu"))
     for sequence in (False, True):
         model = build(
             Flat(**SIZES | FAMILIES["llama"] | dict(num_hidden_layers=3)),

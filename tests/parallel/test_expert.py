@@ -46,7 +46,7 @@ def round_trips() -> dict[str, str]:
     """{case: what is wrong on some rank}."""
     wrong = {}
     for size in (1, 2, 4):
-        axis = meshes.grid(4, 1, torch.device("cpu"), ep=size).ep
+        axis = meshes.build_mesh(4, 1, torch.device("cpu"), ep=size).ep
         peers = range(dist.get_rank() - axis.rank, dist.get_rank() - axis.rank + size)
         here = EXPERTS // size
         for name, counts in COUNTS.items():
@@ -91,7 +91,7 @@ def test_on_one_process_nothing_moves():
     assert rows is x and trip.groups == [1, 5, 0, 2] and expert.combine(rows, trip, SINGLE.ep) is x
     ends = expert.dispatch(x, counts, SINGLE.ep, kernel=True)[1].groups
     assert ends.tolist() == [1, 6, 6, 8] and ends.dtype == torch.int32
-    assert collectives.exchange(x, [8], [8], SINGLE.ep) is x
+    assert collectives.all_to_all(x, [8], [8], SINGLE.ep) is x
 
 
 # Experts as many as ranks, fewer, and a number that edp does not divide; F 8 over tp 1 to 4, H 6
@@ -133,7 +133,7 @@ def parameters_in_world() -> dict[str, str]:
     """{layout: what is wrong on some rank}."""
     wrong = {}
     for dp, cp, tp, ep, zero in LAYOUTS:
-        mesh = meshes.grid(dp, tp, torch.device("cpu"), cp=cp, ep=ep)
+        mesh = meshes.build_mesh(dp, tp, torch.device("cpu"), cp=cp, ep=ep)
         for number in NUMBERS:
             if number % ep:
                 continue
@@ -145,14 +145,14 @@ def parameters_in_world() -> dict[str, str]:
                         state.fill_normal(q, name, 0, 0.02)
                 if not torch.equal(state.local_view(p), want[part]):
                     bad.append(f"{name}: initial values")
-                if not torch.equal(state.full(p), want):
+                if not torch.equal(state.gather_full(p), want):
                     bad.append(f"{name}: full")
                 with torch.no_grad():
                     state.write_region(p, want + 1)
-                if not torch.equal(state.full(p), want + 1):
+                if not torch.equal(state.gather_full(p), want + 1):
                     bad.append(f"{name}: write")
                 held = torch.tensor(
-                    state.local_elements(p) * state.share_held(p), dtype=torch.float64
+                    state.local_elements(p) * state.replication_weight(p), dtype=torch.float64
                 )
                 dist.all_reduce(held)
                 if round(float(held) / (mesh.edp.size if zero is None else 1), 6) != p.numel():

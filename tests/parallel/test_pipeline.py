@@ -155,7 +155,7 @@ def run(schedule: Schedule, mesh) -> dict:
 
 
 def in_world() -> dict:
-    out, mesh = {}, meshes.grid(1, 1, torch.device("cpu"), pp=dist.get_world_size())
+    out, mesh = {}, meshes.build_mesh(1, 1, torch.device("cpu"), pp=dist.get_world_size())
     for name in SCHEDULES:
         schedule = make_schedule(name, mesh.pp.size, MICROS, CHUNKS.get(name, 1))
         for kind, order in (
@@ -234,6 +234,6 @@ def swapped() -> list[float]:
     pipeline.messages_sent = lambda s, sender, to: (
         (messages := sent(s, sender, to))[1::-1] + messages[2:] if to else sent(s, sender, to)
     )
-    mesh, everyone = meshes.grid(1, 1, torch.device("cpu"), pp=2), [None, None]
+    mesh, everyone = meshes.build_mesh(1, 1, torch.device("cpu"), pp=2), [None, None]
     dist.all_gather_object(everyone, run(make_schedule("1f1b", 2, MICROS), mesh)["off"])
     return everyone

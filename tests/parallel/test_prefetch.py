@@ -34,7 +34,7 @@ CONFIG = Flat(
 @pytest.fixture
 def mesh():
     join_fake(2)
-    yield meshes.grid(2, 1, torch.device("cpu"))
+    yield meshes.build_mesh(2, 1, torch.device("cpu"))
     dist.destroy_process_group()
 
 

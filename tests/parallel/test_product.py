@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 
 from dolmen.ops import fp8
-from dolmen.ops.recipe import GRANULARITY, Fp8, Fp8Config
-from dolmen.parallel.product import Axes, Delayed, Fp8Product, Rounding
+from dolmen.ops.fp8_recipe import GRANULARITY, Fp8, Fp8Config
+from dolmen.parallel.quantized_product import Axes, Delayed, Fp8Product, Rounding
 
 
 def made(precision, kernel="rounded", **options) -> Fp8Product:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dolmen
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core import state
-from dolmen.core.mesh import SINGLE, Mesh, grid
+from dolmen.core.mesh import SINGLE, Mesh, build_mesh
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.parallel import styles
@@ -43,7 +43,7 @@ def trained(name: str, mesh: Mesh, zero: int, folder: str | None = None) -> dict
 
         def seen(parameters, factor):
             for n, p in module.named_parameters():
-                found.setdefault(f"gradient {n}", state.full(p.grad).clone())
+                found.setdefault(f"gradient {n}", state.gather_full(p.grad).clone())
             before(parameters, factor)
     else:
         before = modules.data.scale_gradients
@@ -62,13 +62,13 @@ def trained(name: str, mesh: Mesh, zero: int, folder: str | None = None) -> dict
         kept = optim.tensors(module, optimizer)
         saved.save(STEPS, kept, {}, wait=True)
         saved.finish()
-        want = {n: state.full(t).clone() for n, t in kept.items()}
+        want = {n: state.gather_full(t).clone() for n, t in kept.items()}
         with torch.no_grad():
             for tensor in kept.values():
                 state.local_view(tensor).zero_()
         saved.load(STEPS, kept)
-        assert all(torch.equal(state.full(t), want[n]) for n, t in kept.items())
-    weights = {f"weight {n}": state.full(p).clone() for n, p in module.named_parameters()}
+        assert all(torch.equal(state.gather_full(t), want[n]) for n, t in kept.items())
+    weights = {f"weight {n}": state.gather_full(p).clone() for n, p in module.named_parameters()}
     return found | weights
 
 
@@ -79,7 +79,7 @@ def compare(name: str, dp: int, tp: int, zero: int, saves: bool = False) -> tupl
     folder = [tempfile.mkdtemp()] if saves else [None]
     if saves:
         dist.broadcast_object_list(folder)
-    got = trained(name, grid(dp, tp, CPU), zero, folder[0])
+    got = trained(name, build_mesh(dp, tp, CPU), zero, folder[0])
     want = trained(name, SINGLE, 0)
     assert got.keys() == want.keys()
     off = {n: float((got[n] - want[n]).abs().max() / (want[n].abs().max() + 1e-9)) for n in want}

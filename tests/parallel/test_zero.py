@@ -194,7 +194,7 @@ def expected(
 
 
 def observed(zero: int, dp: int, microbatches: int, compute: torch.dtype):
-    mesh = meshes.grid(dp, WORLD // dp, torch.device("cpu"))
+    mesh = meshes.build_mesh(dp, WORLD // dp, torch.device("cpu"))
     model = build(CONFIG, mesh, Layout(zero=zero), compute=compute)
     initialize(model, 0)
     parameters = [p for unit in data.units(model) for p in managed(unit)]
@@ -263,7 +263,7 @@ def test_what_is_frozen_holds_no_gradient(zero, microbatches):
     every operation of a step.
     """
     adapter = Adapter(rank=WORLD, alpha=1.0, targets=frozenset(ADAPTED))
-    mesh = meshes.grid(WORLD, 1, torch.device("cpu"))
+    mesh = meshes.build_mesh(WORLD, 1, torch.device("cpu"))
     model = build(Tiny(CONFIG.tree, Training(adapter=adapter)), mesh, Layout(zero=zero))
     initialize(model, 0)
     records = [p for unit in data.units(model) for p in managed(unit)]
@@ -293,7 +293,7 @@ def test_what_is_frozen_holds_no_gradient(zero, microbatches):
 @pytest.mark.parametrize("zero", range(4))
 def test_inference_leaves_nothing(zero):
     """Evaluation gathers what it needs and gives it back; training may then go on."""
-    model = build(CONFIG, meshes.grid(4, 1, torch.device("cpu")), Layout(zero=zero))
+    model = build(CONFIG, meshes.build_mesh(4, 1, torch.device("cpu")), Layout(zero=zero))
     initialize(model, 0)
     parameters = [p for unit in data.units(model) for p in managed(unit)]
     tokens = torch.zeros(1, 2, dtype=torch.long)
@@ -320,7 +320,7 @@ def test_one_rank_reduces_in_place(monkeypatch):
             return out
 
     monkeypatch.setattr(data, "_Alone", Recorded)
-    model = build(CONFIG, meshes.grid(1, WORLD, torch.device("cpu")), Layout(zero=1))
+    model = build(CONFIG, meshes.build_mesh(1, WORLD, torch.device("cpu")), Layout(zero=1))
     initialize(model, 0)
     tokens = torch.zeros(1, 2, dtype=torch.long)
     backward(model(tokens, loss_of(tokens)), model, True, 1)

@@ -11,7 +11,7 @@ from asked import run, scored
 from decoders import DECODERS, PROMPTS, decoder
 from models import build, initialize
 
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.model import build as house
 from dolmen.serving import adapters
@@ -172,7 +172,7 @@ def test_what_one_rank_refuses_all_refuse(monkeypatch):
         heard.append(mine)
         return [mine, "adapter bad: of another stage"]
 
-    monkeypatch.setattr(agree, "gather_objects", gathered)
+    monkeypatch.setattr(consensus, "gather_objects", gathered)
     with pytest.raises(ValueError, match="^adapter bad: of another stage$"):
         place_adapters({"bad": low(model.tree, 1, rank=2)}, model, mesh)
     assert heard == [None]

@@ -86,7 +86,7 @@ def test_texts_of_any_lengths_equal_each_alone(name):
 
 
 def two_ranks():
-    mesh = meshes.grid(1, 2, HERE)
+    mesh = meshes.build_mesh(1, 2, HERE)
     heads = decoder("grouped", mesh).layers["0"].attn.kv_heads
     found = {name: difference(decoder(name, mesh)) for name in DECODERS}
     by_sequence = decoder("grouped", mesh, sequence_parallel=True)

@@ -261,8 +261,8 @@ def refused_by_both(model, stages: meshes.Mesh) -> None:
 
 def two_ranks():
     cpu = torch.device("cpu")
-    split, copied = meshes.grid(1, 2, cpu), meshes.grid(2, 1, cpu)
-    stages = meshes.grid(1, 1, cpu, pp=2)
+    split, copied = meshes.build_mesh(1, 2, cpu), meshes.build_mesh(2, 1, cpu)
+    stages = meshes.build_mesh(1, 1, cpu, pp=2)
     requests = {
         f"{name} tp": requests_of(decoder(name, split, sequence_parallel=True), split)
         for name in REQUESTED

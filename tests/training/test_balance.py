@@ -59,7 +59,7 @@ def train(
         for step in range(steps)
     ]
     return told, {
-        name: state.full(p).clone()
+        name: state.gather_full(p).clone()
         for name, p in decoder.named_parameters()
         if name.endswith("router.bias")
     }

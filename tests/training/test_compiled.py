@@ -19,8 +19,8 @@ from dolmen.model.layout import Layout
 from dolmen.model.spec import Adapter
 from dolmen.model.training import Training
 from dolmen.ops.attention import Documents
+from dolmen.ops.fp8_recipe import Fp8
 from dolmen.ops.kernels import Kernels
-from dolmen.ops.recipe import Fp8
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import vocabulary
 from dolmen.parallel.simulation import make_schedule
@@ -120,8 +120,8 @@ def programs(case: Case, monkeypatch) -> int:
     monkeypatch.setattr(vocabulary, "compiled", lambda: vocabulary.accumulate)
     torch.compiler.reset()
     monkeypatch.setattr(models.building, "chosen", lambda *_: case.kernels)
-    with meshes.joined(None, torch.device("cpu")):
-        run(case, meshes.grid(1, 1, torch.device("cpu")) if case.sharded else SINGLE)
+    with meshes.process_group_context(None, torch.device("cpu")):
+        run(case, meshes.build_mesh(1, 1, torch.device("cpu")) if case.sharded else SINGLE)
     return len(made)
 
 

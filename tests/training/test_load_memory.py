@@ -24,7 +24,7 @@ if sys.argv[2] == "write":
     hf_export.save(sys.argv[1], config, lambda name: torch.full(config.tree.shapes[name], 0.5))
 else:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    grid = mesh.grid(1, 8, torch.device("cpu"))
+    grid = mesh.build_mesh(1, 8, torch.device("cpu"))
     model = build.build(config.tree, grid)
     small = Model(dict(llama, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8))
     build.initialize(build.build(small.tree, grid), 0)

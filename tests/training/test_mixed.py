@@ -121,8 +121,8 @@ def test_a_spike_leaves_the_scale_and_an_overflow_halves_it():
 @pytest.fixture
 def grid():
     """The mesh of a group of this process alone: without a group nothing computes in bf16."""
-    with meshes.joined(None, torch.device("cpu")):
-        yield meshes.grid(1, 1, torch.device("cpu"))
+    with meshes.process_group_context(None, torch.device("cpu")):
+        yield meshes.build_mesh(1, 1, torch.device("cpu"))
 
 
 def test_the_router_computes_in_fp32_under_bf16(grid, monkeypatch):

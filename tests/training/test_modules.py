@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dolmen
 from dolmen.core import state
-from dolmen.core.mesh import SINGLE, Mesh, grid
+from dolmen.core.mesh import SINGLE, Mesh, build_mesh
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training import modules
 
@@ -56,7 +56,7 @@ class Trained:
     def kept(self) -> dict[str, Tensor]:
         """All that a checkpoint has, whole."""
         tensors, _ = modules._kept(self.module, self.optimizer)
-        return {name: state.full(t).clone() for name, t in tensors.items()}
+        return {name: state.gather_full(t).clone() for name, t in tensors.items()}
 
 
 def difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
@@ -72,7 +72,7 @@ def alone(name: str, optimizer: str) -> tuple[list[float], dict[str, Tensor]]:
 
 def compare(name: str, dp: int, tp: int, zero: int, optimizer: str, micros: int) -> float:
     """The largest difference from one process: losses, norms, weights, the optimizer's state."""
-    split = Trained(name, grid(dp, tp, CPU), zero, optimizer, micros)
+    split = Trained(name, build_mesh(dp, tp, CPU), zero, optimizer, micros)
     told, (want, weights) = split.steps(STEPS), alone(name, optimizer)
     assert min(want[1::2]) > CLIP
     off = max(abs(a / b - 1) for a, b in zip(told, want, strict=True))
@@ -85,11 +85,11 @@ def resharded(name: str, optimizer: str) -> tuple[bool, float]:
     """
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    before = Trained(name, grid(1, 2, CPU), 0, optimizer)
+    before = Trained(name, build_mesh(1, 2, CPU), 0, optimizer)
     before.steps(2)
     before.loss(before.given)  # gathered, and no backward after it
     dolmen.save(folder[0], before.module, before.optimizer, before.mesh, step=2)
-    after = Trained(name, grid(2, 1, CPU), 3, optimizer)
+    after = Trained(name, build_mesh(2, 1, CPU), 3, optimizer)
     after.steps(1)  # somewhere else
     assert dolmen.restore(folder[0], after.module, after.optimizer, after.mesh) == 2
     saved, read = before.kept(), after.kept()

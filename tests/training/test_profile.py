@@ -13,7 +13,7 @@ import tinyrun
 import torch
 from tinyrun import dolmen, losses
 
-from dolmen.core import ranges
+from dolmen.core import profiling
 from dolmen.core.mesh import SINGLE, Axis
 from dolmen.training import folder, profile, profile_table
 from dolmen.training import run as train_run
@@ -57,7 +57,7 @@ def test_the_trace_is_of_one_step_and_its_events_are_nested(done):
         open_.append(end)
     names = {e["name"] for e in spans}
     kinds = {"norm", "attention", "loss", "recompute", "optimizer norm", "optimizer update"}
-    assert {f"{ranges.PREFIX}{kind}" for kind in kinds} <= names
+    assert {f"{profiling.PREFIX}{kind}" for kind in kinds} <= names
 
 
 def test_the_table_adds_up_to_the_step_and_is_told(done):
@@ -155,7 +155,9 @@ def test_the_first_step_and_one_that_fails(tmp_path):
 def test_the_other_ranks_of_a_stage_write_nothing(tmp_path, monkeypatch):
     mesh = replace(SINGLE, dp=Axis("dp", 2, 1), world=Axis("world", 2, 1))
     told = []
-    monkeypatch.setattr(profile.agree, "gather_objects", lambda mine: told.append(mine) or [mine])
+    monkeypatch.setattr(
+        profile.consensus, "gather_objects", lambda mine: told.append(mine) or [mine]
+    )
     monkeypatch.setattr(profile, "_least", lambda took, mesh: {})
     made = profile.Profile(1, mesh, tmp_path)
     with made.around(1):
@@ -204,7 +206,7 @@ def test_no_rank_waits_for_one_that_cannot_write(tmp_path, monkeypatch):
     calls, other = [], (None, 1, ["there: full"])
     monkeypatch.setattr(profile, "_least", lambda took, mesh: calls.append("least") or {})
     monkeypatch.setattr(
-        profile.agree, "gather_objects", lambda mine: calls.append("gathered") or [mine, other]
+        profile.consensus, "gather_objects", lambda mine: calls.append("gathered") or [mine, other]
     )
     *_, line = recorded(tmp_path, mesh).write(lambda seconds: {})
     assert line == "the profile of step 1 is not written on rank 1: there: full"
@@ -285,7 +287,7 @@ def test_a_range_is_nothing_where_no_profile_records():
     entered = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.autograd.profiler, "record_function", entered.append)
-        with ranges.mark("attention"):
+        with profiling.record_range("attention"):
             pass
     assert entered == []
 
@@ -294,7 +296,7 @@ def test_a_range_is_nothing_to_the_compiler():
     """Neither a break of the graph nor a part of it."""
 
     def work(x):
-        with ranges.mark("attention"):
+        with profiling.record_range("attention"):
             return x.sin()
 
     graphs = []

@@ -172,7 +172,7 @@ def hold_reads(case: Case, monkeypatch, join: AbstractContextManager) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_reads_of_a_step(name, monkeypatch):
-    hold_reads(CASES[name], monkeypatch, meshes.joined(None, torch.device("cpu")))
+    hold_reads(CASES[name], monkeypatch, meshes.process_group_context(None, torch.device("cpu")))
 
 
 def over_ranks(name: str) -> None:

@@ -53,7 +53,7 @@ def values(model: str, seed: int = 0) -> dict[str, torch.Tensor]:
     """{name: whole parameter}, fp64."""
     made = build(MODELS[model], SINGLE)
     initialize(made, seed)
-    return {name: state.full(p).double() for name, p in made.named_parameters()}
+    return {name: state.gather_full(p).double() for name, p in made.named_parameters()}
 
 
 @pytest.mark.parametrize("model", MODELS)

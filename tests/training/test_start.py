@@ -8,7 +8,7 @@ import torch.distributed as dist
 from rich.console import Console
 from spawning import run_spawned
 
-from dolmen.core.mesh import grid
+from dolmen.core.mesh import build_mesh
 from dolmen.training.folder import Unusable
 from dolmen.training.run import run_training
 
@@ -21,7 +21,7 @@ def _other_text(material, folder) -> list[str]:
     run = material.config(
         layout={"dp": 2}, data={**material.options()["data"], "path": [str(path)]}
     )
-    mesh = grid(2, 1, torch.device("cpu"))
+    mesh = build_mesh(2, 1, torch.device("cpu"))
     try:
         run_training(run, folder / "run", mesh, Console(quiet=True))
         said = "trained"

@@ -168,8 +168,8 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
 @pytest.fixture
 def alone():
     """A mesh of one rank with a group: without one nothing is cast (parallel/data.py)."""
-    with meshes.joined(None, torch.device("cpu")):
-        yield meshes.grid(1, 1, torch.device("cpu"))
+    with meshes.process_group_context(None, torch.device("cpu")):
+        yield meshes.build_mesh(1, 1, torch.device("cpu"))
 
 
 def test_fp16_overflow_halves_the_scale_and_patience_doubles_it(alone):
@@ -230,7 +230,7 @@ def overflow_on_one_rank():
             states.local_view(state.model.layers["1"].mlp.up.weight.grad).view(-1)[-1] = math.inf
 
     for dp, tp, zero in ((2, 1, 0), (2, 1, 1), (2, 1, 2), (2, 1, 3), (1, 2, 1)):
-        mesh = meshes.grid(dp, tp, torch.device("cpu"))
+        mesh = meshes.build_mesh(dp, tp, torch.device("cpu"))
         state = make(mesh, zero)
         state.scale = LossScale(True, 8.0)
         update(state, batch(mesh), mesh, 2)

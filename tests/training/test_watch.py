@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from dolmen.core.messages import Failed
-from dolmen.launch import watch as watches
-from dolmen.launch.watch import Watch, verdict
+from dolmen.launch import watchdog as watches
+from dolmen.launch.watchdog import Watch, verdict
 from dolmen.training.worker import explained
 
 

@@ -46,7 +46,7 @@ def family(context: Context, name: str, record: Record) -> None:
     device = torch.device(context.place)
     with tempfile.TemporaryDirectory() as to, house.alone(device) as mesh:
         source = open_source(tiny.save(tiny.build(name), Path(to)))
-        cpu = meshes.grid(1, 1, torch.device("cpu"))
+        cpu = meshes.build_mesh(1, 1, torch.device("cpu"))
         true = updates(source, cpu, torch.float64)
         record.tell(loss=true[0][0], norm=true[1][0])
         for dtype, bounds in BOUNDS.items():

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from benchmarks.gpu import clock, compare
 from benchmarks.gpu.case import Case, Context, Record
+from dolmen.ops.fp8_recipe import GRANULARITY, Fp8, Precision
 from dolmen.ops.kernels import Hardware, choose
-from dolmen.ops.recipe import GRANULARITY, Fp8, Precision
-from dolmen.parallel.product import Axes, Delayed, Fp8Product, Rounding
+from dolmen.parallel.quantized_product import Axes, Delayed, Fp8Product, Rounding
 
 # A Hopper tensor core keeps some 14 bits of what it adds up in eight bits: "nearly 2 %" of a sum of
 # 4,096 products at the most (DeepSeek-V3, 2412.19437, section 3.3.2).

@@ -15,7 +15,7 @@ from typing import Any
 
 from dolmen.conversion.megatron import latent
 from dolmen.conversion.megatron.options import OF_CORE, OF_OLDER, ONLY, Said
-from dolmen.core.messages import shown
+from dolmen.core.messages import brief
 from dolmen.families.differences import differences
 from dolmen.families.family import expect
 from dolmen.model.spec import (
@@ -47,7 +47,7 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
     for name, allowed in ONLY.items():
         if said[name] not in allowed:
             raise ValueError(
-                f"{name} is {shown(said[name])}: of Megatron's models dolmen computes those with "
+                f"{name} is {brief(said[name])}: of Megatron's models dolmen computes those with "
                 f"{allowed[0]!r}"
             )
     unread = OF_CORE if legacy else OF_OLDER
@@ -140,7 +140,7 @@ def _window(said: Said) -> int | None:
         return None
     before, behind = window if isinstance(window, (tuple, list)) else (window, 0)
     if behind not in (0, -1):
-        raise ValueError(f"window_size is {shown(window)}: dolmen computes none that looks ahead")
+        raise ValueError(f"window_size is {brief(window)}: dolmen computes none that looks ahead")
     return None if before < 0 else before + 1
 
 

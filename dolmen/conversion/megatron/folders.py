@@ -12,7 +12,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from dolmen.core.messages import counted, shown
+from dolmen.core.messages import brief, plural
 from dolmen.files import gate
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -93,13 +93,13 @@ def sizes(folder: Path, args: Mapping[str, Any]) -> Sizes:
     expected = (found.name(*at) for at in product(range(tp), range(pp), range(ep)))
     if missing := [*islice((name for name in expected if name not in names), 4)]:
         raise ValueError(
-            f"{folder} has {counted(len(names), 'rank')} of {tp * pp * ep} ({found.words}): "
+            f"{folder} has {plural(len(names), 'rank')} of {tp * pp * ep} ({found.words}): "
             f"{', '.join(missing[:3])}{' ...' * (len(missing) > 3)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
         )
     if len(names) > tp * pp * ep:
         raise ValueError(
-            f"{folder} has {counted(len(names), 'rank')}, but its args say {found.words}"
+            f"{folder} has {plural(len(names), 'rank')}, but its args say {found.words}"
         )
     return found
 
@@ -110,4 +110,4 @@ def weights_file(folder: Path) -> Path:
         if (folder / name).is_file():
             return folder / name
     held = sorted(path.name for path in folder.iterdir())
-    raise ValueError(f"{folder} has no {WEIGHTS[0]}: it holds {shown(held[:5])}")
+    raise ValueError(f"{folder} has no {WEIGHTS[0]}: it holds {brief(held[:5])}")

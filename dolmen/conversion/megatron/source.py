@@ -25,7 +25,7 @@ from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.megatron.states import Kept, States
 from dolmen.conversion.moments import MOMENTS, Moments, check_whole
 from dolmen.conversion.weights import Scales, assemble
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.families import Model, edit
 from dolmen.families.differences import differences
 from dolmen.families.rules import Entry
@@ -310,10 +310,10 @@ class Megatron(Joined):
         missing = [name for name in self._entries if name not in held]
         if extra or missing:
             sides = [
-                f"{counted(len(extra), 'tensor has', 'tensors have')} no rule, e.g. {extra[:3]}"
+                f"{plural(len(extra), 'tensor has', 'tensors have')} no rule, e.g. {extra[:3]}"
             ]
             sides = sides * bool(extra) + [
-                f"{counted(len(missing), 'tensor is', 'tensors are')} missing, e.g. {missing[:3]}"
+                f"{plural(len(missing), 'tensor is', 'tensors are')} missing, e.g. {missing[:3]}"
             ] * bool(missing)
             raise KeyError(f"{self.where} does not fit its args: {'; '.join(sides)}")
         for name, shards in held.items():
@@ -437,7 +437,7 @@ def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:
         )
     if checkpoint.layers != checkpoint.args["num_layers"]:
         raise ValueError(
-            f"{checkpoint.folder} has {counted(checkpoint.layers, 'layer')}, num_layers in its "
+            f"{checkpoint.folder} has {plural(checkpoint.layers, 'layer')}, num_layers in its "
             f"args is {checkpoint.args['num_layers']}"
         )
     tree = arguments.read(checkpoint.args, checkpoint.legacy, known)

@@ -56,43 +56,43 @@ int8_product = torch.ops.aten._weight_int8pack_mm
 """x W^T of bfloat16 x, with each row of W an int8 times its scale; of a CPU. 2.11 to 2.13."""
 
 
-def laid_out(weight: Tensor, rows: int) -> Tensor:
+def prepack_weight(weight: Tensor, rows: int) -> Tensor:
     """A weight [out, in] as oneDNN multiplies products of so many rows: what torch.compile does
     with weights that are frozen, and eager torch nowhere. 2.11 to 2.13.
     """
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
 
-def laid_out_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b of what `laid_out` gives. 2.11 to 2.13."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def lays_out() -> bool:
+def can_prepack() -> bool:
     """Whether `laid_out` is there: torch was built with oneDNN. 2.11 to 2.13."""
     return torch.backends.mkldnn.is_available()
 
 
-def writes(x: Tensor) -> int:
+def version_of(x: Tensor) -> int:
     """How often x was written in place: what autograd tells a tensor by that has changed since it
     was kept. 2.11 to 2.13.
     """
     return x._version
 
 
-def profiles() -> bool:
+def is_profiling() -> bool:
     """Whether a profile records: torch asks this flag before ranges of its own. 2.11 to 2.13."""
     return profiler._is_profiler_enabled
 
 
-def half_is_fast() -> bool:
+def has_fast_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 by instructions of its own: `torch.cpu` tells nobody but
     the compiler. 2.11 to 2.13.
     """
-    return torch.cpu._is_avx512_bf16_supported() or multiplies_tiles()
+    return torch.cpu._is_avx512_bf16_supported() or has_amx()
 
 
-def multiplies_tiles() -> bool:
+def has_amx() -> bool:
     """Whether this CPU has AMX, whose products are of tiles: `torch.cpu` tells nobody but the
     compiler. 2.11 to 2.13.
     """
@@ -106,7 +106,7 @@ def mark_dynamic(x: Tensor, dim: int) -> None:
     torch._dynamo.maybe_mark_dynamic(x, dim)
 
 
-def turned(x: Tensor) -> Tensor:
+def transpose_contiguous(x: Tensor) -> Tensor:
     """x^T, whose rows lie in memory one after the other. The compiler takes `x.t().contiguous()`
     for a copy that may lie as x does; the strides of this operator of its own it keeps. 2.11 to
     2.13.
@@ -118,7 +118,7 @@ def turned(x: Tensor) -> Tensor:
     return inductor_prims.force_stride_order(x.t(), (x.shape[0], 1))
 
 
-def untraced(function: Callable[P, T]) -> Callable[P, T]:
+def disable_compile(function: Callable[P, T]) -> Callable[P, T]:
     """`torch.compiler.disable(function)`, which torch does to its own functions without importing
     its compiler before one is called: half a second of every process. To be called where something
     is compiled. 2.11 to 2.13.
@@ -126,7 +126,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
 
 
-class AdamW(torch.optim.AdamW):
+class ViewAdamW(torch.optim.AdamW):
     """torch's, whose step reads and writes `view` of each parameter, gradient and state, and not
     the tensor itself: nothing public is called between the lists and the kernel. 2.11 to 2.13.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def as_stored(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def revert_weight_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under the names of the parameters of a model of transformers -> under the names that
     its files have, experts apart. It saves through this, and reads through its inverse. 5.23.
     """
@@ -21,7 +21,7 @@ def as_stored(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 @contextmanager
-def seen_attention(
+def observe_attention(
     model: Any, name: str, see: Callable[[nn.Module, dict[str, Tensor]], None]
 ) -> Iterator[None]:
     """Within, `see(module, {query, key, value})` is told what each attention of a model is given,

@@ -19,7 +19,7 @@ Record = FSDPParam
 """What FSDP knows of a parameter: the shard (`sharded_param`), the copy gathered from it, and the
 gradients of both. 2.11 to 2.13."""
 
-place_of = _utils.compute_local_shape_and_global_offset
+local_shape_and_offset = _utils.compute_local_shape_and_global_offset
 """(shape, mesh, placements) -> shape and offset of this rank's part, of any placements, uneven ones
 too, from arithmetic alone. 2.11 to 2.13."""
 
@@ -30,7 +30,7 @@ class is not): `allocate(size, dtype, device)`, and a call with tensors of outpu
 and operation. 2.13; tried in no other."""
 
 
-def held(p: Any) -> Tensor:
+def local_tensor(p: Any) -> Tensor:
     """The tensor in which a DTensor holds this rank's values. `to_local()` is public, and of a
     parameter a view with a node of autograd, which takes longer than the launches of an update.
     2.11 to 2.13.
@@ -38,7 +38,7 @@ def held(p: Any) -> Tensor:
     return p._local_tensor
 
 
-def holding(p: Any, values: Tensor) -> Tensor:
+def dtensor_like(p: Any, values: Tensor) -> Tensor:
     """A DTensor that lies as the DTensor p, and holds `values`. The public `from_local` computes
     p's shape and strides again. 2.11 to 2.13.
     """
@@ -71,7 +71,7 @@ def gather_plain(record: Record, sum_gradient: Callable[[Tensor], Tensor] | None
         record._get_grad_inner_tensor = sum_gradient  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def after_backward(root: FSDPModule) -> None:
+def run_final_callback(root: FSDPModule) -> None:
     """What FSDP does when a backward has ended, called by hand: each unit is looked at once more,
     and what has come to its gradients since is added up, and reduced if it is their turn. 2.11 to
     2.13.
@@ -113,7 +113,7 @@ def gather_as(
     tensors, as it is documented, and here of this one tensor, so that parameters at rest are as all
     others. Private is that it is told of them, and the list of what it gathers into. 2.11 to 2.13.
     """
-    shard = held(record.sharded_param)
+    shard = local_tensor(record.sharded_param)
     shapes: list[torch.Size] = []
 
     def before(mesh, size, stride, module, policy) -> tuple[tuple[Tensor, ...], None]:

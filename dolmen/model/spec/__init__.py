@@ -45,7 +45,7 @@ from dolmen.model.spec.positions import (
     Table,
     Yarn,
 )
-from dolmen.ops.recipe import Fp8
+from dolmen.ops.fp8_recipe import Fp8
 
 __all__ = [
     "Adapter",

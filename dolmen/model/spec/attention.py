@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dolmen.core.messages import counted, divisor
+from dolmen.core.messages import divisor, plural
 from dolmen.model.spec.layers import Norm
 from dolmen.model.spec.param import Cut, Leaf, Leaves, Stream, column, row, within
 from dolmen.model.spec.positions import Relative, Rope, Yarn, temperature
@@ -94,8 +94,8 @@ class Attention:
     @property
     def words(self) -> str:
         """For a person."""
-        kv = f", {counted(self.kv_heads, 'kv head')}" if self.kv_heads != self.heads else ""
-        return f"{counted(self.heads, 'head')}{kv}"
+        kv = f", {plural(self.kv_heads, 'kv head')}" if self.kv_heads != self.heads else ""
+        return f"{plural(self.heads, 'head')}{kv}"
 
     def leaves(self, stream: Stream) -> Leaves:
         """k and v are whole on every rank where tp does not divide their heads: a rank multiplies
@@ -192,7 +192,7 @@ class LatentAttention:
     @property
     def words(self) -> str:
         """For a person."""
-        return f"{counted(self.heads, 'head')} of a latent of {self.kv_rank}"
+        return f"{plural(self.heads, 'head')} of a latent of {self.kv_rank}"
 
     def leaves(self, stream: Stream) -> Leaves:
         """What makes the latents, and their norms, is whole on every rank of tp: see

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dolmen.core.messages import counted, divisor
+from dolmen.core.messages import divisor, plural
 from dolmen.model.spec.param import Cut, Gradient, Leaf, Leaves, Stream, column, row, within
 
 
@@ -197,7 +197,7 @@ class Experts:
             )
         if kept * (number // groups) < self.per_token:
             raise ValueError(
-                f"topk_group ({kept}) x {counted(number // groups, 'expert')} of a group are fewer "
+                f"topk_group ({kept}) x {plural(number // groups, 'expert')} of a group are fewer "
                 f"than num_experts_per_tok ({self.per_token}): set a larger --model.topk-group"
             )
 

@@ -7,7 +7,7 @@
     operators.py  the calls of both
     score_bias.py ALiBi and attention sinks, on top of any backend
     decode.py     one query of each text, to keys in the pages of a cache
-    dropped.py    with dropout, any backend's
+    dropout.py    attention with dropout, the same for all backends
     reference.py  the definition, in float64
 
 Which backend computes is chosen where a model is built (ops/kernels.py), and no tensor is asked for

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.core.device import send
+from dolmen.core.device import to_device
 from dolmen.ops.attention.spec import seen, visible
 from dolmen.ops.elementwise import Accumulate, accumulate
 
@@ -107,7 +107,7 @@ def _blocks(
     wide = torch.promote_types(q.dtype, torch.float32)
     slopes = None
     if rule.slopes is not None:
-        slopes = send(torch.tensor(rule.slopes, dtype=wide), device).view(-1, 1, group, 1)
+        slopes = to_device(torch.tensor(rule.slopes, dtype=wide), device).view(-1, 1, group, 1)
     for mine, theirs in _runs(queries, keys, size, rule):
         rows = slice(mine.start * group, mine.stop * group)
         if not theirs:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dolmen.core.autograd import Context, Function
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.ops.attention import blocks
 from dolmen.ops.attention.blocks import Rule
 from dolmen.ops.attention.score_bias import join_sinks, sink_gradient
@@ -156,7 +156,7 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-class _Blockwise(Function):
+class _Blockwise(TypedFunction):
     """q [n, queries * group, size], k [n, keys, size], v [n, keys, value size], sinks [kv_heads, 1,
     group] or None, and a Rule, one after the other -> [n, queries * group, value size]. Kept for
     backward: these, and one number per row.

@@ -157,7 +157,7 @@ def _raw(
         scores = (scores / attend.soft_cap).tanh_().mul_(attend.soft_cap)
     slopes = attend.slopes_of(kv_heads * group)
     if slopes is not None:
-        each = device.send(torch.tensor(slopes, dtype=scores.dtype), scores.device)
+        each = device.to_device(torch.tensor(slopes, dtype=scores.dtype), scores.device)
         far = back.to(scores.dtype)
         scores = scores.addcmul_(each.view(kv_heads, group, 1), far, value=-1)
     return scores

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dolmen.core.autograd import Context, Function
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.torch_private import compute
 from dolmen.ops.attention.score_bias import join_sinks, sink_gradient
 from dolmen.ops.attention.spec import Run
@@ -216,7 +216,7 @@ def no_state(q: Tensor) -> Tensor:
     return torch.zeros(2, dtype=torch.uint64, device=q.device)
 
 
-class Flash(Function):
+class Flash(TypedFunction):
     """q, k, v, sinks [heads] or None, and a Call, one after the other. Kept for backward: these,
     out, one number per query and head, and 16 bytes.
     """

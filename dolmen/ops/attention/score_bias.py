@@ -40,7 +40,7 @@ def alibi_key_bias(heads: int, positions: Int64[Tensor, "b s"]) -> BFloat16[Tens
     transformers.
     """
     each = torch.tensor(alibi_slopes(heads), dtype=torch.bfloat16)
-    return device.send(each, positions.device) * positions[..., None].bfloat16()
+    return device.to_device(each, positions.device) * positions[..., None].bfloat16()
 
 
 def append_key_bias(

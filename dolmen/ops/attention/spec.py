@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from dolmen.core.device import send
+from dolmen.core.device import to_device
 from dolmen.core.torch_private import compute
 from dolmen.ops.elementwise import Dropout
 
@@ -126,8 +126,8 @@ class Documents:
 
     def on(self, device: torch.device) -> "Documents":
         """The same, made on the host, for tokens on `device`; the host does not wait for it."""
-        reach = None if self.reach is None else send(self.reach, device)
-        return replace(self, starts=send(self.starts, device), reach=reach)
+        reach = None if self.reach is None else to_device(self.reach, device)
+        return replace(self, starts=to_device(self.starts, device), reach=reach)
 
     def part(self, tokens: slice, run: int = 0) -> "Documents":
         """Of these tokens, which are the run numbered `run`."""
@@ -137,7 +137,7 @@ class Documents:
     def both_ways(self) -> "Documents":
         """The same where all tokens of a document see one another."""
         ends = document_ends(self.host_starts)
-        return replace(self, reach=send(ends, self.starts.device), host_reach=ends)
+        return replace(self, reach=to_device(ends, self.starts.device), host_reach=ends)
 
     @property
     def causal(self) -> "Documents":
@@ -188,7 +188,7 @@ def run(
         keys += [lengths[0] + before, *lengths[1:]]
         kept.append((first - before + len(kept) * stop, (len(kept) + 1) * stop))
     bounds = torch.tensor([queries, keys], dtype=torch.int32).cumsum(1, dtype=torch.int32)
-    bounds = send(F.pad(bounds, (1, 0)), device)
+    bounds = to_device(F.pad(bounds, (1, 0)), device)
     longest = torch.empty((-(-max(keys) // 128) * 128, 0), device=device)
     picked = None
     if back and first > 0:

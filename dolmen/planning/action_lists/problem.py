@@ -31,7 +31,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.files import gate, kinds
 from dolmen.parallel.schedule import Action, Schedule
 from dolmen.parallel.simulation import Cost
@@ -78,8 +78,8 @@ class Costs:
                 lengths = sorted({shape.ranks, shape.stages})
                 raise gate.refuse(
                     self.name,
-                    f"{name} has {counted(len(times), 'time')}, and there are "
-                    f"{counted(shape.ranks, 'rank')} and {counted(shape.stages, 'stage')}: give "
+                    f"{name} has {plural(len(times), 'time')}, and there are "
+                    f"{plural(shape.ranks, 'rank')} and {plural(shape.stages, 'stage')}: give "
                     f"one number, or {' or '.join(map(str, lengths))}",
                 )
             case _:

@@ -2,7 +2,7 @@
 counts what a server does, for Prometheus.
 
     other thread      submit, cancel, stop -> [what has come since]
-    every rank        turn = the first rank's, broadcast   (agree.once)
+    every rank        turn = the first rank's, broadcast   (consensus.once)
                       turn.new join, turn.cancelled leave, one step
     first rank        calls back with the result of the step
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from dolmen.core import agree
+from dolmen.core import consensus
 from dolmen.core.mesh import Mesh
 from dolmen.serving.engine import Engine
 from dolmen.serving.request import Request, StepOutput
@@ -100,7 +100,7 @@ class Loop:
 
     def _next(self) -> Turn:
         """Return the first rank's turn, on all ranks."""
-        return self._taken() if self.mesh.size == 1 else agree.once(self._taken)
+        return self._taken() if self.mesh.size == 1 else consensus.run_on_rank_zero(self._taken)
 
     def _taken(self) -> Turn:
         """Take the changes since the last call. Sleeps while there is nothing to do."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dolmen.conversion.source import Source
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.data import chats
 from dolmen.data.template import Template
 from dolmen.data.tokenizer import PreTrainedTokenizer
@@ -162,7 +162,7 @@ class Reader:
         room = self.most - len(tokens)
         if room < max(wanted, 1):
             raise bad(
-                f"the prompt has {counted(len(tokens), 'token')} and {wanted:,} may follow, which "
+                f"the prompt has {plural(len(tokens), 'token')} and {wanted:,} may follow, which "
                 f"is more than {self.most:,}, the most together",
                 code="context_length_exceeded",
             )

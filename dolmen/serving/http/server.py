@@ -34,7 +34,7 @@ from dolmen.conversion.source import Source, open_alike, open_source, tokenizer_
 from dolmen.core.filesystem import expand
 from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
-from dolmen.core.messages import quoted
+from dolmen.core.messages import escape
 from dolmen.data.template import own_template
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.files import gate
@@ -309,7 +309,7 @@ class Front:
 
     def _tell(self) -> None:
         config = self.config
-        self.told(f"serving {quoted(self.name)} at {self.address}/v1")
+        self.told(f"serving {escape(self.name)} at {self.address}/v1")
         if config.key is None and config.key_file is None:
             self.told(f"key: {self.key}")
         if not config.local:

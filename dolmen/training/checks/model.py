@@ -3,7 +3,7 @@ and on adapters.
 """
 
 from dolmen.conversion.moments import check_whole
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.families import compared
 from dolmen.families.family import knob
 from dolmen.training.config import RunConfig
@@ -34,7 +34,7 @@ def check_init(resolved: ResolvedRun) -> None:
         lost -= source.tree.head.leaves(source.tree.vocab_size, source.tree.width).keys()
     if lost:
         raise ValueError(
-            f"--init {init} has {counted(len(lost), 'bias', 'biases')} of routers, e.g. "
+            f"--init {init} has {plural(len(lost), 'bias', 'biases')} of routers, e.g. "
             f"{min(lost)}, that without train.router.balance bias the run would lose: use "
             "--train.router.balance bias"
         )

@@ -5,7 +5,7 @@ generation, critic.
 from dataclasses import replace
 
 from dolmen.conversion.source import Source
-from dolmen.core.messages import counted
+from dolmen.core.messages import plural
 from dolmen.families import compared
 from dolmen.model.layout import Layout
 from dolmen.rl import function_worker, rewards
@@ -121,7 +121,7 @@ def _check_layout(run: RunConfig) -> None:
     if world % tp:
         raise ValueError(
             f"rollout.tp ({tp}) does not divide the run's "
-            f"{counted(world, 'process', 'processes')}: set another --rollout.tp"
+            f"{plural(world, 'process', 'processes')}: set another --rollout.tp"
         )
     try:
         Layout(tp=tp, dp=world // tp).check_model(run.tree)

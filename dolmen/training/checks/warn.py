@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from dolmen.core.messages import counted, printable
+from dolmen.core.messages import plural, printable
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batches import Loader
 from dolmen.data.chat_loader import ChatLoader
@@ -44,7 +44,7 @@ def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
     if warmup <= steps:
         return None
     return (
-        f"optimizer.warmup-steps ({warmup}) is over the run's {counted(steps, 'step')}: the "
+        f"optimizer.warmup-steps ({warmup}) is over the run's {plural(steps, 'step')}: the "
         f"learning rate ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set "
         f"--optimizer.warmup-steps {max(1, steps - 1)} or less, or --train.steps over {warmup}"
     )
@@ -59,7 +59,7 @@ def batch_over_epoch(run: RunConfig, loader: Loader) -> str | None:
     most = int(batch / passes)
     return (
         f"train.global-batch-size ({batch:,}) is over an epoch of the training data "
-        f"({counted(most, 'sequence')}): each step reads every sequence {passes:.3g} times; set "
+        f"({plural(most, 'sequence')}): each step reads every sequence {passes:.3g} times; set "
         f"--train.global-batch-size {most} or less, or give more data"
     )
 
@@ -151,7 +151,7 @@ def little_held_out(run: RunConfig, loader: Loader) -> str | None:
     told = f" ({share:.2%} of the {what}, {asked:.2%} asked for)" if asked else ""
     knob = "a larger --data.validation-fraction, or give --data.validation" if asked else "more"
     return (
-        f"the validation text has {counted(held, unit)}{told}, and a batch {batch:,}: its "
+        f"the validation text has {plural(held, unit)}{told}, and a batch {batch:,}: its "
         f"loss says little; use {knob}" + ("" if asked else " text in --data.validation")
     )
 

@@ -50,24 +50,24 @@ class Launch:
             return _torchrun(env)
         if "SLURM_PROCID" not in env or "SLURM_STEP_NODELIST" not in env:
             return None
-        return _slurm(env) if "SLURM_NTASKS" in env and _size(env, "SLURM_NTASKS") > 1 else None
+        return _slurm(env) if "SLURM_NTASKS" in env and _positive(env, "SLURM_NTASKS") > 1 else None
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
     """Where nothing is said of this machine, all ranks are on it."""
-    world = _size(env, "WORLD_SIZE")
+    world = _positive(env, "WORLD_SIZE")
     rank = _index(env, "RANK", world, "WORLD_SIZE")
     if "LOCAL_RANK" not in env and "LOCAL_WORLD_SIZE" not in env:
         local, here = rank, world
     else:
-        here = _size(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world
+        here = _positive(env, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in env else world
         local = _index(env, "LOCAL_RANK", here, "LOCAL_WORLD_SIZE")
     _check_address(env, world)
     return Launch(rank, world, local, here)
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
-    world = _size(env, "SLURM_NTASKS")
+    world = _positive(env, "SLURM_NTASKS")
     here, name = _tasks_here(env)
     rank = _index(env, "SLURM_PROCID", world, "SLURM_NTASKS")
     local = _index(env, "SLURM_LOCALID", here, name)
@@ -83,12 +83,12 @@ def _tasks_here(env: Mapping[str, str]) -> tuple[int, str]:
     """
     name = "SLURM_STEP_TASKS_PER_NODE"
     if name not in env:
-        return _size(env, "SLURM_NTASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE"
+        return _positive(env, "SLURM_NTASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE"
     each: list[tuple[int, int]] = []  # (tasks, of so many machines)
     for part in env[name].split(","):
         found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
         if not found or not int(found[1]):
-            raise ValueError(_told(env, name, "it must be as 4, 4(x2) or 4,3"))
+            raise ValueError(_error_text(env, name, "it must be as 4, 4(x2) or 4,3"))
         each.append((int(found[1]), int(found[2] or 1)))
     if len(each) == 1:
         return each[0][0], name
@@ -103,7 +103,9 @@ def _rendezvous(env: Mapping[str, str]) -> str:
     """
     host = re.match(r"([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])
     if not host:
-        raise ValueError(_told(env, "SLURM_STEP_NODELIST", "it must begin with a machine's name"))
+        raise ValueError(
+            _error_text(env, "SLURM_STEP_NODELIST", "it must begin with a machine's name")
+        )
     job, step = (
         _number(env, name, 0) if name in env else 0 for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")
     )
@@ -115,30 +117,32 @@ def _check_address(env: Mapping[str, str], world: int) -> None:
     if world == 1:
         return
     if not env.get("MASTER_ADDR"):
-        raise ValueError(_told(env, "MASTER_ADDR", "it must be the host of rank 0"))
+        raise ValueError(_error_text(env, "MASTER_ADDR", "it must be the host of rank 0"))
     if _number(env, "MASTER_PORT", 0) > 65535:
-        raise ValueError(_told(env, "MASTER_PORT", "it must be from 0 to 65535"))
+        raise ValueError(_error_text(env, "MASTER_PORT", "it must be from 0 to 65535"))
 
 
-def _size(env: Mapping[str, str], name: str) -> int:
+def _positive(env: Mapping[str, str], name: str) -> int:
     return _number(env, name, 1)
 
 
 def _index(env: Mapping[str, str], name: str, size: int, of: str) -> int:
     index = _number(env, name, 0)
     if index >= size:
-        raise ValueError(_told(env, name, f"it must be from 0 to {size - 1}, as {of} is {size}"))
+        raise ValueError(
+            _error_text(env, name, f"it must be from 0 to {size - 1}, as {of} is {size}")
+        )
     return index
 
 
 def _number(env: Mapping[str, str], name: str, least: int) -> int:
     value = env.get(name, "").strip()
     if not re.fullmatch(r"[0-9]{1,18}", value) or int(value) < least:
-        raise ValueError(_told(env, name, f"it must be a whole number of at least {least}"))
+        raise ValueError(_error_text(env, name, f"it must be a whole number of at least {least}"))
     return int(value)
 
 
-def _told(env: Mapping[str, str], name: str, must: str) -> str:
+def _error_text(env: Mapping[str, str], name: str, must: str) -> str:
     ours = "RANK" if "RANK" in env and "WORLD_SIZE" in env else "SLURM_PROCID"
     start = "torchrun" if ours == "RANK" else "srun"
     said = f"{name} is {env[name][:80]!r}" if name in env else f"{name} is not set"

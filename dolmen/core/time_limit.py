@@ -12,27 +12,27 @@ from types import FrameType
 from typing import Never
 
 
-class TookTooLong(Exception):
+class TimeLimitExceeded(Exception):
     """What was to end within a limit has not."""
 
 
 @contextmanager
-def within(seconds: float) -> Iterator[None]:
+def limit_time(seconds: float) -> Iterator[None]:
     """Raises TookTooLong in what runs within, once it has taken so long: in the main thread
     whatever it does, in any other once it is back from what is not Python.
     """
     main = threading.current_thread() is threading.main_thread()
     try:
-        with _alarm(seconds) if main else _raised(seconds):
+        with _alarm(seconds) if main else _async_exception(seconds):
             yield
-    except TookTooLong:
-        raise TookTooLong(f"it has taken over {seconds:g} s") from None
+    except TimeLimitExceeded:
+        raise TimeLimitExceeded(f"it has taken over {seconds:g} s") from None
 
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> Never:
-        raise TookTooLong
+        raise TimeLimitExceeded
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -44,14 +44,14 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _raised(seconds: float) -> Iterator[None]:
+def _async_exception(seconds: float) -> Iterator[None]:
     thread, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
     schedule = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
     def stop() -> None:
         with lock:
             if not over:
-                schedule(thread, ctypes.py_object(TookTooLong))
+                schedule(thread, ctypes.py_object(TimeLimitExceeded))
 
     timer = threading.Timer(seconds, stop)
     timer.daemon = True

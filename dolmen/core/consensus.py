@@ -26,7 +26,7 @@ def gather_objects(mine: Any) -> list[Any]:
     return found
 
 
-def code(folder: Path) -> dict[str, str]:
+def hash_sources(folder: Path) -> dict[str, str]:
     """Source file -> hash of its text, for every .py under `folder`."""
     files = sorted(folder.rglob("*.py"))
     return {
@@ -57,7 +57,7 @@ def require_same(
     for rank, (where, other) in enumerate(everyone):
         names = [n for n in {**first, **other} if first.get(n) != other.get(n)]
         if names:
-            lines.setdefault(f"on {where}: {_told(names, first, other)}", []).append(rank)
+            lines.setdefault(f"on {where}: {_differences(names, first, other)}", []).append(rank)
     told = [
         f"rank {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''} {line}"
         for line, ranks in lines.items()
@@ -73,7 +73,7 @@ def require_same(
     )
 
 
-def _told(names: list[str], first: dict, other: dict) -> str:
+def _differences(names: list[str], first: dict, other: dict) -> str:
     def value(of: dict, name: str) -> str:
         return str(of.get(name, "absent"))
 
@@ -81,7 +81,7 @@ def _told(names: list[str], first: dict, other: dict) -> str:
     return "; ".join(told) + (f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def each(work: Callable[[], T]) -> T:
+def run_on_all_ranks(work: Callable[[], T]) -> T:
     """work(), done by every rank, here this one's; where it raises ValueError or OSError on any,
     all raise ValueError with what the first of them says, so that none waits for those. They meet
     behind it: `work` itself may raise only where no other rank would wait for it within. Whatever
@@ -101,7 +101,7 @@ def each(work: Callable[[], T]) -> T:
     return found[0]
 
 
-def once(work: Callable[[], T]) -> T:
+def run_on_rank_zero(work: Callable[[], T]) -> T:
     """work(), done by rank 0 alone; its value, or its ValueError, is everyone's. Whatever else it
     raises all others know of too, who would wait for it.
     """

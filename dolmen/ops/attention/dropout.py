@@ -9,7 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from dolmen.core import device
-from dolmen.core.autograd import Context, Function
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.torch_private import compute
 from dolmen.ops import elementwise
 from dolmen.ops.attention.spec import Attend, Attended, Keys, Queries, Values, seen
@@ -47,7 +47,7 @@ def _scores(scores: Tensor, attend: Attend, rows: Tensor, columns: Tensor) -> Te
         scores = (scores / attend.soft_cap).tanh() * attend.soft_cap
     slopes = attend.slopes_of(scores.shape[1])
     if slopes is not None:
-        slopes = device.send(torch.tensor(slopes, dtype=scores.dtype), scores.device)
+        slopes = device.to_device(torch.tensor(slopes, dtype=scores.dtype), scores.device)
         scores = scores + slopes[:, None, None] * (columns - rows[:, None])
     return scores
 
@@ -63,7 +63,7 @@ def _kept(attend: Attend, rows: Tensor, columns: Tensor, heads: int) -> Tensor:
     )
 
 
-class _Probabilities(Function):
+class _Probabilities(TypedFunction):
     """softmax of the scores [batch, heads, queries, keys] that are seen, in fp32 or wider, then
     dropout; in the scores' dtype.
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from dolmen.core.torch_private import spelled
+from dolmen.core.torch_private import strings
 from dolmen.files import gate, kinds, write
 
 T = TypeVar("T")
@@ -197,7 +197,7 @@ class Watch:
         kept = [
             frame
             for i, frame in enumerate(frames)
-            if spelled.TORCH not in frame.split('"')[0] or i == len(frames) - 1
+            if strings.TORCH not in frame.split('"')[0] or i == len(frames) - 1
         ]
         return "\n".join('  File "' + frame.rstrip() for frame in kept[-12:])
 
@@ -210,7 +210,7 @@ def in_collective(frame: FrameType | None) -> bool:
         if frame is None:
             return False
         file = frame.f_code.co_filename
-        if spelled.COLLECTIVES in file or file.endswith(
+        if strings.COLLECTIVES in file or file.endswith(
             ("/core/collectives.py", "/core/transfers.py")
         ):
             return True

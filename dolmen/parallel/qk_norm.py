@@ -16,11 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core import collectives
-from dolmen.core.autograd import Context, Function
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
 
 
-class _OverWidth(Function):
+class _OverWidth(TypedFunction):
     """Kept for backward: queries, keys, and one number per token of each."""
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Names for the parts of a step, for a profile (training/profile.py): what operators are for, and
 over which axis bytes move.
 
-    with ranges.mark("attention"): ...
-    with ranges.mark("tp", "all-reduce"): ...
+    with profiling.record_range("attention"): ...
+    with profiling.record_range("tp", "all-reduce"): ...
 
 Where no profile records, entering one costs 0.4 us and leaves nothing; under torch.compile it is
 not there at all, and what is compiled is known by the names of its kernels.
@@ -23,23 +23,23 @@ T = TypeVar("T")
 PREFIX = "dolmen: "
 
 
-def mark(kind: str, what: str = "") -> AbstractContextManager:
+def record_range(kind: str, what: str = "") -> AbstractContextManager:
     """A range of the profile, if one records: `kind` is a kind of training/profile_table.py or the
     name of an axis, `what` is told beside it. Backward needs none: it is found by the forward it
     belongs to.
     """
-    if torch.compiler.is_compiling() or not compute.profiles():
+    if torch.compiler.is_compiling() or not compute.is_profiling():
         return nullcontext()
     return profiler.record_function(f"{PREFIX}{kind} {what}".rstrip())
 
 
-def marked(kind: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def record_function_range(kind: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """The function, in a range."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def within(*args: P.args, **kwargs: P.kwargs) -> T:
-            with mark(kind):
+            with record_range(kind):
                 return function(*args, **kwargs)
 
         return within

@@ -30,7 +30,7 @@ def join_fake(world: int, rank: int = 0) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
-def done() -> torch.ScriptObject:
+def completed_work() -> torch.ScriptObject:
     """Work that is complete, as an operator gives it: that of a fake group never is, unless waited
     for, as gloo's. 2.11 to 2.13.
     """
@@ -39,19 +39,19 @@ def done() -> torch.ScriptObject:
     return _create_work_from_future(future).boxed()
 
 
-def number() -> int:
+def next_sequence_number() -> int:
     """That of the next node of autograd: they are counted as forward makes them. 2.11 to 2.13."""
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def number_in_backward() -> int | None:
+def backward_sequence_number() -> int | None:
     """That of the node which backward is at; None outside of it. 2.11 to 2.13."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
 @contextmanager
-def resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def observe_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
     """Within, `seen` is told of each storage that has just been given another size: FSDP frees what
     it has gathered so, and no operator says it. 2.11 to 2.13.
     """
