@@ -225,7 +225,6 @@ def smaller(line: str) -> list[str]:
 @contextlib.contextmanager
 def served(words: list[str], port: int):
     """`dolmen serve`, as the page has it, in a process of its own and at a free port."""
-    Path("key.txt").write_text("secret\n")
     environment = {**os.environ, "PYTHONPATH": tinyrun.path_of()}
     command = [sys.executable, "-m", "dolmen", *words, "--port", str(port)]
     server = subprocess.Popen(command, env=environment)
