@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"sh", "console", "python", "yaml", "json", "text"}
 LAUNCHERS = ("srun", "torchrun", ".venv/bin/python")
-PROGRAMS = {"pip", "pytest", "torchrun", "curl", "export", "head=$(scontrol"}
+PROGRAMS = {"pip", "pytest", "torchrun", "curl", "export", "tail", "head=$(scontrol"}
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 material = tinyrun.material
 

@@ -2,6 +2,7 @@
 there, what they are to name.
 """
 
+import ast
 import re
 from collections import Counter
 from dataclasses import is_dataclass
@@ -9,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
+from dolmen.cli import VERBS
 from dolmen.cli.model_options import groups
 from dolmen.cli.parse import options
 from dolmen.cli.runs import options_of_run
@@ -77,6 +79,20 @@ def test_the_overview_names_every_package():
     packages = [p.parent.name for p in (ROOT / "dolmen").glob("*/__init__.py")]
     assert [name for name in packages if f"`{name}`" not in page] == []
     assert len(page) < 15_500
+
+
+def test_a_package_names_its_files():
+    """In its docstring, by topic; cli has a file for each verb besides."""
+    wrong = []
+    for file in sorted((ROOT / "dolmen").glob("**/*/__init__.py")):
+        text = ast.get_docstring(ast.parse(file.read_text())) or ""
+        named = set(re.findall(r"(?<![\w/])(\w+)\.py", text))
+        there = {p.stem for p in file.parent.glob("*.py")} - {"__init__"}
+        there -= set(VERBS) if file.parent.name == "cli" else set()
+        package = file.parent.relative_to(ROOT)
+        wrong += [f"{package}/__init__.py does not name {name}.py" for name in there - named]
+        wrong += [f"{package}/__init__.py names {name}.py" for name in named - there]
+    assert not wrong, "\n".join(sorted(wrong))
 
 
 def test_options_of_the_migrating_page_are_there():

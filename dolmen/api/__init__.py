@@ -1,5 +1,15 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
 and messages; and `parallelize`, `step`, `save` and `restore` of modules, which have no command.
+
+    models.py, generation.py  a model in this process
+    runs.py                   train, show
+    plans.py                  plan, dryrun
+    conversions.py            export, convert
+    comparisons.py            verify, diff
+    evaluations.py            evaluate
+    vocabularies.py           tokenize, vocabularies
+    modules.py                modules of torch
+    asked.py                  keywords to the options of a command
 """
 
 from dolmen.api.comparisons import diff, verify

@@ -2,6 +2,14 @@
 
 Exit codes: 0 done; 1 a run or a comparison failed; 2 bad input, found before any process started
 and with nothing written; 130 and 143 after Ctrl-C and SIGTERM, which save first.
+
+    command.py        words to the configuration of a command
+    parse.py          `--a.b value` to a nested dict
+    options.py        the configuration class of each command
+    runs.py           options of a run, over a recipe or YAML file
+    model_options.py  options of a model's family
+    help.py, short.py the help of a command, and of a recipe
+    one file per command
 """
 
 import os

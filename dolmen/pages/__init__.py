@@ -1,1 +1,1 @@
-"""What every page that we write looks like."""
+"""The style of every page that dolmen writes (style.py, style.css)."""

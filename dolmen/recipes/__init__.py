@@ -1,5 +1,11 @@
 """Built-in runs: functions that return a RunConfig. A recipe decides sizes and habits; options and
 files change it. Its model is a config.json.
+
+    gpts.py, llamas.py  models at the sizes of papers
+    tuning.py           SFT, reward models, DPO, GRPO, PPO
+    common.py           what large runs share
+    named.py            the run of a name, recipe or YAML file
+    changed.py          a run with options over it
 """
 
 from collections.abc import Callable

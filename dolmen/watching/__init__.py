@@ -1,1 +1,8 @@
-"""What a run has left behind, as a page to look at: a room that imports no torch."""
+"""Runs as a page (`dolmen show`). Imports no torch.
+
+run.py      the files of a run's folder, read while they grow
+series.py   numbers by step, thinned
+page.py     one HTML file
+server.py   the page kept up to date
+config.py   options of `show`
+"""

@@ -1,12 +1,14 @@
 """Megatron's checkpoints as models, read and written: one folder per rank of tensor, pipeline and
 expert parallelism, as Megatron-LM (Shoeybi et al., 1909.08053; Narayanan et al., 2104.04473) has
-saved them since its first release. docs/formats.md draws them.
+saved them since its first release. docs/reference/formats.md draws them.
 
     names.py      which tensor holds which parameters, and what each generation calls it
     arguments.py  the command line that a checkpoint keeps <-> a tree of components
     options.py    which options there are        latent.py   those of latent attention
-    shares.py     what a rank holds of a tensor, and the tensor of all ranks
-    shares.py    experts that lie in two tensors of a rank
+    shares.py     what a rank holds of a tensor, and the tensor of all ranks; grouped experts
+    scaling.py    `_extra_state`: scales of Transformer Engine
+    states.py     the weights that these belong to
+    dist.py       torch_dist checkpoints, read                dist_export.py  written
     folders.py    where a checkpoint's ranks lie, and whether all do
     source.py     read: a Source           export.py  written
 """

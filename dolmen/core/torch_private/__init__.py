@@ -4,6 +4,7 @@ release may change: a file for each part of torch, so that nobody imports more t
     compute.py      operators, lists of tensors, the compiler
     processes.py    collectives and groups          sharding.py    DTensor and FSDP
     checkpoints.py  files of DCP                    hub.py         transformers
+    dispatch.py     tensors without values, and seeing every operator
     strings.py      names known as text only: it imports nothing
 
 Nobody else in the house says such a name (tests/test_house.py), and of each a test says what we

@@ -7,6 +7,14 @@ it from a `config.json`.
       runs         ((block, ...), repeat): Llama is one block x 32
         block      mixer + mlp + norms + arrangement
       final norm, head
+
+    param.py           a parameter: shape, cuts over tp and ep, gradient type, initialisation, role
+    block.py           norms, residual stream and order of a block
+    attention.py       attention and latent attention
+    layers.py          norms, dense and sparse feed-forward layers
+    positions.py       rope and its scalings, ALiBi, learned tables
+    embedding_head.py  what is before the blocks and after them
+    lora.py            adapters next to frozen weights
 """
 
 import math
