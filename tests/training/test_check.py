@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tinyrun
@@ -22,6 +23,7 @@ from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import Muon
+from dolmen.planning.config import DryrunRequest
 from dolmen.recipes import RECIPES
 from dolmen.recipes.changed import request
 from dolmen.rl.config import CriticConfig, PPOConfig
@@ -192,7 +194,8 @@ def test_another_optimizer_is_refused_with_the_knob(material):
 
 
 def test_a_dry_run_compares_the_critic_with_the_model(material, tmp_path):
-    wide = LlamaConfig(**{**tinyrun.MODEL, "intermediate_size": 64})
+    shape: dict[str, Any] = {**tinyrun.MODEL, "intermediate_size": 64}
+    wide = LlamaConfig(**shape)
     LlamaForCausalLM(wide).save_pretrained(tmp_path)
     ppo = {"objective": {"name": "ppo"}, "reward": ["stub"], "data": {"rows": "prompts"}}
     run = material.config(**ppo, rollout={"num_generations": 1, "max_new_tokens": 4})
@@ -277,7 +280,8 @@ def test_a_microbatch_that_no_option_gives_fits_the_layout(material, tmp_path):
     ):
         assert size(file, **changes) is None
     assert size(file, layout={"dp": 2}, train={"microbatch_size": 3}) == 3
-    assert parse_run("dryrun", [str(file), "--layout.dp", "2"]).run.microbatch_size == 2
+    asked = parse_run("dryrun", [str(file), "--layout.dp", "2"])
+    assert isinstance(asked, DryrunRequest) and asked.run.microbatch_size == 2
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(yaml.safe_dump(to_dict(material.config(train={"microbatch_size": 3}))))
     assert size(wrong) == size(wrong, train={"steps": 1}) == 3
