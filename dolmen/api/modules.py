@@ -31,7 +31,7 @@ def parallelize(
         model = dolmen.parallelize(ToyModel(), {"net1": "columns", "net2": "rows"}, mesh)
         optimizer = torch.optim.AdamW(model.parameters())
 
-    See examples/toymodel.py and docs/parallelize.md.
+    See examples/toymodel.py and docs/how-to/parallelize.md.
     """
     return styles.parallelize(module, plan, mesh, zero)
 

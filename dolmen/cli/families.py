@@ -12,7 +12,7 @@ TOLD = (
     "transformers, or plain, a reference written from the published equations, where\n"
     "there is none. Largest differences over its cases, each of so many parameters at\n"
     "most: of logits in fp32, of gradients in float64; and layouts with the gradients\n"
-    "of one process. docs/families.md has every case, and why a layout is refused."
+    "of one process. docs/reference/families.md has every case, and why a layout is refused."
 )
 
 

@@ -1,5 +1,5 @@
-"""The same bits every time on a GPU (--train.deterministic). docs/numerics.md says what is bitwise
-where.
+"""The same bits every time on a GPU (--train.deterministic). docs/concepts/numerics.md says what is
+bitwise where.
 
 On a CPU all of a run is, with or without. A GPU's atomic additions come in any order: those of
 FlashAttention's backward, of `index_put`, `index_add` and `scatter_add`, of cuBLAS's shared

@@ -5,7 +5,7 @@ groups behind it. Who is in which group is arithmetic (core/topology.py); here t
     background       all ranks once more: for checkpoints that are saved while training continues
     one per axis     its ranks only: gloo, or on GPUs NCCL and nothing else
 
-So a rank of 3,072 has two gloo groups; docs/clusters.md counts their sockets.
+So a rank of 3,072 has two gloo groups; docs/how-to/clusters.md counts their sockets.
 """
 
 import os

@@ -1,5 +1,5 @@
 """How close each family is to its reference, as benchmarks/families.py measured it and wrote it to
-checked.json: what `dolmen families` and docs/families.md show.
+checked.json: what `dolmen families` and docs/reference/families.md show.
 """
 
 from dataclasses import dataclass

@@ -5,8 +5,8 @@ What a layer of any kind keeps of a microbatch until backward, ours or another p
 What each rank of a pipeline holds at its fullest, in closed form, for layouts by the hundred
 thousand. A dry run (dryrun.py) counts those of the layouts that are left, to the byte.
 
-Parameters and their states are read off leaves (docs/zero.md has the forms), what a layer keeps off
-its components (model/count.py), how many microbatches are kept at once off the schedule:
+Parameters and their states are read off leaves (docs/concepts/zero.md has the forms), what a layer
+keeps off its components (model/count.py), how many microbatches are kept at once off the schedule:
 
     gpipe           m
     1f1b            min(m, p - r)
@@ -321,7 +321,7 @@ class Capacity:
 
     def _kept_bytes(self, block: Block, choice: Choice, recompute: str) -> float:
         """Bytes that a layer keeps; where cp gathers, with keys and values of the whole sequence
-        (docs/context-parallel.md).
+        (docs/concepts/context-parallel.md).
         """
         kept = layer_bytes(
             self.tree,

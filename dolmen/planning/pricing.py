@@ -230,7 +230,7 @@ class Pricing:
     ) -> float:
         """Return the seconds of gathering parameters and reducing gradients beyond the action that
         they are sent behind, and by which they slow it: once per step, or per microbatch.
-        docs/zero.md says when.
+        docs/concepts/zero.md says when.
         """
         if choice.dp * choice.cp == 1:
             return 0.0

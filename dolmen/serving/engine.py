@@ -14,7 +14,7 @@ Every step is one forward (scheduler.py decides of which tokens, model_runner.py
 whose logits the next token of each sequence that has been read is sampled (sampler.py). All ranks
 of tp and pp make the same calls with the same values, sample the same tokens, and so schedule the
 same. Where one rank decides which requests come and go, as a server's does, it tells the others
-between steps (`consensus.run_on_rank_zero`; docs/generation.md).
+between steps (`consensus.run_on_rank_zero`; docs/how-to/generation.md).
 """
 
 import itertools

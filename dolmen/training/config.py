@@ -69,8 +69,8 @@ class TrainConfig:
     float64 is float64, for a CPU: two runs that should be equal then differ by 1e-12, not 1e-6.
     """
     precision: Precision | None = None
-    """Products of the matrices inside layers in eight bits (docs/fp8.md), with scales from the
-    steps before, or of each tensor, row or block as it is; all else in train.dtype. Unset: all.
+    """Products of the matrices inside layers in eight bits (docs/how-to/fp8.md), with scales from
+    the steps before, or of each tensor, row or block as it is; all else in train.dtype. Unset: all.
     """
     fp8: Fp8Config = Fp8Config()
     sequence_length: Positive | None = None

@@ -302,7 +302,7 @@ class Paths:
 
 
 def bound(problem: Problem) -> float:
-    """No schedule is shorter. The formulas are in docs/pipeline.md."""
+    """No schedule is shorter. The formulas are in docs/concepts/pipeline.md."""
     paths = Paths(problem)
     return max(
         *(_rank(problem, paths, rank) for rank in range(problem.ranks)),
