@@ -117,6 +117,16 @@ def test_a_module_is_as_it_was_whole(row, result):
     assert difference < 1e-9, (difference, where)
 
 
+def test_the_row_of_padding_gets_no_gradient():
+    """The split table replaces nn.Embedding on one process too, so rows cannot tell."""
+    make, plan, draw = MODELS["llama"]
+    torch.manual_seed(0)
+    module = dolmen.parallelize(make(), plan, SINGLE)
+    module(draw()).square().sum().backward()
+    gradient = module.get_parameter("table.weight").grad
+    assert gradient is not None and not gradient[0].any() and gradient[1:].any()
+
+
 @pytest.mark.parametrize("row", [row.parameter for row in CONTROLS])
 def test_what_is_forgotten_is_seen(row, result):
     assert result(row)[0] > 1e-3

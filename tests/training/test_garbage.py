@@ -139,7 +139,7 @@ def test_a_run_leaves_the_collector_as_it_was(was, material, tmp_path, monkeypat
 
 def test_a_run_collects_after_every_step_that_asks_for_it(material, tmp_path, monkeypatch):
     steps = []
-    monkeypatch.setattr(loop, "collect", steps.append)
+    monkeypatch.setattr(loop, "collect_garbage", steps.append)
     run = material.config()
     run = replace(run, train=replace(run.train, steps=3))
     run_training(run, tmp_path / "run", SINGLE, Console(quiet=True))
