@@ -39,7 +39,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.core.topology import Topology
 from dolmen.evaluation.theirs import draw
 from dolmen.families import Model
-from dolmen.families.model import changed, made
+from dolmen.families.model import model_from_fields, replace_fields
 from dolmen.files.safetensors import Spec
 from dolmen.model import attention, block, build, decoder, layers, mlp
 from dolmen.model.layout import Layout
@@ -57,13 +57,15 @@ SIZES = dict(
 )
 LLAMA_LIKE = SIZES | dict(intermediate_size=48, num_key_value_heads=2)
 MODELS: dict[str, Callable[[], Model]] = {
-    "llama": lambda: made("llama", LLAMA_LIKE),
-    "mistral": lambda: made("mistral", LLAMA_LIKE | dict(head_dim=8, sliding_window=6)),
-    "gemma2": lambda: made(
+    "llama": lambda: model_from_fields("llama", LLAMA_LIKE),
+    "mistral": lambda: model_from_fields(
+        "mistral", LLAMA_LIKE | dict(head_dim=8, sliding_window=6)
+    ),
+    "gemma2": lambda: model_from_fields(
         "gemma2", LLAMA_LIKE | dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=6)
     ),
-    "qwen3": lambda: made("qwen3", LLAMA_LIKE | dict(head_dim=8)),
-    "gpt2": lambda: made(
+    "qwen3": lambda: model_from_fields("qwen3", LLAMA_LIKE | dict(head_dim=8)),
+    "gpt2": lambda: model_from_fields(
         "gpt2",
         dict(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=64),
     ),
@@ -158,7 +160,7 @@ def without_residual(patch: Patch) -> None:
         added = layer.mlp(layer.mlp_norm(x), given)
         return added if layer.layer == 1 else x + added
 
-    patch.setattr(block.SequentialBlock, "stream", stream)
+    patch.setattr(block.SequentialBlock, "compute", stream)
 
 
 def centred(patch: Patch) -> None:
@@ -171,17 +173,17 @@ def not_causal(patch: Patch) -> None:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
-    patch.setattr(attention.Scores, "_sums", sums)
+    patch.setattr(attention.CoreAttention, "_sums", sums)
 
 
 def half_the_scale(patch: Patch) -> None:
-    right = attention.Scores.__init__
+    right = attention.CoreAttention.__init__
 
     def init(self, attend, *rest):
         right(self, attend, *rest)
         self.attend = self.attend._replace(scale=0.5 * 8**-0.5)
 
-    patch.setattr(attention.Scores, "__init__", init)
+    patch.setattr(attention.CoreAttention, "__init__", init)
 
 
 def unshifted(patch: Patch) -> None:
@@ -221,14 +223,14 @@ def wrong_slope(patch: Patch) -> None:
 
 
 def weight_gradients_twice(patch: Patch) -> None:
-    right = layers.Row.linear
+    right = layers.RowParallelLinear.linear
 
     def linear(self, *args):
         found = right(self, *args)
         weight = found.weight
         return found._replace(weight=2 * weight - weight.detach())
 
-    patch.setattr(layers.Row, "linear", linear)
+    patch.setattr(layers.RowParallelLinear, "linear", linear)
 
 
 def knobs(**wrong: Any) -> Callable[[DiffTask], DiffTask]:
@@ -256,15 +258,15 @@ def without(module: Any, name: str, instead: Callable) -> Callable[[Patch], None
 
 def row_left_out(patch: Patch) -> None:
     patch.setattr(
-        layers.Row,
+        layers.RowParallelLinear,
         "forward",
         lambda self, x: tensor.part_of_rows(x, self.linear(), self.tp),
     )
 
 
 def row_twice(patch: Patch) -> None:
-    right = layers.Row.forward
-    patch.setattr(layers.Row, "forward", lambda self, x: right(self, x) * 2)
+    right = layers.RowParallelLinear.forward
+    patch.setattr(layers.RowParallelLinear, "forward", lambda self, x: right(self, x) * 2)
 
 
 def half_a_block(patch: Patch) -> None:
@@ -518,7 +520,7 @@ def wrong_source(fault: Fault) -> Held:
     weights = dict(source.weights)
     if fault.weights is not None:
         fault.weights(weights)
-    model = changed(source.model, fault.config) if fault.config else source.model
+    model = replace_fields(source.model, fault.config) if fault.config else source.model
     return Held(model, weights)
 
 

@@ -23,7 +23,7 @@ from tiny import CASES, build
 
 from dolmen.conversion.source import open_source
 from dolmen.families import families
-from dolmen.families.checked import FILE, PLAIN, Checked, checked
+from dolmen.families.checked import FILE, PLAIN, Checked, measured_cases
 from dolmen.model import count, head
 from dolmen.serving import engine
 
@@ -47,7 +47,8 @@ def logits(case: str, folder: Path) -> float:
     tokens = measure.tokens_of(source)
     expected = theirs(tokens).logits
     return float(
-        (engine.run_whole(ours, tokens, head.logits) - expected).abs().max() / expected.std()
+        (engine.run_whole(ours, tokens, head.compute_logits) - expected).abs().max()
+        / expected.std()
     )
 
 
@@ -85,7 +86,7 @@ def table() -> str:
         "|---|---|---|---|---|---|---|---|" + "---|" * len(LAYOUTS),
     ]
     notes: dict[str, str] = {}
-    for row in checked():
+    for row in measured_cases():
         cells = [
             f"[{notes.setdefault(x, str(len(notes) + 1))}]" if isinstance(x, str) else f"{x:.0e}"
             for x in row.layouts.values()
@@ -108,14 +109,14 @@ def document() -> str:
 
 def main(asked: list[str]) -> None:
     torch.set_num_threads(1)
-    known = {row.case: row for row in checked()} if FILE.exists() else {}
+    known = {row.case: row for row in measured_cases()} if FILE.exists() else {}
     cases = [case for case in CASES if case in asked or not asked]
     layouts = run_spawned(2, over_layouts, cases)
     for case, found in track(list(zip(cases, layouts, strict=True)), "cases"):
         known[case] = of(case, found)
     rows = sorted((known[c] for c in CASES if c in known), key=lambda row: row.model_type)
     FILE.write_text("[\n" + ",\n".join(json.dumps(asdict(row)) for row in rows) + "\n]\n")
-    checked.cache_clear()
+    measured_cases.cache_clear()
     DOCS.write_text(document())
 
 

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from benchmarks.sides import Work, batch_of, copy_weights, fused_adamw, mean_loss, plain_step
 from dolmen.core.mesh import Mesh
 from dolmen.model.positions import frequencies
-from dolmen.model.spec import Attention as Heads
-from dolmen.model.spec import Block as Layer
-from dolmen.model.spec import Tree
+from dolmen.model.spec import AttentionSpec as Heads
+from dolmen.model.spec import BlockSpec as Layer
+from dolmen.model.spec import ModelSpec
 
 
 def linear(inp: int, out: int) -> nn.Linear:
@@ -71,7 +71,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """tokens [batch, length] -> logits [batch, length, vocabulary]."""
 
-    def __init__(self, c: Tree, length: int, device: torch.device):
+    def __init__(self, c: ModelSpec, length: int, device: torch.device):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(Block(c.hidden_size, block) for block in c.blocks)

@@ -86,7 +86,7 @@ def dolmen_side(work, mesh, compile, sequence=False):
 
 def transformers_model(work, device, dtype, attention):
     """The same model in transformers, with the same initial weights."""
-    content = work.model.exported()
+    content = work.model.export_config()
     with device:
         model = AutoModelForCausalLM.from_config(
             LlamaConfig(**content), attn_implementation=attention, dtype=dtype

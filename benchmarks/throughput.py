@@ -38,7 +38,7 @@ from benchmarks.sides import Work, dolmen_side, fsdp_side, masters_side, timed
 from benchmarks.team import Team, end_all, forget_peak, peak_memory
 from dolmen.core import device as allocator
 from dolmen.core import mesh as meshes
-from dolmen.families import made
+from dolmen.families import model_from_fields
 from dolmen.training.mfu import datasheet
 
 
@@ -53,7 +53,7 @@ def shape(
     batch: int,
 ) -> Work:
     """The model and the batch of every side."""
-    model = made(
+    model = model_from_fields(
         "llama",
         dict(
             vocab_size=vocab,

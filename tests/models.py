@@ -7,30 +7,30 @@ from typing import Literal
 from dolmen.core.config import config, from_dict
 from dolmen.core.mesh import Mesh
 from dolmen.families import Model, families
-from dolmen.families.model import changed, new
+from dolmen.families.model import model_from_spec, replace_fields
 from dolmen.model import build as building
 from dolmen.model.build import initialize, load
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.model.spec import (
-    Attention,
-    Block,
-    Embedding,
-    Experts,
-    Head,
-    Linear,
-    Llama3,
-    Mlp,
-    Norm,
-    Rope,
-    Router,
-    Table,
-    Tree,
-    runs_of,
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    LinearScaling,
+    Llama3Scaling,
+    LMHeadSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    PositionTable,
+    RopeSpec,
+    RouterSpec,
+    group_repeats,
 )
 from dolmen.model.spec.layers import Activation
-from dolmen.model.spec.positions import Scaling
-from dolmen.model.split import Split
+from dolmen.model.spec.positions import RopeScaling
+from dolmen.model.split import ModelSplit
 from dolmen.model.training import RouterTraining, Training
 from dolmen.parallel.schedule import Schedule
 
@@ -60,13 +60,13 @@ class FlatRope:
     original_max_position_embeddings: int = 8192
 
     @property
-    def component(self) -> Scaling | None:
+    def component(self) -> RopeScaling | None:
         """How positions are scaled, as the tree says it; None: they are not."""
         match self.scaling:
             case "linear":
-                return Linear(self.factor)
+                return LinearScaling(self.factor)
             case "llama3":
-                return Llama3(
+                return Llama3Scaling(
                     self.factor,
                     self.low_freq_factor,
                     self.high_freq_factor,
@@ -120,26 +120,26 @@ class Flat:
         return self.sliding_window if layers is None or layer in layers else None
 
     @property
-    def experts(self) -> Experts:
+    def experts(self) -> MoESpec:
         """The feed-forward layer of those that are sparse. Raises ValueError for numbers that
         cannot be.
         """
         size = self.moe_intermediate_size
-        return Experts(
+        return MoESpec(
             self.num_experts,
             self.num_experts_per_tok,
             self.intermediate_size if size is None else size,
             self.activation,
-            Router(normalise=self.norm_topk_prob, aux_loss_coef=self.router_aux_loss_coef),
+            RouterSpec(normalise=self.norm_topk_prob, aux_loss_coef=self.router_aux_loss_coef),
         )
 
-    def block(self, layer: int) -> Block:
+    def block(self, layer: int) -> BlockSpec:
         """A layer, counted from 0. Raises ValueError for numbers that cannot be."""
         bias = self.attention_bias
         sparse = self.num_experts > 0 and layer not in self.dense_layers
-        rope = Rope(self.head_dim, self.rope.theta, self.rope.component)
-        return Block(
-            Attention(
+        rope = RopeSpec(self.head_dim, self.rope.theta, self.rope.component)
+        return BlockSpec(
+            AttentionSpec(
                 self.num_attention_heads,
                 self.num_key_value_heads,
                 self.head_dim,
@@ -147,28 +147,30 @@ class Flat:
                 k_bias=bias,
                 v_bias=bias,
                 o_bias=self.output_bias,
-                qk_norm=Norm("rmsnorm", self.norm_eps) if self.qk_norm else None,
+                qk_norm=NormSpec("rmsnorm", self.norm_eps) if self.qk_norm else None,
                 positions=rope if self.position == "rope" else None,
                 window=self.window(layer),
             ),
             self.experts
             if sparse
-            else Mlp(self.intermediate_size, self.mlp == "gated", self.activation, self.mlp_bias),
-            Norm(self.norm, self.norm_eps, self.norm == "layernorm"),
+            else MLPSpec(
+                self.intermediate_size, self.mlp == "gated", self.activation, self.mlp_bias
+            ),
+            NormSpec(self.norm, self.norm_eps, self.norm == "layernorm"),
         )
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> ModelSpec:
         """What is computed, whether a family can express it or not. Raises ValueError for numbers
         that cannot be.
         """
-        table = Table(self.max_position_embeddings) if self.position == "learned" else None
-        return Tree(
+        table = PositionTable(self.max_position_embeddings) if self.position == "learned" else None
+        return ModelSpec(
             hidden_size=self.hidden_size,
-            embedding=Embedding(self.vocab_size, positions=table),
-            runs=runs_of([self.block(i) for i in range(self.num_hidden_layers)]),
-            final_norm=Norm(self.norm, self.norm_eps, self.norm == "layernorm"),
-            head=Head(self.tie_word_embeddings),
+            embedding=EmbeddingSpec(self.vocab_size, positions=table),
+            runs=group_repeats([self.block(i) for i in range(self.num_hidden_layers)]),
+            final_norm=NormSpec(self.norm, self.norm_eps, self.norm == "layernorm"),
+            head=LMHeadSpec(self.tie_word_embeddings),
             max_position_embeddings=self.max_position_embeddings,
             initializer_range=self.initializer_range,
         )
@@ -184,9 +186,11 @@ class Flat:
     @property
     def model(self) -> Model:
         """Its config.json. Raises ValueError where the family cannot express it."""
-        made = new(self.tree, self.family)
+        made = model_from_spec(self.tree, self.family)
         # a width that no layer has is kept too
-        kept = changed(made, {made.family.names["intermediate_size"]: self.intermediate_size})
+        kept = replace_fields(
+            made, {made.family.names["intermediate_size"]: self.intermediate_size}
+        )
         return kept if kept.tree == made.tree else made
 
 
@@ -194,7 +198,7 @@ class Flat:
 class Tiny:
     """A model and the knobs of training inside it."""
 
-    tree: Tree
+    tree: ModelSpec
     training: Training = Training()
 
 
@@ -238,6 +242,6 @@ def build(
     return building.build(flat.tree, mesh, layout, schedule, training=flat.training, **options)
 
 
-def decoder(flat: Flat | Tiny, split: Split | None = None) -> Decoder:
+def decoder(flat: Flat | Tiny, split: ModelSplit | None = None) -> Decoder:
     """Not placed: with values of torch.empty."""
     return Decoder(flat.tree, split, flat.training)

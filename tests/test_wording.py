@@ -12,11 +12,11 @@ import pytest
 from test_house import files, nodes
 
 LIMITS = {
-    "fragments": 898,
-    "participles": 189,
-    "prepositions": 144,
-    "shared class names": 158,
-    "private words": 918,
+    "fragments": 654,
+    "participles": 136,
+    "prepositions": 120,
+    "shared class names": 115,
+    "private words": 887,
 }
 FRAGMENTS = set(
     """of what that those as with by in whether which where whose on from between behind

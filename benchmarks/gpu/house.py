@@ -16,7 +16,7 @@ from dolmen.data.batch import Batch
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.model.training import Training
 from dolmen.ops import kernels, moe
 from dolmen.ops.attention import Attend, Documents
@@ -57,7 +57,7 @@ def fill(model: Decoder) -> None:
 
 
 def training(
-    tree: Tree,
+    tree: ModelSpec,
     mesh: Mesh,
     sequences: int,
     compute: torch.dtype = torch.bfloat16,
@@ -88,7 +88,7 @@ def training(
     return TrainState(model, adamw(model, OPTIMIZER), OPTIMIZER, 1000, layout.zero, schedule)
 
 
-def batch(tree: Tree, sequences: int, length: int, documents: int = 1) -> Batch:
+def batch(tree: ModelSpec, sequences: int, length: int, documents: int = 1) -> Batch:
     """Random tokens, the same every time; each sequence of so many documents of one length."""
     chance = torch.Generator().manual_seed(1)
     text = torch.randint(tree.vocab_size, (sequences, length + 1), generator=chance)

@@ -20,13 +20,13 @@ from dolmen.model.count import (
     parameters,
     training_flops_per_token,
 )
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 
 OPTIMIZER_BYTES = 28 + 16 + 8
 
 
 def parts(
-    tree: Tree, sequences: int, length: int, flops: float, bandwidth: float, e: int = 2
+    tree: ModelSpec, sequences: int, length: int, flops: float, bandwidth: float, e: int = 2
 ) -> dict[str, float]:
     """Part -> seconds, for a dense model; `flops` per second of matrix products, `bandwidth` in
     bytes per second, read and written.

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.gpu.case import Context
-from dolmen.families import Model, changed, moved
+from dolmen.families import Model, convert_family, replace_fields
 from dolmen.model.count import activation_bytes_per_layer, parameters
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.model.training import Training
 from dolmen.recipes import RECIPES
 
@@ -38,7 +38,7 @@ class Shape:
     training: Training = Training()
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> ModelSpec:
         return self.model.tree
 
     def of_layers(self, number: int) -> "Shape":
@@ -52,19 +52,19 @@ def of(context: Context, recipe: str, dropout: float = 0.0, **changes) -> Shape:
     """
     model = RECIPES[recipe]().model
     if "sliding_window" in changes:
-        model = moved(model, "mistral")
+        model = convert_family(model, "mistral")
     if not context.full:
         names = model.family.names
         window = {"sliding_window": 8} if "sliding_window" in changes else {}
         changes = {n: value for n, value in TINY.items() if n in names} | window
-    model = changed(model, {model.family.names[n]: value for n, value in changes.items()})
+    model = replace_fields(model, {model.family.names[n]: value for n, value in changes.items()})
     full = context.full
     sequences = (1, 2, 4) if full else (1, 2)
     return Shape(recipe, model, 4096 if full else 32, sequences, Training(dropout))
 
 
 def with_layers(model: Model, number: int) -> Model:
-    return changed(model, {model.family.names["num_hidden_layers"]: number})
+    return replace_fields(model, {model.family.names["num_hidden_layers"]: number})
 
 
 def fitting(context: Context, recipe: str) -> Shape:

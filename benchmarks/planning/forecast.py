@@ -8,7 +8,7 @@ from functools import cached_property
 
 from dolmen.model.count import training_flops_per_token
 from dolmen.model.layout import balance
-from dolmen.model.spec import Experts, Tree, under
+from dolmen.model.spec import ModelSpec, MoESpec, select_prefix
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import Simulation, make_schedule
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows, update_rows
@@ -28,7 +28,7 @@ BYTES = 2
 class Job:
     """A step of training, as its program does it."""
 
-    tree: Tree
+    tree: ModelSpec
     placement: Placement
     program: Program
     overlap: Overlap
@@ -198,7 +198,10 @@ def _send(job: Job, machine: Machine) -> float:
 
 def _block(job: Job) -> Held:
     """Parameters of a block on a rank of tp and ep."""
-    leaves, sizes = under(job.tree.leaves, "layers.0"), {"tp": job.topology.tp, "ep": job.ep}
+    leaves, sizes = (
+        select_prefix(job.tree.leaves, "layers.0"),
+        {"tp": job.topology.tp, "ep": job.ep},
+    )
     found = Held.count(leaves, sizes)
     return Held(found.dense, found.experts * (job.topology.tp if job.folded > 1 else 1))
 
@@ -331,7 +334,7 @@ def _layer_bytes(job: Job, recompute: str) -> float:
     mlp = job.tree.blocks[0].mlp
     if (
         recompute == "full"
-        or isinstance(mlp, Experts)
+        or isinstance(mlp, MoESpec)
         or not mlp.gated
         or job.program.fused == "no"
     ):

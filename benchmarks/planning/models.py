@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 from benchmarks.planning.published import Published, is_gated
 from dolmen.model.spec import (
-    Attention,
-    Block,
-    Embedding,
-    Experts,
-    Head,
-    Mlp,
-    Norm,
-    Rope,
-    Run,
-    Table,
-    Tree,
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    LayerRun,
+    LMHeadSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    PositionTable,
+    RopeSpec,
 )
 
 
@@ -73,7 +73,7 @@ def load_of(row: Published) -> float:
     return min(max(float(found[1]), 1.0), 64.0) if found else 1.0
 
 
-def tree_of(row: Published, length: int) -> Tree:
+def tree_of(row: Published, length: int) -> ModelSpec:
     """The model: of GPT's kind, or of Llama's, with its experts."""
     hidden, layers = row.count("hidden") or 0, row.count("layers") or 0
     sparse = experts_of(row)
@@ -84,19 +84,19 @@ def tree_of(row: Published, length: int) -> Tree:
     size = (sparse.head_size if sparse else None) or -(-hidden // heads)
     ffn = row.count("ffn") or (8 * hidden // 3 if gated else 4 * hidden)
     b = not gated
-    positions = Rope(size) if gated else None
-    mixer = Attention(heads, kv, size, b, b, b, b, positions=positions)
-    mlp = Mlp(ffn, True) if gated else Mlp(ffn, False, "gelu", True)
+    positions = RopeSpec(size) if gated else None
+    mixer = AttentionSpec(heads, kv, size, b, b, b, b, positions=positions)
+    mlp = MLPSpec(ffn, True) if gated else MLPSpec(ffn, False, "gelu", True)
     if sparse is not None:
-        shared = Mlp(sparse.shared) if sparse.shared else None
-        mlp = Experts(sparse.number, sparse.per_token, sparse.size, shared=shared)
-    norm = Norm() if gated else Norm("layernorm", bias=True)
-    table = None if gated else Table(length)
-    return Tree(
+        shared = MLPSpec(sparse.shared) if sparse.shared else None
+        mlp = MoESpec(sparse.number, sparse.per_token, sparse.size, shared=shared)
+    norm = NormSpec() if gated else NormSpec("layernorm", bias=True)
+    table = None if gated else PositionTable(length)
+    return ModelSpec(
         hidden,
-        Embedding(row.count("vocab") or (128256 if gated else 51200), positions=table),
-        (Run((Block(mixer, mlp, norm),), layers),),
+        EmbeddingSpec(row.count("vocab") or (128256 if gated else 51200), positions=table),
+        (LayerRun((BlockSpec(mixer, mlp, norm),), layers),),
         norm,
-        Head(tied=not gated),
+        LMHeadSpec(tied=not gated),
         length,
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rlhf.stages import FOLDER
-from dolmen.model.head import Logits
+from dolmen.model.head import LMHead
 from dolmen.objectives import advantage
 
 SEEDS = (0, 1, 2)
@@ -37,10 +37,10 @@ def folder(recipe: str, name: str, seed: int) -> Path:
 
 def put_in(name: str) -> ExitStack:
     """Within it, the program has the fault."""
-    judged = Logits.log_probabilities
+    judged = LMHead.log_probabilities
     chance = torch.Generator().manual_seed(0)
 
-    def of_the_one_before(self: Logits, hidden: Tensor, labels: Tensor, *more: Any) -> Tensor:
+    def of_the_one_before(self: LMHead, hidden: Tensor, labels: Tensor, *more: Any) -> Tensor:
         return judged(self, hidden, labels.roll(1, 1), *more)
 
     def shuffled(found: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def put_in(name: str) -> ExitStack:
     stack = ExitStack()
     match name:
         case "off by one":
-            stack.enter_context(mock.patch.object(Logits, "log_probabilities", of_the_one_before))
+            stack.enter_context(mock.patch.object(LMHead, "log_probabilities", of_the_one_before))
         case "shuffled":
             _after_advantages(stack, shuffled)
         case "flipped":

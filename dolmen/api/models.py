@@ -16,8 +16,8 @@ from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source, open_source
 from dolmen.core.messages import brief, choices, message, plural
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
+from dolmen.families import set_fields, unknown
 from dolmen.families import special_tokens as special
-from dolmen.families import stated, unknown
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.optim.optimizer import DTYPES
@@ -92,13 +92,13 @@ class Model:
             if isinstance(text, str):
                 check_text(text)
                 words = self.reader(text)["input_ids"]
-                tokens = special.framed(self.source.model, words) if words else []
+                tokens = special.frame_prompt(self.source.model, words) if words else []
             else:
                 tokens = self.checked_ids(text)
         if not tokens:
             raise ValueError("the text has no tokens: give at least one")
         with torch.no_grad():
-            return engine.run_whole(self.decoder, torch.tensor([tokens]), head.logits)[0]
+            return engine.run_whole(self.decoder, torch.tensor([tokens]), head.compute_logits)[0]
 
     @property
     def reader(self) -> PreTrainedTokenizer:
@@ -153,11 +153,11 @@ def load(
     with value_errors():
         source = open_source(name)
         if model:
-            source = open_source(name, stated(source.model, model))
-        told = special.check(special_tokens or {}, source.model)
+            source = open_source(name, set_fields(source.model, model))
+        told = special.check_special_ids(special_tokens or {}, source.model)
         tokenizer, textless = _tokenizer(source)
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-        known = special.with_ids(source.model, told, lambda: vocabulary)
+        known = special.add_special_ids(source.model, told, lambda: vocabulary)
         if known is not source.model:
             source = open_source(name, known)
         if source.tree.blanks is not None:
@@ -210,7 +210,7 @@ def _tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
     try:
         return load_tokenizer(str(source.tokenizer), option=""), ""
     except (ValueError, OSError) as error:
-        if source.model.family.native:
+        if source.model.family.in_transformers:
             raise
         return None, message(error)
 
@@ -255,7 +255,7 @@ def _continued(
         print(line, file=sys.stderr)
     named = _adapter_of(adapter, len(prompts), model.adapters.names)
     begin = [_begun(model, *both) for both in zip(prompts, named, strict=True)]
-    ends = special.ends(model.special_tokens)
+    ends = special.end_token_ids(model.special_tokens)
     decoder, tokenizer = model.decoder, model.tokenizer
     own = model.source, begin, asked, batch, ends, model.adapters
     found = generate_samples(decoder, tokenizer, *own)

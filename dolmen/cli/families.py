@@ -21,7 +21,7 @@ def run(_: FamiliesOptions) -> int:
     for name in ("model_type", "what it is", "cases", "beside", "logits", "gradients", "layouts"):
         table.add_column(name, justify="right" if name in ("cases", "logits") else "left")
     for name in sorted(families()):
-        rows = checked.of(name)
+        rows = checked.cases_of(name)
         if not rows:
             table.add_row(name, families()[name].title, "", "", "", "not measured", "")
             continue

@@ -16,21 +16,21 @@ PREFIX = "model."
 
 def groups(model: Model) -> list[Group]:
     """The options of the family of a model, with the values that the model has."""
-    family, values = model.family, families.explicit(model)
+    family, values = model.family, families.explicit_fields(model)
     known = Literal[tuple(families.families())]
     text = "Family of the model: which config.json it is. Options are the fields of its family."
     kind = Option(f"{PREFIX}model-type", known, text, model.model_type)
-    own = [_option(PREFIX, one, values) for one in family.fields if one.help and not one.inside]
+    own = [_option(PREFIX, one, values) for one in family.fields if one.help and not one.nested]
     about = "Fields of the model's config.json, as its family has them."
     return [
         Group("model", about, (kind, *own)),
-        *(_group(one, values.get(one.name) or {}) for one in family.fields if one.inside),
+        *(_group(one, values.get(one.name) or {}) for one in family.fields if one.nested),
     ]
 
 
 def _group(one: Field, values: dict[str, Any]) -> Group:
     prefix = f"{PREFIX}{one.name.replace('_', '-')}."
-    inner = tuple(_option(prefix, inside, values) for inside in one.inside if inside.help)
+    inner = tuple(_option(prefix, inside, values) for inside in one.nested if inside.help)
     return Group(prefix.rstrip("."), f"Fields of {one.name}.", inner)
 
 

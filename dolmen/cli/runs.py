@@ -94,7 +94,7 @@ def _help_of_run(verb: str, words: list[str], argv: list[str]) -> None:
     if verb == "train" and ALL not in argv:
         print(short.short(words[0] if words else None, run))
         raise SystemExit(0)
-    model = models.start(run.model, " ".join(said.get(MODEL_TYPE, ())) or None).model
+    model = models.start_model(run.model, " ".join(said.get(MODEL_TYPE, ())) or None).model
     (first, *sections), (own,) = _groups_of_run(run), groups(cls)
     recipe = Option("recipe", str, "Recipe or YAML file.", MISSING, (Mark.POSITIONAL,))
     top = Group("", "", (recipe, *first.options, *own.options))

@@ -27,7 +27,7 @@ from torch import Tensor
 from dolmen.comparison import taps
 from dolmen.comparison.recording import Piece, Recorded, Recording, Stage
 from dolmen.model import block
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.ops.attention import reference
 
 OWN, GROWTH, MOST = 32, 8.0, 1000
@@ -53,7 +53,7 @@ class Side:
     """A recording, and what is known of its model."""
 
     recording: Recording
-    tree: Tree
+    tree: ModelSpec
     length: int
 
 

@@ -32,10 +32,10 @@ from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import BadInput, Failed, message, plural
 from dolmen.core.topology import Topology
 from dolmen.evaluation.theirs import draw, precise
-from dolmen.families import compared
+from dolmen.families import compare_fields
 from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout
-from dolmen.model.spec import Head
+from dolmen.model.spec import LMHeadSpec
 from dolmen.objectives.objective import check_head
 from dolmen.optim.optimizer import DTYPES, at_rest
 
@@ -133,7 +133,7 @@ def open_sides(config: DiffConfig) -> SidePair:
         length = length if length <= most else most // parts * parts
         for side in (a, b):
             check_whole(side.source)
-            check_head("diff", Head, side.source.tree)
+            check_head("diff", LMHeadSpec, side.source.tree)
             side.layout.check(side.source.tree, length, sequences, 1)
             if side.theirs:
                 check_expressible(side.source.model, side.source.tree)
@@ -224,7 +224,7 @@ def _title(both: SidePair) -> str:
 def _notes(both: SidePair) -> tuple[str, ...]:
     """List what differs before anything is computed, and what is not covered."""
     a, b = both.a.source, both.b.source
-    fields = [f"{name} is {x} in A, {y} in B" for name, x, y in compared(a.model, b.model)]
+    fields = [f"{name} is {x} in A, {y} in B" for name, x, y in compare_fields(a.model, b.model)]
     windows = {block.mixer.window for side in (a, b) for block in side.tree.blocks}
     fields += [
         f"{both.length} tokens do not fill the sliding window of {window}: use a larger --length"

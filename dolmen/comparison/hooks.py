@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from dolmen.comparison.recording import Recorder
 from dolmen.core.mesh import Mesh
 from dolmen.model import spec
-from dolmen.model.attention import Scores
-from dolmen.model.block import Block
+from dolmen.model.attention import CoreAttention
+from dolmen.model.block import TransformerBlock
 from dolmen.model.component import Branch
 from dolmen.model.decoder import Decoder
-from dolmen.model.layers import Column, Norm
+from dolmen.model.layers import ColumnParallelLinear, Norm
 from dolmen.model.mlp import Router
 from dolmen.parallel import tensor
 from dolmen.parallel.vocabulary import vocabulary_range
@@ -56,7 +56,7 @@ class Hooks:
         model = self.model
         self._keep(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._keep(model.register_forward_hook(self._end))
-        for block in model.all_blocks():
+        for block in model.local_blocks():
             self._block(block)
         if model.final_norm is not None:
             self._on_output(model.final_norm, partial(self._stream, "final_norm"))
@@ -79,7 +79,7 @@ class Hooks:
     def _end(self, *_: object) -> None:
         self.rows = None
 
-    def _block(self, block: Block) -> None:
+    def _block(self, block: TransformerBlock) -> None:
         layer = f"layers.{block.layer}"
         heads = HeadCounts.from_mixer(self.model.tree.blocks[block.layer].mixer, self.mesh)
         if block.layer == 0:
@@ -91,7 +91,7 @@ class Hooks:
                     self._norm(module, path, heads)
                 case Branch():
                     self._branch(module, path, WITHIN[name], layer, heads)
-                case Scores():
+                case CoreAttention():
                     self._scores(module, path.removesuffix(".scores"), heads)
                 case Router():
                     self._router(module, path)
@@ -115,7 +115,9 @@ class Hooks:
     def _branch(
         self, module: Branch, path: str, result: str, layer: str, heads: "HeadCounts"
     ) -> None:
-        columns = [name for name, one in module.named_children() if isinstance(one, Column)]
+        columns = [
+            name for name, one in module.named_children() if isinstance(one, ColumnParallelLinear)
+        ]
 
         def products(made: tuple[Tensor, ...]) -> None:
             for name, x in zip(columns, made, strict=True):
@@ -127,7 +129,7 @@ class Hooks:
         self._on_output(module.products, products)
         self._on_output(module.result, partial(self._equal_part, f"{layer}.{result}"))
 
-    def _scores(self, module: Scores, path: str, heads: "HeadCounts") -> None:
+    def _scores(self, module: CoreAttention, path: str, heads: "HeadCounts") -> None:
         """Queries and keys without what ALiBi has made them longer by."""
 
         def record_inputs(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -220,11 +222,13 @@ class HeadCounts:
     first_key: int
 
     @classmethod
-    def from_mixer(cls, mixer: spec.Attention | spec.LatentAttention, mesh: Mesh) -> "HeadCounts":
+    def from_mixer(
+        cls, mixer: spec.AttentionSpec | spec.LatentAttentionSpec, mesh: Mesh
+    ) -> "HeadCounts":
         match mixer:
-            case spec.Attention():
+            case spec.AttentionSpec():
                 keys = mixer.kv_heads
-            case spec.LatentAttention():
+            case spec.LatentAttentionSpec():
                 keys = mixer.heads
         first = mesh.tp.rank * (mixer.heads // mesh.tp.size)
         return cls(mixer.heads, keys, mixer.head_size, first, first * keys // mixer.heads)

@@ -23,7 +23,7 @@ from dolmen.data.batch import Batch
 from dolmen.evaluation.validate import batch_of, objective_of
 from dolmen.model import build, spec
 from dolmen.model.decoder import Decoder
-from dolmen.model.head import Logits
+from dolmen.model.head import LMHead
 from dolmen.model.layout import Layout
 from dolmen.model.training import RouterTraining, Training
 from dolmen.objectives.objective import LossOutput, Objective
@@ -140,7 +140,7 @@ def _add(recorder: Recorder, stage: Stage, model: Decoder, values: dict[str, Ten
 class _RecordingObjective:
     """An objective, which never has logits whole: they are computed once more to be seen."""
 
-    head: ClassVar[type] = spec.Head
+    head: ClassVar[type] = spec.LMHeadSpec
     see: Callable[[Tensor], None]
     objective: Objective
 
@@ -151,7 +151,7 @@ class _RecordingObjective:
     def count(self, batch: Batch) -> float:
         return self.objective.count(batch)
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         with torch.no_grad():
             self.see(head.logits(hidden.detach()))
         return LossOutput(self.objective(hidden, head, batch).total)

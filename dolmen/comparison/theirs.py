@@ -30,8 +30,8 @@ from dolmen.core.torch_private import hub
 from dolmen.evaluation import theirs
 from dolmen.evaluation.validate import batch_of
 from dolmen.families import Model, weight_map
-from dolmen.families.rules import Entry
-from dolmen.model.spec.param import Leaf
+from dolmen.families.rules import StoredTensor
+from dolmen.model.spec.param import ParamSpec
 
 ATTENTION = "dolmen_seen"
 
@@ -156,7 +156,9 @@ class _TransformersHooks:
         path = os.path.commonprefix([owner.split(".") for owner in owners])
         return self.modules.get(".".join(path))
 
-    def _owner(self, module: nn.Module, entry: Entry, ours: Sequence[str], leaf: Leaf) -> None:
+    def _owner(
+        self, module: nn.Module, entry: StoredTensor, ours: Sequence[str], leaf: ParamSpec
+    ) -> None:
         """Record the input and the output of a module with a weight."""
         name = ours[0]
         if leaf.role in ("norm", "router"):
@@ -212,7 +214,7 @@ class _TransformersHooks:
             x.register_hook(lambda g: self.recorder.add_whole("backward", name, flat(g)))
 
 
-def _module(entry: Entry) -> str:
+def _module(entry: StoredTensor) -> str:
     """Name of the module that owns a stored tensor."""
     return entry.hf.rpartition(".")[0]
 

@@ -16,7 +16,7 @@ from dolmen.conversion.checkpoint import RunCheckpoint
 from dolmen.conversion.moments import check_whole
 from dolmen.conversion.peft import LowRank
 from dolmen.conversion.source import Source
-from dolmen.families import compared, tuned
+from dolmen.families import compare_fields, training_fields
 
 ROUNDED = (
     1 / 128
@@ -63,7 +63,7 @@ def _from_run(run: RunCheckpoint, base: Source) -> LowRank:
     form = run.adapter
     if form is None:
         raise ValueError(f"{run.where} has no adapters: it is of a run that trains all weights")
-    free, differing = tuned(run.model), compared(run.model, base.model)
+    free, differing = training_fields(run.model), compare_fields(run.model, base.model)
     if differences := [f"{n} is {a} there, {b} here" for n, a, b in differing if n not in free]:
         raise ValueError(
             f"{run.where} is of another model than {base.where}: {'; '.join(differences)}"

@@ -20,10 +20,10 @@ from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.sidecars import pad_vocabulary, with_special_tokens
 from dolmen.conversion.weights import Scales, Scaling
 from dolmen.core.messages import plural
-from dolmen.families import Model, compared, completed, scored
+from dolmen.families import Model, add_standard_fields, compare_fields, with_scalar_head
 from dolmen.files.safetensors import Spec
-from dolmen.model.spec import Adapter, Tree
-from dolmen.model.spec.lora import magnitude_of, scale_of
+from dolmen.model.spec import LoraSpec, ModelSpec
+from dolmen.model.spec.lora import magnitude_name, scale_name
 from dolmen.ops import int8
 from dolmen.optim.optimizer import MODEL
 from dolmen.parallel import quantized_product, tensor
@@ -36,9 +36,9 @@ class RunCheckpoint(WeightsAlone):
     """Whole and not damaged, as far as can be told without reading tensors."""
 
     model: Model
-    tree: Tree
+    tree: ModelSpec
     """Without adapters."""
-    adapter: Adapter | None
+    adapter: LoraSpec | None
     step: int
     own: Model
     """Model that was trained; `model` may be another one, to which its weights are given."""
@@ -124,10 +124,10 @@ class RunCheckpoint(WeightsAlone):
         """Spec in which it is restored: a weight in eight bits in the dtype of its scale."""
         if not self._in_eight_bits(name):
             return spec
-        return replace(spec, dtype=self.checkpoint.specs[self._kind + scale_of(name)].dtype)
+        return replace(spec, dtype=self.checkpoint.specs[self._kind + scale_name(name)].dtype)
 
     def _in_eight_bits(self, name: str) -> bool:
-        return f"{self._kind}{scale_of(name)}" in self.checkpoint.specs
+        return f"{self._kind}{scale_name(name)}" in self.checkpoint.specs
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         names = [name for name in self.specs if only is None or name in only]
@@ -142,7 +142,7 @@ class RunCheckpoint(WeightsAlone):
         down, up = (self.checkpoint.read(f"{self._kind}{one}") for one in self.adapter.pair(name))
         lengths = None
         if self.adapter.kind == "dora":
-            lengths = self.read_adapter(magnitude_of(name))
+            lengths = self.read_adapter(magnitude_name(name))
         return tensor.Adapter(down, up, self.adapter.scale, lengths).merged(weight)
 
     def frozen(self, name: str) -> Shaped[Tensor, "*whole"]:
@@ -150,7 +150,7 @@ class RunCheckpoint(WeightsAlone):
         weight = self.checkpoint.read(f"{self._kind}{name}")
         if not self._in_eight_bits(name):
             return weight
-        scale = self.checkpoint.read(f"{self._kind}{scale_of(name)}")
+        scale = self.checkpoint.read(f"{self._kind}{scale_name(name)}")
         return int8.restored(weight, scale, scale.dtype)
 
     def read_adapter(self, name: str) -> Shaped[Tensor, "*whole"]:
@@ -159,7 +159,9 @@ class RunCheckpoint(WeightsAlone):
 
     def _differences(self) -> str:
         """Say how the requested model differs from the checkpoint's."""
-        differences = [f"{n} is {a} there, {b} here" for n, a, b in compared(self.own, self.model)]
+        differences = [
+            f"{n} is {a} there, {b} here" for n, a, b in compare_fields(self.own, self.model)
+        ]
         return f" ({'; '.join(differences)})" if differences else ""
 
 
@@ -194,7 +196,7 @@ def open_run(folder: Path, model: Model | None = None) -> RunCheckpoint:
     if kept.run.get("init") is None:
         own = _make_model(own, _tokenizer(folder))
     model, adapter = model or own, training.adapter
-    tree = replace(training, adapter=None).applied(model.tree)
+    tree = replace(training, adapter=None).apply_to(model.tree)
     return RunCheckpoint(model, tree, adapter, kept.step, own, checkpoint, kept.run.get("init"))
 
 
@@ -208,7 +210,7 @@ def critic(source: RunCheckpoint) -> RunCheckpoint:
             f"{source.where} has no critic: one learns in dolmen train ppo; leave out --critic"
         )
     named = None if source.tokenizer is None else str(source.tokenizer)
-    model = pad_vocabulary(scored(source.own), named)
+    model = pad_vocabulary(with_scalar_head(source.own), named)
     tree = replace(source.tree, head=model.tree.head)
     return replace(source, model=model, own=model, tree=tree, part=CRITIC)
 
@@ -217,7 +219,7 @@ def _make_model(model: Model, tokenizer: Path | None) -> Model:
     """A model that came from no config.json, as a whole one: with the end of text that its
     tokenizer names, where generation stops.
     """
-    return with_special_tokens(completed(model), tokenizer)
+    return with_special_tokens(add_standard_fields(model), tokenizer)
 
 
 def _tokenizer(folder: Path) -> Path | None:

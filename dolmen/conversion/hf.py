@@ -22,13 +22,13 @@ from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
 from dolmen.core.filesystem import expand, is_absent
 from dolmen.core.messages import plural
-from dolmen.families import Model, WeightMap, changed, special_tokens, weight_map
+from dolmen.families import Model, WeightMap, replace_fields, special_tokens, weight_map
 from dolmen.families.family import BARE
-from dolmen.families.known import part_of
-from dolmen.families.rules import Entry
+from dolmen.families.known import text_config
+from dolmen.families.rules import StoredTensor
 from dolmen.files import gate, kinds, safetensors, torch_files
 from dolmen.files.safetensors import Spec, Stored
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -99,10 +99,10 @@ def read_config(folder: Path | str) -> Model:
         raise ValueError(f"{folder} has no config.json")
     content = gate.read_json(file, kinds.CONFIG)
     try:
-        model = Model(part_of(content) or content)
+        model = Model(text_config(content) or content)
     except ValueError as error:
         raise gate.refuse(file, error) from error
-    return special_tokens.with_ids(model, {}, lambda: tokens_by_name(folder))
+    return special_tokens.add_special_ids(model, {}, lambda: tokens_by_name(folder))
 
 
 def tokens_by_name(folder: Path | str) -> dict[str, int]:
@@ -140,7 +140,7 @@ class Transformers(WeightsAlone):
         return f"{self.where}, a transformers directory"
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> ModelSpec:
         return self.model.tree
 
     @property
@@ -161,7 +161,7 @@ class Transformers(WeightsAlone):
         """None of a part of a larger model: transformers would load all of it."""
         file = self.where / "config.json"
         content = gate.read_json(file, kinds.CONFIG) if file.is_file() else {}
-        return self.where if part_of(content) is None else None
+        return self.where if text_config(content) is None else None
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -191,9 +191,9 @@ class Transformers(WeightsAlone):
         return weight_map(self.model)
 
     @cached_property
-    def _holding(self) -> dict[str, list[Entry]]:
+    def _holding(self) -> dict[str, list[StoredTensor]]:
         """Our name -> the stored tensors that hold a parameter."""
-        found: dict[str, list[Entry]] = {}
+        found: dict[str, list[StoredTensor]] = {}
         for entry in self._weights.entries.values():
             for name in entry.ours:
                 found.setdefault(name, []).append(entry)
@@ -233,7 +233,7 @@ def _with_name(model: Model, folder: Path) -> Model:
     if BARE not in family.fields:
         return model
     bare = not any(name.startswith(family.prefix) for name in safetensors.index(folder))
-    return changed(model, {BARE.name: True}) if bare else model
+    return replace_fields(model, {BARE.name: True}) if bare else model
 
 
 def tokenizer_files(folder: Path | str) -> list[Path]:
@@ -272,9 +272,9 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
             raise ValueError(
                 f"{folder} stores {canonical} twice, as {name} and as {found[canonical].name}"
             )
-        if weights.is_beyond(canonical):
+        if weights.is_dropped_layer(canonical):
             beyond.append(stored.name)
-        elif weights.is_beside(canonical):
+        elif weights.is_other_part(canonical):
             other_parts.append(stored.name)
         elif not weights.ignores(canonical):
             found[canonical] = stored
@@ -294,7 +294,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     for name, stored in found.items():
         _check_tensor(name, stored, weights)
     if beyond:
-        field = weights.model.family.beyond
+        field = weights.model.family.dropped_layers_field
         warnings.warn(
             f"{folder}: {plural(len(beyond), 'tensor')} of layers behind the last ({field}) are "
             f"left out, e.g. {beyond[0]}: they are no part of the decoder",

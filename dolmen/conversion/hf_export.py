@@ -30,12 +30,12 @@ from dolmen.conversion.hf import (
 from dolmen.conversion.layer_pool import Advance, LayerPool, group_by_layer
 from dolmen.conversion.source import Source
 from dolmen.conversion.weights import Scales, join_stored
-from dolmen.families import Model, changed, edit, unknown, weight_map
-from dolmen.families.rules import Entry
+from dolmen.families import Model, edit, replace_fields, unknown, weight_map
+from dolmen.families.rules import StoredTensor
 from dolmen.files import safetensors
 from dolmen.files.safetensors import SHARD_BYTES, Spec
 from dolmen.files.write import check_new_folder
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 
 
 def write(source: Source, folder: Path | str, dtype: torch.dtype | None = None) -> None:
@@ -66,7 +66,7 @@ def transformers_folder(source: Source) -> Iterator[Path]:
         yield Path(made) / "model"
 
 
-def check_expressible(model: Model, tree: Tree) -> None:
+def check_expressible(model: Model, tree: ModelSpec) -> None:
     """Raises ValueError where the config.json of `model` cannot say `tree`, which it is with what
     training adds.
     """
@@ -79,7 +79,7 @@ def check_expressible(model: Model, tree: Tree) -> None:
 
 
 def export_weights(
-    model: Model, full: Callable[[str], Tensor], entries: Iterable[Entry] | None = None
+    model: Model, full: Callable[[str], Tensor], entries: Iterable[StoredTensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """(stored name, tensor of its entry's shape) in the order of the model, or of `entries`, each
     made of the parameters that `full(our name)` gives. Where `full` is a collective, every rank
@@ -87,7 +87,7 @@ def export_weights(
     wrong shape.
     """
     shapes = model.tree.shapes
-    written = weight_map(model).written.values() if entries is None else entries
+    written = weight_map(model).exported_entries.values() if entries is None else entries
     for _, group in groupby(written, key=lambda entry: entry.ours):
         first, *rest = group
         if first.piece is None:
@@ -155,13 +155,13 @@ class TransformersWriter:
     def write(self, folder: Path, pool: LayerPool) -> None:
         model, shards = self.source.model, safetensors.Shards(folder, self.specs)
 
-        def write_layer(entries: list[Entry], advance: Advance) -> None:
+        def write_layer(entries: list[StoredTensor], advance: Advance) -> None:
             tensors = export_weights(model, self.source.read, entries)
             for _ in shards.write(tensors, [entry.hf for entry in entries]):
                 advance(1)
 
         shards.begin()
-        entries = weight_map(model).written.values()
+        entries = weight_map(model).exported_entries.values()
         pool.run(write_layer, group_by_layer(entries, lambda entry: entry.ours[0]))
         shards.end()
 
@@ -171,7 +171,9 @@ class TransformersWriter:
     def open_written(self, folder: Path, sidecars: Path) -> Source:
         """Fields that config.json cannot express, of which a warning tells, are the source's."""
         written = open_transformers(folder, said=sidecars)
-        return replace(written, model=changed(written.model, unknown.unsaid(self.source.model)))
+        return replace(
+            written, model=replace_fields(written.model, unknown.lost_on_export(self.source.model))
+        )
 
 
 def write_sidecar_files(source: Source, folder: Path, dtype: torch.dtype) -> None:
@@ -188,9 +190,9 @@ def _write_sidecar_files(
 ) -> None:
     if dtype != stated_dtype(model):
         model = edit(model, dtype=str(dtype).removeprefix("torch."))
-    if lost := unknown.left_unsaid(model):
+    if lost := unknown.export_warning(model):
         warnings.warn(lost, stacklevel=4)
-    content = model.exported()
+    content = model.export_config()
     _write_json(folder / "config.json", content)
     if generation := generation_config or _generation_config(content):
         _write_json(folder / "generation_config.json", generation)
@@ -202,12 +204,12 @@ def _specs(model: Model, dtype: torch.dtype) -> dict[str, Spec]:
     leaves, wide = model.tree.leaves, torch.promote_types(dtype, torch.float32)
     return {
         name: Spec(entry.shape, wide if leaves[entry.ours[0]].precise else dtype)
-        for name, entry in weight_map(model).written.items()
+        for name, entry in weight_map(model).exported_entries.items()
     }
 
 
 def _join(
-    entry: Entry, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]
+    entry: StoredTensor, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]
 ) -> Tensor:
     return join_stored(entry.rule, [_part(name, full, shapes) for name in entry.ours])
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from dolmen.conversion import sidecars
 from dolmen.conversion.weights import assemble
 from dolmen.families import Model
-from dolmen.families.rules import Entry
-from dolmen.model.spec import Tree
+from dolmen.families.rules import StoredTensor
+from dolmen.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Joined:
         raise NotImplementedError
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> ModelSpec:
         return self.model.tree
 
     @property
@@ -55,7 +55,7 @@ class Joined:
         return tensor
 
     @cached_property
-    def _holding(self) -> Mapping[str, Entry]:
+    def _holding(self) -> Mapping[str, StoredTensor]:
         """Our name -> the stored tensor that holds a parameter."""
         raise NotImplementedError
 

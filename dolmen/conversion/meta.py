@@ -25,23 +25,23 @@ from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
 from dolmen.core.messages import plural
 from dolmen.families import Model, edit
-from dolmen.families.rules import Entry, Paired, Rename, Rule, entries
+from dolmen.families.rules import Paired, Rename, Rule, StoredTensor, entries
 from dolmen.files import gate, torch_files
 from dolmen.files.gate import Kind
 from dolmen.files.kinds import HEADS, LAYERS, POSITIONS, WIDTH
 from dolmen.files.safetensors import Spec, Stored
 from dolmen.files.schema import Flag, Int, Object, Real, optional
 from dolmen.model.spec import (
-    Attention,
-    Block,
-    Embedding,
-    Head,
-    Llama3,
-    Mlp,
-    Norm,
-    Rope,
-    Tree,
-    runs_of,
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    Llama3Scaling,
+    LMHeadSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+    group_repeats,
 )
 
 PARAMS = "params.json"
@@ -72,11 +72,11 @@ def is_meta(folder: Path) -> bool:
     return any(FILE.fullmatch(path.name) for path in folder.glob("consolidated.*.pth"))
 
 
-def rules(tree: Tree) -> list[Rule]:
+def rules(tree: ModelSpec) -> list[Rule]:
     """Meta's names."""
     layer, ours = "layers.{}.", "layers.{}."
     mixer = tree.blocks[0].mixer
-    assert isinstance(mixer, Attention)
+    assert isinstance(mixer, AttentionSpec)
     names = {
         "attention_norm": "attn_norm",
         "attention.wv": "attn.v",
@@ -126,11 +126,11 @@ class Consolidated(WeightsAlone, Joined):
         return assemble([self._entries[name] for name in self._checked], self._tensor, only)
 
     @cached_property
-    def _entries(self) -> dict[str, Entry]:
+    def _entries(self) -> dict[str, StoredTensor]:
         return entries(rules(self.tree), self.tree.shapes, self.tree.layers)
 
     @cached_property
-    def _holding(self) -> dict[str, Entry]:
+    def _holding(self) -> dict[str, StoredTensor]:
         by_name = {entry.ours[0]: entry for entry in self._entries.values()}
         return {name: by_name[name] for name in self.tree.leaves}
 
@@ -204,18 +204,18 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
     whole = Share(_embedding_dim(ranks, size)).full_shape(
         ranks[0][EMBEDDING].spec.shape, len(ranks)
     )
-    norm = Norm("rmsnorm", float(said["norm_eps"]))
-    mixer = Attention(
+    norm = NormSpec("rmsnorm", float(said["norm_eps"]))
+    mixer = AttentionSpec(
         heads, said.get("n_kv_heads") or heads, size // heads, positions=_rope(folder, said)
     )
     inner = ranks[0][UP].spec.shape[0] * len(ranks)
     rows = said.get("vocab_size", -1)
-    tree = Tree(
+    tree = ModelSpec(
         hidden_size=size,
-        embedding=Embedding(whole[0] if rows < 0 else rows),
-        runs=runs_of([Block(mixer, Mlp(inner), norm)] * said["n_layers"]),
+        embedding=EmbeddingSpec(whole[0] if rows < 0 else rows),
+        runs=group_repeats([BlockSpec(mixer, MLPSpec(inner), norm)] * said["n_layers"]),
         final_norm=norm,
-        head=Head(tied=HEAD not in ranks[0]),
+        head=LMHeadSpec(tied=HEAD not in ranks[0]),
         max_position_embeddings=_longest(said),
     )
     model = sidecars.with_special_tokens(sidecars.express(tree), sidecars.tokenizer(folder))
@@ -223,7 +223,7 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
     return edit(model, dtype=str(dtype).removeprefix("torch."))
 
 
-def _rope(folder: Path, said: Mapping[str, Any]) -> Rope:
+def _rope(folder: Path, said: Mapping[str, Any]) -> RopeSpec:
     scaling, factor = None, said.get("rope_scaling_factor")
     if said.get("use_scaled_rope"):
         if factor is None:
@@ -232,8 +232,8 @@ def _rope(folder: Path, said: Mapping[str, Any]) -> Rope:
                 "has it (Llama 3.2 has 32: state it as rope_scaling_factor)",
                 stacklevel=4,
             )
-        scaling = Llama3(float(factor or 8), 1.0, 4.0, 8192)
-    return Rope(said["dim"] // said["n_heads"], float(said.get("rope_theta", 10000.0)), scaling)
+        scaling = Llama3Scaling(float(factor or 8), 1.0, 4.0, 8192)
+    return RopeSpec(said["dim"] // said["n_heads"], float(said.get("rope_theta", 10000.0)), scaling)
 
 
 def _longest(said: Mapping[str, Any]) -> int:

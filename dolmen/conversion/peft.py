@@ -37,8 +37,8 @@ from dolmen.families.rules import Rename, Transpose
 from dolmen.files import gate, kinds, safetensors
 from dolmen.files.safetensors import Spec, Stored
 from dolmen.files.write import check_new_folder
-from dolmen.model.spec import Adapter, Tree
-from dolmen.model.spec.lora import ADAPTED, magnitude_of
+from dolmen.model.spec import LoraSpec, ModelSpec
+from dolmen.model.spec.lora import ADAPTED, magnitude_name
 from dolmen.parallel import tensor
 
 CONFIG, WEIGHTS = ADAPTER_FILES
@@ -58,7 +58,7 @@ class Readable(Protocol):
 class LowRank:
     """Adapters of a model, apart from it."""
 
-    form: Adapter
+    form: LoraSpec
     stored: Mapping[str, Readable]
     """Readers by our names of A, B and, for DoRA, the lengths of rows."""
 
@@ -77,9 +77,9 @@ class LowRank:
         return adapter.merged(value.to(dtype)).to(value.dtype)
 
 
-def names(form: Adapter, weight: str) -> tuple[str, ...]:
+def names(form: LoraSpec, weight: str) -> tuple[str, ...]:
     """Names of the parameters beside a weight, in the order of KINDS."""
-    return (*form.pair(weight), *([magnitude_of(weight)] if form.kind == "dora" else ()))
+    return (*form.pair(weight), *([magnitude_name(weight)] if form.kind == "dora" else ()))
 
 
 def is_peft(folder: Path) -> bool:
@@ -129,11 +129,11 @@ def read(folder: Path, model: Model) -> LowRank:
                 f"layer: an adapter is beside one, such as {PREFIX}{such}.lora_A.weight",
             )
         modules[module] = weight
-        by_name[(*Adapter.pair(weight), magnitude_of(weight))[KINDS.index(kind)]] = one
+        by_name[(*LoraSpec.pair(weight), magnitude_name(weight))[KINDS.index(kind)]] = one
     heads = [module for module, weight in modules.items() if leaves[weight].role == "head"]
     peft_config.Reach(file, said).check(list(modules), heads)
-    weights = frozenset(w for w in known.values() if Adapter.pair(w)[0] in by_name)
-    form = Adapter(said["r"], said["lora_alpha"], weights, "whole", _scaling(said), _kind(said))
+    weights = frozenset(w for w in known.values() if LoraSpec.pair(w)[0] in by_name)
+    form = LoraSpec(said["r"], said["lora_alpha"], weights, "whole", _scaling(said), _kind(said))
     _check_shapes(folder / WEIGHTS, form, by_name, model)
     return LowRank(form, by_name)
 
@@ -149,7 +149,7 @@ def _kind(said: Mapping[str, Any]) -> Any:
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _check_shapes(file: Path, form: Adapter, stored: Mapping[str, Stored], model: Model) -> None:
+def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], model: Model) -> None:
     """Raises Refused where an A or B is absent, or of another shape than the config says."""
     if not form.targets:
         raise gate.refuse(file, "has no adapter")
@@ -224,7 +224,7 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
     return title
 
 
-def _config(run: RunCheckpoint, form: Adapter, modules: Mapping[str, str]) -> dict[str, Any]:
+def _config(run: RunCheckpoint, form: LoraSpec, modules: Mapping[str, str]) -> dict[str, Any]:
     """Config of PEFT for `modules`: our weight -> module of transformers."""
     return {
         "peft_type": "LORA",
@@ -259,7 +259,7 @@ class Adapted(WeightsAlone):
         return self.base.model
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> ModelSpec:
         return self.base.tree
 
     @property

@@ -20,7 +20,7 @@ from dolmen.conversion.weights import Scales
 from dolmen.core.messages import Failed
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
-from dolmen.model.split import Part, whole
+from dolmen.model.split import PipelinePart, single_process
 
 TOKENS = 24
 ROOM = 2 * 2**30
@@ -89,7 +89,7 @@ def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:
     differ.
     """
     tree = source.tree
-    if tree.prefixed or tree.streams > 1:
+    if tree.has_prefix_mask or tree.streams > 1:
         return "logits not compared: their positions follow from special tokens"
     need = 8 * sum(leaf.elements for leaf in tree.leaves.values())
     step = tree.layers if need <= room else 1
@@ -117,14 +117,14 @@ def _run(
 ) -> Tensor:
     """Run some layers on x, the first of them on tokens; the last layer returns logits."""
     tree = source.tree
-    part = Part(layers, layers.start == 0, layers.stop == tree.layers)
+    part = PipelinePart(layers, layers.start == 0, layers.stop == tree.layers)
     with torch.device("meta"):
-        model = Decoder(tree, replace(whole(tree.layers), parts=(part,)))
+        model = Decoder(tree, replace(single_process(tree.layers), parts=(part,)))
     model = model.to(torch.float32).to_empty(device="cpu").eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(source.read(name).to(dtypes[name]))
-        end: Any = head.logits if part.last else None
+        end: Any = head.compute_logits if part.last else None
         return model(tokens, end, x=x)
 
 

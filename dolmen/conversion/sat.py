@@ -25,7 +25,7 @@ from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.weights import assemble
 from dolmen.core.messages import plural
 from dolmen.families import Model, WeightMap, weight_map
-from dolmen.families.rules import Entry, Split
+from dolmen.families.rules import Split, StoredTensor
 from dolmen.files import gate, torch_files
 from dolmen.files.safetensors import Spec, Stored
 
@@ -102,13 +102,13 @@ class Sat(WeightsAlone, Joined):
         return weight_map(self.model)
 
     @cached_property
-    def _holding(self) -> dict[str, Entry]:
+    def _holding(self) -> dict[str, StoredTensor]:
         return {ours: entry for entry in self._weights.entries.values() for ours in entry.ours}
 
-    def _share(self, entry: Entry) -> Share:
+    def _share(self, entry: StoredTensor) -> Share:
         """How ranks have it: as ours, and what one tensor stacks, each by itself."""
         leaf, rule = self.tree.leaves[entry.ours[0]], entry.rule
-        cut = next((cut for cut in leaf.cuts if cut.axis == "tp"), None)
+        cut = next((cut for cut in leaf.shards if cut.axis == "tp"), None)
         stacked = isinstance(rule, Split) and rule.groups == 1
         return Share(None if cut is None else cut.dim, len(entry.ours) if stacked else 1)
 
@@ -137,7 +137,7 @@ class Sat(WeightsAlone, Joined):
             self._check(entries[name], each)
         return found
 
-    def _check(self, entry: Entry, each: list[Stored]) -> None:
+    def _check(self, entry: StoredTensor, each: list[Stored]) -> None:
         """Raises ValueError for a tensor that is not what config.json makes it."""
         share, one = self._share(entry), each[0]
         if any(other.spec != one.spec for other in each):

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.conversion.hf import read_config, tokenizer_files
-from dolmen.families import Model, edit, families, new
+from dolmen.families import Model, edit, families, model_from_spec
 from dolmen.files import gate, kinds
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 
 FIRST = ("llama", "gpt2", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 """Families that are asked first whether they can say a tree: those that most tools know."""
@@ -58,14 +58,14 @@ def vocabulary(folder: Path, said: Model | None, rows: int | None) -> int | None
     return len(load_tokenizer(str(where), option="").get_vocab())
 
 
-def express(tree: Tree) -> Model:
+def express(tree: ModelSpec) -> Model:
     """A config.json that says the tree, of the first family that can. Raises ValueError where none
     can, with what the first says.
     """
     reasons = []
     for name in (*FIRST, *sorted(families().keys() - {*FIRST})):
         try:
-            return new(tree, name)
+            return model_from_spec(tree, name)
         except ValueError as error:
             reasons.append(str(error))
     raise ValueError(f"no family's config.json can say this model; {reasons[0]}")

@@ -27,7 +27,7 @@ from dolmen.conversion.weights import Scales
 from dolmen.core import consensus
 from dolmen.core.mesh import Mesh
 from dolmen.families import Model
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 
 
 class Source(Tensors, Protocol):
@@ -44,7 +44,7 @@ class Source(Tensors, Protocol):
         ...
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> ModelSpec:
         """Tree of the stored parameters: that of `model`, and what training has added to it."""
         ...
 

@@ -9,7 +9,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.families.rules import Bare, Each, Entry, Paired, Rename, Rule, Split, Stack, Transpose
+from dolmen.families.rules import (
+    BareParameter,
+    Each,
+    Paired,
+    Rename,
+    Rule,
+    Split,
+    Stack,
+    StoredTensor,
+    Transpose,
+)
 
 
 class Scaling(NamedTuple):
@@ -48,7 +58,7 @@ def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
             grouped = tensor.reshape(groups, sum(counts), -1, *tensor.shape[1:])
             for part in grouped.split(counts, 1):
                 yield part.reshape(-1, *tensor.shape[1:])
-        case Bare(inner):
+        case BareParameter(inner):
             yield from split_stored(inner, tensor)
         case Paired(heads=heads):
             pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
@@ -75,7 +85,7 @@ def join_stored(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Te
                 part.reshape(groups, n, -1, *rest) for part, n in zip(parts, counts, strict=True)
             ]
             return torch.cat(grouped, 1).reshape(-1, *rest)
-        case Bare(inner):
+        case BareParameter(inner):
             return join_stored(inner, parts)
         case Paired(heads=heads):
             halves = parts[0].reshape(heads, 2, -1, *parts[0].shape[1:])
@@ -88,7 +98,9 @@ def join_stored(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Te
 
 
 def assemble(
-    stored: Iterable[Entry], read: Callable[[str], Tensor], only: Collection[str] | None = None
+    stored: Iterable[StoredTensor],
+    read: Callable[[str], Tensor],
+    only: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Our (name, tensor of its leaf's shape) pairs of the tensors on disk, each read once by its
     name, in their order; `only` those of ours, where given. The pieces of a stack are read when the

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core.device import to_device
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.ops.attention import Documents, begins, document_ends
 from dolmen.ops.loss import IGNORED
 from dolmen.ops.rope import PositionIds, of_prefix, of_span
@@ -96,7 +96,7 @@ class Batch:
         ids = index[None] if streams == 1 else of_prefix(index, prefix)
         return replace(self, positions=PositionIds.of(ids.transpose(0, 1)))
 
-    def read_by(self, model: Tree) -> "Batch":
+    def read_by(self, model: ModelSpec) -> "Batch":
         """The same, made on the CPU, as the model reads it: where it knows prefixes and positions
         by special tokens, with those that the tokens of each document say, and labels as of
         `with_prefixes`; where it counts no padding, with positions that do not. Raises ValueError

@@ -18,7 +18,7 @@ from dolmen.data.packing import Rows, Say
 from dolmen.data.sources import Source
 from dolmen.data.template import MaskingStrategy, Template, template_of
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.model.spec import Scalar, Tree
+from dolmen.model.spec import ModelSpec, ScalarHeadSpec
 
 SHOWN = 600  # characters of the example that is shown, about the first trained token
 
@@ -53,7 +53,7 @@ def prepare(
     seed: int,
     progress: bool,
     verify: bool,
-    model: Tree | None,
+    model: ModelSpec | None,
 ) -> ChatLoader:
     """From chats to batches. Raises ValueError for chats that cannot be trained on, and for a model
     that is not taught by them.
@@ -64,7 +64,7 @@ def prepare(
         inputs.tokenizer.chat_template = template.text  # that of the model that is saved
     (source,) = inputs.sources
     # a model that says one number of a whole text reads its last token too
-    say: Say = "end" if model is not None and isinstance(model.head, Scalar) else "next"
+    say: Say = "end" if model is not None and isinstance(model.head, ScalarHeadSpec) else "next"
     longest = sequence_length if say == "end" else sequence_length + 1
     examples = opened(source, "--data.path", config, template, longest, say, progress, verify)
     judge = None
@@ -161,7 +161,7 @@ def _told_padding(tokenizer: PreTrainedTokenizer) -> str:
     return f"padding: {printable(tokenizer.decode([token]))} ({token}), which ends no text"
 
 
-def refuse_model(config: DataConfig, model: Tree | None) -> None:
+def refuse_model(config: DataConfig, model: ModelSpec | None) -> None:
     """Raises ValueError for a model that foretells no next token."""
     if model is not None and (model.both_ways or model.blanks is not None):
         why = "fills in masked tokens" if model.both_ways else "has blanks and prefixes of its own"

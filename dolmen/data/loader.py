@@ -28,7 +28,7 @@ from dolmen.data.division import (
 from dolmen.data.in_order import InOrder
 from dolmen.data.inputs import Inputs, check_inputs
 from dolmen.data.order import Order, data_sets, make_order
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 
 ELSEWHERE = 1 << 16  # samples, within which a text of elsewhere is found
 
@@ -110,7 +110,7 @@ def prepare_loader(
     progress: bool = True,
     verify: bool = True,
     steps: int | None = None,
-    model: Tree | None = None,
+    model: ModelSpec | None = None,
 ) -> Loader:
     """From options to batches: check, tokenise or find in the cache, hold out, mix or pack.
     `verify`: try the tokenizer's expressions and compare the cache with its digests, once per host.
@@ -132,7 +132,7 @@ def load(
     progress: bool = True,
     verify: bool = True,
     steps: int | None = None,
-    model: Tree | None = None,
+    model: ModelSpec | None = None,
 ) -> Loader:
     """Return batches of `inputs`, opened before: tokenise or find in the cache, hold out, mix or
     pack. The other arguments are those of `prepare_loader`.
@@ -184,7 +184,7 @@ def load(
 
 
 def make_cloze(
-    config: DataConfig, inputs: Inputs, sequence_length: int, seed: int, model: Tree | None
+    config: DataConfig, inputs: Inputs, sequence_length: int, seed: int, model: ModelSpec | None
 ) -> Cloze | None:
     """How sequences are made for a model that fills in masked tokens; None for any other. Raises
     ValueError for what such a model's data cannot have.

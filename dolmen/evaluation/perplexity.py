@@ -33,7 +33,7 @@ from dolmen.evaluation import rows
 from dolmen.evaluation.config import EvaluateConfig
 from dolmen.evaluation.rows import Rows
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.optim.optimizer import DTYPES
 from dolmen.parallel import pipeline
 from dolmen.parallel.schedule import Schedule
@@ -246,7 +246,7 @@ def open_text(
     return windows(corpus, found.end_of_text, window, stride)
 
 
-def window_of(model: Tree, window: int | None, stride: int | None) -> tuple[int, int]:
+def window_of(model: ModelSpec, window: int | None, stride: int | None) -> tuple[int, int]:
     """Tokens that are read at once: those asked for, else all that the model takes; and those from
     a window to the next, which else do not overlap. Raises ValueError for what is out of range.
     """

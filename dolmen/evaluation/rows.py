@@ -104,9 +104,9 @@ def foretold(
     return Foretold(likelihoods, likeliest.astype(np.int64))
 
 
-def check_foretells(model: spec.Tree) -> None:
+def check_foretells(model: spec.ModelSpec) -> None:
     """Raises ValueError for a model that has no probability of a next token."""
-    check_head("a loss of the next token", spec.Head, model)
+    check_head("a loss of the next token", spec.LMHeadSpec, model)
     if model.both_ways:
         raise ValueError(
             "the model sees both ways: it fills in masked tokens, and no token has a probability "
@@ -155,6 +155,6 @@ def _batch(model: Decoder, rows: Rows, own: np.ndarray, group: _Group) -> Batch:
 
 def _end(hidden: Tensor, head: Any, part: Batch) -> Float64[Tensor, "2 sequences"]:
     """Of this rank of cp's tokens of each sequence of a microbatch, the two sums."""
-    found, likeliest = head.foretold(hidden, part.labels)
+    found, likeliest = head.log_probabilities_and_argmax(hidden, part.labels)
     right = likeliest == head.here(part.labels)
     return torch.stack((found.double().sum(1), right.double().sum(1)))

@@ -20,7 +20,7 @@ from dolmen.core import collectives, device
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.objectives import forward
 from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective, check
 from dolmen.parallel import pipeline
@@ -29,7 +29,7 @@ from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule
 
 
-def batch_of(tree: Tree, windows: Int64[np.ndarray, "sequences window"]) -> Batch:
+def batch_of(tree: ModelSpec, windows: Int64[np.ndarray, "sequences window"]) -> Batch:
     """Of tokens and one more of each sequence: next tokens are to be said, or, by an encoder, the
     tokens themselves, and of every second sequence that its second text follows the first.
     """
@@ -43,7 +43,7 @@ def batch_of(tree: Tree, windows: Int64[np.ndarray, "sequences window"]) -> Batc
     return Batch(tokens, tokens, numbers={FOLLOWS: follows})
 
 
-def objective_of(tree: Tree, batch: Batch) -> Objective:
+def objective_of(tree: ModelSpec, batch: Batch) -> Objective:
     """Of all tokens and, once per sequence, of pairs: the sum of two means, as transformers has
     it.
     """
@@ -52,7 +52,7 @@ def objective_of(tree: Tree, batch: Batch) -> Objective:
     return MaskedLM(follows=batch.weight / len(batch.tokens))
 
 
-def judges_pairs(tree: Tree) -> bool:
+def judges_pairs(tree: ModelSpec) -> bool:
     """Whether the head says of two texts that the second follows."""
     return tree.both_ways and tree.head.follows
 

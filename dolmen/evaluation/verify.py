@@ -34,10 +34,10 @@ from dolmen.evaluation.compare import (
     relative_row,
 )
 from dolmen.evaluation.validate import batch_of, objective_of
-from dolmen.families import Model, compared
+from dolmen.families import Model, compare_fields
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.parallel import data, vocabulary
 from dolmen.serving import engine
 
@@ -59,7 +59,7 @@ class _Tokens:
     def prompts(self) -> Tensor:
         return self.windows[:, : self.prompt]
 
-    def batch(self, tree: Tree) -> Batch:
+    def batch(self, tree: ModelSpec) -> Batch:
         """What is read and is to be said."""
         return batch_of(tree, self.windows.cpu().numpy())
 
@@ -111,14 +111,14 @@ def _differences(source: Source, against: Source) -> list[str]:
     where one cannot be read or transformers is not to be asked.
     """
     check_expressible(against.model, against.tree)
-    if not against.model.family.native:
+    if not against.model.family.in_transformers:
         raise ValueError(
             f"{against.where} is of {against.model.model_type}, for which transformers has no "
             "class: verify has nothing to compare it with"
         )
     fields = [
         f"{name} is {a} in {source.where.name}, {b} in {against.where.name}"
-        for name, a, b in compared(source.model, against.model)
+        for name, a, b in compare_fields(source.model, against.model)
     ]
     if source.tree.shapes != against.tree.shapes:
         raise ValueError(
@@ -129,7 +129,7 @@ def _differences(source: Source, against: Source) -> list[str]:
     return fields
 
 
-def _tokens(tree: Tree, length: int, device: torch.device, padding: int | None) -> _Tokens:
+def _tokens(tree: ModelSpec, length: int, device: torch.device, padding: int | None) -> _Tokens:
     """Random tokens; how many of them, and of a continuation, the model takes."""
     most = tree.max_position_embeddings
     if length < 1:
@@ -194,7 +194,7 @@ def _compare(
     inputs = batch.tokens
     with torch.no_grad():
         logits = vocabulary.gather_vocabulary(
-            model(inputs, head.logits), model.tree.vocab_size, mesh.tp
+            model(inputs, head.compute_logits), model.tree.vocab_size, mesh.tp
         )
     with torch.set_grad_enabled(gradients):
         judged = model(inputs, lambda hidden, head: objective(hidden, head, batch))

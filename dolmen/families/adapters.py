@@ -1,9 +1,9 @@
-"""Adapters as a run says them, and which weights a target names: as in PEFT the last part of a
-module's name in transformers, of every layer that has one, or all linear layers but the head.
+"""LoRA options of a run, and the weights that a target names: as in PEFT the last part of a
+module's name in transformers, in every layer that has one, or all linear layers but the head.
 
     q_proj        model.layers.0.self_attn.q_proj, ...          -> layers.0.attn.q.weight, ...
-    c_attn        transformers' GPT-2 has q, k and v in one     -> each of the three, by itself
-    gate_proj     of a mixture model.layers.0.mlp.experts.0.gate_proj, ...: of every expert
+    c_attn        one fused tensor in transformers' GPT-2        -> q, k and v, an adapter each
+    gate_proj     model.layers.0.mlp.experts.0.gate_proj, ...   -> of every expert
 """
 
 from collections.abc import Collection
@@ -14,7 +14,7 @@ from dolmen.core.config import AboveZero, Positive, config
 from dolmen.core.messages import brief
 from dolmen.families.model import Model
 from dolmen.families.weights import weight_map
-from dolmen.model.spec import Adapter
+from dolmen.model.spec import LoraSpec
 from dolmen.model.spec.lora import ADAPTED
 
 ALL = "all-linear"
@@ -60,7 +60,7 @@ class AdapterConfig:
                 f"adapter.targets is empty: name a layer, such as q_proj, or give {ALL}"
             )
 
-    def of(self, model: Model) -> Adapter | None:
+    def of(self, model: Model) -> LoraSpec | None:
         """The adapters of a model, None where there are none. Raises ValueError for a target that
         it does not have, and for a rank over that of any of their matrices.
         """
@@ -73,12 +73,12 @@ class AdapterConfig:
                 f"adapter.rank is {self.rank}: no matrix of adapter.targets has a rank over "
                 f"{highest}; set --adapter.rank {highest} or less, such as 8"
             )
-        return Adapter(self.rank, self.alpha, names, self.frozen, self.scaling, self.kind)
+        return LoraSpec(self.rank, self.alpha, names, self.frozen, self.scaling, self.kind)
 
 
 def targets(model: Model, names: Collection[str]) -> frozenset[str]:
     """Full names of the weights that `names` are of. Raises ValueError for a name that none has."""
-    known = _named(model)
+    known = _module_weights(model)
     if unknown := sorted(set(names) - known.keys() - {ALL}):
         head = (
             ": the head is computed together with its loss and takes no adapter yet"
@@ -93,7 +93,7 @@ def targets(model: Model, names: Collection[str]) -> frozenset[str]:
     return frozenset(weight for name in wanted for weight in known[name])
 
 
-def _named(model: Model) -> dict[str, set[str]]:
+def _module_weights(model: Model) -> dict[str, set[str]]:
     """Last part of a module's name -> the full names of ours, of all that can have an adapter."""
     leaves, found = model.tree.leaves, dict[str, set[str]]()
     for stored, entry in weight_map(model).entries.items():

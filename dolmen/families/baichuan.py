@@ -18,7 +18,7 @@ from dolmen.families.family import Family, Field, activation_name
 from dolmen.families.rules import Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Real, Text, optional
-from dolmen.model.spec import Alibi, Attention, Block, Rope, Tree
+from dolmen.model.spec import AlibiSpec, AttentionSpec, BlockSpec, ModelSpec, RopeSpec
 
 HEADS, POSITIONS = ("linear", "normalised"), ("rope", "alibi")
 TOKENS = (64000, 125696)  # of Baichuan and of Baichuan 2
@@ -35,7 +35,7 @@ def assume_variant(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in found.items() if config[name] is None}
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> ModelSpec:
     """Raises ValueError for a loss of large logits, which changes what is trained, and no logit."""
     if config["z_loss_weight"]:
         raise ValueError(
@@ -44,17 +44,17 @@ def read(config: dict[str, Any]) -> Tree:
         )
     said = {**config, **assume_variant(config)}
     heads, size = config["num_attention_heads"], common.head_size(config, FIELDS)
-    positions = Alibi() if said["positions"] == "alibi" else Rope(size)
-    mixer = Attention(heads, heads, size, positions=positions)
-    block = Block(mixer, llama.dense_mlp(config), llama.rms_norm(config))
+    positions = AlibiSpec() if said["positions"] == "alibi" else RopeSpec(size)
+    mixer = AttentionSpec(heads, heads, size, positions=positions)
+    block = BlockSpec(mixer, llama.dense_mlp(config), llama.rms_norm(config))
     longest = next((config[name] for name in LONGEST if config[name] is not None), 4096)
-    tree = common.tree(
+    tree = common.make_spec(
         {**config, LONGEST[0]: longest}, FIELDS, [block] * config["num_hidden_layers"]
     )
     return replace(tree, head=replace(tree.head, normalised=said["head"] == "normalised"))
 
 
-def write(tree: Tree) -> dict[str, Any]:
+def write(tree: ModelSpec) -> dict[str, Any]:
     mixer, mlp = common.attention(tree), common.mlp(tree)
     return {
         **common.write(tree, FIELDS),
@@ -62,17 +62,19 @@ def write(tree: Tree) -> dict[str, Any]:
         "num_attention_heads": mixer.heads,
         "hidden_act": activation_name(mlp.activation),
         "head": HEADS[tree.head.normalised],
-        "positions": POSITIONS[mixer.positions == Alibi()],
+        "positions": POSITIONS[mixer.positions == AlibiSpec()],
     }
 
 
-def rules(tree: Tree) -> list[Rule]:
+def rules(tree: ModelSpec) -> list[Rule]:
     packed = Split(llama.LAYER + "self_attn.W_pack", common.QKV, 1, (1, 1, 1))
     return llama.llama_like_rules(tree, instead=[packed])
 
 
 def _longest(config: Mapping[str, Any], value: int) -> dict[str, Any]:
-    """By the name that the config.json has for it: it tells 13B."""
+    """Return the field for the longest sequence under the name that the config.json uses: 13B is
+    recognised by it.
+    """
     return {next((name for name in LONGEST if config.get(name) is not None), LONGEST[0]): value}
 
 
@@ -110,21 +112,21 @@ FIELDS = (
         "rope (7B), or alibi: scores fall with distance (13B).",
         ours=True,
     ),
-    *common.ends(common.eps(llama.EPS, 1e-6), tied=False),
+    *common.last_fields(common.eps(llama.EPS, 1e-6), tied=False),
 )
 
 BAICHUAN = Family(
     model_type="baichuan",
     title="Baichuan and Baichuan 2",
     architecture="BaichuanForCausalLM",
-    native=False,
+    in_transformers=False,
     read=read,
-    new=write,
+    write=write,
     rules=rules,
     fields=FIELDS,
-    taken=assume_variant,
+    assume=assume_variant,
     only={"rope_theta": (10000.0, None), "rope_scaling": (None,), "rope_parameters": (None,)},
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
-    code=("configuration_baichuan", "modeling_baichuan", "tokenization_baichuan"),
+    remote_code=("configuration_baichuan", "modeling_baichuan", "tokenization_baichuan"),
 )

@@ -11,15 +11,15 @@ from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Int, List, optional
 from dolmen.model.spec import (
-    Attention,
-    Block,
-    Embedding,
-    Head,
-    Mlp,
-    Sequential,
-    Table,
-    Transform,
-    Tree,
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    HeadTransformSpec,
+    LMHeadSpec,
+    MLPSpec,
+    ModelSpec,
+    PositionTable,
+    SequentialResidual,
 )
 from dolmen.model.spec.layers import Activation
 
@@ -42,7 +42,7 @@ FIELDS = (
     ),
     Field("max_position_embeddings", kinds.POSITIONS, 512, "Rows of the table of positions."),
     Field("type_vocab_size", kinds.VOCABULARY, 2, "Types of tokens: of which text one is."),
-    *common.ends(EPS, tied=True),
+    *common.last_fields(EPS, tied=True),
 )
 ONLY = {
     "is_decoder": (False, None),
@@ -75,7 +75,7 @@ def read_encoder(
     padding: int | None = None,
     follows: bool = False,
     head_activation: Activation | None = None,
-) -> Tree:
+) -> ModelSpec:
     """The tree of a config.json; `padding`: a token that no position counts, behind whose row in
     the table of positions that of the first is; `follows`: it says of two texts whether the second
     follows; `head_activation`: unset, that of the layers. Raises ValueError naming the field.
@@ -93,7 +93,7 @@ def read_encoder(
             f"max_position_embeddings ({longest + offset}) has no row behind the first {offset}, "
             "which no position has: use a larger --model.max-position-embeddings"
         )
-    mixer = Attention(
+    mixer = AttentionSpec(
         heads,
         heads,
         common.head_size(config, FIELDS),
@@ -103,23 +103,23 @@ def read_encoder(
         o_bias=True,
         mask="both",
     )
-    mlp = Mlp(config["intermediate_size"], False, act, True)
-    block = Block(mixer, mlp, norm, Sequential("post"))
-    embedding = Embedding(
+    mlp = MLPSpec(config["intermediate_size"], False, act, True)
+    block = BlockSpec(mixer, mlp, norm, SequentialResidual("post"))
+    embedding = EmbeddingSpec(
         config["vocab_size"],
         norm=norm,
-        positions=Table(longest, offset, padding=padding),
+        positions=PositionTable(longest, offset, padding=padding),
         types=config["type_vocab_size"],
     )
-    tree = common.tree(config, FIELDS, [block] * config["num_hidden_layers"], embedding)
-    transform = Transform(head_activation or act, norm)
+    tree = common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"], embedding)
+    transform = HeadTransformSpec(head_activation or act, norm)
     head = replace(tree.head, bias=True, transform=transform, follows=follows)
     return replace(tree, final_norm=None, head=head, max_position_embeddings=longest)
 
 
-def write_encoder(tree: Tree) -> dict[str, Any]:
+def write_encoder(tree: ModelSpec) -> dict[str, Any]:
     """The fields that both have."""
-    mlp, table = common.mlp(tree), expect(tree.embedding.positions, Table, "positions")
+    mlp, table = common.mlp(tree), expect(tree.embedding.positions, PositionTable, "positions")
     return {
         **common.write(tree, FIELDS),
         "num_attention_heads": common.attention(tree).heads,
@@ -130,9 +130,9 @@ def write_encoder(tree: Tree) -> dict[str, Any]:
     }
 
 
-def follows(tree: Tree) -> bool:
+def follows(tree: ModelSpec) -> bool:
     """See Head. Raises ValueError for another head."""
-    return expect(tree.head, Head, "head").follows
+    return expect(tree.head, LMHeadSpec, "head").follows
 
 
 def encoder_rules(prefix: str, head: Mapping[str, str], logits: Rename) -> list[Rule]:
@@ -163,16 +163,16 @@ BERT_HEAD = {
 }
 
 
-def read_bert(config: dict[str, Any]) -> Tree:
+def read_bert(config: dict[str, Any]) -> ModelSpec:
     return read_encoder(config, follows=BOTH in (config["architectures"] or ()))
 
 
-def write_bert(tree: Tree) -> dict[str, Any]:
+def write_bert(tree: ModelSpec) -> dict[str, Any]:
     architecture = BOTH if follows(tree) else MASKED
     return {**write_encoder(tree), "architectures": [architecture]}
 
 
-def bert_rules(tree: Tree) -> list[Rule]:
+def bert_rules(tree: ModelSpec) -> list[Rule]:
     logits = Rename("cls.predictions", "head", weight="decoder.weight")
     return encoder_rules("bert", BERT_HEAD, logits)
 
@@ -182,7 +182,7 @@ BERT = Family(
     title="BERT",
     architecture=MASKED,
     read=read_bert,
-    new=write_bert,
+    write=write_bert,
     rules=bert_rules,
     fields=(
         *FIELDS,
@@ -196,14 +196,14 @@ BERT = Family(
     ),
     only=ONLY,
     harmless=HARMLESS,
-    beside=BESIDE,
+    extra_fields=BESIDE,
     ignored=(
         r"bert\.embeddings\.position_ids",
         r"bert\.pooler\.dense\.(weight|bias)",
         r"cls\.seq_relationship\.(weight|bias)",
         r"cls\.predictions\.decoder\.bias",  # cls.predictions.bias once more
     ),
-    endings={".gamma": ".weight", ".beta": ".bias"},
+    legacy_suffixes={".gamma": ".weight", ".beta": ".bias"},
 )
 
 
@@ -214,7 +214,7 @@ PADDING = "pad_token_id"
 ROBERTA_HEAD = {"lm_head.dense": "transform", "lm_head.layer_norm": "transform.norm"}
 
 
-def read_roberta(config: dict[str, Any]) -> Tree:
+def read_roberta(config: dict[str, Any]) -> ModelSpec:
     """Position 0 has the row behind that of the padding's token, and padding itself that one; the
     head has gelu, whatever the layers have.
     """
@@ -226,12 +226,12 @@ def read_roberta(config: dict[str, Any]) -> Tree:
     return read_encoder(config, padding, head_activation="gelu")
 
 
-def write_roberta(tree: Tree) -> dict[str, Any]:
-    table = expect(tree.embedding.positions, Table, "positions")
+def write_roberta(tree: ModelSpec) -> dict[str, Any]:
+    table = expect(tree.embedding.positions, PositionTable, "positions")
     return {**write_encoder(tree), PADDING: table.padding}
 
 
-def roberta_rules(tree: Tree) -> list[Rule]:
+def roberta_rules(tree: ModelSpec) -> list[Rule]:
     return encoder_rules(
         "roberta", ROBERTA_HEAD, Rename("lm_head", "head", weight="decoder.weight")
     )
@@ -242,7 +242,7 @@ ROBERTA = Family(
     title="RoBERTa",
     architecture="RobertaForMaskedLM",
     read=read_roberta,
-    new=write_roberta,
+    write=write_roberta,
     rules=roberta_rules,
     fields=llama.change_fields(
         FIELDS,
@@ -256,7 +256,7 @@ ROBERTA = Family(
     ),
     only=ONLY,
     harmless=HARMLESS,
-    beside={name: value for name, value in BESIDE.items() if name != PADDING},
+    extra_fields={name: value for name, value in BESIDE.items() if name != PADDING},
     ignored=(
         r"roberta\.embeddings\.position_ids",
         r"roberta\.pooler\.dense\.(weight|bias)",

@@ -12,7 +12,15 @@ from dolmen.families.family import BESIDE, Family, Field
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag
-from dolmen.model.spec import Alibi, Attention, Block, Embedding, Mlp, Sequential, Tree
+from dolmen.model.spec import (
+    AlibiSpec,
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    MLPSpec,
+    ModelSpec,
+    SequentialResidual,
+)
 
 FIELDS = (
     common.vocab_size(250880),
@@ -32,14 +40,14 @@ FIELDS = (
         False,
         "Add attention and mlp to the output of the norm before them, not to its input.",
     ),
-    *common.ends(common.LAYER_NORM_EPS, tied=True),
+    *common.last_fields(common.LAYER_NORM_EPS, tied=True),
 )
-NORMED = Sequential(residual="normed")
+NORMED = SequentialResidual(residual="normed")
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> ModelSpec:
     heads, norm = config["n_head"], common.layer_norm(config)
-    mixer = Attention(
+    mixer = AttentionSpec(
         heads,
         heads,
         common.head_size(config, FIELDS),
@@ -47,16 +55,16 @@ def read(config: dict[str, Any]) -> Tree:
         k_bias=True,
         v_bias=True,
         o_bias=True,
-        positions=Alibi(),
+        positions=AlibiSpec(),
     )
-    mlp = Mlp(4 * config["hidden_size"], gated=False, activation="gelu_tanh", bias=True)
-    embedding = Embedding(config["vocab_size"], norm=norm)
+    mlp = MLPSpec(4 * config["hidden_size"], gated=False, activation="gelu_tanh", bias=True)
+    embedding = EmbeddingSpec(config["vocab_size"], norm=norm)
     normed = config["apply_residual_connection_post_layernorm"]
-    block = Block(mixer, mlp, norm, NORMED if normed else Sequential())
-    return common.tree(config, FIELDS, [block] * config["n_layer"], embedding)
+    block = BlockSpec(mixer, mlp, norm, NORMED if normed else SequentialResidual())
+    return common.make_spec(config, FIELDS, [block] * config["n_layer"], embedding)
 
 
-def write(tree: Tree) -> dict[str, Any]:
+def write(tree: ModelSpec) -> dict[str, Any]:
     return {
         **common.write(tree, FIELDS),
         "n_head": common.attention(tree).heads,
@@ -64,7 +72,7 @@ def write(tree: Tree) -> dict[str, Any]:
     }
 
 
-def rules(tree: Tree) -> list[Rule]:
+def rules(tree: ModelSpec) -> list[Rule]:
     layer, ours = "transformer.h.{}.", "layers.{}."
     heads = common.attention(tree).heads
     qkv = tuple(f"{ours}attn.{part}" for part in "qkv")
@@ -88,7 +96,7 @@ BLOOM = Family(
     architecture="BloomForCausalLM",
     scorer="BloomForSequenceClassification",
     read=read,
-    new=write,
+    write=write,
     rules=rules,
     fields=FIELDS,
     only={
@@ -105,7 +113,7 @@ BLOOM = Family(
         "skip_bias_add",
         "skip_bias_add_qkv",
     ),
-    beside={
+    extra_fields={
         **BESIDE,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,

@@ -10,17 +10,17 @@ from dolmen.families.rules import Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Real, Text, optional
 from dolmen.model.spec import (
-    Attention,
-    Blanks,
-    Block,
-    Mask,
-    Mlp,
-    Norm,
-    Rope,
-    Sequential,
-    Tree,
+    AttentionSpec,
+    BlankInfilling,
+    BlankMask,
+    BlockSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+    SequentialResidual,
 )
-from dolmen.model.spec.positions import Linear
+from dolmen.model.spec.positions import LinearScaling
 
 # ChatGLM-6B (2406.12793, section 2; 2210.02414): a GLM whose heads rope turns by two streams of
 # positions, half each, in DeepNorm's arrangement; its prefix, and where its tokens stand, are known
@@ -59,39 +59,41 @@ CHATGLM_FIELDS = (
         None,
         "[gMASK], a blank at the end. None: positions are those of version 0.1.",
     ),
-    *common.ends(EPS, tied=True),
+    *common.last_fields(EPS, tied=True),
     special_tokens.SPECIAL_TOKENS,
 )
 
 
-def read_chatglm(config: dict[str, Any]) -> Tree:
-    turned = Rope(common.head_size(config, CHATGLM_FIELDS), streams=2, halved=True)
+def read_chatglm(config: dict[str, Any]) -> ModelSpec:
+    turned = RopeSpec(common.head_size(config, CHATGLM_FIELDS), streams=2, halved=True)
     mixer = glm.attention(config, CHATGLM_FIELDS, turned)
-    mlp = Mlp(config["inner_hidden_size"], gated=False, activation="gelu_tanh", bias=True)
-    block = Block(
+    mlp = MLPSpec(config["inner_hidden_size"], gated=False, activation="gelu_tanh", bias=True)
+    block = BlockSpec(
         mixer,
         mlp,
         common.layer_norm(config, EPS),
-        Sequential.deepnorm(ALPHA),
+        SequentialResidual.deepnorm(ALPHA),
     )
     blocks = [block] * config["num_layers"]
-    return common.tree(config, CHATGLM_FIELDS, blocks, blanks=_blanks(config))
+    return common.make_spec(config, CHATGLM_FIELDS, blocks, blanks=_blanks(config))
 
 
-def _blanks(config: dict[str, Any]) -> Blanks:
-    ids = special_tokens.said(
+def _blanks(config: dict[str, Any]) -> BlankInfilling:
+    ids = special_tokens.special_ids(
         config, sop="bos_token_id", mask="mask_token_id", gmask="gmask_token_id"
     )
     if config["gmask_token_id"] is not None:
-        return Blanks(ids["sop"], (Mask("gmask", ids["gmask"]), Mask("mask", ids["mask"])))
+        return BlankInfilling(
+            ids["sop"], (BlankMask("gmask", ids["gmask"]), BlankMask("mask", ids["mask"]))
+        )
     for name, token in BUILT_IN.get(config["vocab_size"], {}).items():
         ids[name] = token if ids[name] is None else ids[name]
-    of_gmask = Mask("gmask", ids["gmask"], "stays after <sop>")
-    return Blanks(ids["sop"], (Mask("mask", ids["mask"]), of_gmask))
+    of_gmask = BlankMask("gmask", ids["gmask"], "stays after <sop>")
+    return BlankInfilling(ids["sop"], (BlankMask("mask", ids["mask"]), of_gmask))
 
 
-def write_chatglm(tree: Tree) -> dict[str, Any]:
-    blanks = expect(tree.blanks, Blanks, "blanks")
+def write_chatglm(tree: ModelSpec) -> dict[str, Any]:
+    blanks = expect(tree.blanks, BlankInfilling, "blanks")
     ids = {mask.name: mask.token for mask in blanks.masks}
     stated = all(mask.behind == "stays" for mask in blanks.masks)
     return {
@@ -101,7 +103,7 @@ def write_chatglm(tree: Tree) -> dict[str, Any]:
         "bos_token_id": blanks.start,
         "mask_token_id": ids.get("mask") if stated else None,
         "gmask_token_id": ids.get("gmask") if stated else None,
-        **special_tokens.stated({} if stated else ids),
+        **special_tokens.special_tokens_field({} if stated else ids),
     }
 
 
@@ -117,13 +119,13 @@ CHATGLM = Family(
     model_type="chatglm",
     title="ChatGLM-6B",
     architecture="ChatGLMForConditionalGeneration",
-    native=False,
+    in_transformers=False,
     read=read_chatglm,
-    new=write_chatglm,
+    write=write_chatglm,
     rules=glm.glm_like_rules,
     fields=CHATGLM_FIELDS,
-    framed=frame_chatglm,
-    head_beside=True,
+    frame=frame_chatglm,
+    stores_tied_head=True,
     only={
         "position_encoding_2d": (True,),
         "quantization_bit": (0, None),
@@ -131,9 +133,9 @@ CHATGLM = Family(
         "pre_seq_len": (None,),
     },
     harmless=("prefix_projection",),
-    beside={**BESIDE, "position_encoding_2d": True},
+    extra_fields={**BESIDE, "position_encoding_2d": True},
     ignored=(r"transformer\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),
-    code=("configuration_chatglm", "modeling_chatglm", "tokenization_chatglm"),
+    remote_code=("configuration_chatglm", "modeling_chatglm", "tokenization_chatglm"),
 )
 
 
@@ -154,7 +156,7 @@ CHATGLM = Family(
 THETA = 10000.0
 RATIO_OF = ("base", "positions")
 NAMED = {"chatglm2": "positions", "chatglm3": "base", "glm-4": "base"}
-"""What is in `_name_or_path` of a checkpoint -> what its code does with rope_ratio."""
+"""Substring of `_name_or_path` -> what that checkpoint's code applies rope_ratio to."""
 CHATGLM2_FIELDS = (
     Field(
         "padded_vocab_size",
@@ -210,16 +212,16 @@ CHATGLM2_FIELDS = (
         "it (ChatGLM2-6B-32K).",
         ours=True,
     ),
-    *common.ends(common.eps("layernorm_epsilon", 1e-5), tied=False),
+    *common.last_fields(common.eps("layernorm_epsilon", 1e-5), tied=False),
     special_tokens.SPECIAL_TOKENS,
 )
 
 
-def read_chatglm2(config: dict[str, Any]) -> Tree:
+def read_chatglm2(config: dict[str, Any]) -> ModelSpec:
     heads, size = config["num_attention_heads"], config["kv_channels"]
     size = common.head_size(config, CHATGLM2_FIELDS) if size is None else size
     bias = config["add_qkv_bias"]
-    mixer = Attention(
+    mixer = AttentionSpec(
         heads,
         config["multi_query_group_num"] if config["multi_query_attention"] else heads,
         size,
@@ -228,20 +230,20 @@ def read_chatglm2(config: dict[str, Any]) -> Tree:
         v_bias=bias,
         positions=_rope(size // 2, config["rope_ratio"], _ratio_of(config) or RATIO_OF[0]),
     )
-    norm = Norm("rmsnorm", float(config["layernorm_epsilon"]))
-    blocks = [Block(mixer, Mlp(config["ffn_hidden_size"]), norm)] * config["num_layers"]
-    return common.tree(config, CHATGLM2_FIELDS, blocks)
+    norm = NormSpec("rmsnorm", float(config["layernorm_epsilon"]))
+    blocks = [BlockSpec(mixer, MLPSpec(config["ffn_hidden_size"]), norm)] * config["num_layers"]
+    return common.make_spec(config, CHATGLM2_FIELDS, blocks)
 
 
-def _rope(size: int, ratio: float, ratio_of: str) -> Rope:
+def _rope(size: int, ratio: float, ratio_of: str) -> RopeSpec:
     if ratio_of == "positions":
-        return Rope(size, THETA, Linear(ratio), interleaved=True)
-    return Rope(size, THETA * ratio, interleaved=True)
+        return RopeSpec(size, THETA, LinearScaling(ratio), interleaved=True)
+    return RopeSpec(size, THETA * ratio, interleaved=True)
 
 
 def _ratio_of(config: Mapping[str, Any]) -> str | None:
-    """What is stated, or said by a checkpoint's name; None where nothing says it. Of 1 it is all
-    one.
+    """Return what rope_ratio applies to, from the config or the checkpoint's name; None if neither
+    says. A ratio of 1 changes nothing.
     """
     if config["rope_ratio"] == 1:
         return RATIO_OF[0]
@@ -251,14 +253,16 @@ def _ratio_of(config: Mapping[str, Any]) -> str | None:
 
 
 def assume_chatglm2(config: Mapping[str, Any]) -> dict[str, str]:
-    """What rope_ratio does, where nothing says it."""
+    """Return the assumed meaning of rope_ratio if neither the config nor the checkpoint's name says
+    it.
+    """
     return {} if _ratio_of(config) else {"rope_ratio_of": RATIO_OF[0]}
 
 
-def write_chatglm2(tree: Tree) -> dict[str, Any]:
+def write_chatglm2(tree: ModelSpec) -> dict[str, Any]:
     mixer = common.attention(tree)
-    rope = expect(mixer.positions, Rope, "positions")
-    divided = rope.scaling.factor if isinstance(rope.scaling, Linear) else None
+    rope = expect(mixer.positions, RopeSpec, "positions")
+    divided = rope.scaling.factor if isinstance(rope.scaling, LinearScaling) else None
     return {
         **common.write(tree, CHATGLM2_FIELDS),
         "ffn_hidden_size": common.mlp(tree).size,
@@ -272,7 +276,7 @@ def write_chatglm2(tree: Tree) -> dict[str, Any]:
     }
 
 
-def chatglm2_rules(tree: Tree) -> list[Rule]:
+def chatglm2_rules(tree: ModelSpec) -> list[Rule]:
     mixer = common.attention(tree)
     return glm.glm_like_rules(
         tree,
@@ -286,7 +290,7 @@ def chatglm2_rules(tree: Tree) -> list[Rule]:
 
 
 def is_chatglm2_config(config: Mapping[str, Any]) -> bool:
-    """By fields that ChatGLM-6B has not."""
+    """Return whether a config.json has fields that ChatGLM-6B lacks."""
     own = {"padded_vocab_size", "ffn_hidden_size", "kv_channels", "multi_query_attention"}
     return bool({*own, "multi_query_group_num", "add_qkv_bias", "seq_length"} & config.keys())
 
@@ -297,17 +301,17 @@ def frame_chatglm2(tokens: list[int], ids: Ids) -> list[int]:
 
 CHATGLM2 = Family(
     model_type="chatglm",
-    called="chatglm2",
-    tells=is_chatglm2_config,
+    registry_name="chatglm2",
+    matches=is_chatglm2_config,
     title="ChatGLM2-6B, ChatGLM3-6B and GLM-4-9B as code of their folders has them",
     architecture="ChatGLMForConditionalGeneration",
-    native=False,
+    in_transformers=False,
     read=read_chatglm2,
-    new=write_chatglm2,
+    write=write_chatglm2,
     rules=chatglm2_rules,
     fields=CHATGLM2_FIELDS,
-    taken=assume_chatglm2,
-    framed=frame_chatglm2,
+    assume=assume_chatglm2,
+    frame=frame_chatglm2,
     only={
         "rmsnorm": (True,),
         "add_bias_linear": (False,),
@@ -327,7 +331,7 @@ CHATGLM2 = Family(
         "interleaved_qkv",
         "prefix_projection",
     ),
-    beside={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    extra_fields={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
-    code=("configuration_chatglm", "modeling_chatglm", "tokenization_chatglm"),
+    remote_code=("configuration_chatglm", "modeling_chatglm", "tokenization_chatglm"),
 )

@@ -10,7 +10,7 @@ from dolmen.files import gate
 from dolmen.files.schema import List, Map
 
 PLAIN = "plain reference"
-"""What a case is `against` where transformers has no class."""
+"""Reference of a case for which transformers has no class."""
 FILE = Path(__file__).with_name("checked.json")
 KIND = gate.Kind(List(Map()))
 
@@ -23,13 +23,15 @@ class Checked:
     model_type: str
     parameters: int
     against: str
-    """What the same file was given to: a class of transformers, or a plain reference of our own."""
+    """Reference implementation: a class of transformers, or one written from the published
+    equations.
+    """
     logits: float
     """Largest difference in fp32, by their standard deviation."""
     gradients: float
     """Largest difference in fp32, by the largest element of each tensor."""
     gradients_fp64: float
-    """In float64, where the order of sums is all that may differ."""
+    """Largest difference in float64, where only the order of sums may differ."""
     texts: int | None
     """How many of three greedy texts, made with a cache, are those of the reference; None: the
     model fills in tokens, and continues no text.
@@ -41,13 +43,13 @@ class Checked:
 
 
 @cache
-def checked() -> tuple[Checked, ...]:
-    """In the order of families, then of cases."""
+def measured_cases() -> tuple[Checked, ...]:
+    """Return all measured cases, ordered by family and case."""
     return tuple(Checked(**row) for row in gate.read_json(FILE, KIND))
 
 
-def of(model_type: str) -> list[Checked]:
-    return [row for row in checked() if row.model_type == model_type]
+def cases_of(model_type: str) -> list[Checked]:
+    return [row for row in measured_cases() if row.model_type == model_type]
 
 
 def worst(rows: list[Checked], number: str) -> float:

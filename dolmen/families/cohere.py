@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.families import common, llama, windows
-from dolmen.families.family import Family, Field, knob
+from dolmen.families.family import Family, Field, flag
 from dolmen.families.rules import Rule
 from dolmen.files.schema import Flag, Real, optional
-from dolmen.model.spec import Norm, Parallel, Tree, runs_of
+from dolmen.model.spec import ModelSpec, NormSpec, ParallelResidual, group_repeats
 
 # Command R (Cohere, 2024): Llama with LayerNorms without bias, attention and feed-forward layer
 # side by side after one of them, rope over neighbours, and logits times a number.
@@ -16,23 +16,23 @@ EPS = "layer_norm_eps"
 COHERE_FIELDS = llama.fields_with(common.eps(EPS, 1e-5))
 
 
-def read_cohere(config: dict[str, Any]) -> Tree:
+def read_cohere(config: dict[str, Any]) -> ModelSpec:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
     bias = bool(config["attention_bias"])
     tree = llama.read_llama_like(
         config,
-        norm=Norm("layernorm", float(config[EPS])),
+        norm=NormSpec("layernorm", float(config[EPS])),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=bool(config["use_qk_norm"]),
         qk_norm_of="each head",
         interleaved=True,
     )
-    tree = common.each_block(tree, lambda block: replace(block, arrangement=Parallel(1)))
+    tree = common.map_blocks(tree, lambda block: replace(block, arrangement=ParallelResidual(1)))
     return replace(tree, head=replace(tree.head, scale=float(config["logit_scale"])))
 
 
-def write_cohere(tree: Tree) -> dict[str, Any]:
+def write_cohere(tree: ModelSpec) -> dict[str, Any]:
     mixer = common.attention(tree)
     return {
         **llama.write_llama_like(tree, COHERE_FIELDS),
@@ -42,7 +42,7 @@ def write_cohere(tree: Tree) -> dict[str, Any]:
     }
 
 
-def cohere_rules(tree: Tree) -> list[Rule]:
+def cohere_rules(tree: ModelSpec) -> list[Rule]:
     return llama.llama_like_rules(tree, {"input_layernorm": "norm"})
 
 
@@ -51,7 +51,7 @@ COHERE = Family(
     title="Command R",
     architecture="CohereForCausalLM",
     read=read_cohere,
-    new=write_cohere,
+    write=write_cohere,
     rules=cohere_rules,
     fields=llama.change_fields(
         COHERE_FIELDS,
@@ -74,7 +74,7 @@ COHERE = Family(
     ),
     only={**windows.NONE, "mlp_bias": (False, None)},
     harmless=("model_max_length",),
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )
 
@@ -87,13 +87,13 @@ COHERE2_FIELDS = llama.drop_fields(
 )
 
 
-def read_cohere2(config: dict[str, Any]) -> Tree:
+def read_cohere2(config: dict[str, Any]) -> ModelSpec:
     """Raises ValueError where no layer slides: rope would turn nothing."""
-    sizes = windows.of_pattern(config)
+    sizes = windows.pattern_windows(config)
     if not any(sizes):
         raise ValueError(
             "layer_types has no layer of sliding_attention, which alone have rope: set "
-            f"{knob('layer_types')} so that one slides"
+            f"{flag('layer_types')} so that one slides"
         )
     tree = read_cohere({**config, "use_qk_norm": False, "head_dim": None})
     blocks = []
@@ -101,10 +101,10 @@ def read_cohere2(config: dict[str, Any]) -> Tree:
         positions = block.mixer.positions if size is not None else None
         mixer = replace(block.mixer, window=size, positions=positions)
         blocks.append(replace(block, mixer=mixer))
-    return replace(tree, runs=runs_of(blocks))
+    return replace(tree, runs=group_repeats(blocks))
 
 
-def write_cohere2(tree: Tree) -> dict[str, Any]:
+def write_cohere2(tree: ModelSpec) -> dict[str, Any]:
     own = {field.name for field in COHERE2_FIELDS}
     fields = {**write_cohere(tree), **windows.write_types(tree)}
     return {name: value for name, value in fields.items() if name in own}
@@ -115,7 +115,7 @@ COHERE2 = Family(
     title="Command R7B and Command A",
     architecture="Cohere2ForCausalLM",
     read=read_cohere2,
-    new=write_cohere2,
+    write=write_cohere2,
     rules=cohere_rules,
     fields=llama.change_fields(COHERE2_FIELDS, sliding_window=4096, rope_theta=10000.0),
     only={"mlp_bias": (False, None)},
@@ -126,6 +126,6 @@ COHERE2 = Family(
         position_embedding_type rotary_pct use_embedding_sharing use_gated_activation
         use_parallel_block use_parallel_embedding""".split()
     ),
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )

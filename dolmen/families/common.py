@@ -1,5 +1,6 @@
-"""What every family says, each under names of its own: fields, the ends of a decoder, the size of a
-head. Which name a family has for what is read off its fields (`names` of family.py).
+"""Fields and spec pieces that every family has under its own names: vocabulary, norm eps,
+initializer range, tied head, head size. `names` of family.py maps each family's field names to the
+common ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -7,20 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.core.messages import divisor
-from dolmen.families.family import Field, activation, expect, knob, names
+from dolmen.families.family import Field, activation, expect, flag, names
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Real
 from dolmen.model.spec import (
-    Attention,
-    Blanks,
-    Block,
-    Embedding,
-    Experts,
-    Head,
-    Mlp,
-    Norm,
-    Tree,
-    runs_of,
+    AttentionSpec,
+    BlankInfilling,
+    BlockSpec,
+    EmbeddingSpec,
+    LMHeadSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    group_repeats,
 )
 
 INITIALIZER_RANGE = Field(
@@ -52,69 +53,71 @@ TIED = {
 }
 
 
-def ends(eps: Field, tied: bool) -> tuple[Field, ...]:
+def last_fields(eps: Field, tied: bool) -> tuple[Field, ...]:
     """The last fields of each family, the norms' `eps` first; `tied`: what stating nothing of the
     head means.
     """
     return eps, INITIALIZER_RANGE, TIED[tied]
 
 
-def layer_norm(config: dict[str, Any], eps: Field = LAYER_NORM_EPS) -> Norm:
-    """Of a family that has the field `eps`."""
-    return Norm("layernorm", float(config[eps.name]), bias=True)
+def layer_norm(config: dict[str, Any], eps: Field = LAYER_NORM_EPS) -> NormSpec:
+    """Return a LayerNorm with bias whose eps is the config's field `eps`."""
+    return NormSpec("layernorm", float(config[eps.name]), bias=True)
 
 
 def head_size(config: dict[str, Any], fields: Sequence[Field], instead: str = "") -> int:
-    """Of heads that share the width. Raises ValueError with both numbers where they cannot, the
-    field to set, and what may be done `instead`.
+    """Return hidden_size / num_attention_heads. Raises ValueError with both numbers, the option to
+    set and the alternative `instead` if it is not an integer.
     """
     own = names(fields)
     hidden, heads = own["hidden_size"], own["num_attention_heads"]
     width, number = config[hidden], config[heads]
     if width % number:
         raise ValueError(
-            f"{hidden} ({width}) is not divisible by {heads} ({number}): set {knob(heads)} to a "
+            f"{hidden} ({width}) is not divisible by {heads} ({number}): set {flag(heads)} to a "
             f"divisor, such as {divisor(width, near=number)}{instead}"
         )
     return width // number
 
 
-def plain(config: dict[str, Any], fields: Sequence[Field], bias: bool = True) -> Mlp:
+def plain_mlp(config: dict[str, Any], fields: Sequence[Field], bias: bool = True) -> MLPSpec:
     """A feed-forward layer without a gate; a width of None is 4 times that of the residual
     stream.
     """
     own = names(fields)
     inner = config[own["intermediate_size"]]
     size = 4 * config[own["hidden_size"]] if inner is None else inner
-    return Mlp(size, False, activation(config, own["hidden_act"]), bias)
+    return MLPSpec(size, False, activation(config, own["hidden_act"]), bias)
 
 
-def tree(
+def make_spec(
     config: dict[str, Any],
     fields: Sequence[Field],
-    blocks: Sequence[Block],
-    embedding: Embedding | None = None,
-    blanks: Blanks | None = None,
-) -> Tree:
+    blocks: Sequence[BlockSpec],
+    embedding: EmbeddingSpec | None = None,
+    blanks: BlankInfilling | None = None,
+) -> ModelSpec:
     """These blocks between the ends that `fields` say, whose last norm is as theirs; unset, the
     embedding has rows and nothing more. Raises ValueError for an `initializer_range` that is not
     finite.
     """
     own = names(fields)
-    return Tree(
+    return ModelSpec(
         hidden_size=config[own["hidden_size"]],
-        embedding=Embedding(config[own["vocab_size"]]) if embedding is None else embedding,
-        runs=runs_of(blocks),
+        embedding=EmbeddingSpec(config[own["vocab_size"]]) if embedding is None else embedding,
+        runs=group_repeats(blocks),
         final_norm=blocks[0].norm,
-        head=Head(tied=config["tie_word_embeddings"]),
+        head=LMHeadSpec(tied=config["tie_word_embeddings"]),
         max_position_embeddings=config[own["max_position_embeddings"]],
         initializer_range=float(config[own["initializer_range"]]),
         blanks=blanks,
     )
 
 
-def write(tree: Tree, fields: Sequence[Field]) -> dict[str, Any]:
-    """What no layer decides, by the names that `fields` have."""
+def write(tree: ModelSpec, fields: Sequence[Field]) -> dict[str, Any]:
+    """Return the fields outside the layers, under the names of `fields`: sizes, norm eps, tied
+    head.
+    """
     stated = {
         "vocab_size": tree.vocab_size,
         "hidden_size": tree.hidden_size,
@@ -128,26 +131,26 @@ def write(tree: Tree, fields: Sequence[Field]) -> dict[str, Any]:
     return {own[name]: value for name, value in stated.items() if name in own}
 
 
-def each_block(tree: Tree, change: Callable[[Block], Block]) -> Tree:
+def map_blocks(tree: ModelSpec, change: Callable[[BlockSpec], BlockSpec]) -> ModelSpec:
     """The same of other blocks."""
-    return replace(tree, runs=runs_of([change(block) for block in tree.blocks]))
+    return replace(tree, runs=group_repeats([change(block) for block in tree.blocks]))
 
 
-def attention(tree: Tree) -> Attention:
-    """Of the first layer. Raises ValueError where it has another mixer."""
-    return expect(tree.blocks[0].mixer, Attention, "mixer")
+def attention(tree: ModelSpec) -> AttentionSpec:
+    """Return the first layer's AttentionSpec. Raises ValueError if its mixer is another."""
+    return expect(tree.blocks[0].mixer, AttentionSpec, "mixer")
 
 
-def mlp(tree: Tree) -> Mlp:
+def mlp(tree: ModelSpec) -> MLPSpec:
     """The first feed-forward layer. Raises ValueError where it has experts."""
-    return expect(tree.blocks[0].mlp, Mlp, "mlp")
+    return expect(tree.blocks[0].mlp, MLPSpec, "mlp")
 
 
-def dense(tree: Tree) -> list[Mlp]:
+def dense_layers(tree: ModelSpec) -> list[MLPSpec]:
     """Every feed-forward layer without experts, in order."""
-    return [expect(b.mlp, Mlp, "mlp") for b in tree.blocks if not b.mlp.experts]
+    return [expect(b.mlp, MLPSpec, "mlp") for b in tree.blocks if not b.mlp.experts]
 
 
-def sparse(tree: Tree) -> list[Experts]:
+def sparse_layers(tree: ModelSpec) -> list[MoESpec]:
     """Every feed-forward layer with experts, in order."""
-    return [expect(b.mlp, Experts, "mlp") for b in tree.blocks if b.mlp.experts]
+    return [expect(b.mlp, MoESpec, "mlp") for b in tree.blocks if b.mlp.experts]

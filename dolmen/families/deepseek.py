@@ -4,11 +4,20 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.families import common, experts, llama, rope
-from dolmen.families.family import Family, Field, activation_name, expect, knob
+from dolmen.families.family import Family, Field, activation_name, expect, flag
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, Real, Text, optional
-from dolmen.model.spec import Block, Experts, LatentAttention, Mlp, Norm, Rope, Router, Tree
+from dolmen.model.spec import (
+    BlockSpec,
+    LatentAttentionSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    RopeSpec,
+    RouterSpec,
+)
 
 # What DeepSeek-V2 and V3 share: latent attention, and dense layers before those of many small
 # experts and a shared one.
@@ -59,13 +68,13 @@ CODE = ("configuration_deepseek", "modeling_deepseek")
 HARMLESS = ("head_dim", "qk_head_dim", "ep_size", "seq_aux", "output_router_logits")
 
 
-def read_deepseek(config: dict[str, Any], router: Router, interleaved: bool) -> Tree:
+def read_deepseek(config: dict[str, Any], router: RouterSpec, interleaved: bool) -> ModelSpec:
     """The tree of a config.json, given how a token's experts are chosen and what a pair of rope
     is. Raises ValueError naming the field.
     """
     mixer, norm = _mixer(config, interleaved), llama.rms_norm(config)
     size, dense = config["moe_intermediate_size"], llama.dense_mlp(config)
-    sparse = Experts(
+    sparse = MoESpec(
         config["n_routed_experts"],
         config["num_experts_per_tok"],
         size,
@@ -79,38 +88,38 @@ def read_deepseek(config: dict[str, Any], router: Router, interleaved: bool) -> 
     )
     first = config["first_k_dense_replace"]
     blocks = [
-        Block(mixer, dense if i < first else sparse, norm)
+        BlockSpec(mixer, dense if i < first else sparse, norm)
         for i in range(config["num_hidden_layers"])
     ]
-    return common.tree(config, FIELDS, blocks)
+    return common.make_spec(config, FIELDS, blocks)
 
 
-def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttention:
+def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttentionSpec:
     heads, stated = config["num_attention_heads"], config["num_key_value_heads"]
     if stated not in (None, heads):
         raise ValueError(
             f"num_key_value_heads ({stated}) is not num_attention_heads ({heads}): latent "
             f"attention has a key and a value for each query head; set "
-            f"{knob('num_key_value_heads')} to as many"
+            f"{flag('num_key_value_heads')} to as many"
         )
     size = config["qk_rope_head_dim"]
     if size % 2:
         raise ValueError(
             f"qk_rope_head_dim ({size}) is odd, rope rotates pairs: set "
-            f"{knob('qk_rope_head_dim')} to an even size"
+            f"{flag('qk_rope_head_dim')} to an even size"
         )
     turned = rope.read(config, size)
-    field, parameters = rope.given(config)
+    field, parameters = rope.stated_rope(config)
     mscale = float(parameters.get("mscale_all_dim") or 0.0)
-    if mscale and rope.kind(parameters) not in ("yarn", "default"):
+    if mscale and rope.rope_type(parameters) not in ("yarn", "default"):
         raise ValueError(f"{field}.mscale_all_dim is {mscale}: it is of rope_type yarn alone")
-    return LatentAttention(
+    return LatentAttentionSpec(
         heads,
         config["q_lora_rank"],
         config["kv_lora_rank"],
         config["qk_nope_head_dim"],
         config["v_head_dim"],
-        Norm("rmsnorm", LATENT_EPS),
+        NormSpec("rmsnorm", LATENT_EPS),
         replace(turned, interleaved=interleaved),
         mscale_all_dim=0.0 if turned.scaling is None else mscale,
         down_bias=config["attention_bias"],
@@ -118,12 +127,12 @@ def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttention:
     )
 
 
-def write_deepseek(tree: Tree) -> dict[str, Any]:
+def write_deepseek(tree: ModelSpec) -> dict[str, Any]:
     """The fields that both families have: of the first layer, of the first dense one, if there is
     any, and of the first sparse one. Raises ValueError where the mixer is no latent attention.
     """
-    mixer = expect(tree.blocks[0].mixer, LatentAttention, "mixer")
-    dense, sparse = common.dense(tree), common.sparse(tree)
+    mixer = expect(tree.blocks[0].mixer, LatentAttentionSpec, "mixer")
+    dense, sparse = common.dense_layers(tree), common.sparse_layers(tree)
     return {
         **common.write(tree, FIELDS),
         "num_attention_heads": mixer.heads,
@@ -142,8 +151,10 @@ def write_deepseek(tree: Tree) -> dict[str, Any]:
     }
 
 
-def _rope(mixer: LatentAttention) -> dict[str, Any]:
-    """With the scores' temperature; an attention factor of 1 follows from equal mscales."""
+def _rope(mixer: LatentAttentionSpec) -> dict[str, Any]:
+    """Return `rope_parameters` with YaRN's mscale fields: an attention factor of 1 is written as
+    equal mscales.
+    """
     stated, mscale = rope.write(mixer.positions), mixer.mscale_all_dim
     if not mscale:
         return stated
@@ -153,8 +164,8 @@ def _rope(mixer: LatentAttention) -> dict[str, Any]:
     return {**stated, "mscale_all_dim": mscale}
 
 
-def _write_deepseek_experts(sparse: Experts) -> dict[str, Any]:
-    shared = expect(sparse.shared, Mlp, "shared")
+def _write_deepseek_experts(sparse: MoESpec) -> dict[str, Any]:
+    shared = expect(sparse.shared, MLPSpec, "shared")
     return {
         "n_routed_experts": sparse.number,
         "num_experts_per_tok": sparse.per_token,
@@ -165,7 +176,7 @@ def _write_deepseek_experts(sparse: Experts) -> dict[str, Any]:
     }
 
 
-def deepseek_rules(tree: Tree) -> list[Rule]:
+def deepseek_rules(tree: ModelSpec) -> list[Rule]:
     """Weight names; q_proj exists where queries have no latent."""
     attention = {
         "q_proj": "q",
@@ -204,7 +215,7 @@ PER_TOKEN = 6  # of both models; transformers computes nothing where none is sta
 METHODS = ("greedy", "group_limited_greedy")
 
 
-def read_deepseek_v2(config: dict[str, Any]) -> Tree:
+def read_deepseek_v2(config: dict[str, Any]) -> ModelSpec:
     """transformers refuses heads that do not divide the width, though nothing follows from it."""
     common.head_size(config, FIELDS)
     stated = config["num_experts_per_tok"]
@@ -212,22 +223,22 @@ def read_deepseek_v2(config: dict[str, Any]) -> Tree:
     return read_deepseek(filled, _router(config), interleaved=True)
 
 
-def _router(config: dict[str, Any]) -> Router:
+def _router(config: dict[str, Any]) -> RouterSpec:
     if config["topk_method"] in ("greedy", None):
-        return Router(normalise=False)
+        return RouterSpec(normalise=False)
     for name in ("n_group", "topk_group"):
         if config[name] is None:
             raise ValueError(
                 f"topk_method is {config['topk_method']}, which chooses among groups of experts, "
-                f"and {name} is None: set {knob(name)}"
+                f"and {name} is None: set {flag(name)}"
             )
     groups, kept = config["n_group"], config["topk_group"]
-    return Router(normalise=False, groups=groups, groups_per_token=kept)
+    return RouterSpec(normalise=False, groups=groups, groups_per_token=kept)
 
 
-def write_deepseek_v2(tree: Tree) -> dict[str, Any]:
-    sparse = common.sparse(tree)
-    router = sparse[0].router if sparse else Router()
+def write_deepseek_v2(tree: ModelSpec) -> dict[str, Any]:
+    sparse = common.sparse_layers(tree)
+    router = sparse[0].router if sparse else RouterSpec()
     grouped = router.groups > 1
     return {
         **write_deepseek(tree),
@@ -243,7 +254,7 @@ DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     scorer="DeepseekV2ForSequenceClassification",
     read=read_deepseek_v2,
-    new=write_deepseek_v2,
+    write=write_deepseek_v2,
     rules=deepseek_rules,
     fields=llama.change_fields(
         FIELDS,
@@ -272,9 +283,9 @@ DEEPSEEK_V2 = Family(
         "scoring_func": ("softmax", None),
     },
     harmless=HARMLESS,
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
-    code=CODE,
+    remote_code=CODE,
 )
 
 
@@ -285,8 +296,8 @@ DEEPSEEK_V2 = Family(
 # are no part of the decoder: transformers leaves them out, and so is done here, aloud.
 
 
-def read_deepseek_v3(config: dict[str, Any]) -> Tree:
-    router = Router(
+def read_deepseek_v3(config: dict[str, Any]) -> ModelSpec:
+    router = RouterSpec(
         score="sigmoid",
         normalise=bool(config["norm_topk_prob"]),
         groups=config["n_group"],
@@ -297,14 +308,14 @@ def read_deepseek_v3(config: dict[str, Any]) -> Tree:
     return read_deepseek(config, router, interleaved=bool(config["rope_interleave"]))
 
 
-def write_deepseek_v3(tree: Tree) -> dict[str, Any]:
-    positions = expect(tree.blocks[0].mixer.positions, Rope, "positions")
+def write_deepseek_v3(tree: ModelSpec) -> dict[str, Any]:
+    positions = expect(tree.blocks[0].mixer.positions, RopeSpec, "positions")
     fields = {**write_deepseek(tree), "rope_interleave": positions.interleaved}
-    sparse = common.sparse(tree)
+    sparse = common.sparse_layers(tree)
     return {**fields, **(_choice(sparse[0].router) if sparse else {})}
 
 
-def _choice(router: Router) -> dict[str, Any]:
+def _choice(router: RouterSpec) -> dict[str, Any]:
     return {
         "norm_topk_prob": router.normalise,
         "n_group": router.groups,
@@ -318,7 +329,7 @@ DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     scorer="DeepseekV3ForSequenceClassification",
     read=read_deepseek_v3,
-    new=write_deepseek_v3,
+    write=write_deepseek_v3,
     rules=deepseek_rules,
     fields=llama.change_fields(
         FIELDS,
@@ -364,8 +375,8 @@ DEEPSEEK_V3 = Family(
         "topk_method": ("noaux_tc", None),
     },
     harmless=HARMLESS,
-    beside={**llama.BESIDE, "num_nextn_predict_layers": 0},
-    beyond="num_nextn_predict_layers",
+    extra_fields={**llama.BESIDE, "num_nextn_predict_layers": 0},
+    dropped_layers_field="num_nextn_predict_layers",
     ignored=llama.IGNORED,
-    code=CODE,
+    remote_code=CODE,
 )

@@ -1,9 +1,11 @@
-"""In what two trees differ, in the words of a config.json, where transformers has one."""
+"""Differences between two model specs, named as in a config.json of transformers where it has a
+name.
+"""
 
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 
 WORDS = {
     "mixer": "attention",
@@ -55,42 +57,42 @@ WORDS = {
     "head.bias": "the bias of logits",
 }
 KINDS = {
-    "Alibi": "ALiBi",
-    "Rope": "rope",
-    "Table": "learned",
-    "Linear": "linear",
-    "Llama3": "llama3",
-    "Yarn": "yarn",
-    "Dynamic": "dynamic",
-    "LongRope": "longrope",
-    "Norm": "there",
-    "Experts": "experts",
-    "Mlp": "dense",
-    "Sequential": "mixer, then mlp",
-    "Parallel": "side by side",
+    "AlibiSpec": "ALiBi",
+    "RopeSpec": "rope",
+    "PositionTable": "learned",
+    "LinearScaling": "linear",
+    "Llama3Scaling": "llama3",
+    "YarnScaling": "yarn",
+    "DynamicScaling": "dynamic",
+    "LongRopeScaling": "longrope",
+    "NormSpec": "there",
+    "MoESpec": "experts",
+    "MLPSpec": "dense",
+    "SequentialResidual": "mixer, then mlp",
+    "ParallelResidual": "side by side",
 }
-"""Of components, by the name of their class."""
+"""Names of component classes for messages."""
 
 
-def differences(one: Tree, other: Tree) -> list[tuple[str, Any, Any]]:
+def differences(one: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]:
     """(name, value, other value) of each value that differs, but for those inside of components
     that are of two kinds; of layers, a list of values where they are not all alike.
     """
     if one == other:
         return []
-    a, b = _named(one), _named(other)
+    a, b = _flatten_spec(one), _flatten_spec(other)
     found = {n: (a.get(n), b.get(n)) for n in {**a, **b} if a.get(n) != b.get(n)}
     return [(_word(name), *pair) for name, pair in found.items() if not _inside(name, found)]
 
 
 def _inside(name: str, found: dict[str, tuple[Any, Any]]) -> bool:
-    """Whether a component that it lies in is another one."""
+    """Return whether a component that contains the value differs itself."""
     parts = name.split(".")
     return any(".".join(parts[:n]) in found for n in range(1, len(parts)))
 
 
 def _word(name: str) -> str:
-    """Of what it lies in, where it has no word of its own: rope_scaling.factor."""
+    """Return the word for a value, or that of the component it lies in: rope_scaling.factor."""
     parts = name.split(".")
     for n in range(len(parts), 0, -1):
         if word := WORDS.get(".".join(parts[:n])):
@@ -98,18 +100,18 @@ def _word(name: str) -> str:
     return name
 
 
-def _named(tree: Tree) -> dict[str, Any]:
-    layers = [dict(_leaves("", block)) for block in tree.blocks]
+def _flatten_spec(tree: ModelSpec) -> dict[str, Any]:
+    layers = [dict(_flatten("", block)) for block in tree.blocks]
     names = {name: None for layer in layers for name in layer}
     named: dict[str, Any] = {"num_hidden_layers": len(layers)}
     for name in names:
         values = [layer.get(name) for layer in layers]
         alike = all(value == values[0] for value in values)
         named[name] = values[0] if alike else values
-    return named | {name: v for name, v in _leaves("", tree) if not name.startswith("runs")}
+    return named | {name: v for name, v in _flatten("", tree) if not name.startswith("runs")}
 
 
-def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
+def _flatten(path: str, value: Any) -> list[tuple[str, Any]]:
     """(path, value) of everything in a component; of a choice between components, which it is."""
     if not is_dataclass(value):
         return [(path, value)]
@@ -118,5 +120,7 @@ def _leaves(path: str, value: Any) -> list[tuple[str, Any]]:
     return kind + [
         leaf
         for field in fields(value)
-        for leaf in _leaves(f"{path}.{field.name}" if path else field.name, vars(value)[field.name])
+        for leaf in _flatten(
+            f"{path}.{field.name}" if path else field.name, vars(value)[field.name]
+        )
     ]

@@ -1,6 +1,4 @@
-"""What families with experts share: the fields of a sparse feed-forward layer, and the names of its
-weights.
-"""
+"""Fields and weight rules of a mixture-of-experts layer that several families share."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +7,7 @@ from dolmen.families.family import Field, activation
 from dolmen.families.rules import Rename, Rule, Stack
 from dolmen.files import kinds
 from dolmen.files.schema import Int, List, Real, optional
-from dolmen.model.spec import Experts, Mlp, Router, Tree
+from dolmen.model.spec import MLPSpec, ModelSpec, MoESpec, RouterSpec
 
 NUMBER = "Experts of a sparse feed-forward layer."
 PER_TOKEN = "Experts that compute a token."
@@ -46,7 +44,9 @@ WHICH = (
 )
 
 
-def which(config: dict[str, Any], dense: Mlp, sparse: Experts) -> Callable[[int], Mlp | Experts]:
+def sparse_or_dense(
+    config: dict[str, Any], dense: MLPSpec, sparse: MoESpec
+) -> Callable[[int], MLPSpec | MoESpec]:
     """Layer -> its feed-forward layer, as WHICH says: a layer is sparse if its number, from 1, is a
     multiple of `decoder_sparse_step` and `mlp_only_layers` does not name it.
     """
@@ -54,28 +54,28 @@ def which(config: dict[str, Any], dense: Mlp, sparse: Experts) -> Callable[[int]
     return lambda i: dense if i in only or (i + 1) % step else sparse
 
 
-def write_which(tree: Tree) -> dict[str, Any]:
-    """WHICH of a tree."""
+def write_which(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields WHICH of a spec."""
     dense = [i for i, block in enumerate(tree.blocks) if not block.mlp.experts]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 def read(
     config: dict[str, Any], size: int, normalise: bool, number: str = "num_local_experts"
-) -> Experts:
+) -> MoESpec:
     """The sparse layer that FIELDS say, with experts of a width; `number`: what the family calls
     how many there are. Raises ValueError naming the field.
     """
-    return Experts(
+    return MoESpec(
         config[number],
         config["num_experts_per_tok"],
         size,
         activation(config, "hidden_act"),
-        Router(normalise=normalise, aux_loss_coef=float(config["router_aux_loss_coef"])),
+        RouterSpec(normalise=normalise, aux_loss_coef=float(config["router_aux_loss_coef"])),
     )
 
 
-def write(layer: Experts, number: str = "num_local_experts") -> dict[str, Any]:
+def write(layer: MoESpec, number: str = "num_local_experts") -> dict[str, Any]:
     """FIELDS of a sparse layer."""
     return {
         number: layer.number,
@@ -84,9 +84,9 @@ def write(layer: Experts, number: str = "num_local_experts") -> dict[str, Any]:
     }
 
 
-def rules(tree: Tree, module: str, names: Mapping[str, str], bias: str = "bias") -> list[Rule]:
-    """Of the sparse layers: the router, whose bias the file calls `bias`, and stacks of the
-    experts' matrices, stored under `module` with the `names` -> ours.
+def rules(tree: ModelSpec, module: str, names: Mapping[str, str], bias: str = "bias") -> list[Rule]:
+    """Return the rules of the MoE layers: the router, whose bias the file calls `bias`, and stacks
+    of the experts' matrices, stored under `module` with the `names` -> ours.
     """
     ours = "layers.{}.mlp."
     number = max((block.mlp.experts for block in tree.blocks), default=0)

@@ -14,11 +14,27 @@ from typing import Any
 
 from dolmen.core.messages import plural
 from dolmen.families import common, rope
-from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation_name, expect, knob
+from dolmen.families.family import (
+    ACTIVATION,
+    BESIDE,
+    Family,
+    Field,
+    activation_name,
+    expect,
+    flag,
+)
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, optional
-from dolmen.model.spec import Attention, Block, Parallel, Rope, Sequential, Steps, Tree
+from dolmen.model.spec import (
+    AttentionSpec,
+    BlockSpec,
+    FalconAlibiSpec,
+    ModelSpec,
+    ParallelResidual,
+    RopeSpec,
+    SequentialResidual,
+)
 from dolmen.model.spec.block import Arrangement
 
 FIELDS = (
@@ -84,7 +100,7 @@ FIELDS = (
     ),
     Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),
     *rope.fields(),
-    *common.ends(common.LAYER_NORM_EPS, tied=True),
+    *common.last_fields(common.LAYER_NORM_EPS, tied=True),
 )
 
 
@@ -95,16 +111,16 @@ def _arrangement(config: dict[str, Any]) -> Arrangement:
     if grouped and not parallel:
         raise ValueError(
             f"parallel_attn is {parallel}, but new_decoder_architecture is {grouped}: it has them "
-            f"side by side; set {knob('parallel_attn')}"
+            f"side by side; set {flag('parallel_attn')}"
         )
     if not parallel:
-        return Sequential()
+        return SequentialResidual()
     if norms == 2 and not grouped:
         raise ValueError(
             f"num_ln_in_parallel_attn is 2, but new_decoder_architecture is {grouped}: without it "
-            f"there is one norm; set {knob('num_ln_in_parallel_attn')} 1"
+            f"there is one norm; set {flag('num_ln_in_parallel_attn')} 1"
         )
-    return Parallel(norms or (2 if grouped else 1))
+    return ParallelResidual(norms or (2 if grouped else 1))
 
 
 def _kv_heads(config: dict[str, Any]) -> int:
@@ -116,12 +132,12 @@ def _kv_heads(config: dict[str, Any]) -> int:
         raise ValueError(
             f"num_kv_heads is {given}, but without new_decoder_architecture and with multi_query "
             f"{config['multi_query']} there are {used}: leave it out, or set "
-            f"{knob('new_decoder_architecture')}"
+            f"{flag('new_decoder_architecture')}"
         )
     return used
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> ModelSpec:
     heads, kv_heads = config["num_attention_heads"], _kv_heads(config)
     size, bias = common.head_size(config, FIELDS), bool(config["bias"])
     if config["alibi"] and kv_heads != heads:
@@ -130,7 +146,7 @@ def read(config: dict[str, Any]) -> Tree:
             f"{plural(heads, 'query head')}: dolmen computes it with as many; set "
             "--model.no-multi-query"
         )
-    mixer = Attention(
+    mixer = AttentionSpec(
         heads,
         kv_heads,
         size,
@@ -138,49 +154,56 @@ def read(config: dict[str, Any]) -> Tree:
         k_bias=bias,
         v_bias=bias,
         o_bias=bias,
-        positions=Steps() if config["alibi"] else rope.read(config, size),
+        positions=FalconAlibiSpec() if config["alibi"] else rope.read(config, size),
     )
-    block = Block(
-        mixer, common.plain(config, FIELDS, bias), common.layer_norm(config), _arrangement(config)
+    block = BlockSpec(
+        mixer,
+        common.plain_mlp(config, FIELDS, bias),
+        common.layer_norm(config),
+        _arrangement(config),
     )
-    return common.tree(config, FIELDS, [block] * config["num_hidden_layers"])
+    return common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"])
 
 
-def write(tree: Tree) -> dict[str, Any]:
+def write(tree: ModelSpec) -> dict[str, Any]:
     mixer, mlp, arrangement = common.attention(tree), common.mlp(tree), tree.blocks[0].arrangement
-    grouped = arrangement == Parallel(2) or mixer.kv_heads not in (1, mixer.heads)
+    grouped = arrangement == ParallelResidual(2) or mixer.kv_heads not in (1, mixer.heads)
     return {
         **common.write(tree, FIELDS),
         "num_attention_heads": mixer.heads,
         "num_kv_heads": mixer.kv_heads,
         "new_decoder_architecture": grouped,
         "multi_query": not grouped and mixer.kv_heads == 1,
-        "parallel_attn": arrangement != Sequential(),
+        "parallel_attn": arrangement != SequentialResidual(),
         "num_ln_in_parallel_attn": NORMS.get(arrangement),
         "bias": mixer.q_bias,
         "ffn_hidden_size": mlp.size,
         "activation": activation_name(mlp.activation),
-        "alibi": mixer.positions == Steps(),
+        "alibi": mixer.positions == FalconAlibiSpec(),
         "rope_parameters": _rope(mixer),
     }
 
 
-def _rope(mixer: Attention) -> dict[str, Any]:
-    """What rope there is; with ALiBi one that nothing turns by, which transformers asks for."""
-    if mixer.positions == Steps():
-        return rope.write(Rope(mixer.head_size))
-    return rope.write(expect(mixer.positions, Rope, "positions"))
+def _rope(mixer: AttentionSpec) -> dict[str, Any]:
+    """Return `rope_parameters`; with ALiBi, an unused default that transformers requires."""
+    if mixer.positions == FalconAlibiSpec():
+        return rope.write(RopeSpec(mixer.head_size))
+    return rope.write(expect(mixer.positions, RopeSpec, "positions"))
 
 
-NORMS = {Sequential(): None, Parallel(1): 1, Parallel(2): 2}  # num_ln_in_parallel_attn
+NORMS = {
+    SequentialResidual(): None,
+    ParallelResidual(1): 1,
+    ParallelResidual(2): 2,
+}  # num_ln_in_parallel_attn
 NAMES = {  # of the norms
-    Sequential(): {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
-    Parallel(1): {"input_layernorm": "norm"},
-    Parallel(2): {"ln_attn": "attn_norm", "ln_mlp": "mlp_norm"},
+    SequentialResidual(): {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"},
+    ParallelResidual(1): {"input_layernorm": "norm"},
+    ParallelResidual(2): {"ln_attn": "attn_norm", "ln_mlp": "mlp_norm"},
 }
 
 
-def rules(tree: Tree) -> list[Rule]:
+def rules(tree: ModelSpec) -> list[Rule]:
     layer, ours = "transformer.h.{}.", "layers.{}."
     mixer, arrangement = common.attention(tree), tree.blocks[0].arrangement
     qkv = tuple(f"{ours}attn.{part}" for part in "qkv")
@@ -203,13 +226,13 @@ FALCON = Family(
     architecture="FalconForCausalLM",
     scorer="FalconForSequenceClassification",
     read=read,
-    new=write,
+    write=write,
     rules=rules,
     fields=FIELDS,
     only={"apply_residual_connection_post_layernorm": (False, None)},
     harmless=("hidden_dropout",),
-    beside={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    extra_fields={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     ignored=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
-    code=("configuration_falcon", "modeling_falcon"),
+    remote_code=("configuration_falcon", "modeling_falcon"),
     prefix="transformer.",
 )

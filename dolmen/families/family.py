@@ -1,18 +1,13 @@
-"""What a family file declares. It reads a `config.json` into a tree of components
-(dolmen/model/spec), makes the fields of a new one out of a tree, and owns the weight rules. No file
-here imports torch: the command line is built from the fields.
+"""What a model family declares: how its config.json is parsed into a `ModelSpec`
+(dolmen/model/spec) and written from one, and the weight rules.
 
-    config.json --fields: names, limits, defaults--> whole --read--> Tree
-    Tree --new--> the fields that say it, in the spelling of transformers 5
+    config.json --fields: names, limits, defaults--> all fields --read--> ModelSpec
+    ModelSpec --write--> the fields that state it, in the spelling of transformers 5
 
-
-A model that is a part of a larger one, as the text model of one that sees pictures: what a
-folder of the larger one says and stores of it. The other parts are left out, aloud.
-
-
-How a config.json states the fields of its family: under which of a field's names, with what left
-out, and in a run's YAML with numbers as text.
-
+A field can have three kinds of names: its own, aliases that transformers accepts in a file too, and
+names of other families that only the command line accepts. A config.json keeps the spelling it came
+with; fields of dolmen's own are under the key "dolmen" and are removed on export. Nothing here
+imports torch, because the options of the command line are built from the fields.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +18,7 @@ from dolmen.core.messages import brief
 from dolmen.families.rules import Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Either, Flag, Object, Real, Schema, Text, optional
-from dolmen.model.spec import Clamped, Tree
+from dolmen.model.spec import ClampedSwiGLU, ModelSpec
 from dolmen.model.spec.layers import Activation
 
 INHERITED = (*kinds.SPECIAL_TOKENS, "dtype", "torch_dtype", "tie_word_embeddings")
@@ -31,19 +26,19 @@ INHERITED = (*kinds.SPECIAL_TOKENS, "dtype", "torch_dtype", "tie_word_embeddings
 
 @dataclass(frozen=True)
 class OuterModel:
-    """Where a family's model is in one of another model_type."""
+    """The multimodal model that contains a family's model as its text model."""
 
     model_type: str
     field: str
-    """Of the larger config.json: this model's."""
+    """Field of the outer config.json that holds this model's."""
     prefixes: Mapping[str, str]
-    """What its stored names begin with -> with what they do in a folder of its own."""
+    """Prefixes of its stored names in the outer checkpoint -> in a checkpoint of its own."""
     others: tuple[str, ...]
-    """What the names of the other parts begin with."""
+    """Prefixes of tensors of the other parts (vision tower, projector), which are skipped."""
 
     def inner(self, content: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-        """Of the larger config.json the one of this model, with special tokens and dtype that it
-        leaves to the whole. Raises ValueError where there is none.
+        """Return the config.json of this model from the outer one, with the special tokens and
+        dtype it inherits. Raises ValueError if it is missing.
         """
         own = content.get(self.field)
         if not isinstance(own, dict):
@@ -113,17 +108,17 @@ class Field:
 
     name: str
     kind: Schema
-    """What it may hold. The option of the command line has the type that follows from it."""
+    """Allowed values. The type of the command-line option follows from it."""
     default: Any = None
-    """What its absence means: as in the config class of transformers."""
+    """Default of an absent field: that of the config class in transformers."""
     help: str = ""
-    """Of the option; without it the field is read, and is no option."""
+    """Help text of the option; without it the field is read but is no option."""
     aliases: tuple[str, ...] = ()
     """Other names that transformers accepts for it in a config.json, and the command line too."""
     common: tuple[str, ...] = ()
     """Names that other families or dolmen before have for it: for the command line alone."""
-    inside: "tuple[Field, ...]" = ()
-    """Of a mapping: its own fields, each an option."""
+    nested: "tuple[Field, ...]" = ()
+    """Fields of a mapping, each an option."""
     spell: Callable[[Mapping[str, Any], Any], dict[str, Any]] | None = None
     """(config.json, value) -> the fields that state the value there, where files spell it in
     several ways.
@@ -135,7 +130,7 @@ class Field:
 def mapping(name: str, *inside: Field, spell: Callable | None = None, ours: bool = False) -> Field:
     """A field that is null or a mapping of the fields `inside`."""
     kind = optional(Object(optional={one.name: one.kind for one in inside}))
-    return Field(name, kind, inside=inside, spell=spell, ours=ours)
+    return Field(name, kind, nested=inside, spell=spell, ours=ours)
 
 
 # Of a family whose files may leave out its prefix, and whose exports then do too.
@@ -158,57 +153,57 @@ class Family:
     """
     fields: tuple[Field, ...]
     """Every field that `read` looks at."""
-    read: Callable[[dict[str, Any]], Tree]
+    read: Callable[[dict[str, Any]], ModelSpec]
     """The tree of a config.json whose absent fields are filled in and whose fields have their own
     names. Raises ValueError, naming the field, for what cannot be computed.
     """
-    new: Callable[[Tree], dict[str, Any]]
+    write: Callable[[ModelSpec], dict[str, Any]]
     """Every field that fixes the tree. Raises ValueError for a tree of other components; what is
     not expressed in another way shows when it is read back.
     """
-    rules: Callable[[Tree], list[Rule]]
+    rules: Callable[[ModelSpec], list[Rule]]
     """Weight rules; the embedding is `embed` and the head `head`."""
     only: dict[str, tuple] = field(default_factory=dict)
     """Fields beside `fields` that change the function -> the values supported, the usual first."""
     harmless: tuple[str, ...] = ()
     """Fields beside `fields` that do not change the function."""
-    beside: dict[str, Any] = field(default_factory=dict)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
     """Harmless fields that a config.json made here states."""
     ignored: tuple[str, ...] = ()
     """Patterns of stored buffers that are recomputed, not parameters."""
-    code: tuple[str, ...] = ()
+    remote_code: tuple[str, ...] = ()
     """Files of code that folders of the family name in auto_map, from before transformers had its
     class, which computes the same.
     """
-    beyond: str | None = None
+    dropped_layers_field: str | None = None
     """Field that says how many layers files hold behind the last which are no part of the decoder:
     they are left out, aloud.
     """
-    taken: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    """Of a config.json, absent fields filled in: what it leaves open of its own field RESERVED, and
-    what it is taken for, which is said aloud.
+    assume: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    """(config with defaults) -> the dolmen fields that it leaves open and the values assumed for
+    them, with a warning.
     """
-    endings: dict[str, str] = field(default_factory=dict)
-    """What stored names end in, in older files -> today."""
-    larger: OuterModel | None = None
+    legacy_suffixes: dict[str, str] = field(default_factory=dict)
+    """Endings of stored names in older files -> today's."""
+    outer: OuterModel | None = None
     """A model of which this one is a part that is read by itself."""
     prefix: str = ""
     """Leading part of the stored names that some files leave out."""
-    called: str | None = None
+    registry_name: str | None = None
     """Name of the family, where others have its model_type too; None: that is its name."""
-    tells: Callable[[Mapping[str, Any]], bool] | None = None
-    """Of several families of one model_type: whether a config.json is of this one. None: it is of
-    what is of no other.
+    matches: Callable[[Mapping[str, Any]], bool] | None = None
+    """For families that share a model_type: whether a config.json is of this one. None: of this one
+    if of no other.
     """
-    marks: dict[str, Any] = field(default_factory=dict)
+    marker_fields: dict[str, Any] = field(default_factory=dict)
     """Fields by which `tells` knows a config.json made here."""
-    framed: Callable[[list[int], Ids], list[int]] | None = None
+    frame: Callable[[list[int], Ids], list[int]] | None = None
     """(tokens of a text, ids of special tokens) -> what the model is given of it, where code of its
     folders adds special tokens; None: its tokenizer adds them.
     """
-    native: bool = True
+    in_transformers: bool = True
     """transformers has a class that computes it."""
-    head_beside: bool = False
+    stores_tied_head: bool = False
     """Files hold the head also where it is the embedding."""
     scorer: str | None = None
     """transformers class that ends in `score`, without a bias, in the place of the head; None: it
@@ -217,8 +212,8 @@ class Family:
 
     @property
     def name(self) -> str:
-        """By which it is chosen."""
-        return self.called or self.model_type
+        """Name of the family in the registry."""
+        return self.registry_name or self.model_type
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -232,7 +227,7 @@ class Family:
         """
         found = names(self.fields)
         for one in self.fields:
-            for inner in one.inside:
+            for inner in one.nested:
                 path = f"{one.name}.{inner.name}"
                 found |= dict.fromkeys((path, *inner.common), path)
         return found
@@ -243,7 +238,7 @@ def names(fields: Iterable[Field]) -> dict[str, str]:
     return {name: one.name for one in fields for name in (one.name, *one.aliases, *one.common)}
 
 
-def knob(name: str) -> str:
+def flag(name: str) -> str:
     """The option of the command line that sets a field."""
     return f"--model.{name.replace('_', '-')}"
 
@@ -257,11 +252,11 @@ def activation(config: Mapping[str, Any], field: str) -> Activation:
     return ACTIVATIONS[config[field]]
 
 
-def activation_name(ours: Activation | Clamped) -> str:
+def activation_name(ours: Activation | ClampedSwiGLU) -> str:
     """Its name in a new config.json, where a family has no older one for it. Raises ValueError for
     one that has no name.
     """
-    if isinstance(ours, Clamped):
+    if isinstance(ours, ClampedSwiGLU):
         raise ValueError(f"activation = {ours} (it has {', '.join(ACTIVATIONS)})")
     return "gelu_pytorch_tanh" if ours == "gelu_tanh" else ours
 
@@ -269,7 +264,7 @@ def activation_name(ours: Activation | Clamped) -> str:
 def expect(value: object, kind: type[T], what: str) -> T:
     """`value`, which is of `kind`. Raises ValueError otherwise: the family has nothing else."""
     if not isinstance(value, kind):
-        raise ValueError(f"{what} = {value} (it has {kind.__name__} alone)")
+        raise ValueError(f"{what} = {value} (it can only express {kind.__name__})")
     return value
 
 

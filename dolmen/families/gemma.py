@@ -9,7 +9,14 @@ from dolmen.families import common, llama, rope, windows
 from dolmen.families.family import Family, Field, OuterModel, expect
 from dolmen.families.rules import Rule
 from dolmen.files.schema import Int, Object, Real, optional
-from dolmen.model.spec import Attention, Block, Rope, Sequential, Tree, runs_of
+from dolmen.model.spec import (
+    AttentionSpec,
+    BlockSpec,
+    ModelSpec,
+    RopeSpec,
+    SequentialResidual,
+    group_repeats,
+)
 
 # Gemma (2403.08295): Llama with norms whose weight is stored less 1, an embedding times
 # sqrt(hidden_size), and heads whose size is their own.
@@ -17,15 +24,15 @@ from dolmen.model.spec import Attention, Block, Rope, Sequential, Tree, runs_of
 TANH = "gelu_pytorch_tanh"
 
 
-def read_gemma(config: dict[str, Any]) -> Tree:
+def read_gemma(config: dict[str, Any]) -> ModelSpec:
     """The first files say "gelu" for the form by tanh, and transformers reads them so."""
     name = config["hidden_act"]
     return read_stated({**config, "hidden_act": TANH if name == "gelu" else name})
 
 
-def read_stated(config: dict[str, Any]) -> Tree:
-    """As Gemma 2 has it too: the activation is the one stated. `attention_bias` puts biases on q,
-    k, v and on the output projection.
+def read_stated(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec with the activation as stated, for Gemma 2 as well. `attention_bias` puts
+    biases on q, k, v and on the output projection.
     """
     bias = bool(config["attention_bias"])
     tree = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias)
@@ -33,12 +40,12 @@ def read_stated(config: dict[str, Any]) -> Tree:
     return replace(
         tree,
         embedding=replace(tree.embedding, scale=math.sqrt(tree.hidden_size)),
-        runs=runs_of([replace(block, norm=norm) for block in tree.blocks]),
+        runs=group_repeats([replace(block, norm=norm) for block in tree.blocks]),
         final_norm=norm,
     )
 
 
-def write_gemma(tree: Tree) -> dict[str, Any]:
+def write_gemma(tree: ModelSpec) -> dict[str, Any]:
     return {**llama.write_llama_like(tree), "attention_bias": common.attention(tree).q_bias}
 
 
@@ -53,7 +60,7 @@ GEMMA = Family(
     architecture="GemmaForCausalLM",
     scorer="GemmaForSequenceClassification",
     read=read_gemma,
-    new=write_gemma,
+    write=write_gemma,
     rules=llama.llama_like_rules,
     fields=llama.change_fields(
         llama.FIELDS,
@@ -68,7 +75,7 @@ GEMMA = Family(
     ),
     only={**windows.NONE, **ONLY},
     harmless=("hidden_activation",),
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )
 
@@ -88,16 +95,18 @@ NORMS = {
 def gemma2_windows(config: dict[str, Any]) -> list[int | None]:
     """The window of each layer: of the first, the third and so on, where layer_types is None."""
     layers = range(config["num_hidden_layers"])
-    return windows.of_types(config, [windows.FULL if i % 2 else windows.SLIDING for i in layers])
+    return windows.typed_windows(
+        config, [windows.FULL if i % 2 else windows.SLIDING for i in layers]
+    )
 
 
-def read_gemma2(config: dict[str, Any]) -> Tree:
+def read_gemma2(config: dict[str, Any]) -> ModelSpec:
     return read_windowed(config, gemma2_windows(config))
 
 
-def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> Tree:
-    """As Gemma 3 has it too, given the window of each layer. transformers refuses heads that do not
-    divide the width, whatever head_dim says.
+def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> ModelSpec:
+    """Return the spec given the window of each layer, for Gemma 3 as well. transformers rejects
+    heads that do not divide the width, whatever head_dim is.
     """
     common.head_size(config, llama.FIELDS)
     tree = read_stated({**config, "hidden_act": config["hidden_activation"]})
@@ -112,18 +121,18 @@ def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> Tree:
                 window=window,
                 soft_cap=cap,
             ),
-            arrangement=Sequential("sandwich"),
+            arrangement=SequentialResidual("sandwich"),
         )
         for block, window in zip(tree.blocks, sizes, strict=True)
     ]
-    return replace(tree, runs=runs_of(blocks), head=replace(tree.head, soft_cap=logits_cap))
+    return replace(tree, runs=group_repeats(blocks), head=replace(tree.head, soft_cap=logits_cap))
 
 
 def _number(value: float | None) -> float | None:
     return None if value is None else float(value)
 
 
-def write_gemma2(tree: Tree) -> dict[str, Any]:
+def write_gemma2(tree: ModelSpec) -> dict[str, Any]:
     """A window that no layer has is written all the same: transformers makes masks of it."""
     fields, mixer, of_layers = (
         write_gemma(tree),
@@ -143,7 +152,7 @@ def write_gemma2(tree: Tree) -> dict[str, Any]:
     }
 
 
-def gemma2_rules(tree: Tree) -> list[Rule]:
+def gemma2_rules(tree: ModelSpec) -> list[Rule]:
     return llama.llama_like_rules(tree, NORMS)
 
 
@@ -160,7 +169,7 @@ GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     scorer="Gemma2ForSequenceClassification",
     read=read_gemma2,
-    new=write_gemma2,
+    write=write_gemma2,
     rules=gemma2_rules,
     fields=llama.change_fields(
         (*FIELDS, windows.SIZE),
@@ -195,7 +204,7 @@ GEMMA2 = Family(
     ),
     only={**ONLY, "sliding_window_pattern": (2, None)},
     harmless=("hidden_act", "sliding_window_size", "cache_implementation"),
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )
 
@@ -220,25 +229,25 @@ def _one_rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return {**config, "rope_parameters": one, "rope_scaling": None, "rope_theta": theta}
 
 
-def read_gemma3(config: dict[str, Any]) -> Tree:
+def read_gemma3(config: dict[str, Any]) -> ModelSpec:
     """Raises ValueError for a cap on scores: Gemma 3 has the field, and computes without."""
     if config["attn_logit_softcapping"] is not None:
         raise ValueError(
             f"attn_logit_softcapping is {config['attn_logit_softcapping']}: the scores of Gemma 3 "
             "have no cap, and other programs leave this out; set it to null"
         )
-    tree = read_windowed(_one_rope(config, FULL), windows.of_pattern(config))
+    tree = read_windowed(_one_rope(config, FULL), windows.pattern_windows(config))
     local = rope.read(_one_rope(config, SLIDING), common.attention(tree).head_size)
 
-    def with_rope(block: Block) -> Block:
+    def with_rope(block: BlockSpec) -> BlockSpec:
         positions = block.mixer.positions if block.mixer.window is None else local
         return replace(block, mixer=replace(block.mixer, positions=positions, qk_norm=block.norm))
 
-    return replace(tree, runs=runs_of([with_rope(block) for block in tree.blocks]))
+    return replace(tree, runs=group_repeats([with_rope(block) for block in tree.blocks]))
 
 
-def write_gemma3(tree: Tree) -> dict[str, Any]:
-    """Of the first layer of each type."""
+def write_gemma3(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a spec; each rope is that of the first layer of its type."""
     stated = {
         FULL if mixer.window is None else SLIDING: rope.write(_rope(mixer))
         for mixer in reversed(list(_mixers(tree)))
@@ -246,12 +255,12 @@ def write_gemma3(tree: Tree) -> dict[str, Any]:
     return {**write_gemma2(tree), "rope_parameters": stated}
 
 
-def _rope(mixer: Attention) -> Rope:
-    return expect(mixer.positions, Rope, "positions")
+def _rope(mixer: AttentionSpec) -> RopeSpec:
+    return expect(mixer.positions, RopeSpec, "positions")
 
 
-def _mixers(tree: Tree) -> Iterable[Attention]:
-    return (expect(block.mixer, Attention, "mixer") for block in tree.blocks)
+def _mixers(tree: ModelSpec) -> Iterable[AttentionSpec]:
+    return (expect(block.mixer, AttentionSpec, "mixer") for block in tree.blocks)
 
 
 STATED = Object(optional={field.name: field.kind for field in (*rope.PARAMETERS, *rope.NEVER)})
@@ -261,7 +270,7 @@ ROPES = (
     Field(
         "rope_parameters",
         optional(Object(optional={field.name: field.kind for field in OF_TYPES}, rest=None)),
-        inside=OF_TYPES,
+        nested=OF_TYPES,
     ),
     *(field for field in rope.fields(theta=1000000.0) if field.name != "rope_parameters"),
     Field(LOCAL, Real(0, above=True), 10000.0),
@@ -274,7 +283,7 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     scorer="Gemma3TextForSequenceClassification",
     read=read_gemma3,
-    new=write_gemma3,
+    write=write_gemma3,
     rules=gemma2_rules,
     fields=llama.change_fields(
         [field for field in GEMMA2.fields if field.name not in OTHER],
@@ -287,9 +296,9 @@ GEMMA3 = Family(
     ),
     only=ONLY,
     harmless=("hidden_act", "cache_implementation"),
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
-    larger=OuterModel(
+    outer=OuterModel(
         "gemma3",
         "text_config",
         {"language_model.": "", "model.language_model.": "model."},

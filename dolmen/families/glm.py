@@ -11,18 +11,18 @@ from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, optional
 from dolmen.model.spec import (
-    Attention,
-    Blanks,
-    Block,
-    Embedding,
-    Mask,
-    Mlp,
-    Norm,
-    Rope,
-    Sequential,
-    Table,
-    Tree,
-    runs_of,
+    AttentionSpec,
+    BlankInfilling,
+    BlankMask,
+    BlockSpec,
+    EmbeddingSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    PositionTable,
+    RopeSpec,
+    SequentialResidual,
+    group_repeats,
 )
 from dolmen.model.spec.block import Arrangement
 
@@ -48,25 +48,25 @@ GLM_FIELDS = llama.change_fields(
 )
 
 
-def arranged(config: dict[str, Any], arrangement: Arrangement) -> Tree:
+def read_arranged(config: dict[str, Any], arrangement: Arrangement) -> ModelSpec:
     """The tree of a config.json whose norms stand so."""
     tree = llama.read_llama_like(config, qkv_bias=bool(config["attention_bias"]))
     mixer = common.attention(tree)
-    turned = replace(expect(mixer.positions, Rope, "positions"), interleaved=True)
+    turned = replace(expect(mixer.positions, RopeSpec, "positions"), interleaved=True)
     blocks = [
         replace(block, mixer=replace(mixer, positions=turned), arrangement=arrangement)
         for block in tree.blocks
     ]
-    return replace(tree, runs=runs_of(blocks))
+    return replace(tree, runs=group_repeats(blocks))
 
 
-def read_glm(config: dict[str, Any]) -> Tree:
-    return arranged(config, Sequential())
+def read_glm(config: dict[str, Any]) -> ModelSpec:
+    return read_arranged(config, SequentialResidual())
 
 
-def write_glm(tree: Tree) -> dict[str, Any]:
+def write_glm(tree: ModelSpec) -> dict[str, Any]:
     mixer = common.attention(tree)
-    turned = expect(mixer.positions, Rope, "positions")
+    turned = expect(mixer.positions, RopeSpec, "positions")
     return {
         **llama.write_llama_like(tree),
         "attention_bias": mixer.q_bias,
@@ -74,7 +74,7 @@ def write_glm(tree: Tree) -> dict[str, Any]:
     }
 
 
-def glm_rules(tree: Tree, norms: Mapping[str, str] = llama.NORMS) -> list[Rule]:
+def glm_rules(tree: ModelSpec, norms: Mapping[str, str] = llama.NORMS) -> list[Rule]:
     fused = Split(llama.LAYER + "mlp.gate_up_proj", PARTS, 1, (1, 1))
     return llama.llama_like_rules(tree, norms, instead=[fused])
 
@@ -85,10 +85,10 @@ GLM = Family(
     architecture="GlmForCausalLM",
     scorer="GlmForSequenceClassification",
     read=read_glm,
-    new=write_glm,
+    write=write_glm,
     rules=glm_rules,
     fields=GLM_FIELDS,
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )
 
@@ -98,7 +98,7 @@ GLM = Family(
 
 
 def sizes(width: int, layers: int, heads: int) -> tuple[Field, ...]:
-    """What there is of each, where a config.json does not say."""
+    """Return the fields of width, layers and heads with their defaults."""
     return (
         Field("hidden_size", kinds.WIDTH, width, "Width of the residual stream."),
         Field("num_layers", kinds.LAYERS, layers, "Decoder blocks.", common=("num_hidden_layers",)),
@@ -112,11 +112,11 @@ def longest(default: int, what: str = "Longest sequence, tokens.") -> Field:
 
 
 def attention(
-    config: dict[str, Any], fields: tuple[Field, ...], positions: Rope | None = None
-) -> Attention:
+    config: dict[str, Any], fields: tuple[Field, ...], positions: RopeSpec | None = None
+) -> AttentionSpec:
     """All projections have biases; the tokens of a prefix see one another."""
     heads, size = config["num_attention_heads"], common.head_size(config, fields)
-    return Attention(
+    return AttentionSpec(
         heads,
         heads,
         size,
@@ -130,7 +130,7 @@ def attention(
 
 
 def glm_like_rules(
-    tree: Tree,
+    tree: ModelSpec,
     embedding: str = "transformer.word_embeddings",
     encoder: str = "transformer.",
     attention: str = "attention.",
@@ -172,11 +172,11 @@ NORMS = {
 }
 
 
-def read_glm4(config: dict[str, Any]) -> Tree:
-    return arranged(config, Sequential("sandwich"))
+def read_glm4(config: dict[str, Any]) -> ModelSpec:
+    return read_arranged(config, SequentialResidual("sandwich"))
 
 
-def glm4_rules(tree: Tree) -> list[Rule]:
+def glm4_rules(tree: ModelSpec) -> list[Rule]:
     return glm_rules(tree, NORMS)
 
 
@@ -186,10 +186,10 @@ GLM4 = Family(
     architecture="Glm4ForCausalLM",
     scorer="Glm4ForSequenceClassification",
     read=read_glm4,
-    new=write_glm,
+    write=write_glm,
     rules=glm4_rules,
     fields=GLM_FIELDS,
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )
 
@@ -201,7 +201,7 @@ GLM4 = Family(
 # eps nor the width of the feed-forward layer; files have names with and without the leading "glm.".
 # Any of three mask tokens marks the blank, whichever comes first.
 
-NORM = Norm("layernorm", 1e-5, bias=True)
+NORM = NormSpec("layernorm", 1e-5, bias=True)
 MASKS = ("mask", "smask", "gmask")
 GLM_10B_FIELDS = (
     common.vocab_size(30592),
@@ -214,28 +214,30 @@ GLM_10B_FIELDS = (
 )
 
 
-def read_glm_10b(config: dict[str, Any]) -> Tree:
+def read_glm_10b(config: dict[str, Any]) -> ModelSpec:
     mixer = attention(config, GLM_10B_FIELDS)
-    mlp = Mlp(4 * config["hidden_size"], gated=False, activation="gelu", bias=True)
-    blocks = [Block(mixer, mlp, NORM)] * config["num_layers"]
-    table = Table(config["max_sequence_length"], streams=2)
-    ids = special_tokens.said(config)
-    blanks = Blanks(ids["sop"], tuple(Mask(name, ids[name]) for name in MASKS), nearest=True)
-    embedding = Embedding(config["vocab_size"], positions=table)
-    return common.tree(config, GLM_10B_FIELDS, blocks, embedding, blanks)
+    mlp = MLPSpec(4 * config["hidden_size"], gated=False, activation="gelu", bias=True)
+    blocks = [BlockSpec(mixer, mlp, NORM)] * config["num_layers"]
+    table = PositionTable(config["max_sequence_length"], streams=2)
+    ids = special_tokens.special_ids(config)
+    blanks = BlankInfilling(
+        ids["sop"], tuple(BlankMask(name, ids[name]) for name in MASKS), nearest=True
+    )
+    embedding = EmbeddingSpec(config["vocab_size"], positions=table)
+    return common.make_spec(config, GLM_10B_FIELDS, blocks, embedding, blanks)
 
 
-def write_glm_10b(tree: Tree) -> dict[str, Any]:
-    blanks = expect(tree.blanks, Blanks, "blanks")
+def write_glm_10b(tree: ModelSpec) -> dict[str, Any]:
+    blanks = expect(tree.blanks, BlankInfilling, "blanks")
     ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
     return {
         **common.write(tree, GLM_10B_FIELDS),
         "num_attention_heads": common.attention(tree).heads,
-        **special_tokens.stated(ids),
+        **special_tokens.special_tokens_field(ids),
     }
 
 
-def glm_10b_rules(tree: Tree) -> list[Rule]:
+def glm_10b_rules(tree: ModelSpec) -> list[Rule]:
     """q, k and v lie one behind the other."""
     tables = (
         Rename("glm.transformer.position_embeddings", "positions"),
@@ -246,7 +248,7 @@ def glm_10b_rules(tree: Tree) -> list[Rule]:
 
 
 def is_glm_10b_config(config: Mapping[str, Any]) -> bool:
-    """By fields that GLM-4 has not."""
+    """Return whether a config.json has fields that GLM-4 lacks."""
     named = any(name.startswith("GLM") for name in config.get("architectures") or ())
     fields = {"num_layers", "max_sequence_length", "block_position_encoding"}
     return named or bool(fields & config.keys())
@@ -266,16 +268,16 @@ def frame_glm_10b(tokens: list[int], ids: Ids) -> list[int]:
 
 GLM_10B = Family(
     model_type="glm",
-    called="glm_10b",
-    tells=is_glm_10b_config,
+    registry_name="glm_10b",
+    matches=is_glm_10b_config,
     title="GLM-10B, GLM-2B and smaller ones",
     architecture="GLMModel",
-    native=False,
+    in_transformers=False,
     read=read_glm_10b,
-    new=write_glm_10b,
+    write=write_glm_10b,
     rules=glm_10b_rules,
     fields=GLM_10B_FIELDS,
-    framed=frame_glm_10b,
+    frame=frame_glm_10b,
     only={
         "block_position_encoding": (True,),
         "relative_encoding": (False, None),
@@ -298,7 +300,7 @@ GLM_10B = Family(
         "spell_func",
         "spell_length",
     ),
-    beside={
+    extra_fields={
         "block_position_encoding": True,
         "attention_dropout_prob": 0.0,
         "embedding_dropout_prob": 0.0,
@@ -306,7 +308,7 @@ GLM_10B = Family(
         "output_predict": True,
     },
     prefix="glm.",
-    code=("configuration_glm", "modeling_glm", "tokenization_glm"),
+    remote_code=("configuration_glm", "modeling_glm", "tokenization_glm"),
 )
 
 
@@ -329,40 +331,42 @@ GLM_130B_FIELDS = (
         common=("intermediate_size",),
     ),
     longest(2048),
-    *common.ends(EPS, tied=True),
+    *common.last_fields(EPS, tied=True),
     special_tokens.SPECIAL_TOKENS,
 )
 
 
-def read_glm_130b(config: dict[str, Any]) -> Tree:
+def read_glm_130b(config: dict[str, Any]) -> ModelSpec:
     layers, inner = config["num_layers"], config["inner_hidden_size"]
-    turned = Rope(common.head_size(config, GLM_130B_FIELDS), halved=True)
+    turned = RopeSpec(common.head_size(config, GLM_130B_FIELDS), halved=True)
     mixer = attention(config, GLM_130B_FIELDS, turned)
     width = 4 * config["hidden_size"] * 2 // 3 if inner is None else inner
-    mlp = Mlp(width, activation="gelu", bias=True)
+    mlp = MLPSpec(width, activation="gelu", bias=True)
     norm, around = (
         common.layer_norm(config, EPS),
-        Sequential.deepnorm(math.sqrt(2 * layers)),
+        SequentialResidual.deepnorm(math.sqrt(2 * layers)),
     )
-    ids = special_tokens.said(config)
-    masks = (Mask("mask", ids["mask"]), Mask("gmask", ids["gmask"], "counts"))
-    blocks = [Block(mixer, mlp, norm, around)] * layers
-    return common.tree(config, GLM_130B_FIELDS, blocks, blanks=Blanks(ids["sop"], masks))
+    ids = special_tokens.special_ids(config)
+    masks = (BlankMask("mask", ids["mask"]), BlankMask("gmask", ids["gmask"], "counts"))
+    blocks = [BlockSpec(mixer, mlp, norm, around)] * layers
+    return common.make_spec(
+        config, GLM_130B_FIELDS, blocks, blanks=BlankInfilling(ids["sop"], masks)
+    )
 
 
-def write_glm_130b(tree: Tree) -> dict[str, Any]:
-    blanks = expect(tree.blanks, Blanks, "blanks")
+def write_glm_130b(tree: ModelSpec) -> dict[str, Any]:
+    blanks = expect(tree.blanks, BlankInfilling, "blanks")
     ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
     return {
         **common.write(tree, GLM_130B_FIELDS),
         "num_attention_heads": common.attention(tree).heads,
         "inner_hidden_size": common.mlp(tree).size,
-        **special_tokens.stated(ids),
+        **special_tokens.special_tokens_field(ids),
     }
 
 
-def glm_130b_rules(tree: Tree) -> list[Rule]:
-    """Of a file of whole tensors."""
+def glm_130b_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the rules for unsharded tensors."""
     return glm_like_rules(tree, first=("up", "gate"))
 
 
@@ -380,13 +384,13 @@ GLM_130B = Family(
     model_type="glm-130b",
     title="GLM-130B",
     architecture="GLM130B",
-    native=False,
+    in_transformers=False,
     read=read_glm_130b,
-    new=write_glm_130b,
+    write=write_glm_130b,
     rules=glm_130b_rules,
     fields=GLM_130B_FIELDS,
-    framed=frame_glm_130b,
-    beside=BESIDE,
+    frame=frame_glm_130b,
+    extra_fields=BESIDE,
     # of the checkpoint's two layouts: SAT's own mixins, and those of its port
     ignored=(
         r"transformer\.layers\.\d+\.attention\.rotary_emb\.inv_freq",

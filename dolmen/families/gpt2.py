@@ -9,7 +9,7 @@ from dolmen.families.family import ACTIVATION, BESIDE, Family, Field
 from dolmen.families.rules import Rename, Rule, Split, Transpose
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, optional
-from dolmen.model.spec import Attention, Block, Embedding, Table, Tree
+from dolmen.model.spec import AttentionSpec, BlockSpec, EmbeddingSpec, ModelSpec, PositionTable
 
 # What GPT-2 and those written after it share: the fields of their config.json, a plain
 # feed-forward layer, and the names of the weights around the layers' own.
@@ -40,7 +40,7 @@ GPT2_LIKE_FIELDS = (
         "Activation of the feed-forward layer: gelu_new, gelu (the exact erf form), silu, relu.",
         common=("hidden_act",),
     ),
-    *common.ends(common.LAYER_NORM_EPS, tied=True),
+    *common.last_fields(common.LAYER_NORM_EPS, tied=True),
 )
 DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 HARMLESS = (
@@ -57,7 +57,7 @@ LAYER, OURS = "transformer.h.{}.", "layers.{}."
 IGNORED = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)
 
 
-def write_gpt2_like(tree: Tree, fields: Sequence[Field] = GPT2_LIKE_FIELDS) -> dict[str, Any]:
+def write_gpt2_like(tree: ModelSpec, fields: Sequence[Field] = GPT2_LIKE_FIELDS) -> dict[str, Any]:
     """The fields that all of them have, of the first layer."""
     mlp = common.mlp(tree)
     return {
@@ -91,15 +91,15 @@ def gpt2_like_rules(layer: Sequence[Rule], first: str = "attn_norm") -> list[Rul
 # band of tokens. No config.json says both: gpt_neo.py has such layers, and does not scale scores.
 
 
-def read_gpt2(config: dict[str, Any]) -> Tree:
+def read_gpt2(config: dict[str, Any]) -> ModelSpec:
     heads, size = config["n_head"], common.head_size(config, GPT2_LIKE_FIELDS)
-    mixer = Attention(heads, heads, size, q_bias=True, k_bias=True, v_bias=True, o_bias=True)
-    block = Block(mixer, common.plain(config, GPT2_LIKE_FIELDS), common.layer_norm(config))
-    embedding = Embedding(config["vocab_size"], positions=Table(config["n_positions"]))
-    return common.tree(config, GPT2_LIKE_FIELDS, [block] * config["n_layer"], embedding)
+    mixer = AttentionSpec(heads, heads, size, q_bias=True, k_bias=True, v_bias=True, o_bias=True)
+    block = BlockSpec(mixer, common.plain_mlp(config, GPT2_LIKE_FIELDS), common.layer_norm(config))
+    embedding = EmbeddingSpec(config["vocab_size"], positions=PositionTable(config["n_positions"]))
+    return common.make_spec(config, GPT2_LIKE_FIELDS, [block] * config["n_layer"], embedding)
 
 
-def gpt2_rules(tree: Tree) -> list[Rule]:
+def gpt2_rules(tree: ModelSpec) -> list[Rule]:
     return gpt2_like_rules(
         [
             Transpose(Split(LAYER + "attn.c_attn", common.QKV, 1, (1, 1, 1))),
@@ -116,7 +116,7 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     scorer="GPT2ForSequenceClassification",
     read=read_gpt2,
-    new=write_gpt2_like,
+    write=write_gpt2_like,
     rules=gpt2_rules,
     fields=GPT2_LIKE_FIELDS,
     only={
@@ -125,7 +125,7 @@ GPT2 = Family(
         "reorder_and_upcast_attn": (False,),
     },
     harmless=HARMLESS,
-    beside=BESIDE,
+    extra_fields=BESIDE,
     ignored=IGNORED,
     prefix="transformer.",
 )
@@ -144,9 +144,9 @@ GPT_BIGCODE_FIELDS = (
 )
 
 
-def read_gpt_bigcode(config: dict[str, Any]) -> Tree:
+def read_gpt_bigcode(config: dict[str, Any]) -> ModelSpec:
     heads, size = config["n_head"], common.head_size(config, GPT_BIGCODE_FIELDS)
-    mixer = Attention(
+    mixer = AttentionSpec(
         heads,
         1 if config["multi_query"] else heads,
         size,
@@ -155,19 +155,21 @@ def read_gpt_bigcode(config: dict[str, Any]) -> Tree:
         v_bias=True,
         o_bias=True,
     )
-    block = Block(mixer, common.plain(config, GPT_BIGCODE_FIELDS), common.layer_norm(config))
-    embedding = Embedding(config["vocab_size"], positions=Table(config["n_positions"]))
-    return common.tree(config, GPT_BIGCODE_FIELDS, [block] * config["n_layer"], embedding)
+    block = BlockSpec(
+        mixer, common.plain_mlp(config, GPT_BIGCODE_FIELDS), common.layer_norm(config)
+    )
+    embedding = EmbeddingSpec(config["vocab_size"], positions=PositionTable(config["n_positions"]))
+    return common.make_spec(config, GPT_BIGCODE_FIELDS, [block] * config["n_layer"], embedding)
 
 
-def write_gpt_bigcode(tree: Tree) -> dict[str, Any]:
+def write_gpt_bigcode(tree: ModelSpec) -> dict[str, Any]:
     return {
         **write_gpt2_like(tree, GPT_BIGCODE_FIELDS),
         "multi_query": common.attention(tree).kv_heads == 1,
     }
 
 
-def gpt_bigcode_rules(tree: Tree) -> list[Rule]:
+def gpt_bigcode_rules(tree: ModelSpec) -> list[Rule]:
     mixer = common.attention(tree)
     shared = mixer.kv_heads == 1
     stored = (1, (mixer.heads, 1, 1)) if shared else (mixer.heads, (1, 1, 1))
@@ -187,7 +189,7 @@ GPT_BIGCODE = Family(
     architecture="GPTBigCodeForCausalLM",
     scorer="GPTBigCodeForSequenceClassification",
     read=read_gpt_bigcode,
-    new=write_gpt_bigcode,
+    write=write_gpt_bigcode,
     rules=gpt_bigcode_rules,
     fields=GPT_BIGCODE_FIELDS,
     only={"scale_attn_weights": (True,)},
@@ -203,7 +205,7 @@ GPT_BIGCODE = Family(
         "pre_allocate_kv_cache",
         "validate_runner_input",
     ),
-    beside=BESIDE,
+    extra_fields=BESIDE,
     ignored=IGNORED,
     prefix="transformer.",
 )

@@ -6,12 +6,29 @@ from typing import Any
 
 from dolmen.core.messages import plural
 from dolmen.families import common, gpt2, rope, windows
-from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation_name, expect, knob
+from dolmen.families.family import (
+    ACTIVATION,
+    BESIDE,
+    Family,
+    Field,
+    activation_name,
+    expect,
+    flag,
+)
 from dolmen.families.gpt2 import LAYER, OURS
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, List, Row, Text, optional
-from dolmen.model.spec import Attention, Block, Embedding, Parallel, Rope, Sequential, Table, Tree
+from dolmen.model.spec import (
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    ModelSpec,
+    ParallelResidual,
+    PositionTable,
+    RopeSpec,
+    SequentialResidual,
+)
 
 # GPT-Neo (Black et al., 2021): GPT-2 whose layers see all tokens before or a window of them, by
 # turns, whose scores are not scaled, and whose q, k, v have no biases.
@@ -68,19 +85,21 @@ GPT_NEO_FIELDS = (
         "Activation of the feed-forward layer: gelu_new, gelu (the exact erf form), silu, relu.",
         common=("hidden_act",),
     ),
-    *common.ends(common.LAYER_NORM_EPS, tied=True),
+    *common.last_fields(common.LAYER_NORM_EPS, tied=True),
 )
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
-    """Of each layer. Raises ValueError for another number of them, and where both forms differ."""
+    """Return the attention type of each layer. Raises ValueError for another number of layers, and
+    if the two forms disagree.
+    """
     layers, types, each = config["num_layers"], config[TYPES], config[LAYERS]
     if types is None:
         types = [[each or [(GLOBAL, LOCAL)[i % 2] for i in range(layers)], 1]]
     if (number := sum(len(pattern) * times for pattern, times in types)) != layers:
         raise ValueError(
             f"{TYPES} and {LAYERS} say {plural(number, 'layer')}, num_layers is {layers}: set "
-            f"{knob(LAYERS)} to one per layer"
+            f"{flag(LAYERS)} to one per layer"
         )
     found = [kind for pattern, times in types for _ in range(times) for kind in pattern]
     if each not in (None, found):
@@ -88,10 +107,10 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def read_gpt_neo(config: dict[str, Any]) -> Tree:
+def read_gpt_neo(config: dict[str, Any]) -> ModelSpec:
     heads, size = config["num_heads"], common.head_size(config, GPT_NEO_FIELDS)
-    mixer = Attention(heads, heads, size, o_bias=True, scale=1.0)
-    block = Block(mixer, common.plain(config, GPT_NEO_FIELDS), common.layer_norm(config))
+    mixer = AttentionSpec(heads, heads, size, o_bias=True, scale=1.0)
+    block = BlockSpec(mixer, common.plain_mlp(config, GPT_NEO_FIELDS), common.layer_norm(config))
     blocks = [
         replace(
             block,
@@ -99,13 +118,13 @@ def read_gpt_neo(config: dict[str, Any]) -> Tree:
         )
         for kind in _kinds(config)
     ]
-    table = Table(config["max_position_embeddings"])
-    return common.tree(
-        config, GPT_NEO_FIELDS, blocks, Embedding(config["vocab_size"], positions=table)
+    table = PositionTable(config["max_position_embeddings"])
+    return common.make_spec(
+        config, GPT_NEO_FIELDS, blocks, EmbeddingSpec(config["vocab_size"], positions=table)
     )
 
 
-def write_gpt_neo(tree: Tree) -> dict[str, Any]:
+def write_gpt_neo(tree: ModelSpec) -> dict[str, Any]:
     mlp, sizes = common.mlp(tree), windows.sizes(tree)
     each = [GLOBAL if size is None else LOCAL for size in sizes]
     length, times = len(tree.runs[0].blocks), tree.runs[0].repeat
@@ -121,7 +140,7 @@ def write_gpt_neo(tree: Tree) -> dict[str, Any]:
     }
 
 
-def gpt_neo_rules(tree: Tree) -> list[Rule]:
+def gpt_neo_rules(tree: ModelSpec) -> list[Rule]:
     attention = LAYER + "attn.attention."
     return gpt2.gpt2_like_rules(
         [
@@ -140,11 +159,11 @@ GPT_NEO = Family(
     architecture="GPTNeoForCausalLM",
     scorer="GPTNeoForSequenceClassification",
     read=read_gpt_neo,
-    new=write_gpt_neo,
+    write=write_gpt_neo,
     rules=gpt_neo_rules,
     fields=GPT_NEO_FIELDS,
     harmless=(*gpt2.HARMLESS, *DROPOUT[:2], "classifier_dropout"),
-    beside={**BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
+    extra_fields={**BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
     ignored=(r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)",),
     prefix="transformer.",
 )
@@ -181,14 +200,14 @@ GPT_NEOX_FIELDS = (
     *rope.fields(
         part=0.25, outer={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
     ),
-    *common.ends(EPS, tied=False),
+    *common.last_fields(EPS, tied=False),
 )
 
 
-def read_gpt_neox(config: dict[str, Any]) -> Tree:
+def read_gpt_neox(config: dict[str, Any]) -> ModelSpec:
     heads, size = config["num_attention_heads"], common.head_size(config, GPT_NEOX_FIELDS)
     bias = config["attention_bias"]
-    mixer = Attention(
+    mixer = AttentionSpec(
         heads,
         heads,
         size,
@@ -198,28 +217,31 @@ def read_gpt_neox(config: dict[str, Any]) -> Tree:
         o_bias=bias,
         positions=rope.read(config, size),
     )
-    arrangement = Parallel(2) if config["use_parallel_residual"] else Sequential()
-    block = Block(
-        mixer, common.plain(config, GPT_NEOX_FIELDS), common.layer_norm(config, EPS), arrangement
+    arrangement = ParallelResidual(2) if config["use_parallel_residual"] else SequentialResidual()
+    block = BlockSpec(
+        mixer,
+        common.plain_mlp(config, GPT_NEOX_FIELDS),
+        common.layer_norm(config, EPS),
+        arrangement,
     )
-    return common.tree(config, GPT_NEOX_FIELDS, [block] * config["num_hidden_layers"])
+    return common.make_spec(config, GPT_NEOX_FIELDS, [block] * config["num_hidden_layers"])
 
 
-def write_gpt_neox(tree: Tree) -> dict[str, Any]:
+def write_gpt_neox(tree: ModelSpec) -> dict[str, Any]:
     mixer, mlp = common.attention(tree), common.mlp(tree)
-    turned = expect(mixer.positions, Rope, "positions")
+    turned = expect(mixer.positions, RopeSpec, "positions")
     return {
         **common.write(tree, GPT_NEOX_FIELDS),
         "num_attention_heads": mixer.heads,
         "intermediate_size": mlp.size,
         "hidden_act": activation_name(mlp.activation),
-        "use_parallel_residual": tree.blocks[0].arrangement == Parallel(2),
+        "use_parallel_residual": tree.blocks[0].arrangement == ParallelResidual(2),
         "attention_bias": mixer.q_bias,
         "rope_parameters": rope.write(turned, mixer.head_size),
     }
 
 
-def gpt_neox_rules(tree: Tree) -> list[Rule]:
+def gpt_neox_rules(tree: ModelSpec) -> list[Rule]:
     layer, ours = "gpt_neox.layers.{}.", "layers.{}."
     heads = common.attention(tree).heads
     return [
@@ -241,7 +263,7 @@ GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     scorer="GPTNeoXForSequenceClassification",
     read=read_gpt_neox,
-    new=write_gpt_neox,
+    write=write_gpt_neox,
     rules=gpt_neox_rules,
     fields=GPT_NEOX_FIELDS,
     harmless=(
@@ -250,7 +272,7 @@ GPT_NEOX = Family(
         "hidden_dropout_prob",
         "attention_probs_dropout_prob",
     ),
-    beside={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    extra_fields={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     prefix="gpt_neox.",
 )

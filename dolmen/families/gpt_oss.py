@@ -10,9 +10,9 @@ from typing import Any
 
 from dolmen.families import common, experts, llama, windows
 from dolmen.families.family import Family, Field, expect
-from dolmen.families.rules import Bare, Each, Rename, Rule, Split, Transpose
+from dolmen.families.rules import BareParameter, Each, Rename, Rule, Split, Transpose
 from dolmen.files.schema import Flag, Real
-from dolmen.model.spec import Clamped, Experts, Tree, runs_of
+from dolmen.model.spec import ClampedSwiGLU, ModelSpec, MoESpec, group_repeats
 
 WINDOW = 128
 ROPE = {
@@ -30,10 +30,12 @@ SHARED = tuple(field for field in llama.FIELDS if field.name not in PLAIN)
 def layer_windows(config: dict[str, Any]) -> list[int | None]:
     """The window of each layer: of the first, the third and so on, where layer_types is None."""
     layers = range(config["num_hidden_layers"])
-    return windows.of_types(config, [windows.FULL if i % 2 else windows.SLIDING for i in layers])
+    return windows.typed_windows(
+        config, [windows.FULL if i % 2 else windows.SLIDING for i in layers]
+    )
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> ModelSpec:
     """`attention_bias` puts biases on q, k, v and on the output projection. The weights of a
     token's experts are a softmax of their logits alone: that of all, normalised.
     """
@@ -41,7 +43,7 @@ def read(config: dict[str, Any]) -> Tree:
     sparse = experts.read(whole, config["intermediate_size"], normalise=True)
     sparse = replace(
         sparse,
-        activation=Clamped(float(config["swiglu_alpha"]), float(config["swiglu_limit"])),
+        activation=ClampedSwiGLU(float(config["swiglu_alpha"]), float(config["swiglu_limit"])),
         router=replace(sparse.router, logit_bias=True),
         bias=True,
     )
@@ -50,13 +52,13 @@ def read(config: dict[str, Any]) -> Tree:
         whole, mlp=lambda _: sparse, windows=layer_windows(config), qkv_bias=bias, o_bias=bias
     )
     blocks = [replace(b, mixer=replace(b.mixer, sinks=True)) for b in tree.blocks]
-    return replace(tree, runs=runs_of(blocks))
+    return replace(tree, runs=group_repeats(blocks))
 
 
-def write(tree: Tree) -> dict[str, Any]:
+def write(tree: ModelSpec) -> dict[str, Any]:
     """A window that no layer has is written all the same: transformers makes masks of it."""
-    sparse, of_layers = expect(tree.blocks[0].mlp, Experts, "mlp"), windows.write_types(tree)
-    clamped = expect(sparse.activation, Clamped, "activation")
+    sparse, of_layers = expect(tree.blocks[0].mlp, MoESpec, "mlp"), windows.write_types(tree)
+    clamped = expect(sparse.activation, ClampedSwiGLU, "activation")
     return {
         **llama.write_llama_like(tree, SHARED),
         **experts.write(sparse),
@@ -68,7 +70,7 @@ def write(tree: Tree) -> dict[str, Any]:
     }
 
 
-def rules(tree: Tree) -> list[Rule]:
+def rules(tree: ModelSpec) -> list[Rule]:
     layer, mlp = llama.LAYER, "layers.{}.mlp."
     stored, ours = f"{layer}mlp.experts.", f"{mlp}experts."
     both = Split(
@@ -76,11 +78,11 @@ def rules(tree: Tree) -> list[Rule]:
     )
     return [
         *llama.llama_like_rules(tree),
-        Bare(Rename(f"{layer}self_attn.sinks", "layers.{}.attn.sinks")),
+        BareParameter(Rename(f"{layer}self_attn.sinks", "layers.{}.attn.sinks")),
         Rename(f"{layer}mlp.router", f"{mlp}router"),
         Rename(f"{layer}mlp.router", f"{mlp}router.logits"),
-        Bare(Each(Transpose(both))),
-        Bare(Each(Transpose(Rename(f"{stored}down_proj", f"{ours}down")))),
+        BareParameter(Each(Transpose(both))),
+        BareParameter(Each(Transpose(Rename(f"{stored}down_proj", f"{ours}down")))),
     ]
 
 
@@ -90,7 +92,7 @@ GPT_OSS = Family(
     architecture="GptOssForCausalLM",
     scorer="GptOssForSequenceClassification",
     read=read,
-    new=write,
+    write=write,
     rules=rules,
     fields=llama.change_fields(
         (
@@ -126,6 +128,6 @@ GPT_OSS = Family(
     ),
     only={"mlp_bias": (False, None), "hidden_act": ("silu", None)},
     harmless=("output_router_logits", "experts_per_token", "initial_context_length"),
-    beside={**llama.BESIDE, **PLAIN},
+    extra_fields={**llama.BESIDE, **PLAIN},
     ignored=llama.IGNORED,
 )

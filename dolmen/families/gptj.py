@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.families import common, gpt2, llama
-from dolmen.families.family import Family, Field, expect, knob
+from dolmen.families.family import Family, Field, expect, flag
 from dolmen.families.gpt2 import LAYER, OURS
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.model.spec import Attention, Block, Parallel, Rope, Tree
+from dolmen.model.spec import AttentionSpec, BlockSpec, ModelSpec, ParallelResidual, RopeSpec
 
 # GPT-J (Wang and Komatsuzaki, 2021): attention and feed-forward layer side by side after one
 # LayerNorm, rope over neighbours of a part of each head, biases of the feed-forward layer and of
@@ -31,23 +31,25 @@ FIELDS = llama.change_fields(
 )
 
 
-def read_gptj(config: dict[str, Any]) -> Tree:
+def read_gptj(config: dict[str, Any]) -> ModelSpec:
     """Raises ValueError where rope would turn more than a head, or no pairs."""
     heads, size = config["n_head"], common.head_size(config, FIELDS)
     turned = config["rotary_dim"]
     if turned > size or turned % 2:
         raise ValueError(
             f"rotary_dim is {turned}, of heads of {size}: rope turns pairs of a head, set "
-            f"{knob('rotary_dim')} to an even number up to {size}"
+            f"{flag('rotary_dim')} to an even number up to {size}"
         )
-    mixer = Attention(heads, heads, size, positions=Rope(turned, interleaved=True))
-    mlp, norm = common.plain(config, FIELDS), common.layer_norm(config)
-    tree = common.tree(config, FIELDS, [Block(mixer, mlp, norm, Parallel(1))] * config["n_layer"])
+    mixer = AttentionSpec(heads, heads, size, positions=RopeSpec(turned, interleaved=True))
+    mlp, norm = common.plain_mlp(config, FIELDS), common.layer_norm(config)
+    tree = common.make_spec(
+        config, FIELDS, [BlockSpec(mixer, mlp, norm, ParallelResidual(1))] * config["n_layer"]
+    )
     return replace(tree, head=replace(tree.head, bias=True))
 
 
-def write_gptj(tree: Tree) -> dict[str, Any]:
-    turned = expect(common.attention(tree).positions, Rope, "positions")
+def write_gptj(tree: ModelSpec) -> dict[str, Any]:
+    turned = expect(common.attention(tree).positions, RopeSpec, "positions")
     return {**gpt2.write_gpt2_like(tree, FIELDS), "rotary_dim": turned.size}
 
 
@@ -58,7 +60,7 @@ MATRICES = (
 )
 
 
-def gptj_rules(tree: Tree) -> list[Rule]:
+def gptj_rules(tree: ModelSpec) -> list[Rule]:
     qkv = (Rename(f"{LAYER}attn.{part}_proj", f"{OURS}attn.{part}") for part in "qkv")
     return gpt2.gpt2_like_rules([*qkv, *MATRICES], first="norm")
 
@@ -69,12 +71,12 @@ GPTJ = Family(
     architecture="GPTJForCausalLM",
     scorer="GPTJForSequenceClassification",
     read=read_gptj,
-    new=write_gptj,
+    write=write_gptj,
     rules=gptj_rules,
     fields=FIELDS,
     only={"rotary": (True,), "scale_attn_weights": (True,)},
     harmless=gpt2.HARMLESS,
-    beside=gpt2.BESIDE,
+    extra_fields=gpt2.BESIDE,
     ignored=gpt2.IGNORED,
     prefix="transformer.",
 )
@@ -88,18 +90,18 @@ BLOCKS = 4
 PARTS = tuple(f"{OURS}attn.{part}" for part in "qvk")
 
 
-def read_codegen(config: dict[str, Any]) -> Tree:
+def read_codegen(config: dict[str, Any]) -> ModelSpec:
     """Raises ValueError for heads that do not fill the blocks."""
     common.head_size(config, FIELDS)
     if (heads := config["n_head"]) % BLOCKS:
         raise ValueError(
             f"n_head ({heads}) is not divisible by {BLOCKS}, the blocks that CodeGen stores q, k "
-            f"and v in: set {knob('n_head')}, or {knob('model_type')} to gptj"
+            f"and v in: set {flag('n_head')}, or {flag('model_type')} to gptj"
         )
     return read_gptj(config)
 
 
-def codegen_rules(tree: Tree) -> list[Rule]:
+def codegen_rules(tree: ModelSpec) -> list[Rule]:
     qkv = Split(LAYER + "attn.qkv_proj", PARTS, BLOCKS, (1, 1, 1))
     return gpt2.gpt2_like_rules([qkv, *MATRICES], first="norm")
 
@@ -109,12 +111,12 @@ CODEGEN = Family(
     title="CodeGen",
     architecture="CodeGenForCausalLM",
     read=read_codegen,
-    new=write_gptj,
+    write=write_gptj,
     rules=codegen_rules,
     fields=FIELDS,
     only=GPTJ.only,
     harmless=gpt2.HARMLESS,
-    beside=gpt2.BESIDE,
+    extra_fields=gpt2.BESIDE,
     ignored=(*gpt2.IGNORED, r"transformer\.h\.\d+\.attn\.causal_mask"),
     prefix="transformer.",
 )

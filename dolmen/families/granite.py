@@ -8,17 +8,17 @@ from typing import Any
 from dolmen.families import common, llama, windows
 from dolmen.families.family import Family, Field, expect
 from dolmen.files.schema import Real
-from dolmen.model.spec import Sequential, Tree
+from dolmen.model.spec import ModelSpec, SequentialResidual
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> ModelSpec:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
     bias, mlp_bias = bool(config["attention_bias"]), bool(config["mlp_bias"])
     tree = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
     scale = float(config["attention_multiplier"])
     own = None if scale == common.attention(tree).head_size ** -0.5 else scale
-    added = Sequential(branch_scale=float(config["residual_multiplier"]))
-    tree = common.each_block(
+    added = SequentialResidual(branch_scale=float(config["residual_multiplier"]))
+    tree = common.map_blocks(
         tree, lambda b: replace(b, mixer=replace(b.mixer, scale=own), arrangement=added)
     )
     return replace(
@@ -28,9 +28,9 @@ def read(config: dict[str, Any]) -> Tree:
     )
 
 
-def write(tree: Tree) -> dict[str, Any]:
+def write(tree: ModelSpec) -> dict[str, Any]:
     mixer = common.attention(tree)
-    arrangement = expect(tree.blocks[0].arrangement, Sequential, "arrangement")
+    arrangement = expect(tree.blocks[0].arrangement, SequentialResidual, "arrangement")
     return {
         **llama.write_llama(tree),
         "embedding_multiplier": tree.embedding.scale,
@@ -48,7 +48,7 @@ GRANITE = Family(
     title="Granite 3",
     architecture="GraniteForCausalLM",
     read=read,
-    new=write,
+    write=write,
     rules=llama.llama_like_rules,
     fields=(
         *llama.LLAMA.fields,
@@ -58,6 +58,6 @@ GRANITE = Family(
         Field("logits_scaling", POSITIVE, 1.0, "What logits are divided by."),
     ),
     only=windows.NONE,
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )

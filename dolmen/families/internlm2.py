@@ -8,22 +8,22 @@ from dolmen.families import common, llama, windows
 from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files.schema import Flag
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 
 BIAS = Field("bias", Flag(), False, "Biases on q, k, v and on the attention output projection.")
 FIELDS = llama.drop_fields(llama.FIELDS, "head_dim")
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> ModelSpec:
     bias = config["bias"]
     return llama.read_llama_like({**config, "head_dim": None}, qkv_bias=bias, o_bias=bias)
 
 
-def write(tree: Tree) -> dict[str, Any]:
+def write(tree: ModelSpec) -> dict[str, Any]:
     return {**llama.write_llama_like(tree, FIELDS), "bias": common.attention(tree).q_bias}
 
 
-def rules(tree: Tree) -> list[Rule]:
+def rules(tree: ModelSpec) -> list[Rule]:
     mixer, layer, ours = common.attention(tree), llama.LAYER, "layers.{}."
     group = mixer.heads // mixer.kv_heads
     names = {
@@ -46,17 +46,17 @@ INTERNLM2 = Family(
     model_type="internlm2",
     title="InternLM 2",
     architecture="InternLM2ForCausalLM",
-    native=False,
+    in_transformers=False,
     read=read,
-    new=write,
+    write=write,
     rules=rules,
     fields=llama.change_fields(FIELDS, BIAS, vocab_size=103168),
     only={**windows.NONE, **llama.NO_BIAS},
     # attn_implementation says how its own code computes the same
     harmless=("attn_implementation",),
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=(r"model\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),
-    code=(
+    remote_code=(
         "configuration_internlm2",
         "modeling_internlm2",
         "tokenization_internlm2",

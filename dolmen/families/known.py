@@ -23,7 +23,7 @@ def families() -> dict[str, Family]:
     return {name: every[name] for name in sorted(every, key=lambda name: name.replace("-", "_"))}
 
 
-def find(name: Any) -> Family:
+def find_family(name: Any) -> Family:
     """The family of that name. Raises ValueError with those of a like name, or all of them."""
     if isinstance(name, str) and name in families():
         return families()[name]
@@ -31,17 +31,17 @@ def find(name: Any) -> Family:
     raise ValueError(f"model_type is {brief(name)}: {hint} (dolmen families lists them)")
 
 
-def part_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Of the config.json of a larger model the one of its part that a family reads; None: it is of
-    none. Raises ValueError where the part is missing.
+def text_config(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the text model's config.json from that of a multimodal model; None if no family is
+    part of it. Raises ValueError if the part is missing.
     """
     for family in families().values():
-        if family.larger is not None and family.larger.model_type == content.get("model_type"):
-            return family.larger.inner(content, family.model_type)
+        if family.outer is not None and family.outer.model_type == content.get("model_type"):
+            return family.outer.inner(content, family.model_type)
     return None
 
 
-def of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Mapping[str, Any]) -> Family:
     """The family that reads a config.json: of those that have its model_type the one that tells it
     is its own, or else of that name. Raises as `find`.
     """
@@ -53,7 +53,7 @@ def of(config: Mapping[str, Any]) -> Family:
     model_type = config["model_type"]
     alike = [family for family in families().values() if family.model_type == model_type]
     for family in alike:
-        if family.tells is not None and family.tells(config):
+        if family.matches is not None and family.matches(config):
             return family
-    rest = [family for family in alike if family.tells is None]
-    return rest[0] if rest else find(model_type)
+    rest = [family for family in alike if family.matches is None]
+    return rest[0] if rest else find_family(model_type)

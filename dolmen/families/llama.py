@@ -13,12 +13,20 @@ from dolmen.families.family import (
     activation,
     activation_name,
     expect,
-    knob,
+    flag,
 )
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, optional
-from dolmen.model.spec import Attention, Block, Experts, Mlp, Norm, Rope, Tree
+from dolmen.model.spec import (
+    AttentionSpec,
+    BlockSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    RopeSpec,
+)
 from dolmen.model.spec.attention import NormOf
 
 # What Llama and its descendants share: the fields of their config.json, the tree that they say,
@@ -67,10 +75,10 @@ BEFORE = (  # rope
 def fields_with(
     eps: Field | None = NORM_EPS, turned: Sequence[Field] = TURNED
 ) -> tuple[Field, ...]:
-    """Of a family whose norms have this `eps`, None where no field says it, and whose rope is of
-    `turned`.
+    """Return Llama's fields with another norm `eps` field (None: no field states it) and other rope
+    fields.
     """
-    ends = common.ends(eps or common.LAYER_NORM_EPS, tied=False)
+    ends = common.last_fields(eps or common.LAYER_NORM_EPS, tied=False)
     return (*BEFORE, *turned, *(ends if eps else ends[1:]))
 
 
@@ -99,23 +107,23 @@ def change_fields(fields: Sequence[Field], *more: Field, **defaults: Any) -> tup
 
 def read_llama_like(
     config: dict[str, Any],
-    mlp: Callable[[int], Mlp | Experts] | None = None,
+    mlp: Callable[[int], MLPSpec | MoESpec] | None = None,
     windows: Sequence[int | None] | None = None,
-    norm: Norm | None = None,
+    norm: NormSpec | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
     qk_norm: bool = False,
     qk_norm_of: NormOf = "heads",
     mlp_bias: bool = False,
     interleaved: bool = False,
-) -> Tree:
+) -> ModelSpec:
     """The tree of a config.json; what the family decides beside the common fields is given: layer
     -> its feed-forward layer (unset: the dense one), the windows of the layers, its norms (unset:
     RMSNorm). Raises ValueError naming the field.
     """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size, norm = _head_size(config), norm or rms_norm(config)
-    mixer = Attention(
+    mixer = AttentionSpec(
         heads,
         heads if kv_heads is None else kv_heads,
         size,
@@ -129,40 +137,40 @@ def read_llama_like(
     )
     dense = dense_mlp(config, mlp_bias)
     blocks = [
-        Block(
+        BlockSpec(
             replace(mixer, window=None if windows is None else windows[i]),
             dense if mlp is None else mlp(i),
             norm,
         )
         for i in range(config["num_hidden_layers"])
     ]
-    return common.tree(config, FIELDS, blocks)
+    return common.make_spec(config, FIELDS, blocks)
 
 
 def _head_size(config: dict[str, Any]) -> int:
     if config["head_dim"] is not None:
         return config["head_dim"]
-    return common.head_size(config, FIELDS, instead=f", or {knob('head_dim')}")
+    return common.head_size(config, FIELDS, instead=f", or {flag('head_dim')}")
 
 
-def rms_norm(config: dict[str, Any]) -> Norm:
+def rms_norm(config: dict[str, Any]) -> NormSpec:
     """Each of its norms. Raises ValueError for an eps that is not finite."""
-    return Norm("rmsnorm", float(config[EPS]))
+    return NormSpec("rmsnorm", float(config[EPS]))
 
 
-def dense_mlp(config: dict[str, Any], bias: bool = False) -> Mlp:
+def dense_mlp(config: dict[str, Any], bias: bool = False) -> MLPSpec:
     """Its feed-forward layer. Raises ValueError for an activation that is not supported."""
-    return Mlp(config["intermediate_size"], True, activation(config, "hidden_act"), bias)
+    return MLPSpec(config["intermediate_size"], True, activation(config, "hidden_act"), bias)
 
 
-def write_llama_like(tree: Tree, fields: Sequence[Field] = FIELDS) -> dict[str, Any]:
+def write_llama_like(tree: ModelSpec, fields: Sequence[Field] = FIELDS) -> dict[str, Any]:
     """The `fields` that all llama-like families have, of the first layer, and rope of the first
     that has positions. Raises ValueError where that is none, or the mixer no attention.
     """
     attention, mlp = common.attention(tree), tree.blocks[0].mlp
     names = {field.name for field in fields}
     known = (block.mixer.positions for block in tree.blocks)
-    turned = expect(next((p for p in known if p is not None), None), Rope, "positions")
+    turned = expect(next((p for p in known if p is not None), None), RopeSpec, "positions")
     stated = {
         "intermediate_size": mlp.size,
         "num_attention_heads": attention.heads,
@@ -177,7 +185,7 @@ def write_llama_like(tree: Tree, fields: Sequence[Field] = FIELDS) -> dict[str, 
 
 
 def llama_like_rules(
-    tree: Tree, norms: Mapping[str, str] = NORMS, instead: Sequence[Rule] = ()
+    tree: ModelSpec, norms: Mapping[str, str] = NORMS, instead: Sequence[Rule] = ()
 ) -> list[Rule]:
     """Weight names of Llama and those like it, whose blocks have these `norms`; q and k norms and
     biases exist where the tree has them. What rules `instead` make has no other.
@@ -205,10 +213,10 @@ def llama_like_rules(
 # Llama 1 to 3.3, Code Llama (2302.13971, 2307.09288, 2407.21783, 2308.12950), and everything saved
 # as `model_type: llama`.
 
-INSTEAD = f", or {knob('model_type')} to mistral, which is the same decoder, and {knob('head_dim')}"
+INSTEAD = f", or {flag('model_type')} to mistral, which is the same decoder, and {flag('head_dim')}"
 
 
-def read_llama(config: dict[str, Any]) -> Tree:
+def read_llama(config: dict[str, Any]) -> ModelSpec:
     """`attention_bias` puts biases on q, k, v and on the output projection. transformers refuses
     heads that do not divide the width, whatever head_dim says.
     """
@@ -217,7 +225,7 @@ def read_llama(config: dict[str, Any]) -> Tree:
     return read_llama_like(config, qkv_bias=bias, o_bias=bias, mlp_bias=bool(config["mlp_bias"]))
 
 
-def write_llama(tree: Tree) -> dict[str, Any]:
+def write_llama(tree: ModelSpec) -> dict[str, Any]:
     return {
         **write_llama_like(tree),
         "attention_bias": common.attention(tree).q_bias,
@@ -231,7 +239,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     scorer="LlamaForSequenceClassification",
     read=read_llama,
-    new=write_llama,
+    write=write_llama,
     rules=llama_like_rules,
     fields=(
         *FIELDS,
@@ -239,6 +247,6 @@ LLAMA = Family(
         Field("mlp_bias", optional(Flag()), False, "Biases on the feed-forward projections."),
     ),
     only=windows.NONE,
-    beside=BESIDE,
+    extra_fields=BESIDE,
     ignored=IGNORED,
 )

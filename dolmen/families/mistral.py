@@ -5,17 +5,17 @@ from typing import Any
 from dolmen.families import experts, llama, windows
 from dolmen.families.family import Family, expect
 from dolmen.families.rules import Rule
-from dolmen.model.spec import Experts, Tree
+from dolmen.model.spec import ModelSpec, MoESpec
 
 # Mistral 7B, Nemo, Small (Jiang et al., 2310.06825): Llama without biases, with one sliding window
 # for all layers.
 
 
-def read_mistral(config: dict[str, Any]) -> Tree:
-    return llama.read_llama_like(config, windows=windows.of_all(config))
+def read_mistral(config: dict[str, Any]) -> ModelSpec:
+    return llama.read_llama_like(config, windows=windows.uniform_windows(config))
 
 
-def write_mistral(tree: Tree) -> dict[str, Any]:
+def write_mistral(tree: ModelSpec) -> dict[str, Any]:
     return {**llama.write_llama_like(tree), **windows.write(tree)}
 
 
@@ -25,7 +25,7 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     scorer="MistralForSequenceClassification",
     read=read_mistral,
-    new=write_mistral,
+    write=write_mistral,
     rules=llama.llama_like_rules,
     fields=llama.change_fields(
         (*llama.FIELDS, windows.SIZE),
@@ -35,7 +35,7 @@ MISTRAL = Family(
         sliding_window=4096,
     ),
     only={**llama.NO_BIAS, **windows.NO_TYPES},
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )
 
@@ -44,18 +44,20 @@ MISTRAL = Family(
 # of the chosen ones normalised.
 
 
-def read_mixtral(config: dict[str, Any]) -> Tree:
+def read_mixtral(config: dict[str, Any]) -> ModelSpec:
     """`intermediate_size` is an expert's width."""
     layer = experts.read(config, config["intermediate_size"], normalise=True)
-    return llama.read_llama_like(config, mlp=lambda _: layer, windows=windows.of_all(config))
+    return llama.read_llama_like(
+        config, mlp=lambda _: layer, windows=windows.uniform_windows(config)
+    )
 
 
-def write_mixtral(tree: Tree) -> dict[str, Any]:
-    layer = expect(tree.blocks[0].mlp, Experts, "mlp")
+def write_mixtral(tree: ModelSpec) -> dict[str, Any]:
+    layer = expect(tree.blocks[0].mlp, MoESpec, "mlp")
     return {**llama.write_llama_like(tree), **experts.write(layer), **windows.write(tree)}
 
 
-def mixtral_rules(tree: Tree) -> list[Rule]:
+def mixtral_rules(tree: ModelSpec) -> list[Rule]:
     names = {"w1": "gate", "w3": "up", "w2": "down"}
     module = f"{llama.LAYER}block_sparse_moe"
     return [*llama.llama_like_rules(tree), *experts.rules(tree, module, names)]
@@ -67,7 +69,7 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     scorer="MixtralForSequenceClassification",
     read=read_mixtral,
-    new=write_mixtral,
+    write=write_mixtral,
     rules=mixtral_rules,
     fields=llama.change_fields(
         (*llama.FIELDS, windows.SIZE, *experts.FIELDS),
@@ -79,6 +81,6 @@ MIXTRAL = Family(
     ),
     only={**llama.NO_BIAS, **windows.NO_TYPES, "router_jitter_noise": (0.0, None)},
     harmless=("output_router_logits",),
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )

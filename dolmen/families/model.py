@@ -1,15 +1,13 @@
-"""A model is its config.json: a mapping with everything in it, of which the family reads what it
-knows into a tree. What changes it changes fields of the mapping, in the spelling it has.
+"""`Model`: a config.json and the spec it parses to. Edits change fields of the config.json, in the
+spelling it has, and never the spec: what a run keeps and an export writes is the mapping itself.
 
-    Model(config).tree               read
-    new(tree, "mistral")             a config.json that says this tree, checked by reading it back
-    changed(model, {"n_embd": 64})   the same config.json with other fields
-    edit(model, vocab_size=50304)    the same, for what any family has
+    Model(config).spec                        parse
+    model_from_spec(spec, "mistral")          a config.json of this spec, checked by parsing it back
+    replace_fields(model, {"n_embd": 64})     the same config.json with other fields
+    edit(model, vocab_size=50304)             the same, for what any family has
 
-
-A config.json that ends in one number in the place of logits, a reward or a value: it names the
-class of transformers that does (...ForSequenceClassification), and one label.
-
+A model with a scalar head (reward or value) names transformers' ...ForSequenceClassification class
+and one label.
 """
 
 from collections.abc import Mapping
@@ -29,24 +27,24 @@ from dolmen.families.family import (
     canonical_names,
     check_one_spelling,
     fill_defaults,
-    knob,
+    flag,
     nest_own_fields,
     parse_numbers,
     spell_field,
 )
 from dolmen.files import kinds
 from dolmen.files.schema import List, Map, Mismatch, Object, check_value, either, optional
-from dolmen.model.spec import Scalar, Tree
+from dolmen.model.spec import ModelSpec, ScalarHeadSpec
 
 ENDING = "ForSequenceClassification"
 LABELS = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-"""As transformers writes one."""
+"""Label maps of one label, as transformers writes them."""
 TRANSFORMERS = 2  # labels, where a config.json states none
 
 
 def has_scalar_head(config: Mapping[str, Any], family: Family) -> bool:
-    """Whether a config.json is of a model that ends in one number. Raises ValueError for a
-    classifier of several labels, and of a family that has another or none.
+    """Return whether a config.json is of a model with a scalar head. Raises ValueError for a
+    classifier of several labels, and for a family that has another class or none.
     """
     named = config.get("architectures") or []
     if not (isinstance(named, list) and any(str(name).endswith(ENDING) for name in named)):
@@ -119,7 +117,7 @@ class Model(CustomValue):
     @property
     def family(self) -> Family:
         """The family that reads it. Raises ValueError for one that dolmen does not know."""
-        return known.of(self.config)
+        return known.family_of(self.config)
 
     @property
     def dtype(self) -> str:
@@ -127,22 +125,24 @@ class Model(CustomValue):
         return self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
 
     @cached_property
-    def tree(self) -> Tree:
-        """What is computed. Raises ValueError as Model does."""
+    def tree(self) -> ModelSpec:
+        """Spec that is computed. Raises ValueError as Model does."""
         family = self.family
         try:
             check_value(self.config, schema(family))
         except Mismatch as error:
             raise ValueError(str(error)) from None
         self._refuse()
-        tree = bounded(family.read(fill_defaults(family, self.config)))
-        return replace(tree, head=Scalar()) if has_scalar_head(self.config, family) else tree
+        tree = check_matrix_count(family.read(fill_defaults(family, self.config)))
+        return (
+            replace(tree, head=ScalarHeadSpec()) if has_scalar_head(self.config, family) else tree
+        )
 
     def _refuse(self) -> None:
         config, family = self.config, self.family
         for field in family.fields:
             check_one_spelling(field, config)
-        if _code(config.get("auto_map") or {}) - {*family.code}:
+        if _code(config.get("auto_map") or {}) - {*family.remote_code}:
             raise ValueError(
                 f"auto_map is {brief(config['auto_map'])}: dolmen runs no code from a model folder "
                 "(trust_remote_code); use a model saved with a class of transformers"
@@ -161,7 +161,7 @@ class Model(CustomValue):
                     f"{allowed[0]!r}"
                 )
 
-    def exported(self) -> dict[str, Any]:
+    def export_config(self) -> dict[str, Any]:
         """The config.json for others: without the names of code that is not there."""
         return {n: deepcopy(v) for n, v in self.config.items() if n not in (RESERVED, "auto_map")}
 
@@ -176,11 +176,11 @@ class Model(CustomValue):
         """
         if not isinstance(value, dict):
             raise ValueError(f"it must be a config.json, a mapping, not {brief(value)}")
-        family = known.of(value)
+        family = known.family_of(value)
         return cls(parse_numbers(deepcopy(value), schema(family)))
 
 
-def bounded(tree: Tree) -> Tree:
+def check_matrix_count(tree: ModelSpec) -> ModelSpec:
     """`tree`, before a name or a number of its parameters is made. Raises ValueError where there
     would be too many.
     """
@@ -194,7 +194,7 @@ def bounded(tree: Tree) -> Tree:
 
 
 def schema(family: Family) -> Object:
-    """What a config.json of the family may hold: the fields that it reads, under each name."""
+    """Return the schema of a config.json of the family: its fields, under each name."""
     fields = {name: f.kind for f in family.fields if not f.ours for name in (f.name, *f.aliases)}
     ours = {f.name: f.kind for f in family.fields if f.ours}
     every = {**kinds.SPECIAL_TOKENS, "dtype": optional(kinds.NAME)}
@@ -203,70 +203,78 @@ def schema(family: Family) -> Object:
     return Object(required={"model_type": kinds.NAME}, optional={**fields, **every, **own})
 
 
-def explicit(model: Model) -> dict[str, Any]:
+def explicit_fields(model: Model) -> dict[str, Any]:
     """Every field that the family reads, none absent and none left to follow from others, under its
     own name and in the spelling of transformers 5.
     """
-    said, found = fill_defaults(model.family, model.config), model.family.new(model.tree)
+    said, found = fill_defaults(model.family, model.config), model.family.write(model.tree)
     for one in model.family.fields:
-        if one.ours and one.inside:  # it says more than the tree is made of
+        if one.ours and one.nested:  # it says more than the tree is made of
             found[one.name] = {**(said[one.name] or {}), **(found.get(one.name) or {})} or None
     return {**said, **found}
 
 
-def new(tree: Tree, model_type: str, carried: Mapping[str, Any] | None = None) -> Model:
+def model_from_spec(
+    tree: ModelSpec, model_type: str, carried: Mapping[str, Any] | None = None
+) -> Model:
     """A model of that family that is `tree`, with the fields `carried` beside. Raises ValueError
     naming what the family cannot express.
     """
-    family = known.find(model_type)
+    family = known.find_family(model_type)
     try:
-        own = {"model_type": family.model_type, **family.marks, **family.new(tree)}
-        if isinstance(tree.head, Scalar):
+        own = {"model_type": family.model_type, **family.marker_fields, **family.write(tree)}
+        if isinstance(tree.head, ScalarHeadSpec):
             own = scorer_config(own, family)
-        model = completed(Model(nest_own_fields(family, {**own, **deepcopy(dict(carried or {}))})))
+        model = add_standard_fields(
+            Model(nest_own_fields(family, {**own, **deepcopy(dict(carried or {}))}))
+        )
         if found := differences(tree, model.tree):
             raise ValueError(
                 "; ".join(f"{n} = {a} (it would read back as {b})" for n, a, b in found)
             )
     except ValueError as error:
         raise ValueError(
-            f"family {model_type} cannot express {error}: set {knob('model_type')} to one that "
+            f"family {model_type} cannot express {error}: set {flag('model_type')} to one that "
             f"can, of {', '.join(known.families())}"
         ) from None
     return model
 
 
-def completed(model: Model) -> Model:
+def add_standard_fields(model: Model) -> Model:
     """The same with what a config.json of transformers states beside the structure, where it does
     not: its class, its dtype, no dropout.
     """
     family = model.family
-    beside = {"architectures": [family.architecture], "dtype": "float32", **deepcopy(family.beside)}
+    beside = {
+        "architectures": [family.architecture],
+        "dtype": "float32",
+        **deepcopy(family.extra_fields),
+    }
     stated = {"dtype"} if "torch_dtype" in model.config else set()
     return Model({**{n: v for n, v in beside.items() if n not in stated}, **model.config})
 
 
-def made(model_type: str, fields: Mapping[str, Any]) -> Model:
+def model_from_fields(model_type: str, fields: Mapping[str, Any]) -> Model:
     """A model of that family with these fields, named as in `changed`, and its defaults: all of
     them stated. Raises ValueError.
     """
-    bare = changed(Model({"model_type": model_type}), fields)
-    return new(bare.tree, model_type, {n: v for n, v in fields.items() if "." not in n})
+    bare = replace_fields(Model({"model_type": model_type}), fields)
+    return model_from_spec(bare.tree, model_type, {n: v for n, v in fields.items() if "." not in n})
 
 
-def moved(model: Model, model_type: str) -> Model:
+def convert_family(model: Model, model_type: str) -> Model:
     """The same tree in another family, with its special tokens and dtype. Raises as `new`."""
     carried = {name: model.config[name] for name in CARRIED if name in model.config}
-    return new(model.tree, model_type, {**carried, "dtype": model.dtype})
+    return model_from_spec(model.tree, model_type, {**carried, "dtype": model.dtype})
 
 
-def taken(model: Model) -> dict[str, Any]:
-    """What its config.json leaves open and what it is taken for, by names under RESERVED."""
+def assumed_fields(model: Model) -> dict[str, Any]:
+    """Return the dolmen fields that the config.json leaves open, with assumed values."""
     family = model.family
-    return {} if family.taken is None else family.taken(fill_defaults(family, model.config))
+    return {} if family.assume is None else family.assume(fill_defaults(family, model.config))
 
 
-def changed(model: Model, fields: Mapping[str, Any]) -> Model:
+def replace_fields(model: Model, fields: Mapping[str, Any]) -> Model:
     """The same with other values of `fields`, named as the family does; `rope_parameters.factor` is
     a field inside another one. What the model was taken for it stays, and says from now on. Raises
     ValueError for what cannot be computed, and KeyError for a name that the family has not.
@@ -277,18 +285,18 @@ def changed(model: Model, fields: Mapping[str, Any]) -> Model:
         name, _, inner = path.partition(".")
         field = known_fields[name]
         if inner:
-            before = whole.get(name) or explicit(model)[name] or {}
+            before = whole.get(name) or explicit_fields(model)[name] or {}
             value = {**before, inner: value}
         whole[field.name] = value
     config = deepcopy(model.config)
-    if whole and (open_before := taken(model)):
+    if whole and (open_before := assumed_fields(model)):
         config[RESERVED] = {**config.get(RESERVED, {}), **open_before}
     for name, value in whole.items():
         config |= spell_field(known_fields[name], config, deepcopy(value))
     return Model(config)
 
 
-def stated(model: Model, fields: Mapping[str, Any]) -> Model:
+def set_fields(model: Model, fields: Mapping[str, Any]) -> Model:
     """The same with other values of `fields`, by any names that they can be called. Raises
     ValueError for one that the family has not, as well.
     """
@@ -297,7 +305,7 @@ def stated(model: Model, fields: Mapping[str, Any]) -> Model:
         raise ValueError(
             f"{model.model_type} has no field {brief(unknown[0])}: it has {', '.join(names)}"
         )
-    return changed(model, {names[name]: value for name, value in fields.items()})
+    return replace_fields(model, {names[name]: value for name, value in fields.items()})
 
 
 def edit(
@@ -321,7 +329,9 @@ def edit(
     asked = {"vocab_size": vocab_size, "tie_word_embeddings": tie}
     if context is not None:
         asked["max_position_embeddings"] = context + _rows_before(model)
-    made = changed(model, {names[n]: value for n, value in asked.items() if value is not None})
+    made = replace_fields(
+        model, {names[n]: value for n, value in asked.items() if value is not None}
+    )
     beside: dict[str, Any] = {**special}
     if dtype is not None:
         stated = [name for name in ("dtype", "torch_dtype") if name in model.config] or ["dtype"]
@@ -329,29 +339,29 @@ def edit(
     return Model({**made.config, **beside}) if beside else made
 
 
-def scored(model: Model) -> Model:
+def with_scalar_head(model: Model) -> Model:
     """The same that ends in one number in the place of logits, as it may already. Raises ValueError
     for a family of which transformers has none.
     """
-    ends = isinstance(model.tree.head, Scalar)
+    ends = isinstance(model.tree.head, ScalarHeadSpec)
     return model if ends else Model(scorer_config(model.config, model.family))
 
 
-def unscored(model: Model) -> Model:
+def with_lm_head(model: Model) -> Model:
     """The same with logits."""
-    ends = isinstance(model.tree.head, Scalar)
+    ends = isinstance(model.tree.head, ScalarHeadSpec)
     return Model(lm_config(model.config, model.family)) if ends else model
 
 
 def _rows_before(model: Model) -> int:
-    """By how much the field of the longest sequence is more: RoBERTa counts rows of a table in it
-    that no position has.
+    """Return the surplus of the max_position_embeddings field over the real positions: RoBERTa
+    counts table rows that no position uses.
     """
-    stated = explicit(model)[model.family.names["max_position_embeddings"]]
+    stated = explicit_fields(model)[model.family.names["max_position_embeddings"]]
     return stated - model.tree.max_position_embeddings
 
 
-def tuned(model: Model) -> frozenset[str]:
+def training_fields(model: Model) -> frozenset[str]:
     """The fields that only training or its start uses, by the family's own names: what the model
     computes is the same with other values.
     """
@@ -359,15 +369,15 @@ def tuned(model: Model) -> frozenset[str]:
     return frozenset(names[name] for name in TUNED if name in names)
 
 
-def compared(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
+def compare_fields(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
     """(name, value, other value) of the fields in which the two differ: the family, and those that
     fix their trees and that both have, by the names of the first.
     """
-    names, theirs = other.family.names, other.family.new(other.tree)
+    names, theirs = other.family.names, other.family.write(other.tree)
     pairs = [("model_type", one.model_type, other.model_type)]
     pairs += [
         (name, value, theirs[names[name]])
-        for name, value in one.family.new(one.tree).items()
+        for name, value in one.family.write(one.tree).items()
         if names.get(name) in theirs
     ]
     return [pair for pair in pairs if pair[1] != pair[2]]

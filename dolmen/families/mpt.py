@@ -16,11 +16,11 @@ from dolmen.families.family import BESIDE, Family, Field, mapping
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Anything, Real, optional
-from dolmen.model.spec import Alibi, Attention, Block, Mlp, Tree
+from dolmen.model.spec import AlibiSpec, AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 
 
 def _spell(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """What the mapping has beside our fields is kept."""
+    """Return attn_config with the fields replaced; unknown keys are kept."""
     return {"attn_config": {**(config.get("attn_config") or {}), **wanted}}
 
 
@@ -74,11 +74,11 @@ FIELDS = (
         *(Field(name, Anything()) for name in (*ONLY, *HARMLESS)),
         spell=_spell,
     ),
-    *common.ends(common.LAYER_NORM_EPS, tied=True),
+    *common.last_fields(common.LAYER_NORM_EPS, tied=True),
 )
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> ModelSpec:
     heads, stated = config["n_heads"], config["attn_config"] or {}
     for name, allowed in ONLY.items():
         if stated.get(name, allowed[0]) not in allowed:
@@ -87,20 +87,22 @@ def read(config: dict[str, Any]) -> Tree:
                 f"{allowed[0]!r}"
             )
     clip, scale = (stated.get(name) for name in ("clip_qkv", "softmax_scale"))
-    mixer = Attention(
+    mixer = AttentionSpec(
         heads,
         heads,
         common.head_size(config, FIELDS),
         clip=None if clip is None else float(clip),
         scale=None if scale is None else float(scale),
-        positions=Alibi(),
+        positions=AlibiSpec(),
     )
-    mlp = Mlp(int(config["d_model"] * config["expansion_ratio"]), gated=False, activation="gelu")
+    mlp = MLPSpec(
+        int(config["d_model"] * config["expansion_ratio"]), gated=False, activation="gelu"
+    )
     norm = replace(common.layer_norm(config), bias=False)
-    return common.tree(config, FIELDS, [Block(mixer, mlp, norm)] * config["n_layers"])
+    return common.make_spec(config, FIELDS, [BlockSpec(mixer, mlp, norm)] * config["n_layers"])
 
 
-def write(tree: Tree) -> dict[str, Any]:
+def write(tree: ModelSpec) -> dict[str, Any]:
     mixer = common.attention(tree)
     return {
         **common.write(tree, FIELDS),
@@ -117,7 +119,7 @@ def _ratio(size: int, width: int) -> int | float:
     return size / width if int(width * (size / width)) == size else (size + 0.5) / width
 
 
-def rules(tree: Tree) -> list[Rule]:
+def rules(tree: ModelSpec) -> list[Rule]:
     layer, ours = "transformer.blocks.{}.", "layers.{}."
     return [
         Rename("transformer.wte", "embed"),
@@ -139,7 +141,7 @@ MPT = Family(
     architecture="MptForCausalLM",
     scorer="MptForSequenceClassification",
     read=read,
-    new=write,
+    write=write,
     rules=rules,
     fields=FIELDS,
     only={
@@ -156,7 +158,7 @@ MPT = Family(
         "tokenizer_name",
         "verbose",
     ),
-    beside={**BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
-    code=("configuration_mpt", "modeling_mpt"),
+    extra_fields={**BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
+    remote_code=("configuration_mpt", "modeling_mpt"),
     prefix="transformer.",
 )

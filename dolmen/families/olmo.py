@@ -8,12 +8,12 @@ from dolmen.families.family import Family, Field, expect
 from dolmen.families.rules import Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Real, optional
-from dolmen.model.spec import Experts, Norm, Sequential, Tree
+from dolmen.model.spec import ModelSpec, MoESpec, NormSpec, SequentialResidual
 
 # OLMo (2402.00838): Llama with LayerNorms that have no parameters and an epsilon that no field
 # says; queries, keys and values may be clipped.
 
-NORM = Norm("layernorm", 1e-5, affine=False)
+NORM = NormSpec("layernorm", 1e-5, affine=False)
 CLIP = Field(
     "clip_qkv",
     optional(Real(0, above=True)),
@@ -22,19 +22,19 @@ CLIP = Field(
 )
 
 
-def read_olmo(config: dict[str, Any]) -> Tree:
+def read_olmo(config: dict[str, Any]) -> ModelSpec:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
     bias = bool(config["attention_bias"])
     return clip_qkv(config, llama.read_llama_like(config, norm=NORM, qkv_bias=bias, o_bias=bias))
 
 
-def clip_qkv(config: dict[str, Any], tree: Tree) -> Tree:
+def clip_qkv(config: dict[str, Any], tree: ModelSpec) -> ModelSpec:
     """The same as CLIP says."""
     clip = None if config[CLIP.name] is None else float(config[CLIP.name])
-    return common.each_block(tree, lambda b: replace(b, mixer=replace(b.mixer, clip=clip)))
+    return common.map_blocks(tree, lambda b: replace(b, mixer=replace(b.mixer, clip=clip)))
 
 
-def write_olmo(tree: Tree) -> dict[str, Any]:
+def write_olmo(tree: ModelSpec) -> dict[str, Any]:
     mixer = common.attention(tree)
     return {
         **llama.write_llama_like(tree, FIELDS),
@@ -51,7 +51,7 @@ OLMO = Family(
     architecture="OlmoForCausalLM",
     scorer="OlmoForSequenceClassification",
     read=read_olmo,
-    new=write_olmo,
+    write=write_olmo,
     rules=llama.llama_like_rules,
     fields=llama.change_fields(
         FIELDS,
@@ -60,7 +60,7 @@ OLMO = Family(
         vocab_size=50304,
     ),
     only={**windows.NONE, "mlp_bias": (False, None)},
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )
 
@@ -74,20 +74,22 @@ NORMS = {
 }
 
 
-def read_olmo2(config: dict[str, Any]) -> Tree:
+def read_olmo2(config: dict[str, Any]) -> ModelSpec:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
     bias = bool(config["attention_bias"])
     tree = llama.read_llama_like(
         config, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_of="width"
     )
-    return common.each_block(tree, lambda block: replace(block, arrangement=Sequential("output")))
+    return common.map_blocks(
+        tree, lambda block: replace(block, arrangement=SequentialResidual("output"))
+    )
 
 
-def write_olmo2(tree: Tree) -> dict[str, Any]:
+def write_olmo2(tree: ModelSpec) -> dict[str, Any]:
     return {**llama.write_llama_like(tree), "attention_bias": common.attention(tree).q_bias}
 
 
-def olmo2_rules(tree: Tree) -> list[Rule]:
+def olmo2_rules(tree: ModelSpec) -> list[Rule]:
     return llama.llama_like_rules(tree, NORMS)
 
 
@@ -97,13 +99,13 @@ OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     scorer="Olmo2ForSequenceClassification",
     read=read_olmo2,
-    new=write_olmo2,
+    write=write_olmo2,
     rules=olmo2_rules,
     fields=llama.change_fields(
         llama.FIELDS, llama.ATTENTION_BIAS, vocab_size=50304, rms_norm_eps=1e-5
     ),
     only={**windows.NONE, "mlp_bias": (False, None), "clip_qkv": (None,)},
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )
 
@@ -114,7 +116,7 @@ OLMO2 = Family(
 NUMBER = "num_experts"
 
 
-def read_olmoe(config: dict[str, Any]) -> Tree:
+def read_olmoe(config: dict[str, Any]) -> ModelSpec:
     """`intermediate_size` is an expert's width; `attention_bias` puts biases on q, k, v and on the
     output projection.
     """
@@ -131,8 +133,8 @@ def read_olmoe(config: dict[str, Any]) -> Tree:
     return clip_qkv(config, tree)
 
 
-def write_olmoe(tree: Tree) -> dict[str, Any]:
-    layer, mixer = expect(tree.blocks[0].mlp, Experts, "mlp"), common.attention(tree)
+def write_olmoe(tree: ModelSpec) -> dict[str, Any]:
+    layer, mixer = expect(tree.blocks[0].mlp, MoESpec, "mlp"), common.attention(tree)
     return {
         **llama.write_llama_like(tree),
         **experts.write(layer, NUMBER),
@@ -142,7 +144,7 @@ def write_olmoe(tree: Tree) -> dict[str, Any]:
     }
 
 
-def olmoe_rules(tree: Tree) -> list[Rule]:
+def olmoe_rules(tree: ModelSpec) -> list[Rule]:
     module = f"{llama.LAYER}mlp"
     return [*llama.llama_like_rules(tree), *experts.rules(tree, module, llama.MLP_NAMES)]
 
@@ -152,7 +154,7 @@ OLMOE = Family(
     title="OLMoE",
     architecture="OlmoeForCausalLM",
     read=read_olmoe,
-    new=write_olmoe,
+    write=write_olmoe,
     rules=olmoe_rules,
     fields=llama.change_fields(
         (
@@ -175,6 +177,6 @@ OLMOE = Family(
     ),
     only={**windows.NONE, "mlp_bias": (False, None)},
     harmless=("output_router_logits",),
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )

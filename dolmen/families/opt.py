@@ -13,7 +13,15 @@ from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, optional
-from dolmen.model.spec import Attention, Block, Embedding, Norm, Sequential, Table, Tree
+from dolmen.model.spec import (
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    ModelSpec,
+    NormSpec,
+    PositionTable,
+    SequentialResidual,
+)
 
 OFFSET = 2  # rows of the table before that of position 0
 FIELDS = (
@@ -62,11 +70,11 @@ FIELDS = (
 )
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> ModelSpec:
     heads, bias, before = (
         config[name] for name in ("num_attention_heads", "enable_bias", "do_layer_norm_before")
     )
-    mixer = Attention(
+    mixer = AttentionSpec(
         heads,
         heads,
         common.head_size(config, FIELDS),
@@ -75,23 +83,25 @@ def read(config: dict[str, Any]) -> Tree:
         v_bias=bias,
         o_bias=bias,
     )
-    mlp = common.plain(config, FIELDS, bias)
+    mlp = common.plain_mlp(config, FIELDS, bias)
     affine = config["layer_norm_elementwise_affine"]
-    norm = Norm("layernorm", bias=affine, affine=affine)
-    block = Block(mixer, mlp, norm, Sequential() if before else Sequential("post"))
+    norm = NormSpec("layernorm", bias=affine, affine=affine)
+    block = BlockSpec(
+        mixer, mlp, norm, SequentialResidual() if before else SequentialResidual("post")
+    )
     width = config["word_embed_proj_dim"]
-    embedding = Embedding(
+    embedding = EmbeddingSpec(
         config["vocab_size"],
-        positions=Table(config["max_position_embeddings"], OFFSET),
+        positions=PositionTable(config["max_position_embeddings"], OFFSET),
         width=None if width == config["hidden_size"] else width,
     )
-    tree = common.tree(config, FIELDS, [block] * config["num_hidden_layers"], embedding)
+    tree = common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"], embedding)
     last = before and not config["_remove_final_layer_norm"]
     return tree if last else replace(tree, final_norm=None)
 
 
-def write(tree: Tree) -> dict[str, Any]:
-    mlp, before = common.mlp(tree), tree.blocks[0].arrangement == Sequential()
+def write(tree: ModelSpec) -> dict[str, Any]:
+    mlp, before = common.mlp(tree), tree.blocks[0].arrangement == SequentialResidual()
     return {
         **common.write(tree, FIELDS),
         "word_embed_proj_dim": tree.width,
@@ -105,7 +115,7 @@ def write(tree: Tree) -> dict[str, Any]:
     }
 
 
-def rules(tree: Tree) -> list[Rule]:
+def rules(tree: ModelSpec) -> list[Rule]:
     layer, ours = "model.decoder.layers.{}.", "layers.{}."
     return [
         Rename("model.decoder.embed_tokens", "embed"),
@@ -129,7 +139,7 @@ OPT = Family(
     architecture="OPTForCausalLM",
     scorer="OPTForSequenceClassification",
     read=read,
-    new=write,
+    write=write,
     rules=rules,
     fields=FIELDS,
     only={
@@ -137,7 +147,7 @@ OPT = Family(
         "scale_embeddings": (False,),
     },
     harmless=("dropout", "activation_dropout", "layerdrop"),
-    beside={**BESIDE, "dropout": 0.0, "attention_dropout": 0.0},
+    extra_fields={**BESIDE, "dropout": 0.0, "attention_dropout": 0.0},
     ignored=(r"model\.decoder\.version",),
     prefix="model.",
 )

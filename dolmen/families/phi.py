@@ -7,7 +7,14 @@ from dolmen.families import common, llama, rope, windows
 from dolmen.families.family import Family, Field, activation, expect
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files.schema import Flag
-from dolmen.model.spec import LongRope, Mlp, Norm, Parallel, Rope, Tree
+from dolmen.model.spec import (
+    LongRopeScaling,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    ParallelResidual,
+    RopeSpec,
+)
 
 # Phi-1, 1.5 and 2 (2306.11644, 2309.05463): attention and a plain feed-forward layer side by side
 # after one LayerNorm, rope over a part of each head, biases everywhere, that of the head too.
@@ -18,9 +25,9 @@ PHI_FIELDS = llama.drop_fields(
 )
 
 
-def read_phi(config: dict[str, Any]) -> Tree:
-    norm = Norm("layernorm", float(config[EPS]), bias=True)
-    plain = Mlp(config["intermediate_size"], False, activation(config, "hidden_act"), bias=True)
+def read_phi(config: dict[str, Any]) -> ModelSpec:
+    norm = NormSpec("layernorm", float(config[EPS]), bias=True)
+    plain = MLPSpec(config["intermediate_size"], False, activation(config, "hidden_act"), bias=True)
     tree = llama.read_llama_like(
         {**config, "head_dim": None},
         mlp=lambda layer: plain,
@@ -29,18 +36,18 @@ def read_phi(config: dict[str, Any]) -> Tree:
         o_bias=True,
         qk_norm=config["qk_layernorm"],
     )
-    tree = common.each_block(tree, lambda block: replace(block, arrangement=Parallel(1)))
+    tree = common.map_blocks(tree, lambda block: replace(block, arrangement=ParallelResidual(1)))
     return replace(tree, head=replace(tree.head, bias=True))
 
 
-def write_phi(tree: Tree) -> dict[str, Any]:
+def write_phi(tree: ModelSpec) -> dict[str, Any]:
     fields = llama.write_llama_like(tree, PHI_FIELDS)
     if fields["hidden_act"] == "gelu_pytorch_tanh":
         fields["hidden_act"] = "gelu_new"
     return {**fields, "qk_layernorm": common.attention(tree).qk_norm is not None}
 
 
-def phi_rules(tree: Tree) -> list[Rule]:
+def phi_rules(tree: ModelSpec) -> list[Rule]:
     names = {
         "self_attn.dense": "attn.o",
         "self_attn.q_layernorm": "attn.q_norm",
@@ -59,7 +66,7 @@ PHI = Family(
     architecture="PhiForCausalLM",
     scorer="PhiForSequenceClassification",
     read=read_phi,
-    new=write_phi,
+    write=write_phi,
     rules=phi_rules,
     fields=llama.change_fields(
         PHI_FIELDS,
@@ -72,7 +79,7 @@ PHI = Family(
     ),
     only={**windows.NONE, **llama.NO_BIAS},
     harmless=("resid_pdrop", "embd_pdrop"),
-    beside={**llama.BESIDE, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    extra_fields={**llama.BESIDE, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     ignored=llama.IGNORED,
 )
 
@@ -86,20 +93,20 @@ PHI3_FIELDS = (
 )
 
 
-def read_phi3(config: dict[str, Any]) -> Tree:
+def read_phi3(config: dict[str, Any]) -> ModelSpec:
     """Raises ValueError for a type of rope that transformers refuses too."""
-    tree = llama.read_llama_like(config, windows=windows.of_all(config))
-    scaling = expect(common.attention(tree).positions, Rope, "positions").scaling
-    if scaling is not None and not isinstance(scaling, LongRope):
+    tree = llama.read_llama_like(config, windows=windows.uniform_windows(config))
+    scaling = expect(common.attention(tree).positions, RopeSpec, "positions").scaling
+    if scaling is not None and not isinstance(scaling, LongRopeScaling):
         raise ValueError(f"rope is scaled by {scaling}: phi3 has rope_type default and longrope")
     return tree
 
 
-def write_phi3(tree: Tree) -> dict[str, Any]:
+def write_phi3(tree: ModelSpec) -> dict[str, Any]:
     return {**llama.write_llama_like(tree, PHI3_FIELDS), **windows.write(tree)}
 
 
-def phi3_rules(tree: Tree) -> list[Rule]:
+def phi3_rules(tree: ModelSpec) -> list[Rule]:
     mixer, layer = common.attention(tree), llama.LAYER
     counts = (mixer.heads, mixer.kv_heads, mixer.kv_heads)
     both = tuple(f"layers.{{}}.mlp.{name}" for name in ("gate", "up"))
@@ -116,7 +123,7 @@ PHI3 = Family(
     architecture="Phi3ForCausalLM",
     scorer="Phi3ForSequenceClassification",
     read=read_phi3,
-    new=write_phi3,
+    write=write_phi3,
     rules=phi3_rules,
     fields=llama.change_fields(
         PHI3_FIELDS,
@@ -136,7 +143,7 @@ PHI3 = Family(
         "interpolate_factor": (1, None),
     },
     harmless=("embd_pdrop", "resid_pdrop"),
-    beside={**llama.BESIDE, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    extra_fields={**llama.BESIDE, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     ignored=llama.IGNORED,
-    code=("configuration_phi3", "modeling_phi3"),
+    remote_code=("configuration_phi3", "modeling_phi3"),
 )

@@ -12,7 +12,15 @@ from dolmen.families.family import BESIDE, Family, Field, expect
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Real
-from dolmen.model.spec import Attention, Block, Evaluated, Mlp, Norm, Rope, Tree
+from dolmen.model.spec import (
+    AttentionSpec,
+    BlockSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    QwenScaling,
+    RopeSpec,
+)
 
 FIELDS = (
     common.vocab_size(151936),
@@ -61,11 +69,11 @@ FIELDS = (
         "Base of the geometric series of wavelengths.",
         common=("rope_theta",),
     ),
-    *common.ends(common.eps("layer_norm_epsilon", 1e-6), tied=False),
+    *common.last_fields(common.eps("layer_norm_epsilon", 1e-6), tied=False),
 )
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> ModelSpec:
     """Raises ValueError for heads that do not make the width."""
     heads, size, width = (config[n] for n in ("num_attention_heads", "kv_channels", "hidden_size"))
     if heads * size != width:
@@ -79,9 +87,9 @@ def read(config: dict[str, Any]) -> Tree:
             "feed-forward layer, set --model.intermediate-size to an even number"
         )
     ntk, log_n = config["use_dynamic_ntk"], config["use_logn_attn"]
-    longer = Evaluated(config["seq_length"], ntk, log_n) if ntk or log_n else None
+    longer = QwenScaling(config["seq_length"], ntk, log_n) if ntk or log_n else None
     bias = not config["no_bias"]
-    mixer = Attention(
+    mixer = AttentionSpec(
         heads,
         heads,
         size,
@@ -89,18 +97,18 @@ def read(config: dict[str, Any]) -> Tree:
         k_bias=True,
         v_bias=True,
         o_bias=bias,
-        positions=Rope(size, float(config["rotary_emb_base"]), longer),
+        positions=RopeSpec(size, float(config["rotary_emb_base"]), longer),
     )
-    mlp = Mlp(config["intermediate_size"] // 2, bias=bias)
-    block = Block(mixer, mlp, Norm("rmsnorm", float(config["layer_norm_epsilon"])))
-    return common.tree(config, FIELDS, [block] * config["num_hidden_layers"])
+    mlp = MLPSpec(config["intermediate_size"] // 2, bias=bias)
+    block = BlockSpec(mixer, mlp, NormSpec("rmsnorm", float(config["layer_norm_epsilon"])))
+    return common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"])
 
 
-def write(tree: Tree) -> dict[str, Any]:
+def write(tree: ModelSpec) -> dict[str, Any]:
     mixer, mlp = common.attention(tree), common.mlp(tree)
-    turned = expect(mixer.positions, Rope, "positions")
-    none = Evaluated(tree.max_position_embeddings, ntk=False, log_n=False)
-    longer = none if turned.scaling is None else expect(turned.scaling, Evaluated, "rope scaling")
+    turned = expect(mixer.positions, RopeSpec, "positions")
+    none = QwenScaling(tree.max_position_embeddings, ntk=False, log_n=False)
+    longer = none if turned.scaling is None else expect(turned.scaling, QwenScaling, "rope scaling")
     return {
         **common.write(tree, FIELDS),
         "intermediate_size": 2 * mlp.size,
@@ -114,7 +122,7 @@ def write(tree: Tree) -> dict[str, Any]:
     }
 
 
-def rules(tree: Tree) -> list[Rule]:
+def rules(tree: ModelSpec) -> list[Rule]:
     layer, ours = "transformer.h.{}.", "layers.{}."
     return [
         Rename("transformer.wte", "embed"),
@@ -134,9 +142,9 @@ QWEN = Family(
     model_type="qwen",
     title="Qwen, the first",
     architecture="QWenLMHeadModel",
-    native=False,
+    in_transformers=False,
     read=read,
-    new=write,
+    write=write,
     rules=rules,
     fields=FIELDS,
     only={
@@ -156,10 +164,10 @@ QWEN = Family(
         tokenizer_type padded_vocab_size bias_dropout_fusion attn_dropout_prob emb_dropout_prob
         attn_pdrop embd_pdrop resid_pdrop""".split()
     ),
-    beside={**BESIDE, "attn_dropout_prob": 0.0, "emb_dropout_prob": 0.0},
+    extra_fields={**BESIDE, "attn_dropout_prob": 0.0, "emb_dropout_prob": 0.0},
     ignored=(
         r"transformer\.h\.\d+\.attn\.(bias|masked_bias|rotary_emb\.inv_freq)",
         r"transformer\.rotary_emb\.inv_freq",
     ),
-    code=("configuration_qwen", "modeling_qwen", "tokenization_qwen"),
+    remote_code=("configuration_qwen", "modeling_qwen", "tokenization_qwen"),
 )

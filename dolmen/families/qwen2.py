@@ -8,7 +8,7 @@ from dolmen.families.family import Family, Field, expect
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int
-from dolmen.model.spec import Experts, Mlp, Tree
+from dolmen.model.spec import MLPSpec, ModelSpec, MoESpec
 
 # Qwen2 and Qwen2.5 (2407.10671): Llama with biases on q, k, v and a sliding window on some layers.
 #
@@ -41,10 +41,10 @@ def qwen2_windows(config: dict[str, Any]) -> list[int | None]:
         windows.SLIDING if slides and i >= first else windows.FULL
         for i in range(config["num_hidden_layers"])
     ]
-    return windows.of_types(config, by_number, used)
+    return windows.typed_windows(config, by_number, used)
 
 
-def new_windows(tree: Tree) -> dict[str, Any]:
+def new_windows(tree: ModelSpec) -> dict[str, Any]:
     """The fields that say the window of each layer."""
     slides = [size is not None for size in windows.sizes(tree)]
     return {
@@ -54,11 +54,11 @@ def new_windows(tree: Tree) -> dict[str, Any]:
     }
 
 
-def read_qwen2(config: dict[str, Any]) -> Tree:
+def read_qwen2(config: dict[str, Any]) -> ModelSpec:
     return llama.read_llama_like(config, windows=qwen2_windows(config), qkv_bias=True)
 
 
-def write_qwen2(tree: Tree) -> dict[str, Any]:
+def write_qwen2(tree: ModelSpec) -> dict[str, Any]:
     return {**llama.write_llama_like(tree), **new_windows(tree)}
 
 
@@ -68,10 +68,10 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     scorer="Qwen2ForSequenceClassification",
     read=read_qwen2,
-    new=write_qwen2,
+    write=write_qwen2,
     rules=llama.llama_like_rules,
     fields=FIELDS,
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     only={"attention_bias": (True, None), "mlp_bias": (False, None), "use_mrope": (False, None)},
     ignored=llama.IGNORED,
 )
@@ -93,10 +93,10 @@ def qwen2_moe_windows(config: dict[str, Any]) -> list[int | None]:
         windows.SLIDING if slides and i < before and i % 2 == 0 else windows.FULL
         for i in range(config["num_hidden_layers"])
     ]
-    return windows.of_types(config, by_number, used)
+    return windows.typed_windows(config, by_number, used)
 
 
-def read_qwen2_moe(config: dict[str, Any]) -> Tree:
+def read_qwen2_moe(config: dict[str, Any]) -> ModelSpec:
     dense = llama.dense_mlp(config)
     sparse = replace(
         experts.read(config, config["moe_intermediate_size"], config["norm_topk_prob"], NUMBER),
@@ -105,15 +105,15 @@ def read_qwen2_moe(config: dict[str, Any]) -> Tree:
     )
     return llama.read_llama_like(
         config,
-        mlp=experts.which(config, dense, sparse),
+        mlp=experts.sparse_or_dense(config, dense, sparse),
         windows=qwen2_moe_windows(config),
         qkv_bias=config["qkv_bias"],
     )
 
 
-def write_qwen2_moe(tree: Tree) -> dict[str, Any]:
-    """Of the first dense layer, where there is one, and of the first sparse one."""
-    dense, sparse = common.dense(tree), common.sparse(tree)
+def write_qwen2_moe(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a spec, from its first dense layer, if any, and its first sparse one."""
+    dense, sparse = common.dense_layers(tree), common.sparse_layers(tree)
     return {
         **llama.write_llama_like(tree),
         **new_windows(tree),
@@ -124,16 +124,16 @@ def write_qwen2_moe(tree: Tree) -> dict[str, Any]:
     }
 
 
-def _write_qwen2_moe_experts(layer: Experts) -> dict[str, Any]:
+def _write_qwen2_moe_experts(layer: MoESpec) -> dict[str, Any]:
     return {
         **experts.write(layer, NUMBER),
         "moe_intermediate_size": layer.size,
-        "shared_expert_intermediate_size": expect(layer.shared, Mlp, "shared").size,
+        "shared_expert_intermediate_size": expect(layer.shared, MLPSpec, "shared").size,
         "norm_topk_prob": layer.router.normalise,
     }
 
 
-def qwen2_moe_rules(tree: Tree) -> list[Rule]:
+def qwen2_moe_rules(tree: ModelSpec) -> list[Rule]:
     module, ours = f"{llama.LAYER}mlp", "layers.{}.mlp.shared"
     shared = {f"expert.{hf}": f".{name}" for hf, name in llama.MLP_NAMES.items()}
     return [
@@ -150,7 +150,7 @@ QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",
     scorer="Qwen2MoeForSequenceClassification",
     read=read_qwen2_moe,
-    new=write_qwen2_moe,
+    write=write_qwen2_moe,
     rules=qwen2_moe_rules,
     only={"mlp_bias": (False, None), "use_mrope": (False, None)},
     fields=llama.change_fields(
@@ -177,7 +177,7 @@ QWEN2_MOE = Family(
         num_experts_per_tok=4,
     ),
     harmless=("output_router_logits",),
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )
 
@@ -186,13 +186,13 @@ QWEN2_MOE = Family(
 # size of its own.
 
 
-def read_qwen3(config: dict[str, Any]) -> Tree:
+def read_qwen3(config: dict[str, Any]) -> ModelSpec:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
     bias, sizes = bool(config["attention_bias"]), qwen2_windows(config)
     return llama.read_llama_like(config, windows=sizes, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-def write_qwen3(tree: Tree) -> dict[str, Any]:
+def write_qwen3(tree: ModelSpec) -> dict[str, Any]:
     return {
         **llama.write_llama_like(tree),
         **new_windows(tree),
@@ -206,11 +206,11 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     scorer="Qwen3ForSequenceClassification",
     read=read_qwen3,
-    new=write_qwen3,
+    write=write_qwen3,
     rules=llama.llama_like_rules,
     fields=llama.change_fields(FIELDS, llama.ATTENTION_BIAS, head_dim=128),
     only={"mlp_bias": (False, None)},
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )
 
@@ -219,25 +219,25 @@ QWEN3 = Family(
 # those named dense.
 
 
-def read_qwen3_moe(config: dict[str, Any]) -> Tree:
+def read_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
     """`attention_bias` puts biases on q, k, v and on the output projection."""
     size, normalise = config["moe_intermediate_size"], config["norm_topk_prob"]
     dense, sparse = llama.dense_mlp(config), experts.read(config, size, normalise)
     bias = bool(config["attention_bias"])
     return llama.read_llama_like(
         config,
-        mlp=experts.which(config, dense, sparse),
-        windows=windows.of_all(config, config["use_sliding_window"]),
+        mlp=experts.sparse_or_dense(config, dense, sparse),
+        windows=windows.uniform_windows(config, config["use_sliding_window"]),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
     )
 
 
-def write_qwen3_moe(tree: Tree) -> dict[str, Any]:
-    """Of the first dense layer, where there is one, and of the first sparse one."""
+def write_qwen3_moe(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a spec, from its first dense layer, if any, and its first sparse one."""
     window, mixer = windows.write(tree), common.attention(tree)
-    dense, sparse = common.dense(tree), common.sparse(tree)
+    dense, sparse = common.dense_layers(tree), common.sparse_layers(tree)
     return {
         **llama.write_llama_like(tree),
         **window,
@@ -249,7 +249,7 @@ def write_qwen3_moe(tree: Tree) -> dict[str, Any]:
     }
 
 
-def _write_qwen3_moe_experts(layer: Experts) -> dict[str, Any]:
+def _write_qwen3_moe_experts(layer: MoESpec) -> dict[str, Any]:
     return {
         **experts.write(layer),
         "moe_intermediate_size": layer.size,
@@ -257,7 +257,7 @@ def _write_qwen3_moe_experts(layer: Experts) -> dict[str, Any]:
     }
 
 
-def qwen3_moe_rules(tree: Tree) -> list[Rule]:
+def qwen3_moe_rules(tree: ModelSpec) -> list[Rule]:
     module = f"{llama.LAYER}mlp"
     return [*llama.llama_like_rules(tree), *experts.rules(tree, module, llama.MLP_NAMES)]
 
@@ -268,7 +268,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     scorer="Qwen3MoeForSequenceClassification",
     read=read_qwen3_moe,
-    new=write_qwen3_moe,
+    write=write_qwen3_moe,
     rules=qwen3_moe_rules,
     only={"mlp_bias": (False, None), **windows.NO_TYPES},
     fields=llama.change_fields(
@@ -289,6 +289,6 @@ QWEN3_MOE = Family(
         num_experts_per_tok=8,
     ),
     harmless=("output_router_logits", "max_window_layers"),
-    beside=llama.BESIDE,
+    extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
 )

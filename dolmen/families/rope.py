@@ -13,8 +13,15 @@ from dolmen.core.messages import brief, plural
 from dolmen.families.family import Field, mapping
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, List, Real, Schema, Text, optional
-from dolmen.model.spec import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
-from dolmen.model.spec.positions import Scaling, temperature
+from dolmen.model.spec import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
+from dolmen.model.spec.positions import RopeScaling, yarn_temperature
 
 # rope_type -> the fields that it needs; and what it takes beside
 NEEDED = {
@@ -155,13 +162,13 @@ def fields(
     )
 
 
-def given(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def stated_rope(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The field that states rope, and what it states."""
     field = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
     return field, config[field] or {}
 
 
-def kind(stated: Mapping[str, Any]) -> str:
+def rope_type(stated: Mapping[str, Any]) -> str:
     """The type of rope that is stated, as `rope_type` or, by older files, as `type`. Raises
     ValueError where both are and differ.
     """
@@ -174,19 +181,21 @@ def kind(stated: Mapping[str, Any]) -> str:
     return OLDER[of] if of in OLDER else of
 
 
-def read(config: Mapping[str, Any], size: int) -> Rope:
+def read(config: Mapping[str, Any], size: int) -> RopeSpec:
     """Rope over heads of `size`, rotated in halves: over their leading part where the family has
     one. Raises ValueError for a type that is not implemented, and for a part that is no pairs.
     """
-    field, stated = given(config)
+    field, stated = stated_rope(config)
     if any(isinstance(value, dict) for value in stated.values()):
         raise ValueError(f"{field} is {brief(stated)}: dolmen supports one rope for all layers")
     theta = float(stated.get("rope_theta", config["rope_theta"]))
-    turned = _turned(config, field, stated, size)
-    return Rope(turned, theta, _scaling(config, field, stated, theta, turned))
+    turned = _rotary_size(config, field, stated, size)
+    return RopeSpec(turned, theta, _scaling(config, field, stated, theta, turned))
 
 
-def _turned(config: Mapping[str, Any], field: str, stated: Mapping[str, Any], size: int) -> int:
+def _rotary_size(
+    config: Mapping[str, Any], field: str, stated: Mapping[str, Any], size: int
+) -> int:
     """Numbers of each head that are turned, as transformers rounds them."""
     name = PART.name
     if name not in config:  # the family has no part
@@ -205,8 +214,8 @@ def _turned(config: Mapping[str, Any], field: str, stated: Mapping[str, Any], si
 
 def _scaling(
     config: Mapping[str, Any], field: str, stated: Mapping[str, Any], theta: float, turned: int
-) -> Scaling | None:
-    of = kind(stated)
+) -> RopeScaling | None:
+    of = rope_type(stated)
     original = config["original_max_position_embeddings"] or stated.get(
         "original_max_position_embeddings"
     )
@@ -218,9 +227,9 @@ def _scaling(
         raise ValueError(f"{field} is {stated}: rope_type {of} needs {', '.join(missing)}")
     match of:
         case "linear":
-            return Linear(float(values["factor"]))
+            return LinearScaling(float(values["factor"]))
         case "llama3":
-            return Llama3(
+            return Llama3Scaling(
                 float(values["factor"]),
                 float(values["low_freq_factor"]),
                 float(values["high_freq_factor"]),
@@ -231,15 +240,15 @@ def _scaling(
         case "yarn":
             return _yarn(values)
         case "dynamic":  # of the field alone, in transformers
-            return Dynamic(float(values["factor"]), config["max_position_embeddings"])
+            return DynamicScaling(float(values["factor"]), config["max_position_embeddings"])
         case "longrope":
             return _longrope(values, config["max_position_embeddings"], turned)
     return None
 
 
-def _longrope(values: Mapping[str, Any], longest: int, turned: int) -> LongRope:
-    """As transformers fills in what is absent: sqrt(1 + ln f / ln original), where f is how much
-    longer texts are to be.
+def _longrope(values: Mapping[str, Any], longest: int, turned: int) -> LongRopeScaling:
+    """Return LongRoPE with transformers' defaults: attention factor sqrt(1 + ln f / ln original), f
+    the extension of the context.
     """
     for name in ("short_factor", "long_factor"):
         if len(values[name]) != turned // 2:
@@ -254,18 +263,18 @@ def _longrope(values: Mapping[str, Any], longest: int, turned: int) -> LongRope:
         grown = 1 + math.log(factor) / math.log(original) if factor > 1 < original else 1.0
         attention_factor = math.sqrt(grown)
     short, long = (tuple(map(float, values[f"{name}_factor"])) for name in ("short", "long"))
-    return LongRope(float(attention_factor), short, long, original)
+    return LongRopeScaling(float(attention_factor), short, long, original)
 
 
-def _yarn(values: Mapping[str, Any]) -> Yarn:
-    """As transformers fills in what is absent, null or 0."""
-    defaults, factor = Yarn(1.0, 1), float(values["factor"])
+def _yarn(values: Mapping[str, Any]) -> YarnScaling:
+    """Return YaRN with transformers' defaults for fields that are absent, null or 0."""
+    defaults, factor = YarnScaling(1.0, 1), float(values["factor"])
     attention_factor = values.get("attention_factor")
     if attention_factor is None:
         attention_factor = _attention_factor(
             factor, values.get("mscale"), values.get("mscale_all_dim")
         )
-    return Yarn(
+    return YarnScaling(
         factor,
         values["original_max_position_embeddings"],
         float(values.get("beta_fast") or defaults.beta_fast),
@@ -276,21 +285,21 @@ def _yarn(values: Mapping[str, Any]) -> Yarn:
 
 
 def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Of what states none."""
+    """Return the attention factor that follows from the other fields."""
     if mscale and mscale_all_dim:
-        return temperature(factor, mscale) / temperature(factor, mscale_all_dim)
-    return temperature(factor)
+        return yarn_temperature(factor, mscale) / yarn_temperature(factor, mscale_all_dim)
+    return yarn_temperature(factor)
 
 
-def write(rope: Rope, head_size: int | None = None) -> dict[str, Any]:
+def write(rope: RopeSpec, head_size: int | None = None) -> dict[str, Any]:
     """`rope_parameters` as transformers 5 writes it: only what the type uses, and which part of
     heads of `head_size`; None: the family has no part. Raises ValueError for a scaling that no
     config.json here can say.
     """
     match rope.scaling:
-        case Linear(factor):
+        case LinearScaling(factor):
             scaling = {"rope_type": "linear", "factor": factor}
-        case Llama3(factor, low, high, original):
+        case Llama3Scaling(factor, low, high, original):
             scaling = {
                 "rope_type": "llama3",
                 "factor": factor,
@@ -298,11 +307,11 @@ def write(rope: Rope, head_size: int | None = None) -> dict[str, Any]:
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,
             }
-        case Yarn():
+        case YarnScaling():
             scaling = _new_yarn(rope.scaling)
-        case Dynamic(factor):
+        case DynamicScaling(factor):
             scaling = {"rope_type": "dynamic", "factor": factor}
-        case LongRope(attention_factor, short, long, original):
+        case LongRopeScaling(attention_factor, short, long, original):
             scaling = {
                 "rope_type": "longrope",
                 "short_factor": list(short),
@@ -319,12 +328,12 @@ def write(rope: Rope, head_size: int | None = None) -> dict[str, Any]:
 
 
 def _fraction(turned: int, size: int) -> float:
-    """What makes `turned` of `size`, rounded down."""
+    """Return the fraction f with int(f * size) == turned."""
     factor = turned / size
     return factor if int(size * factor) == turned else math.nextafter(factor, 1)
 
 
-def _new_yarn(yarn: Yarn) -> dict[str, Any]:
+def _new_yarn(yarn: YarnScaling) -> dict[str, Any]:
     """Without an attention factor that follows from `factor`, so that it goes on to."""
     follows = yarn.attention_factor == _attention_factor(yarn.factor, None, None)
     return {

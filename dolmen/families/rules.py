@@ -47,9 +47,9 @@ class Rename:
     hf: str
     ours: str
     bias: str = "bias"
-    """What the file calls its bias."""
+    """Name of the bias in the file."""
     weight: str = "weight"
-    """What it calls its weight."""
+    """Name of the weight in the file."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class Rename:
         return (self.ours,)
 
     def shape(self, parts: list[Shape]) -> Shape:
-        """Of the stored tensor, from those of ours that it holds."""
+        """Return the shape of the stored tensor, from those of our parameters in it."""
         return parts[0]
 
 
@@ -72,8 +72,8 @@ class Split:
     groups: int
     counts: tuple[int, ...]
     shard_parts: bool = False
-    """Where ranks share it, each part is cut by itself and a rank has its piece of every one
-    ([gate; up] of a Megatron rank), not the rows of the whole in order.
+    """On Megatron ranks each part is sharded by itself, so that a rank has its slice of every part
+    ([gate; up]), not contiguous rows.
     """
 
     @property
@@ -93,7 +93,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Around:
+class WrappedRule:
     """A rule around an inner one, which has the names."""
 
     rule: "Rule"
@@ -108,7 +108,7 @@ class Around:
 
 
 @dataclass(frozen=True)
-class Transpose(Around):
+class Transpose(WrappedRule):
     """The inner rule on a weight stored [in, out], as GPT-2's Conv1D does; biases are as the inner
     rule has them.
     """
@@ -138,7 +138,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Each(Around):
+class Each(WrappedRule):
     """The inner rule on each matrix of stacked ones, [experts, ...] on disk as here."""
 
     rule: Rename | Split | Transpose
@@ -148,7 +148,7 @@ class Each(Around):
 
 
 @dataclass(frozen=True)
-class Bare(Around):
+class BareParameter(WrappedRule):
     """The inner rule on what is no module on disk: its name is all of the weight's, and that of the
     bias ends in `_bias`.
     """
@@ -178,11 +178,11 @@ class Paired:
         return parts[0]
 
 
-Rule = Rename | Split | Transpose | Stack | Each | Bare | Paired
+Rule = Rename | Split | Transpose | Stack | Each | BareParameter | Paired
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredTensor:
     """One tensor on disk: its name, its shape, and those of ours that it holds, in the order the
     rule yields them.
     """
@@ -192,19 +192,21 @@ class Entry:
     shape: Shape
     rule: Rule
     piece: int | None = None
-    """Of a stack: which of its pieces this is."""
+    """Index in a stack; None: not stacked."""
 
 
-def entries(rules: Iterable[Rule], shapes: Mapping[str, Shape], layers: int) -> dict[str, Entry]:
+def entries(
+    rules: Iterable[Rule], shapes: Mapping[str, Shape], layers: int
+) -> dict[str, StoredTensor]:
     """Stored tensor name -> Entry for every parameter of `shapes`, in their order. Raises KeyError
     naming the first three parameters that no rule makes, ValueError where a fused tensor cannot
     hold the model's.
     """
-    found: dict[str, Entry] = {}
+    found: dict[str, StoredTensor] = {}
     for rule in rules:
         for layer in range(layers if "{}" in rule.hf else 1):
             for kind in ("weight", "bias"):
-                found |= {entry.hf: entry for entry in _made(rule, layer, kind, shapes)}
+                found |= {entry.hf: entry for entry in _layer_entries(rule, layer, kind, shapes)}
     order = {name: i for i, name in enumerate(shapes)}
     made = {name for entry in found.values() for name in entry.ours}
     if left := [name for name in shapes if name not in made]:
@@ -212,8 +214,10 @@ def entries(rules: Iterable[Rule], shapes: Mapping[str, Shape], layers: int) -> 
     return dict(sorted(found.items(), key=lambda item: order[item[1].ours[0]]))
 
 
-def _made(rule: Rule, layer: int, kind: str, shapes: Mapping[str, Shape]) -> list[Entry]:
-    """What one rule makes of one layer's weights, or of its biases."""
+def _layer_entries(
+    rule: Rule, layer: int, kind: str, shapes: Mapping[str, Shape]
+) -> list[StoredTensor]:
+    """Return the stored tensors that one rule makes of one layer's weights, or of its biases."""
     ours = tuple(f"{name.format(layer)}.{kind}" for name in rule.names)
     present = [name for name in ours if name in shapes]
     if not present:
@@ -223,15 +227,15 @@ def _made(rule: Rule, layer: int, kind: str, shapes: Mapping[str, Shape]) -> lis
     shape = rule.shape([shapes[name] for name in ours])
     pieces = range(rule.count) if isinstance(rule, Stack) else (None,)
     return [
-        Entry(rule.hf.format(layer, piece) + ending(rule, kind), ours, shape, rule, piece)
+        StoredTensor(rule.hf.format(layer, piece) + ending(rule, kind), ours, shape, rule, piece)
         for piece in pieces
     ]
 
 
 def ending(rule: Rule, kind: str) -> str:
-    """What the name of a stored weight or bias has behind its module's."""
+    """Return the suffix of a stored weight or bias after its module's name."""
     match rule:
-        case Bare():
+        case BareParameter():
             return "" if kind == "weight" else "_bias"
         case Rename():
             return f".{rule.weight if kind == 'weight' else rule.bias}"

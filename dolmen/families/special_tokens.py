@@ -26,8 +26,8 @@ NAMES = {
     "eos": ("</s>", "eos", "<|endoftext|>"),
 }
 ENDS = ("eop", "eot", "eos")
-"""Those at which a text of any model ends."""
-TOLD = {
+"""Tokens that end a sequence in any model."""
+DESCRIPTIONS = {
     "mask": "[MASK], a blank of some words",
     "smask": "[sMASK], a blank of a sentence",
     "gmask": "[gMASK], a blank at the end",
@@ -41,13 +41,13 @@ SPECIAL_TOKENS = mapping(
     "special_tokens",
     *(
         Field(name, optional(kinds.TOKEN), None, f"Id of {told}. None: as the tokenizer has it.")
-        for name, told in TOLD.items()
+        for name, told in DESCRIPTIONS.items()
     ),
     ours=True,
 )
 
 
-def said(config: Mapping[str, Any], **fields: str) -> dict[str, int | None]:
+def special_ids(config: Mapping[str, Any], **fields: str) -> dict[str, int | None]:
     """Key -> id, of a whole config.json whose family has SPECIAL_TOKENS: of what is said there, or
     else of the fields that it has by names of its own.
     """
@@ -59,26 +59,28 @@ def said(config: Mapping[str, Any], **fields: str) -> dict[str, int | None]:
     return found
 
 
-def stated(ids: Mapping[str, int | None]) -> dict[str, Any]:
+def special_tokens_field(ids: Mapping[str, int | None]) -> dict[str, Any]:
     """The field that says them."""
     known = {name: token for name, token in ids.items() if token is not None}
     return {SPECIAL_TOKENS.name: known or None}
 
 
-def asked(model: Model) -> bool:
-    """Whether its family knows positions by them, or frames its texts in them."""
+def uses_special_tokens(model: Model) -> bool:
+    """Return whether the family's positions depend on special tokens, or its prompts are framed by
+    them.
+    """
     return SPECIAL_TOKENS.name in {field.name for field in model.family.fields}
 
 
-def check(told: Mapping[str, Any], model: Model) -> dict[str, int]:
-    """What a user says of a model: any of NAMES, or, where its family asks for none, of ENDS.
-    Raises ValueError for another name, and for an id that the vocabulary has not.
+def check_special_ids(told: Mapping[str, Any], model: Model) -> dict[str, int]:
+    """Validate ids that a user specified: any of NAMES, or only ENDS if the family uses none.
+    Raises ValueError for another name, and for an id outside the vocabulary.
     """
     vocab_size = model.tree.vocab_size
     for name, token in told.items():
         if name not in NAMES:
             raise ValueError(f"special_tokens has {brief(name)}: {choices(str(name), NAMES)}")
-        if name not in ENDS and not asked(model):
+        if name not in ENDS and not uses_special_tokens(model):
             raise ValueError(
                 f"special_tokens has {brief(name)}, which {model.model_type} does not ask for: of "
                 f"this model {', '.join(ENDS)} may be told, at which a text ends"
@@ -91,7 +93,7 @@ def check(told: Mapping[str, Any], model: Model) -> dict[str, int]:
     return dict(told)
 
 
-def named(vocabulary: Mapping[str, int]) -> dict[str, int]:
+def ids_in_vocabulary(vocabulary: Mapping[str, int]) -> dict[str, int]:
     """Key -> id, of those that a tokenizer has by one of their names."""
     found = {}
     for key, names in NAMES.items():
@@ -101,44 +103,44 @@ def named(vocabulary: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def with_ids(model: Model, told: Ids, vocabulary: Callable[[], Ids]) -> Model:
+def add_special_ids(model: Model, told: Ids, vocabulary: Callable[[], Ids]) -> Model:
     """The same with what is `told`, and of what it does not say itself what the `vocabulary` of its
     tokenizer does; itself where its family asks for none.
     """
-    if not asked(model):
+    if not uses_special_tokens(model):
         return model
     known = ids_of(model)
-    found = {**named(vocabulary()), **known, **told}
+    found = {**ids_in_vocabulary(vocabulary()), **known, **told}
     if found == known:
         return model
     own = model.config.get(RESERVED, {})
     return Model({**model.config, RESERVED: {**own, SPECIAL_TOKENS.name: found}})
 
 
-def framed(model: Model, tokens: list[int]) -> list[int]:
-    """What the model is given of a text of these tokens: with the special tokens that code of its
-    folders adds. Raises ValueError where nobody has said which those are.
+def frame_prompt(model: Model, tokens: list[int]) -> list[int]:
+    """Return the prompt's token ids with the special tokens that the folder's code would add.
+    Raises ValueError if their ids are unknown.
     """
-    if model.family.framed is None:
+    if model.family.frame is None:
         return tokens
     try:
-        return model.family.framed(tokens, ids_of(model))
+        return model.family.frame(tokens, ids_of(model))
     except KeyError as missing:
         (name,) = missing.args
         raise ValueError(
-            f"a text of {model.model_type} has {TOLD[name]}, and neither config.json nor tokenizer "
-            f'names it: use dolmen.load(..., special_tokens={{"{name}": id}}), or in config.json '
-            f'"dolmen": {{"special_tokens": {{"{name}": id}}}}'
+            f"a text of {model.model_type} has {DESCRIPTIONS[name]}, and neither config.json nor "
+            f'tokenizer names it: use dolmen.load(..., special_tokens={{"{name}": id}}), or in '
+            f'config.json "dolmen": {{"special_tokens": {{"{name}": id}}}}'
         ) from None
 
 
-def ends(ids: Ids) -> set[int]:
-    """Those at which a text ends."""
+def end_token_ids(ids: Ids) -> set[int]:
+    """Return the ids that end a sequence."""
     return {ids[name] for name in ENDS if name in ids}
 
 
 def ids_of(model: Model) -> Ids:
-    """Those that are known of a model, by their keys."""
+    """Return the special token ids that are known of a model, by their keys."""
     blanks, found = model.tree.blanks, {}
     if blanks is not None:
         found = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}

@@ -10,7 +10,7 @@ from dolmen.families import common, llama, rope, windows
 from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rule, Stack
 from dolmen.files.schema import Flag
-from dolmen.model.spec import Norm, Parallel, Sequential, Tree
+from dolmen.model.spec import ModelSpec, NormSpec, ParallelResidual, SequentialResidual
 
 EPS = "layer_norm_eps"
 FIELDS = llama.drop_fields(
@@ -18,30 +18,30 @@ FIELDS = llama.drop_fields(
 )
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> ModelSpec:
     eps, bias = float(config[EPS]), config["use_qkv_bias"]
     tree = llama.read_llama_like(
-        {**config, "head_dim": None}, norm=Norm("layernorm", eps, bias=True), qkv_bias=bias
+        {**config, "head_dim": None}, norm=NormSpec("layernorm", eps, bias=True), qkv_bias=bias
     )
-    arrangement = Parallel(1) if config["use_parallel_residual"] else Sequential()
-    norm = Norm("layernorm", eps) if config["qk_layernorm"] else None
+    arrangement = ParallelResidual(1) if config["use_parallel_residual"] else SequentialResidual()
+    norm = NormSpec("layernorm", eps) if config["qk_layernorm"] else None
     mixer = replace(common.attention(tree), qk_norm=norm, qk_norm_of="each head")
-    return common.each_block(tree, lambda b: replace(b, mixer=mixer, arrangement=arrangement))
+    return common.map_blocks(tree, lambda b: replace(b, mixer=mixer, arrangement=arrangement))
 
 
-def write(tree: Tree) -> dict[str, Any]:
+def write(tree: ModelSpec) -> dict[str, Any]:
     mixer = common.attention(tree)
     return {
         **llama.write_llama_like(tree, FIELDS),
         "use_qkv_bias": mixer.q_bias,
         "qk_layernorm": mixer.qk_norm is not None,
-        "use_parallel_residual": tree.blocks[0].arrangement == Parallel(1),
+        "use_parallel_residual": tree.blocks[0].arrangement == ParallelResidual(1),
     }
 
 
-def rules(tree: Tree) -> list[Rule]:
+def rules(tree: ModelSpec) -> list[Rule]:
     """The norm of a head is a module."""
-    mixer, one = common.attention(tree), tree.blocks[0].arrangement == Parallel(1)
+    mixer, one = common.attention(tree), tree.blocks[0].arrangement == ParallelResidual(1)
     numbers = {"q": mixer.heads, "k": mixer.kv_heads}
     layer, ours = f"{llama.LAYER}self_attn.", "layers.{}.attn."
     norms = [
@@ -58,7 +58,7 @@ STABLELM = Family(
     architecture="StableLmForCausalLM",
     scorer="StableLmForSequenceClassification",
     read=read,
-    new=write,
+    write=write,
     rules=rules,
     fields=llama.change_fields(
         FIELDS,
@@ -83,6 +83,6 @@ STABLELM = Family(
     ),
     only={**windows.NONE, **llama.NO_BIAS},
     harmless=("head_dim", "hidden_dropout"),
-    beside={**llama.BESIDE, "hidden_dropout": 0.0},
+    extra_fields={**llama.BESIDE, "hidden_dropout": 0.0},
     ignored=llama.IGNORED,
 )

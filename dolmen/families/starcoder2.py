@@ -8,26 +8,26 @@ from dolmen.families import common, llama, windows
 from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rename, Rule
 from dolmen.files.schema import Flag
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 
 EPS = common.eps("norm_epsilon", 1e-5)
 FIELDS = llama.fields_with(EPS)
 
 
-def read(config: dict[str, Any]) -> Tree:
+def read(config: dict[str, Any]) -> ModelSpec:
     bias = config["use_bias"]
-    plain = common.plain(config, FIELDS, bias)
+    plain = common.plain_mlp(config, FIELDS, bias)
     return llama.read_llama_like(
         config,
         mlp=lambda layer: plain,
-        windows=windows.of_all(config),
+        windows=windows.uniform_windows(config),
         norm=common.layer_norm(config, EPS),
         qkv_bias=bias,
         o_bias=bias,
     )
 
 
-def write(tree: Tree) -> dict[str, Any]:
+def write(tree: ModelSpec) -> dict[str, Any]:
     return {
         **llama.write_llama_like(tree, FIELDS),
         **windows.write(tree),
@@ -35,7 +35,7 @@ def write(tree: Tree) -> dict[str, Any]:
     }
 
 
-def rules(tree: Tree) -> list[Rule]:
+def rules(tree: ModelSpec) -> list[Rule]:
     names = {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
     own = [Rename(llama.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
     return llama.llama_like_rules(tree, instead=own)
@@ -48,7 +48,7 @@ STARCODER2 = Family(
     architecture="Starcoder2ForCausalLM",
     scorer="Starcoder2ForSequenceClassification",
     read=read,
-    new=write,
+    write=write,
     rules=rules,
     fields=llama.change_fields(
         FIELDS,
@@ -77,6 +77,6 @@ STARCODER2 = Family(
         "attention_softmax_in_fp32",
         "scale_attention_softmax_in_fp32",
     ),
-    beside={**llama.BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
+    extra_fields={**llama.BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
     ignored=llama.IGNORED,
 )

@@ -9,53 +9,59 @@ from typing import Any, Literal
 
 from dolmen.core.config import Words, from_words
 from dolmen.families.family import Family, Field
-from dolmen.families.known import find
-from dolmen.families.model import Model, changed, explicit, made, moved
+from dolmen.families.known import find_family
+from dolmen.families.model import (
+    Model,
+    convert_family,
+    explicit_fields,
+    model_from_fields,
+    replace_fields,
+)
 from dolmen.files.schema import Either, Flag, Int, List, Null, Real, Schema, Text
 
 DEFAULT_FAMILY = "llama"
 
 
 @dataclass(frozen=True)
-class Start:
+class StartModel:
     """A model before anything is said of it."""
 
     model: Model
     bare: bool = False
-    """Whether it is a family's name and nothing more."""
+    """Only a family's name was specified, no model."""
     wanted: bool = True
-    """Whether a recipe, a file, --init or an option has asked for a model."""
+    """A recipe, a file, --init or an option specifies a model."""
 
 
-def start(model: Model | None, asked: str | None) -> Start:
+def start_model(model: Model | None, asked: str | None) -> StartModel:
     """The model of a run, or else the defaults of a family; of the family that is `asked` for.
     Raises ValueError.
     """
     if model is None:
         bare = Model({"model_type": asked or DEFAULT_FAMILY})
-        return Start(bare, bare=True, wanted=asked is not None)
-    return Start(model if asked in (None, model.model_type) else _of(model, asked))
+        return StartModel(bare, bare=True, wanted=asked is not None)
+    return StartModel(model if asked in (None, model.model_type) else _as_family(model, asked))
 
 
-def asked(start: Start, said: Mapping[str, Any]) -> Model | None:
+def apply_options(start: StartModel, said: Mapping[str, Any]) -> Model | None:
     """The model with what is `said`, None where there is none. What it has already is not stated
     once more. Raises ValueError.
     """
-    whole = explicit(start.model)
+    whole = explicit_fields(start.model)
     news = {path: value for path, value in said.items() if value != _value(whole, path)}
     if not news and not start.wanted:
         return None
     if start.bare:
-        return made(start.model.model_type, news)
-    return changed(start.model, news) if news else start.model
+        return model_from_fields(start.model.model_type, news)
+    return replace_fields(start.model, news) if news else start.model
 
 
 def option_fields(family: Family) -> dict[str, Field]:
     """The fields of a family that are options: `rope_parameters.factor` -> the field."""
     found = {}
     for one in family.fields:
-        if one.inside:
-            found |= {f"{one.name}.{inner.name}": inner for inner in one.inside if inner.help}
+        if one.nested:
+            found |= {f"{one.name}.{inner.name}": inner for inner in one.nested if inner.help}
         elif one.help:
             found[one.name] = one
     return found
@@ -94,20 +100,20 @@ def _value(whole: Mapping[str, Any], path: str) -> Any:
     return (whole[name] or {}).get(inner) if inner else whole[name]
 
 
-def _of(model: Model, model_type: str) -> Model:
+def _as_family(model: Model, model_type: str) -> Model:
     """The model as one of another family: the same tree, or, where that family cannot express it,
     what both have by name and its defaults for the rest.
     """
-    other = find(model_type)
+    other = find_family(model_type)
     try:
-        return moved(model, model_type)
+        return convert_family(model, model_type)
     except ValueError:
-        whole = explicit(model)
+        whole = explicit_fields(model)
         shared = {
             other.names[name]: whole[one.name]
             for one in model.family.fields
-            if one.help or one.inside
+            if one.help or one.nested
             for name in (one.name, *one.aliases, *one.common)
             if name in other.names and whole[one.name] is not None
         }
-        return made(model_type, shared)
+        return model_from_fields(model_type, shared)

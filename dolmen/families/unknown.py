@@ -1,5 +1,5 @@
-"""What a config.json has that its family does not know: mistyped, of another family, or training's.
-It is kept for an export, and told by whoever reads a model.
+"""Fields of a config.json that its family does not know: mistyped, of another family, or of
+training. They are kept for an export; whoever reads a model warns of them.
 """
 
 import json
@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from dolmen.core.messages import cut
-from dolmen.families.family import HARMLESS, ONLY, RESERVED, knob
-from dolmen.families.model import Model, taken
+from dolmen.families.family import HARMLESS, ONLY, RESERVED, flag
+from dolmen.families.model import Model, assumed_fields
 
 MOST = 8  # fields that are told by name
 # Names that ask for a setting of training where a model's field is expected -> the option.
@@ -27,21 +27,28 @@ def unknown_fields(model: Model) -> list[str]:
     effect on the model. For a warning at the place that reads.
     """
     family, config = model.family, model.config
-    names = {*HARMLESS, *ONLY, *family.only, *family.harmless, *family.beside, *family.aliases}
+    names = {
+        *HARMLESS,
+        *ONLY,
+        *family.only,
+        *family.harmless,
+        *family.extra_fields,
+        *family.aliases,
+    }
     names |= {RESERVED, *(field.name for field in family.fields if not field.ours)}
     inner = [
         f"{field.name}.{name}"
         for field in family.fields
-        if field.inside
+        if field.nested
         for name in config.get(field.name) or {}
-        if name not in {one.name for one in field.inside} | HARMLESS | ONLY.keys()
+        if name not in {one.name for one in field.nested} | HARMLESS | ONLY.keys()
         and not name.startswith("_")
     ]
     return sorted(n for n in config if n not in names and not n.startswith("_")) + inner
 
 
-def without_effect(model: Model) -> str | None:
-    """What to warn of where the model's config.json has fields that its family does not know."""
+def unknown_fields_warning(model: Model) -> str | None:
+    """Return a warning about fields that the family does not know, or None."""
     names = unknown_fields(model)
     if not names:
         return None
@@ -54,13 +61,15 @@ def without_effect(model: Model) -> str | None:
     )
 
 
-def left_open(model: Model) -> str | None:
-    """What to warn of where no field of the model's config.json says what it is."""
-    found = taken(model)
+def assumption_warning(model: Model) -> str | None:
+    """Return a warning about the values assumed for fields that the config.json leaves open, or
+    None.
+    """
+    found = assumed_fields(model)
     if not found:
         return None
     told = ", ".join(f"{name} {value}" for name, value in found.items())
-    knobs = " and ".join(knob(name) for name in found)
+    knobs = " and ".join(flag(name) for name in found)
     return (
         f"no field of the model's config.json says which {model.model_type} it is: taken for one "
         f"with {told}; if it is another, set {knobs}, or write it under {RESERVED!r} in the "
@@ -68,30 +77,30 @@ def left_open(model: Model) -> str | None:
     )
 
 
-def unsaid(model: Model) -> dict[str, Any]:
-    """What the model says of itself under RESERVED, and its exported config.json would be taken for
-    something else without.
+def lost_on_export(model: Model) -> dict[str, Any]:
+    """Return the dolmen fields without which the exported config.json would be read as another
+    model.
     """
-    others, own = taken(Model(model.exported())), model.config.get(RESERVED, {})
+    others, own = assumed_fields(Model(model.export_config())), model.config.get(RESERVED, {})
     return {name: own[name] for name in others if name in own and own[name] != others[name]}
 
 
-def left_unsaid(model: Model) -> str | None:
-    """What to warn of where the model is exported."""
-    lost = unsaid(model)
+def export_warning(model: Model) -> str | None:
+    """Return a warning about fields that an export loses, or None."""
+    lost = lost_on_export(model)
     if not lost:
         return None
     told = " and ".join(f"{name} {value}" for name, value in lost.items())
-    knobs = " and ".join(f"{knob(name)} {value}" for name, value in lost.items())
+    knobs = " and ".join(f"{flag(name)} {value}" for name, value in lost.items())
     return (
         f"the model has {told}, which no config.json of {model.model_type} says: whoever reads "
         f"the export takes it for another, dolmen too, unless it is told {knobs}"
     )
 
 
-def told(model: Model) -> list[str]:
-    """What to warn of where a model is read."""
-    return [line for line in (without_effect(model), left_open(model)) if line]
+def model_warnings(model: Model) -> list[str]:
+    """Return the warnings about a model that was read."""
+    return [line for line in (unknown_fields_warning(model), assumption_warning(model)) if line]
 
 
 def _with_hint(model: Model, name: str) -> str:
@@ -99,7 +108,7 @@ def _with_hint(model: Model, name: str) -> str:
     plain, family = name.replace("-", "_"), model.family
     outer, _, inner = plain.partition(".")
     fields = [field for field in family.fields if field.name == outer] if inner else []
-    known = [one.name for field in fields for one in field.inside] or list(family.names.values())
+    known = [one.name for field in fields for one in field.nested] or list(family.names.values())
     near = get_close_matches(inner or plain, known, n=1)
     meant = TRAINING.get(plain) or family.names.get(plain) or "".join(near)
     return f"{cut(name)} (did you mean {meant}?)" if meant else cut(name)
@@ -107,5 +116,5 @@ def _with_hint(model: Model, name: str) -> str:
 
 def warn(model: Model) -> None:
     """Warn of what is `told`; of the same, Python tells once."""
-    for line in told(model):
+    for line in model_warnings(model):
         warnings.warn(line, stacklevel=3)

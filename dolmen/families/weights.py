@@ -1,4 +1,4 @@
-"""Which of our parameters each stored tensor holds, for importer and exporter alike."""
+"""The map from stored tensors to parameters, for import and export."""
 
 import re
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from dolmen.families.family import BARE, RESERVED, nest_own_fields
-from dolmen.families.model import Model, changed, explicit, scored
-from dolmen.families.rules import Entry, Rename, Shape, ending, entries
-from dolmen.model.spec import Scalar
+from dolmen.families.model import Model, explicit_fields, replace_fields, with_scalar_head
+from dolmen.families.rules import Rename, Shape, StoredTensor, ending, entries
+from dolmen.model.spec import ScalarHeadSpec
 
 SCORE = (Rename("score", "score"),)  # in every family that has one
 
@@ -19,7 +19,7 @@ class WeightMap:
     """Every tensor a checkpoint of `model` stores, and what it holds."""
 
     model: Model
-    entries: dict[str, Entry]
+    entries: dict[str, StoredTensor]
     """Stored name -> entry, in the order an export writes them."""
     embedding: str
     """Stored name of the embedding."""
@@ -29,12 +29,12 @@ class WeightMap:
     """
 
     @property
-    def written(self) -> dict[str, Entry]:
-        """What an export writes: `entries`, under the names that the model's files have, and the
-        head where the family's files hold it beside the embedding that it is.
+    def exported_entries(self) -> dict[str, StoredTensor]:
+        """Tensors that an export writes: `entries` under the names of the model's files, and the
+        tied head if the family's files store it.
         """
         found, family = dict(self.entries), self.model.family
-        if family.head_beside and self.model.tree.head.tied:
+        if family.stores_tied_head and self.model.tree.head.tied:
             found[self.head] = replace(found[self.embedding], hf=self.head)
         if not self.model.config.get(RESERVED, {}).get(BARE.name):
             return found
@@ -45,9 +45,9 @@ class WeightMap:
         """The stored name with the family's leading part, which some files leave out, and with
         today's ending.
         """
-        larger = self.model.family.larger
+        larger = self.model.family.outer
         name = name if larger is None else larger.name(name)
-        for before, now in self.model.family.endings.items():
+        for before, now in self.model.family.legacy_suffixes.items():
             name = name.removesuffix(before) + now if name.endswith(before) else name
         full = self.model.family.prefix + name
         return (
@@ -57,34 +57,37 @@ class WeightMap:
         )
 
     def ignores(self, name: str) -> bool:
-        """Whether a canonical name is of what the family declares to be recomputed, or of a part
-        that this model has not.
+        """Return whether a canonical name is of a recomputed buffer, or of a part that this model
+        lacks.
         """
         return name not in self.entries and any(
             re.fullmatch(pattern, name) for pattern in self.model.family.ignored
         )
 
-    def is_beside(self, name: str) -> bool:
-        """Whether a canonical name is of another part of a larger model."""
-        larger = self.model.family.larger
+    def is_other_part(self, name: str) -> bool:
+        """Return whether a canonical name is of another part of a multimodal model."""
+        larger = self.model.family.outer
         return larger is not None and name.startswith(larger.others)
 
-    def is_beyond(self, name: str) -> bool:
-        """Whether a canonical name is of a layer behind the last that the family leaves out."""
+    def is_dropped_layer(self, name: str) -> bool:
+        """Return whether a canonical name is of a layer after the last, which the family drops."""
         return name.startswith(self._beyond)
 
     @cached_property
     def _beyond(self) -> tuple[str, ...]:
-        """What the names in such layers begin with."""
+        """Prefixes of the names in dropped layers."""
         family, layers = self.model.family, self.model.tree.layers
-        if family.beyond is None:
+        if family.dropped_layers_field is None:
             return ()
         stored = next(entry.rule.hf for entry in self.entries.values() if "{}" in entry.rule.hf)
-        start, more = stored.split("{}")[0], explicit(self.model)[family.beyond]
+        start, more = (
+            stored.split("{}")[0],
+            explicit_fields(self.model)[family.dropped_layers_field],
+        )
         return tuple(f"{start}{layers + i}." for i in range(more))
 
     def is_tied_head(self, name: str) -> bool:
-        """Whether a canonical name is of the head that is stored though it is the embedding."""
+        """Return whether a canonical name is of a stored copy of a tied head."""
         return self.model.tree.head.tied and name == self.head and name not in self.entries
 
     def expected_shape(self, name: str) -> Shape | None:
@@ -111,7 +114,7 @@ def weight_map(model: Model) -> WeightMap:
     """The map of the model's family. Raises KeyError naming the first three parameters that no rule
     of it makes.
     """
-    rules = [*model.family.rules(model.tree), *SCORE * isinstance(model.tree.head, Scalar)]
+    rules = [*model.family.rules(model.tree), *SCORE * isinstance(model.tree.head, ScalarHeadSpec)]
     embedding, head = (
         next(rule.hf + ending(rule, "weight") for rule in rules if rule.names == (ours,))
         for ours in ("embed", "head")
@@ -122,9 +125,9 @@ def weight_map(model: Model) -> WeightMap:
 
 def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
     """(field, the shape that `stored` has with another value of it), of every size that is told."""
-    whole = explicit(model)
+    whole = explicit_fields(model)
     plain = Model(nest_own_fields(model.family, {**whole, "model_type": model.model_type}))
-    plain = scored(plain) if isinstance(model.tree.head, Scalar) else plain
+    plain = with_scalar_head(plain) if isinstance(model.tree.head, ScalarHeadSpec) else plain
     for name, value in whole.items():
         if isinstance(value, int) and not isinstance(value, bool):
             for other in (2 * value, value // 2, 1):
@@ -135,7 +138,7 @@ def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
 
 def _shape(model: Model, fields: dict[str, Any], stored: str) -> Shape | None:
     try:
-        entry = weight_map(changed(model, fields)).entries.get(stored)
+        entry = weight_map(replace_fields(model, fields)).entries.get(stored)
     except (ValueError, KeyError):
         return None  # this field is tied to another one, or none of the structure
     return None if entry is None else entry.shape

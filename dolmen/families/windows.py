@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from dolmen.core.messages import plural
-from dolmen.families.family import Field, expect, knob
+from dolmen.families.family import Field, expect, flag
 from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int, List, Text, optional
-from dolmen.model.spec import Attention, Tree
+from dolmen.model.spec import AttentionSpec, ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SIZE = Field(
@@ -38,19 +38,19 @@ def pattern(every: int) -> tuple[Field, Field]:
     return types(otherwise), Field(name, kinds.LAYERS, every, told)
 
 
-def of_pattern(config: dict[str, Any]) -> list[int | None]:
+def pattern_windows(config: dict[str, Any]) -> list[int | None]:
     """The window of each layer, by the fields of `pattern`."""
     every = config["sliding_window_pattern"]
     layers = range(1, config["num_hidden_layers"] + 1)
-    return of_types(config, [SLIDING if i % every else FULL for i in layers])
+    return typed_windows(config, [SLIDING if i % every else FULL for i in layers])
 
 
-def of_all(config: dict[str, Any], used: bool = True) -> list[int | None]:
+def uniform_windows(config: dict[str, Any], used: bool = True) -> list[int | None]:
     """The window of each layer: that of SIZE, if it is `used`."""
     return [config[SIZE.name] if used else None] * config["num_hidden_layers"]
 
 
-def of_types(
+def typed_windows(
     config: dict[str, Any], otherwise: Sequence[str], used: bool = True
 ) -> list[int | None]:
     """The window of each layer: that of SIZE, if it is `used`, where its type says that it slides;
@@ -63,7 +63,7 @@ def of_types(
         entries = plural(len(of), "entry", "entries")
         raise ValueError(
             f"layer_types has {entries}, num_hidden_layers is {layers}: set "
-            f"{knob('layer_types')} to one per layer"
+            f"{flag('layer_types')} to one per layer"
         )
     size = config[SIZE.name] if used else None
     if size is None and SLIDING in of:
@@ -71,21 +71,21 @@ def of_types(
         sliding = plural(of.count(SLIDING), "layer")
         raise ValueError(
             f"layer_types has {sliding} of {SLIDING}, but {missing}: set "
-            f"{knob(SIZE.name if used else USED.name)}, or other types"
+            f"{flag(SIZE.name if used else USED.name)}, or other types"
         )
     return [size if kind == SLIDING else None for kind in of]
 
 
-def sizes(tree: Tree) -> list[int | None]:
+def sizes(tree: ModelSpec) -> list[int | None]:
     """The window of each layer. Raises ValueError where one has another mixer than attention."""
-    return [expect(block.mixer, Attention, "mixer").window for block in tree.blocks]
+    return [expect(block.mixer, AttentionSpec, "mixer").window for block in tree.blocks]
 
 
-def write(tree: Tree) -> dict[str, Any]:
+def write(tree: ModelSpec) -> dict[str, Any]:
     """SIZE, of the first layer that has a window."""
     return {SIZE.name: next((size for size in sizes(tree) if size is not None), None)}
 
 
-def write_types(tree: Tree) -> dict[str, Any]:
+def write_types(tree: ModelSpec) -> dict[str, Any]:
     """SIZE and the types of the layers."""
     return {**write(tree), "layer_types": [FULL if s is None else SLIDING for s in sizes(tree)]}

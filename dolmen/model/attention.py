@@ -1,20 +1,13 @@
-"""Attention over this rank's heads: projections, norms, rope, scores and the KV cache.
+"""Attention over this rank's heads: grouped-query attention, and multi-head latent attention (MLA).
 
-What every kind of attention ends in: the scores of this rank's queries and keys, and the sums of
-values that they weigh. It is what selective recomputation computes again (2205.05198).
+Grouped-query attention. tp shards query heads. With fewer key-value heads than tp ranks (or a
+number tp does not divide) k and v are stored whole on every rank; a rank multiplies only the rows
+of the heads that its queries use, and their gradient is a partial sum over tp.
 
-Attention over this rank's heads: norms and rope where its component says so, grouped queries,
-and an optional cache.
-
-With fewer key-value heads than tp ranks (or a count tp does not divide) k and v are stored whole on
-every rank; a rank multiplies only the rows of the heads its queries use, and their gradient is
-`Partial`.
-
-
-Multi-head latent attention over this rank's heads (DeepSeek-V2, 2405.04434, section 2.1).
+Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1):
 
     x [tokens, hidden]     I@tp                    | S(0)@tp under sequence parallelism
-      | q_a, kv_a, norms   alike on every rank     | of this rank's tokens
+      | q_a, kv_a, norms   the same on every rank  | of this rank's tokens
       v latents            I@tp                    | S(0)@tp
       | enter              copy                    | all-gather
       |                    (backward: all-reduce)  | (backward: reduce-scatter)
@@ -23,15 +16,16 @@ Multi-head latent attention over this rank's heads (DeepSeek-V2, 2405.04434, sec
       | o                  P@tp
       v leave
 
-What crosses tp on the way in are the latents and not the residual stream: in DeepSeek-V3 2,112
-numbers per token where that has 7,168. So what makes the latents is whole on every rank, and its
-gradient partial under sequence parallelism alone, as a norm's is.
+The latents cross tp on the way in, not the residual stream: in DeepSeek-V3 2,112 numbers per token
+instead of 7,168. So the down projections are replicated, and their gradient is partial under
+sequence parallelism only, as a norm's is.
 
-A cache keeps the latent of keys and values, after its norm, and the rope key, turned: kv_rank +
-rope's size per token, whatever the number of heads. One query of a text attends to it as it is,
-with kv_b multiplied into the query and out of the sums instead (`_absorbed`); for several the keys
-and values of all heads are made of it first, as without a cache.
-
+The cache keeps the normed latent and the rotated rope key: kv_rank + rope size numbers per token
+(576 in DeepSeek-V3, where 128 heads of keys and values would be 40,960). For one query per sequence
+kv_b is absorbed into the query and into the output (`_attend_absorbed`), so that attention reads
+the latent as one shared head; for several queries keys and values of all heads are expanded first,
+as without a cache: for n new tokens expansion costs the same once, and the scores are then over
+smaller heads.
 """
 
 from collections.abc import Sequence
@@ -45,10 +39,10 @@ from dolmen.core import profiling
 from dolmen.core.autograd import recompute
 from dolmen.core.state import local
 from dolmen.model import positions, spec
-from dolmen.model.component import Branch, Component, Given, LayerCache, Setting
-from dolmen.model.layers import Column, Norm, Parameters, Row
+from dolmen.model.component import Branch, Component, LayerCache, LayerInputs, ModuleContext
+from dolmen.model.layers import ColumnParallelLinear, Norm, ParameterModule, RowParallelLinear
 from dolmen.model.positions import pairs
-from dolmen.model.spec import Leaves, under
+from dolmen.model.spec import ParamSpecs, select_prefix
 from dolmen.ops import rope
 from dolmen.ops.attention import BACKENDS, Attend, Documents, decode, score_bias
 from dolmen.ops.attention.decode import Alone, Pages
@@ -61,20 +55,21 @@ from dolmen.parallel.tensor import Linear
 Sinks = Float[Tensor, " heads"]
 
 
-class Scores(nn.Module):
-    """Of heads that `attend` describes, of any microbatch. `spread`: the key-value head of each
-    query, where groups of queries are not equal; None: they are.
+class CoreAttention(nn.Module):
+    """Core attention: softmax(scale q k^T) v over this rank's heads, which selective recomputation
+    repeats in backward (2205.05198). `kv_head_of_query`: the key-value head of each query head
+    where groups are unequal; None: equal groups.
     """
 
-    def __init__(self, attend: Attend, setting: Setting, spread: Sequence[int] | None = None):
+    def __init__(self, attend: Attend, setting: ModuleContext, spread: Sequence[int] | None = None):
         super().__init__()
-        self.attend, self.spread = attend, spread
+        self.attend, self.kv_head_of_query = attend, spread
         self.backend = BACKENDS[setting.split.kernels.attention]
         self.cp, self.dropout = setting.split.cp, setting.training.dropout
         self.selective = setting.split.recompute.of(setting.layer) == "selective"
 
     def forward(
-        self, q: Queries, k: Keys, v: Values, given: Given, sinks: Sinks | None = None
+        self, q: Queries, k: Keys, v: Values, given: LayerInputs, sinks: Sinks | None = None
     ) -> Attended:
         """softmax(scale q k^T) v."""
         if self.selective:
@@ -82,16 +77,18 @@ class Scores(nn.Module):
         return self._sums(q, k, v, given, sinks)
 
     @profiling.record_function_range("attention")
-    def _sums(self, q: Tensor, k: Tensor, v: Tensor, given: Given, sinks: Tensor | None) -> Tensor:
-        if self.spread is not None:
-            k, v = (_per_query(t, self.spread, 2) for t in (k, v))
+    def _sums(
+        self, q: Tensor, k: Tensor, v: Tensor, given: LayerInputs, sinks: Tensor | None
+    ) -> Tensor:
+        if self.kv_head_of_query is not None:
+            k, v = (_per_query(t, self.kv_head_of_query, 2) for t in (k, v))
         noise, dropped = given.noise, None
         if noise is not None:
             dropped = Dropout(self.dropout, noise, noise.site(SCORES))
         attend = self.attend.of(given.documents, dropped)._replace(sinks=sinks)
         return self.cp.attention(q, k, v, attend)
 
-    def of_texts(
+    def attend_sequences(
         self,
         q: Queries,
         k: Keys,
@@ -99,14 +96,14 @@ class Scores(nn.Module):
         documents: Documents | None,
         sinks: Sinks | None = None,
     ) -> Attended:
-        """Of a cache: the last tokens of texts of equal length, each with all of its own keys. No
-        axis splits these, and nothing falls out.
+        """Attend the new tokens of cached sequences of equal length to all of their keys
+        [sequences, length, kv_heads, size]. No axis splits these; no dropout.
         """
-        if self.spread is not None:
-            k, v = (_per_query(t, self.spread, 2) for t in (k, v))
+        if self.kv_head_of_query is not None:
+            k, v = (_per_query(t, self.kv_head_of_query, 2) for t in (k, v))
         return self.backend.attention(q, k, v, self.attend.of(documents)._replace(sinks=sinks))
 
-    def of_pages(
+    def attend_paged(
         self,
         q: Float[Tensor, "texts heads size"],
         k: Float[Tensor, "pages kv_heads page size"],
@@ -114,9 +111,9 @@ class Scores(nn.Module):
         pages: Pages | Alone,
         sinks: Sinks | None = None,
     ) -> Float[Tensor, "texts heads value_size"]:
-        """Of a cache: the last token of each text, whose keys lie in pages."""
-        if self.spread is not None:
-            k, v = (_per_query(t, self.spread, 1) for t in (k, v))
+        """Attend the last token of each sequence to keys in the paged KV cache."""
+        if self.kv_head_of_query is not None:
+            k, v = (_per_query(t, self.kv_head_of_query, 1) for t in (k, v))
         return decode.one_query(q, k, v, self.attend._replace(sinks=sinks), pages)
 
 
@@ -132,12 +129,12 @@ class Attention(Branch):
     layer's keys and values so far.
     """
 
-    def __init__(self, attention: spec.Attention, leaves: Leaves, setting: Setting):
+    def __init__(self, attention: spec.AttentionSpec, leaves: ParamSpecs, setting: ModuleContext):
         super().__init__()
         split, kernels = setting.split, setting.split.kernels
         self.tp = split.tp
         self.head_size = attention.head_size
-        self.carried = attention.head_sizes[0] - self.head_size
+        self.extra_key_dims = attention.head_sizes[0] - self.head_size
         size = self.tp.axis.size
         self.whole_kv = attention.kv_heads % size != 0
         self.heads = attention.heads // size
@@ -146,31 +143,33 @@ class Attention(Branch):
         # the key-value head of each of our queries
         used = [(self.first_head + i) // group for i in range(self.heads)]
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
-        equal = used == _grouped(used[0], self.kv_heads, self.heads)
+        equal = used == _equal_groups(used[0], self.kv_heads, self.heads)
         attend = self.attend(attention)._replace(first_head=self.first_head)
-        self.scores = Scores(attend, setting, None if equal else [u - used[0] for u in used])
+        self.scores = CoreAttention(attend, setting, None if equal else [u - used[0] for u in used])
         self.clip = attention.clip
         self.pairs = positions.pairs(attention.positions)
         first, rows = (n * self.head_size for n in (self.kv_first, self.kv_heads))
         mine = partial(_rows, first=first, count=rows) if self.whole_kv else local
-        self.q = Column(under(leaves, "q"))
-        self.k, self.v = (Column(under(leaves, name), mine) for name in ("k", "v"))
-        self.o = Row(under(leaves, "o"), self.tp)
-        self.sinks = Parameters(under(leaves, "sinks")) if attention.sinks else None
+        self.q = ColumnParallelLinear(select_prefix(leaves, "q"))
+        self.k, self.v = (
+            ColumnParallelLinear(select_prefix(leaves, name), mine) for name in ("k", "v")
+        )
+        self.o = RowParallelLinear(select_prefix(leaves, "o"), self.tp)
+        self.sinks = ParameterModule(select_prefix(leaves, "sinks")) if attention.sinks else None
         norm, self.norm_of = attention.qk_norm, attention.qk_norm_of
-        self.q_norm = None if norm is None else Norm(norm, under(leaves, "q_norm"), kernels)
-        self.k_norm = None if norm is None else Norm(norm, under(leaves, "k_norm"), kernels)
+        self.q_norm = None if norm is None else Norm(norm, select_prefix(leaves, "q_norm"), kernels)
+        self.k_norm = None if norm is None else Norm(norm, select_prefix(leaves, "k_norm"), kernels)
 
     @staticmethod
-    def attend(mixer: spec.Attention) -> Attend:
+    def attend(mixer: spec.AttentionSpec) -> Attend:
         slopes = positions.slopes(mixer.positions, mixer.heads)
         # to see both ways is a prefix of all: Decoder makes it one
         mask = "causal" if mixer.mask == "causal" else "prefix"
         attend = Attend(mixer.window, mixer.scale, mixer.soft_cap, slopes, mask=mask)
         return attend.scaled(mixer.head_size)
 
-    def _of_heads(self, p: Tensor) -> Tensor:
-        """Of a parameter with a row for each key-value head that this rank stores."""
+    def _local_kv_rows(self, p: Tensor) -> Tensor:
+        """Return the rows of this rank's key-value heads of a per-head parameter."""
         return _rows(p, self.kv_first, self.kv_heads) if self.whole_kv else local(p)
 
     @property
@@ -178,19 +177,19 @@ class Attention(Branch):
         return [self.q.linear(), self.k.linear(), self.v.linear()]
 
     @property
-    def row(self) -> Row:
+    def row(self) -> RowParallelLinear:
         return self.o
 
     def inner(
         self,
         products: Sequence[Float[Tensor, "tokens _"]],
-        given: Given,
+        given: LayerInputs,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
         q, k, v = (
             y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size) for y in products
         )
-        q, k = self._normed(q, k)
+        q, k = self._normalize_qk(q, k)
         if self.clip is not None:
             q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
         if given.cos is not None and given.sin is not None:
@@ -199,24 +198,25 @@ class Attention(Branch):
             q = q * given.growth.to(q.dtype)
         if given.steps is not None:
             steps = given.steps.narrow(2, self.first_head, self.heads)
-            q, k = score_bias.append_key_bias(q, k, steps, self.carried)
+            q, k = score_bias.append_key_bias(q, k, steps, self.extra_key_dims)
         sinks = None if self.sinks is None else local(self.sinks.weight)
         if cache is None:
             y = self.scores(q, k, v, given, sinks)
         else:
             of_pages, of_texts = (
-                partial(road, sinks=sinks) for road in (self.scores.of_pages, self.scores.of_texts)
+                partial(road, sinks=sinks)
+                for road in (self.scores.attend_paged, self.scores.attend_sequences)
             )
-            y = cache.attended(q, (k, v), of_pages, of_texts)
+            y = cache.attend(q, (k, v), of_pages, of_texts)
         return y.reshape(-1, self.heads * self.head_size)
 
-    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
             return q, k
         if self.norm_of == "heads":
             return self.q_norm(q), self.k_norm(k)
         if self.norm_of == "each head":
-            return self.q_norm(q), self.k_norm(k, self._of_heads)
+            return self.q_norm(q), self.k_norm(k, self._local_kv_rows)
         weights = local(self.q_norm.weight), local(self.k_norm.weight)
         return over_width(q, k, *weights, self.q_norm.eps, self.tp.axis)
 
@@ -226,7 +226,7 @@ def _rows(p: Tensor, first: int, count: int) -> Tensor:
     return local(p).narrow(0, first, count)
 
 
-def _grouped(first: int, kv_heads: int, heads: int) -> list[int]:
+def _equal_groups(first: int, kv_heads: int, heads: int) -> list[int]:
     """The key-value head of each query where each serves the same number of queries, as grouped
     attention assumes.
     """
@@ -240,92 +240,95 @@ class LatentAttention(Component):
     layer's latents and rope keys so far.
     """
 
-    def __init__(self, attention: spec.LatentAttention, leaves: Leaves, setting: Setting):
+    def __init__(
+        self, attention: spec.LatentAttentionSpec, leaves: ParamSpecs, setting: ModuleContext
+    ):
         super().__init__()
         split, kernels = setting.split, setting.split.kernels
-        self.tp, self.form = split.tp, attention
+        self.tp, self.spec = split.tp, attention
         self.heads = attention.heads // self.tp.axis.size
         first_head = self.tp.axis.rank * self.heads
-        self.scores = Scores(self.attend(attention)._replace(first_head=first_head), setting)
+        self.scores = CoreAttention(self.attend(attention)._replace(first_head=first_head), setting)
         if attention.q_rank is None:
-            self.q = Column(under(leaves, "q"))
+            self.q = ColumnParallelLinear(select_prefix(leaves, "q"))
         else:
-            self.q_a = Parameters(under(leaves, "q_a"))
-            self.q_a_norm = Norm(attention.norm, under(leaves, "q_a_norm"), kernels)
-            self.q_b = Column(under(leaves, "q_b"))
-        self.kv_a = Parameters(under(leaves, "kv_a"))
-        self.kv_a_norm = Norm(attention.norm, under(leaves, "kv_a_norm"), kernels)
-        self.kv_b = Column(under(leaves, "kv_b"))
-        self.o = Row(under(leaves, "o"), self.tp)
+            self.q_a = ParameterModule(select_prefix(leaves, "q_a"))
+            self.q_a_norm = Norm(attention.norm, select_prefix(leaves, "q_a_norm"), kernels)
+            self.q_b = ColumnParallelLinear(select_prefix(leaves, "q_b"))
+        self.kv_a = ParameterModule(select_prefix(leaves, "kv_a"))
+        self.kv_a_norm = Norm(attention.norm, select_prefix(leaves, "kv_a_norm"), kernels)
+        self.kv_b = ColumnParallelLinear(select_prefix(leaves, "kv_b"))
+        self.o = RowParallelLinear(select_prefix(leaves, "o"), self.tp)
 
     @staticmethod
-    def attend(mixer: spec.LatentAttention) -> Attend:
+    def attend(mixer: spec.LatentAttentionSpec) -> Attend:
         return Attend(scale=mixer.scale)
 
     def forward(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
+        self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         q = self._queries(x, given)
         down = self._down(x, self.kv_a)
-        latent, key = down.split((self.form.kv_rank, self.form.positions.size), -1)
+        latent, key = down.split((self.spec.kv_rank, self.spec.positions.size), -1)
         latent = self.kv_a_norm(latent)
-        key = self.tp.enter(key).view(given.batch, -1, 1, self.form.positions.size)
-        key = self._turned(key, given)
+        key = self.tp.enter(key).view(given.batch, -1, 1, self.spec.positions.size)
+        key = self._apply_rope(key, given)
         if cache is None:
             (kv,) = self._columns(latent, self.kv_b)
-            y = self.scores(q, *self._expanded(kv, key), given)
+            y = self.scores(q, *self._expand_kv(kv, key), given)
         else:
-            latent = self.tp.enter(latent).view(given.batch, -1, 1, self.form.kv_rank)
+            latent = self.tp.enter(latent).view(given.batch, -1, 1, self.spec.kv_rank)
             kept = torch.cat((latent, key), -1)
-            y = cache.attended(q, (kept,), self._absorbed, self._of_texts)
-        return self.o(y.reshape(-1, self.heads * self.form.value_size))
+            y = cache.attend(q, (kept,), self._attend_absorbed, self._attend_sequences)
+        return self.o(y.reshape(-1, self.heads * self.spec.value_size))
 
-    def _down(self, x: Tensor, linear: Parameters) -> Tensor:
+    def _down(self, x: Tensor, linear: ParameterModule) -> Tensor:
         """The product of this rank's part of the residual stream with what is whole."""
         return tensor.products(x, [linear.linear()], self.tp)[0]
 
-    def _columns(self, x: Tensor, linear: Column) -> tuple[Tensor, ...]:
+    def _columns(self, x: Tensor, linear: ColumnParallelLinear) -> tuple[Tensor, ...]:
         return tensor.columns(x, [linear.linear()], self.tp)
 
-    def _queries(self, x: Tensor, given: Given) -> Tensor:
+    def _queries(self, x: Tensor, given: LayerInputs) -> Tensor:
         """[batch, length, heads, nope + rope], turned."""
-        if self.form.q_rank is None:
+        if self.spec.q_rank is None:
             (q,) = self._columns(x, self.q)
         else:
             (q,) = self._columns(self.q_a_norm(self._down(x, self.q_a)), self.q_b)
-        q = q.view(given.batch, -1, self.heads, self.form.head_size)
-        nope, turned = q.split((self.form.nope_size, self.form.positions.size), -1)
-        return torch.cat((nope, self._turned(turned, given)), -1)
+        q = q.view(given.batch, -1, self.heads, self.spec.head_size)
+        nope, turned = q.split((self.spec.nope_size, self.spec.positions.size), -1)
+        return torch.cat((nope, self._apply_rope(turned, given)), -1)
 
-    def _turned(self, x: Tensor, given: Given) -> Tensor:
+    def _apply_rope(self, x: Tensor, given: LayerInputs) -> Tensor:
         assert given.cos is not None and given.sin is not None
-        return rope.rotate(x, given.cos, given.sin, *pairs(self.form.positions))
+        return rope.rotate(x, given.cos, given.sin, *pairs(self.spec.positions))
 
-    def _expanded(self, kv: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def _expand_kv(self, kv: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all heads: kv what kv_b makes, [tokens, heads * (nope + value)], key
         [batch, length, 1, rope] -> [batch, length, heads, nope + rope] and [..., value].
         """
-        kv = kv.view(*key.shape[:2], self.heads, self.form.nope_size + self.form.value_size)
-        nope, v = kv.split((self.form.nope_size, self.form.value_size), -1)
+        kv = kv.view(*key.shape[:2], self.heads, self.spec.nope_size + self.spec.value_size)
+        nope, v = kv.split((self.spec.nope_size, self.spec.value_size), -1)
         return torch.cat((nope, key.expand(-1, -1, self.heads, -1)), -1), v
 
-    def _of_texts(self, q: Tensor, kept: Tensor, documents: Documents | None) -> Tensor:
-        """Of a cache, the last tokens of texts of equal length: kept [texts, length, 1, latent +
-        rope].
+    def _attend_sequences(self, q: Tensor, kept: Tensor, documents: Documents | None) -> Tensor:
+        """Attend the new tokens of cached sequences of equal length: kept [sequences, length, 1,
+        latent + rope].
         """
-        latent, key = kept.split((self.form.kv_rank, self.form.positions.size), -1)
-        flat = latent.reshape(-1, self.form.kv_rank)
+        latent, key = kept.split((self.spec.kv_rank, self.spec.positions.size), -1)
+        flat = latent.reshape(-1, self.spec.kv_rank)
         (kv,) = tensor.products(flat, [self.kv_b.linear()], self.tp)
-        return self.scores.of_texts(q, *self._expanded(kv, key), documents)
+        return self.scores.attend_sequences(q, *self._expand_kv(kv, key), documents)
 
-    def _absorbed(self, q: Tensor, kept: Tensor, pages: Pages | Alone) -> Tensor:
-        """Of a cache, the last token of each text, q [texts, heads, nope + rope], to one head of
-        keys [latent | key] and values latent: q W_k c = (q W_k) c, and the sum of p (W_v c) = W_v
-        (sum of p c). kept [pages, 1, page, latent + rope] -> [texts, heads, value].
+    def _attend_absorbed(self, q: Tensor, kept: Tensor, pages: Pages | Alone) -> Tensor:
+        """Attend the last token of each sequence, q [sequences, heads, nope + rope], with kv_b
+        absorbed: one head of keys [latent | key] and values latent, as q W_k c = (q W_k) c, and the
+        sum of p (W_v c) = W_v (sum of p c). kept [pages, 1, page, latent + rope] -> [sequences,
+        heads, value].
         """
-        weight = self.kv_b.linear().merged(q.dtype).view(self.heads, -1, self.form.kv_rank)
-        of_k, of_v = weight.split((self.form.nope_size, self.form.value_size), 1)
-        nope, turned = q.split((self.form.nope_size, self.form.positions.size), -1)
+        weight = self.kv_b.linear().merged(q.dtype).view(self.heads, -1, self.spec.kv_rank)
+        of_k, of_v = weight.split((self.spec.nope_size, self.spec.value_size), 1)
+        nope, turned = q.split((self.spec.nope_size, self.spec.positions.size), -1)
         q = torch.cat((torch.einsum("thn,hnr->thr", nope, of_k), turned), -1)
-        latent = kept[..., : self.form.kv_rank]
-        return torch.einsum("thr,hvr->thv", self.scores.of_pages(q, kept, latent, pages), of_v)
+        latent = kept[..., : self.spec.kv_rank]
+        return torch.einsum("thr,hvr->thv", self.scores.attend_paged(q, kept, latent, pages), of_v)

@@ -1,8 +1,25 @@
-"""One layer: a mixer and an mlp around the residual stream, arranged as
-dolmen/model/spec/block.py says.
+"""Transformer blocks, and which module computes which spec (MIXERS, MLPS, HEADS, BLOCKS).
 
+Problem. Families differ in where the norms of a block are, in what the branches are added to, and
+in whether mixer and mlp run one after the other or in parallel. Six classes of blocks would each
+repeat dropout, recomputation and the cache.
 
-Which module computes which component of the tree (dolmen/model/spec): one line for each.
+Idea. Placement is data (dolmen/model/spec/block.py), and two classes read it. `SequentialBlock`
+applies one formula twice, for mixer and mlp:
+
+    y = x                       or norm(x)           norms "pre", "sandwich"
+    b = branch(y)               or norm(branch(y))   norms "output", "sandwich"
+    x = scale_r * (x or y) + scale_b * dropout(b)    residual "normed": y (BLOOM, DeepNorm)
+    x = norm(x)                                      norms "post"
+
+`ParallelBlock` computes x + mixer(norm x) + mlp(norm x). Both branches enter tensor parallelism
+together and their partial sums are added before they leave it, so a layer has one collective
+forward where two sequential branches have two.
+
+Invariants. Modules are registered in the order of the arrangement, as parameters are named by it.
+Under full recomputation the whole block is recomputed in backward, but never with a KV cache, where
+nothing is differentiated. A value that a spec can express and no module computes is in ONLY, and
+raises an error when the model is built.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +32,19 @@ from torch import Tensor, nn
 from dolmen.core.autograd import recompute
 from dolmen.model import spec
 from dolmen.model.attention import Attention, LatentAttention
-from dolmen.model.component import Branch, Component, Given, LayerCache, Setting, enter, leave
-from dolmen.model.head import Logits, Values
+from dolmen.model.component import (
+    Branch,
+    Component,
+    LayerCache,
+    LayerInputs,
+    ModuleContext,
+    enter,
+    leave,
+)
+from dolmen.model.head import LMHead, ScalarHead
 from dolmen.model.layers import Norm
 from dolmen.model.mlp import MLP, MoE
-from dolmen.model.spec import Leaves, under
+from dolmen.model.spec import ParamSpecs, select_prefix
 from dolmen.ops import elementwise
 from dolmen.ops.attention import Attend
 from dolmen.parallel.data import Unit
@@ -27,49 +52,51 @@ from dolmen.parallel.data import Unit
 C = TypeVar("C", bound=Component)
 
 
-class Block(nn.Module, Generic[C]):
+class TransformerBlock(nn.Module, Generic[C]):
     """x [batch * length, hidden] -> the same. Its norms and branches are registered in the order
     of the arrangement; `leaves` are the block's parameters.
     """
 
     takes: type[Component] = Component
-    """What its mixer and its mlp must be."""
+    """Class that its mixer and its mlp must have."""
     norms: tuple[str, ...] = ()
     """Names of the norms that some arrangements have; None in a block without one."""
     attn: C
     mlp: C
 
-    def __init__(self, block: spec.Block, leaves: Leaves, setting: Setting, attn: C, mlp: C):
+    def __init__(
+        self, block: spec.BlockSpec, leaves: ParamSpecs, setting: ModuleContext, attn: C, mlp: C
+    ):
         super().__init__()
         self.layer, self.dropout = setting.layer, setting.training.dropout
-        self.whole = setting.split.recompute.of(setting.layer) == "full"
+        self.recompute_all = setting.split.recompute.of(setting.layer) == "full"
         branches, kernels = {"attn": attn, "mlp": mlp}, setting.split.kernels
         for name in block.arrangement.modules:
             module = branches.get(name)
             if module is None:
-                module = Norm(block.norm, under(leaves, name), kernels)
+                module = Norm(block.norm, select_prefix(leaves, name), kernels)
             setattr(self, name, module)
         for name in self.norms:
             if name not in block.arrangement.modules:
                 self.register_module(name, None)
 
     def forward(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
+        self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         return (
-            recompute(self.stream, x, given)
-            if self.whole and cache is None
-            else self.stream(x, given, cache)
+            recompute(self.compute, x, given)
+            if self.recompute_all and cache is None
+            else self.compute(x, given, cache)
         )
 
-    def stream(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
+    def compute(
+        self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
-        """What `forward` computes, or computes again in backward."""
+        """Return the layer's output; backward repeats it under full recomputation."""
         raise NotImplementedError
 
-    def drop(
-        self, y: Float[Tensor, "here hidden"], given: Given, site: int
+    def apply_dropout(
+        self, y: Float[Tensor, "here hidden"], given: LayerInputs, site: int
     ) -> Float[Tensor, "here hidden"]:
         """Apply dropout, where it acts, to what is added to the residual stream."""
         if given.noise is None:
@@ -80,7 +107,7 @@ class Block(nn.Module, Generic[C]):
         )
 
     def units(self) -> list[Unit]:
-        """What is gathered and reduced by itself inside the block."""
+        """Return the modules of the block that FSDP gathers and reduces as units of their own."""
         return [*self.attn.units(), *self.mlp.units()]
 
     def compile_static(self) -> None:
@@ -91,7 +118,7 @@ class Block(nn.Module, Generic[C]):
             module.compile()
 
 
-class SequentialBlock(Block[Component]):
+class SequentialBlock(TransformerBlock[Component]):
     """spec.Sequential: mixer, then mlp."""
 
     norms = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
@@ -101,24 +128,29 @@ class SequentialBlock(Block[Component]):
     mlp_post_norm: Norm | None
 
     def __init__(
-        self, block: spec.Block, leaves: Leaves, setting: Setting, attn: Component, mlp: Component
+        self,
+        block: spec.BlockSpec,
+        leaves: ParamSpecs,
+        setting: ModuleContext,
+        attn: Component,
+        mlp: Component,
     ):
         super().__init__(block, leaves, setting, attn, mlp)
-        assert isinstance(block.arrangement, spec.Sequential)
+        assert isinstance(block.arrangement, spec.SequentialResidual)
         self.arrangement = block.arrangement
 
-    def stream(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
+    def compute(
+        self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         def mixer(y: Tensor) -> Tensor:
             y = self.attn(y, given, cache)
             y = y if self.attn_post_norm is None else self.attn_post_norm(y)
-            return self.drop(y, given, elementwise.MIXER)
+            return self.apply_dropout(y, given, elementwise.MIXER)
 
         def mlp(y: Tensor) -> Tensor:
             y = self.mlp(y, given)
             y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
-            return self.drop(y, given, elementwise.MLP)
+            return self.apply_dropout(y, given, elementwise.MLP)
 
         return self._add(self._add(x, mixer, self.attn_norm), mlp, self.mlp_norm)
 
@@ -134,16 +166,16 @@ class SequentialBlock(Block[Component]):
         around = self.arrangement
         post = around.norms == "post"
         y = x if norm is None or post else norm(x)
-        added = _scaled(branch(y), around.branch_scale)
-        x = _scaled(y if around.residual == "normed" else x, around.residual_scale) + added
+        added = _scale(branch(y), around.branch_scale)
+        x = _scale(y if around.residual == "normed" else x, around.residual_scale) + added
         return norm(x) if norm is not None and post else x
 
 
-def _scaled(y: Tensor, scale: float) -> Tensor:
+def _scale(y: Tensor, scale: float) -> Tensor:
     return y if scale == 1 else scale * y
 
 
-class ParallelBlock(Block[Branch]):
+class ParallelBlock(TransformerBlock[Branch]):
     """spec.Parallel: x += mixer(norm x) + mlp(norm x), with dropout of the sum.
 
         one norm                           two norms
@@ -158,18 +190,21 @@ class ParallelBlock(Block[Branch]):
     takes = Branch
     norms = ("norm",)
     norm: Norm | None
-    """Of both; None: each has its own."""
+    """Norm before both branches; None: each has its own."""
     attn_norm: Norm
     mlp_norm: Norm
 
-    def stream(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
+    def compute(
+        self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
-        both, (attn, mlp) = [self.attn, self.mlp], self.entered(x)
-        results = [self.attn.between(attn, given, cache), self.mlp.between(mlp, given)]
-        return x + self.drop(leave(both, results), given, elementwise.MLP)
+        both, (attn, mlp) = [self.attn, self.mlp], self.enter_branches(x)
+        results = [
+            self.attn.inner_with_hooks(attn, given, cache),
+            self.mlp.inner_with_hooks(mlp, given),
+        ]
+        return x + self.apply_dropout(leave(both, results), given, elementwise.MLP)
 
-    def entered(
+    def enter_branches(
         self, x: Float[Tensor, "here hidden"]
     ) -> Sequence[Sequence[Float[Tensor, "tokens _"]]]:
         """The products with the columns of the mixer, and with those of the mlp."""
@@ -178,28 +213,30 @@ class ParallelBlock(Block[Branch]):
         return [*enter([self.attn], self.attn_norm(x)), *enter([self.mlp], self.mlp_norm(x))]
 
 
-MIXERS = {spec.Attention: Attention, spec.LatentAttention: LatentAttention}
-MLPS = {spec.Mlp: MLP, spec.Experts: MoE}
-HEADS = {spec.Head: Logits, spec.Scalar: Values}
-BLOCKS = {spec.Sequential: SequentialBlock, spec.Parallel: ParallelBlock}
+MIXERS = {spec.AttentionSpec: Attention, spec.LatentAttentionSpec: LatentAttention}
+MLPS = {spec.MLPSpec: MLP, spec.MoESpec: MoE}
+HEADS = {spec.LMHeadSpec: LMHead, spec.ScalarHeadSpec: ScalarHead}
+BLOCKS = {spec.SequentialResidual: SequentialBlock, spec.ParallelResidual: ParallelBlock}
 
 # What a tree can say and no module computes: any other value is refused.
 ONLY: dict[type, dict[str, Any]] = {}
 
 
-def build_block(block: spec.Block, leaves: Leaves, setting: Setting) -> Block:
+def build_block(
+    block: spec.BlockSpec, leaves: ParamSpecs, setting: ModuleContext
+) -> TransformerBlock:
     """The module of a block, of whose parameters are `leaves`."""
-    mixer = MIXERS[type(block.mixer)](block.mixer, under(leaves, "attn"), setting)
-    mlp = MLPS[type(block.mlp)](block.mlp, under(leaves, "mlp"), setting)
+    mixer = MIXERS[type(block.mixer)](block.mixer, select_prefix(leaves, "attn"), setting)
+    mlp = MLPS[type(block.mlp)](block.mlp, select_prefix(leaves, "mlp"), setting)
     return BLOCKS[type(block.arrangement)](block, leaves, setting, mixer, mlp)
 
 
-def attention_kinds(model: spec.Tree) -> list[Attend]:
-    """What attention each layer is."""
+def attention_kinds(model: spec.ModelSpec) -> list[Attend]:
+    """Return the kind of attention of each layer."""
     return [MIXERS[type(block.mixer)].attend(block.mixer) for block in model.blocks]
 
 
-def check_supported(model: spec.Tree) -> None:
+def check_supported(model: spec.ModelSpec) -> None:
     """Raises ValueError for a component, a value of one, or a block of some that nothing here
     computes.
     """
@@ -215,7 +252,7 @@ def check_supported(model: spec.Tree) -> None:
                 )
 
 
-def _check_arrangement(block: spec.Block) -> None:
+def _check_arrangement(block: spec.BlockSpec) -> None:
     takes = BLOCKS[type(block.arrangement)].takes
     for component, module in (
         (block.mixer, MIXERS[type(block.mixer)]),

@@ -1,13 +1,14 @@
-"""From a tree of components to a placed model: build on meta -> split over tp -> fully_shard per
-block, then root -> allocate -> initialise or load. Every model of the house, for training or for
-serving, is built here.
+"""From a spec to a placed model: build on meta -> split over tp -> fully_shard per block, then root
+-> allocate -> initialise or load. Every model, for training or for serving, is built here.
 
+On meta first, because a model that needs a cluster does not fit in one process, and because checks
+of divisibility should cost nothing. Values are set last: initial values depend on a parameter's
+name and the seed only, so a layout never changes them, and `load` streams full tensors of which
+each rank keeps its part.
 
-A model that is opened to generate and nothing else, held as what multiplies: each matrix becomes
-that as soon as its values have come, so that no two are in memory as they were.
-
-    meta -> allocated -> values of the source -> int8 -> the memory of the next
-
+A model that only generates can keep its matrices in packed form alone (`load_inference_weights`):
+each is packed as soon as its values have arrived, so that the peak is the packed model and one
+matrix.
 """
 
 import math
@@ -20,11 +21,11 @@ from dolmen.core import state
 from dolmen.core.mesh import Mesh
 from dolmen.model import block
 from dolmen.model.decoder import Decoder
-from dolmen.model.layers import Parameters
+from dolmen.model.layers import ParameterModule
 from dolmen.model.layout import Layout
-from dolmen.model.spec import Tree
-from dolmen.model.spec.lora import magnitude_of, scale_of
-from dolmen.model.split import split
+from dolmen.model.spec import ModelSpec
+from dolmen.model.spec.lora import magnitude_name, scale_name
+from dolmen.model.split import split_model
 from dolmen.model.training import Training
 from dolmen.ops import int8
 from dolmen.ops.kernels import Hardware, Kernels, choose
@@ -34,7 +35,7 @@ from dolmen.parallel.schedule import Schedule
 
 
 def build(
-    tree: Tree,
+    tree: ModelSpec,
     mesh: Mesh,
     layout: Layout | None = None,
     schedule: Schedule | None = None,
@@ -73,7 +74,7 @@ def allocate(model: Decoder, device: torch.device) -> Decoder:
 
 
 def place(
-    tree: Tree,
+    tree: ModelSpec,
     mesh: Mesh,
     layout: Layout | None = None,
     schedule: Schedule | None = None,
@@ -95,8 +96,8 @@ def place(
     layout does not divide the model.
     """
     hardware = hardware or Hardware.of(mesh.device)
-    kernels = chosen(training.applied(tree), mesh, compute or dtype, hardware)
-    parts = split(mesh, tree.layers, layout or Layout(), schedule, kernels, stages)
+    kernels = choose_kernels(training.apply_to(tree), mesh, compute or dtype, hardware)
+    parts = split_model(mesh, tree.layers, layout or Layout(), schedule, kernels, stages)
     with torch.device("meta"):
         model = Decoder(tree, parts, training).to(dtype)
     for name, leaf in model.held().items():
@@ -115,7 +116,9 @@ def place(
     return model
 
 
-def chosen(tree: Tree, mesh: Mesh, compute: torch.dtype, hardware: Hardware) -> Kernels:
+def choose_kernels(
+    tree: ModelSpec, mesh: Mesh, compute: torch.dtype, hardware: Hardware
+) -> Kernels:
     """The kernels of a rank of `mesh`, whose step computes in `compute`."""
     experts = {leaf for leaf in tree.leaves.values() if leaf.stacked}
     widths = {width for leaf in experts for width in leaf.held({"tp": mesh.tp.size})[1:]}
@@ -134,15 +137,15 @@ def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
             if name in loaded:
                 continue
             leaf = model.tree.leaves[name]
-            if leaf.int8 or magnitude_of(name) in model.tree.leaves:
+            if leaf.int8 or magnitude_name(name) in model.tree.leaves:
                 whole = torch.empty(leaf.shape, device=p.device)
-                _begin(whole, name, seed, model.tree)
+                _initialize_param(whole, name, seed, model.tree)
                 _write(model, name, whole)
             else:
-                _begin(p, name, seed, model.tree)
+                _initialize_param(p, name, seed, model.tree)
 
 
-def _begin(p: Tensor, name: str, seed: int, tree: Tree) -> None:
+def _initialize_param(p: Tensor, name: str, seed: int, tree: ModelSpec) -> None:
     leaf = tree.leaves[name]
     match leaf.initial:
         case "normal":
@@ -172,12 +175,12 @@ def _write(model: nn.Module, name: str, value: Tensor) -> None:
     lengths = value
     if p.dtype == torch.int8 and value.is_floating_point():
         value, scale = int8.quantise(value)
-        state.write_region(model.get_parameter(scale_of(name)), scale)
+        state.write_region(model.get_parameter(scale_name(name)), scale)
         lengths = int8.restored(value, scale)
     state.write_region(p, value)
-    if isinstance(model, Decoder) and magnitude_of(name) in model.tree.leaves:
+    if isinstance(model, Decoder) and magnitude_name(name) in model.tree.leaves:
         if lengths.is_floating_point():  # else they come as they are
-            magnitude = model.get_parameter(magnitude_of(name))
+            magnitude = model.get_parameter(magnitude_name(name))
             wide = torch.promote_types(lengths.dtype, torch.promote_types(p.dtype, torch.float32))
             state.write_region(magnitude, lengths.to(wide).norm(dim=-1))
 
@@ -188,14 +191,14 @@ def load_inference_weights(
     weights: Weights,
     stream: Callable[[Callable[[str, Tensor], None]], None],
 ) -> Decoder:
-    """What `build.place` has placed, filled from `stream` (build.load): matrices are `weights`
-    alone. What is embedded or normalised by stays as it is. On a CPU.
+    """Fill a model from `place` by `stream` (see `load`), keeping matrices only in the packed form
+    `weights`. Embeddings and norms stay as they are. CPU only.
     """
     model.alone = weights
     alone = {
         name: part
         for name, part in model.named_modules()
-        if isinstance(part, Parameters) and part.multiplies
+        if isinstance(part, ParameterModule) and part.only_multiplies
     }
     for name, part in model.named_modules():
         if name not in alone:
@@ -218,7 +221,7 @@ def load_inference_weights(
         write(name, value)
         coming[owner].remove(own)
         if not coming[owner]:
-            alone[owner].let_go(weights)
+            alone[owner].free_weight(weights)
 
     load(model, lambda write: stream(lambda name, value: through(write, name, value)))
     return model

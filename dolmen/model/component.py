@@ -1,24 +1,24 @@
-"""Interfaces of a block's modules: how they are built, their inputs, and the KV cache.
+"""Interfaces of a block's modules: their inputs, the KV cache they are given, and column-row
+branches.
 
-What the model asks of a cache of keys and values; dolmen/serving/kv_cache.py is one.
+A mixer or an mlp is a `Component`. Its forward takes this rank's residual stream x [tokens,
+hidden], I@tp or S(0)@tp, and `LayerInputs`, what a layer needs beside it: positions, documents,
+dropout noise, router losses.
 
-A forward that reads into a cache is of one sequence, in which the new tokens of every text follow
-one another. All that is token-wise knows nothing of texts, and a mixer hands its queries to the
-cache, which knows whose they are.
+The KV cache (`LayerCache`; implemented in dolmen/serving/kv_cache.py) is called by the mixer with
+queries and the new keys and values. A cached forward has batch 1: the new tokens of all sequences
+follow one another. Token-wise modules do not see sequences; only the cache knows which token
+belongs to which.
 
-What the layers are given of a microbatch beside the residual stream.
-
-What every module that computes a component of a block has, and is made with.
-
-
-A branch of the residual stream that is one column-row pair of tensor parallelism: x enters by
-column-parallel products, and what comes of them leaves by a row-parallel one.
+A `Branch` is a column-row pair of tensor parallelism (Megatron-LM, 1909.08053):
 
     x -> enter -> columns -> inner -> row -> leave -> y
 
-Branches of one x, or whose results are added, enter and leave together: one collective each way
-for all of them, where each by itself would have its own.
+    enter   I@tp: copy, backward all-reduces;   S(0)@tp: all-gather, backward reduce-scatters
+    leave   I@tp: all-reduce;                    S(0)@tp: reduce-scatter
 
+Branches of one input, or whose results are added, enter and leave together: one collective each way
+for all of them, where each alone would have its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,9 +31,9 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor, nn
 
 from dolmen.core import device
-from dolmen.model.layers import Row
+from dolmen.model.layers import RowParallelLinear
 from dolmen.model.routing_replay import Routes
-from dolmen.model.split import Split
+from dolmen.model.split import ModelSplit
 from dolmen.model.training import Training
 from dolmen.ops.attention import Attend, Documents
 from dolmen.ops.elementwise import Noise
@@ -41,27 +41,27 @@ from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
 from dolmen.parallel.tensor import Linear, TensorParallel
 
-OfPages = Callable[..., Tensor]
-"""of_pages(q [texts, heads, size], *kept [pages, kv_heads, page, ...], pages: Pages | Alone) ->
-[texts, heads, value size]: one query of each text.
+PagedAttention = Callable[..., Tensor]
+"""attend_paged(q [sequences, heads, size], *kept [pages, kv_heads, page, ...], pages: Pages |
+Alone) -> [sequences, heads, value size]: one query of each sequence.
 """
-OfTexts = Callable[..., Tensor]
-"""of_texts(q [texts, new, heads, size], *kept [texts, length, kv_heads, ...], documents: Documents
-| None) -> [texts, new, heads, value size]: the last `new` of all `length` tokens of texts that are
-equally long, and what prefixes they have.
+SequenceAttention = Callable[..., Tensor]
+"""attend_sequences(q [sequences, new, heads, size], *kept [sequences, length, kv_heads, ...],
+documents: Documents | None) -> [sequences, new, heads, value size]: the last `new` of `length`
+tokens of sequences of equal length; `documents` has their prefixes.
 """
 
 
 @runtime_checkable
 class LayerCache(Protocol):
-    """Of one layer and one forward."""
+    """KV cache of one layer during one forward."""
 
-    def attended(
+    def attend(
         self,
         q: Float[Tensor, "1 tokens heads size"],
         new: Sequence[Float[Tensor, "1 tokens kv_heads _"]],
-        of_pages: OfPages,
-        of_texts: OfTexts,
+        of_pages: PagedAttention,
+        of_texts: SequenceAttention,
     ) -> Float[Tensor, "tokens heads value_size"]:
         """Keep what the mixer has `new` of each token, such as keys and values, and attend to what
         is kept of the same text, by either function. No autograd.
@@ -70,17 +70,17 @@ class LayerCache(Protocol):
 
 
 @runtime_checkable
-class Cached(Protocol):
-    """Of one forward: its tokens, and each layer."""
+class ForwardCache(Protocol):
+    """KV cache during one forward: positions of the new tokens, and each layer's cache."""
 
     @property
     def positions(self) -> Int64[Tensor, "streams 1 tokens"]:
-        """Of each token in its own text."""
+        """Position of each token in its own sequence."""
         ...
 
     @property
     def lengths(self) -> Int64[Tensor, "1 tokens"] | None:
-        """Of each token, how long its text is taken to be; None where no layer asks."""
+        """Length of the sequence of each token; None if no layer needs it."""
         ...
 
     @property
@@ -92,11 +92,11 @@ class Cached(Protocol):
     def layers(self) -> Sequence[LayerCache]: ...
 
 
-class Balance(NamedTuple):
+class RouterLosses(NamedTuple):
     """How the auxiliary losses of one layer of experts enter the gradient, and what is counted."""
 
     scale: Float[Tensor, ""]
-    """What the losses of one sequence are multiplied by."""
+    """Weight of the losses of one sequence in the gradient."""
     tally: Float64[Tensor, " experts+2"]
     """Zeros. Its gradient is what backward counted: the pairs of each expert, and the
     sums of balance and z loss over sequences. A gradient adds up over microbatches by itself, and
@@ -104,52 +104,56 @@ class Balance(NamedTuple):
     """
 
 
-class Where(NamedTuple):
-    """What a layer needs to know of its tokens' positions, those of each sequence or of all (batch
-    1).
-    """
+class PositionInputs(NamedTuple):
+    """What a layer needs of its tokens' positions, per sequence or for all (batch 1)."""
 
     cos: Float[Tensor, "batch length 1 half"] | None = None
-    """What rope turns each position by, of half its size; None where it turns nothing."""
+    """Cosines of rope's angles; None: no rope."""
     sin: Float[Tensor, "batch length 1 half"] | None = None
     steps: Float[Tensor, "batch length heads"] | None = None
-    """What products with each key grow by; None: by nothing."""
+    """ALiBi bias of each key before scaling (Falcon); None: no bias."""
     growth: Float[Tensor, "batch length 1 1"] | None = None
-    """What queries are multiplied by; None: by nothing."""
+    """Factor of each query (Qwen's log-n scaling); None: 1."""
 
 
-class Given(NamedTuple):
-    """Of this rank of cp's part of the sequences; `length` tokens of each."""
+class LayerInputs(NamedTuple):
+    """Inputs of a layer beside the residual stream, for this cp rank's `length` tokens of each
+    sequence.
+    """
 
     batch: int
     """Sequences of the microbatch."""
     cos: Float[Tensor, "batch length 1 half"] | None = None
-    """As in Where, of the layer that is given this."""
+    """As in PositionInputs, for this layer."""
     sin: Float[Tensor, "batch length 1 half"] | None = None
     steps: Float[Tensor, "batch length heads"] | None = None
     growth: Float[Tensor, "batch length 1 1"] | None = None
     documents: Documents | None = None
-    """Of this rank's tokens; None: each sequence is one, without a prefix."""
+    """Documents of this rank's tokens; None: each sequence is one, without a prefix."""
     noise: Noise | None = None
-    """What dropout needs, of the layer that is given this; None where there is none."""
+    """Dropout noise of this layer; None: no dropout."""
     rows: Int64[Tensor, " here"] | None = None
-    """Of each token of the residual stream on this rank, its index in the global batch: for
-    dropout.
-    """
-    balance: Balance | None = None
-    """Of a layer of experts; None: no gradient is wanted."""
-    chosen: Int64[Tensor, "n k"] | None = None
-    """Of a layer of experts, those that each token goes to; None: its router says."""
-    told: Callable[[Tensor], None] | None = None
-    """Of a layer of experts: is told which each token goes to."""
+    """Index in the global batch of each token of this rank's residual stream, for dropout."""
+    balance: RouterLosses | None = None
+    """Router losses of an MoE layer; None: no gradient is wanted."""
+    forced_experts: Int64[Tensor, "n k"] | None = None
+    """Experts of each token, forced by routing replay; None: the router chooses."""
+    on_routing: Callable[[Tensor], None] | None = None
+    """Callback of an MoE layer with the experts of each token."""
 
-    def of_layer(
-        self, number: int, where: Where, balance: Balance | None, routes: Routes | None = None
-    ) -> "Given":
+    def for_layer(
+        self,
+        number: int,
+        where: PositionInputs,
+        balance: RouterLosses | None,
+        routes: Routes | None = None,
+    ) -> "LayerInputs":
         """The same for layer `number`, which knows its positions as `where`."""
         here = self._replace(**where._asdict(), balance=balance)
         if routes is not None:
-            here = here._replace(chosen=routes.chosen.get(number), told=routes.listener(number))
+            here = here._replace(
+                forced_experts=routes.forced_experts.get(number), on_routing=routes.listener(number)
+            )
         if self.noise is None:
             return here
         layer = device.scalar_tensor(number, torch.int64, self.noise.key.device)
@@ -157,11 +161,13 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where a component stands: what its module needs to know beside it and its leaves."""
+class ModuleContext:
+    """What a module needs beside its spec and its parameters: layer number, split, training
+    options.
+    """
 
     layer: int
-    split: Split
+    split: ModelSplit
     training: Training
 
 
@@ -172,27 +178,29 @@ class Component(nn.Module):
 
     @property
     def static(self) -> bool:
-        """Whether no shape depends on the values of tensors, and nothing is read from the
-        device.
+        """Whether no shape depends on values of tensors and nothing is read from the device:
+        torch.compile and prefetching need this.
         """
         return True
 
     @property
     def balance_bias(self) -> Float[Tensor, " experts"] | None:
-        """Of its router, where a bias balances experts."""
+        """Balance bias of the router, if it has one."""
         return None
 
     @staticmethod
     def attend(mixer: Any) -> Attend:
-        """What attention a mixer of the tree is: of any microbatch, and all heads of the model."""
+        """Return the kind of attention of a mixer spec, over all heads of the model."""
         raise NotImplementedError
 
     def units(self) -> list[Unit]:
-        """What is gathered and reduced apart from the rest of its block, in the order of use."""
+        """Return the modules that FSDP gathers and reduces separately from the block, in the order
+        of use.
+        """
         return []
 
 
-class Passing(nn.Module):
+class Passthrough(nn.Module):
     """Hands on what it is given: a place for hooks, where what passes is no module's result."""
 
     def forward(self, x: Any) -> Any:
@@ -208,22 +216,22 @@ class Branch(Component):
 
     def __init__(self):
         super().__init__()
-        self.products, self.result = Passing(), Passing()
+        self.products, self.result = Passthrough(), Passthrough()
 
     @property
     def columns(self) -> list[Linear]:
-        """What each product of x multiplies by, weight [out_i / tp, hidden]."""
+        """Column-parallel weights [out_i / tp, hidden] that multiply x."""
         raise NotImplementedError
 
     @property
-    def row(self) -> Row:
-        """What multiplies the result of `inner`, S(1)@tp, and sums it over tp."""
+    def row(self) -> RowParallelLinear:
+        """Row-parallel module that multiplies the result of `inner`, S(1)@tp, and sums over tp."""
         raise NotImplementedError
 
     def inner(
         self,
         products: Sequence[Float[Tensor, "tokens _"]],
-        given: Given,
+        given: LayerInputs,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
         """The products of x with the columns, each [tokens, out_i / tp] S(1)@tp -> [tokens, inputs
@@ -231,28 +239,28 @@ class Branch(Component):
         """
         raise NotImplementedError
 
-    def between(
+    def inner_with_hooks(
         self,
         products: Sequence[Float[Tensor, "tokens _"]],
-        given: Given,
+        given: LayerInputs,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
         """`inner`, seen by hooks."""
         return self.result(self.inner(self.products(products), given, cache))
 
     def forward(
-        self, x: Float[Tensor, "here hidden"], given: Given, cache: LayerCache | None = None
+        self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         (products,) = enter([self], x)
-        return self.row(self.between(products, given, cache))
+        return self.row(self.inner_with_hooks(products, given, cache))
 
     def part(
-        self, x: Float[Tensor, "tokens hidden"], given: Given
+        self, x: Float[Tensor, "tokens hidden"], given: LayerInputs
     ) -> Float[Tensor, "tokens hidden"]:
-        """Of x R@tp, which has entered already -> P@tp, to leave with other sums; without the bias
-        of the row.
+        """Return the branch's partial sum P@tp of x R@tp, without the row bias: it is reduced
+        together with other sums.
         """
-        y = self.between(tensor.products(x, self.columns, self.tp), given)
+        y = self.inner_with_hooks(tensor.products(x, self.columns, self.tp), given)
         return tensor.part_of_rows(y, self.row.linear(), self.tp)
 
 

@@ -1,25 +1,25 @@
-"""What a model costs, in closed form: parameters, the floating point operations of a training step,
-and the bytes it keeps for backward.
+"""Cost of a model in closed form: parameters, FLOPs of a training step, and bytes of activations
+that backward needs.
 """
 
 from typing import Literal
 
-from dolmen.model.spec import Attention, Experts, Tree
+from dolmen.model.spec import AttentionSpec, ModelSpec, MoESpec
 from dolmen.model.spec.block import Mixer
 
 
-def parameters(tree: Tree) -> int:
+def parameters(tree: ModelSpec) -> int:
     """Number of parameters; a tied head counts once."""
     return sum(leaf.elements for leaf in tree.leaves.values())
 
 
-def trained(tree: Tree) -> int:
-    """Of the parameters those that gradients move."""
+def trainable_parameters(tree: ModelSpec) -> int:
+    """Number of parameters that are trained."""
     return sum(leaf.elements for leaf in tree.leaves.values() if leaf.trained)
 
 
 def training_flops_per_token(
-    tree: Tree, sequence_length: int, attention: Literal["causal", "full"] = "causal"
+    tree: ModelSpec, sequence_length: int, attention: Literal["causal", "full"] = "causal"
 ) -> float:
     """FLOPs per token of forward and backward: 2 per multiply-add, backward twice forward, nothing
     for recomputation.
@@ -36,7 +36,7 @@ def training_flops_per_token(
 
 
 def attention_flops_per_token(
-    tree: Tree, sequence_length: int, attention: Literal["causal", "full"] = "causal"
+    tree: ModelSpec, sequence_length: int, attention: Literal["causal", "full"] = "causal"
 ) -> float:
     """The part of `training_flops_per_token` that is not of matrices."""
 
@@ -50,7 +50,7 @@ def attention_flops_per_token(
 
 
 def activation_bytes_per_layer(
-    tree: Tree,
+    tree: ModelSpec,
     batch: int,
     sequence_length: int,
     *,
@@ -76,9 +76,9 @@ def activation_bytes_per_layer(
     keys and values.
     """
     block = tree.blocks[0]
-    if not isinstance(block.mixer, Attention):
+    if not isinstance(block.mixer, AttentionSpec):
         raise ValueError(f"{block.mixer.words}: dolmen knows what plain attention keeps, not this")
-    if isinstance(block.mlp, Experts):
+    if isinstance(block.mlp, MoESpec):
         raise ValueError(
             f"num_experts ({block.mlp.number}): what experts keep depends on the router"
         )
@@ -114,7 +114,7 @@ def activation_bytes_per_layer(
     return tokens * (stream * outside + inside + e * kept * width)
 
 
-def _kv_heads(attention: Attention, tp: int) -> float:
+def _kv_heads(attention: AttentionSpec, tp: int) -> float:
     """Key-value heads that a rank multiplies and attends to; where tp cuts a group of queries
     unevenly, one for each query.
     """

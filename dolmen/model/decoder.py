@@ -1,16 +1,29 @@
-"""One decoder for every family: embedding, blocks, final norm. Structure comes from the tree of
-components alone (dolmen/model/spec).
+"""One decoder for every family: embedding, blocks, final norm, head. Its structure comes from the
+`ModelSpec` alone (dolmen/model/spec).
 
     tokens [b, s] -> embed -> x [b * s, hidden] -> block * layers -> norm -> hidden
                                                                         |
-                                                      end(hidden, head) -> what is asked for
+                                          head_function(hidden, head) -> logits, loss, ...
 
-x is I@tp, or S(0)@tp under sequence parallelism. The decoder owns the head and has no use for it:
-it is given to the end (head.py), which makes logits or a loss of the two.
+Problem. One class has to be the whole model in one process, a tensor-parallel slice of it, one or
+several pipeline stages, and the model that decodes with a KV cache, for fifty families, and give
+the same numbers in each case.
 
-A rank holds the parts of it that its pipeline schedule gives it, under their names in the whole,
-and under context parallelism s is its part of every sequence. Both are in `Split`; on one process
-it is all there is.
+Idea. The residual stream x is two-dimensional, tokens by hidden, so that no layer but attention
+knows of sequences. It is I@tp (replicated over tp), or S(0)@tp (sharded by tokens) under sequence
+parallelism; under context parallelism s is this rank's part of every sequence. What a rank has is
+in `ModelSplit`: its mesh axes and the layers of its pipeline stages. Modules keep the names of the
+whole model ("layers.17.attn.q"), so that initial values, checkpoints and weight rules do not depend
+on the layout. Modules that a rank lacks are None.
+
+The head is not applied by the decoder: `forward` hands it to a head function (head.py), which
+computes logits, a loss or log-probabilities. It runs inside forward, because ZeRO-3 frees the
+gathered weight of the head when forward returns.
+
+Invariants. Every parameter has exactly one `ParamSpec`; `placements` and `partial_gradients` follow
+from it. Per-token inputs (labels, weights, positions) are those of whole sequences and equal on all
+ranks of tp and cp; each rank takes its part. With several stages per rank, `part` says which of
+them a call runs, and the stage boundary has the shape of `boundary`.
 """
 
 from collections.abc import Mapping
@@ -22,24 +35,37 @@ from torch import Tensor, nn
 
 from dolmen.core.device import scalar_tensor
 from dolmen.core.state import Places, dtype_of, local
-from dolmen.model.block import HEADS, Block, build_block, check_supported
-from dolmen.model.component import Balance, Cached, Given, Setting, Where
-from dolmen.model.head import End, Transform
+from dolmen.model.block import HEADS, TransformerBlock, build_block, check_supported
+from dolmen.model.component import (
+    ForwardCache,
+    LayerInputs,
+    ModuleContext,
+    PositionInputs,
+    RouterLosses,
+)
+from dolmen.model.head import HeadFunction, HeadTransform
 from dolmen.model.layers import (
-    Column,
+    ColumnParallelLinear,
     Embedding,
     Norm,
-    Parameters,
-    Positions,
-    Whole,
+    ParameterModule,
+    PositionEmbedding,
+    ReplicatedLinear,
     is_partial,
-    places,
+    placements,
 )
 from dolmen.model.positions import tables
 from dolmen.model.routing_replay import Routes
-from dolmen.model.spec import Leaf, Table, Tree, check_cuts, check_rounding, under
-from dolmen.model.spec.positions import Relative
-from dolmen.model.split import Split, whole
+from dolmen.model.spec import (
+    ModelSpec,
+    ParamSpec,
+    PositionTable,
+    check_fp8_sharding,
+    check_sharding,
+    select_prefix,
+)
+from dolmen.model.spec.positions import AttentionPositions
+from dolmen.model.split import ModelSplit, single_process
 from dolmen.model.training import Training
 from dolmen.ops import elementwise
 from dolmen.ops.attention import Documents
@@ -49,7 +75,7 @@ from dolmen.parallel.data import Unit
 from dolmen.parallel.inference_linear import Several, Weights
 from dolmen.parallel.quantized_product import Delayed
 
-BEHIND = ("final_norm", "project_out", "head", "score", "transform", "pooler", "follows")
+HEAD_MODULES = ("final_norm", "project_out", "head", "score", "transform", "pooler", "follows")
 """Names of the modules behind the last block."""
 
 
@@ -61,16 +87,18 @@ class Decoder(nn.Module):
     forward(tokens, end) -> what `end` makes of them and the head
     """
 
-    def __init__(self, tree: Tree, split: Split | None = None, training: Training = Training()):
+    def __init__(
+        self, tree: ModelSpec, split: ModelSplit | None = None, training: Training = Training()
+    ):
         """`split` None: all of it, in one process. Raises ValueError where the split does not
         divide the model, and for what no module computes.
         """
         super().__init__()
-        tree, split = training.applied(tree), split or whole(tree.layers)
+        tree, split = training.apply_to(tree), split or single_process(tree.layers)
         check_supported(tree)
         self.sizes = {"tp": split.tp.axis.size, "ep": split.ep.size}
-        check_cuts(tree.leaves, self.sizes)
-        check_rounding(tree.leaves, self.sizes)
+        check_sharding(tree.leaves, self.sizes)
+        check_fp8_sharding(tree.leaves, self.sizes)
         self.tree, self.split, self.tp = tree, split, split.tp
         self.dropout, self.router = training.dropout, training.router
         self._add_embedding()
@@ -78,8 +106,8 @@ class Decoder(nn.Module):
             {
                 str(i): build_block(
                     tree.blocks[i],
-                    under(tree.leaves, f"layers.{i}"),
-                    Setting(i, split, training),
+                    select_prefix(tree.leaves, f"layers.{i}"),
+                    ModuleContext(i, split, training),
                 )
                 for i in split.layers
             }
@@ -96,94 +124,100 @@ class Decoder(nn.Module):
         tree, tp, first = self.tree, self.tp, self.split.first
         embedding, leaves = tree.embedding, tree.leaves
         has_table = first or (self.split.last and tree.head.tied)
-        self.embed = Embedding(embedding, under(leaves, "embed"), tp) if has_table else None
+        self.embed = Embedding(embedding, select_prefix(leaves, "embed"), tp) if has_table else None
         width, norm = embedding.width, embedding.norm
-        self.project_in = Whole(under(leaves, "project_in"), tp) if first and width else None
+        self.project_in = (
+            ReplicatedLinear(select_prefix(leaves, "project_in"), tp) if first and width else None
+        )
         self.embed_norm = (
-            Norm(norm, under(leaves, "embed_norm"), self.split.kernels) if first and norm else None
+            Norm(norm, select_prefix(leaves, "embed_norm"), self.split.kernels)
+            if first and norm
+            else None
         )
         self.positions = self._positions_table("positions", embedding.positions)
         self.block_positions = self._positions_table("block_positions", embedding.positions)
-        types = Table(embedding.types) if embedding.types else None
+        types = PositionTable(embedding.types) if embedding.types else None
         self.types = self._positions_table("types", types)
 
-    def _positions_table(self, name: str, table: Table | None) -> Positions | None:
-        own = under(self.tree.leaves, name)
-        return Positions(table, own) if self.split.first and table and own else None
+    def _positions_table(self, name: str, table: PositionTable | None) -> PositionEmbedding | None:
+        own = select_prefix(self.tree.leaves, name)
+        return PositionEmbedding(table, own) if self.split.first and table and own else None
 
     def _add_head(self) -> None:
         """Make the modules behind the last block. One is None where the model has none of its
         kind, and on a rank without the last stage.
         """
         tree, tp, last, kernels = self.tree, self.tp, self.split.last, self.split.kernels
-        own = {name: under(tree.leaves, name) if last else {} for name in BEHIND}
+        own = {name: select_prefix(tree.leaves, name) if last else {} for name in HEAD_MODULES}
         self.final_norm = (
             Norm(tree.final_norm, own["final_norm"], kernels) if last and tree.final_norm else None
         )
-        self.project_out = Whole(own["project_out"], tp) if own["project_out"] else None
+        self.project_out = ReplicatedLinear(own["project_out"], tp) if own["project_out"] else None
         # rows that are normalized first are read as they are, not multiplied
-        head = Parameters if tree.head.normalised else Column
+        head = ParameterModule if tree.head.normalised else ColumnParallelLinear
         self.head = head(own["head"]) if own["head"] else None
-        self.score = Parameters(own["score"]) if own["score"] else None
+        self.score = ParameterModule(own["score"]) if own["score"] else None
         transform = tree.head.transform
         self.transform = (
-            Transform(transform, own["transform"], tp, kernels) if last and transform else None
+            HeadTransform(transform, own["transform"], tp, kernels) if last and transform else None
         )
-        self.pooler = Whole(own["pooler"], tp) if own["pooler"] else None
-        self.follows = Whole(own["follows"], tp) if own["follows"] else None
+        self.pooler = ReplicatedLinear(own["pooler"], tp) if own["pooler"] else None
+        self.follows = ReplicatedLinear(own["follows"], tp) if own["follows"] else None
 
     def compile_parts(self) -> None:
         """torch.compile of what repeats: each block, and the loss of a chunk of tokens; and of the
         final norm. Before sharding over dp. Of a block where how many rows an expert gets is read,
         only attention.
         """
-        for block in self.all_blocks():
+        for block in self.local_blocks():
             block.compile_static()
         if self.final_norm is not None:
             self.final_norm.compile()
         self.compiled = True
 
-    def lay_out(self, weights: Weights) -> None:
+    def prepack(self, weights: Weights) -> None:
         """How weights are held for products without gradients, until `at_rest`
         (layers.Parameters); on a GPU as they are.
         """
         if not self.split.kernels.lays_out:
             return
         for module in self._parts():
-            module.lay_out(weights)
+            module.prepack(weights)
 
     def at_rest(self, keep: bool) -> None:
         """Weights are multiplied as they are; `keep` what was laid out, while they are the same."""
         for module in self._parts():
             module.at_rest(keep)
 
-    def stand_beside(self, several: Mapping[str, Several]) -> None:
+    def set_multi_lora(self, several: Mapping[str, Several]) -> None:
         """Adapters beside weights, by the names of these, until there are others or none ({});
         where no gradient is kept (layers.Parameters).
         """
         for name, module in self.named_modules():
-            if isinstance(module, Parameters):
-                module.stand_beside(several.get(f"{name}.weight"))
+            if isinstance(module, ParameterModule):
+                module.set_multi_lora(several.get(f"{name}.weight"))
 
-    def _parts(self) -> list[Parameters]:
-        return [module for module in self.modules() if isinstance(module, Parameters)]
+    def _parts(self) -> list[ParameterModule]:
+        return [module for module in self.modules() if isinstance(module, ParameterModule)]
 
-    def held(self) -> dict[str, Leaf]:
-        """What is known of each parameter that this rank holds a part of, by its name."""
+    def held(self) -> dict[str, ParamSpec]:
+        """Return the spec of each parameter that this rank holds a part of, by its name."""
         return {name: self.tree.leaves[name] for name, _ in self.named_parameters()}
 
     def delayed(self) -> dict[str, Delayed]:
-        """What delayed scaling knows of each weight of this rank's layers, by its name."""
+        """Return the fp8 delayed-scaling state of each weight of this rank, by its name."""
         return {
             f"{name}.weight": module.rounding.delayed
             for name, module in self.named_modules()
-            if isinstance(module, Parameters)
+            if isinstance(module, ParameterModule)
             and module.rounding is not None
             and module.rounding.delayed is not None
         }
 
     def scaling(self) -> dict[str, Tensor]:
-        """What delayed scaling keeps, `amax_history/NAME` and `fp8_scale/NAME` of each weight."""
+        """Return the tensors of fp8 delayed scaling: `amax_history/NAME` and `fp8_scale/NAME` of
+        each weight.
+        """
         return {
             f"{kind}/{name}": tensor
             for name, state in self.delayed().items()
@@ -194,34 +228,34 @@ class Decoder(nn.Module):
         """Parameter name -> placement on tp, of experts on (ep, tp): what the sharder carries out
         and the memory planner counts.
         """
-        return {name: places(leaf, self.sizes) for name, leaf in self.held().items()}
+        return {name: placements(leaf, self.sizes) for name, leaf in self.held().items()}
 
     def partial(self) -> set[str]:
         """Names of the parameters whose gradient on tp is a partial sum."""
         return {name for name, leaf in self.held().items() if is_partial(leaf, self.tp)}
 
     def units(self) -> list[Unit]:
-        """What is gathered and reduced together over fsdp, inner modules first."""
-        return [unit for block in self.all_blocks() for unit in (*block.units(), Unit(block))]
+        """Return the FSDP units, inner modules first."""
+        return [unit for block in self.local_blocks() for unit in (*block.units(), Unit(block))]
 
     def ahead(self) -> list[list[list[nn.Module]]]:
-        """What to gather ahead (data.prefetch): of each stage, each block's units in the order of
-        use. Empty where forward does not stop to read the device.
+        """Return what to prefetch (data.prefetch): for each stage, each block's units in the order
+        of use. Empty if forward stops to read the device.
         """
-        if all(block.mlp.static for block in self.all_blocks()):
+        if all(block.mlp.static for block in self.local_blocks()):
             return []
         return [
             [[b, *(unit.module for unit in b.units())] for b in self.blocks(part)]
             for part in range(len(self.split.parts))
         ]
 
-    def all_blocks(self) -> list[Block]:
+    def local_blocks(self) -> list[TransformerBlock]:
         """The layers of all stages of this rank."""
-        return [cast(Block, block) for block in self.layers.values()]
+        return [cast(TransformerBlock, block) for block in self.layers.values()]
 
-    def blocks(self, part: int) -> list[Block]:
+    def blocks(self, part: int) -> list[TransformerBlock]:
         """The layers of one of this rank's stages."""
-        return [cast(Block, self.layers[str(i)]) for i in self.split.parts[part].layers]
+        return [cast(TransformerBlock, self.layers[str(i)]) for i in self.split.parts[part].layers]
 
     @property
     def tied_apart(self) -> nn.Parameter | None:
@@ -249,7 +283,7 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the computation."""
         if self.alone is not None:  # weights that have gone are on meta, and what is left a CPU's
             return torch.device("cpu")
         return next(self.parameters()).device
@@ -259,10 +293,10 @@ class Decoder(nn.Module):
         part: int,
         positions: Int64[Tensor, "streams b s"],
         lengths: Int64[Tensor, "#b #s"] | None = None,
-    ) -> dict[tuple[Relative | None, int], Where]:
-        """What is known of `positions`, those of each sequence or of all (b = 1), by each kind of
-        layer that a stage of this rank has, in fp32 or wider; `lengths`: of the text of each token,
-        where a layer asks.
+    ) -> dict[tuple[AttentionPositions | None, int], PositionInputs]:
+        """Return what each kind of layer of a stage needs of `positions` [streams, b, s] (b = 1: of
+        all sequences), in fp32 or wider; `lengths`: of the sequence of each token, if a layer needs
+        it.
         """
         dtype = torch.promote_types(self.compute or dtype_of(self), torch.float32)
         mixers = [self.tree.blocks[i].mixer for i in self.split.parts[part].layers]
@@ -274,12 +308,12 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens: Int64[Tensor, "b s"],
-        end: End | None = None,
-        cache: Cached | None = None,
+        end: HeadFunction | None = None,
+        cache: ForwardCache | None = None,
         noise: elementwise.Noise | None = None,
         documents: Documents | None = None,
         positions: PositionIds | None = None,
-        balance: Mapping[int, Balance] | None = None,
+        balance: Mapping[int, RouterLosses] | None = None,
         x: Float[Tensor, "here hidden"] | None = None,
         part: int = 0,
         routes: Routes | None = None,
@@ -295,21 +329,21 @@ class Decoder(nn.Module):
         another. `balance`: of each layer of experts; `routes`: which of them tokens go to.
         """
         here = self.split.parts[part]
-        given = self._given(tokens, noise, documents)
+        given = self._layer_inputs(tokens, noise, documents)
         ids = self._positions(tokens, cache, positions)
-        y = self._embedded(tokens, ids, given) if here.first else x
+        y = self._embed_tokens(tokens, ids, given) if here.first else x
         assert y is not None, "a stage that is not the first is given x"
         known = self.where(part, ids, self._lengths(tokens, cache, positions))
         for i, block in zip(here.layers, self.blocks(part), strict=True):
             kept = None if cache is None else cache.layers[i]
             mixer = self.tree.blocks[i].mixer
             where = known[mixer.positions, mixer.heads]
-            y = block(y, given.of_layer(i, where, (balance or {}).get(i), routes), kept)
-        return self._ended(y, len(tokens), end) if here.last else y
+            y = block(y, given.for_layer(i, where, (balance or {}).get(i), routes), kept)
+        return self._apply_head(y, len(tokens), end) if here.last else y
 
-    def _embedded(self, tokens: Tensor, positions: Tensor, given: Given) -> Tensor:
-        """What enters the first block, of tokens [b, s] at `positions` [streams, b, s / cp], or
-        [streams, 1, s / cp] for all.
+    def _embed_tokens(self, tokens: Tensor, positions: Tensor, given: LayerInputs) -> Tensor:
+        """Return the input of the first block for tokens [b, s] at `positions` [streams, b, s /
+        cp], or [streams, 1, s / cp] for all.
         """
         assert self.embed is not None
         x = self.embed(self.split.cp.split(tokens, 1).reshape(-1))
@@ -334,9 +368,9 @@ class Decoder(nn.Module):
             )
         return x
 
-    def _ended(self, x: Tensor, batch: int, end: End | None) -> Any:
-        """What leaves the last block -> what `end` makes of it, in here: after forward ZeRO lets
-        the head go.
+    def _apply_head(self, x: Tensor, batch: int, end: HeadFunction | None) -> Any:
+        """Apply the final norm and the head function to the output of the last block. Inside
+        forward, because ZeRO frees the head after it.
         """
         hidden = x if self.final_norm is None else self.final_norm(x)
         if self.project_out is not None:
@@ -354,23 +388,25 @@ class Decoder(nn.Module):
             self.compiled,
             None if bias is None else local(bias),
             self.transform,
-            None if self.follows is None else self._pair,
+            None if self.follows is None else self._next_sentence_logits,
             None if self.tree.head.normalised else table.linear().laid_out,
         )
         return end(hidden, head)
 
-    def _pair(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "here 2"]:
+    def _next_sentence_logits(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "here 2"]:
         """See Head.follows of the tree."""
         assert self.pooler is not None and self.follows is not None
         return self.follows(self.pooler(x).tanh())
 
-    def _given(
+    def _layer_inputs(
         self, tokens: Tensor, noise: elementwise.Noise | None, documents: Documents | None
-    ) -> Given:
-        """What all layers share."""
+    ) -> LayerInputs:
+        """Return the inputs that all layers share. Raises ValueError for prefixes that no layer of
+        the model uses.
+        """
         batch, length = tokens.shape
         cp = self.split.cp
-        if documents is not None and documents.reach is not None and not self.tree.prefixed:
+        if documents is not None and documents.reach is not None and not self.tree.has_prefix_mask:
             raise ValueError(
                 "the batch has prefixes, and no layer of the model has a prefix mask: give batches "
                 "without prefixes, or a model with one"
@@ -380,13 +416,13 @@ class Decoder(nn.Module):
             none = torch.zeros(tokens.shape, dtype=torch.int64)  # where one document begins
             documents = (documents or Documents.of(none).on(tokens.device)).both_ways
         here = None if documents is None else cp.documents(documents)
-        return Given(batch, documents=here, noise=noise, rows=rows)
+        return LayerInputs(batch, documents=here, noise=noise, rows=rows)
 
     def _positions(
-        self, tokens: Tensor, cache: Cached | None, positions: PositionIds | None
+        self, tokens: Tensor, cache: ForwardCache | None, positions: PositionIds | None
     ) -> Int64[Tensor, "streams _ here"]:
-        """Of this rank's tokens, of each sequence or of all. Raises ValueError for positions that
-        the model does not have.
+        """Return the positions of this rank's tokens, per sequence or for all. Raises ValueError
+        for positions that the model does not have.
         """
         length, most, known = tokens.shape[1], self.tree.longest, self.tree.streams
         longest = length if positions is None else positions.longest
@@ -416,9 +452,11 @@ class Decoder(nn.Module):
         return self.split.cp.split(positions.ids, 2).transpose(0, 1)
 
     def _lengths(
-        self, tokens: Tensor, cache: Cached | None, positions: PositionIds | None
+        self, tokens: Tensor, cache: ForwardCache | None, positions: PositionIds | None
     ) -> Int64[Tensor, "1 _"] | None:
-        """Of the text that has each token, or all (1); None where no layer asks."""
+        """Return the length of the sequence of each token, or of all (1); None if no layer needs
+        it.
+        """
         if not self.tree.by_length:
             return None
         if cache is not None:

@@ -1,16 +1,21 @@
-"""The end of a decoder: the LM head, and the `End` that turns hidden vectors into a result.
+"""The head of a decoder (LM head or scalar head), and head functions, which turn the last hidden
+vectors into logits, losses, log-probabilities or values.
 
-What the head of a model that fills in masked tokens makes of the last hidden vectors before
-they are multiplied (dolmen/model/spec/embedding_head.py: Transform). Every rank computes it of
-its own tokens.
+    hidden, I@tp or S(0)@tp, and S(0, zigzag)@cp -> head function -> result
 
-What stands at the end of a decoder: the head, which the model owns, and an `End` is given with
-the last hidden vectors of a microbatch.
+Problem. Logits of 8,192 tokens over 128,000 words are 4.2 GB in fp32, several times all other
+activations of a layer, and their rows are sharded over tp.
 
-    hidden, I@tp or S(0)@tp, and S(0, zigzag)@cp -> an end -> what it makes of them
+Idea. A loss or a log-probability never has whole logits: chunks of tokens are multiplied by this
+rank's rows of the vocabulary, maxima and sums of exponentials cross tp, and backward computes each
+chunk again (parallel/vocabulary.py, parallel/log_probabilities.py). `kernels.logits_at_once` is the
+size of a chunk. Only `logits`, for reading a model, returns them, and then this rank's rows.
 
-An end runs inside the model's forward, where ZeRO has gathered the head. Results per token are of
-this rank of cp's part of each sequence, [sequences, here], and the same on all ranks of tp.
+Invariants. A head function runs inside the model's forward, where ZeRO has gathered the head. Its
+inputs per token (labels, weights) are of whole sequences and equal on every rank; results per token
+are of this cp rank's part of each sequence, [sequences, here], and the same on all ranks of tp.
+What cp ranks compute from gathered values is the same on each, so it counts 1 / cp on each
+(`divide_over_cp`).
 """
 
 from collections.abc import Callable
@@ -25,9 +30,9 @@ from torch import Tensor
 
 from dolmen.core import collectives
 from dolmen.model import spec
-from dolmen.model.layers import Norm, Whole
-from dolmen.model.spec import Leaves, Tree, under
-from dolmen.model.split import Split
+from dolmen.model.layers import Norm, ReplicatedLinear
+from dolmen.model.spec import ModelSpec, ParamSpecs, select_prefix
+from dolmen.model.split import ModelSplit
 from dolmen.ops import loss
 from dolmen.ops.elementwise import ACTIVATIONS
 from dolmen.ops.kernels import Kernels
@@ -42,47 +47,51 @@ from dolmen.parallel.tensor import Linear, TensorParallel
 from dolmen.parallel.vocabulary import linear_cross_entropy
 
 
-class Transform(Whole):
+class HeadTransform(ReplicatedLinear):
     """norm(act(W x + b))."""
 
     def __init__(
-        self, transform: spec.Transform, leaves: Leaves, tp: TensorParallel, kernels: Kernels
+        self,
+        transform: spec.HeadTransformSpec,
+        leaves: ParamSpecs,
+        tp: TensorParallel,
+        kernels: Kernels,
     ):
         super().__init__({name: leaf for name, leaf in leaves.items() if "." not in name}, tp)
         self.act = ACTIVATIONS[transform.activation]
-        self.norm = Norm(transform.norm, under(leaves, "norm"), kernels)
+        self.norm = Norm(transform.norm, select_prefix(leaves, "norm"), kernels)
 
     def forward(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "here hidden"]:
         return self.norm(self.act(super().forward(x)))
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
-    """Of one microbatch. Numbers per token that an end gives it (labels, weights) are of whole
-    sequences, the same on every rank.
+class ModelHead:
+    """The model's head for one microbatch. Per-token inputs of a head function (labels, weights)
+    are of whole sequences, the same on every rank.
     """
 
-    tree: Tree
-    split: Split
+    tree: ModelSpec
+    split: ModelSplit
     weight: Tensor
     """[rows, hidden]: what this rank of tp holds of it, gathered over fsdp."""
     sequences: int
-    """Of the microbatch."""
+    """Sequences of the microbatch."""
     compiled: bool = False
     bias: Tensor | None = None
     """[rows], as `weight` has them."""
     transform: Callable[[Tensor], Tensor] | None = None
-    """Of hidden vectors, before they are multiplied."""
-    pair: Callable[[Tensor], Tensor] | None = None
-    """Of hidden vectors [_, hidden], the two logits [_, 2] of whether one text follows another."""
+    """Transform of hidden vectors before the product (BERT)."""
+    next_sentence_head: Callable[[Tensor], Tensor] | None = None
+    """Next-sentence head: hidden vectors [_, hidden] -> two logits [_, 2]."""
     laid_out: LaidOut | None = None
-    """What multiplies by `weight` where no gradient is kept; None: torch as it is."""
+    """Packed form of `weight` for products without gradients; None: not packed."""
 
     def here(self, per_token: Shaped[Tensor, "sequences length"]) -> Shaped[Tensor, "sequences _"]:
-        """Of something known for all tokens (labels, weights), this rank of cp's part."""
+        """Return this cp rank's part of a value per token (labels, weights)."""
         return self.split.cp.split(per_token, 1)
 
-    def over_documents(
+    def sum_per_document(
         self,
         per_token: Float[Tensor, "sequences _"],
         document: Int64[Tensor, "sequences length"],
@@ -99,8 +108,8 @@ class Head:
     def whole(
         self, per_token: Float[Tensor, "sequences here"]
     ) -> Float[Tensor, "sequences length"]:
-        """Of all tokens of each sequence, those of other ranks of cp among them; R@cp, as
-        `over_sequence`.
+        """Gather a value per token over cp, for all tokens of each sequence. R@cp: every rank
+        continues with the same, so scale the result by `divide_over_cp`.
         """
         axis = self.split.cp.axis
         if axis.size == 1:
@@ -115,41 +124,40 @@ class Head:
         return total / self.split.cp.axis.size
 
 
-class Logits(Head):
+class LMHead(ModelHead):
     """A row of the weight for each token of the vocabulary, S(0)@tp."""
 
     @cached_property
     def rows(self) -> Float[Tensor, "rows hidden"]:
-        """What hidden vectors are multiplied by."""
+        """Rows that multiply hidden vectors; normalised to length 1 if the head is."""
         return F.normalize(self.weight) if self.tree.head.normalised else self.weight
 
-    def made(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "_ hidden"]:
-        """What is multiplied: hidden vectors, transformed, times what logits are to be multiplied
-        by: they are fewer numbers.
+    def scale_hidden(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "_ hidden"]:
+        """Return hidden vectors after the transform, times the logit scale: cheaper than scaling
+        the logits.
         """
         hidden = hidden if self.transform is None else self.transform(hidden)
         scale = self.tree.head.scale
         return hidden if scale == 1 else hidden * scale
 
     def follows(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here"]:
-        """Of each of this rank's tokens by how much the logit that the second text of its sequence
-        follows the first (label 0, as in transformers) is over that of a text of elsewhere, in
-        fp32 or wider.
+        """Return, per token, logit "is next sentence" (label 0, as in transformers) minus logit "is
+        not", in fp32 or wider.
         """
-        if self.pair is None:
+        if self.next_sentence_head is None:
             raise ValueError(
                 "the head does not say whether a text follows: give a model that does "
                 "(BertForPreTraining)"
             )
-        two = self.pair(hidden)
+        two = self.next_sentence_head(hidden)
         wide = two.to(torch.promote_types(two.dtype, torch.float32))
         own = wide[:, 0] - wide[:, 1]
         return tensor.all_tokens(own, self.split.tp).view(self.sequences, -1)
 
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here rows"]:
-        """Of this rank's rows."""
+        """Return the logits of this rank's rows of the vocabulary."""
         linear = Linear(self.rows, self.bias, laid_out=self.laid_out)
-        logits = tensor.columns(self.made(hidden), [linear], self.split.tp)[0]
+        logits = tensor.columns(self.scale_hidden(hidden), [linear], self.split.tp)[0]
         if self.tree.head.soft_cap is not None:
             logits = loss.capped(logits, self.tree.head.soft_cap)
         return logits.view(self.sequences, -1, self.weight.shape[0])
@@ -164,7 +172,7 @@ class Logits(Head):
         are never whole.
         """
         return linear_cross_entropy(
-            self.made(hidden),
+            self.scale_hidden(hidden),
             self.rows,
             self.here(labels).reshape(-1),
             self.tree.vocab_size,
@@ -182,14 +190,14 @@ class Logits(Head):
         labels: Int64[Tensor, "sequences length"],
         temperature: float = 1.0,
     ) -> Float[Tensor, "sequences here"]:
-        """Of the label of each of this rank's tokens, 0 where it is IGNORED, in the distribution
-        whose logits are divided by `temperature`; logits are never whole. Raises ValueError for a
-        temperature of logits that have a soft cap.
+        """Return the log-probability of each label, 0 where it is IGNORED; logits are divided by
+        `temperature` and never materialised whole. Raises ValueError for a temperature other than 1
+        with a soft cap.
         """
-        found = self._of_labels(log_probabilities, hidden, labels, temperature)
+        found = self._evaluate_labels(log_probabilities, hidden, labels, temperature)
         return found.view(self.sequences, -1)
 
-    def with_entropy(
+    def log_probabilities_and_entropy(
         self,
         hidden: Float[Tensor, "_ hidden"],
         labels: Int64[Tensor, "sequences length"],
@@ -198,23 +206,25 @@ class Logits(Head):
         """`log_probabilities`, and the entropy of each token's distribution, 0 where its label is
         IGNORED.
         """
-        found, entropy = self._of_labels(log_probabilities_and_entropy, hidden, labels, temperature)
+        found, entropy = self._evaluate_labels(
+            log_probabilities_and_entropy, hidden, labels, temperature
+        )
         return found.view(self.sequences, -1), entropy.view(self.sequences, -1)
 
-    def foretold(
+    def log_probabilities_and_argmax(
         self, hidden: Float[Tensor, "_ hidden"], labels: Int64[Tensor, "sequences length"]
     ) -> tuple[Float[Tensor, "sequences here"], Int64[Tensor, "sequences here"]]:
         """`log_probabilities`, and the likeliest token of all in the place of each label; without
         gradients.
         """
-        found, likeliest = self._of_labels(log_probabilities_and_argmax, hidden, labels)
+        found, likeliest = self._evaluate_labels(log_probabilities_and_argmax, hidden, labels)
         return found.view(self.sequences, -1), likeliest.view(self.sequences, -1)
 
-    def _of_labels(
+    def _evaluate_labels(
         self, judge: Callable[..., Any], hidden: Tensor, labels: Tensor, temperature: float = 1.0
     ) -> Any:
-        """What `judge`, of parallel/log_probabilities.py, says of this rank's tokens."""
-        made, bias = self.made(hidden), self.bias
+        """Call `judge`, a function of parallel/log_probabilities.py, for this rank's tokens."""
+        made, bias = self.scale_hidden(hidden), self.bias
         if temperature != 1:
             if self.tree.head.soft_cap is not None:
                 raise ValueError(
@@ -235,7 +245,7 @@ class Logits(Head):
         )
 
 
-class Values(Head):
+class ScalarHead(ModelHead):
     """One row, whole on every rank."""
 
     def values(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here"]:
@@ -253,19 +263,19 @@ class Values(Head):
         )
 
 
-End = Callable[[Tensor, Any], Any]
+HeadFunction = Callable[[Tensor, Any], Any]
 """(hidden, the head of the model) -> anything."""
 
 
-def logits(hidden: Tensor, head: Logits | Values) -> Tensor:
+def compute_logits(hidden: Tensor, head: LMHead | ScalarHead) -> Tensor:
     """The end of a model that is read: logits of this rank's vocabulary."""
     return head.logits(hidden)
 
 
-def loss_of(labels: Int64[Tensor, "sequences length"]) -> End:
+def cross_entropy_function(labels: Int64[Tensor, "sequences length"]) -> HeadFunction:
     """The end of a model that is measured: the sum of the losses of `labels`, already shifted."""
 
-    def end(hidden: Tensor, head: Logits) -> Tensor:
+    def end(hidden: Tensor, head: LMHead) -> Tensor:
         return head.cross_entropy(hidden, labels)
 
     return end

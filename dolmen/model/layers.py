@@ -1,5 +1,11 @@
-"""Modules that own parameters, made from leaves (dolmen/model/spec/param.py), and what a leaf says
-of a parameter on this rank: how it lies on tp, and of which type its gradient is.
+"""Modules that own parameters, made from their `ParamSpec`s, and a parameter's placement and
+gradient type on this rank.
+
+A module's parameters are stored whole on meta, then split by `placements`. `linear` returns what
+multiplies x: weight, bias, LoRA adapter, fp8 rounding and int8 scale in one tuple, which
+parallel/tensor.py consumes, so that no module repeats these combinations. Without gradients it can
+return faster forms: a packed copy of the weight (`prepack`), the packed form alone (`free_weight`),
+or several adapters for different tokens (`set_multi_lora`).
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +20,7 @@ from dolmen.core import device, profiling, state
 from dolmen.core.state import Places, Replicate, Shard, local, local_view
 from dolmen.core.torch_private import compute
 from dolmen.model import spec
-from dolmen.model.spec import Leaf, Leaves
+from dolmen.model.spec import ParamSpec, ParamSpecs
 from dolmen.ops.kernels import Kernels
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import tensor, vocabulary
@@ -23,52 +29,54 @@ from dolmen.parallel.quantized_product import Delayed, Rounding
 from dolmen.parallel.tensor import Adapter, Linear, TensorParallel
 
 
-def places(leaf: Leaf, sizes: Mapping[str, int]) -> Places:
+def placements(leaf: ParamSpec, sizes: Mapping[str, int]) -> Places:
     """How a parameter lies on tp, or of an expert on (ep, tp), which have so many ranks."""
     on = {
         cut.axis: Shard(cut.dim) if cut.splits(sizes[cut.axis]) else Replicate()
-        for cut in leaf.cuts
+        for cut in leaf.shards
     }
     tp = on.get("tp", Replicate())
     return (on["ep"], tp) if "ep" in on else tp
 
 
-def is_partial(leaf: Leaf, tp: TensorParallel) -> bool:
-    """Whether the gradient of a parameter is a partial sum over tp."""
-    if any(cut.axis == "tp" and cut.splits(tp.axis.size) for cut in leaf.cuts):
+def is_partial(leaf: ParamSpec, tp: TensorParallel) -> bool:
+    """Return whether the gradient of a parameter is a partial sum over tp."""
+    if any(cut.axis == "tp" and cut.splits(tp.axis.size) for cut in leaf.shards):
         return False
     return {"own": False, "residual": tp.residual_partial, "branch": tp.branch_partial}[
         leaf.gradient
     ]
 
 
-def rounding(leaf: Leaf) -> Rounding | None:
+def fp8_rounding(leaf: ParamSpec) -> Rounding | None:
     """How the products of a weight are rounded, with the state that this needs, not yet anywhere;
     None where they are not.
     """
     if leaf.fp8 is None:
         return None
     outputs = len(leaf.shape) - 2
-    dims = [cut.dim for cut in leaf.cuts if cut.axis == "tp"]
+    dims = [cut.dim for cut in leaf.shards if cut.axis == "tp"]
     cut = None if not dims else "outputs" if dims[0] == outputs else "inputs"
     experts = leaf.shape[0] if leaf.stacked else None
     delayed = Delayed(leaf.fp8, experts) if leaf.fp8.delayed else None
     return Rounding(leaf.fp8, cut, leaf.stacked, delayed)
 
 
-def _laid(one: Linear, weights: Weights) -> Linear:
-    """With what multiplies faster, of one matrix that is whole numbers of none, and has no gain."""
+def _prepack(one: Linear, weights: Weights) -> Linear:
+    """Return `linear` with a packed copy for fast products; unchanged for stacked or int8 weights
+    and DoRA.
+    """
     gained = one.adapter is not None and one.adapter.magnitude is not None
     if one.weight.ndim != 2 or one.scale is not None or gained:
         return one
     return one._replace(laid_out=product_of(one.merged(one.weight.dtype), weights))
 
 
-def _gone(weights: Weights) -> str:
+def _freed_message(weights: Weights) -> str:
     return f"the model was opened to multiply by {weights} weights alone: open it again"
 
 
-class Parameters(nn.Module):
+class ParameterModule(nn.Module):
     """Owns what `leaves` names: a weight, a bias where there is one, and of adapters
     (dolmen/model/spec/lora.py) the two matrices of one, and the scale of a weight in eight bits.
     """
@@ -79,84 +87,91 @@ class Parameters(nn.Module):
     lora_B: nn.Parameter | None
     lora_magnitude: nn.Parameter | None
     weight_scale: nn.Parameter | None
-    multiplies = False
-    """Whether nothing but `linear` asks for the weight."""
+    only_multiplies = False
+    """Whether the weight is used by `linear` only."""
 
-    def __init__(self, leaves: Leaves, mine: Callable[[Tensor], Tensor] = local):
+    def __init__(self, leaves: ParamSpecs, mine: Callable[[Tensor], Tensor] = local):
         """`mine`: of what has rows of outputs, those that this rank multiplies by."""
         super().__init__()
-        self.mine = mine
+        self.local_rows = mine
         self.bias = self.lora_A = self.lora_B = self.lora_magnitude = self.weight_scale = None
         self.lora_scale = leaves["lora_B"].scale if "lora_B" in leaves else 1.0
-        cuts = leaves["weight"].cuts if "lora_B" in leaves else ()
+        cuts = leaves["weight"].shards if "lora_B" in leaves else ()
         inputs = len(leaves["weight"].shape) - 1 if "lora_B" in leaves else 0
         self.over_inputs = any(cut.axis == "tp" and cut.dim == inputs for cut in cuts)
-        self.rounding = rounding(leaves["weight"]) if "weight" in leaves else None
-        self._laid_out: Weights | None = None
-        self._kept: tuple[tuple[object, ...], Linear] | None = None
-        self._alone: tuple[Weights, Linear] | None = None
-        self._several: Several | None = None
-        self._own_of_several: Several | None = None
+        self.rounding = fp8_rounding(leaves["weight"]) if "weight" in leaves else None
+        self._prepack_as: Weights | None = None
+        self._prepacked: tuple[tuple[object, ...], Linear] | None = None
+        self._freed: tuple[Weights, Linear] | None = None
+        self._multi_lora: Several | None = None
+        self._local_multi_lora: Several | None = None
         for name, leaf in leaves.items():
             made = torch.empty(leaf.shape, dtype=torch.int8 if leaf.int8 else None)
             setattr(self, name, nn.Parameter(made, requires_grad=leaf.trained))
 
     def linear(self) -> Linear:
-        """What x is multiplied by. Raises ValueError for gradients of a weight that has gone."""
-        one = self._fastest()
-        if self._several is None or torch.is_grad_enabled():
-            return one
-        if self._own_of_several is None:
-            self._own_of_several = self._several.cut(self.mine)
-        return one._replace(several=self._own_of_several)
-
-    def stand_beside(self, several: Several | None) -> None:
-        """From now on, where no gradient is kept, what `linear` gives has these adapters beside it,
-        whose outputs are the rows that this rank stores; None: no more.
+        """Return the weight, bias and adapters that multiply x. Raises ValueError for gradients of
+        a freed weight.
         """
-        self._several, self._own_of_several = several, None
+        one = self._fastest()
+        if self._multi_lora is None or torch.is_grad_enabled():
+            return one
+        if self._local_multi_lora is None:
+            self._local_multi_lora = self._multi_lora.cut(self.local_rows)
+        return one._replace(several=self._local_multi_lora)
+
+    def set_multi_lora(self, several: Several | None) -> None:
+        """Set adapters that `linear` adds where no gradient is kept (multi-LoRA), whose outputs are
+        this rank's rows; None removes them.
+        """
+        self._multi_lora, self._local_multi_lora = several, None
 
     def _fastest(self) -> Linear:
-        if self._alone is not None:
+        if self._freed is not None:
             if torch.is_grad_enabled():
-                raise ValueError(f"{_gone(self._alone[0])}, and nothing is trained by them")
-            return self._alone[1]
-        if self._laid_out is None or torch.is_grad_enabled():
+                raise ValueError(
+                    f"{_freed_message(self._freed[0])}, and nothing is trained by them"
+                )
+            return self._freed[1]
+        if self._prepack_as is None or torch.is_grad_enabled():
             return self._linear()
-        if self._kept is None:
-            self._kept = self._state(self._laid_out), _laid(self._linear(), self._laid_out)
-        return self._kept[1]
+        if self._prepacked is None:
+            self._prepacked = (
+                self._state(self._prepack_as),
+                _prepack(self._linear(), self._prepack_as),
+            )
+        return self._prepacked[1]
 
-    def let_go(self, weights: Weights) -> None:
+    def free_weight(self, weights: Weights) -> None:
         """For good, `linear` gives what multiplies faster, made now, and the weight's own memory is
         free: its shape stays, on meta, whose numbers nobody can read. As before, where nothing
         multiplies faster.
         """
-        one = _laid(self._linear(), weights)
+        one = _prepack(self._linear(), weights)
         if one.laid_out is None:
             return
         gone = torch.empty_like(local_view(self.weight), device="meta")
         self.weight = nn.Parameter(state.tensor_like(self.weight, gone), self.weight.requires_grad)
         with torch.no_grad():
             # adapters are in it
-            self._alone = weights, one._replace(weight=self.mine(self.weight), adapter=None)
+            self._freed = weights, one._replace(weight=self.local_rows(self.weight), adapter=None)
 
-    def lay_out(self, weights: Weights) -> None:
-        """From now on, where no gradient is kept, `linear` gives what multiplies faster, made when
-        it is first asked for, and held beside the weight. What was made before is kept while the
-        weight is what it was. Raises ValueError where the weight has gone, and was held otherwise.
+    def prepack(self, weights: Weights) -> None:
+        """Make `linear` use a packed copy of the weight where no gradient is kept. The copy is made
+        at first use, kept beside the weight, and reused while the weight is unchanged. Raises
+        ValueError if the weight was freed in another format.
         """
-        if self._alone is not None and self._alone[0] != weights:
-            raise ValueError(f"{_gone(self._alone[0])}, and {weights} ones are asked for")
-        if self._kept is not None and self._kept[0] != self._state(weights):
-            self._kept = None
-        self._laid_out = weights
+        if self._freed is not None and self._freed[0] != weights:
+            raise ValueError(f"{_freed_message(self._freed[0])}, and {weights} ones are asked for")
+        if self._prepacked is not None and self._prepacked[0] != self._state(weights):
+            self._prepacked = None
+        self._prepack_as = weights
 
     def at_rest(self, keep: bool) -> None:
         """No more; `keep` what was made, for the next time."""
-        self._laid_out = None
+        self._prepack_as = None
         if not keep:
-            self._kept = None
+            self._prepacked = None
 
     def _state(self, weights: Weights) -> tuple[object, ...]:
         """Another, when one of its tensors has changed."""
@@ -166,7 +181,7 @@ class Parameters(nn.Module):
         return weights, *((p.data_ptr(), compute.version_of(p)) for p in map(local_view, own))
 
     def _linear(self) -> Linear:
-        mine = self.mine
+        mine = self.local_rows
         bias = None if self.bias is None else mine(self.bias)
         adapter = None
         if self.lora_A is not None and self.lora_B is not None:
@@ -177,20 +192,22 @@ class Parameters(nn.Module):
         return Linear(mine(self.weight), bias, adapter, self.rounding, scale)
 
 
-class Column(Parameters):
-    """Of a column-parallel linear; `tensor.columns` multiplies by it."""
+class ColumnParallelLinear(ParameterModule):
+    """Parameters of a column-parallel linear, W split over its outputs; `tensor.columns` multiplies
+    by it.
+    """
 
-    multiplies = True
+    only_multiplies = True
 
 
-class Row(Parameters):
+class RowParallelLinear(ParameterModule):
     """y = x W^T + b, W split over its inputs: x S(1)@tp -> y I@tp, or S(0)@tp under sequence
     parallelism.
     """
 
-    multiplies = True
+    only_multiplies = True
 
-    def __init__(self, leaves: Leaves, tp: TensorParallel):
+    def __init__(self, leaves: ParamSpecs, tp: TensorParallel):
         super().__init__(leaves)
         self.tp = tp
 
@@ -198,10 +215,10 @@ class Row(Parameters):
         return tensor.rows([x], [self.linear()], self.tp)
 
 
-class Norm(Parameters):
+class Norm(ParameterModule):
     """RMSNorm or LayerNorm over the last dim."""
 
-    def __init__(self, norm: spec.Norm, leaves: Leaves, kernels: Kernels):
+    def __init__(self, norm: spec.NormSpec, leaves: ParamSpecs, kernels: Kernels):
         super().__init__(leaves)
         self.eps = norm.eps
         self.kernel: Literal["passes", "fused"] = kernels.norm
@@ -211,7 +228,7 @@ class Norm(Parameters):
     def forward(
         self, x: Float[Tensor, "*rows size"], mine: Callable[[Tensor], Tensor] = local
     ) -> Float[Tensor, "*rows size"]:
-        """Of a weight for each of several heads, [heads, size], `mine` takes those of x."""
+        """Normalise x; `mine` selects the heads of x from a per-head weight [heads, size]."""
         with profiling.record_range("norm"):
             if not self.affine:
                 return F.layer_norm(x, (x.shape[-1],), None, None, self.eps)
@@ -224,12 +241,12 @@ class Norm(Parameters):
             return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)
 
 
-class Embedding(Parameters):
+class Embedding(ParameterModule):
     """The vocabulary-parallel table, times its scale: tokens [n] -> [n, hidden] I@tp, or S(0)@tp.
     Its weight may serve as the head too, without the scale.
     """
 
-    def __init__(self, embedding: spec.Embedding, leaves: Leaves, tp: TensorParallel):
+    def __init__(self, embedding: spec.EmbeddingSpec, leaves: ParamSpecs, tp: TensorParallel):
         super().__init__(leaves)
         self.vocab_size, self.scale, self.tp = embedding.rows, embedding.scale, tp
 
@@ -241,10 +258,10 @@ class Embedding(Parameters):
         return x * device.scalar_tensor(self.scale, x.dtype, x.device)
 
 
-class Positions(Parameters):
+class PositionEmbedding(ParameterModule):
     """A learned table of positions (GPT-2): positions [n] -> [n, hidden]."""
 
-    def __init__(self, table: spec.Table, leaves: Leaves):
+    def __init__(self, table: spec.PositionTable, leaves: ParamSpecs):
         super().__init__(leaves)
         self.offset = table.offset
 
@@ -252,14 +269,14 @@ class Positions(Parameters):
         return F.embedding(positions + self.offset, local(self.weight))
 
 
-class Whole(Parameters):
+class ReplicatedLinear(ParameterModule):
     """y = x W^T + b of this rank's tokens, both whole on every rank: x I@tp (or S(0)@tp) -> the
     same.
     """
 
-    multiplies = True
+    only_multiplies = True
 
-    def __init__(self, leaves: Leaves, tp: TensorParallel):
+    def __init__(self, leaves: ParamSpecs, tp: TensorParallel):
         super().__init__(leaves)
         self.tp = tp
 

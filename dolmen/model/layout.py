@@ -1,5 +1,5 @@
-"""How a model is split: the only thing that differs between one CPU and a cluster. Data, checked
-against the model.
+"""A layout: how a model is split over processes, the only difference between one CPU and a cluster.
+Data, checked against the model before anything is built.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dolmen.core.config import Count, Positive, config
 from dolmen.core.messages import divisor, plural
-from dolmen.model.spec import Tree, check_cuts
+from dolmen.model.spec import ModelSpec, check_sharding
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule
 
@@ -83,8 +83,8 @@ class Layout:
         return self.inner * (self.dp or 1)
 
     def resolve(self, processes: int | None) -> "Layout":
-        """With dp filled in for `processes` (None: as few as the other axes need). Raises
-        ValueError where they do not divide.
+        """Return the layout with dp filled in for `processes` (None: as few as the other axes
+        need). Raises ValueError if they do not divide.
         """
         if processes and self.dp is None:
             self._check_divides(processes)
@@ -156,7 +156,7 @@ class Layout:
         )
 
     def check(
-        self, model: Tree, sequence_length: int, global_batch_size: int, microbatch_size: int
+        self, model: ModelSpec, sequence_length: int, global_batch_size: int, microbatch_size: int
     ) -> None:
         """Raises ValueError, with the numbers and the knob, where this layout does not divide the
         model or the batch.
@@ -198,7 +198,7 @@ class Layout:
             )
         self.make_schedule(global_batch_size, microbatch_size)
 
-    def check_model(self, model: Tree) -> None:
+    def check_model(self, model: ModelSpec) -> None:
         """The same of the model alone."""
         if (self.recompute_layers or 0) > model.layers:
             raise ValueError(
@@ -206,7 +206,7 @@ class Layout:
                 f"({model.layers}): leave it out to recompute all"
             )
         self._check_experts(model)
-        check_cuts(model.leaves, {"tp": self.tp, "ep": self.ep})
+        check_sharding(model.leaves, {"tp": self.tp, "ep": self.ep})
         if self.pp * self.virtual_stages > model.layers + 2:
             raise ValueError(
                 f"layout.pp ({self.pp}) x layout.virtual-stages ({self.virtual_stages}) = "
@@ -215,7 +215,7 @@ class Layout:
                 f"--layout.pp x --layout.virtual-stages to {model.layers + 2} or less"
             )
 
-    def _check_experts(self, model: Tree) -> None:
+    def _check_experts(self, model: ModelSpec) -> None:
         shared = (self.dp or 1) * self.cp
         if self.ep > 1 and not model.experts:
             raise ValueError(

@@ -1,24 +1,30 @@
-"""Dense and sparse (mixture of experts) feed-forward layers.
+"""Feed-forward layers: dense, gated down(act(gate x) * up x) or plain down(act(up x)), and mixture
+of experts (MoE).
 
-The feed-forward layer: gated, down(act(gate x) * up x), or plain, down(act(up x)).
-
-The sparse feed-forward layer: a router sends each token to k of E experts, gated MLPs of width
-F.
+MoE: a router sends each token to k of E experts, gated MLPs of width F.
 
     x [n, H]             I@tp or S(0)@tp
       | enter
       | router             fp32, on every rank of tp
       | n k rows by expert
-      | dispatch           over ep, to the rank that holds the expert
-      | experts            F split over tp
-      | combine            over ep, and back
-      | weigh, add         P@tp; what the shared experts make of x, one dense layer, with them
+      | dispatch           all-to-all over ep, to the rank that holds the expert
+      | experts            grouped products, F split over tp
+      | combine            all-to-all over ep, back
+      | weighted sum       P@tp, with the shared expert, a dense mlp, added
       v leave              one sum for both
 
-Experts lie on their own axes: E over ep, F over tp, and what remains of dp x cp, edp, shards them
-as ZeRO says. Router weights are replicated and see a partial sum, so their gradient is Partial on
-tp. No layout changes what is computed: rows are never dropped, and the balance loss is that of
-single sequences, whose counts are summed over cp.
+Experts have their own axes: E is sharded over ep, F over tp, and what remains of dp x cp, edp,
+shards them as ZeRO says. Router weights are replicated over tp and see a partial sum, so their
+gradient is partial over tp.
+
+Invariants. No layout changes the result: there is no capacity factor, rows are never dropped, and
+the balance loss is per sequence, its counts summed over cp. Logits and choice are fp32 or wider: in
+bf16 equal scores are frequent, and a choice would depend on the layout's order of sums.
+
+The auxiliary losses have no place in forward's result, as a pipeline stage only returns x. They
+enter the gradient through the routing weights (`_RouterLossGradient`), whose backward adds the loss
+gradient and counts the chosen experts in a tally: once per microbatch, however often recomputation
+runs forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +40,18 @@ from dolmen.core import collectives, profiling
 from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.state import local
 from dolmen.model import spec
-from dolmen.model.component import Balance, Branch, Component, Given, LayerCache, Setting
-from dolmen.model.layers import Column, Parameters, Row
-from dolmen.model.spec import Leaves, under
+from dolmen.model.component import (
+    Branch,
+    Component,
+    LayerCache,
+    LayerInputs,
+    ModuleContext,
+    RouterLosses,
+)
+from dolmen.model.layers import ColumnParallelLinear, ParameterModule, RowParallelLinear
+from dolmen.model.spec import ParamSpecs, select_prefix
 from dolmen.model.spec.layers import Activation
-from dolmen.model.split import Split
+from dolmen.model.split import ModelSplit
 from dolmen.ops import moe
 from dolmen.ops.elementwise import ACTIVATIONS, clamped_swiglu
 from dolmen.parallel import expert
@@ -49,12 +62,12 @@ from dolmen.parallel.tensor import Linear
 class MLP(Branch):
     """x [tokens, hidden] I@tp (or S(0)@tp) -> the same."""
 
-    def __init__(self, mlp: spec.Mlp, leaves: Leaves, setting: Setting):
+    def __init__(self, mlp: spec.MLPSpec, leaves: ParamSpecs, setting: ModuleContext):
         super().__init__()
         self.tp, self.act = setting.split.tp, ACTIVATIONS[mlp.activation]
-        self.gate = Column(under(leaves, "gate")) if mlp.gated else None
-        self.up = Column(under(leaves, "up"))
-        self.down = Row(under(leaves, "down"), self.tp)
+        self.gate = ColumnParallelLinear(select_prefix(leaves, "gate")) if mlp.gated else None
+        self.up = ColumnParallelLinear(select_prefix(leaves, "up"))
+        self.down = RowParallelLinear(select_prefix(leaves, "down"), self.tp)
 
     @property
     def columns(self) -> list[Linear]:
@@ -62,13 +75,13 @@ class MLP(Branch):
         return [one.linear() for one in ins]
 
     @property
-    def row(self) -> Row:
+    def row(self) -> RowParallelLinear:
         return self.down
 
     def inner(
         self,
         products: Sequence[Float[Tensor, "tokens _"]],
-        given: Given,
+        given: LayerInputs,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
         first, *rest = products
@@ -76,17 +89,17 @@ class MLP(Branch):
         return hidden * rest[0] if rest else hidden
 
 
-class Router(Parameters):
+class Router(ParameterModule):
     """Logits of every expert, in fp32 whatever the model computes in, and the choice: x [n, H] R@tp
     -> [n, E], Routing, by the experts that are `chosen`, where any are. `bias`, where there is one,
     is moved by training/balance.py and not by gradients.
     """
 
-    def __init__(self, experts: spec.Experts, leaves: Leaves):
+    def __init__(self, experts: spec.MoESpec, leaves: ParamSpecs):
         super().__init__({n: leaf for n, leaf in leaves.items() if "." not in n})
         self.k, self.choice = experts.per_token, experts.router
-        own = under(leaves, "logits")
-        self.logits = Parameters(own) if own else None
+        own = select_prefix(leaves, "logits")
+        self.logits = ParameterModule(own) if own else None
 
     def forward(
         self, x: Float[Tensor, "n hidden"], chosen: Int64[Tensor, "n k"] | None = None
@@ -115,28 +128,30 @@ class Experts(nn.Module):
     matrix of every expert, [E, out, in], and each bias one vector of every.
     """
 
-    def __init__(self, experts: spec.Experts, leaves: Leaves, split: Split):
+    def __init__(self, experts: spec.MoESpec, leaves: ParamSpecs, split: ModelSplit):
         super().__init__()
-        self.gated = _gated(experts.activation)
+        self.gated = _gated_activation(experts.activation)
         self.share = float(split.tp.axis.rank == 0)  # of tp, where the bias of `down` joins the sum
         # each has rows of all tokens of its ep, and so of no one's tokens in particular
         first = experts.number // split.ep.size * split.ep.rank
         self.tp = replace(split.tp, tokens=(split.edp,), first_expert=first)
-        self.gate = Parameters(under(leaves, "gate"))
-        self.up = Parameters(under(leaves, "up"))
-        self.down = Parameters(under(leaves, "down"))
+        self.gate = ParameterModule(select_prefix(leaves, "gate"))
+        self.up = ParameterModule(select_prefix(leaves, "up"))
+        self.down = ParameterModule(select_prefix(leaves, "down"))
 
     @profiling.record_function_range("experts")
     def forward(
         self, rows: Float[Tensor, "m hidden"], groups: moe.Groups
     ) -> Float[Tensor, "m hidden"]:
-        gate, up = (self._grouped(rows, one.linear(), groups) for one in (self.gate, self.up))
+        gate, up = (
+            self._grouped_linear(rows, one.linear(), groups) for one in (self.gate, self.up)
+        )
         down = self.down.linear()
         if down.bias is not None:  # every rank of tp adds it, all but one nothing
             down = down._replace(bias=down.bias * self.share)
-        return self._grouped(self.gated(gate, up), down, groups)
+        return self._grouped_linear(self.gated(gate, up), down, groups)
 
-    def _grouped(self, rows: Tensor, linear: Linear, groups: moe.Groups) -> Tensor:
+    def _grouped_linear(self, rows: Tensor, linear: Linear, groups: moe.Groups) -> Tensor:
         """Products with the weight of each row's expert, with its adapter, and its bias."""
         product, adapter = self.tp.product(linear), linear.adapter
         if product is None:
@@ -153,10 +168,12 @@ class Experts(nn.Module):
         return y if linear.bias is None else moe.grouped_bias(y, linear.bias, groups)
 
 
-def _gated(activation: Activation | spec.Clamped) -> Callable[[Tensor, Tensor], Tensor]:
-    """What an expert makes of its two products."""
+def _gated_activation(
+    activation: Activation | spec.ClampedSwiGLU,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function (gate, up) -> hidden of an expert."""
     match activation:
-        case spec.Clamped(alpha, limit):
+        case spec.ClampedSwiGLU(alpha, limit):
             return partial(clamped_swiglu, alpha=alpha, limit=limit)
         case _:
             act = ACTIVATIONS[activation]
@@ -166,7 +183,7 @@ def _gated(activation: Activation | spec.Clamped) -> Callable[[Tensor, Tensor], 
 class MoE(Component):
     """x [batch * length / cp, H] I@tp (or S(0)@tp) -> the same."""
 
-    def __init__(self, experts: spec.Experts, leaves: Leaves, setting: Setting):
+    def __init__(self, experts: spec.MoESpec, leaves: ParamSpecs, setting: ModuleContext):
         super().__init__()
         split, training = setting.split, setting.training.router
         self.tp = split.tp
@@ -179,11 +196,15 @@ class MoE(Component):
         self.balance = coef if training.balance == "loss" else 0.0
         self.z = training.z_loss_coef
         self.kernel = split.kernels.grouped == "grouped_mm"
-        self.router = Router(experts, under(leaves, "router"))
-        self.experts = Experts(experts, under(leaves, "experts"), split)
+        self.router = Router(experts, select_prefix(leaves, "router"))
+        self.experts = Experts(experts, select_prefix(leaves, "experts"), split)
         shared = experts.shared
-        self.shared = None if shared is None else MLP(shared, under(leaves, "shared"), setting)
-        self.shared_gate = Parameters(under(leaves, "shared_gate")) if experts.shared_gate else None
+        self.shared = (
+            None if shared is None else MLP(shared, select_prefix(leaves, "shared"), setting)
+        )
+        self.shared_gate = (
+            ParameterModule(select_prefix(leaves, "shared_gate")) if experts.shared_gate else None
+        )
 
     @property
     def static(self) -> bool:
@@ -197,32 +218,34 @@ class MoE(Component):
         return [Unit(self.router, precise=True), Unit(self.experts, experts=True)]
 
     def forward(
-        self, x: Float[Tensor, "here hidden"], given: Given
+        self, x: Float[Tensor, "here hidden"], given: LayerInputs
     ) -> Float[Tensor, "here hidden"]:
         x = self.tp.enter(x)
-        logits, routing = self.router(x, given.chosen)
-        if given.told is not None:
-            given.told(routing.experts)
+        logits, routing = self.router(x, given.forced_experts)
+        if given.on_routing is not None:
+            given.on_routing(routing.experts)
         weights = routing.weights
         if given.balance is not None and torch.is_grad_enabled():
-            weights = self._account(logits, routing, given.batch, given.balance)
+            weights = self._add_router_losses(logits, routing, given.batch, given.balance)
         order = moe.sort(routing.experts, self.number)
         rows, trip = expert.dispatch(moe.spread(x, order), order.counts, self.ep, self.kernel)
         rows = expert.combine(self.experts(rows, trip.groups), trip, self.ep)
         y = moe.combine(rows, weights, order)
-        return self.tp.leave(y if self.shared is None else y + self._shared(self.shared, x, given))
+        return self.tp.leave(
+            y if self.shared is None else y + self._shared_expert(self.shared, x, given)
+        )
 
-    def _shared(
-        self, shared: MLP, x: Float[Tensor, "n hidden"], given: Given
+    def _shared_expert(
+        self, shared: MLP, x: Float[Tensor, "n hidden"], given: LayerInputs
     ) -> Float[Tensor, "n hidden"]:
-        """Of x R@tp what every token passes, P@tp."""
+        """Return the shared expert's partial sum P@tp of x R@tp, weighted by its gate."""
         y = shared.part(x, given)
         if self.shared_gate is None:
             return y
         return y * F.linear(x, local(self.shared_gate.weight)).sigmoid()
 
-    def _account(
-        self, logits: Tensor, routing: moe.Routing, batch: int, balance: Balance
+    def _add_router_losses(
+        self, logits: Tensor, routing: moe.Routing, batch: int, balance: RouterLosses
     ) -> Tensor:
         """The routing weights, through which the auxiliary losses of `batch` sequences enter the
         gradient and the tally.
@@ -239,10 +262,10 @@ class MoE(Component):
         z = moe.z_loss(logits, length)
         loss = (self.balance * uneven + self.z * z) / self.tp.axis.size
         found = torch.cat([here.sum(0).double(), torch.stack((uneven, z)).detach().double()])
-        return _Account.apply(routing.weights, loss, balance.scale, found, balance.tally)
+        return _RouterLossGradient.apply(routing.weights, loss, balance.scale, found, balance.tally)
 
 
-class _Account(TypedFunction):
+class _RouterLossGradient(TypedFunction):
     """The identity on `weights`. Backward sends `scale` into `loss` and `found` into the tally:
     once per microbatch, however often forward was run.
     """

@@ -1,5 +1,16 @@
-"""What rope turns a token's heads by, and what ALiBi adds to their scores, as a component of the
-tree says it (dolmen/model/spec/positions.py).
+"""Rope's cos and sin, and ALiBi's biases, as the specs in dolmen/model/spec/positions.py say.
+
+A layer's positions are one value, `PositionInputs`, computed once per forward for each distinct
+(spec, heads) and shared by all layers that have it. Angles are computed in fp32 or wider: at
+position 30,000 a bf16 angle is off by up to 64 radians.
+
+    scaling    frequencies depend on                        computed
+    linear, llama3, yarn    the config only                 once per forward (SCALED)
+    dynamic, longrope, qwen the length of each sequence     per token's sequence (BY_LENGTH)
+
+With a KV cache, keys are not rotated again: a sequence continues with the frequencies of its
+prompt's length. LongRoPE has only two sets, so a sequence that grows past the original context is
+prefilled again once (`reprefill_beyond`).
 """
 
 from dataclasses import replace
@@ -10,22 +21,22 @@ from torch import Tensor
 
 from dolmen.core.device import scalar_tensor
 from dolmen.model import spec
-from dolmen.model.component import Where
-from dolmen.model.spec.positions import Relative, Scaling
+from dolmen.model.component import PositionInputs
+from dolmen.model.spec.positions import AttentionPositions, RopeScaling
 from dolmen.ops import rope
 from dolmen.ops.attention import score_bias
 
 SCALED = {
     type(None): lambda inv, r: inv,
-    spec.Linear: lambda inv, r: rope.linear(inv, r.scaling.factor),
-    spec.Llama3: lambda inv, r: rope.llama3(
+    spec.LinearScaling: lambda inv, r: rope.linear(inv, r.scaling.factor),
+    spec.Llama3Scaling: lambda inv, r: rope.llama3(
         inv,
         r.scaling.factor,
         r.scaling.low_freq_factor,
         r.scaling.high_freq_factor,
         r.scaling.original_max_position_embeddings,
     ),
-    spec.Yarn: lambda inv, r: rope.yarn(
+    spec.YarnScaling: lambda inv, r: rope.yarn(
         inv,
         r.theta,
         r.scaling.factor,
@@ -37,13 +48,13 @@ SCALED = {
 }
 # of scalings by the length n of a text -> (frequencies, rope, n of each token)
 BY_LENGTH = {
-    spec.LongRope: lambda inv, r, n: rope.longrope(
+    spec.LongRopeScaling: lambda inv, r, n: rope.longrope(
         inv, r.scaling.short, r.scaling.long, n > r.scaling.original_max_position_embeddings
     ),
-    spec.Dynamic: lambda inv, r, n: rope.dynamic(
+    spec.DynamicScaling: lambda inv, r, n: rope.dynamic(
         inv, r.scaling.factor, n / r.scaling.original_max_position_embeddings
     ),
-    spec.Evaluated: lambda inv, r, n: (
+    spec.QwenScaling: lambda inv, r, n: (
         rope.by_powers(inv, n / r.scaling.original_max_position_embeddings)
         if r.scaling.ntk
         else inv
@@ -52,13 +63,13 @@ BY_LENGTH = {
 
 
 def frequencies(
-    r: spec.Rope,
+    r: spec.RopeSpec,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     lengths: Int[Tensor, "*tokens"] | None = None,
 ) -> Float[Tensor, "*_ half"]:
-    """Of `dtype`: the angle per position of each pair, of one stream; where the length of a text
-    tells, of each token in one of these `lengths`. None: of short ones.
+    """Return the angle per position of each rope pair, in `dtype`, for one stream; where it depends
+    on the length of a sequence, for each of `lengths` (None: for short sequences).
     """
     if r.halved:
         inv = rope.inverse_frequencies(r.size // r.streams, r.theta, device).half().to(dtype)
@@ -72,21 +83,21 @@ def frequencies(
 
 
 def tables(
-    p: Relative | None,
+    p: AttentionPositions | None,
     heads: int,
     positions: Int[Tensor, "streams b s"],
     dtype: torch.dtype,
     lengths: Int[Tensor, "#b #s"] | None = None,
     training: bool = False,
-) -> Where:
-    """Of `positions`, those of each sequence, or of all (b = 1), for layers of so many heads; cos
-    and sin in `dtype`, times the attention factor of rope, stream after stream. `lengths`: of texts
-    that have each token, where they tell something; in `training` not all of it.
+) -> PositionInputs:
+    """Return cos and sin in `dtype`, times rope's attention factor, stream after stream, or ALiBi
+    key biases, of `positions` per sequence, or of all (b = 1). `lengths`: of the sequence of each
+    token; `training`: inference-only scaling is off.
     """
     match p:
-        case spec.Rope(scaling=spec.Evaluated()) if training:
+        case spec.RopeSpec(scaling=spec.QwenScaling()) if training:
             return tables(replace(p, scaling=None), heads, positions, dtype)
-        case spec.Rope():
+        case spec.RopeSpec():
             inv = frequencies(p, positions.device, dtype, lengths)
             cos, sin = rope.tables(positions[0], inv)
             if p.streams == 2:
@@ -95,33 +106,33 @@ def tables(
             factor = p.attention_factor
             if factor != 1:
                 cos, sin = cos * factor, sin * factor
-            return Where(cos, sin, growth=_growth(p.scaling, positions[0], dtype))
-        case spec.Steps():
-            return Where(steps=score_bias.alibi_key_bias(heads, positions[0]))
-    return Where()
+            return PositionInputs(cos, sin, growth=_growth(p.scaling, positions[0], dtype))
+        case spec.FalconAlibiSpec():
+            return PositionInputs(steps=score_bias.alibi_key_bias(heads, positions[0]))
+    return PositionInputs()
 
 
 def _growth(
-    scaling: Scaling | None, positions: Int[Tensor, "b s"], dtype: torch.dtype
+    scaling: RopeScaling | None, positions: Int[Tensor, "b s"], dtype: torch.dtype
 ) -> Float[Tensor, "b s 1 1"] | None:
-    """What queries at `positions` are multiplied by; None: by nothing."""
+    """Return the factor of queries at `positions`; None: 1."""
     match scaling:
-        case spec.Evaluated(original, _, True):
+        case spec.QwenScaling(original, _, True):
             return rope.log_n(positions, original).to(dtype)[..., None, None]
     return None
 
 
-def pairs(p: Relative | None) -> tuple[bool, int]:
-    """Whether the pairs that rope turns are neighbours, and by how many streams it does."""
+def pairs(p: AttentionPositions | None) -> tuple[bool, int]:
+    """Return whether rope's pairs are neighbours (2i, 2i + 1), and the position streams."""
     match p:
-        case spec.Rope():
+        case spec.RopeSpec():
             return p.interleaved, p.streams
     return False, 1
 
 
-def slopes(p: Relative | None, heads: int) -> tuple[float, ...] | None:
-    """By which the scores of each of `heads` heads grow with the key's index; None: they do not."""
+def slopes(p: AttentionPositions | None, heads: int) -> tuple[float, ...] | None:
+    """Return the ALiBi slope of each head; None: no ALiBi."""
     match p:
-        case spec.Alibi():
+        case spec.AlibiSpec():
             return score_bias.alibi_slopes(heads)
     return None

@@ -1,10 +1,10 @@
-"""Which experts tokens go to, remembered and replayed: so that the ratio of what a policy says now
-to what it said is of one network, though the router has moved meanwhile (2507.18071, section 5.3:
-Routing Replay; from the pass that old log-probabilities are of, Qwen's R2). The weights of these
-experts are the router's of now, and so is its gradient.
+"""Routing replay: record the experts that tokens were routed to, and route them there again, so
+that policy and old log-probabilities are of one network though the router has moved (2507.18071,
+section 5.3; recorded in the pass of the old log-probabilities, as Qwen's R2). The experts' weights
+are today's router's, and so is its gradient.
 
-All sparse layers' choices of a token stand in one row, [sequences, length, choices]: those of the
-first layer, k of them, then those of the next.
+The choices of all MoE layers of a token are one row, [sequences, length, choices]: the k of the
+first MoE layer, then those of the next.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,46 +16,48 @@ from torch import Tensor
 
 from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
-from dolmen.model.spec import Experts, Tree
-from dolmen.model.split import Split
+from dolmen.model.spec import ModelSpec, MoESpec
+from dolmen.model.split import ModelSplit
 
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Of a microbatch, by the number of a layer."""
+    """Routing of a microbatch, by layer number."""
 
-    chosen: Mapping[int, Int64[Tensor, "n k"]] = field(default_factory=dict)
-    """Of this rank of cp's tokens; of a layer that is not there its router chooses."""
-    told: Callable[[int, Tensor], None] | None = None
+    forced_experts: Mapping[int, Int64[Tensor, "n k"]] = field(default_factory=dict)
+    """Experts of this cp rank's tokens; a layer that is absent is routed by its router."""
+    on_routing: Callable[[int, Tensor], None] | None = None
     """(layer, experts [n, k]) -> nothing; called where a layer has routed."""
 
     def listener(self, layer: int) -> Callable[[Tensor], None] | None:
-        told = self.told
+        told = self.on_routing
         return None if told is None else lambda experts: told(layer, experts)
 
 
-def places(tree: Tree) -> dict[int, slice]:
-    """Of each sparse layer, where its choices stand among all; empty for a dense model."""
+def choice_slices(tree: ModelSpec) -> dict[int, slice]:
+    """Return the slice of each MoE layer in a token's row of choices; empty for a dense model."""
     found, first = {}, 0
     for number, block in enumerate(tree.blocks):
-        if isinstance(block.mlp, Experts):
+        if isinstance(block.mlp, MoESpec):
             found[number] = slice(first, first + block.mlp.per_token)
             first += block.mlp.per_token
     return found
 
 
-def replayed(
-    tree: Tree, split: Split, experts: Int64[Tensor, "sequences length choices"]
+def replay_routes(
+    tree: ModelSpec, split: ModelSplit, experts: Int64[Tensor, "sequences length choices"]
 ) -> Routes:
-    """What a microbatch is routed by, whose choices are known for all tokens."""
+    """Return the routes of a microbatch from the recorded choices of all its tokens."""
     here = split.cp.split(experts, 1)
-    return Routes({i: here[..., own].flatten(0, 1).contiguous() for i, own in places(tree).items()})
+    return Routes(
+        {i: here[..., own].flatten(0, 1).contiguous() for i, own in choice_slices(tree).items()}
+    )
 
 
-def gathered(
+def gather_routes(
     kept: Mapping[tuple[int, int], Int64[Tensor, "n k"]],
-    tree: Tree,
-    split: Split,
+    tree: ModelSpec,
+    split: ModelSplit,
     mesh: Mesh,
     shape: tuple[int, int],
     micros: int,
@@ -63,7 +65,7 @@ def gathered(
     """The choices of all tokens of a batch of that `shape` [sequences, length], on every rank of
     tp, cp and pp, from those that this rank has been told by (microbatch, layer).
     """
-    own, rows = places(tree), shape[0] // micros
+    own, rows = choice_slices(tree), shape[0] // micros
     choices = max(one.stop for one in own.values())
     whole = torch.zeros((*shape, choices), dtype=torch.int64, device=mesh.device)
     index = split.cp.indices(shape[1], mesh.device)

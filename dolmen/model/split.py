@@ -1,5 +1,5 @@
-"""One rank's share of the model, as the modules need it: their axes, how they use them, and the
-stages they hold.
+"""One rank's share of a model, as its modules need it: mesh axes, how they are used, and pipeline
+stages.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from dolmen.parallel.tensor import Deferred, TensorParallel
 
 
 @dataclass(frozen=True)
-class Part:
+class PipelinePart:
     """One stage: `first` embeds, `last` has the final norm, the head and the loss."""
 
     layers: range
@@ -36,18 +36,18 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Split:
+class ModelSplit:
     """Everything that differs between ranks in the text of the model."""
 
     tp: TensorParallel
     cp: ContextParallel
     ep: Axis
     edp: Axis
-    parts: tuple[Part, ...]
+    parts: tuple[PipelinePart, ...]
     """The stages of this rank, one a chunk of its schedule."""
     recompute: Recompute = field(default_factory=Recompute)
     kernels: Kernels = Kernels()
-    """What its modules compute with."""
+    """Kernels that its modules use."""
     tied_apart: bool = False
     """First and last stage lie on different ranks: a tied embedding has two owners."""
 
@@ -58,7 +58,7 @@ class Split:
 
     @property
     def first(self) -> bool:
-        """Whether this rank embeds."""
+        """Whether this rank has the embedding."""
         return any(part.first for part in self.parts)
 
     @property
@@ -67,22 +67,22 @@ class Split:
         return any(part.last for part in self.parts)
 
 
-def split(
+def split_model(
     mesh: Mesh,
     layers: int,
     layout: Layout = Layout(),
     schedule: Schedule | None = None,
     kernels: Kernels = Kernels(),
     stages: Sequence[range] | None = None,
-) -> Split:
+) -> ModelSplit:
     """This rank's share of a model of `layers` layers, whose stages lie as `schedule` places them
     (None: all are here), to be computed with `kernels`. `stages`: the layers of each, None where
     they are balanced.
     """
     stages = stages or balance(layers, schedule.stages if schedule else 1)
 
-    def part(stage: int) -> Part:
-        return Part(stages[stage], stage == 0, stage == len(stages) - 1)
+    def part(stage: int) -> PipelinePart:
+        return PipelinePart(stages[stage], stage == 0, stage == len(stages) - 1)
 
     here = (
         [schedule.stage_of(mesh.pp.rank, chunk) for chunk in range(schedule.chunks)]
@@ -92,7 +92,7 @@ def split(
     parts = tuple(part(stage) for stage in here)
     recomputed = frozenset(i for p in parts for i in list(p.layers)[: layout.recompute_layers])
     later = Deferred() if schedule is not None and schedule.splits_backward else None
-    return Split(
+    return ModelSplit(
         TensorParallel(
             mesh.tp,
             layout.sequence_parallel and mesh.tp.size > 1,
@@ -112,6 +112,6 @@ def split(
     )
 
 
-def whole(layers: int) -> Split:
+def single_process(layers: int) -> ModelSplit:
     """All of the model, in one process."""
-    return split(SINGLE, layers)
+    return split_model(SINGLE, layers)

@@ -1,18 +1,18 @@
-"""What training adds to a model, and is no part of its config.json: dropout, what keeps the experts
-of a router equally busy, and adapters.
+"""Training options that act inside a model and are no part of its config.json: dropout, router
+balancing, adapters, fp8.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from dolmen.core.config import NonNegative, config
-from dolmen.model.spec import Adapter, Run, Tree
+from dolmen.model.spec import LayerRun, LoraSpec, ModelSpec
 from dolmen.ops.fp8_recipe import Fp8
 
 
 @config("train.router")
 class RouterTraining:
-    """Of the routers of a model with experts."""
+    """Training options of MoE routers."""
 
     balance: Literal["loss", "bias", "none"] = "loss"
     """What keeps experts equally busy: an auxiliary loss; a bias added for the choice alone, moved
@@ -35,12 +35,12 @@ class Training:
     dropout: float = 0.0
     """Dropout after embedding, attention and feed-forward, and on attention probabilities."""
     router: RouterTraining = RouterTraining()
-    adapter: Adapter | None = None
-    """What is trained; None: every parameter."""
+    adapter: LoraSpec | None = None
+    """LoRA adapters to train; None: all parameters."""
     fp8: Fp8 | None = None
     """How products of matrices are rounded; None: they are not."""
 
-    def applied(self, tree: Tree) -> Tree:
+    def apply_to(self, tree: ModelSpec) -> ModelSpec:
         """The model that is trained: with its adapters, rounded products, and where a bias
         balances, every router has one.
         """
@@ -51,7 +51,9 @@ class Training:
         if self.router.balance != "bias":
             return tree
         runs = tuple(
-            Run(tuple(replace(b, mlp=b.mlp.biased()) for b in run.blocks), run.repeat)
+            LayerRun(
+                tuple(replace(b, mlp=b.mlp.with_balance_bias()) for b in run.blocks), run.repeat
+            )
             for run in tree.runs
         )
         return replace(tree, runs=runs)

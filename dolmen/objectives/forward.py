@@ -15,7 +15,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.model import routing_replay, spec
 from dolmen.model.decoder import Decoder
-from dolmen.model.head import Logits, Values
+from dolmen.model.head import LMHead, ScalarHead
 from dolmen.model.routing_replay import Routes
 from dolmen.objectives.objective import check_head
 from dolmen.parallel import pipeline
@@ -56,7 +56,9 @@ def forward(
             positions=microbatch.positions,
             x=x,
             part=chunk,
-            routes=None if route_callback is None else Routes(told=partial(route_callback, micro)),
+            routes=None
+            if route_callback is None
+            else Routes(on_routing=partial(route_callback, micro)),
         )
 
     pipeline.execute(order, mesh, Work(stage, lambda: model.boundary(*parts[0].tokens.shape)))
@@ -72,9 +74,9 @@ def log_probabilities(
     divided by `temperature`. Every rank of the mesh calls it. Raises ValueError for a model without
     logits.
     """
-    check_head("a log-probability", spec.Head, model.tree)
+    check_head("a log-probability", spec.LMHeadSpec, model.tree)
 
-    def head_function(hidden: Tensor, head: Logits, microbatch: Batch) -> Tensor:
+    def head_function(hidden: Tensor, head: LMHead, microbatch: Batch) -> Tensor:
         return head.log_probabilities(hidden, microbatch.labels, temperature)
 
     return _compute_per_token(model, batch, mesh, schedule, head_function)
@@ -87,7 +89,7 @@ def routed_log_probabilities(
     sparse layers (model/routing_replay.py): [sequences, length, 1 + choices], in one dtype that is
     exact for both. Raises ValueError for a model without experts.
     """
-    check_head("a log-probability", spec.Head, model.tree)
+    check_head("a log-probability", spec.LMHeadSpec, model.tree)
     if not model.tree.experts:
         raise ValueError("routing replay is for models with experts, and this one has none")
     routes: dict[tuple[int, int], Tensor] = {}
@@ -95,13 +97,15 @@ def routed_log_probabilities(
     def route_callback(micro: int, layer: int, experts: Tensor) -> None:
         routes[micro, layer] = experts
 
-    def head_function(hidden: Tensor, head: Logits, microbatch: Batch) -> Tensor:
+    def head_function(hidden: Tensor, head: LMHead, microbatch: Batch) -> Tensor:
         return head.log_probabilities(hidden, microbatch.labels, temperature)
 
     results = _compute_per_token(model, batch, mesh, schedule, head_function, route_callback)
     sequences, length = batch.tokens.shape
     shape = (sequences, length)
-    experts = routing_replay.gathered(routes, model.tree, model.split, mesh, shape, schedule.micros)
+    experts = routing_replay.gather_routes(
+        routes, model.tree, model.split, mesh, shape, schedule.micros
+    )
     return torch.cat([results[..., None], experts.to(results.dtype)], -1)
 
 
@@ -110,9 +114,9 @@ def values(
 ) -> Float[Tensor, "sequences length"]:
     """Return the number that a scalar head gives each token, as `log_probabilities` does."""
 
-    check_head("a value", spec.Scalar, model.tree)
+    check_head("a value", spec.ScalarHeadSpec, model.tree)
 
-    def head_function(hidden: Tensor, head: Values, microbatch: Batch) -> Tensor:
+    def head_function(hidden: Tensor, head: ScalarHead, microbatch: Batch) -> Tensor:
         return head.values(hidden)
 
     return _compute_per_token(model, batch, mesh, schedule, head_function)

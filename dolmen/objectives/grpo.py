@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dolmen.data.batch import Batch
 from dolmen.model import spec
-from dolmen.model.head import Logits
+from dolmen.model.head import LMHead
 from dolmen.objectives import policy
 from dolmen.objectives.masked import Metrics
 from dolmen.objectives.objective import LossOutput
@@ -47,7 +47,7 @@ class GRPOLoss:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, of GRPOWithEntropy."""
 
-    head: ClassVar[type] = spec.Head
+    head: ClassVar[type] = spec.LMHeadSpec
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,12 +62,12 @@ class GRPOLoss:
             )
         return (batch.real_tokens or NO_TOKENS) if self.kind in BY_TOKENS else len(batch.labels)
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         new = head.whole(head.log_probabilities(hidden, batch.labels, self.temperature))
         return self.compute_loss(new, None, head, batch)
 
     def compute_loss(
-        self, new: Tensor, entropy: Tensor | None, head: Logits, batch: Batch
+        self, new: Tensor, entropy: Tensor | None, head: LMHead, batch: Batch
     ) -> LossOutput:
         """Return the loss from log-probabilities `new`, and entropies, of all tokens of the rows
         (gathered over cp): a mean over a row needs the whole row.
@@ -120,6 +120,6 @@ class GRPOWithEntropy(GRPOLoss):
     def names(self) -> tuple[str, ...]:
         return (*super().names, "entropy")
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
-        new, entropy = head.with_entropy(hidden, batch.labels, self.temperature)
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
+        new, entropy = head.log_probabilities_and_entropy(hidden, batch.labels, self.temperature)
         return self.compute_loss(head.whole(new), head.whole(entropy), head, batch)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.model import spec
-from dolmen.model.head import Logits
-from dolmen.model.spec import Tree
+from dolmen.model.head import LMHead
+from dolmen.model.spec import ModelSpec
 
 
 class LossOutput(NamedTuple):
@@ -57,12 +57,12 @@ class Objective(Protocol):
         ...
 
 
-def check(objective: Objective, tree: Tree) -> None:
+def check(objective: Objective, tree: ModelSpec) -> None:
     """Raise ValueError where the model has another head than the objective reads."""
     check_head(f"the objective {objective}", objective.head, tree)
 
 
-def check_head(user: str, kind: type, tree: Tree) -> None:
+def check_head(user: str, kind: type, tree: ModelSpec) -> None:
     """Raise ValueError, naming the `user` of the head, where the model's head is not a `kind`."""
     if not isinstance(tree.head, kind):
         raise ValueError(
@@ -76,7 +76,7 @@ class CrossEntropy:
     batch has weights.
     """
 
-    head: ClassVar[type] = spec.Head
+    head: ClassVar[type] = spec.LMHeadSpec
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class CrossEntropy:
     def count(self, batch: Batch) -> float:
         return batch.weight
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         return LossOutput(head.cross_entropy(hidden, batch.labels, batch.weights))
 
 
@@ -104,7 +104,7 @@ class MaskedLM:
 
     follows: float = 0.0
 
-    head: ClassVar[type] = spec.Head
+    head: ClassVar[type] = spec.LMHeadSpec
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ class MaskedLM:
             raise ValueError(f"next-sentence prediction needs numbers[{FOLLOWS!r}]")
         return batch.weight
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         masked_loss = head.cross_entropy(hidden, batch.labels, batch.weights)
         if not self.follows:
             return LossOutput(masked_loss)

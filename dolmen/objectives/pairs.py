@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from dolmen.data.batch import SIDE, Batch
-from dolmen.model.head import Head
+from dolmen.model.head import ModelHead
 from dolmen.objectives.masked import Metrics
 from dolmen.objectives.objective import LossOutput
 from dolmen.ops.loss import IGNORED
@@ -107,7 +107,7 @@ class PairIndex(CompletionIndex):
         self,
         losses: Float[Tensor, "rows documents"],
         scores: PairValues,
-        head: Head,
+        head: ModelHead,
     ) -> LossOutput:
         """Return the sums over pairs of their losses and of METRICS. Every rank of cp has all
         pairs, so each takes its share of the sum.
@@ -120,14 +120,14 @@ class PairIndex(CompletionIndex):
         losses: Float[Tensor, "rows documents"],
         rewards: PairValues,
         logps: PairValues,
-        head: Head,
+        head: ModelHead,
     ) -> LossOutput:
         """Return the sums over pairs of their losses, REWARDS and LOGPS, as `score_output`."""
         rewards, logps = (PairValues(*(x.detach() for x in pair)) for pair in (rewards, logps))
         accuracy, margin = pair_scores(*rewards).values()
         return self._sums(losses, [accuracy, margin, *rewards, *logps], head)
 
-    def _sums(self, losses: Tensor, metrics: list[Tensor], head: Head) -> LossOutput:
+    def _sums(self, losses: Tensor, metrics: list[Tensor], head: ModelHead) -> LossOutput:
         sums = tuple(head.shared(self.total(each)) for each in metrics)
         return LossOutput(head.shared(self.total(losses)), sums)
 

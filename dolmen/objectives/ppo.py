@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dolmen.data.batch import Batch
 from dolmen.model import spec
-from dolmen.model.head import Logits, Values
+from dolmen.model.head import LMHead, ScalarHead
 from dolmen.objectives import policy
 from dolmen.objectives.grpo import ADVANTAGE, NO_TOKENS, OLD
 from dolmen.objectives.masked import Metrics
@@ -35,7 +35,7 @@ class PPOPolicyLoss:
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, of PPOWithEntropy."""
 
-    head: ClassVar[type] = spec.Head
+    head: ClassVar[type] = spec.LMHeadSpec
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -45,12 +45,12 @@ class PPOPolicyLoss:
     def count(self, batch: Batch) -> float:
         return _count(batch, (OLD, ADVANTAGE))
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         new = head.log_probabilities(hidden, batch.labels, self.temperature)
         return self.compute_loss(new, None, head, batch)
 
     def compute_loss(
-        self, new: Tensor, entropy: Tensor | None, head: Logits, batch: Batch
+        self, new: Tensor, entropy: Tensor | None, head: LMHead, batch: Batch
     ) -> LossOutput:
         """Return the loss from log-probabilities `new`, and entropies, of this rank's tokens."""
         old, advantages = (head.here(batch.numbers[name]) for name in (OLD, ADVANTAGE))
@@ -77,8 +77,8 @@ class PPOWithEntropy(PPOPolicyLoss):
     def names(self) -> tuple[str, ...]:
         return (*super().names, "entropy")
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
-        new, entropy = head.with_entropy(hidden, batch.labels, self.temperature)
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
+        new, entropy = head.log_probabilities_and_entropy(hidden, batch.labels, self.temperature)
         return self.compute_loss(new, entropy, head, batch)
 
 
@@ -88,7 +88,7 @@ class PPOValueLoss:
 
     clip: float | None = 0.2
 
-    head: ClassVar[type] = spec.Scalar
+    head: ClassVar[type] = spec.ScalarHeadSpec
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -97,7 +97,9 @@ class PPOValueLoss:
     def count(self, batch: Batch) -> float:
         return _count(batch, (VALUE, RETURN))
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Values, batch: Batch) -> LossOutput:
+    def __call__(
+        self, hidden: Float[Tensor, "_ hidden"], head: ScalarHead, batch: Batch
+    ) -> LossOutput:
         old, returns = (head.here(batch.numbers[name]) for name in (VALUE, RETURN))
         valid = head.here(batch.labels) != IGNORED
         mean, metrics = policy.value_loss(head.values(hidden), old, returns, valid, clip=self.clip)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dolmen.data.batch import SIDE, Batch
 from dolmen.model import spec
-from dolmen.model.head import Logits
+from dolmen.model.head import LMHead
 from dolmen.objectives import pairs
 from dolmen.objectives.config import SIMPO_MARGIN, PairKind, ReferenceFreeKind, check_dpo
 from dolmen.objectives.masked import Metrics
@@ -43,7 +43,7 @@ def check_reference(batch: Batch) -> None:
 
 
 def log_ratios(
-    logps: Float[Tensor, "sequences _"], head: Logits, index: pairs.CompletionIndex
+    logps: Float[Tensor, "sequences _"], head: LMHead, index: pairs.CompletionIndex
 ) -> Float[Tensor, "sequences documents"]:
     """Return log(policy / reference) of each completion, summed over its tokens. `logps` are the
     policy's log-probabilities of this rank's labels.
@@ -51,7 +51,7 @@ def log_ratios(
     batch = index.batch
     real = head.here(batch.labels) != IGNORED
     ratios = logps - head.here(batch.numbers[REFERENCE]) * real
-    return head.over_documents(ratios, index.document)
+    return head.sum_per_document(ratios, index.document)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class DPO:
     from_reference: bool = False
     """True if the reference is the initial model."""
 
-    head: ClassVar[type] = spec.Head
+    head: ClassVar[type] = spec.LMHeadSpec
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,13 +80,13 @@ class DPO:
         check_reference(batch)
         return pairs.count_pairs(batch)
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         index = pairs.PairIndex(batch)
         token_logps = head.log_probabilities(hidden, batch.labels)
         c, r = index.pair_up(log_ratios(token_logps, head, index))
         lengths = index.pair_up(index.lengths)
         losses = dpo_losses(c, r, self.beta, self.kind, self.label_smoothing, lengths)
-        logps = index.pair_up(head.over_documents(token_logps, index.document))
+        logps = index.pair_up(head.sum_per_document(token_logps, index.document))
         if self.rpo_alpha:
             losses = losses - self.rpo_alpha * mean_over_tokens(logps.chosen, lengths.chosen)
         return index.reward_output(
@@ -103,7 +103,7 @@ class ReferenceFreePreference:
     gamma: float = SIMPO_MARGIN
     label_smoothing: float = 0.0
 
-    head: ClassVar[type] = spec.Head
+    head: ClassVar[type] = spec.LMHeadSpec
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,9 +115,9 @@ class ReferenceFreePreference:
     def count(self, batch: Batch) -> float:
         return pairs.count_pairs(batch)
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         index = pairs.PairIndex(batch)
-        summed = head.over_documents(head.log_probabilities(hidden, batch.labels), index.document)
+        summed = head.sum_per_document(head.log_probabilities(hidden, batch.labels), index.document)
         c, r = index.pair_up(mean_over_tokens(summed, index.lengths))
         losses = reference_free_losses(c, r, self.kind, self.beta, self.gamma, self.label_smoothing)
         rewards, logps = pairs.PairValues(self.beta * c, self.beta * r), index.pair_up(summed)
@@ -140,7 +140,7 @@ class KTO:
     from_reference: bool = False
     """True if the reference is the initial model."""
 
-    head: ClassVar[type] = spec.Head
+    head: ClassVar[type] = spec.LMHeadSpec
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class KTO:
         check_reference(batch)
         return pairs.count_pairs(batch)
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Logits, batch: Batch) -> LossOutput:
+    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         index = pairs.PairIndex(batch)
         logps = head.log_probabilities(hidden, batch.labels)
         ratios, side = log_ratios(logps, head, index), index.number(SIDE)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dolmen.data.batch import MARGIN, Batch
 from dolmen.model import spec
-from dolmen.model.head import Values
+from dolmen.model.head import ScalarHead
 from dolmen.objectives import pairs
 from dolmen.objectives.masked import Metrics
 from dolmen.objectives.objective import LossOutput
@@ -69,7 +69,7 @@ class PairwiseRewardLoss:
     margin: float = 0.0
     """Target margin; numbers[MARGIN] of the batch is added to it."""
 
-    head: ClassVar[type] = spec.Scalar
+    head: ClassVar[type] = spec.ScalarHeadSpec
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,10 +78,12 @@ class PairwiseRewardLoss:
     def count(self, batch: Batch) -> float:
         return pairs.count_pairs(batch)
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Values, batch: Batch) -> LossOutput:
+    def __call__(
+        self, hidden: Float[Tensor, "_ hidden"], head: ScalarHead, batch: Batch
+    ) -> LossOutput:
         index = pairs.PairIndex(batch)
         here = head.values(hidden) * head.here(index.is_last)
-        rewards = index.pair_up(head.over_documents(here, index.document))
+        rewards = index.pair_up(head.sum_per_document(here, index.document))
         margin: Tensor | float = self.margin
         if MARGIN in batch.numbers:
             margin = margin + index.pair_up(index.number(MARGIN)).chosen
@@ -89,7 +91,7 @@ class PairwiseRewardLoss:
         return self.pair_output(index, losses, rewards, head)
 
     def pair_output(
-        self, index: pairs.PairIndex, losses: Tensor, rewards: pairs.PairValues, head: Values
+        self, index: pairs.PairIndex, losses: Tensor, rewards: pairs.PairValues, head: ScalarHead
     ) -> LossOutput:
         """Return sums over pairs of losses and metrics."""
         return index.score_output(losses, rewards, head)
@@ -109,7 +111,7 @@ class CalibratedRewardLoss(PairwiseRewardLoss):
         return (*pairs.METRICS, *(f"{name} {i}" for name in ("sure", "right") for i in range(BINS)))
 
     def pair_output(
-        self, index: pairs.PairIndex, losses: Tensor, rewards: pairs.PairValues, head: Values
+        self, index: pairs.PairIndex, losses: Tensor, rewards: pairs.PairValues, head: ScalarHead
     ) -> LossOutput:
         output = super().pair_output(index, losses, rewards, head)
         margins = (rewards.chosen - rewards.rejected).detach()
@@ -126,7 +128,7 @@ class CalibratedRewardLoss(PairwiseRewardLoss):
 class SquaredError:
     """Mean over tokens with a real label, weighted, of (value - numbers[TARGET])^2 / 2."""
 
-    head: ClassVar[type] = spec.Scalar
+    head: ClassVar[type] = spec.ScalarHeadSpec
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,7 +139,9 @@ class SquaredError:
             raise ValueError(f"the squared error needs targets: a batch needs numbers[{TARGET!r}]")
         return batch.weight
 
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: Values, batch: Batch) -> LossOutput:
+    def __call__(
+        self, hidden: Float[Tensor, "_ hidden"], head: ScalarHead, batch: Batch
+    ) -> LossOutput:
         error = head.values(hidden) - head.here(batch.numbers[TARGET])
         weights = (head.here(batch.labels) != IGNORED).to(error.dtype)
         if batch.weights is not None:

@@ -24,7 +24,7 @@ from dolmen.core import state
 from dolmen.core.mesh import Mesh
 from dolmen.core.torch_private import compute
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec.param import Leaf, Leaves, Role
+from dolmen.model.spec.param import ParamSpec, ParamSpecs, Role
 from dolmen.optim import muon
 from dolmen.optim.config import Name, OptimizerConfig
 
@@ -139,7 +139,7 @@ def _trained(model: Decoder) -> dict[str, nn.Parameter]:
 
 
 def _adamw(
-    trained: Mapping[str, nn.Parameter], leaves: Mapping[str, Leaf], config: OptimizerConfig
+    trained: Mapping[str, nn.Parameter], leaves: Mapping[str, ParamSpec], config: OptimizerConfig
 ) -> AdamW:
     """In two groups: what decays, as its leaf says, and what does not (norms, biases)."""
     groups = [
@@ -214,7 +214,7 @@ def load(
         raise KeyError(f"no {kind} of {len(wanted)} parameters, e.g. {sorted(wanted)[:3]}")
 
 
-def names(leaves: Leaves, name: Name) -> set[str]:
+def names(leaves: ParamSpecs, name: Name) -> set[str]:
     """Names of all tensors that a checkpoint of a whole model keeps, of whatever stage."""
     trained = {
         f"{kind}/{n}"

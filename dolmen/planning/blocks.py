@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dolmen.model.count import attention_flops_per_token
-from dolmen.model.spec import Block, Experts, Leaves, Run, Tree, under
+from dolmen.model.spec import BlockSpec, LayerRun, ModelSpec, MoESpec, ParamSpecs, select_prefix
 from dolmen.planning.ledger import Row
 from dolmen.planning.operations import (
     Both,
@@ -36,7 +36,7 @@ from dolmen.planning.operations import (
 )
 
 
-def embedding_rows(tree: Tree, share: Share, program: Program) -> Operations:
+def embedding_rows(tree: ModelSpec, share: Share, program: Program) -> Operations:
     """Return the rows of the embedding: tokens looked up, positions added, dropout."""
     maker = Maker(tree.width, share, program)
     x, stream = maker.whole, maker.x
@@ -57,7 +57,7 @@ def embedding_rows(tree: Tree, share: Share, program: Program) -> Operations:
     return Operations(tuple(forward), tuple(backward))
 
 
-def head_rows(tree: Tree, share: Share, program: Program) -> Operations:
+def head_rows(tree: ModelSpec, share: Share, program: Program) -> Operations:
     """The final norm, logits, and the loss over them in fp32."""
     tokens, rows = share.tokens, share.part(tree.vocab_size)
     logits = tokens * rows
@@ -114,9 +114,9 @@ BACKWARD = 2.5
 """FLOPs of fused attention's backward against its forward: it forms the scores again."""
 
 
-def block_rows(tree: Tree, number: int, share: Share, program: Program) -> Operations:
+def block_rows(tree: ModelSpec, number: int, share: Share, program: Program) -> Operations:
     """Return the rows of layer `number`."""
-    leaves = under(tree.leaves, f"layers.{number}")
+    leaves = select_prefix(tree.leaves, f"layers.{number}")
     return _Block(tree.hidden_size, share, program, tree, number, leaves).rows()
 
 
@@ -124,12 +124,12 @@ def block_rows(tree: Tree, number: int, share: Share, program: Program) -> Opera
 class _Block(Maker):
     """Makes the rows of one block."""
 
-    tree: Tree
+    tree: ModelSpec
     number: int
-    leaves: Leaves
+    leaves: ParamSpecs
 
     @cached_property
-    def block(self) -> Block:
+    def block(self) -> BlockSpec:
         return self.tree.blocks[self.number]
 
     def rows(self) -> Operations:
@@ -170,8 +170,8 @@ class _Block(Maker):
         leaf = self.leaves[name]
         alone = self.share.folded and leaf.stacked
         shape = list(leaf.held({"tp": 1 if alone else self.share.tp, "ep": self.share.ep}))
-        for cut in leaf.cuts:
-            if cut.or_whole and not cut.splits(self.share.tp):
+        for cut in leaf.shards:
+            if cut.or_replicate and not cut.splits(self.share.tp):
                 shape[cut.dim] = self.share.part(cut.units) * (leaf.shape[cut.dim] // cut.units)
         return tuple(shape)
 
@@ -192,7 +192,7 @@ class _Block(Maker):
         much as goes, unless one rank has more.
         """
         mlp, tokens = self.block.mlp, self.share.routed
-        if not stacked or not isinstance(mlp, Experts):
+        if not stacked or not isinstance(mlp, MoESpec):
             return self.share.tokens
         return -(-round(self.share.load * tokens * mlp.per_token) // batch)
 
@@ -212,7 +212,7 @@ class _Block(Maker):
     def flash(self) -> Both:
         (heads, kv), share, name = self.heads, self.share, self.program.attention
         of_key, of_value = self.block.mixer.head_sizes
-        one = replace(self.tree, runs=(Run((self.block,), 1),))
+        one = replace(self.tree, runs=(LayerRun((self.block,), 1),))
         per_token = attention_flops_per_token(one, share.length) / 3
         flops = round(per_token * share.tokens / share.tp)
         e, tokens = self.program.element, share.tokens
@@ -291,7 +291,7 @@ class _Block(Maker):
 
     def features(self, sends: bool) -> list[Both]:
         """The feed-forward layer, between what enters it and what leaves it."""
-        if not isinstance(self.block.mlp, Experts):
+        if not isinstance(self.block.mlp, MoESpec):
             down = self.linears("mlp.down", ["mlp.down.weight"])[0]
             return [
                 self.column_parallel("mlp.up", self.up("mlp"), sends),
@@ -341,7 +341,7 @@ class _Block(Maker):
         """Rows in the order of experts, sent to their ranks; or back. Of sequence parallelism this
         rank's tokens are sent, and put together over tp there.
         """
-        assert isinstance(self.block.mlp, Experts)
+        assert isinstance(self.block.mlp, MoESpec)
         share, often = self.share, self.block.mlp.per_token * self.share.load
         moved = often * (self.x if share.folded else self.whole)
         copies = often if share.copies is None else share.copies * share.load

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from dolmen.model.count import activation_bytes_per_layer
-from dolmen.model.spec import Attention, Block, Experts, Mlp, Run, Tree
+from dolmen.model.spec import AttentionSpec, BlockSpec, LayerRun, MLPSpec, ModelSpec, MoESpec
 from dolmen.planning.ledger import Live
 from dolmen.planning.plan import StageMemory
 from dolmen.planning.ranks import Held, Ranks, stages_of
@@ -31,8 +31,8 @@ from dolmen.planning.space import Choice
 
 
 def layer_bytes(
-    tree: Tree,
-    block: Block,
+    tree: ModelSpec,
+    block: BlockSpec,
     batch: int,
     length: int,
     *,
@@ -46,16 +46,16 @@ def layer_bytes(
     back; latents beside the heads that are made of them.
     """
     tokens, extra, e = batch * length / cp, 0.0, element_bytes
-    if isinstance(block.mlp, Experts):
+    if isinstance(block.mlp, MoESpec):
         experts = block.mlp
         extra += tokens * 2 * e * experts.per_token * tree.hidden_size
         extra += tokens * 8 * experts.number  # the router's, in fp32
-        block = replace(block, mlp=Mlp(experts.per_token * experts.size))
-    if not isinstance(block.mixer, Attention):
+        block = replace(block, mlp=MLPSpec(experts.per_token * experts.size))
+    if not isinstance(block.mixer, AttentionSpec):
         mixer = block.mixer
         extra += tokens * e * 2 * ((mixer.q_rank or 0) + mixer.kv_rank)
-        block = replace(block, mixer=Attention(mixer.heads, mixer.heads, mixer.head_size))
-    one = replace(tree, runs=(Run((block,), 1),))
+        block = replace(block, mixer=AttentionSpec(mixer.heads, mixer.heads, mixer.head_size))
+    one = replace(tree, runs=(LayerRun((block,), 1),))
     how = {"cp": cp, "recompute": recompute, "element_bytes": e, **more}
     kept = activation_bytes_per_layer(one, batch, length, **how)
     return kept + (0.0 if recompute == "full" else extra)
@@ -133,7 +133,7 @@ def _moments_of(states: States, moments: Moments) -> tuple[float, float, float]:
 class Capacity:
     """Memory of the ranks of a model that is trained on sequences of `sequence_length`."""
 
-    tree: Tree
+    tree: ModelSpec
     sequence_length: int
     dropout: float = 0.0
     element_bytes: int = 2
@@ -319,7 +319,7 @@ class Capacity:
         self._known_activations[rank_key] = total, moment
         return total, moment
 
-    def _kept_bytes(self, block: Block, choice: Choice, recompute: str) -> float:
+    def _kept_bytes(self, block: BlockSpec, choice: Choice, recompute: str) -> float:
         """Bytes that a layer keeps; where cp gathers, with keys and values of the whole sequence
         (docs/concepts/context-parallel.md).
         """
@@ -339,7 +339,7 @@ class Capacity:
         if not gathers or recompute != "none":
             return kept
         mixer = block.mixer
-        kv_heads = mixer.kv_heads if isinstance(mixer, Attention) else mixer.heads
+        kv_heads = mixer.kv_heads if isinstance(mixer, AttentionSpec) else mixer.heads
         width = max(kv_heads / choice.tp, 1) * sum(mixer.head_sizes)
         whole = choice.microbatch_size * self.sequence_length
         return kept + whole * (1 - 0.5 / choice.cp) * width * self.element_bytes

@@ -28,7 +28,7 @@ from dolmen.core.torch_private import dispatch, sharding
 from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.model.build import allocate, place
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.ops.attention import Documents
 from dolmen.ops.kernels import CPU, KNOWN, Hardware
 from dolmen.optim.optimizer import DTYPES, at_rest
@@ -116,7 +116,7 @@ def dryrun(
 def trace_step(
     run: RunConfig,
     rank: int,
-    tree: Tree,
+    tree: ModelSpec,
     steps: Steps,
     hardware: Hardware,
     max_load: float,
@@ -140,7 +140,7 @@ def trace_step(
 def _count_step(
     run: RunConfig,
     rank: int,
-    tree: Tree,
+    tree: ModelSpec,
     mesh: Mesh,
     steps: Steps,
     hardware: Hardware,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dolmen.core.topology import Topology
 from dolmen.model import count
-from dolmen.model.spec import Attention, Experts, Tree
+from dolmen.model.spec import AttentionSpec, ModelSpec, MoESpec
 from dolmen.planning.hardware import Cluster
 from dolmen.planning.placement import Placement, collective_seconds
 from dolmen.planning.question import PRODUCTS, Question
@@ -83,7 +83,9 @@ def inference(question: Question, batch: int, length: int | None) -> Inference:
     return Inference(question.name, cluster, batch, length or most, dtype, tuple(rows))
 
 
-def serving(tree: Tree, cluster: Cluster, tp: int, batch: int, length: int, dtype: str) -> Serving:
+def serving(
+    tree: ModelSpec, cluster: Cluster, tp: int, batch: int, length: int, dtype: str
+) -> Serving:
     """One row."""
     device, size = cluster.device, 4 if dtype == "fp32" else 2
     weights = read = 0
@@ -114,7 +116,7 @@ def serving(tree: Tree, cluster: Cluster, tp: int, batch: int, length: int, dtyp
     )
 
 
-def cache_bytes(tree: Tree, tp: int, length: int, size: int) -> int:
+def cache_bytes(tree: ModelSpec, tp: int, length: int, size: int) -> int:
     """Return the bytes of the KV cache of one sequence on a rank of tp: keys and values of its
     heads, all where tp does not divide them, those within its window; or the latent that they are
     made of.
@@ -123,7 +125,7 @@ def cache_bytes(tree: Tree, tp: int, length: int, size: int) -> int:
     for block in tree.blocks:
         mixer = block.mixer
         kept = min(length, mixer.window or length)
-        if isinstance(mixer, Attention):
+        if isinstance(mixer, AttentionSpec):
             heads = mixer.kv_heads // tp if mixer.kv_heads % tp == 0 else mixer.kv_heads
             width = heads * sum(mixer.head_sizes)
         else:
@@ -132,7 +134,7 @@ def cache_bytes(tree: Tree, tp: int, length: int, size: int) -> int:
     return total
 
 
-def _chosen_share(tree: Tree, batch: int) -> float:
+def _chosen_share(tree: ModelSpec, batch: int) -> float:
     """Share of the experts that a batch of texts has need of."""
-    known = [b.mlp for b in tree.blocks if isinstance(b.mlp, Experts)]
+    known = [b.mlp for b in tree.blocks if isinstance(b.mlp, MoESpec)]
     return 1 - (1 - known[0].per_token / known[0].number) ** batch if known else 1.0

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dolmen.model.layout import balance
-from dolmen.model.spec import Block, Leaves, Tree, under
+from dolmen.model.spec import BlockSpec, ModelSpec, ParamSpecs, select_prefix
 from dolmen.planning.space import Choice
 
 
@@ -34,7 +34,7 @@ class Held:
         return self.dense + self.experts
 
     @staticmethod
-    def count(leaves: Leaves, sizes: Mapping[str, int]) -> "Held":
+    def count(leaves: ParamSpecs, sizes: Mapping[str, int]) -> "Held":
         """Count these leaves, where each axis has so many ranks."""
         dense = experts = 0
         for leaf in leaves.values():
@@ -63,7 +63,7 @@ class Parameters(NamedTuple):
 class Ranks:
     """Layers and parameters of the ranks of a model."""
 
-    tree: Tree
+    tree: ModelSpec
     _layers: dict[int, list[range]] = field(default_factory=dict)
     _telling: dict[tuple, list[int]] = field(default_factory=dict)
     _of_blocks: dict[tuple[int, int], list[Held]] = field(default_factory=dict)
@@ -121,12 +121,12 @@ class Ranks:
 
     def _held_blocks(self, tp: int, ep: int) -> list[Held]:
         if (tp, ep) not in self._of_blocks:
-            leaves = [under(self.tree.leaves, f"layers.{i}") for i in self.examples]
+            leaves = [select_prefix(self.tree.leaves, f"layers.{i}") for i in self.examples]
             self._of_blocks[tp, ep] = [Held.count(one, {"tp": tp, "ep": ep}) for one in leaves]
         return self._of_blocks[tp, ep]
 
     @cached_property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[BlockSpec]:
         """The kinds of layers."""
         return list(dict.fromkeys(self.tree.blocks))
 
@@ -142,11 +142,11 @@ class Ranks:
         return [self.kinds.index(kind) for kind in range(len(self.blocks))]
 
     @cached_property
-    def _first(self) -> Leaves:
+    def _first(self) -> ParamSpecs:
         return self.tree.embedding.leaves(self.tree.hidden_size, self.tree.head.tied)
 
     @cached_property
-    def _last(self) -> Leaves:
+    def _last(self) -> ParamSpecs:
         return {
             name: leaf
             for name, leaf in self.tree.leaves.items()

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from dolmen.core.config import config
 from dolmen.core.messages import plural
 from dolmen.model.layout import Layout
-from dolmen.model.spec import Tree, check_cuts
+from dolmen.model.spec import ModelSpec, check_sharding
 
 CONTEXT_TOKENS = 4096
 """Tokens of a sequence that a rank of cp keeps at least: cp that leaves less is planned if pinned.
@@ -111,7 +111,7 @@ class Choice(NamedTuple):
 class Space:
     """The layouts to plan: a model on `gpus` GPUs, its batch, and what is given of its layout."""
 
-    tree: Tree
+    tree: ModelSpec
     gpus: int
     global_batch_size: int
     sequence_length: int
@@ -226,14 +226,14 @@ class Space:
 class _Cuts:
     """Checks whether an axis of a size splits all parameters, each kind of cut once."""
 
-    def __init__(self, tree: Tree):
-        self.leaves = {str(leaf.cuts): leaf for leaf in tree.leaves.values()}
+    def __init__(self, tree: ModelSpec):
+        self.leaves = {str(leaf.shards): leaf for leaf in tree.leaves.values()}
         self.taken: dict[tuple[str, int], bool] = {}
 
     def take(self, axis: Literal["tp", "ep"], size: int) -> bool:
         if (axis, size) not in self.taken:
             try:
-                check_cuts(self.leaves, {"tp": 1, "ep": 1, axis: size})
+                check_sharding(self.leaves, {"tp": 1, "ep": 1, axis: size})
             except ValueError:
                 self.taken[axis, size] = False
             else:

@@ -42,12 +42,14 @@ def request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -
     run = otherwise_long(run, said)
     run = begun(run, from_dict(RunConfig, {"init": said.pop("init", None)}).init)
     kind = said.pop(MODEL_TYPE, None)
-    start = models.start(run.model, " ".join(kind) if isinstance(kind, Words) else kind)
+    start = models.start_model(run.model, " ".join(kind) if isinstance(kind, Words) else kind)
     said = resolve_aliases(said, start.model.family)
     refuse_unknown(said, start.model.family)
     of_model = {name: said.pop(name) for name in [*said] if name.startswith(MODEL)}
     handled = {one.name: said.pop(one.name) for one in fields(Handling) if one.name in said}
-    model = models.asked(start, {name.removeprefix(MODEL): v for name, v in of_model.items()})
+    model = models.apply_options(
+        start, {name.removeprefix(MODEL): v for name, v in of_model.items()}
+    )
     changed = replace(from_dict(RunConfig, unflatten(said), run), model=model)
     if "train.microbatch_size" not in said:
         changed = drop_unfit_microbatch(changed, run)

@@ -21,7 +21,7 @@ from dolmen.data.batch import Batch
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.model.training import Training
 from dolmen.parallel import pipeline
 from dolmen.parallel.schedule import Schedule
@@ -36,7 +36,7 @@ class GenerationModel:
 
     def __init__(
         self,
-        tree: Tree,
+        tree: ModelSpec,
         training: Training,
         mesh: Mesh,
         tp: int,

@@ -227,7 +227,7 @@ def _prompts(
             template = template or template_of(tokenizer, data.template)
             tokens = template.prompt(Chat(row["messages"], 1.0, where))
         else:
-            tokens = special_tokens.framed(model, tokenizer(row[named[0]])["input_ids"])
+            tokens = special_tokens.frame_prompt(model, tokenizer(row[named[0]])["input_ids"])
         if not tokens:
             raise gate.refuse(where, "its prompt has no token")
         yield Prompt(tokens, row, where)

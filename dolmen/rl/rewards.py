@@ -28,7 +28,7 @@ from dolmen.core.messages import cut
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import Scalar
+from dolmen.model.spec import ScalarHeadSpec
 from dolmen.objectives import forward
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
@@ -245,7 +245,7 @@ def check_reward_model(name: str, source: Source, vocab_size: int, tokenizer: st
     other token ids than a model of `vocab_size` with this `tokenizer`.
     """
     tree = source.tree
-    if not isinstance(tree.head, Scalar):
+    if not isinstance(tree.head, ScalarHeadSpec):
         raise ValueError(
             f"reward {name} predicts tokens: give a model with a scalar head, as dolmen train "
             "reward makes one"

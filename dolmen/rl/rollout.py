@@ -20,8 +20,8 @@ from torch import Tensor
 from dolmen.data.batch import Batch
 from dolmen.files import gate, write
 from dolmen.files import safetensors as files
-from dolmen.model.routing_replay import places
-from dolmen.model.spec import Tree
+from dolmen.model.routing_replay import choice_slices
+from dolmen.model.spec import ModelSpec
 from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE
 from dolmen.objectives.ppo import RETURN, VALUE
 from dolmen.ops.attention import Documents
@@ -239,7 +239,7 @@ def load(
     return kind(**tensors) if shape[0] == completions else None
 
 
-def check_ids(file: Path, rollout: Rollout, tree: Tree) -> None:
+def check_ids(file: Path, rollout: Rollout, tree: ModelSpec) -> None:
     """Raise Refused where `file` has token or expert ids that a model of this `tree` has not."""
     for name, ids in (("tokens", rollout.tokens), ("labels", rollout.labels[rollout.trained])):
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < tree.vocab_size:
@@ -250,10 +250,10 @@ def check_ids(file: Path, rollout: Rollout, tree: Tree) -> None:
 
 
 def check_experts(
-    file: Path, experts: Int16[Tensor, "completions length choices"], tree: Tree
+    file: Path, experts: Int16[Tensor, "completions length choices"], tree: ModelSpec
 ) -> None:
     """Raise Refused where the expert indices of `file` are not those of a model of this `tree`."""
-    choices = max((place.stop for place in places(tree).values()), default=0)
+    choices = max((place.stop for place in choice_slices(tree).values()), default=0)
     if experts.shape[2] != choices:
         raise gate.refuse(
             file, f"{EXPERTS} are {experts.shape[2]} choices per token, and the model has {choices}"

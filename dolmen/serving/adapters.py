@@ -25,7 +25,7 @@ from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.core.messages import brief, cut, message
 from dolmen.core.state import dtype_of, local_view
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import LatentAttention, Leaf, Tree
+from dolmen.model.spec import LatentAttentionSpec, ModelSpec, ParamSpec
 from dolmen.parallel import data, tensor
 from dolmen.parallel.inference_linear import Pair, Several, Turn, Weights
 
@@ -118,7 +118,7 @@ def open_adapters(
     return out
 
 
-def _check(low: LowRank, tree: Tree, weights: Weights) -> None:
+def _check(low: LowRank, tree: ModelSpec, weights: Weights) -> None:
     leaves = tree.leaves
     if low.form.kind == "dora" and weights == "int8":
         raise ValueError(_NO_LENGTHS)
@@ -136,7 +136,7 @@ def _check(low: LowRank, tree: Tree, weights: Weights) -> None:
             )
         layer, _, rest = weight.removeprefix("layers.").partition(".")
         if rest == "attn.kv_b.weight" and isinstance(
-            tree.blocks[int(layer)].mixer, LatentAttention
+            tree.blocks[int(layer)].mixer, LatentAttentionSpec
         ):
             raise ValueError(
                 f"it adapts {weight} of latent attention, by which cached tokens of all texts are "
@@ -197,7 +197,7 @@ def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
     )
     gain = None
     if lengths:
-        inputs = any(c.axis == "tp" and c.dim == 1 and c.splits(tp.size) for c in leaf.cuts)
+        inputs = any(c.axis == "tp" and c.dim == 1 and c.splits(tp.size) for c in leaf.shards)
         own = tensor.Adapter(down, up, form.scale, lengths[0], over_inputs=inputs)
         gain = own.gain(weight_here, tp)
     wide = torch.promote_types(up.dtype, torch.float32)
@@ -216,9 +216,11 @@ def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
     return made
 
 
-def _local_part(whole: Float[Tensor, "*whole"], leaf: Leaf, tp: Axis) -> Float[Tensor, "*here"]:
+def _local_part(
+    whole: Float[Tensor, "*whole"], leaf: ParamSpec, tp: Axis
+) -> Float[Tensor, "*here"]:
     """Cut this rank's part out of a parameter, as its leaf says."""
-    for one in leaf.cuts:
+    for one in leaf.shards:
         if one.axis == "tp" and one.splits(tp.size):
             whole = collectives.local_part(whole, one.dim, tp)
     return whole

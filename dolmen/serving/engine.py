@@ -100,7 +100,7 @@ def load_placed(
     return load_decoder(source, mesh, dtype, schedule, weights)
 
 
-def run_whole(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.End) -> Any:
+def run_whole(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.HeadFunction) -> Any:
     """Run sequences of equal length through the model without a KV cache; `tokens` is on the host.
 
     Returns the result of the head function `end`. Raises ValueError where the special tokens that
@@ -115,7 +115,7 @@ def stop_tokens(source: Source) -> set[int]:
     """EOS token ids of a source: of generation_config.json, else of config.json, and of its special
     tokens.
     """
-    ends = special_tokens.ends(special_tokens.ids_of(source.model))
+    ends = special_tokens.end_token_ids(special_tokens.ids_of(source.model))
     for said in (source.generation_config, source.model.config):
         ids = said.get("eos_token_id")
         if ids is not None:
@@ -173,7 +173,7 @@ class Engine:
         self.adapters = adapters or Adapters()
         self._stop = frozenset(stop)
         self._runner = ModelRunner(model, mesh, limits.page, self.adapters)
-        self._scheduler = Scheduler(limits, tree.prefixed, self._runner.cache.table)
+        self._scheduler = Scheduler(limits, tree.has_prefix_mask, self._runner.cache.table)
         self._never = sorted(set(range(tree.vocab_size)) - set(known)) if known else []
         self._numbers, self._within = itertools.count(), ExitStack()
         self._warned = False
@@ -185,8 +185,8 @@ class Engine:
         self._within.enter_context(torch.compiler.set_stance("force_eager"))
         self._within.enter_context(_prepacked(self.model, self._weights, keep))
         if self.adapters.names:
-            self._within.callback(self.model.stand_beside, {})
-            self.model.stand_beside(self.adapters.weights)
+            self._within.callback(self.model.set_multi_lora, {})
+            self.model.set_multi_lora(self.adapters.weights)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -299,7 +299,7 @@ class Engine:
             step.new_tokens.append(NewToken(group.number, sample, token.token, token.logprob))
         if reason is not None:
             step.finished.append(self._scheduler.remove(key).finish(sample, reason))
-        elif self.model.tree.read_again(group.length, len(group.tokens)):
+        elif self.model.tree.needs_reprefill(group.length, len(group.tokens)):
             # rope scaling changes with the length: cached keys have other angles
             self._scheduler.free(key, group)
             group.length = len(group.tokens)
@@ -312,7 +312,7 @@ def _prepacked(model: Decoder, weights: Weights, keep: bool) -> Iterator[None]:
     gathered for a moment, nothing is prepacked.
     """
     if not data.units(model):
-        model.lay_out(weights)
+        model.prepack(weights)
     try:
         yield
     finally:

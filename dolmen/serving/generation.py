@@ -26,7 +26,7 @@ def encode(tokenizer: PreTrainedTokenizer, prompt: str, model: Model) -> list[in
     """
     check_text(prompt)
     with tokenizer_files.refused_by_name("--prompt"):
-        tokens = special_tokens.framed(model, tokenizer(prompt)["input_ids"])
+        tokens = special_tokens.frame_prompt(model, tokenizer(prompt)["input_ids"])
     begin = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     tokens = tokens or [token for token in begin if token is not None][:1]
     if not tokens:

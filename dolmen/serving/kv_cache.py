@@ -42,8 +42,8 @@ from torch import Tensor
 from dolmen.core.device import to_device
 from dolmen.core.log import size
 from dolmen.core.messages import plural
-from dolmen.model.component import OfPages, OfTexts
-from dolmen.model.spec import Span, Tree
+from dolmen.model.component import PagedAttention, SequenceAttention
+from dolmen.model.spec import ModelSpec, PositionSpan
 from dolmen.ops.attention import Documents
 from dolmen.ops.attention.decode import Alone, Pages
 from dolmen.ops.rope import of_span
@@ -177,12 +177,12 @@ class LayerBatch:
     batch: CacheBatch
     pool: KVPool
 
-    def attended(
+    def attend(
         self,
         q: Float[Tensor, "1 tokens heads size"],
         new: Sequence[Float[Tensor, "1 tokens kv_heads _"]],
-        of_pages: OfPages,
-        of_texts: OfTexts,
+        of_pages: PagedAttention,
+        of_texts: SequenceAttention,
     ) -> Float[Tensor, "tokens heads value_size"]:
         """Write the new keys and values, and attend; padding gets 0."""
         batch = self.batch
@@ -206,7 +206,7 @@ class LayerBatch:
 class KVCache:
     """The cache of one model, for sequences that the caller knows by numbers."""
 
-    def __init__(self, model: Tree, page_size: int = PAGE_SIZE):
+    def __init__(self, model: ModelSpec, page_size: int = PAGE_SIZE):
         self.table, self.streams = BlockTable(page_size), model.streams
         self.by_length = model.by_length
         self.pools = [KVPool() for _ in model.blocks]
@@ -217,7 +217,7 @@ class KVCache:
         new: Mapping[int, int],
         device: torch.device,
         multiple: int = 1,
-        spans: Mapping[int, Span] | None = None,
+        spans: Mapping[int, PositionSpan] | None = None,
         lengths: Mapping[int, int] | None = None,
     ) -> CacheBatch:
         """Make room for new tokens (at least one per sequence), and describe their forward.
@@ -229,7 +229,7 @@ class KVCache:
         """
         table = self.table
         past = {sequence: table.lengths.get(sequence, 0) for sequence in new}
-        span = {sequence: (spans or {}).get(sequence, Span()) for sequence in new}
+        span = {sequence: (spans or {}).get(sequence, PositionSpan()) for sequence in new}
         for sequence, count in new.items():
             _check_prefix(sequence, past[sequence], count, span[sequence].prefix)
         self._reserve(new, device)
@@ -247,7 +247,7 @@ class KVCache:
         last = torch.tensor([new[sequence] for sequence in order]).cumsum(0) - 1
         positions = torch.tensor(index + [0] * padding)[None]
         if spans or self.streams > 1:
-            token_spans = [span[sequence] for sequence in owner] + [Span()] * padding
+            token_spans = [span[sequence] for sequence in owner] + [PositionSpan()] * padding
             _, *said = torch.tensor(token_spans).unbind(-1)
             positions = of_span(positions[0], *said)[: self.streams]
         token_lengths = None
@@ -304,7 +304,7 @@ class KVCache:
         self,
         new: Mapping[int, int],
         past: Mapping[int, int],
-        span: Mapping[int, Span],
+        span: Mapping[int, PositionSpan],
         device: torch.device,
     ) -> list[PrefillGroup]:
         """Group sequences with several new tokens by past and new length; decodes come first."""

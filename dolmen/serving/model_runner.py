@@ -20,8 +20,8 @@ from dolmen.core import collectives, transfers
 from dolmen.core.device import to_device
 from dolmen.core.mesh import Mesh
 from dolmen.model.decoder import Decoder
-from dolmen.model.head import End, Logits
-from dolmen.model.spec import Span
+from dolmen.model.head import HeadFunction, LMHead
+from dolmen.model.spec import PositionSpan
 from dolmen.parallel import inference_linear, vocabulary
 from dolmen.serving import sampling
 from dolmen.serving.adapters import Adapters
@@ -44,7 +44,7 @@ class Chunk:
     """Index, among `tokens`, of the one that the first label follows."""
     top: int = 0
     """Likeliest tokens whose log-probabilities are wanted beside each label."""
-    span: Span | None = None
+    span: PositionSpan | None = None
     """Bidirectional prefix and positions; None: causal, each token at its index."""
     length: int = 1
     """Length that rope scaling takes the sequence to have."""
@@ -117,7 +117,7 @@ class ModelRunner:
         return x
 
 
-def _head(model: Decoder, batch: CacheBatch, chunks: Mapping[int, Chunk]) -> End:
+def _head(model: Decoder, batch: CacheBatch, chunks: Mapping[int, Chunk]) -> HeadFunction:
     """Return the head function of the last stage, which computes the fields of `RunnerOutput`."""
     device, begin, first = batch.last.device, {}, 0
     for sequence in batch.sequences:
@@ -126,7 +126,7 @@ def _head(model: Decoder, batch: CacheBatch, chunks: Mapping[int, Chunk]) -> End
     wanted = [k for k, sequence in enumerate(batch.sequences) if chunks[sequence].last]
     rows = batch.last[to_device(torch.tensor(wanted, dtype=torch.int64), device)]
 
-    def head_function(hidden: Tensor, head: Logits) -> tuple[Tensor, dict[int, Tensor]]:
+    def head_function(hidden: Tensor, head: LMHead) -> tuple[Tensor, dict[int, Tensor]]:
         whole, head = _gather_tokens(hidden, head)
         labelled = {}
         for sequence, chunk in chunks.items():
@@ -140,7 +140,7 @@ def _head(model: Decoder, batch: CacheBatch, chunks: Mapping[int, Chunk]) -> End
     return head_function
 
 
-def _gather_tokens(hidden: Tensor, head: Logits) -> tuple[Float[Tensor, "tokens hidden"], Logits]:
+def _gather_tokens(hidden: Tensor, head: LMHead) -> tuple[Float[Tensor, "tokens hidden"], LMHead]:
     """Return the hidden vectors of all tokens, and a head that takes any of them."""
     tp = head.split.tp
     if not tp.gathers:
@@ -150,7 +150,7 @@ def _gather_tokens(hidden: Tensor, head: Logits) -> tuple[Float[Tensor, "tokens 
 
 
 def _logits(
-    model: Decoder, hidden: Float[Tensor, "rows hidden"], head: Logits
+    model: Decoder, hidden: Float[Tensor, "rows hidden"], head: LMHead
 ) -> Float[Tensor, "rows vocabulary"]:
     """Logits over the whole vocabulary, in fp32 or wider."""
     logits = head.logits(hidden)[0]
@@ -161,7 +161,7 @@ def _logits(
 def _label_logprobs(
     model: Decoder,
     hidden: Float[Tensor, "labels hidden"],
-    head: Logits,
+    head: LMHead,
     labels: Int64[Tensor, " labels"],
     top: int,
 ) -> Float[Tensor, "labels numbers"]:

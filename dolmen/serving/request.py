@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dolmen.core.messages import plural
-from dolmen.model.spec import Experts, LatentAttention, Span, Tree
-from dolmen.model.spec.positions import of_prefix
+from dolmen.model.spec import LatentAttentionSpec, ModelSpec, MoESpec, PositionSpan
+from dolmen.model.spec.positions import prefix_span
 from dolmen.serving.block_table import PAGE_SIZE
 from dolmen.serving.sampling_params import SamplingParams
 
@@ -115,7 +115,7 @@ class Limits:
                 raise ValueError(f"limits.{name} is {value}: it must be at least 1")
 
 
-def check(model: Tree, request: Request, limits: Limits) -> str | None:
+def check(model: ModelSpec, request: Request, limits: Limits) -> str | None:
     """Raise ValueError for a request that the model or the limits cannot take.
 
     Returns a warning where the sequence may grow beyond the positions that the model was trained
@@ -149,13 +149,13 @@ def check(model: Tree, request: Request, limits: Limits) -> str | None:
     return _warn_beyond_context(model, len(request.tokens), params.max_new_tokens, read)
 
 
-def check_int8(model: Tree, device: str, sharded: bool) -> None:
+def check_int8(model: ModelSpec, device: str, sharded: bool) -> None:
     """Raise ValueError where the weights of a model cannot be held as int8."""
     kinds = {type(part) for block in model.blocks for part in (block.mixer, block.mlp)}
     why = None
-    if Experts in kinds:
+    if MoESpec in kinds:
         why = "the model has experts, whose weights are multiplied in stacks"
-    elif LatentAttention in kinds:
+    elif LatentAttentionSpec in kinds:
         why = "the model has latent attention, which multiplies queries by weights as they are"
     elif device != "cpu":
         why = f"the model is on a device of kind {device}, and int8 products are a CPU's"
@@ -177,7 +177,7 @@ def _check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
         )
 
 
-def _warn_beyond_context(model: Tree, prompt: int, new: int, read: int) -> str | None:
+def _warn_beyond_context(model: ModelSpec, prompt: int, new: int, read: int) -> str | None:
     """Return a warning, or raise ValueError where there are no positions at all."""
     most = model.max_position_embeddings
     if read <= most:
@@ -192,11 +192,11 @@ def _warn_beyond_context(model: Tree, prompt: int, new: int, read: int) -> str |
     raise ValueError(f"{text}: {knob}")
 
 
-def span_of(model: Tree, prompt: Sequence[int]) -> Span | None:
+def span_of(model: ModelSpec, prompt: Sequence[int]) -> PositionSpan | None:
     """Return the prefix and positions of a prompt; None: causal, each token at its index.
 
     Raises ValueError where the special tokens that decide them are not known.
     """
     if model.blanks is not None:
         return model.blanks.span(prompt)
-    return of_prefix(len(prompt), model.streams) if model.prefixed else None
+    return prefix_span(len(prompt), model.streams) if model.has_prefix_mask else None

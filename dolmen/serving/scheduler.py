@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dolmen.model.spec import Span
+from dolmen.model.spec import PositionSpan
 from dolmen.serving.block_table import BlockTable
 from dolmen.serving.model_runner import Chunk
 from dolmen.serving.request import FinishedSequence, FinishReason, Limits, LogProb, Request
@@ -42,7 +42,7 @@ class SequenceGroup:
     """Number of the request."""
     request: Request
     samples: range
-    span: Span | None
+    span: PositionSpan | None
     tokens: list[int]
     """Prompt and new tokens."""
     length: int

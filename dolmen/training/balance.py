@@ -10,20 +10,20 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from dolmen.core import device, state
-from dolmen.model.component import Balance
+from dolmen.model.component import RouterLosses
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 
 NAMES = ("router/max_load", "router/aux_loss", "router/z_loss")
 
 
-def open_tallies(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, Balance]:
+def open_tallies(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, RouterLosses]:
     """What the sparse layers of this rank are given in a step, by their numbers; `scale`: see
     Balance.
     """
     number = model.tree.experts + 2
     return {
-        i: Balance(
+        i: RouterLosses(
             scale,
             torch.zeros(number, dtype=torch.float64, device=scale.device, requires_grad=True),
         )
@@ -33,7 +33,7 @@ def open_tallies(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, Balanc
 
 
 def local_tallies(
-    model: Decoder, opened: Mapping[int, Balance]
+    model: Decoder, opened: Mapping[int, RouterLosses]
 ) -> Float64[Tensor, "layers experts_and_2"]:
     """What this rank counted in a step, 0 elsewhere; of a dense model no layers. Its sum over the
     world has all tokens, tp times.
@@ -50,7 +50,7 @@ def local_tallies(
 
 
 def router_metrics(
-    tree: Tree, tallies: Float[Tensor, "layers experts_and_2"], sequences: int
+    tree: ModelSpec, tallies: Float[Tensor, "layers experts_and_2"], sequences: int
 ) -> Float[Tensor, " names"]:
     """The NAMES of the world's tallies, the same on every rank and of any layout; of a dense model
     none:
@@ -69,13 +69,13 @@ def router_metrics(
     return torch.cat([(loads.amax(1) / mean).amax(0, keepdim=True), losses.mean(0) / sequences])
 
 
-def _sparse(tree: Tree) -> list[int]:
+def _sparse(tree: ModelSpec) -> list[int]:
     """Numbers of the layers that have experts."""
     return [i for i, block in enumerate(tree.blocks) if block.mlp.experts]
 
 
 def expert_loads(
-    tree: Tree, tallies: Float[Tensor, "layers experts_and_2"]
+    tree: ModelSpec, tallies: Float[Tensor, "layers experts_and_2"]
 ) -> dict[str, list[float]]:
     """Of each sparse layer, by its number, each expert's tokens over the mean of its layer. The
     host waits for the device.

@@ -27,7 +27,7 @@ from dolmen.evaluation.config import DuringConfig
 from dolmen.families import Model
 from dolmen.families.adapters import AdapterConfig
 from dolmen.model.layout import Layout
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.model.training import RouterTraining, Training
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.ops.fp8_recipe import DELAYED, Fp8, Fp8Config, Precision
@@ -246,7 +246,7 @@ class RunConfig:
         return self.model
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> ModelSpec:
         """What its config.json says, of a run that has been checked."""
         return self.known_model.tree
 
@@ -256,9 +256,9 @@ class RunConfig:
         return replace(self.train.training, adapter=self.adapter.of(self.known_model))
 
     @property
-    def trained(self) -> Tree:
+    def trained(self) -> ModelSpec:
         """The model that is trained: what training adds with it."""
-        return self.training.applied(self.tree)
+        return self.training.apply_to(self.tree)
 
     @property
     def needs_kl_reference(self) -> bool:

@@ -8,7 +8,7 @@ from dolmen.data.batch import Batch
 from dolmen.data.batches import Loader
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import Scalar, Tree
+from dolmen.model.spec import ModelSpec, ScalarHeadSpec
 from dolmen.objectives.config import SIMPO_MARGIN
 from dolmen.objectives.grpo import GRPOLoss, GRPOWithEntropy
 from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective
@@ -49,7 +49,7 @@ def make_critic(resolved: ResolvedRun, policy: TrainState, mesh: Mesh) -> Critic
     of the same shape that ends in one number for each token.
     """
     run = resolved.config
-    model = build_model(run, replace(run.tree, head=Scalar()), policy.schedule, mesh)
+    model = build_model(run, replace(run.tree, head=ScalarHeadSpec()), policy.schedule, mesh)
     load_initial(model, resolved.critic, run)
     lr = run.optimizer.lr if run.critic.lr is None else run.critic.lr
     state = initial_state(
@@ -77,7 +77,7 @@ def make_pretraining(run: RunConfig, loader: Loader, mesh: Mesh) -> PretrainingL
     return PretrainingLoss(run.ppo.pretraining_coef, batch)
 
 
-def build_model(run: RunConfig, tree: Tree, schedule: Schedule, mesh: Mesh) -> Decoder:
+def build_model(run: RunConfig, tree: ModelSpec, schedule: Schedule, mesh: Mesh) -> Decoder:
     """Return a model that is trained as `run` says, without values."""
     return build.build(
         tree,

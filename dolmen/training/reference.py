@@ -20,7 +20,7 @@ from dolmen.data.packing import Rows
 from dolmen.files import gate, write
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.objectives import forward
 from dolmen.objectives.preference import REFERENCE
 from dolmen.optim.optimizer import DTYPES, at_rest
@@ -139,7 +139,7 @@ def load_model(run: RunConfig, source: Source, state: TrainState, mesh: Mesh) ->
     return model
 
 
-def _built(run: RunConfig, tree: Tree, state: TrainState, mesh: Mesh) -> Decoder:
+def _built(run: RunConfig, tree: ModelSpec, state: TrainState, mesh: Mesh) -> Decoder:
     dtype = run.train.dtype
     return build.build(
         tree, mesh, run.layout, state.schedule, dtype=at_rest(dtype), compute=DTYPES[dtype]

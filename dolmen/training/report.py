@@ -74,7 +74,7 @@ def _model(run: RunConfig) -> str:
     tree = run.tree
     trained = ""
     if run.training.adapter is not None:
-        own, every = count.trained(run.trained), count.parameters(run.trained)
+        own, every = count.trainable_parameters(run.trained), count.parameters(run.trained)
         trained = f" (LoRA rank {run.adapter.rank} trains {size(own)}, {own / every:.2%})"
     return (
         f"{run.known_model.model_type}, {size(count.parameters(tree))} parameters{trained}: "
@@ -147,7 +147,7 @@ def rounded(run: RunConfig) -> str:
 
 def adapters(run: RunConfig) -> str:
     """Describe the adapters, and the memory that int8 saves for the frozen weights."""
-    own, every = count.trained(run.trained), count.parameters(run.trained)
+    own, every = count.trainable_parameters(run.trained), count.parameters(run.trained)
     where = ", ".join(run.adapter.targets)
     return (
         f"rank {run.adapter.rank}, alpha {run.adapter.alpha:g}, on {where}: {size(own)} of "

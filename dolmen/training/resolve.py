@@ -24,8 +24,8 @@ from dolmen.data.batches import Loader
 from dolmen.data.config import DataConfig
 from dolmen.data.inputs import Inputs
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.families import Model, scored, unscored
-from dolmen.model.spec import Scalar
+from dolmen.families import Model, with_lm_head, with_scalar_head
+from dolmen.model.spec import ScalarHeadSpec
 from dolmen.rl import prompts
 from dolmen.rl.rewards import is_reward_model, parse_rewards
 from dolmen.training.config import RunConfig
@@ -116,7 +116,7 @@ def resolve_model(config: RunConfig, processes: int | None) -> RunConfig:
             "there is no model: give --init a transformers directory or hub id, make one of "
             "--model.model-type and its fields, or choose a recipe that has one (dolmen recipes)"
         )
-    model = scored(config.model) if config.objective.name == "reward" else config.model
+    model = with_scalar_head(config.model) if config.objective.name == "reward" else config.model
     config = replace(config, model=model, layout=config.layout.resolve(processes))
     train = replace(
         config.train,
@@ -130,7 +130,11 @@ def as_model(stored: Source, name: str | Path, model: Model) -> Source:
     """Return the source `stored`, opened from `name`, with its weights read as those of the run's
     `model`. A reward model may start from a model with logits: all but its head is read.
     """
-    wanted = scored(model) if isinstance(stored.tree.head, Scalar) else unscored(model)
+    wanted = (
+        with_scalar_head(model)
+        if isinstance(stored.tree.head, ScalarHeadSpec)
+        else with_lm_head(model)
+    )
     return stored if wanted == stored.model else open_model(name, wanted)
 
 

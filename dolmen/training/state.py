@@ -71,7 +71,7 @@ class NewRows:
         for name, p in model.named_parameters():
             if p.grad is None:
                 continue
-            if leaves[name].of_vocabulary:
+            if leaves[name].is_vocabulary:
                 old = max(0, self.first - region(p)[0].start)  # rows of this rank
                 local_view(p.grad)[:old].zero_()
             else:

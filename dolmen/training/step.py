@@ -40,8 +40,8 @@ from dolmen.core import collectives, device, profiling
 from dolmen.core.mesh import Mesh
 from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
-from dolmen.model.routing_replay import replayed
-from dolmen.model.spec import Scalar
+from dolmen.model.routing_replay import replay_routes
+from dolmen.model.spec import ScalarHeadSpec
 from dolmen.objectives.objective import Objective
 from dolmen.objectives.preference import meaningful_metrics
 from dolmen.ops.elementwise import Noise
@@ -278,7 +278,7 @@ def count_term(term: LossTerm, state: TrainState) -> tuple[float, float]:
     """Return this rank's tokens, for throughput, and its share of the divisor of the loss."""
     micros = term.batch.microbatches(len(term.batch.tokens) // state.schedule.micros)
     # encoders and scalar heads read all tokens, though only a few have a label
-    reads_all = state.model.tree.both_ways or isinstance(state.model.tree.head, Scalar)
+    reads_all = state.model.tree.both_ways or isinstance(state.model.tree.head, ScalarHeadSpec)
     read = term.batch.tokens.numel() if reads_all else term.batch.real_tokens
     return read, sum(term.objective.count(micro) for micro in micros)
 
@@ -334,7 +334,7 @@ def forward_backward(
             part=chunk,
             routes=None
             if part.experts is None
-            else replayed(model.tree, model.split, part.experts),
+            else replay_routes(model.tree, model.split, part.experts),
         )
         if not model.split.parts[chunk].last:
             return y

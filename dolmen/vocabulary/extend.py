@@ -42,8 +42,8 @@ from dolmen.evaluation.config import EvaluateConfig
 from dolmen.families import Model, edit, unknown
 from dolmen.files import gate, kinds
 from dolmen.files.safetensors import Spec
-from dolmen.model.spec import Tree
-from dolmen.model.spec.param import Leaf
+from dolmen.model.spec import ModelSpec
+from dolmen.model.spec.param import ParamSpec
 from dolmen.vocabulary.check import gives_back, probes
 from dolmen.vocabulary.config import VocabExtendConfig
 from dolmen.vocabulary.folder import Vocabulary, open_vocabulary, opened
@@ -199,7 +199,7 @@ class Rows:
     pieces: Mapping[int, Sequence[int]]
     asked: VocabExtendConfig
 
-    def grown(self, name: str, leaf: Leaf, old: Tensor, std: float) -> Tensor:
+    def grown(self, name: str, leaf: ParamSpec, old: Tensor, std: float) -> Tensor:
         """`old`, in the shape of `leaf` and with rows for new tokens; those of tokens that there
         are not, behind the last, are 0 or as they were.
         """
@@ -248,7 +248,7 @@ class Grown(WeightsAlone):
         return f"{self.source.title}, with more tokens"
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> ModelSpec:
         return self.model.tree
 
     @property
@@ -276,7 +276,7 @@ class Grown(WeightsAlone):
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
         leaf, old = self.tree.leaves[name], self.source.read(name)
-        if not leaf.of_vocabulary:
+        if not leaf.is_vocabulary:
             return old
         return self.rows.grown(name, leaf, old, self.tree.initializer_range)
 

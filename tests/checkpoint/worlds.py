@@ -12,7 +12,7 @@ from torch import Tensor
 from dolmen.core import mesh as meshes
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE
-from dolmen.model.head import loss_of
+from dolmen.model.head import cross_entropy_function
 from dolmen.model.layout import Layout as Split
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime, set_step, tensors
 
@@ -75,7 +75,9 @@ class Run:
             rows = ROWS // self.mesh.dp.size
             mine = tokens[self.mesh.dp.rank * rows :][:rows]
             self.optimizer.zero_grad()
-            loss = self.model(mine[:, :-1].contiguous(), loss_of(mine[:, 1:])) / (ROWS * LENGTH)
+            loss = self.model(mine[:, :-1].contiguous(), cross_entropy_function(mine[:, 1:])) / (
+                ROWS * LENGTH
+            )
             backward(loss, self.model, last=True, zero=self.layout.zero or 0)
             self.optimizer.step()
             self.step += 1

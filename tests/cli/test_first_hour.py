@@ -20,7 +20,7 @@ import dolmen as package
 from dolmen.core.messages import choices
 from dolmen.data.batches import Loader
 from dolmen.families import Model
-from dolmen.families.unknown import without_effect
+from dolmen.families.unknown import unknown_fields_warning
 from dolmen.serving import engine
 from dolmen.training.checks.warn import (
     APART,
@@ -196,9 +196,9 @@ def test_rows_and_fields_that_nobody_uses_are_told(material, tmp_path):
 
 def test_fields_that_nobody_knows_are_told():
     known = {"model_type": "llama", "vocab_size": 64}
-    assert without_effect(Model(known)) is None
+    assert unknown_fields_warning(Model(known)) is None
     strange = {"flux_capacitor": 1, "num-hiden-layers": 2, "dropout": 0.1}
-    assert without_effect(Model(known | strange)) == (
+    assert unknown_fields_warning(Model(known | strange)) == (
         "the model's config.json has dropout (did you mean --train.dropout?), flux_capacitor, "
         "num-hiden-layers (did you mean num_hidden_layers?), of which llama knows nothing: kept "
         "for an export, without effect on the model"
@@ -206,11 +206,13 @@ def test_fields_that_nobody_knows_are_told():
 
 
 def test_a_warning_of_unknown_fields_is_bounded_and_hints_inside():
-    said = without_effect(Model({"model_type": "llama"} | {f"x{i:05}": 1 for i in range(5000)}))
+    said = unknown_fields_warning(
+        Model({"model_type": "llama"} | {f"x{i:05}": 1 for i in range(5000)})
+    )
     assert "x00007, and 4,992 more, of which" in said and len(said) < 300
-    assert len(without_effect(Model({"model_type": "llama", "y" * 100_000: 1}))) < 300
+    assert len(unknown_fields_warning(Model({"model_type": "llama", "y" * 100_000: 1}))) < 300
     rope = {"rope_type": "default", "rope_thetta": 1.0}
-    said = without_effect(Model({"model_type": "llama", "rope_parameters": rope}))
+    said = unknown_fields_warning(Model({"model_type": "llama", "rope_parameters": rope}))
     assert "rope_parameters.rope_thetta (did you mean rope_theta?)" in said
 
 

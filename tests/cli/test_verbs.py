@@ -93,7 +93,7 @@ def test_export_is_what_was_trained(run, exported):
 
 def test_export_has_the_logits_of_the_run(run, tmp_path):
     from dolmen.core.mesh import SINGLE
-    from dolmen.model.head import logits
+    from dolmen.model.head import compute_logits
     from dolmen.serving import engine
 
     assert (
@@ -112,7 +112,7 @@ def test_export_has_the_logits_of_the_run(run, tmp_path):
         torch.float32
     }
     with torch.no_grad():
-        ours = engine.load_decoder(open_source(tmp_path / "hf"), SINGLE)(tokens, logits)
+        ours = engine.load_decoder(open_source(tmp_path / "hf"), SINGLE)(tokens, compute_logits)
     assert (ours - their_logits(tmp_path / "hf", tokens)).abs().max() < 1e-5
 
 

@@ -11,10 +11,10 @@ from dolmen.comparison.compare import Row, Side
 from dolmen.comparison.recording import Piece, Recorded, Recording
 from dolmen.comparison.report import Report
 from dolmen.core.topology import Topology
-from dolmen.families.model import made
+from dolmen.families.model import model_from_fields
 
 LENGTH, SIZE = 6, 8
-TREE = made(
+TREE = model_from_fields(
     "llama",
     dict(
         vocab_size=16,

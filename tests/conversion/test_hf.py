@@ -324,7 +324,7 @@ def test_export_is_what_save_writes(tmp_path):
     exported = dict(hf_export.export_weights(GPT2, ours.__getitem__))
     assert exported.keys() == written.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in written.items())
-    assert json.loads((folder / "config.json").read_text()) == GPT2.exported()
+    assert json.loads((folder / "config.json").read_text()) == GPT2.export_config()
 
 
 @pytest.mark.parametrize("archive", [True, False])

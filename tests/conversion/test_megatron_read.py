@@ -80,7 +80,7 @@ def parts(model):
 def difference(folder, logits, rows=VOCABULARY) -> float:
     decoder = engine.load_decoder(open_source(folder, vocab_size=rows))
     with torch.no_grad():
-        return float((decoder(TOKENS, head.logits) - logits).abs().max())
+        return float((decoder(TOKENS, head.compute_logits) - logits).abs().max())
 
 
 ONE, TWO = [[4]], [[2, 2]]
@@ -319,7 +319,7 @@ def test_what_reads_a_model_reads_ranks(models, tmp_path):
     check_init(resolve(run, 1))
     begun = make_state(resolve(run, 1), SINGLE, 1).model
     with torch.no_grad():
-        assert float((begun(TOKENS, head.logits) - logits).abs().max()) < 2e-5
+        assert float((begun(TOKENS, head.compute_logits) - logits).abs().max()) < 2e-5
 
 
 def test_a_namespace_alone_is_taken(tmp_path):

@@ -105,14 +105,14 @@ def test_we_compute_what_peft_does(name, asked, tmp_path):
     tokens = torch.randint(71, (2, 9), generator=torch.Generator().manual_seed(2))
     with wide.Wide():
         logits = model(tokens).logits
-    got = ours(tokens, head.logits)
+    got = ours(tokens, head.compute_logits)
     assert (got.view_as(logits) - logits).abs().max() <= 1e-12 * logits.abs().max()
     with model.disable_adapter(), wide.Wide():  # and adapters are felt
         assert (model(tokens).logits - logits).abs().max() > 1e-2 * logits.abs().max()
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
-    total = ours(tokens, head.loss_of(labels))
+    total = ours(tokens, head.cross_entropy_function(labels))
     (total * (loss.detach() / total.detach())).backward()
     modules = {ours_: stored for stored, ours_ in folders._modules(source.model).items()}
     grads = dict(model.named_parameters())
@@ -224,7 +224,7 @@ def test_peft_reads_what_a_run_has_learned(material, tmp_path):
     ours = build(Tiny(source.tree), SINGLE)
     load(ours, lambda write: load_weights(source, write))
     with torch.no_grad():
-        got = ours(tokens, head.logits).view_as(want)
+        got = ours(tokens, head.compute_logits).view_as(want)
     assert (got - want).abs().max() <= 1e-5 * want.abs().max()
     again = dolmen("export", tmp_path / "run", "--to", tmp_path / "peft", "--adapters")
     assert again.code == 2 and "is not empty" in again.words

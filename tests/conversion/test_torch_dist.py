@@ -204,7 +204,7 @@ def parts(model):
 def difference(folder, logits) -> float:
     decoder = engine.load_decoder(open_source(folder, vocab_size=VOCABULARY))
     with torch.no_grad():
-        return float((decoder(TOKENS, head.logits) - logits).abs().max())
+        return float((decoder(TOKENS, head.compute_logits) - logits).abs().max())
 
 
 CASES = {

@@ -19,7 +19,7 @@ from dolmen.conversion.source import Source, load_weights, open_source
 from dolmen.core import state
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.ops.loss import IGNORED
 from dolmen.serving import engine
 
@@ -49,7 +49,7 @@ def tokens_of(source: Source, rows: int = 2, length: int = LENGTH) -> Tensor:
     return marked(source.tree, tokens)
 
 
-def marked(tree: Tree, tokens: Tensor) -> Tensor:
+def marked(tree: ModelSpec, tokens: Tensor) -> Tensor:
     """With a blank in each row of a model that knows positions by it, of another kind in each; the
     last row of three has none.
     """
@@ -98,7 +98,10 @@ def gradients(case: str, dtype: torch.dtype, folder: Path) -> Gradients:
         logits = theirs(tokens).logits
     assert logits.dtype == dtype
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-    loss = engine.run_whole(ours, tokens, head.loss_of(labels)) / (labels != IGNORED).sum()
+    loss = (
+        engine.run_whole(ours, tokens, head.cross_entropy_function(labels))
+        / (labels != IGNORED).sum()
+    )
     expected.backward()
     loss.backward()
     parameters = dict(ours.named_parameters())

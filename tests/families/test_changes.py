@@ -20,40 +20,50 @@ from published import (
     each,
 )
 
-from dolmen.families import Model, changed, edit, families, moved, tuned, unknown_fields
+from dolmen.families import (
+    Model,
+    convert_family,
+    edit,
+    families,
+    replace_fields,
+    training_fields,
+    unknown_fields,
+)
 from dolmen.families import rope as rope_fields
-from dolmen.model.spec import Rope, Yarn
+from dolmen.model.spec import RopeSpec, YarnScaling
 
 
 def test_a_change_keeps_the_spelling():
-    longer = changed(Model(LLAMA_31), {"rope_parameters.factor": 16.0})
+    longer = replace_fields(Model(LLAMA_31), {"rope_parameters.factor": 16.0})
     assert longer.config == LLAMA_31 | {"rope_scaling": LLAMA_31["rope_scaling"] | {"factor": 16.0}}
-    unscaled = changed(
+    unscaled = replace_fields(
         Model(LLAMA_31),
         {"rope_parameters.rope_type": "default", "rope_parameters.rope_theta": 1000.0},
     )
     assert unscaled.config == LLAMA_31 | {"rope_theta": 1000.0, "rope_scaling": None}
     five = LLAMA_LINEAR | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "own": 1}}
     del five["rope_scaling"]
-    doubled = changed(Model(five), {"rope_parameters.factor": 8.0}).config["rope_parameters"]
+    doubled = replace_fields(Model(five), {"rope_parameters.factor": 8.0}).config["rope_parameters"]
     assert doubled == {"rope_type": "linear", "factor": 8.0, "own": 1, "rope_theta": 10000.0}
-    assert changed(Model(GPT2_ALIASES), {"n_layer": 3}).config == GPT2_ALIASES | {
+    assert replace_fields(Model(GPT2_ALIASES), {"n_layer": 3}).config == GPT2_ALIASES | {
         "num_hidden_layers": 3
     }
     # n_inner is absent and follows n_embd
-    assert changed(Model(GPT2), {"n_embd": 1536}).tree.blocks[0].mlp.size == 4 * 1536
-    assert "factor" not in rope_of(changed(Model({"model_type": "llama"}), {"vocab_size": 7}))
+    assert replace_fields(Model(GPT2), {"n_embd": 1536}).tree.blocks[0].mlp.size == 4 * 1536
+    assert "factor" not in rope_of(
+        replace_fields(Model({"model_type": "llama"}), {"vocab_size": 7})
+    )
 
 
 def test_what_training_alone_uses_is_known_by_each_familys_name():
-    assert tuned(Model({"model_type": "llama"})) == {"initializer_range"}
-    assert tuned(Model({"model_type": "opt"})) == {"init_std"}
-    assert tuned(Model(DEEPSEEK_V3)) == {"initializer_range", "aux_loss_alpha"}
+    assert training_fields(Model({"model_type": "llama"})) == {"initializer_range"}
+    assert training_fields(Model({"model_type": "opt"})) == {"init_std"}
+    assert training_fields(Model(DEEPSEEK_V3)) == {"initializer_range", "aux_loss_alpha"}
 
 
 def test_a_field_that_is_stated_by_two_names_is_changed_under_both():
     twice = GPT2 | {"hidden_size": 768}
-    made = changed(Model(twice), {"n_embd": 1536})
+    made = replace_fields(Model(twice), {"n_embd": 1536})
     assert made.config == twice | {"n_embd": 1536, "hidden_size": 1536}
 
 
@@ -91,7 +101,9 @@ def rope(content: dict, **changes):
     """Of the first layer, with `rope_parameters` changed."""
     changes = {f"rope_parameters.{name}": value for name, value in changes.items()}
     return (
-        changed(Model({"model_type": "llama", **content}), changes).tree.blocks[0].mixer.positions
+        replace_fields(Model({"model_type": "llama", **content}), changes)
+        .tree.blocks[0]
+        .mixer.positions
     )
 
 
@@ -114,15 +126,15 @@ def test_a_change_of_rope_holds_whatever_else_the_file_says_of_it():
 
 def test_a_changed_part_of_heads_keeps_the_names_of_the_family():
     """Of which transformers 4 had others for GPT-NeoX."""
-    other = changed(Model(PYTHIA_160M), {"rope_parameters.partial_rotary_factor": 0.5})
+    other = replace_fields(Model(PYTHIA_160M), {"rope_parameters.partial_rotary_factor": 0.5})
     assert other.config == PYTHIA_160M | {"rotary_pct": 0.5, "rope_scaling": None}
-    assert other.tree.blocks[0].mixer.positions == Rope(32)
-    both = changed(Model(PYTHIA_RESAVED), {"rope_parameters.partial_rotary_factor": 0.5})
+    assert other.tree.blocks[0].mixer.positions == RopeSpec(32)
+    both = replace_fields(Model(PYTHIA_RESAVED), {"rope_parameters.partial_rotary_factor": 0.5})
     said = {"rotary_pct": 0.5, "partial_rotary_factor": 0.5}
     scaling = {"rope_type": "linear", "factor": 2.0}
     assert both.config == PYTHIA_RESAVED | said | {"rope_scaling": scaling}
-    third = changed(other, {"rope_parameters.partial_rotary_factor": 6 / 64})
-    assert third.tree.blocks[0].mixer.positions == Rope(6)
+    third = replace_fields(other, {"rope_parameters.partial_rotary_factor": 6 / 64})
+    assert third.tree.blocks[0].mixer.positions == RopeSpec(6)
     names = third.family.names
     assert names["rotary_pct"] == names["partial_rotary_factor"]
     assert names["rotary_emb_base"] == names["rope_theta"] == "rope_parameters.rope_theta"
@@ -130,13 +142,13 @@ def test_a_changed_part_of_heads_keeps_the_names_of_the_family():
 
 def test_kinds_of_layers_are_changed_in_both_forms():
     each = ["global", *["local"] * 11]
-    other = changed(Model(NEO_125M), {"attention_layers": each})
+    other = replace_fields(Model(NEO_125M), {"attention_layers": each})
     assert other.config == NEO_125M | {"attention_layers": each, "attention_types": [[each, 1]]}
     assert [b.mixer.window for b in other.tree.blocks] == [None, *[256] * 11]
 
 
 def test_a_changed_mapping_keeps_what_stands_beside():
-    other = changed(Model(MPT_7B), {"attn_config.clip_qkv": 4.0})
+    other = replace_fields(Model(MPT_7B), {"attn_config.clip_qkv": 4.0})
     assert other.config["attn_config"] == MPT_7B["attn_config"] | {"clip_qkv": 4.0}
     assert other.tree.blocks[0].mixer.clip == 4
 
@@ -146,7 +158,8 @@ def test_every_part_of_a_head_comes_back():
     for head in (44, 49, 64, 80, 96):
         for turned in range(2, head + 1, 2):
             assert (
-                int(head * rope_fields.write(Rope(turned), head)["partial_rotary_factor"]) == turned
+                int(head * rope_fields.write(RopeSpec(turned), head)["partial_rotary_factor"])
+                == turned
             )
 
 
@@ -157,13 +170,15 @@ def test_a_token_that_no_config_has_is_refused():
 
 def test_an_attention_factor_follows_a_changed_factor():
     """Where none was stated."""
-    longer = changed(Model(QWEN_YARN), {"rope_parameters.factor": 8.0})
+    longer = replace_fields(Model(QWEN_YARN), {"rope_parameters.factor": 8.0})
     scaling = longer.tree.blocks[0].mixer.positions.scaling
-    assert scaling == Yarn(8.0, 32768, attention_factor=0.1 * math.log(8) + 1)
+    assert scaling == YarnScaling(8.0, 32768, attention_factor=0.1 * math.log(8) + 1)
     stated = QWEN_YARN["rope_scaling"] | {"attention_factor": 1.5}
-    kept = changed(Model(QWEN_YARN | {"rope_scaling": stated}), {"rope_parameters.factor": 8.0})
+    kept = replace_fields(
+        Model(QWEN_YARN | {"rope_scaling": stated}), {"rope_parameters.factor": 8.0}
+    )
     assert kept.tree.blocks[0].mixer.positions.scaling.attention_factor == 1.5
-    deep = changed(Model(DEEPSEEK_V3), {"rope_parameters.factor": 80.0}).tree.blocks[0].mixer
+    deep = replace_fields(Model(DEEPSEEK_V3), {"rope_parameters.factor": 80.0}).tree.blocks[0].mixer
     assert deep.positions.scaling.attention_factor == 1.0  # of equal mscales
     assert deep.scale == pytest.approx((0.1 * math.log(80) + 1) ** 2 / 192**0.5, rel=1e-12)
 
@@ -173,27 +188,27 @@ def test_unknown_fields_are_kept_and_reported():
     content["rope_scaling"] = content["rope_scaling"] | {"mystery": 1}
     model = Model(content)
     assert unknown_fields(model) == ["flux_capacitor", "rope_scaling.mystery"]
-    assert model.exported() == content
+    assert model.export_config() == content
     assert edit(model, vocab_size=7).config == content | {"vocab_size": 7}
     assert not any(unknown_fields(Model(c)) for c in PUBLISHED)
     assert not any(unknown_fields(Model(by_transformers({"model_type": n}))) for n in families())
 
 
 def test_what_stands_under_the_reserved_key_is_not_exported():
-    assert Model({"model_type": "llama", "dolmen": {}}).exported() == {"model_type": "llama"}
+    assert Model({"model_type": "llama", "dolmen": {}}).export_config() == {"model_type": "llama"}
     with pytest.raises(ValueError, match="dolmen has a field 'mystery'"):
         Model({"model_type": "llama", "dolmen": {"mystery": 1}})
 
 
 def test_another_family_keeps_the_token_ids():
-    other = moved(Model(LLAMA_31), "mistral")
+    other = convert_family(Model(LLAMA_31), "mistral")
     assert other.model_type == "mistral" and "mlp_bias" not in other.config
     assert other.config["eos_token_id"] == LLAMA_31["eos_token_id"] and other.dtype == "bfloat16"
     assert other.tree == Model(LLAMA_31).tree
     with pytest.raises(ValueError, match="family gpt2 cannot express"):
-        moved(Model(LLAMA_31), "gpt2")
+        convert_family(Model(LLAMA_31), "gpt2")
 
 
 def test_an_activation_without_a_name_is_of_no_other_family():
     with pytest.raises(ValueError, match=r"qwen3_moe cannot express activation = Clamped\("):
-        moved(Model({"model_type": "gpt_oss"}), "qwen3_moe")
+        convert_family(Model({"model_type": "gpt_oss"}), "qwen3_moe")

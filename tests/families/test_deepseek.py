@@ -20,8 +20,8 @@ from dolmen.families import Model
 from dolmen.model import count
 from dolmen.model.build import build as built
 from dolmen.model.build import load
-from dolmen.model.head import logits
-from dolmen.model.spec import check_cuts
+from dolmen.model.head import compute_logits
+from dolmen.model.spec import check_sharding
 from dolmen.serving import engine
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -55,7 +55,7 @@ def test_layers_behind_the_last_are_left_out_aloud(folder, tmp_path):
         plain = engine.load_decoder(open_source(folder))
     tokens = torch.arange(20)[None]
     with torch.no_grad():
-        assert torch.equal(model(tokens, logits), plain(tokens, logits))
+        assert torch.equal(model(tokens, compute_logits), plain(tokens, compute_logits))
     none = copied(folder, tmp_path / "none", tensors | more, num_nextn_predict_layers=0)
     with pytest.raises(KeyError, match=rf"{len(more)} tensors have no rule"):
         engine.load_decoder(open_source(none))
@@ -136,9 +136,9 @@ def test_layouts_that_cannot_be():
     with pytest.raises(
         ValueError, match=r"num_attention_heads \(16\) is not divisible by tp \(3\)"
     ):
-        check_cuts(tree.leaves, {"tp": 3, "ep": 1})
+        check_sharding(tree.leaves, {"tp": 3, "ep": 1})
     with pytest.raises(ValueError, match=r"num_experts \(64\) is not divisible by ep \(6\)"):
-        check_cuts(tree.leaves, {"tp": 1, "ep": 6})
+        check_sharding(tree.leaves, {"tp": 1, "ep": 6})
     with pytest.raises(ValueError, match="dolmen knows what plain attention keeps"):
         count.activation_bytes_per_layer(tree, 1, 8)
 

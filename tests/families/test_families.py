@@ -154,7 +154,7 @@ def test_meaning_and_a_swap_is_noticed(source):
 def test_a_changed_structure_shows_and_nothing_else(source):
     *_, folder = source
     model = hf.read_config(folder)
-    before, after = model.exported(), edit(model, vocab_size=77).exported()
+    before, after = model.export_config(), edit(model, vocab_size=77).export_config()
     rows = model.family.names["vocab_size"]
     assert {name for name in {**before, **after} if before.get(name) != after.get(name)} == {rows}
     assert after[rows] == 77

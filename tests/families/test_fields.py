@@ -2,7 +2,7 @@
 
 import pytest
 
-from dolmen.families import Model, changed, families
+from dolmen.families import Model, families, replace_fields
 from dolmen.files.schema import Int, describe_schema
 
 # which have no option of their own: spellings of rope in older files, and quirks of a file
@@ -26,9 +26,9 @@ def test_a_family_declares_its_fields(name):
     names = [field.name for field in family.fields]
     assert len(set(names)) == len(names) and not {*names} & {*family.only, *family.harmless}
     Model({"model_type": name, **{f.name: f.default for f in family.fields}})
-    assert set(family.new(Model({"model_type": name}).tree)) <= set(names)
+    assert set(family.write(Model({"model_type": name}).tree)) <= set(names)
     for field in family.fields:
-        assert field.help or field.inside or field.name in OLDER
+        assert field.help or field.nested or field.name in OLDER
     every = [n for f in family.fields for n in (f.name, *f.aliases, *f.common)]
     assert len(set(every)) == len(every)
     for common in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
@@ -38,4 +38,4 @@ def test_a_family_declares_its_fields(name):
 def test_limits_are_told_with_the_field():
     assert describe_schema(Int(1, 2**22)) == "an integer from 1 to 4,194,304"
     with pytest.raises(ValueError, match="hidden_size is 0: it must be an integer from 1 to"):
-        changed(Model({"model_type": "llama"}), {"hidden_size": 0})
+        replace_fields(Model({"model_type": "llama"}), {"hidden_size": 0})

@@ -48,7 +48,9 @@ def test_the_text_of_a_model_that_sees_pictures(whole, tmp_path):
     with pytest.warns(UserWarning, match="of other parts of the model are left out.*gemma3_text"):
         ours = engine.load_decoder(source)
     tokens = torch.arange(3, 43)[None]
-    torch.testing.assert_close(ours(tokens, head.logits), theirs(tokens).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        ours(tokens, head.compute_logits), theirs(tokens).logits, rtol=0, atol=1e-4
+    )
     hf_export.write(source, tmp_path / "text")
     with torch.enable_grad():
         assert verify(open_source(tmp_path / "text"), length=20).ok

@@ -20,7 +20,7 @@ from cases import (
 
 from dolmen.families import Model
 from dolmen.model import count
-from dolmen.model.spec import Norm, Parallel, Rope, Sequential
+from dolmen.model.spec import NormSpec, ParallelResidual, RopeSpec, SequentialResidual
 
 # as their makers count them
 PARAMETERS = [
@@ -53,16 +53,16 @@ def first(content):
 
 
 def test_values():
-    assert first(codellama.PUBLISHED[0]).mixer.positions == Rope(128, 1e6)
-    assert first(stablelm.PUBLISHED[0]).arrangement == Parallel(1)
-    assert first(stablelm.PUBLISHED[0]).mixer.positions == Rope(40)
-    assert first(stablelm.PUBLISHED[0]).mixer.qk_norm == Norm("layernorm", 1e-5)
-    assert first(stablelm.PUBLISHED[1]).arrangement == Sequential()
-    assert first(phi.PUBLISHED[0]).mixer.positions == Rope(32)
+    assert first(codellama.PUBLISHED[0]).mixer.positions == RopeSpec(128, 1e6)
+    assert first(stablelm.PUBLISHED[0]).arrangement == ParallelResidual(1)
+    assert first(stablelm.PUBLISHED[0]).mixer.positions == RopeSpec(40)
+    assert first(stablelm.PUBLISHED[0]).mixer.qk_norm == NormSpec("layernorm", 1e-5)
+    assert first(stablelm.PUBLISHED[1]).arrangement == SequentialResidual()
+    assert first(phi.PUBLISHED[0]).mixer.positions == RopeSpec(32)
     assert first(phi3.PUBLISHED[0]).mixer.window == 2047
-    assert first(olmo2.PUBLISHED[0]).arrangement == Sequential("output")
+    assert first(olmo2.PUBLISHED[0]).arrangement == SequentialResidual("output")
     assert first(olmo.PUBLISHED[1]).mixer.clip == 8
-    assert first(cohere.PUBLISHED[0]).mixer.positions == Rope(128, 8e6, interleaved=True)
+    assert first(cohere.PUBLISHED[0]).mixer.positions == RopeSpec(128, 8e6, interleaved=True)
     assert first(cohere.PUBLISHED[1]).mixer.qk_norm_of == "each head"
     layers = Model(cohere2.PUBLISHED[0]).tree.blocks
     assert [block.mixer.window for block in layers[:4]] == [4096] * 3 + [None]
@@ -71,8 +71,8 @@ def test_values():
     assert (tree.embedding.scale, tree.head.scale) == (12, 1 / 16)
     assert (first(granite.PUBLISHED[0]).mixer.scale, tree.blocks[0].arrangement) == (
         0.0078125,
-        Sequential(branch_scale=0.22),
+        SequentialResidual(branch_scale=0.22),
     )
     assert first(qwen.PUBLISHED[1]).mlp.size == 24576
-    assert first(qwen.PUBLISHED[1]).mixer.positions == Rope(128, 1e6)
+    assert first(qwen.PUBLISHED[1]).mixer.positions == RopeSpec(128, 1e6)
     assert first(internlm2.PUBLISHED[0]).mixer.kv_heads == 8

@@ -12,7 +12,7 @@ from tiny import build, save
 from dolmen.conversion.source import open_source
 from dolmen.families import Model
 from dolmen.model import head
-from dolmen.model.spec import Dynamic, Evaluated, LongRope
+from dolmen.model.spec import DynamicScaling, LongRopeScaling, QwenScaling
 from dolmen.serving import engine
 from dolmen.serving.kv_cache import KVCache
 
@@ -31,12 +31,14 @@ def test_qwen_in_evaluation_and_in_training(ntk, log_n, length, tmp_path):
     short = build("qwen", seq_length=64)(tokens).logits
     for model in (theirs, ours):
         model.eval()
-    torch.testing.assert_close(ours(tokens, head.logits), theirs(tokens).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        ours(tokens, head.compute_logits), theirs(tokens).logits, rtol=0, atol=1e-4
+    )
     felt = (theirs(tokens).logits - short).abs().max() > 1e-2
     assert felt == (length > 16)
     for model in (theirs, ours):
         model.train()
-    torch.testing.assert_close(ours(tokens, head.logits), short, rtol=0, atol=1e-4)
+    torch.testing.assert_close(ours(tokens, head.compute_logits), short, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
@@ -53,7 +55,7 @@ def test_qwen_goes_on_with_the_base_of_its_prompt(tmp_path):
             reading = cache.append(new, torch.device("cpu"), lengths=lengths)
             past = {i: 0 if new is lengths else n for i, n in lengths.items()}
             parts = [texts[i][:, past[i] : past[i] + new[i]] for i in reading.sequences]
-            got = ours(torch.cat(parts, 1), head.logits, reading)[0]
+            got = ours(torch.cat(parts, 1), head.compute_logits, reading)[0]
     for i, logits in zip(reading.sequences, got.split(20), strict=True):
         want = theirs.logits(texts[i], length=lengths[i])[0, -20:]
         torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
@@ -64,15 +66,15 @@ def test_values_of_phi_3_of_128k_and_of_what_is_dynamic():
     content = {"model_type": "phi3", "max_position_embeddings": 131072, "rope_scaling": factors}
     mixer = Model(content).tree.blocks[0].mixer
     grown = math.sqrt(1 + math.log(131072 / 4096) / math.log(4096))
-    assert mixer.positions.scaling == LongRope(grown, (1.0,) * 48, (2.5,) * 48, 4096)
+    assert mixer.positions.scaling == LongRopeScaling(grown, (1.0,) * 48, (2.5,) * 48, 4096)
     with pytest.raises(ValueError, match="short_factor has 3 numbers, and rope turns 48 pairs"):
         Model(content | {"rope_scaling": factors | {"short_factor": [1.0] * 3}})
     with pytest.raises(ValueError, match="phi3 has rope_type default and longrope"):
         Model({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}})
     dynamic = {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    assert Model(dynamic).tree.blocks[0].mixer.positions.scaling == Dynamic(2.0, 2048)
+    assert Model(dynamic).tree.blocks[0].mixer.positions.scaling == DynamicScaling(2.0, 2048)
     qwen = Model({"model_type": "qwen"}).tree.blocks[0].mixer.positions.scaling
-    assert qwen == Evaluated(2048, True, True)
+    assert qwen == QwenScaling(2048, True, True)
 
 
 @torch.no_grad()
@@ -84,4 +86,4 @@ def test_a_dynamic_base_is_that_of_transformers(tmp_path):
     for length in (16, 40):
         tokens = torch.randint(0, ours.tree.vocab_size, (2, length))
         want = theirs(tokens).logits
-        torch.testing.assert_close(ours(tokens, head.logits), want, rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours(tokens, head.compute_logits), want, rtol=0, atol=1e-4)

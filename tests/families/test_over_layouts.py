@@ -19,7 +19,7 @@ from dolmen.core import state
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
 from dolmen.families import Model, edit
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 
 TOLERANCE = 1e-12  # of tensors, norms and losses; measured: 1.5e-14
 LAYOUTS = [Layout.of(words) for words in ("tp2 sp", "pp2 acc4", "cp2")]
@@ -46,11 +46,11 @@ def first_step(config: Tiny, mesh: Mesh, layout: Layout) -> Run:
     return updates(train, mesh, [batch_of(config.tree, mesh)])
 
 
-def batch_of(tree: Tree, mesh: Mesh) -> Batch:
+def batch_of(tree: ModelSpec, mesh: Mesh) -> Batch:
     """With a blank at another place in each row, where the model knows positions by them."""
     if tree.blanks is None:
         streams = tree.streams * (tree.streams > 1 and tree.embedding.types is None)
-        return batches(mesh, prefixes=tree.prefixed, streams=streams)[0]
+        return batches(mesh, prefixes=tree.has_prefix_mask, streams=streams)[0]
     made = batches(mesh)[0]
     for i, row in enumerate(made.tokens, mesh.dp.rank * len(made.tokens)):
         row[i % 4] = tree.blanks.masks[i % len(tree.blanks.masks)].token

@@ -35,23 +35,23 @@ from published import (
     each,
 )
 
-from dolmen.families import Model, explicit, families, new
+from dolmen.families import Model, explicit_fields, families, model_from_spec
 from dolmen.model import count
 from dolmen.model.spec import (
-    Alibi,
-    Experts,
-    Head,
-    LatentAttention,
-    Linear,
-    Llama3,
-    Mlp,
-    Norm,
-    Parallel,
-    Rope,
-    Router,
-    Sequential,
-    Steps,
-    Yarn,
+    AlibiSpec,
+    FalconAlibiSpec,
+    LatentAttentionSpec,
+    LinearScaling,
+    Llama3Scaling,
+    LMHeadSpec,
+    MLPSpec,
+    MoESpec,
+    NormSpec,
+    ParallelResidual,
+    RopeSpec,
+    RouterSpec,
+    SequentialResidual,
+    YarnScaling,
 )
 
 
@@ -60,15 +60,17 @@ def test_read_as_transformers_reads_it(content):
     model = Model(deepcopy(content))
     assert model.tree == Model(by_transformers(content)).tree
     assert model.config == content
-    assert model.exported() == {n: v for n, v in content.items() if n != "auto_map"}
+    assert model.export_config() == {n: v for n, v in content.items() if n != "auto_map"}
 
 
 @each()
 def test_a_new_config_says_the_same_tree(content):
     tree = Model(content).tree
-    made = new(tree, Model(content).model_type)
+    made = model_from_spec(tree, Model(content).model_type)
     assert made.tree == tree and Model(by_transformers(made.config)).tree == tree
-    assert made.family.read(explicit(Model(content))) == tree  # and nothing is left to follow
+    assert (
+        made.family.read(explicit_fields(Model(content))) == tree
+    )  # and nothing is left to follow
 
 
 def first(content):
@@ -78,9 +80,9 @@ def first(content):
 
 def test_values_of_llama():
     mixer = first(LLAMA_31).mixer
-    assert mixer.positions == Rope(128, 500000.0, Llama3(8.0, 1.0, 4.0, 8192))
+    assert mixer.positions == RopeSpec(128, 500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
     mixer = first(LLAMA_LINEAR).mixer
-    assert mixer.positions == Rope(128, 10000.0, Linear(4.0))
+    assert mixer.positions == RopeSpec(128, 10000.0, LinearScaling(4.0))
     assert mixer.kv_heads == 40 and mixer.head_size == 128
 
 
@@ -98,9 +100,9 @@ def test_values_of_qwen():
     assert [windowed.blocks[i].mixer.window for i in (20, 21)] == [None, 512]
     assert [run.repeat for run in windowed.runs] == [21, 3]
     stretched = first(QWEN_YARN).mixer.positions.scaling
-    assert stretched == Yarn(4.0, 32768, attention_factor=0.1 * math.log(4) + 1)
+    assert stretched == YarnScaling(4.0, 32768, attention_factor=0.1 * math.log(4) + 1)
     third = first(QWEN_3).mixer
-    assert third.head_size == 128 and third.qk_norm == Norm("rmsnorm", 1e-6)
+    assert third.head_size == 128 and third.qk_norm == NormSpec("rmsnorm", 1e-6)
     sparse = first(QWEN_3_MOE).mlp
     assert sparse.size == 768 and sparse.per_token == 8
     layers = Model(QWEN_3_SPARSE_STEP).tree.blocks
@@ -110,22 +112,31 @@ def test_values_of_qwen():
 def test_values_of_falcon():
     falcon = first(FALCON_7B)
     assert (falcon.mixer.heads, falcon.mixer.kv_heads, falcon.mixer.head_size) == (71, 1, 64)
-    assert falcon.arrangement == Parallel(1) and falcon.mlp.size == 4 * 4544
+    assert falcon.arrangement == ParallelResidual(1) and falcon.mlp.size == 4 * 4544
     assert count.parameters(Model(FALCON_7B).tree) == 6_921_720_704
     falcon = first(FALCON_40B)
-    assert falcon.mixer.kv_heads == 8 and falcon.arrangement == Parallel(2)
+    assert falcon.mixer.kv_heads == 8 and falcon.arrangement == ParallelResidual(2)
     falcon = first(FALCON_11B)
-    assert falcon.arrangement == Parallel(1) and falcon.mixer.positions.theta == 500042
+    assert falcon.arrangement == ParallelResidual(1) and falcon.mixer.positions.theta == 500042
     falcon = first(FALCON_CLASSIC)
-    assert Model(FALCON_CLASSIC).tree.hidden_size == 2048 and falcon.arrangement == Sequential()
-    assert falcon.mixer.kv_heads == 32 and falcon.mlp.bias and falcon.mixer.positions == Steps()
+    assert (
+        Model(FALCON_CLASSIC).tree.hidden_size == 2048
+        and falcon.arrangement == SequentialResidual()
+    )
+    assert (
+        falcon.mixer.kv_heads == 32
+        and falcon.mlp.bias
+        and falcon.mixer.positions == FalconAlibiSpec()
+    )
 
 
 def test_values_of_gemma():
     gemma = Model(GEMMA_2B).tree
     assert gemma.blocks[0].mlp.activation == "gelu_tanh" and gemma.embedding.scale == 2048**0.5
-    assert gemma.final_norm == gemma.blocks[0].norm == Norm("rmsnorm", 1e-6, zero_centred=True)
-    assert gemma.head == Head(tied=True) and gemma.blocks[0].arrangement == Sequential()
+    assert gemma.final_norm == gemma.blocks[0].norm == NormSpec("rmsnorm", 1e-6, zero_centred=True)
+    assert (
+        gemma.head == LMHeadSpec(tied=True) and gemma.blocks[0].arrangement == SequentialResidual()
+    )
     assert count.parameters(gemma) == 2_506_172_416
 
 
@@ -133,8 +144,8 @@ def test_values_of_gemma_2():
     gemma = Model(GEMMA2_27B).tree
     one, two = (block.mixer for block in gemma.blocks[:2])
     assert (one.window, two.window) == (4096, None)
-    assert first(GEMMA2_27B).arrangement == Sequential("sandwich")
-    assert one.soft_cap == 50 and one.scale == 1 / 12 and gemma.head == Head(True, 30.0)
+    assert first(GEMMA2_27B).arrangement == SequentialResidual("sandwich")
+    assert one.soft_cap == 50 and one.scale == 1 / 12 and gemma.head == LMHeadSpec(True, 30.0)
     assert [run.repeat for run in gemma.runs] == [23]
     assert count.parameters(gemma) == 27_227_128_320
     gemma = Model(GEMMA2_9B).tree
@@ -150,7 +161,7 @@ def test_values_of_gemma_2():
 def test_values_of_bloom():
     bloom = Model(BLOOM).tree
     assert bloom.hidden_size == 14336 and bloom.embedding.norm == bloom.final_norm
-    assert bloom.blocks[0].mixer.positions == Alibi() and bloom.blocks[0].mixer.heads == 112
+    assert bloom.blocks[0].mixer.positions == AlibiSpec() and bloom.blocks[0].mixer.heads == 112
     assert (bloom.layers, bloom.max_position_embeddings, bloom.head.tied) == (70, 2048, True)
     assert count.parameters(bloom) == 176_247_271_424
     assert Model(BLOOM_ALIASES).tree.layers == 24
@@ -158,28 +169,30 @@ def test_values_of_bloom():
 
 def test_values_of_deepseek():
     lite, v2, v3 = (Model(content).tree for content in (DEEPSEEK_V2_LITE, DEEPSEEK_V2, DEEPSEEK_V3))
-    yarn = Yarn(40.0, 4096, attention_factor=1.0)  # of equal mscales
-    latent = Norm("rmsnorm", 1e-6)
-    turned = Rope(64, 10000.0, yarn, interleaved=True)
-    assert lite.blocks[0].mixer == LatentAttention(16, None, 512, 128, 128, latent, turned, 0.707)
-    assert v3.blocks[0].mixer == LatentAttention(128, 1536, 512, 128, 128, latent, turned, 1.0)
+    yarn = YarnScaling(40.0, 4096, attention_factor=1.0)  # of equal mscales
+    latent = NormSpec("rmsnorm", 1e-6)
+    turned = RopeSpec(64, 10000.0, yarn, interleaved=True)
+    assert lite.blocks[0].mixer == LatentAttentionSpec(
+        16, None, 512, 128, 128, latent, turned, 0.707
+    )
+    assert v3.blocks[0].mixer == LatentAttentionSpec(128, 1536, 512, 128, 128, latent, turned, 1.0)
     # both as the original code has them: (0.1 ln 40 + 1)^2 / sqrt(192), with 0.707 in V2-Lite
     assert v3.blocks[0].mixer.scale == pytest.approx(1.3688879454113936**2 / 192**0.5, rel=1e-12)
     assert lite.blocks[0].mixer.scale == pytest.approx(1.2608037774**2 / 192**0.5, rel=1e-9)
-    assert [run.repeat for run in v3.runs] == [3, 58] and lite.blocks[0].mlp == Mlp(10944)
-    assert v2.blocks[1].mlp == Experts(
+    assert [run.repeat for run in v3.runs] == [3, 58] and lite.blocks[0].mlp == MLPSpec(10944)
+    assert v2.blocks[1].mlp == MoESpec(
         160,
         6,
         1536,
-        router=Router("softmax", False, 16.0, 8, 3, "max", aux_loss_coef=0.001),
-        shared=Mlp(2 * 1536),
+        router=RouterSpec("softmax", False, 16.0, 8, 3, "max", aux_loss_coef=0.001),
+        shared=MLPSpec(2 * 1536),
     )
-    assert v3.blocks[3].mlp == Experts(
+    assert v3.blocks[3].mlp == MoESpec(
         256,
         8,
         2048,
-        router=Router("sigmoid", True, 2.5, 8, 4, "top2", bias=True, aux_loss_coef=0.001),
-        shared=Mlp(2048),
+        router=RouterSpec("sigmoid", True, 2.5, 8, 4, "top2", bias=True, aux_loss_coef=0.001),
+        shared=MLPSpec(2048),
     )
 
 

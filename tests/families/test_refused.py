@@ -3,8 +3,8 @@
 import pytest
 from published import FALCON_7B, FALCON_40B, FALCON_CLASSIC, LLAMA_31
 
-from dolmen.families import Model, find
-from dolmen.model.spec import check_cuts
+from dolmen.families import Model, find_family
+from dolmen.model.spec import check_sharding
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_falcon_refuses_what_no_class_computes():
     with pytest.raises(
         ValueError, match=r"num_attention_heads \(71\) is not divisible by tp \(2\)"
     ):
-        check_cuts(Model(FALCON_7B).tree.leaves, {"tp": 2, "ep": 1})
+        check_sharding(Model(FALCON_7B).tree.leaves, {"tp": 2, "ep": 1})
 
 
 def test_a_quantisation_is_refused_in_one_line():
@@ -219,7 +219,7 @@ def test_a_quantisation_is_refused_in_one_line():
 )
 def test_heads_that_do_not_divide_the_width(model_type):
     """One sentence for all families, in the words of each."""
-    names = find(model_type).names
+    names = find_family(model_type).names
     hidden, heads = names["hidden_size"], names["num_attention_heads"]
     said = (
         rf"^{hidden} \(64\) is not divisible by {heads} \(33\): set "

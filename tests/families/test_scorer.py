@@ -8,9 +8,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from dolmen.conversion import hf_export
 from dolmen.conversion.source import open_source
 from dolmen.core.mesh import SINGLE
-from dolmen.families import families, made, moved, scored, unscored
+from dolmen.families import (
+    convert_family,
+    families,
+    model_from_fields,
+    with_lm_head,
+    with_scalar_head,
+)
 from dolmen.model import head
-from dolmen.model.spec import Head, Scalar
+from dolmen.model.spec import LMHeadSpec, ScalarHeadSpec
 from dolmen.serving import engine
 
 PADDING = {"pad_token_id": 60, "bos_token_id": None, "eos_token_id": None}
@@ -55,7 +61,7 @@ def test_there_and_back(kind, tmp_path):
     with torch.no_grad():
         assert torch.equal(again.eval()(tokens).logits, want)
     with pytest.raises(ValueError, match="foretells no token"):
-        engine.run_whole(ours, tokens, head.logits)
+        engine.run_whole(ours, tokens, head.compute_logits)
 
 
 def test_each_class_is_the_one_of_transformers():
@@ -66,11 +72,14 @@ def test_each_class_is_the_one_of_transformers():
 
 
 def test_one_number_and_logits_again():
-    model = made("qwen2", {"num_hidden_layers": 2})
-    other = scored(model)
-    assert isinstance(other.tree.head, Scalar) and scored(other) is other
-    assert isinstance(unscored(other).tree.head, Head) and unscored(other) == model
-    assert moved(scored(made("llama", {})), "mistral").tree.head == Scalar()
+    model = model_from_fields("qwen2", {"num_hidden_layers": 2})
+    other = with_scalar_head(model)
+    assert isinstance(other.tree.head, ScalarHeadSpec) and with_scalar_head(other) is other
+    assert isinstance(with_lm_head(other).tree.head, LMHeadSpec) and with_lm_head(other) == model
+    assert (
+        convert_family(with_scalar_head(model_from_fields("llama", {})), "mistral").tree.head
+        == ScalarHeadSpec()
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,6 +92,6 @@ def test_one_number_and_logits_again():
     ],
 )
 def test_other_classifiers_are_refused(fields, told):
-    whole = scored(made("llama", {})).config | fields
+    whole = with_scalar_head(model_from_fields("llama", {})).config | fields
     with pytest.raises(ValueError, match=told):
-        _ = type(made("llama", {}))({n: v for n, v in whole.items() if v is not None})
+        _ = type(model_from_fields("llama", {}))({n: v for n, v in whole.items() if v is not None})

@@ -10,13 +10,13 @@ from tiny import config_of
 
 from dolmen.families import Model
 from dolmen.model import count
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.recipes import RECIPES
 
 FROZEN = json.loads(Path(__file__).with_name("shapes.json").read_text())
 
 
-def tree(name: str) -> Tree:
+def tree(name: str) -> ModelSpec:
     """Of a recipe, or of a config.json that transformers writes."""
     if name in RECIPES:
         return RECIPES[name]().model.tree

@@ -17,9 +17,9 @@ from tiny import build, save
 import dolmen
 from dolmen.conversion.source import open_source
 from dolmen.data.batch import Batch
-from dolmen.families import Model, changed, families, special_tokens
+from dolmen.families import Model, families, replace_fields, special_tokens
 from dolmen.model import head
-from dolmen.model.spec import Span
+from dolmen.model.spec import PositionSpan
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 from dolmen.ops.rope import of_span
@@ -48,7 +48,7 @@ def test_version_1_1_of_chatglm_stays_at_the_mask():
     assert placed(known, [5, m, g, s, 7]) == (3, [0, 1, 2, 2, 2], [0, 0, 0, 1, 2])
     assert placed(known, [m, 5, 6, s, g]) == (3, [0, 1, 2, 0, 0], [0, 0, 0, 1, 2])
     assert placed(known, [5, 6, 7]) == (0, [0, 1, 2], [0, 0, 0])
-    assert known.span([5, s, 6]) == Span()
+    assert known.span([5, s, 6]) == PositionSpan()
 
 
 def test_version_0_1_of_chatglm_lets_sop_keep_its_index():
@@ -121,26 +121,26 @@ def test_families_of_one_model_type_are_told_apart(content, name):
 )
 def test_a_text_is_framed_as_code_of_its_folder_does(content, tokens, framed):
     small = {name: 50000 + i for i, name in enumerate(TOLD)}
-    model = special_tokens.with_ids(Model(content), small, dict)
+    model = special_tokens.add_special_ids(Model(content), small, dict)
     told = [[small.get(token, token) for token in words] for words in (tokens, framed)]
-    assert special_tokens.framed(model, told[0]) == told[1]
+    assert special_tokens.frame_prompt(model, told[0]) == told[1]
 
 
 def test_one_that_is_changed_leaves_the_others():
-    model = special_tokens.with_ids(Model(GLM_130B), TOLD, dict)
-    said = changed(model, {"special_tokens.gmask": 7}).config["dolmen"]["special_tokens"]
+    model = special_tokens.add_special_ids(Model(GLM_130B), TOLD, dict)
+    said = replace_fields(model, {"special_tokens.gmask": 7}).config["dolmen"]["special_tokens"]
     assert said == TOLD | {"gmask": 7}
 
 
 def test_a_text_without_what_frames_it_is_refused():
     with pytest.raises(ValueError, match=r'chatglm2 has \[gMASK\].*special_tokens=\{"gmask": id\}'):
-        special_tokens.framed(Model(CHATGLM3), [5])
+        special_tokens.frame_prompt(Model(CHATGLM3), [5])
 
 
 def test_families_without_a_class_of_transformers_say_so(tmp_path):
     known = {*dir(transformers)}
     for family in families().values():
-        assert family.native == (family.architecture in known), family.name
+        assert family.in_transformers == (family.architecture in known), family.name
     saved("glm-10b", tmp_path)
     with pytest.raises(ValueError, match="is of glm_10b, for which transformers has no class"):
         dolmen.verify(tmp_path)
@@ -211,7 +211,7 @@ def test_a_cache_equals_the_whole_text(case, mask, tmp_path):
     spans, cache, got = {0: request.span_of(tree, tokens[:4])}, KVCache(tree, 4), []
     for part in (tokens[:4], *([token] for token in tokens[4:])):
         reading = cache.append({0: len(part)}, torch.device("cpu"), spans=spans)
-        got.append(model.decoder(torch.tensor([part]), head.logits, reading)[0])
+        got.append(model.decoder(torch.tensor([part]), head.compute_logits, reading)[0])
     torch.testing.assert_close(torch.cat(got), whole, rtol=0, atol=1e-4)
 
 

@@ -15,16 +15,16 @@ import dolmen
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.convert import convert
 from dolmen.conversion.source import open_source
-from dolmen.families import Model, changed, edit, unknown_fields
+from dolmen.families import Model, edit, replace_fields, unknown_fields
 from dolmen.families.unknown import warn
-from dolmen.model.spec import Alibi, Rope
-from dolmen.model.spec.positions import Linear
+from dolmen.model.spec import AlibiSpec, RopeSpec
+from dolmen.model.spec.positions import LinearScaling
 
 FOUR = [
-    (BAICHUAN_7B, "linear", Rope(128)),
-    (BAICHUAN_13B, "linear", Alibi()),
-    (BAICHUAN2_7B, "normalised", Rope(128)),
-    (BAICHUAN2_13B, "normalised", Alibi()),
+    (BAICHUAN_7B, "linear", RopeSpec(128)),
+    (BAICHUAN_13B, "linear", AlibiSpec()),
+    (BAICHUAN2_7B, "normalised", RopeSpec(128)),
+    (BAICHUAN2_13B, "normalised", AlibiSpec()),
 ]
 
 
@@ -63,15 +63,15 @@ def test_it_is_taken_for_what_its_makers_say_and_that_is_told(content, head, pos
 
 def test_what_is_stated_counts_and_nothing_is_told():
     stated = Model({"model_type": "baichuan", **SIZES, "dolmen": {"head": "normalised"}})
-    assert what(stated) == ("normalised", Rope(4))
-    second = changed(stated, {"positions": "alibi"})
-    assert what(second) == ("normalised", Alibi())
+    assert what(stated) == ("normalised", RopeSpec(4))
+    second = replace_fields(stated, {"positions": "alibi"})
+    assert what(second) == ("normalised", AlibiSpec())
     assert second.config["dolmen"] == {"head": "normalised", "positions": "alibi"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn(second)
     beside = Model({"model_type": "baichuan", "head": "normalised"})  # it stands under our key
-    assert what(beside) == ("linear", Rope(128)) and unknown_fields(beside) == ["head"]
+    assert what(beside) == ("linear", RopeSpec(128)) and unknown_fields(beside) == ["head"]
     with pytest.raises(ValueError, match="z_loss_weight is 0.1: dolmen trains without"):
         Model({"model_type": "baichuan", "z_loss_weight": 0.1})
     with pytest.raises(ValueError, match="dolmen.head is 'normal': it must be"):
@@ -84,8 +84,8 @@ def test_what_rope_ratio_does_is_told_where_nothing_says_it():
     """
     unnamed = {name: value for name, value in CHATGLM2.items() if name != "_name_or_path"}
     content = {"model_type": "chatglm", **unnamed, "rope_ratio": 8}
-    divided = Rope(6, 10000.0, Linear(8), interleaved=True)
-    multiplied = Rope(6, 80000.0, interleaved=True)
+    divided = RopeSpec(6, 10000.0, LinearScaling(8), interleaved=True)
+    multiplied = RopeSpec(6, 80000.0, interleaved=True)
     with pytest.warns(UserWarning, match="with rope_ratio_of base; .*--model.rope-ratio-of"):
         warn(Model(content))
     assert Model(content).tree.blocks[0].mixer.positions == multiplied
@@ -95,7 +95,7 @@ def test_what_rope_ratio_does_is_told_where_nothing_says_it():
             ({"_name_or_path": "THUDM/chatglm2-6b-32k"}, divided),
             ({"_name_or_path": "/models/ChatGLM3-6B-32K"}, multiplied),
             ({"dolmen": {"rope_ratio_of": "positions"}}, divided),
-            ({"rope_ratio": 1}, Rope(6, 10000.0, interleaved=True)),
+            ({"rope_ratio": 1}, RopeSpec(6, 10000.0, interleaved=True)),
         ):
             model = Model(content | said)
             warn(model)

@@ -31,7 +31,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.core.torch_private.checkpoints import Place
 from dolmen.data import corpus, readers
 from dolmen.data import corpus as keep
-from dolmen.families import Model, find
+from dolmen.families import Model, find_family
 from dolmen.families.model import schema
 from dolmen.files import gate, indexed, kinds, tokenizer_files, torch_files
 from dolmen.files import safetensors as ours
@@ -133,7 +133,7 @@ CONFIGS = {
 def same_config(value: Any, undamaged: Any, file: Path) -> bool:
     """The structure of what stands there, which is kept whole."""
     content = plain(file)
-    check_value(content, schema(find(content["model_type"])))
+    check_value(content, schema(find_family(content["model_type"])))
     return alike(value.config, content) and value.tree == Model(content).tree
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from subjects import CONFIGS, alike
 
-from dolmen.families import Model, find
+from dolmen.families import Model, find_family
 from dolmen.families.model import schema
 from dolmen.files import gate, kinds
 from dolmen.files.gate import Kind, Refused
@@ -111,7 +111,7 @@ def test_anything_else_is_refused(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_json_that_fits_its_family_is_a_model_or_a_refusal(name):
     """Rules across fields refuse with ValueError; nothing else comes out."""
-    family = find(CONFIGS[name]["model_type"])
+    family = find_family(CONFIGS[name]["model_type"])
 
     @QUICK
     @given(fitting(schema(family)))

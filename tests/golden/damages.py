@@ -160,9 +160,9 @@ def unscaled(patch):
 
 def untyped_router(patch):
     """The gradient of a router is not declared Partial."""
-    leaves = spec.Router.leaves
+    leaves = spec.RouterSpec.leaves
     patch.setattr(
-        spec.Router,
+        spec.RouterSpec,
         "leaves",
         lambda *sizes: {n: replace(leaf, gradient="own") for n, leaf in leaves(*sizes).items()},
     )
@@ -192,9 +192,9 @@ def unweighted(patch):
 
 def auxiliary_of_every_rank(patch):
     """The auxiliary losses' gradient is not divided by tp."""
-    apply = mlp._Account.apply
+    apply = mlp._RouterLossGradient.apply
     patch.setattr(
-        mlp._Account,
+        mlp._RouterLossGradient,
         "apply",
         staticmethod(
             # the layouts that see it have tp 2
@@ -293,9 +293,9 @@ def scaled_by_rank(patch):
 
 def adapters_by_rank(patch):
     """Each rank of tp multiplies adapters by a number of its own."""
-    scale = spec.Adapter.scale.fget
+    scale = spec.LoraSpec.scale.fget
     patch.setattr(
-        spec.Adapter, "scale", property(lambda made: scale(made) * (1 + dist.get_rank() % 2))
+        spec.LoraSpec, "scale", property(lambda made: scale(made) * (1 + dist.get_rank() % 2))
     )
 
 

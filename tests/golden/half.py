@@ -17,7 +17,7 @@ from table import FAMILIES, FLOOR, Layout, Run, batches, start, updates
 from dolmen.core import state
 from dolmen.model.decoder import Decoder
 from dolmen.model.layers import Norm
-from dolmen.model.layers import Row as RowLinear
+from dolmen.model.layers import RowParallelLinear as RowLinear
 from dolmen.model.mlp import Experts, Router
 
 STEPS = 2

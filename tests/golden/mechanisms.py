@@ -10,7 +10,7 @@ from table import FAMILIES, LENGTH, SIZES, VOCABULARY
 from variations import rows
 
 from dolmen.families.adapters import ADAPTED
-from dolmen.model.spec import Adapter, Rope
+from dolmen.model.spec import LoraSpec, RopeSpec
 from dolmen.model.training import RouterTraining, Training
 
 FALCON = dict(
@@ -195,7 +195,7 @@ CONFIGS = {
     "prefix": mixing(FAMILIES["llama"], mask="prefix"),
     # and rope turns half of each head by a second stream of positions
     "two streams": mixing(
-        Flat(**SIZES, num_key_value_heads=4), mask="prefix", positions=Rope(8, 100.0, streams=2)
+        Flat(**SIZES, num_key_value_heads=4), mask="prefix", positions=RopeSpec(8, 100.0, streams=2)
     ),
     # the residual stream is what norms give, times a number
     "chatglm": tiny("chatglm", **GLM, inner_hidden_size=48),
@@ -216,7 +216,7 @@ def adapted(
     and as large again as rank 3 of 32 leaves them.
     """
     weights = (n for n, leaf in config.tree.leaves.items() if leaf.role in ADAPTED)
-    adapter = Adapter(rank=3, alpha=12.0, targets=frozenset(weights), frozen=frozen, kind=kind)
+    adapter = LoraSpec(rank=3, alpha=12.0, targets=frozenset(weights), frozen=frozen, kind=kind)
     return replace(config, training=replace(config.training, adapter=adapter, **training))
 
 

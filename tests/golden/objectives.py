@@ -17,7 +17,7 @@ from table import FAMILIES, LENGTH, ROWS, SINGLE, Layout, Run
 
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import FOLLOWS, IGNORED, SIDE, Batch
-from dolmen.model.spec import Scalar
+from dolmen.model.spec import ScalarHeadSpec
 from dolmen.objectives import forward
 from dolmen.objectives.grpo import ADVANTAGE, OLD, GRPOLoss, GRPOWithEntropy
 from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective
@@ -47,7 +47,7 @@ class Kind:
 
 def scalar(config: Flat) -> Tiny:
     """The same model with one number for each token in the place of logits."""
-    return Tiny(replace(config.tree, head=Scalar()), config.training)
+    return Tiny(replace(config.tree, head=ScalarHeadSpec()), config.training)
 
 
 def table_of_experts(batch: Batch, mesh: Mesh) -> torch.Tensor:

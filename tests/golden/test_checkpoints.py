@@ -18,7 +18,7 @@ from table import FAMILIES, NEXT_TOKEN, OPTIMIZER, ROWS, SINGLE, STEPS, Layout, 
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.stream import open_checkpoint
 from dolmen.core import state
-from dolmen.model.spec import Scalar
+from dolmen.model.spec import ScalarHeadSpec
 from dolmen.model.training import Training
 from dolmen.objectives.reward import PairwiseRewardLoss
 from dolmen.ops.fp8_recipe import Fp8, Fp8Config
@@ -84,7 +84,7 @@ def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
     initialize(model, seed)
     optimizer = optim.make(model, settings, mesh)
     optim.prime(optimizer)
-    rewards = model.tree.head == Scalar()
+    rewards = model.tree.head == ScalarHeadSpec()
     objective, given = (
         (PairwiseRewardLoss(), objectives.batches) if rewards else (NEXT_TOKEN, batches)
     )

@@ -22,7 +22,7 @@ def asked(config):
     """What a batch must say beside tokens, for what the model has to be felt."""
     several = config.tree.streams > 1 and config.tree.embedding.types is None
     streams = config.tree.streams if several else 0
-    return {"prefixes": config.tree.prefixed, "streams": streams}
+    return {"prefixes": config.tree.has_prefix_mask, "streams": streams}
 
 
 def test_each_is_another_answer():

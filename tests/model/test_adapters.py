@@ -18,12 +18,12 @@ from dolmen.model import head
 from dolmen.model.count import (
     attention_flops_per_token,
     parameters,
-    trained,
+    trainable_parameters,
     training_flops_per_token,
 )
 from dolmen.model.decoder import Decoder
-from dolmen.model.layers import is_partial, places
-from dolmen.model.spec import Adapter, Scalar
+from dolmen.model.layers import is_partial, placements
+from dolmen.model.spec import LoraSpec, ScalarHeadSpec
 from dolmen.model.training import Training
 from dolmen.parallel.tensor import TensorParallel
 from dolmen.serving import engine
@@ -72,7 +72,7 @@ RANK, ALPHA, TOKENS = 4, 6.0, 9
 
 def adapted(model: Tiny, rank: int = RANK) -> Tiny:
     weights = (name for name, leaf in model.tree.leaves.items() if leaf.role in ADAPTED)
-    return replace(model, training=Training(adapter=Adapter(rank, ALPHA, frozenset(weights))))
+    return replace(model, training=Training(adapter=LoraSpec(rank, ALPHA, frozenset(weights))))
 
 
 def made(model: Tiny, dtype: torch.dtype = torch.float64) -> Decoder:
@@ -99,7 +99,7 @@ def merged(model: Decoder, name: str, dtype: torch.dtype = torch.float64) -> Dec
         for weight in MODELS[name].tree.leaves:
             value = parts[weight]
             if weight in model.tree.adapter.targets:
-                down, up = (parts[one] for one in Adapter.pair(weight))
+                down, up = (parts[one] for one in LoraSpec.pair(weight))
                 value = value + ALPHA / RANK * up @ down
             write(weight, value)
 
@@ -114,10 +114,10 @@ def test_merged_is_unmerged(name, dtype, rounding):
     model = made(adapted(MODELS[name]), dtype)
     plain = merged(model, name, dtype)
     with torch.no_grad():
-        got, want = (m(tokens(), head.logits) for m in (model, plain))
+        got, want = (m(tokens(), head.compute_logits) for m in (model, plain))
         without = build(MODELS[name], SINGLE, dtype=dtype)
         initialize(without, 0)
-        base = without(tokens(), head.logits)
+        base = without(tokens(), head.compute_logits)
     assert (got - want).abs().max() <= rounding * want.abs().max()
     assert (base - want).abs().max() >= 1e-2 * want.abs().max()  # and adapters are felt
 
@@ -141,7 +141,9 @@ def test_a_model_begins_as_it_was(name):
     initialize(ours, 0)
     initialize(plain, 0)
     with torch.no_grad():
-        assert torch.equal(ours(tokens(), head.logits), plain(tokens(), head.logits))
+        assert torch.equal(
+            ours(tokens(), head.compute_logits), plain(tokens(), head.compute_logits)
+        )
     before, now = ({n: p.detach() for n, p in m.named_parameters()} for m in (plain, ours))
     assert all(torch.equal(now[n], p) for n, p in before.items())
     for name, p in now.items():
@@ -159,20 +161,22 @@ def test_a_model_begins_as_it_was(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_frozen_has_no_gradient(name):
     model = made(adapted(MODELS[name]))
-    model(tokens(2), head.loss_of(tokens(2))).backward()
+    model(tokens(2), head.cross_entropy_function(tokens(2))).backward()
     for parameter, p in model.named_parameters():
         assert (p.grad is not None) == ("lora_" in parameter) == p.requires_grad, parameter
     tree = model.tree
     leaves = tree.leaves
     assert {n for n, leaf in leaves.items() if leaf.trained} == {n for n in leaves if "lora_" in n}
     assert parameters(tree) == sum(p.numel() for p in model.parameters())
-    assert trained(tree) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert trainable_parameters(tree) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
 
 
 def test_a_scalar_head_is_trained_too():
     """It is new: frozen, its random values would be the reward."""
     model = adapted(MODELS["llama"])
-    leaves = replace(model.training.applied(model.tree), head=Scalar()).leaves
+    leaves = replace(model.training.apply_to(model.tree), head=ScalarHeadSpec()).leaves
     trained = {n for n, leaf in leaves.items() if leaf.trained}
     assert trained == {n for n in leaves if "lora_" in n} | {"score.weight"}
 
@@ -185,7 +189,7 @@ def test_frozen_weights_compute_nothing(name):
     form = adapted(MODELS[name])
     model, batch = made(form), tokens(2)
     with FlopCounterMode(display=False) as counter:
-        model(batch, head.loss_of(batch)).backward()
+        model(batch, head.cross_entropy_function(batch)).backward()
     products = {
         op: flops
         for op, flops in counter.get_flop_counts()["Global"].items()
@@ -215,27 +219,27 @@ PARTIAL = {  # of tp 2 with one key-value head: A and B of each kind of linear
 def test_leaves_follow_from_their_weights():
     """Which of the two a cut goes to, and whose gradient is a partial sum over tp."""
     model = adapted(Tiny(Flat(**SIZES | dict(num_key_value_heads=1)).tree))
-    leaves = model.training.applied(model.tree).leaves
+    leaves = model.training.apply_to(model.tree).leaves
     tp = TensorParallel(Axis("tp", 2))
     for part, partial in PARTIAL.items():
         weight, down, up = (leaves[f"layers.0.{part}.{n}"] for n in ("weight", "lora_A", "lora_B"))
         assert down.shape == (RANK, weight.shape[1]) and up.shape == (weight.shape[0], RANK)
         assert (is_partial(down, tp), is_partial(up, tp)) == partial
-        assert {cut.dim for cut in down.cuts} <= {1} and {cut.dim for cut in up.cuts} <= {0}
-        assert len(down.cuts) + len(up.cuts) == len(weight.cuts) == 1
+        assert {cut.dim for cut in down.shards} <= {1} and {cut.dim for cut in up.shards} <= {0}
+        assert len(down.shards) + len(up.shards) == len(weight.shards) == 1
         assert (weight.trained, down.trained, up.trained) == (False, True, True)
         assert (down.products, up.products) == (down.elements, up.elements)
         assert up.scale == ALPHA / RANK
     experts = adapted(MODELS["qwen3_moe"])
-    leaves = experts.training.applied(experts.tree).leaves
+    leaves = experts.training.apply_to(experts.tree).leaves
     for part, (down_cuts, up_cuts) in {
         "gate": (["ep"], ["ep", "tp"]),
         "down": (["ep", "tp"], ["ep"]),
     }.items():
         down, up = (leaves[f"layers.0.mlp.experts.{part}.lora_{n}"] for n in "AB")
-        assert [cut.axis for cut in down.cuts] == down_cuts
-        assert [cut.axis for cut in up.cuts] == up_cuts
-        assert isinstance(places(down, {"tp": 2, "ep": 2}), tuple)
+        assert [cut.axis for cut in down.shards] == down_cuts
+        assert [cut.axis for cut in up.shards] == up_cuts
+        assert isinstance(placements(down, {"tp": 2, "ep": 2}), tuple)
         assert down.products == down.elements // 2  # two of four experts
 
 
@@ -300,7 +304,7 @@ def test_wrong_options_are_refused(options, said):
 
 def test_without_a_rank_there_are_none():
     assert AdapterConfig().of(CONFIGS["llama"]) is None
-    assert AdapterConfig(2, 1.0, ("q_proj",)).of(CONFIGS["llama"]) == Adapter(
+    assert AdapterConfig(2, 1.0, ("q_proj",)).of(CONFIGS["llama"]) == LoraSpec(
         2, 1.0, frozenset(f"layers.{i}.attn.q.weight" for i in range(2))
     )
 
@@ -318,7 +322,7 @@ def test_dora_is_the_weight_whose_rows_it_turns(name):
     plain = build(MODELS[name], SINGLE, dtype=torch.float64)
     initialize(plain, 0)
     with torch.no_grad():
-        before, now = (m(tokens(), head.logits) for m in (plain, began))
+        before, now = (m(tokens(), head.compute_logits) for m in (plain, began))
     assert (before - now).abs().max() <= 1e-13 * before.abs().max()
     model = made(felt)
     parts = dict(model.named_parameters())
@@ -334,16 +338,16 @@ def test_dora_is_the_weight_whose_rows_it_turns(name):
     turned = {}
     for n, m in lengths.items():
         weight = n.removesuffix("lora_magnitude") + "weight"
-        down, up = (parts[one] for one in Adapter.pair(weight))
+        down, up = (parts[one] for one in LoraSpec.pair(weight))
         row = (parts[weight] + ALPHA / RANK * up @ down).detach()
         turned[weight] = row / row.norm(dim=-1, keepdim=True), m.detach()[..., None]
     with torch.no_grad():
         for weight, (direction, length) in turned.items():
             plain.get_parameter(weight).copy_(direction * length)
     for one in (model, plain):
-        one(tokens(2), head.loss_of(tokens(2))).backward()
+        one(tokens(2), head.cross_entropy_function(tokens(2))).backward()
     with torch.no_grad():
-        got, want = (m(tokens(), head.logits) for m in (model, plain))
+        got, want = (m(tokens(), head.compute_logits) for m in (model, plain))
     assert (got - want).abs().max() <= 1e-12 * want.abs().max()
     for weight, (direction, _) in turned.items():
         mine = parts[weight.removesuffix("weight") + "lora_magnitude"].grad
@@ -371,10 +375,10 @@ def test_a_frozen_weight_in_eight_bits_is_its_restored_one(name):
     batch = tokens(2)
     results = []
     for one in (model, plain):
-        loss = one(batch, head.loss_of(batch))
+        loss = one(batch, head.cross_entropy_function(batch))
         loss.backward()
         grads = {n: p.grad for n, p in one.named_parameters() if p.requires_grad}
-        results.append((loss, one.eval()(batch, head.logits), grads))
+        results.append((loss, one.eval()(batch, head.compute_logits), grads))
     (loss, logits, got), (want_loss, want_logits, want) = results
     # scales were divided in fp32 where the closed form divides in fp64
     torch.testing.assert_close(loss, want_loss, rtol=1e-6, atol=0)

@@ -16,7 +16,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.families.known import families
 from dolmen.model.decoder import Decoder
-from dolmen.model.head import loss_of
+from dolmen.model.head import cross_entropy_function
 from dolmen.ops.kernels import CPU, H100, Hardware
 
 META = replace(SINGLE, device=torch.device("meta"))
@@ -196,7 +196,7 @@ def made(name: str, hardware: Hardware, dtype: torch.dtype = torch.bfloat16) -> 
 def called(model: Decoder) -> dict[str, int]:
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens, tokens).read_by(model.tree).to(next(model.parameters()).device)
-    end = loss_of(batch.tokens)
+    end = cross_entropy_function(batch.tokens)
     with Called() as seen:
         model(batch.tokens, end, documents=batch.documents, positions=batch.positions).backward()
     for name, p in model.named_parameters():

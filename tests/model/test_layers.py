@@ -8,7 +8,7 @@ from models import Tiny, build, initialize, tiny
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2TextScaledWordEmbedding
 
 from dolmen.core.mesh import SINGLE
-from dolmen.model.spec import Norm
+from dolmen.model.spec import NormSpec
 
 
 def gemma(hidden_size: int) -> Tiny:
@@ -51,4 +51,4 @@ def test_a_norm_less_one(dtype):
 
 def test_a_layernorm_less_one_is_refused():
     with pytest.raises(ValueError, match="zero_centred=True.* rmsnorm alone"):
-        Norm("layernorm", zero_centred=True)
+        NormSpec("layernorm", zero_centred=True)

@@ -11,8 +11,14 @@ from dolmen.core.mesh import SINGLE, Axis
 from dolmen.core.state import Replicate, Shard
 from dolmen.model.block import ONLY, check_supported
 from dolmen.model.decoder import Decoder
-from dolmen.model.layers import is_partial, places
-from dolmen.model.spec import Attention, Scalar, Table, check_cuts, under
+from dolmen.model.layers import is_partial, placements
+from dolmen.model.spec import (
+    AttentionSpec,
+    PositionTable,
+    ScalarHeadSpec,
+    check_sharding,
+    select_prefix,
+)
 from dolmen.model.training import RouterTraining, Training
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
@@ -42,7 +48,7 @@ GPT2 = Flat(
 EXPERTS = Flat(**SIZES, num_experts=6, moe_intermediate_size=8, dense_layers=(0,))
 
 
-SCALAR = Tiny(replace(GPT2.tree, head=Scalar()))
+SCALAR = Tiny(replace(GPT2.tree, head=ScalarHeadSpec()))
 
 
 @pytest.mark.parametrize(
@@ -73,14 +79,14 @@ def test_where_parameters_lie():
     }
     for name, found in wanted.items():
         leaf = GPT2.tree.leaves[name]
-        assert (places(leaf, sizes), is_partial(leaf, tp)) == found, name
+        assert (placements(leaf, sizes), is_partial(leaf, tp)) == found, name
     leaves = EXPERTS.tree.leaves
-    assert places(leaves["layers.1.mlp.router.weight"], sizes) == Replicate()
-    assert places(leaves["layers.1.mlp.experts.up.weight"], sizes) == (Shard(0), Shard(1))
-    assert places(leaves["layers.1.mlp.experts.down.weight"], sizes) == (Shard(0), Shard(2))
+    assert placements(leaves["layers.1.mlp.router.weight"], sizes) == Replicate()
+    assert placements(leaves["layers.1.mlp.experts.up.weight"], sizes) == (Shard(0), Shard(1))
+    assert placements(leaves["layers.1.mlp.experts.down.weight"], sizes) == (Shard(0), Shard(2))
     assert is_partial(leaves["layers.1.mlp.router.weight"], tp)
     plain = TensorParallel(Axis("tp", 2, 0))
-    norms = under(LLAMA.tree.leaves, "layers.0")
+    norms = select_prefix(LLAMA.tree.leaves, "layers.0")
     assert is_partial(norms["attn.q_norm.weight"], plain)
     assert not is_partial(norms["attn_norm.weight"], plain)
 
@@ -88,7 +94,7 @@ def test_where_parameters_lie():
 def test_keys_and_values_are_whole_where_tp_does_not_divide_their_heads():
     leaf = LLAMA.tree.leaves["layers.0.attn.k.weight"]
     four = TensorParallel(Axis("tp", 4, 0))
-    assert places(leaf, {"tp": 4}) == Replicate() and is_partial(leaf, four)
+    assert placements(leaf, {"tp": 4}) == Replicate() and is_partial(leaf, four)
     assert leaf.held({"tp": 4}) == leaf.shape and leaf.held({"tp": 2}) == (4, 16)
 
 
@@ -112,13 +118,16 @@ def test_keys_and_values_are_whole_where_tp_does_not_divide_their_heads():
 )
 def test_what_an_axis_does_not_divide_is_refused(flat, sizes, said):
     with pytest.raises(ValueError, match="set (a smaller )?--layout") as refused:
-        check_cuts(flat.tree.leaves, {"ep": 1, **sizes})
+        check_sharding(flat.tree.leaves, {"ep": 1, **sizes})
     assert said in str(refused.value)
 
 
 def test_heads_are_counted_for_a_person():
-    assert Attention(2, 1, 8).words == "2 heads, 1 kv head" and Attention(1, 1, 8).words == "1 head"
-    assert Attention(4, 2, 8).words == "4 heads, 2 kv heads"
+    assert (
+        AttentionSpec(2, 1, 8).words == "2 heads, 1 kv head"
+        and AttentionSpec(1, 1, 8).words == "1 head"
+    )
+    assert AttentionSpec(4, 2, 8).words == "4 heads, 2 kv heads"
 
 
 def test_matrices_and_tables_decay():
@@ -133,18 +142,18 @@ def test_matrices_and_tables_decay():
 
 def test_a_bias_that_balances_belongs_to_the_model_that_is_trained():
     training = Training(router=RouterTraining(balance="bias"))
-    applied = training.applied(EXPERTS.tree)
+    applied = training.apply_to(EXPERTS.tree)
     added = applied.leaves.keys() - EXPERTS.tree.leaves.keys()
-    assert added == {"layers.1.mlp.router.bias"} and training.applied(LLAMA.tree) == LLAMA.tree
+    assert added == {"layers.1.mlp.router.bias"} and training.apply_to(LLAMA.tree) == LLAMA.tree
     made = Decoder(EXPERTS.tree, training=training)
-    assert made.tree == applied == training.applied(applied)
+    assert made.tree == applied == training.apply_to(applied)
     assert not made.get_parameter("layers.1.mlp.router.bias").requires_grad
 
 
 def test_what_no_module_computes_is_refused(monkeypatch):
     """As while a mechanism is made."""
     check_supported(GPT2.tree)
-    monkeypatch.setitem(ONLY, Table, {"offset": 0})
-    table = replace(GPT2.tree.embedding, positions=Table(8, offset=2))
+    monkeypatch.setitem(ONLY, PositionTable, {"offset": 0})
+    table = replace(GPT2.tree.embedding, positions=PositionTable(8, offset=2))
     with pytest.raises(ValueError, match="Table.offset is 2: dolmen computes 0 alone"):
         Decoder(replace(GPT2.tree, embedding=table))

@@ -11,7 +11,7 @@ from table import FAMILIES, SINGLE, Layout
 
 from dolmen.data.batch import Batch
 from dolmen.model.mlp import Router
-from dolmen.model.routing_replay import places
+from dolmen.model.routing_replay import choice_slices
 from dolmen.objectives import forward
 from dolmen.objectives.grpo import ADVANTAGE, OLD
 from dolmen.objectives.ppo import PPOPolicyLoss
@@ -58,7 +58,7 @@ def chosen(state: TrainState, given: Batch) -> torch.Tensor:
     optimizer_step(state, given, SINGLE)
     for hook in hooks:
         hook.remove()
-    layers = len(places(MODEL.tree))
+    layers = len(choice_slices(MODEL.tree))
     micros = [
         torch.cat([one.experts for one in seen[i : i + layers]], 1)
         for i in range(0, len(seen), layers)

@@ -20,7 +20,7 @@ from dolmen.data.batch import IGNORED
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
-from dolmen.model.split import whole
+from dolmen.model.split import single_process
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel import vocabulary as loss
 from dolmen.parallel.data import inference
@@ -62,11 +62,11 @@ def step(config, mesh, sequence=False) -> tuple[float, dict[str, torch.Tensor], 
     tokens = torch.randint(vocabulary, (3, 4), generator=torch.Generator().manual_seed(5))
     labels = tokens.roll(1, 1)
     labels[0, 1:3] = IGNORED
-    total = model(tokens, head.loss_of(labels))
+    total = model(tokens, head.cross_entropy_function(labels))
     backward(total / mesh.dp.size, model, last=True, zero=0)  # every rank of dp has the same batch
     gradients = {name: state.gather_full(p.grad) for name, p in model.named_parameters()}
     with inference(model):
-        logits = gather_vocabulary(model(tokens, head.logits), vocabulary, mesh.tp)
+        logits = gather_vocabulary(model(tokens, head.compute_logits), vocabulary, mesh.tp)
     return float(total.detach()), gradients, logits
 
 
@@ -116,7 +116,9 @@ def shaped(config, tp, rank=0) -> Decoder:
     with torch.device("meta"):
         return decoder(
             config,
-            replace(whole(config.num_hidden_layers), tp=TensorParallel(Axis("tp", tp, rank))),
+            replace(
+                single_process(config.num_hidden_layers), tp=TensorParallel(Axis("tp", tp, rank))
+            ),
         )
 
 
@@ -168,14 +170,16 @@ def test_loss_and_gradients_against_cross_entropy(tied, at_once, soft_cap):
     labels = tokens.roll(-1, 1)
     labels[:, -1] = IGNORED
     parameters = list(model.parameters())
-    assert (model(tokens, head.logits).abs().max() < 0.5) == (soft_cap is not None)  # and is felt
+    assert (model(tokens, head.compute_logits).abs().max() < 0.5) == (
+        soft_cap is not None
+    )  # and is felt
     plain = F.cross_entropy(
-        model(tokens, head.logits).view(-1, 711),
+        model(tokens, head.compute_logits).view(-1, 711),
         labels.view(-1),
         ignore_index=IGNORED,
         reduction="sum",
     )
-    fused = model(tokens, head.loss_of(labels))
+    fused = model(tokens, head.cross_entropy_function(labels))
     assert abs(float((fused / plain).detach()) - 1) < 1e-14
     each = -model(tokens, lambda hidden, end: end.log_probabilities(hidden, labels))
     assert each.shape == labels.shape and float(each[:, -1].detach().abs().max()) == 0
@@ -187,7 +191,7 @@ def test_loss_and_gradients_against_cross_entropy(tied, at_once, soft_cap):
             torch.testing.assert_close(g, want, rtol=0, atol=1e-13 * float(want.abs().max()))
     with torch.no_grad():
         # no gradient asked for, none formed
-        assert float(model(tokens, head.loss_of(labels))) == float(fused)
+        assert float(model(tokens, head.cross_entropy_function(labels))) == float(fused)
 
 
 @pytest.mark.parametrize("bits", (torch.float32, torch.bfloat16), ids=str)

@@ -56,7 +56,7 @@ def learned(recipe: str, name: str, seed: int) -> tuple[float, float]:
     with put_in(name):
         for _ in range(STEPS):
             with torch.no_grad():
-                chances = model(tokens, head.logits).softmax(-1)
+                chances = model(tokens, head.compute_logits).softmax(-1)
                 labels = torch.multinomial(chances.flatten(0, 1), 1, generator=generator).view(
                     ROWS, PLACES
                 )
@@ -75,7 +75,9 @@ def learned(recipe: str, name: str, seed: int) -> tuple[float, float]:
             (judged.total / objective.count(batch)).backward()
             optimizer.step()
     with torch.no_grad():
-        after, before = (one(tokens[:1], head.logits)[0].log_softmax(-1) for one in (model, start))
+        after, before = (
+            one(tokens[:1], head.compute_logits)[0].log_softmax(-1) for one in (model, start)
+        )
     kl = float((after.exp() * (after - before)).sum())
     share = [float((one.exp() * WANTED).sum(-1).mean()) for one in (after, before)]
     return share[0] / share[1], kl

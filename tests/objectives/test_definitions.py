@@ -21,7 +21,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import IGNORED, MARGIN, SIDE, Batch
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import Scalar
+from dolmen.model.spec import ScalarHeadSpec
 from dolmen.objectives import forward, pairs
 from dolmen.objectives.objective import CrossEntropy, check
 from dolmen.objectives.preference import DPO, KTO, REFERENCE, meaningful_metrics
@@ -218,7 +218,7 @@ def scalar(request, tmp_path):
     theirs = theirs.double().eval()
     theirs.base_model.load_state_dict(made.base_model.state_dict())
     source = open_source(tmp_path)
-    ours = Decoder(replace(source.tree, head=Scalar())).double()
+    ours = Decoder(replace(source.tree, head=ScalarHeadSpec())).double()
     load(ours, source)
     with torch.no_grad():
         theirs.score.weight.copy_(torch.randn(theirs.score.weight.shape))
@@ -289,7 +289,7 @@ SMALL = Flat(
 )
 
 
-def training(objective, micros: int = 1, head: Scalar | None = None) -> TrainState:
+def training(objective, micros: int = 1, head: ScalarHeadSpec | None = None) -> TrainState:
     schedule = make_schedule("1f1b", 1, micros)
     config = SMALL if head is None else Tiny(replace(SMALL.tree, head=head))
     model = build(config, SINGLE, schedule=schedule)
@@ -342,24 +342,24 @@ def test_targets_are_asked_for():
 
 def test_an_objective_is_for_a_head():
     """Of logits, or of numbers."""
-    check(PairwiseRewardLoss(), replace(SMALL.tree, head=Scalar()))
-    with pytest.raises(ValueError, match="PairwiseRewardLoss.*ends in Scalar.*ends in Head"):
+    check(PairwiseRewardLoss(), replace(SMALL.tree, head=ScalarHeadSpec()))
+    with pytest.raises(ValueError, match="PairwiseRewardLoss.*ends in Scalar.*ends in LMHead"):
         training(PairwiseRewardLoss())
-    with pytest.raises(ValueError, match="DPO.*ends in Head.*ends in Scalar"):
-        check(DPO(), replace(SMALL.tree, head=Scalar()))
+    with pytest.raises(ValueError, match="DPO.*ends in LMHead.*ends in Scalar"):
+        check(DPO(), replace(SMALL.tree, head=ScalarHeadSpec()))
 
 
 def test_what_is_asked_is_what_a_model_has():
     """Nobody takes the loss of a reward model, or the value of a policy's token."""
     schedule = make_schedule("1f1b", 1, 1)
     policy, rewards = (
-        Decoder(replace(SMALL.tree, head=head)) for head in (SMALL.tree.head, Scalar())
+        Decoder(replace(SMALL.tree, head=head)) for head in (SMALL.tree.head, ScalarHeadSpec())
     )
-    with pytest.raises(ValueError, match="a value is for .* Scalar.*ends in Head"):
+    with pytest.raises(ValueError, match="a value is for .* Scalar.*ends in LMHead"):
         forward.values(policy, batch(), SINGLE, schedule)
-    with pytest.raises(ValueError, match="a log-probability is for .* Head.*ends in Scalar"):
+    with pytest.raises(ValueError, match="a log-probability is for .* LMHead.*ends in Scalar"):
         forward.log_probabilities(rewards, batch(), SINGLE, schedule)
-    with pytest.raises(ValueError, match="CrossEntropy.* is for .* Head.*ends in Scalar"):
+    with pytest.raises(ValueError, match="CrossEntropy.* is for .* LMHead.*ends in Scalar"):
         mean_loss(rewards, [batch()], SINGLE)
 
 
@@ -418,7 +418,7 @@ def test_answers_of_packed_rows():
 
 def test_packed_rewards_are_those_of_each_alone():
     """Documents see nothing of one another, and a margin is of its own pair."""
-    model = training(PairwiseRewardLoss(), head=Scalar()).model.double()
+    model = training(PairwiseRewardLoss(), head=ScalarHeadSpec()).model.double()
     given = packed(side=True)
     margin = torch.tensor([[0.5, 0.5, 2.0, 2.0, 0.0], [0, 0, 0, 0, 0], [0] * 5, [1.0] * 5]).double()
     given = replace(given, numbers={**given.numbers, MARGIN: margin}).with_positions(1)
@@ -475,7 +475,7 @@ def test_kto_of_packed_rows():
 
 def test_how_sure_a_reward_model_is():
     """Pairs by sigmoid(|difference|), and how many are right: as counted one by one."""
-    model = training(PairwiseRewardLoss(), head=Scalar()).model
+    model = training(PairwiseRewardLoss(), head=ScalarHeadSpec()).model
     with torch.no_grad():
         model.score.weight.mul_(200)
     given = packed(side=True).with_positions(1)

@@ -35,7 +35,7 @@ def test_it_is_grpo_written_from_the_paper(temperature):
     )
     group = GRPOLoss(beta=0.3, temperature=temperature)
     found = model(tokens, lambda hidden, end: group(hidden, end, batch))
-    logits = model(tokens, head.logits)
+    logits = model(tokens, head.compute_logits)
     total = 0.0
     for row in range(3):
         losses = []
@@ -69,7 +69,10 @@ def test_entropy_and_its_gradient_are_those_of_whole_logits(kind, temperature):
         return own * here, -(logits.exp() * logits).sum(-1) * here
 
     found = []
-    for end in (lambda hidden, head: head.with_entropy(hidden, labels, temperature), theirs):
+    for end in (
+        lambda hidden, head: head.log_probabilities_and_entropy(hidden, labels, temperature),
+        theirs,
+    ):
         model.zero_grad()
         both = model(tokens, end)
         sum((one * each).sum() for one, each in zip(both, by, strict=True)).backward()
@@ -87,7 +90,7 @@ def test_entropy_is_paid_for():
     batch = Batch(tokens, tokens.roll(-1, 1), numbers=numbers)
     plain = model(tokens, lambda hidden, end: GRPOLoss()(hidden, end, batch))
     paid = model(tokens, lambda h, end: GRPOWithEntropy(entropy_coef=0.3)(h, end, batch))
-    p = model(tokens, head.logits).softmax(-1)
+    p = model(tokens, head.compute_logits).softmax(-1)
     entropy = -(p * p.log()).sum(-1)
     assert paid.metrics[-1].item() == pytest.approx(entropy.mean(1).sum().item(), rel=1e-10)
     want = plain.total.item() - 0.3 * entropy.mean(1).sum().item()

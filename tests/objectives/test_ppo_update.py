@@ -116,7 +116,7 @@ def expected(state: TrainState, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def policy_loss(state: TrainState, made: PPORollout) -> torch.Tensor:
     """1707.06347, equation 7, and 1912.09729, equation 5."""
-    logits = state.model(made.tokens, head.logits)
+    logits = state.model(made.tokens, head.compute_logits)
     total = []
     for row in range(3):
         for place in places(row):
@@ -132,7 +132,7 @@ def policy_loss(state: TrainState, made: PPORollout) -> torch.Tensor:
 
 def undecided_loss(state: TrainState, made: PPORollout) -> torch.Tensor:
     """Less 0.3 times the entropy of each token's distribution (1602.01783, section 4)."""
-    logits = state.model(made.tokens, head.logits)
+    logits = state.model(made.tokens, head.compute_logits)
     p = torch.cat([logits[row, list(places(row))] for row in range(3)]) / TEMPERATURE
     p = p.softmax(-1)
     return policy_loss(state, made) + 0.3 * (p * p.log()).sum(-1).mean()
@@ -180,7 +180,7 @@ def test_an_update_is_that_of_a_plain_loop(kind):
 
 def text_loss(state: TrainState) -> torch.Tensor:
     """The mean of -log p over the labels there are."""
-    logits = state.model(TEXT.tokens, head.logits)
+    logits = state.model(TEXT.tokens, head.compute_logits)
     return F.cross_entropy(logits.flatten(0, 1), TEXT.labels.flatten(), ignore_index=IGNORED)
 
 
@@ -211,7 +211,9 @@ def router_losses(state: TrainState, batch: Batch) -> torch.Tensor:
     seen: list[torch.Tensor] = []
     routers = [module for module in state.model.modules() if isinstance(module, Router)]
     hooks = [one.register_forward_hook(lambda m, x, y: seen.append(y[0])) for one in routers]
-    state.model(batch.tokens, head.logits, documents=batch.documents, positions=batch.positions)
+    state.model(
+        batch.tokens, head.compute_logits, documents=batch.documents, positions=batch.positions
+    )
     for hook in hooks:
         hook.remove()
     total = torch.zeros((), dtype=torch.float64)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core.mesh import SINGLE, Axis
-from dolmen.model.head import loss_of
+from dolmen.model.head import cross_entropy_function
 from dolmen.ops.attention import Attend, Documents, flash, operators, reference
 from dolmen.ops.attention.reference import CASES, ROADS
 from dolmen.ops.kernels import H100
@@ -211,7 +211,9 @@ def test_a_model_built_as_on_an_h100_calls_what_was_chosen(several):
     model, (tokens, documents) = decoder(), texts(several or 1)
     assert model.split.kernels.attention == "cudnn"
     with Seen() as seen:
-        model(tokens, loss_of(tokens), documents=None if several is None else documents).backward()
+        model(
+            tokens, cross_entropy_function(tokens), documents=None if several is None else documents
+        ).backward()
     if several is None:  # the first layer has no window
         assert seen.attending == FLASH | CUDNN_OPERATORS
     else:
@@ -227,7 +229,8 @@ def test_a_model_with_flash_is_the_model_with_blocks():
     blocks = build(CONFIG, SINGLE, dtype=torch.bfloat16)
     initialize(blocks, 0)
     losses = [
-        float(m(tokens, loss_of(tokens), documents=documents).detach()) for m in (decoder(), blocks)
+        float(m(tokens, cross_entropy_function(tokens), documents=documents).detach())
+        for m in (decoder(), blocks)
     ]
     assert abs(losses[0] / losses[1] - 1) < 1e-3 and losses[0] != losses[1]
 
@@ -261,10 +264,10 @@ def test_one_compilation_serves_all_numbers_of_documents():
     model.layers["0"].compile(backend=counter, fullgraph=True)
     for several in (1, 3, 2, 40):
         tokens, documents = texts(several)
-        compiled = model(tokens, loss_of(tokens), documents=documents)
+        compiled = model(tokens, cross_entropy_function(tokens), documents=documents)
         compiled.backward()
         with torch.compiler.set_stance("force_eager"):
-            eager = model(tokens, loss_of(tokens), documents=documents)
+            eager = model(tokens, cross_entropy_function(tokens), documents=documents)
         # the same operators, fused no further
         assert abs(float(compiled.detach()) / float(eager.detach()) - 1) < 1e-3
     assert counter.frame_count == 1

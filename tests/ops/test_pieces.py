@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from dolmen.core.mesh import SINGLE
 from dolmen.core.torch_private import compute
-from dolmen.model.spec.positions import temperature
+from dolmen.model.spec.positions import yarn_temperature
 from dolmen.ops import rope
 from dolmen.ops.loss import IGNORED, exponentials
 from dolmen.ops.loss import gradient as loss_gradient
@@ -248,7 +248,7 @@ def test_yarn_is_that_of_transformers(truncate, factor):
     got = rope.yarn(rope.inverse_frequencies(64, 10000.0), 10000.0, factor, 4096, truncate=truncate)
     # theirs are 1 / (factor * theta^..), ours inv / factor: two roundings
     torch.testing.assert_close(got, want, rtol=3e-7, atol=0)
-    assert temperature(factor) == pytest.approx(times, rel=1e-15)
+    assert yarn_temperature(factor) == pytest.approx(times, rel=1e-15)
 
 
 def test_yarn_keeps_what_turns_fast_and_divides_what_turns_slowly():

@@ -9,10 +9,10 @@ from models import Flat, build, initialize, mixing
 
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
-from dolmen.model.component import Where
-from dolmen.model.head import logits
+from dolmen.model.component import PositionInputs
+from dolmen.model.head import compute_logits
 from dolmen.model.positions import tables
-from dolmen.model.spec import Rope
+from dolmen.model.spec import RopeSpec
 from dolmen.ops import rope
 from dolmen.ops.attention import Documents
 from dolmen.ops.rope import PositionIds
@@ -30,7 +30,7 @@ SIZES = dict(
 LEARNED = dict(position="learned", norm="layernorm", mlp="plain", activation="gelu_tanh")
 CONFIGS = {
     "rope": Flat(**SIZES),
-    "two streams": mixing(Flat(**SIZES), positions=Rope(8, 100.0, streams=2)),
+    "two streams": mixing(Flat(**SIZES), positions=RopeSpec(8, 100.0, streams=2)),
     "learned": Flat(**SIZES, **LEARNED, attention_bias=True, output_bias=True, mlp_bias=True),
 }
 
@@ -65,9 +65,9 @@ def test_each_stream_turns_its_half(interleaved, size):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(2, 5, 3, 16, generator=g, dtype=torch.float64)
     ids = torch.randint(100, (2, 2, 5), generator=g)
-    form = Rope(size, 50.0, interleaved=interleaved, streams=2)
+    form = RopeSpec(size, 50.0, interleaved=interleaved, streams=2)
     where = tables(form, 3, ids, torch.float64)
-    assert isinstance(where, Where) and where.cos.shape == (2, 5, 1, size // 2)
+    assert isinstance(where, PositionInputs) and where.cos.shape == (2, 5, 1, size // 2)
     got = rope.rotate(x, where.cos, where.sin, interleaved, 2)
     want, half = x.clone(), size // 2
     for stream in range(2):
@@ -84,7 +84,7 @@ def test_each_stream_turns_its_half(interleaved, size):
 def test_halves_that_are_not_pairs_are_refused():
     for size, streams in ((6, 2), (8, 3)):
         with pytest.raises(ValueError, match=f"rope of {streams} streams of positions over {size}"):
-            Rope(size, streams=streams)
+            RopeSpec(size, streams=streams)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -98,7 +98,7 @@ def test_a_document_in_a_batch_is_as_if_alone(name):
     starts = torch.tensor([[0] * 9 + [9] * 15])
     packed = Batch(begun.tokens, begun.labels, Documents.of(starts)).with_positions(streams)
     got, want = (
-        model(b.tokens, logits, documents=b.documents, positions=b.positions)
+        model(b.tokens, compute_logits, documents=b.documents, positions=b.positions)
         for b in (packed, alone)
     )
     torch.testing.assert_close(got[:, 9:], want, rtol=0, atol=1e-5)
@@ -111,12 +111,12 @@ def test_what_positions_a_model_takes():
     most = learned.tree.longest
     tokens = torch.zeros(1, 2 * most, dtype=torch.int64)
     ids = torch.arange(2 * most)[None, None]
-    learned(tokens, logits, positions=PositionIds.of(ids % most))
+    learned(tokens, compute_logits, positions=PositionIds.of(ids % most))
     with pytest.raises(ValueError, match=f"{2 * most} tokens, but the table of positions has"):
-        learned(tokens, logits, positions=PositionIds.of(ids))
+        learned(tokens, compute_logits, positions=PositionIds.of(ids))
     with pytest.raises(ValueError, match="knows 2 streams of positions, and the batch has 1"):
-        decoder("two streams")(tokens[:, :8], logits)
+        decoder("two streams")(tokens[:, :8], compute_logits)
     with pytest.raises(ValueError, match=r"knows 1 .* has 2: make them by Batch.with_positions"):
         decoder("rope")(
-            tokens[:, :8], logits, positions=PositionIds.of(ids[..., :8].repeat(1, 2, 1))
+            tokens[:, :8], compute_logits, positions=PositionIds.of(ids[..., :8].repeat(1, 2, 1))
         )

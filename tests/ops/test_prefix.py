@@ -10,8 +10,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dolmen.core.mesh import SINGLE
 from dolmen.model.decoder import Decoder
-from dolmen.model.head import logits, loss_of
-from dolmen.model.spec import Alibi, Rope, positions
+from dolmen.model.head import compute_logits, cross_entropy_function
+from dolmen.model.spec import AlibiSpec, RopeSpec, positions
 from dolmen.ops.attention import Attend, Documents, blockwise
 from dolmen.ops.kernels import H100
 from dolmen.ops.rope import PositionIds, of_prefix
@@ -47,7 +47,7 @@ def text(rows: int = 1, length: int = LENGTH) -> torch.Tensor:
 
 
 # as ChatGLM-6B: half of each head turns by where in the prefix a token is, half by how far behind
-GLM = mixing(CONFIG, positions=Rope(8, 100.0, streams=2))
+GLM = mixing(CONFIG, positions=RopeSpec(8, 100.0, streams=2))
 
 
 def placed(config: Tiny, documents: Documents) -> PositionIds | None:
@@ -106,8 +106,8 @@ def test_what_a_token_feels(window):
     def felt(at: int) -> list[bool]:
         other = tokens.clone()
         other[0, at] = (other[0, at] + 1) % VOCABULARY
-        same = model(tokens, logits, documents=documents) == model(
-            other, logits, documents=documents
+        same = model(tokens, compute_logits, documents=documents) == model(
+            other, compute_logits, documents=documents
         )
         return (~same.all(-1))[0].tolist()
 
@@ -120,10 +120,10 @@ def test_what_a_token_feels(window):
 def test_no_prefix_is_causal():
     """To the bit: given none, one of no token, or one of a token."""
     model = decoder()
-    causal = decoder(mixing(CONFIG, mask="causal"))(text(), logits)
+    causal = decoder(mixing(CONFIG, mask="causal"))(text(), compute_logits)
     for documents in (None, prefix(0), prefix(1)):
         torch.testing.assert_close(
-            model(text(), logits, documents=documents), causal, rtol=0, atol=1e-5
+            model(text(), compute_logits, documents=documents), causal, rtol=0, atol=1e-5
         )
 
 
@@ -133,14 +133,14 @@ def test_a_cache_equals_the_whole_text(config):
     """Prompts of unlike lengths are prefixes, read at once; what follows sees back alone."""
     model, tokens, lengths = decoder(config), text(3), (9, 9, 4)
     documents = prefix(*lengths)
-    want = model(tokens, logits, documents=documents, positions=placed(config, documents))
+    want = model(tokens, compute_logits, documents=documents, positions=placed(config, documents))
     cache, found = KVCache(model.tree, 4), {i: [] for i in range(3)}
     done = dict.fromkeys(found, 0)
-    spans = {i: positions.of_prefix(n, model.tree.streams) for i, n in enumerate(lengths)}
+    spans = {i: positions.prefix_span(n, model.tree.streams) for i, n in enumerate(lengths)}
     for new in ({0: 9, 1: 12, 2: 4}, {0: 1, 1: 1, 2: 5}, {0: 14, 1: 11, 2: 15}):
         reading = cache.append(new, HERE, spans=spans)
         parts = [tokens[i, done[i] : done[i] + new[i]] for i in reading.sequences]
-        read = model(torch.cat(parts)[None], logits, cache=reading)[0]
+        read = model(torch.cat(parts)[None], compute_logits, cache=reading)[0]
         for i, part in zip(
             reading.sequences, read.split([new[i] for i in reading.sequences]), strict=True
         ):
@@ -149,7 +149,7 @@ def test_a_cache_equals_the_whole_text(config):
     got = torch.stack([torch.cat(found[i]) for i in range(3)])
     assert want.abs().max() > 1 and (got - want).abs().max() < 1e-5
     none = prefix(0, 0, 0)
-    other = model(tokens, logits, documents=none, positions=placed(config, none))
+    other = model(tokens, compute_logits, documents=none, positions=placed(config, none))
     assert (other - want).abs().max() > 1e-2  # and it matters
 
 
@@ -158,10 +158,10 @@ def test_a_prefix_in_parts_is_refused():
     with pytest.raises(
         ValueError, match="sequence 0 has read 0 tokens and reads 4, but its first 12"
     ):
-        cache.append({0: 4}, HERE, spans={0: positions.of_prefix(12, 1)})
+        cache.append({0: 4}, HERE, spans={0: positions.prefix_span(12, 1)})
     cache.append({0: 9}, HERE)
     with pytest.raises(ValueError, match="has read 9 tokens and reads 13"):
-        cache.append({0: 13}, HERE, spans={0: positions.of_prefix(12, 1)})
+        cache.append({0: 13}, HERE, spans={0: positions.prefix_span(12, 1)})
 
 
 @pytest.mark.parametrize("config", [CONFIG, GLM], ids=["one stream", "two streams"])
@@ -177,7 +177,9 @@ def test_a_prompt_is_the_prefix(monkeypatch, config):
         for token in new:
             documents = prefix(len(prompt), length=len(so_far))
             positions = placed(config, documents)
-            last = model(torch.tensor([so_far]), logits, documents=documents, positions=positions)
+            last = model(
+                torch.tensor([so_far]), compute_logits, documents=documents, positions=positions
+            )
             assert int(last[0, -1].argmax()) == token
             so_far.append(token)
         assert len(new) == 5
@@ -192,10 +194,10 @@ def test_one_program_serves_all_prefixes(monkeypatch):
         block.compile(backend=counter, fullgraph=True)
     for lengths in ((5, 0), (1, 24), (13, 7)):
         tokens, documents = text(2), prefix(*lengths)
-        compiled = model(tokens, loss_of(tokens), documents=documents)
+        compiled = model(tokens, cross_entropy_function(tokens), documents=documents)
         compiled.backward()
         with torch.compiler.set_stance("force_eager"):
-            eager = model(tokens, loss_of(tokens), documents=documents)
+            eager = model(tokens, cross_entropy_function(tokens), documents=documents)
         assert abs(float(compiled.detach()) / float(eager.detach()) - 1) < 1e-6
     assert counter.frame_count == 1
 
@@ -207,6 +209,6 @@ def test_flash_has_no_prefix_mask():
     causal = mixing(CONFIG, mask="causal")
     assert build(causal, SINGLE, dtype=torch.bfloat16, hardware=H100).split.kernels.without == ""
     with pytest.raises(ValueError, match="no layer of the model has a prefix mask"):
-        decoder(causal)(text(), logits, documents=prefix(5))
+        decoder(causal)(text(), compute_logits, documents=prefix(5))
     with pytest.raises(ValueError, match="ALiBi with a prefix mask"):
-        mixing(CONFIG, positions=Alibi())
+        mixing(CONFIG, positions=AlibiSpec())

@@ -18,7 +18,7 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
 from dolmen.core.autograd import recompute
 from dolmen.core.mesh import SINGLE
-from dolmen.model.head import loss_of
+from dolmen.model.head import cross_entropy_function
 from dolmen.ops.attention import Attend, blocks, blockwise, dropout, reference, visible
 from dolmen.ops.attention.reference import CASES, KNOWN, ROADS, SCORES, definition
 from dolmen.ops.attention.score_bias import alibi_key_bias, alibi_slopes, append_key_bias
@@ -349,9 +349,9 @@ def test_one_program_serves_the_layers_of_a_model(monkeypatch):
         block.attn.scores.attend = Attend(20, 0.5, 3.0, alibi_slopes(4))
         block.compile(backend=counter, fullgraph=True)
     tokens = torch.randint(32, (2, 48), generator=torch.Generator().manual_seed(0))
-    compiled = model(tokens, loss_of(tokens))
+    compiled = model(tokens, cross_entropy_function(tokens))
     compiled.backward()
     with torch.compiler.set_stance("force_eager"):
-        eager = model(tokens, loss_of(tokens))
+        eager = model(tokens, cross_entropy_function(tokens))
     assert abs(float(compiled.detach()) / float(eager.detach()) - 1) < 1e-6  # fused no further
     assert counter.frame_count == 1

@@ -14,7 +14,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 from dolmen.core.autograd import recompute
 from dolmen.core.mesh import SINGLE, Axis
-from dolmen.model.head import loss_of
+from dolmen.model.head import cross_entropy_function
 from dolmen.ops.attention import BACKENDS, blockwise, decode, dropout, visible
 from dolmen.ops.attention.reference import CASES, SCORES, Case, definition
 from dolmen.ops.elementwise import Dropout, Noise
@@ -210,11 +210,11 @@ def test_one_program_serves_the_layers_of_a_model(monkeypatch):
     for block in model.layers.values():
         block.compile(backend=counter, fullgraph=True)
     text = torch.randint(71, (2, 48), generator=torch.Generator().manual_seed(0))
-    compiled = model(text, loss_of(text))
+    compiled = model(text, cross_entropy_function(text))
     compiled.backward()
     assert all(b.attn.sinks.weight.grad.abs().min() > 0 for b in model.layers.values())
     with torch.compiler.set_stance("force_eager"):
-        eager = model(text, loss_of(text))
+        eager = model(text, cross_entropy_function(text))
     assert abs(float(compiled.detach()) / float(eager.detach()) - 1) < 1e-6
     assert counter.frame_count == 1
     half = build(CONFIG, SINGLE, dtype=torch.bfloat16, hardware=H100)

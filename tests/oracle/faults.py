@@ -13,7 +13,7 @@ from adapter import ignored
 from dolmen.core.state import local
 from dolmen.data import mixture
 from dolmen.model import block, component, head, layers, mlp
-from dolmen.model.spec import LatentAttention
+from dolmen.model.spec import LatentAttentionSpec
 from dolmen.ops import moe as routing
 from dolmen.ops import rope
 from dolmen.ops.attention import blockwise, score_bias
@@ -197,9 +197,10 @@ FAULTS = [
           argument(3, lambda attend: attend._replace(window=attend.window + 1))),
     Fault("a loss of each microbatch", "uneven-accumulation", head, "linear_cross_entropy",
           mean_of_means),
-    Fault("auxiliary losses of each microbatch", "auxiliary-accumulation", mlp._Account, "apply",
+    Fault("auxiliary losses of each microbatch", "auxiliary-accumulation",
+          mlp._RouterLossGradient, "apply",
           auxiliary(4.0)),
-    Fault("auxiliary losses not scaled", "loss-scale-moe", mlp._Account, "apply",
+    Fault("auxiliary losses not scaled", "loss-scale-moe", mlp._RouterLossGradient, "apply",
           auxiliary(2.0**-20)),
     Fault("loss scale not undone", "loss-scale-moe", data, "scale_gradients",
           argument(1, lambda factor: factor * 2**20)),
@@ -228,7 +229,7 @@ FAULTS = [
           argument(4, lambda zero_centred: False)),
     Fault("scores not capped", "gemma2", blockwise, "attention",
           argument(3, lambda attend: attend._replace(soft_cap=None))),
-    Fault("scores without YaRN's temperature", "deepseek-v2", LatentAttention, "scale",
+    Fault("scores without YaRN's temperature", "deepseek-v2", LatentAttentionSpec, "scale",
           lambda right: property(lambda mixer: mixer.head_size**-0.5)),
     Fault("experts of any group", "deepseek-v2", routing, "route",
           keyword(groups=1, groups_per_token=1)),

@@ -25,10 +25,10 @@ from dolmen.core import state
 from dolmen.core.mesh import SINGLE
 from dolmen.model.count import activation_bytes_per_layer
 from dolmen.model.decoder import Decoder
-from dolmen.model.head import loss_of
+from dolmen.model.head import cross_entropy_function
 from dolmen.model.layout import Layout
 from dolmen.model.mlp import MLP
-from dolmen.model.split import split
+from dolmen.model.split import split_model
 from dolmen.model.training import Training
 from dolmen.ops.elementwise import Noise
 from dolmen.ops.kernels import Kernels
@@ -93,7 +93,7 @@ def make(config: Flat | Tiny, layout: Layout, device: str, dtype: torch.dtype) -
     )
     kernels = Kernels("flash" if device == "meta" else "blocks")
     with torch.device("meta"):
-        parts = split(mesh, config.tree.layers, layout, kernels=kernels)
+        parts = split_model(mesh, config.tree.layers, layout, kernels=kernels)
         model = decoder(config, parts).to(dtype)
     state.distribute(model, model.plan(), mesh)
     if device == "cpu":
@@ -121,7 +121,7 @@ def kept(
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         noise = Noise(torch.tensor(1), torch.arange(batch)) if config.training.dropout else None
     with Alive() as alive:
-        loss = model(tokens, loss_of(tokens), noise=noise)
+        loss = model(tokens, cross_entropy_function(tokens), noise=noise)
         assert loss.requires_grad
         return sum(s.nbytes() for s in alive.storages if s not in parameters)
 
@@ -388,7 +388,7 @@ def gradients(config: Flat, kind: str, deferred: bool) -> dict[str, torch.Tensor
     """Of one batch, fp32, one process; `deferred`: weight gradients are computed after backward, as
     zero-bubble schedules do.
     """
-    parts = split(
+    parts = split_model(
         SINGLE,
         config.num_hidden_layers,
         Layout(recompute=kind, recompute_layers=None if kind == "none" else 2),
@@ -401,7 +401,9 @@ def gradients(config: Flat, kind: str, deferred: bool) -> dict[str, torch.Tensor
         config.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1)
     )
     model(
-        tokens, loss_of(tokens.roll(-1, 1)), noise=Noise(torch.tensor(3), torch.arange(BATCH))
+        tokens,
+        cross_entropy_function(tokens.roll(-1, 1)),
+        noise=Noise(torch.tensor(3), torch.arange(BATCH)),
     ).backward()
     if deferred:
         products = parts.tp.later.take()

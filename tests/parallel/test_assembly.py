@@ -20,7 +20,7 @@ from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
-from dolmen.model.spec import Leaf
+from dolmen.model.spec import ParamSpec
 from dolmen.optim.muon import flops, matrices
 from dolmen.parallel.assembly import Assembly
 
@@ -98,7 +98,7 @@ def assembled(config: Flat, layout: Layout, mesh: Mesh) -> tuple[dict, Assembly]
     return parameters, Assembly(list(parameters.values()), mesh, flops)
 
 
-def closed_form(leaf: Leaf, layout: Layout) -> int:
+def closed_form(leaf: ParamSpec, layout: Layout) -> int:
     """Elements of a parameter that all ranks of its stage send (docs/concepts/optimizers.md)."""
     n, T = leaf.elements, layout.tp
     fsdp = layout.dp * layout.cp
@@ -107,7 +107,7 @@ def closed_form(leaf: Leaf, layout: Layout) -> int:
     if experts and layout.zero:  # each rank of edp has experts of its own
         assert leaf.shape[0] // layout.ep % F == 0
         F = 1
-    by_tp = any(cut.axis == "tp" and cut.splits(T) for cut in leaf.cuts)
+    by_tp = any(cut.axis == "tp" and cut.splits(T) for cut in leaf.shards)
     lines = 1 if by_tp else T
     there = (lines * n * (F - 1) // F if layout.zero else 0) + (n * (T - 1) // T if by_tp else 0)
     over_tp = n * (T - 1) // T if by_tp else n * (T - 1)
@@ -136,7 +136,7 @@ def of_all_ranks(config: Flat, layout: Layout) -> tuple[int, Counter, list[list[
     return sent, owned, stages
 
 
-def hidden_leaves(config: Flat) -> list[Leaf]:
+def hidden_leaves(config: Flat) -> list[ParamSpec]:
     return [leaf for leaf in config.tree.leaves.values() if leaf.role in ("matrix", "expert")]
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
-from dolmen.model.head import loss_of
+from dolmen.model.head import cross_entropy_function
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import OptimizerConfig, adamw, prime
 from dolmen.parallel import data
@@ -64,7 +64,7 @@ def step(model, zero: int, microbatches: int) -> None:
     reduction = data.Reduction(model, zero, split_backward=False)
     for i in range(microbatches):
         last = i == microbatches - 1
-        loss = model(TOKENS, loss_of(TOKENS))
+        loss = model(TOKENS, cross_entropy_function(TOKENS))
         reduction.before_backward([model], last, last)
         loss.backward()
 

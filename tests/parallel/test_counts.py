@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state
-from dolmen.model.head import loss_of
+from dolmen.model.head import cross_entropy_function
 from dolmen.model.layout import Layout
 
 DP, TP, BATCH, LENGTH, HIDDEN, FFN = 2, 4, 3, 8, 32, 48
@@ -164,7 +164,7 @@ def trace(
     }
     tokens = torch.arange(TOKENS).view(BATCH, LENGTH)
     with Recorder(set(size.values())) as recorder:
-        loss = model(tokens, loss_of(tokens))
+        loss = model(tokens, cross_entropy_function(tokens))
         recorder.backward = True
         backward(loss, model, last=True, zero=2)
     assert not recorder.open, "a collective was never waited for"
@@ -331,7 +331,7 @@ def test_only_the_shard_of_an_input_is_kept():
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, saved=saved: (saved.append(tuple(t.shape)), t)[1], lambda t: t
         ):
-            model(tokens, loss_of(tokens))
+            model(tokens, cross_entropy_function(tokens))
         whole.append(saved.count((TOKENS, HIDDEN)))
     assert whole[0] >= 1 + 3 * 2 and whole[1] == 1
 

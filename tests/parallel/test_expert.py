@@ -19,7 +19,7 @@ from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.core.state import Shard
 from dolmen.model.decoder import Decoder
-from dolmen.model.head import loss_of
+from dolmen.model.head import cross_entropy_function
 from dolmen.model.layout import Layout
 from dolmen.parallel import data, expert
 from dolmen.training import balance
@@ -191,7 +191,7 @@ def counted_again(kind: str) -> tuple[list, list]:
     initialize(model, 0)
     tokens = torch.arange(16).view(2, 8)
     given = balance.open_tallies(model, SCALE)
-    model(tokens, loss_of(tokens), balance=given).backward()
+    model(tokens, cross_entropy_function(tokens), balance=given).backward()
     return given[1].tally.grad.tolist(), model.layers["1"].mlp.router.weight.grad.tolist()
 
 
@@ -211,9 +211,11 @@ def test_without_a_gradient_nothing_is_counted():
     tokens = torch.arange(16).view(2, 8)
     with torch.no_grad():
         decoder()(
-            tokens, loss_of(tokens), balance=(given := balance.open_tallies(decoder(), SCALE))
+            tokens,
+            cross_entropy_function(tokens),
+            balance=(given := balance.open_tallies(decoder(), SCALE)),
         )
-    decoder()(tokens, loss_of(tokens)).backward()
+    decoder()(tokens, cross_entropy_function(tokens)).backward()
     assert given[1].tally.grad is None
 
 
@@ -227,7 +229,9 @@ def test_auxiliary_losses_add_to_the_gradient_what_their_formulas_say():
 
     def gradient(scale):
         model.zero_grad()
-        model(tokens, loss_of(tokens), balance=balance.open_tallies(model, scale)).backward()
+        model(
+            tokens, cross_entropy_function(tokens), balance=balance.open_tallies(model, scale)
+        ).backward()
         return weight.grad.clone()
 
     added = gradient(2 * SCALE) - gradient(0 * SCALE)
@@ -235,7 +239,7 @@ def test_auxiliary_losses_add_to_the_gradient_what_their_formulas_say():
     def losses():
         with torch.enable_grad():
             given = balance.open_tallies(model, 0 * SCALE)
-            model(tokens, loss_of(tokens), balance=given).backward()
+            model(tokens, cross_entropy_function(tokens), balance=given).backward()
         uneven, z = given[1].tally.grad[4:].tolist()
         return 0.7 * uneven + 0.3 * z
 

@@ -9,8 +9,8 @@ from models import Flat, build, initialize, load, tiny
 from dolmen.core.mesh import SINGLE
 from dolmen.model import head
 from dolmen.model.build import load_inference_weights, place
-from dolmen.model.layers import Parameters
-from dolmen.model.spec.param import Leaf
+from dolmen.model.layers import ParameterModule
+from dolmen.model.spec.param import ParamSpec
 from dolmen.ops import int8
 from dolmen.parallel import inference_linear
 from dolmen.parallel.tensor import Linear
@@ -107,7 +107,7 @@ def by_forward(model, prompt: list[int], new: int = 8) -> list[int]:
     text = list(prompt)
     with torch.no_grad():
         for _ in range(new):
-            text.append(int(model(torch.tensor([text]), head.logits)[0, -1].argmax()))
+            text.append(int(model(torch.tensor([text]), head.compute_logits)[0, -1].argmax()))
     return text[len(prompt) :]
 
 
@@ -116,7 +116,7 @@ def multiplies(model) -> list[bool]:
     return [
         part.linear().laid_out is not None
         for name, part in model.named_modules()
-        if isinstance(part, Parameters) and part.weight.ndim == 2 and name != "embed"
+        if isinstance(part, ParameterModule) and part.weight.ndim == 2 and name != "embed"
     ]
 
 
@@ -144,23 +144,23 @@ def test_weights_that_have_changed_are_laid_out_again(model):
 
 
 LEAVES = {
-    "weight": Leaf((4, 3), "matrix"),
-    "bias": Leaf((4,), "bias"),
-    "lora_A": Leaf((2, 3), "adapter"),
-    "lora_B": Leaf((4, 2), "adapter"),
-    "lora_magnitude": Leaf((4,), "adapter"),
-    "weight_scale": Leaf((4,), "scale"),
+    "weight": ParamSpec((4, 3), "matrix"),
+    "bias": ParamSpec((4,), "bias"),
+    "lora_A": ParamSpec((2, 3), "adapter"),
+    "lora_B": ParamSpec((4, 2), "adapter"),
+    "lora_magnitude": ParamSpec((4,), "adapter"),
+    "weight_scale": ParamSpec((4,), "scale"),
 }
 
 
 @pytest.mark.parametrize("changed", LEAVES)
 def test_nothing_is_kept_of_what_has_changed(changed):
     """Where what a rank multiplies by are copies, as of a part that tp does not divide."""
-    part = Parameters(LEAVES, mine=torch.clone)
+    part = ParameterModule(LEAVES, mine=torch.clone)
 
     def asked() -> Linear:
         with torch.no_grad():
-            part.lay_out("stated")
+            part.prepack("stated")
             made = part.linear()
             part.at_rest(keep=True)
             return made
@@ -174,7 +174,11 @@ def test_nothing_is_kept_of_what_has_changed(changed):
 
 def test_what_was_laid_out_is_kept_of_a_model_that_is_not_trained(model):
     def kept():
-        return [part._kept is not None for part in model.modules() if isinstance(part, Parameters)]
+        return [
+            part._prepacked is not None
+            for part in model.modules()
+            if isinstance(part, ParameterModule)
+        ]
 
     generate(model, PROMPTS, 1)
     assert any(kept())
@@ -185,7 +189,7 @@ def test_what_was_laid_out_is_kept_of_a_model_that_is_not_trained(model):
 def logits_of(model, weights) -> torch.Tensor:
     text = torch.tensor(PROMPTS[2:])
     with Engine(model, weights=weights):
-        return model(text, head.logits)[0]
+        return model(text, head.compute_logits)[0]
 
 
 def test_an_engine_with_int8_computes_with_rounded_weights(model):
@@ -206,8 +210,8 @@ def resident(model) -> int:
     """Bytes of a model's tensors, of what multiplies in the place of some too."""
     held = [p for p in model.parameters() if not p.is_meta]
     for part in model.modules():
-        if isinstance(part, Parameters) and part._alone is not None:
-            product = part._alone[1].laid_out
+        if isinstance(part, ParameterModule) and part._freed is not None:
+            product = part._freed[1].laid_out
             assert isinstance(product, inference_linear.Int8Rows)
             held += [product.weight, product.scale, product.ones]
     return sum(t.numel() * t.element_size() for t in held)
@@ -263,9 +267,9 @@ def test_what_asks_for_weights_that_are_gone_is_refused(model):
     with pytest.raises(ValueError, match="opened for --weights int8 alone, and stated ones"):
         Engine(opened)
     with pytest.raises(ValueError, match="and stated ones are asked for"):
-        opened.lay_out("stated")
+        opened.prepack("stated")
     with pytest.raises(ValueError, match="int8 weights alone: open it again, and nothing is train"):
-        opened(torch.tensor(PROMPTS[2:]), head.logits)
+        opened(torch.tensor(PROMPTS[2:]), head.compute_logits)
     with pytest.raises(ValueError, match="has no memory: its weight has gone"):
         load(opened, lambda write: write("head.weight", model.head.weight))
     with pytest.raises(NotImplementedError, match="meta"):  # of torch: a copy of no numbers
@@ -303,6 +307,6 @@ def test_int8_is_refused(described, why):
 def test_gradients_are_those_of_the_weights(model):
     """With gradients, within an engine too, nothing multiplies by a copy."""
     with Engine(model), torch.enable_grad():
-        loss = model(torch.tensor(PROMPTS[2:]), head.logits).square().mean()
+        loss = model(torch.tensor(PROMPTS[2:]), head.compute_logits).square().mean()
         loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())

@@ -12,7 +12,7 @@ from models import Flat
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from dolmen.core import mesh as meshes
-from dolmen.model.head import loss_of
+from dolmen.model.head import cross_entropy_function
 from dolmen.model.layout import Layout
 from dolmen.ops.kernels import CPU, H100, Kernels
 from dolmen.parallel import data
@@ -39,7 +39,7 @@ def mesh():
 
 
 def built(mesh, hardware, zero: int = 3, kernels: Kernels = Kernels(), monkeypatch=None):
-    monkeypatch.setattr(models.building, "chosen", lambda *_: kernels)
+    monkeypatch.setattr(models.building, "choose_kernels", lambda *_: kernels)
     model = models.build(CONFIG, mesh, Layout(zero=zero), hardware=hardware)
     models.initialize(model, 0)
     return model.train()
@@ -58,7 +58,7 @@ def order(model, monkeypatch) -> list[str]:
     for i, block in model.layers.items():
         block.attn.register_forward_pre_hook(lambda *_, i=i: events.append(f"attention {i}"))
     tokens = torch.arange(16).view(2, 8)
-    loss = model(tokens, loss_of(tokens))
+    loss = model(tokens, cross_entropy_function(tokens))
     events.append("backward")
     loss.backward()
     return [event for event in events if event and not event.startswith("Decoder")]

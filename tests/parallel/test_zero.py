@@ -23,9 +23,9 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
-from dolmen.model.head import logits, loss_of
+from dolmen.model.head import compute_logits, cross_entropy_function
 from dolmen.model.layout import Layout
-from dolmen.model.spec import Adapter
+from dolmen.model.spec import LoraSpec
 from dolmen.model.training import Training
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import data
@@ -205,7 +205,7 @@ def observed(zero: int, dp: int, microbatches: int, compute: torch.dtype):
     out["at rest"] = measure(parameters)
     with Peak(parameters) as peak:
         for i in range(microbatches):
-            loss = model(tokens, loss_of(tokens))
+            loss = model(tokens, cross_entropy_function(tokens))
             now, most = peak.take()
             if i == 0:
                 out["after forward"] = now
@@ -262,7 +262,7 @@ def test_what_is_frozen_holds_no_gradient(zero, microbatches):
     """Bytes of gradients and of optimizer state with adapters are those of the adapters alone, at
     every operation of a step.
     """
-    adapter = Adapter(rank=WORLD, alpha=1.0, targets=frozenset(ADAPTED))
+    adapter = LoraSpec(rank=WORLD, alpha=1.0, targets=frozenset(ADAPTED))
     mesh = meshes.build_mesh(WORLD, 1, torch.device("cpu"))
     model = build(Tiny(CONFIG.tree, Training(adapter=adapter)), mesh, Layout(zero=zero))
     initialize(model, 0)
@@ -275,7 +275,7 @@ def test_what_is_frozen_holds_no_gradient(zero, microbatches):
     for watched in (frozen, own):
         with Peak(watched) as peak:
             for i in range(microbatches):
-                loss = model(tokens, loss_of(tokens))
+                loss = model(tokens, cross_entropy_function(tokens))
                 backward(loss, model, i == microbatches - 1, zero)
             held_at_once.append(peak.take()[1]["gradients"])
         last = measure(own).gradients
@@ -299,9 +299,9 @@ def test_inference_leaves_nothing(zero):
     tokens = torch.zeros(1, 2, dtype=torch.long)
     before = measure(parameters)
     with data.inference(model):
-        model(tokens, logits)
+        model(tokens, compute_logits)
     assert measure(parameters) == before and model.training
-    backward(model(tokens, loss_of(tokens)), model, True, zero)
+    backward(model(tokens, cross_entropy_function(tokens)), model, True, zero)
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -323,6 +323,6 @@ def test_one_rank_reduces_in_place(monkeypatch):
     model = build(CONFIG, meshes.build_mesh(1, WORLD, torch.device("cpu")), Layout(zero=1))
     initialize(model, 0)
     tokens = torch.zeros(1, 2, dtype=torch.long)
-    backward(model(tokens, loss_of(tokens)), model, True, 1)
+    backward(model(tokens, cross_entropy_function(tokens)), model, True, 1)
     held = {p.grad.to_local().untyped_storage().data_ptr() for p in model.parameters()}
     assert held == {*filled} and len(filled) == LAYERS + 1

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dolmen.families import changed
+from dolmen.families import replace_fields
 from dolmen.ops.kernels import KNOWN
 from dolmen.planning.capacity import Capacity
 from dolmen.planning.dryrun import dryrun
@@ -46,7 +46,7 @@ def test_ranks_hold_what_a_dry_run_counts(case):
     name, batch, choice = CASES[case]
     run = RECIPES[name]()
     field = "n_layer" if name.startswith("gpt") else "num_hidden_layers"
-    model = changed(run.known_model, {field: 2 if case == "experts" else 4})
+    model = replace_fields(run.known_model, {field: 2 if case == "experts" else 4})
     train = replace(
         run.train,
         global_batch_size=batch,

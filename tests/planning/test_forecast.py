@@ -6,18 +6,29 @@ import pytest
 
 from benchmarks.planning.predict import predict
 from benchmarks.planning.published import FOLDER, read_rows
-from dolmen.model.spec import Attention, Block, Embedding, Head, Mlp, Norm, Run, Tree
+from dolmen.model.spec import (
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    LayerRun,
+    LMHeadSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+)
 from dolmen.planning.blocks import block_rows
 from dolmen.planning.operations import Program, Share
 from dolmen.planning.step import Spread
 
-GPT = Block(
-    Attention(64, 64, 96, True, True, True, True),
-    Mlp(24576, False, "gelu", True),
-    Norm("layernorm", bias=True),
+GPT = BlockSpec(
+    AttentionSpec(64, 64, 96, True, True, True, True),
+    MLPSpec(24576, False, "gelu", True),
+    NormSpec("layernorm", bias=True),
 )
 H, S, B, T = 6144, 2048, 4, 8
-TREE = Tree(H, Embedding(51200), (Run((GPT,), 1),), GPT.norm, Head(tied=True), S)
+TREE = ModelSpec(
+    H, EmbeddingSpec(51200), (LayerRun((GPT,), 1),), GPT.norm, LMHeadSpec(tied=True), S
+)
 
 
 def rows_of(recompute: str = "none", sequence_parallel: bool = False, **program):

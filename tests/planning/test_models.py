@@ -3,7 +3,7 @@
 import pytest
 
 from dolmen.model import count
-from dolmen.model.spec import Attention
+from dolmen.model.spec import AttentionSpec
 from dolmen.recipes import RECIPES
 
 # 2104.04473, table 1: parameters in billions as printed, heads, hidden size, layers, batch
@@ -30,7 +30,7 @@ def test_gpts_are_those_of_the_papers(name):
     run = RECIPES[name]()
     tree = run.tree
     mixer = tree.blocks[0].mixer
-    assert isinstance(mixer, Attention)
+    assert isinstance(mixer, AttentionSpec)
     assert (mixer.heads, tree.hidden_size, tree.layers) == (heads, h, layers)
     assert (tree.vocab_size, run.sequence_length) == (51200, 2048)
     assert run.train.global_batch_size == batch

@@ -7,7 +7,7 @@ from benchmarks.planning.clusters import cluster_of, network
 from benchmarks.planning.jobs import jobs
 from benchmarks.planning.predict import predict
 from benchmarks.planning.published import FOLDER, bare, read_rows, understood
-from dolmen.model.spec import Experts
+from dolmen.model.spec import MoESpec
 from dolmen.planning.step import Spread
 
 ROW = {
@@ -270,7 +270,7 @@ def test_experts_follow_from_a_name_or_a_remark():
     cells = {**llama, "model": "Mixtral 8x7B", "ffn": "14336", "num_gpus": "16", "ep": "8"}
     (found,) = {job for _, job in jobs(row_of(**cells), cluster_of(row_of(**cells), []), [])}
     mlp = found.tree.blocks[0].mlp
-    assert isinstance(mlp, Experts) and (mlp.number, mlp.per_token, mlp.size) == (8, 2, 14336)
+    assert isinstance(mlp, MoESpec) and (mlp.number, mlp.per_token, mlp.size) == (8, 2, 14336)
     assert (found.topology.ep, found.folded, found.copies) == (8, 1, None)
     folded = row_of(**{**cells, "notes": "ETP 1, DeepEP"})
     (job,) = {job for _, job in jobs(folded, cluster_of(folded, []), [])}

@@ -10,7 +10,7 @@ import tinyrun
 import yaml
 from tinyrun import dolmen
 
-from dolmen.families import changed
+from dolmen.families import replace_fields
 from dolmen.ops.kernels import KNOWN
 from dolmen.planning import answer, search, winner
 from dolmen.planning import dryrun as dry
@@ -31,7 +31,9 @@ ASKED = PlanConfig(
 
 def question(asked: PlanConfig = ASKED) -> Question:
     run = RECIPES["gpt-1.7b"]()
-    model = changed(run.known_model, {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 512})
+    model = replace_fields(
+        run.known_model, {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 512}
+    )
     return Question.from_request(PlanRequest("small", replace(run, model=model), asked))
 
 

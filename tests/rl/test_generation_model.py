@@ -10,8 +10,8 @@ from spawning import Row
 from table import FAMILIES, Layout
 
 from dolmen.core.mesh import SINGLE
-from dolmen.model.layers import Parameters
-from dolmen.model.spec import Scalar
+from dolmen.model.layers import ParameterModule
+from dolmen.model.spec import ScalarHeadSpec
 from dolmen.rl.generation import GenerationModel, full_parameters
 from dolmen.rl.rewards import RewardModel
 from dolmen.serving.engine import generate
@@ -52,7 +52,7 @@ def scored(mesh, layout: Layout) -> torch.Tensor:
     """Of five texts, four at once."""
     config = FAMILIES["llama"]
     schedule = layout.make_schedule(4, 1)
-    tree = Tiny(replace(config.tree, head=Scalar()), config.training)
+    tree = Tiny(replace(config.tree, head=ScalarHeadSpec()), config.training)
     model = build(tree, mesh, layout, schedule, dtype=torch.float64)
     initialize(model, 3)
     return RewardModel(model, mesh, schedule, 4)([*TEXTS, [9]])
@@ -115,9 +115,13 @@ def test_what_rests_keeps_nothing_of_the_weights_that_were():
     )
     assert all(p.is_meta for p in held.model.parameters())
     answers(held, trained)
-    made = [m for m in held.model.modules() if isinstance(m, Parameters) and m._kept is not None]
+    made = [
+        m
+        for m in held.model.modules()
+        if isinstance(m, ParameterModule) and m._prepacked is not None
+    ]
     held.release()
-    assert made and not any(m._kept for m in made)
+    assert made and not any(m._prepacked for m in made)
     assert all(p.is_meta for p in held.model.parameters())
     initialize(trained, 4)
     assert answers(held, trained) == answers(other, trained)

@@ -8,7 +8,7 @@ from asked import scored
 from decoders import PROMPTS, decoder
 
 from dolmen.conversion.peft import LowRank, names
-from dolmen.model.spec import Adapter, Tree
+from dolmen.model.spec import LoraSpec, ModelSpec
 from dolmen.serving.request import Request
 
 
@@ -26,7 +26,7 @@ DENSE = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a")
 """Modules of small decoders, whichever of them one has."""
 
 
-def low(tree: Tree, seed: int, rank: int, modules=DENSE, **form) -> LowRank:
+def low(tree: ModelSpec, seed: int, rank: int, modules=DENSE, **form) -> LowRank:
     """An adapter that is felt on the dense weights of these modules."""
     leaves = tree.leaves
     targets = frozenset(
@@ -34,7 +34,7 @@ def low(tree: Tree, seed: int, rank: int, modules=DENSE, **form) -> LowRank:
         for name, leaf in leaves.items()
         if leaf.role == "matrix" and not leaf.stacked and name.split(".")[-2] in modules
     )
-    made = Adapter(rank, alpha=6.0, targets=targets, **form)
+    made = LoraSpec(rank, alpha=6.0, targets=targets, **form)
     chance, found = torch.Generator().manual_seed(seed), {}
     for weight in sorted(targets):
         leaf = leaves[weight]
@@ -45,7 +45,7 @@ def low(tree: Tree, seed: int, rank: int, modules=DENSE, **form) -> LowRank:
     return LowRank(made, found)
 
 
-def lows(tree: Tree) -> dict[str, LowRank]:
+def lows(tree: ModelSpec) -> dict[str, LowRank]:
     """Of unlike ranks, scales, targets and kinds."""
     return {
         "all": low(tree, 1, rank=2),

@@ -43,7 +43,7 @@ def read(model, cache, text, done: dict[int, int], new: dict[int, int]) -> dict[
     reading = cache.append(new, HERE, model.tp.axis.size if model.tp.sequence else 1)
     parts = [text[i, done[i] : done[i] + new[i]] for i in reading.sequences]
     filled = reading.positions.shape[2] - reading.num_tokens
-    logits = model(torch.cat([*parts, text[0, :filled]])[None], head.logits, reading)
+    logits = model(torch.cat([*parts, text[0, :filled]])[None], head.compute_logits, reading)
     logits = gather_vocabulary(
         logits[0, : reading.num_tokens], model.tree.vocab_size, model.tp.axis
     )
@@ -73,7 +73,7 @@ def difference(model, cache=None) -> float:
     off = []
     for i, length in LENGTHS.items():
         even = -(-length // 2) * 2  # what sequence parallelism splits
-        whole = model(text[i : i + 1, :even], head.logits)[0, :length]
+        whole = model(text[i : i + 1, :even], head.compute_logits)[0, :length]
         whole = gather_vocabulary(whole, model.tree.vocab_size, model.tp.axis)
         assert whole.abs().max() > 1
         off.append((torch.cat(found[i]) - whole).abs().max())

@@ -35,7 +35,7 @@ def by_forward(model, prompt: list[int]) -> list[int]:
     text = list(prompt)
     with torch.no_grad():
         for _ in range(NEW):
-            text.append(int(model(torch.tensor([text]), head.logits)[0, -1].argmax()))
+            text.append(int(model(torch.tensor([text]), head.compute_logits)[0, -1].argmax()))
     return text[len(prompt) :]
 
 
@@ -126,7 +126,7 @@ def test_the_model_is_left_as_it_was():
     assert (
         model.training
         and torch.is_grad_enabled()
-        and model(torch.tensor([[1]]), head.logits).requires_grad
+        and model(torch.tensor([[1]]), head.compute_logits).requires_grad
     )
 
 

@@ -81,7 +81,7 @@ def test_frequencies_of_the_first_token_and_of_the_next(temperature, k, p):
 def last(model, prompt: list[int]) -> list[float]:
     """Logits of what follows."""
     with torch.no_grad():
-        return model(torch.tensor([prompt]), head.logits)[0, -1].double().tolist()
+        return model(torch.tensor([prompt]), head.compute_logits)[0, -1].double().tolist()
 
 
 def test_the_first_and_the_second_token_use_other_random_numbers():

@@ -123,7 +123,7 @@ def expected(model, text: list[int]) -> torch.Tensor:
     """log p of each token but the first, by a forward of the whole text, as training makes them."""
     labels = torch.tensor([text[1:]])
 
-    def end(hidden, own: head.Logits):
+    def end(hidden, own: head.LMHead):
         return own.log_probabilities(hidden, labels)
 
     return run_whole(model, torch.tensor([text[:-1]]), end)[0].double()
@@ -169,7 +169,7 @@ def test_processed_log_probabilities_and_the_likeliest(model):
     text = list(LONG)
     for token, one in zip(ended.tokens, ended.logprobs, strict=True):
         with torch.no_grad():
-            scores = model(torch.tensor([text]), head.logits)[0, -1:].double()
+            scores = model(torch.tensor([text]), head.compute_logits)[0, -1:].double()
         want = sampling.process(scores, [text], SCORED).log_softmax(-1)[0]
         assert abs(one.logprob - want[token]) < 1e-5
         best = want.topk(4)
@@ -193,7 +193,7 @@ def test_a_prompt_is_scored_without_a_new_token(model):
     got = torch.tensor([one.logprob for one in ended.prompt_logprobs], dtype=torch.float64)
     assert len(got) == len(LONG) - 1 and (got - want).abs().max() < 1e-5
     with torch.no_grad():
-        best = model(torch.tensor([LONG]), head.logits)[0, :-1].argmax(-1)
+        best = model(torch.tensor([LONG]), head.compute_logits)[0, :-1].argmax(-1)
     assert [one.top[0][0] for one in ended.prompt_logprobs] == best.tolist()
 
 

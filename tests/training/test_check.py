@@ -159,7 +159,7 @@ def test_another_model_is_named_field_by_field(material):
     )
     saved["model"] |= {"rope_theta": 10000.0, "hidden_size": 32, "initializer_range": 0.5}
     check_same_model(saved, run, 7)  # dropout, initial values and what is unknown may change
-    moved = to_dict(replace(run, model=families.moved(run.model, "mistral")))
+    moved = to_dict(replace(run, model=families.convert_family(run.model, "mistral")))
     with pytest.raises(ValueError, match=r"\(model.model_type: mistral -> llama; model"):
         check_same_model(moved, run, 7)
     saved["model"]["model_type"] = "made-up"

@@ -14,9 +14,9 @@ from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.evaluation.validate import mean_loss
-from dolmen.model.head import loss_of
+from dolmen.model.head import cross_entropy_function
 from dolmen.model.layout import Layout
-from dolmen.model.spec import Adapter
+from dolmen.model.spec import LoraSpec
 from dolmen.model.training import Training
 from dolmen.ops.attention import Documents
 from dolmen.ops.fp8_recipe import Fp8
@@ -52,7 +52,7 @@ def rounded(config: Flat) -> Tiny:
 def adapted(config: Flat) -> Tiny:
     """Frozen, with adapters on every matrix."""
     matrices = (n for n, leaf in config.tree.leaves.items() if leaf.role == "matrix")
-    return Tiny(config.tree, Training(0.1, adapter=Adapter(2, 8.0, frozenset(matrices))))
+    return Tiny(config.tree, Training(0.1, adapter=LoraSpec(2, 8.0, frozenset(matrices))))
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def programs(case: Case, monkeypatch) -> int:
     monkeypatch.setattr(vocabulary, "_compiled_chunk", lambda: vocabulary._chunk)
     monkeypatch.setattr(vocabulary, "compiled", lambda: vocabulary.accumulate)
     torch.compiler.reset()
-    monkeypatch.setattr(models.building, "chosen", lambda *_: case.kernels)
+    monkeypatch.setattr(models.building, "choose_kernels", lambda *_: case.kernels)
     with meshes.process_group_context(None, torch.device("cpu")):
         run(case, meshes.build_mesh(1, 1, torch.device("cpu")) if case.sharded else SINGLE)
     return len(made)
@@ -187,7 +187,7 @@ def test_what_is_compiled_computes_the_same(changed):
             for name, p in model.named_parameters():
                 if name.endswith("lora_B"):
                     p.fill_(0.1)
-        total = model(tokens, loss_of(tokens))
+        total = model(tokens, cross_entropy_function(tokens))
         total.backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         found.append((total.item(), gradients))

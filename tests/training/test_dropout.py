@@ -282,7 +282,7 @@ def logits(config: Flat, tokens: Tensor, starts: Tensor | None = None) -> Tensor
     noise = Noise(torch.tensor(5), torch.arange(len(tokens)))
     documents = None if starts is None else Documents.of(starts)
     with torch.no_grad():
-        return decoder(config)(tokens, head.logits, noise=noise, documents=documents)
+        return decoder(config)(tokens, head.compute_logits, noise=noise, documents=documents)
 
 
 def changed(config: Flat, at: int, starts: Tensor | None = None) -> list[bool]:
@@ -321,7 +321,7 @@ def test_off_in_validation_and_generation_and_on_again():
     assert generate(dropping, prompts, 8) == generate(plain, prompts, 8)
     noise = Noise(torch.tensor(5), torch.arange(ROWS))
     dropped, whole = (
-        m(batch().tokens, head.logits, noise=noise).detach() for m in (dropping, plain)
+        m(batch().tokens, head.compute_logits, noise=noise).detach() for m in (dropping, plain)
     )
     assert float((dropped - whole).abs().mean()) > 0.1 * float(whole.abs().mean())
 
@@ -333,5 +333,6 @@ def test_noise_is_required_in_training_and_unused_elsewhere():
     noise = Noise(torch.tensor(5), torch.arange(ROWS))
     with torch.no_grad():
         assert torch.equal(
-            model.eval()(tokens, head.logits, noise=noise), model(tokens, head.logits)
+            model.eval()(tokens, head.compute_logits, noise=noise),
+            model(tokens, head.compute_logits),
         )

@@ -130,7 +130,7 @@ def batch(seed: int = 0) -> Batch:
 def made(case: Case, mesh, monkeypatch) -> TrainState:
     options = {}
     if case.hardware is None:
-        monkeypatch.setattr(models.building, "chosen", lambda *_: case.kernels)
+        monkeypatch.setattr(models.building, "choose_kernels", lambda *_: case.kernels)
     else:
         options = dict(hardware=case.hardware, compute=torch.bfloat16)
     schedule = make_schedule("1f1b", 1, case.micros)

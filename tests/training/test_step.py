@@ -14,7 +14,7 @@ from dolmen.core import mesh as meshes
 from dolmen.core import state as states
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import IGNORED, Batch
-from dolmen.model.head import loss_of
+from dolmen.model.head import cross_entropy_function
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import DTYPES, AdamW, LossScale, OptimizerConfig, adamw, prime
 from dolmen.parallel import data
@@ -130,7 +130,7 @@ def test_the_loss_is_of_real_tokens():
         ),
     )
     state = make(SINGLE)
-    want = state.model(few.tokens, loss_of(few.labels)) / 13
+    want = state.model(few.tokens, cross_entropy_function(few.labels)) / 13
     want.backward()
     norm = torch.cat([p.grad.flatten() for p in state.model.parameters()]).double().norm().item()
     for size in (1, 2, 4):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.gpu import clock, compare, house, reference
 from benchmarks.gpu.case import Case, Context, Record
 from dolmen.core.mesh import Axis
-from dolmen.model.spec.param import Cut, Leaves, column
+from dolmen.model.spec.param import ParamSpecs, ShardSpec, column_parallel
 from dolmen.ops import elementwise, norm, rope
 from dolmen.ops.attention import Attend, decode
 from dolmen.ops.attention.reference import KNOWN, ROADS, definition, errors
@@ -200,8 +200,8 @@ class Linear(nn.Linear):
     def __init__(self):
         super().__init__(300, 200)
 
-    def held(self) -> Leaves:
-        return column(200, 300, True, Cut("tp", 0, 200, "intermediate_size"))
+    def held(self) -> ParamSpecs:
+        return column_parallel(200, 300, True, ShardSpec("tp", 0, 200, "intermediate_size"))
 
 
 def update(context: Context, record: Record) -> None:

@@ -22,7 +22,7 @@ from benchmarks.gpu.case import Case, Context, Record
 from dolmen.core.mesh import Mesh
 from dolmen.model import build
 from dolmen.model.layout import Layout
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 from dolmen.training.step import optimizer_step
 
 LAYOUTS = {
@@ -45,7 +45,7 @@ def cases(context: Context) -> Iterator[Case]:
             yield Case(name, 15, partial(layout, context, name))
 
 
-def tree(name: str) -> Tree:
+def tree(name: str) -> ModelSpec:
     tiny = Context(shape="tiny")
     return shapes.of(tiny, "mixtral-8x7b" if name.startswith("ep") else "llama-1b").tree
 

@@ -19,26 +19,26 @@ from dolmen.core.messages import brief
 from dolmen.families.differences import differences
 from dolmen.families.family import expect
 from dolmen.model.spec import (
-    Attention,
-    Block,
-    Embedding,
-    Experts,
-    Head,
-    LatentAttention,
-    Linear,
-    Llama3,
-    Mlp,
-    Norm,
-    Rope,
-    Router,
-    Table,
-    Tree,
-    runs_of,
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    LatentAttentionSpec,
+    LinearScaling,
+    Llama3Scaling,
+    LMHeadSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    PositionTable,
+    RopeSpec,
+    RouterSpec,
+    group_repeats,
 )
 from dolmen.model.spec.layers import Activation
 
 
-def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
+def read(args: Mapping[str, Any], legacy: bool, rows: int) -> ModelSpec:
     """Tree that the code which saved `args` computes, with `rows` of a vocabulary. `legacy`: by
     Megatron's own classes, not those of its core. They fit SCHEMA. Raises ValueError, with option
     and value, for what dolmen does not compute.
@@ -60,15 +60,15 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> Tree:
     of = latent.read if said["multi_latent_attention"] else _mixer
     mixer, mlp = of(said, norm, _has_biases(said)), _mlp(said)
     experts = _experts(said) if said["num_experts"] else mlp
-    blocks = [Block(mixer, experts if sparse else mlp, norm) for sparse in _sparse_layers(said)]
+    blocks = [BlockSpec(mixer, experts if sparse else mlp, norm) for sparse in _sparse_layers(said)]
     learned = _positions(said) == "learned_absolute"
-    table = Table(said["max_position_embeddings"]) if learned else None
-    return Tree(
+    table = PositionTable(said["max_position_embeddings"]) if learned else None
+    return ModelSpec(
         hidden_size=said["hidden_size"],
-        embedding=Embedding(rows, positions=table),
-        runs=runs_of(blocks),
+        embedding=EmbeddingSpec(rows, positions=table),
+        runs=group_repeats(blocks),
         final_norm=norm,
-        head=Head(tied=not said["untie_embeddings_and_output_weights"]),
+        head=LMHeadSpec(tied=not said["untie_embeddings_and_output_weights"]),
         max_position_embeddings=said["max_position_embeddings"],
         initializer_range=float(said.first("init_method_std", default=0.02)),
     )
@@ -79,11 +79,11 @@ def has_shifted_norms(args: Mapping[str, Any]) -> bool:
     return bool(Said(args).first("layernorm_zero_centered_gamma", "apply_layernorm_1p"))
 
 
-def _norm(said: Said) -> Norm:
+def _norm(said: Said) -> NormSpec:
     eps = float(said.first("layernorm_epsilon", "norm_epsilon", default=1e-5))
     if said["normalization"] == "RMSNorm":
-        return Norm("rmsnorm", eps)
-    return Norm("layernorm", eps, bias=True)
+        return NormSpec("rmsnorm", eps)
+    return NormSpec("layernorm", eps, bias=True)
 
 
 def _has_biases(said: Said) -> bool:
@@ -98,14 +98,14 @@ def _positions(said: Said) -> str:
     return rope or said["position_embedding_type"] or "learned_absolute"
 
 
-def _mixer(said: Said, norm: Norm, bias: bool) -> Attention:
+def _mixer(said: Said, norm: NormSpec, bias: bool) -> AttentionSpec:
     hidden, heads = said["hidden_size"], said["num_attention_heads"]
     if said["kv_channels"] is None and hidden % heads:
         raise ValueError(f"hidden_size ({hidden}) is not divisible by its heads ({heads})")
     size = said["kv_channels"] or hidden // heads
     groups = said["num_query_groups"] if said["group_query_attention"] else None
     qkv_bias = bias or bool(said["add_qkv_bias"])
-    return Attention(
+    return AttentionSpec(
         heads,
         groups or heads,
         size,
@@ -119,18 +119,20 @@ def _mixer(said: Said, norm: Norm, bias: bool) -> Attention:
     )
 
 
-def _rope(said: Said, size: int) -> Rope:
+def _rope(said: Said, size: int) -> RopeSpec:
     """Raises ValueError for a scaling that is two."""
     theta = float(said.first("rotary_base", default=10000))
     factor, scaling = said["rotary_seq_len_interpolation_factor"], None
     if factor not in (None, 1):
-        scaling = Linear(float(factor))
+        scaling = LinearScaling(float(factor))
     if said["use_rope_scaling"]:
         if scaling is not None:
             raise ValueError("use_rope_scaling and rotary_seq_len_interpolation_factor are set")
-        scaling = Llama3(float(said.first("rope_scaling_factor", default=8.0)), 1.0, 4.0, 8192)
+        scaling = Llama3Scaling(
+            float(said.first("rope_scaling_factor", default=8.0)), 1.0, 4.0, 8192
+        )
     part = int(size * said.first("rotary_percent", default=1.0))
-    return Rope(part, theta, scaling, interleaved=bool(said["rotary_interleaved"]))
+    return RopeSpec(part, theta, scaling, interleaved=bool(said["rotary_interleaved"]))
 
 
 def _window(said: Said) -> int | None:
@@ -151,11 +153,11 @@ def _activation(said: Said) -> Activation:
     return "gelu_tanh" if fused or said["openai_gelu"] else "gelu"
 
 
-def _mlp(said: Said, size: str = "ffn_hidden_size") -> Mlp:
+def _mlp(said: Said, size: str = "ffn_hidden_size") -> MLPSpec:
     width = said[size] or 4 * said["hidden_size"]
     if said["swiglu"]:
-        return Mlp(width, True, "silu", _has_biases(said))
-    return Mlp(width, False, _activation(said), _has_biases(said))
+        return MLPSpec(width, True, "silu", _has_biases(said))
+    return MLPSpec(width, False, _activation(said), _has_biases(said))
 
 
 def _sparse_layers(said: Said) -> list[bool]:
@@ -170,7 +172,7 @@ def _sparse_layers(said: Said) -> list[bool]:
     return [bool(one) for one in often]
 
 
-def _experts(said: Said) -> Experts:
+def _experts(said: Said) -> MoESpec:
     """Raises ValueError for experts that are not gated, or have biases."""
     if not said["swiglu"] or _has_biases(said):
         raise ValueError("experts without swiglu, or with biases: dolmen has names for neither")
@@ -181,12 +183,12 @@ def _experts(said: Said) -> Experts:
     if best not in (1, 2):
         raise ValueError(f"a group counts as its best {best} experts: dolmen computes 1 and 2")
     shared, aux = said["moe_shared_expert_intermediate_size"], said["moe_aux_loss_coeff"] or 0.0
-    return Experts(
+    return MoESpec(
         number=said["num_experts"],
         per_token=top,
         size=said["moe_ffn_hidden_size"] or said["ffn_hidden_size"] or 4 * said["hidden_size"],
         activation="silu",
-        router=Router(
+        router=RouterSpec(
             score="sigmoid" if sigmoid else "softmax",
             # softmax after the choice is that of all, divided by the sum of the chosen
             normalise=top > 1 if sigmoid else not said["moe_router_pre_softmax"],
@@ -197,11 +199,11 @@ def _experts(said: Said) -> Experts:
             bias=bool(said["moe_router_enable_expert_bias"]),
             aux_loss_coef=float(aux if isinstance(aux, (int, float)) else sum(aux)),
         ),
-        shared=Mlp(shared, True, "silu", False) if shared else None,
+        shared=MLPSpec(shared, True, "silu", False) if shared else None,
     )
 
 
-def new(tree: Tree, legacy: bool) -> dict[str, Any]:
+def new(tree: ModelSpec, legacy: bool) -> dict[str, Any]:
     """The options that make Megatron compute the tree, by the names of today and of before. Raises
     ValueError naming what it cannot.
     """
@@ -214,11 +216,11 @@ def new(tree: Tree, legacy: bool) -> dict[str, Any]:
     return said
 
 
-def _arguments(tree: Tree) -> dict[str, Any]:
+def _arguments(tree: ModelSpec) -> dict[str, Any]:
     block = tree.blocks[0]
     mixer, norm = block.mixer, block.norm
-    dense = [expect(b.mlp, Mlp, "mlp") for b in tree.blocks if not b.mlp.experts]
-    sparse = [expect(b.mlp, Experts, "mlp") for b in tree.blocks if b.mlp.experts]
+    dense = [expect(b.mlp, MLPSpec, "mlp") for b in tree.blocks if not b.mlp.experts]
+    sparse = [expect(b.mlp, MoESpec, "mlp") for b in tree.blocks if b.mlp.experts]
     bias, table = mixer.o_bias, tree.embedding.positions
     gated = dense[0].gated if dense else True
     return {
@@ -251,11 +253,11 @@ def _arguments(tree: Tree) -> dict[str, Any]:
 
 
 def _said_mixer(
-    mixer: Attention | LatentAttention, table: Table | None, tree: Tree
+    mixer: AttentionSpec | LatentAttentionSpec, table: PositionTable | None, tree: ModelSpec
 ) -> dict[str, Any]:
-    if isinstance(mixer, LatentAttention):
+    if isinstance(mixer, LatentAttentionSpec):
         return {"kv_channels": tree.hidden_size // mixer.heads, **latent.new(mixer)}
-    rope = mixer.positions if isinstance(mixer.positions, Rope) else None
+    rope = mixer.positions if isinstance(mixer.positions, RopeSpec) else None
     return {
         "kv_channels": mixer.head_size,
         "multi_latent_attention": False,
@@ -268,9 +270,11 @@ def _said_mixer(
     }
 
 
-def _said_positions(rope: Rope | None, table: Table | None, mixer: Attention) -> dict[str, Any]:
+def _said_positions(
+    rope: RopeSpec | None, table: PositionTable | None, mixer: AttentionSpec
+) -> dict[str, Any]:
     kind = "rope" if rope else ("learned_absolute" if table else "none")
-    rope = rope or Rope(mixer.head_size + mixer.head_size % 2)
+    rope = rope or RopeSpec(mixer.head_size + mixer.head_size % 2)
     scaling = rope.scaling
     theta = int(rope.theta) if rope.theta == int(rope.theta) else rope.theta
     return {
@@ -280,14 +284,14 @@ def _said_positions(rope: Rope | None, table: Table | None, mixer: Attention) ->
         "rotary_percent": rope.size / mixer.head_size,
         "rotary_interleaved": rope.interleaved,
         "rotary_seq_len_interpolation_factor": scaling.factor
-        if isinstance(scaling, Linear)
+        if isinstance(scaling, LinearScaling)
         else None,
-        "use_rope_scaling": isinstance(scaling, Llama3),
-        "rope_scaling_factor": scaling.factor if isinstance(scaling, Llama3) else 8.0,
+        "use_rope_scaling": isinstance(scaling, Llama3Scaling),
+        "rope_scaling_factor": scaling.factor if isinstance(scaling, Llama3Scaling) else 8.0,
     }
 
 
-def _said_experts(layer: Experts, tree: Tree) -> dict[str, Any]:
+def _said_experts(layer: MoESpec, tree: ModelSpec) -> dict[str, Any]:
     router = layer.router
     return {
         "num_experts": layer.number,

@@ -33,7 +33,7 @@ from dolmen.conversion.megatron.source import Megatron
 from dolmen.conversion.moments import MOMENTS, Moments
 from dolmen.conversion.weights import Scales, Scaling, join_stored
 from dolmen.core.torch_private.checkpoints import Place
-from dolmen.families.rules import Entry
+from dolmen.families.rules import StoredTensor
 
 OPTIMIZER = "optimizer.state."
 
@@ -141,7 +141,7 @@ class TorchDistWriter:
             json.dumps({"sharded_backend": BACKEND, "sharded_backend_version": 1})
         )
 
-    def _write_one(self, file: File, canonical: str, entry: Entry) -> None:
+    def _write_one(self, file: File, canonical: str, entry: StoredTensor) -> None:
         """And its moments."""
         plan, kinds = self.plan, {} if self.state is None else self.state.kinds
         leaf, lying = plan.tree.leaves[entry.ours[0]], _stack_place(plan, canonical)
@@ -182,7 +182,9 @@ def _common(
     return common
 
 
-def _read_entry(plan: Plan, entry: Entry, read: Callable[[str], Tensor], padding: bool) -> Tensor:
+def _read_entry(
+    plan: Plan, entry: StoredTensor, read: Callable[[str], Tensor], padding: bool
+) -> Tensor:
     """Read an entry as one tensor. The rows behind a vocabulary are its last one again, or, without
     `padding`, zeros: a moment that has seen no gradient.
     """

@@ -30,10 +30,10 @@ from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.megatron.source import Megatron, open_megatron
 from dolmen.conversion.weights import Scales, Scaling, join_stored
 from dolmen.core.messages import divisor
-from dolmen.families.rules import Entry
+from dolmen.families.rules import StoredTensor
 from dolmen.files.safetensors import Spec
 from dolmen.files.torch_files import Writer
-from dolmen.model.spec import Tree
+from dolmen.model.spec import ModelSpec
 
 PADDED_TO = 128
 """Times tp, what the rows of a vocabulary are a multiple of: --make-vocab-size-divisible-by."""
@@ -68,13 +68,13 @@ class Ranks:
         """Number of stages of the model, in the order of its layers."""
         return self.pp * self.virtual_stages
 
-    def check(self, tree: Tree) -> None:
+    def check(self, tree: ModelSpec) -> None:
         """Raises ValueError, with the numbers and the option, where it does not divide the tree."""
         for leaf in tree.leaves.values():
-            for cut in leaf.cuts:
+            for cut in leaf.shards:
                 if cut.axis == "tp" and not cut.uneven and cut.units % self.tp:
                     raise ValueError(
-                        f"{cut.knob} ({cut.units}) is not divisible by --tp {self.tp}: choose a "
+                        f"{cut.option} ({cut.units}) is not divisible by --tp {self.tp}: choose a "
                         f"divisor, such as {divisor(cut.units, near=self.tp)}"
                     )
         self._check_experts({block.mlp.experts for block in tree.blocks} - {0})
@@ -117,7 +117,7 @@ class Plan:
     and `names.weights`.
     """
 
-    tree: Tree
+    tree: ModelSpec
     ranks: Ranks
     dialect: Dialect
     scales: Scales = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Plan:
         self._check_latents()
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, StoredTensor]:
         return names.weights(self.tree, VERSION)
 
     def _check_latents(self) -> None:
@@ -148,7 +148,7 @@ class Plan:
         of = PADDED_TO * self.ranks.tp
         return -(-self.tree.vocab_size // of) * of
 
-    def share(self, entry: Entry) -> Share:
+    def share(self, entry: StoredTensor) -> Share:
         if self.dialect.cuts_down and names.DOWN.fullmatch(entry.hf):
             return Share(0)
         return shares.share(entry, self.tree.leaves[entry.ours[0]])

@@ -14,7 +14,7 @@ refused. Pairs of rope are always neighbours; norms of latents are there with qk
 from typing import Any
 
 from dolmen.conversion.megatron.options import Said
-from dolmen.model.spec import LatentAttention, Norm, Rope, Yarn
+from dolmen.model.spec import LatentAttentionSpec, NormSpec, RopeSpec, YarnScaling
 
 FIRST_CONTEXT = 4096
 """Default of MLATransformerConfig."""
@@ -22,7 +22,7 @@ SIZES = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_h
 """And what the command line has, where it is told nothing."""
 
 
-def read(said: Said, norm: Norm, bias: bool) -> LatentAttention:
+def read(said: Said, norm: NormSpec, bias: bool) -> LatentAttentionSpec:
     """Raises ValueError, with option and value, for what dolmen does not compute, and for what is
     computed in two ways by two versions of Megatron-Core.
     """
@@ -43,14 +43,14 @@ def read(said: Said, norm: Norm, bias: bool) -> LatentAttention:
         )
     sizes = {name: said.first(name, default=default) for name, default in SIZES.items()}
     scaling = _scaling(said)
-    return LatentAttention(
+    return LatentAttentionSpec(
         said["num_attention_heads"],
         said["q_lora_rank"],
         sizes["kv_lora_rank"],
         sizes["qk_head_dim"],
         sizes["v_head_dim"],
         norm,
-        Rope(
+        RopeSpec(
             sizes["qk_pos_emb_head_dim"],
             float(said.first("rotary_base", default=10000)),
             scaling,
@@ -61,7 +61,7 @@ def read(said: Said, norm: Norm, bias: bool) -> LatentAttention:
     )
 
 
-def _scaling(said: Said) -> Yarn | None:
+def _scaling(said: Said) -> YarnScaling | None:
     """None: positions and scores are as they are. Raises ValueError as `read`."""
     factor = float(said.first("rotary_scaling_factor", default=1.0))
     if factor <= 1:
@@ -82,7 +82,7 @@ def _scaling(said: Said) -> Yarn | None:
                 "where they scale scores and not positions: dolmen computes none of that"
             )
         return None
-    return Yarn(
+    return YarnScaling(
         factor,
         _first_context(said),
         float(said.first("beta_fast", default=32)),
@@ -101,10 +101,10 @@ def _first_context(said: Said) -> int:
     return stated or FIRST_CONTEXT
 
 
-def new(mixer: LatentAttention) -> dict[str, Any]:
+def new(mixer: LatentAttentionSpec) -> dict[str, Any]:
     """The options that say it, as far as they can."""
     rope = mixer.positions
-    yarn = rope.scaling if isinstance(rope.scaling, Yarn) else None
+    yarn = rope.scaling if isinstance(rope.scaling, YarnScaling) else None
     theta = int(rope.theta) if rope.theta == int(rope.theta) else rope.theta
     return {
         "multi_latent_attention": True,
@@ -134,7 +134,7 @@ def new(mixer: LatentAttention) -> dict[str, Any]:
     }
 
 
-def _new_yarn(yarn: Yarn | None) -> dict[str, Any]:
+def _new_yarn(yarn: YarnScaling | None) -> dict[str, Any]:
     if yarn is None:
         return {}
     return {

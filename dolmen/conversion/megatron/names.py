@@ -16,8 +16,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dolmen.families.rules import Each, Entry, Rename, Rule, Split, entries
-from dolmen.model.spec import Attention, Block, LatentAttention, Mlp, Tree
+from dolmen.families.rules import Each, Rename, Rule, Split, StoredTensor, entries
+from dolmen.model.spec import AttentionSpec, BlockSpec, LatentAttentionSpec, MLPSpec, ModelSpec
 
 LAYER = "decoder.layers.{}."
 QKV, FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
@@ -30,7 +30,7 @@ longer do, and every rank needs the whole result.
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
-def rules(tree: Tree, version: float = 3.0) -> list[Rule]:
+def rules(tree: ModelSpec, version: float = 3.0) -> list[Rule]:
     """Weight rules by Megatron-Core's names, for a checkpoint with the layout of q, k, v of
     `version`. Raises ValueError for a tree whose layers it has no names for.
     """
@@ -66,9 +66,9 @@ def _split_gate(hf: str, ours: str) -> Split:
     return Split(hf + "linear_fc1", (ours + "gate", ours + "up"), 1, (1, 1), shard_parts=True)
 
 
-def _mlp(tree: Tree, hf: str, ours: str) -> list[Rule]:
+def _mlp(tree: ModelSpec, hf: str, ours: str) -> list[Rule]:
     """Rules of the layers without experts, which are all gated or all plain."""
-    gated = {block.mlp.gated for block in tree.blocks if isinstance(block.mlp, Mlp)}
+    gated = {block.mlp.gated for block in tree.blocks if isinstance(block.mlp, MLPSpec)}
     if len(gated) > 1:
         raise ValueError(
             "feed-forward layers are gated in some layers alone: Megatron has one kind"
@@ -77,9 +77,9 @@ def _mlp(tree: Tree, hf: str, ours: str) -> list[Rule]:
     return [first, Rename(hf + "linear_fc2", ours + "down")]
 
 
-def _mixer(tree: Tree, version: float) -> list[Rule]:
+def _mixer(tree: ModelSpec, version: float) -> list[Rule]:
     """Rules of all mixers but their output. Raises ValueError as `_qkv`."""
-    if all(isinstance(block.mixer, LatentAttention) for block in tree.blocks):
+    if all(isinstance(block.mixer, LatentAttentionSpec) for block in tree.blocks):
         return [Rename(f"{LAYER}{stored}", f"layers.{{}}.attn.{ours}") for stored, ours in LATENT]
     return [
         _qkv(tree, version),
@@ -99,11 +99,11 @@ LATENT = (
 )
 
 
-def _qkv(tree: Tree, version: float) -> Split:
+def _qkv(tree: ModelSpec, version: float) -> Split:
     """Raises ValueError for layers of another mixer, or of unlike heads."""
     mixers = [block.mixer for block in tree.blocks]
-    heads = {(m.heads, m.kv_heads, m.head_size) for m in mixers if isinstance(m, Attention)}
-    if len(heads) != 1 or not all(isinstance(m, Attention) for m in mixers):
+    heads = {(m.heads, m.kv_heads, m.head_size) for m in mixers if isinstance(m, AttentionSpec)}
+    if len(heads) != 1 or not all(isinstance(m, AttentionSpec) for m in mixers):
         raise ValueError(
             "layers are of several mixers, or have unlike heads: dolmen knows Megatron's names "
             "for attention of one kind and size"
@@ -120,7 +120,7 @@ def _qkv(tree: Tree, version: float) -> Split:
     return Split(stored, names, groups, (number // groups, 1, 1))
 
 
-def weights(tree: Tree, version: float = 3.0) -> dict[str, Entry]:
+def weights(tree: ModelSpec, version: float = 3.0) -> dict[str, StoredTensor]:
     """Canonical name -> what it holds. Raises ValueError as `rules`, and KeyError for parameters
     that no rule makes.
     """
@@ -155,7 +155,7 @@ class Dialect:
         self,
         name: str,
         layer: int | None = None,
-        block: Block | None = None,
+        block: BlockSpec | None = None,
         expert: int | None = None,
     ) -> str:
         """A canonical name; of a layer, the one within it, its number in its file, and what it is:
@@ -171,7 +171,7 @@ class Dialect:
             if not self.grouped:
                 own = f"local_experts.{expert}.{module}.{kind}"
             name = ".".join([*start, own])
-        within = self.latent if isinstance(block.mixer, LatentAttention) else self.within
+        within = self.latent if isinstance(block.mixer, LatentAttentionSpec) else self.within
         return f"{self.layers}{layer}.{_replace_start(name, within)}"
 
 

@@ -24,11 +24,11 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.families.rules import Each, Entry, Rule, Shape, Split
+from dolmen.families.rules import Each, Rule, Shape, Split, StoredTensor
 from dolmen.files.gate import refuse
 from dolmen.files.safetensors import Spec, Stored
 from dolmen.files.torch_files import Strided
-from dolmen.model.spec import Leaf
+from dolmen.model.spec import ParamSpec
 
 TENSOR = re.compile(r"(.*mlp\.experts\.)weight([12])")
 
@@ -111,11 +111,11 @@ class Share:
         return torch.cat([part for block in blocks for part in block], self.dim)
 
 
-def share(entry: Entry, leaf: Leaf) -> Share:
+def share(entry: StoredTensor, leaf: ParamSpec) -> Share:
     """Sharding of a stored tensor, of which `leaf` is the first parameter that it holds: as our own
     ranks shard that.
     """
-    cut = next((cut for cut in leaf.cuts if cut.axis == "tp"), None)
+    cut = next((cut for cut in leaf.shards if cut.axis == "tp"), None)
     if cut is None:
         return Share(None)
     return Share(cut.dim, _blocks(entry.rule), padded=cut.uneven)

@@ -28,7 +28,7 @@ from dolmen.conversion.weights import Scales, assemble
 from dolmen.core.messages import plural
 from dolmen.families import Model, edit
 from dolmen.families.differences import differences
-from dolmen.families.rules import Entry
+from dolmen.families.rules import StoredTensor
 from dolmen.files import gate, torch_files
 from dolmen.files.safetensors import Spec, Stored
 from dolmen.files.schema import Int, Real, either
@@ -280,17 +280,17 @@ class Megatron(Joined):
         return assemble([self._entries[name] for name in self._compared], self._tensor, only)
 
     @cached_property
-    def _entries(self) -> dict[str, Entry]:
+    def _entries(self) -> dict[str, StoredTensor]:
         entries = names.weights(self.tree, self.checkpoint.version)
         if not self.moment:
             return entries
         return {name: one for name, one in entries.items() if self._is_trained(one)}
 
-    def _is_trained(self, entry: Entry) -> bool:
+    def _is_trained(self, entry: StoredTensor) -> bool:
         return self.tree.leaves[entry.ours[0]].trained
 
     @cached_property
-    def _holding(self) -> dict[str, Entry]:
+    def _holding(self) -> dict[str, StoredTensor]:
         return {ours: entry for entry in self._entries.values() for ours in entry.ours}
 
     def _share(self, name: str) -> Share:

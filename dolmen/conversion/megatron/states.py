@@ -15,11 +15,11 @@ import torch
 from dolmen.conversion.megatron import names, scaling
 from dolmen.conversion.megatron.names import Name
 from dolmen.conversion.weights import Scales, Scaling, join_scaling
-from dolmen.families.rules import Entry
+from dolmen.families.rules import StoredTensor
 from dolmen.files import torch_files
 from dolmen.files.gate import refuse
 from dolmen.files.torch_files import MOST_BYTES, Buffer, Held
-from dolmen.model.spec import Leaf, Tree
+from dolmen.model.spec import ModelSpec, ParamSpec
 
 STATE = re.compile(r"(?P<module>.+\.)_extra_state(?P<number>\d{0,6})")
 
@@ -90,7 +90,9 @@ def place(
         )
 
 
-def read(states: States, entries: Mapping[str, Entry], tree: Tree) -> dict[str, Scaling]:
+def read(
+    states: States, entries: Mapping[str, StoredTensor], tree: ModelSpec
+) -> dict[str, Scaling]:
     """Scaling of each weight of a product. Raises Refused for states that are none, or do not
     belong to these weights.
     """
@@ -103,7 +105,7 @@ def read(states: States, entries: Mapping[str, Entry], tree: Tree) -> dict[str, 
     return found
 
 
-def _join_scaling(name: str, kept: Mapping[int, list[Kept]], leaf: Leaf) -> Scaling | None:
+def _join_scaling(name: str, kept: Mapping[int, list[Kept]], leaf: ParamSpec) -> Scaling | None:
     """Scaling of a weight from those of all ranks and experts."""
     each: list[Scaling] = []
     for first in sorted(kept):
@@ -130,7 +132,7 @@ def _join_scaling(name: str, kept: Mapping[int, list[Kept]], leaf: Leaf) -> Scal
     )
 
 
-def products(scales: Scales, entry: Entry) -> list[Scaling]:
+def products(scales: Scales, entry: StoredTensor) -> list[Scaling]:
     """Scalings of the products that Megatron makes of an entry, one for each expert; none, where a
     part of it has none.
     """
@@ -144,7 +146,7 @@ def products(scales: Scales, entry: Entry) -> list[Scaling]:
     return [Scaling(*one) for one in each]
 
 
-def share_scales(scales: Scales, entries: Mapping[str, Entry]) -> dict[str, Scaling]:
+def share_scales(scales: Scales, entries: Mapping[str, StoredTensor]) -> dict[str, Scaling]:
     """Scales as they are read back: parts of one product of Megatron share one scale."""
     found: dict[str, Scaling] = {}
     for entry in entries.values():

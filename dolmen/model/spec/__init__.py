@@ -1,126 +1,129 @@
-"""What a model is, as a tree of components: small frozen values, without torch. Each says what its
-parameters are (`leaves`); dolmen/model computes what it says, and a family (dolmen/families) reads
-it from a `config.json`.
+"""What a model is, as a tree of specs: small frozen dataclasses without torch. Each lists its
+parameters (`params`); dolmen/model computes it, and a family (dolmen/families) parses it from a
+`config.json`.
 
-    Tree
-      embedding    rows, scale, norm, a table of positions
+    ModelSpec
+      embedding    rows, scale, norm, position table
       runs         ((block, ...), repeat): Llama is one block x 32
-        block      mixer + mlp + norms + arrangement
+        block      mixer + mlp + norm + arrangement
       final norm, head
-
-    param.py           a parameter: shape, cuts over tp and ep, gradient type, initialisation, role
-    block.py           norms, residual stream and order of a block
-    attention.py       attention and latent attention
-    layers.py          norms, dense and sparse feed-forward layers
-    positions.py       rope and its scalings, ALiBi, learned tables
-    embedding_head.py  what is before the blocks and after them
-    lora.py            adapters next to frozen weights
 """
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from dolmen.model.spec.attention import Attention, LatentAttention
-from dolmen.model.spec.block import Block, Parallel, Run, Sequential, runs_of
-from dolmen.model.spec.embedding_head import Embedding, Head, Scalar, Transform
-from dolmen.model.spec.layers import Clamped, Experts, Mlp, Norm, Router
-from dolmen.model.spec.lora import Adapter
+from dolmen.model.spec.attention import AttentionSpec, LatentAttentionSpec
+from dolmen.model.spec.block import (
+    BlockSpec,
+    LayerRun,
+    ParallelResidual,
+    SequentialResidual,
+    group_repeats,
+)
+from dolmen.model.spec.embedding_head import (
+    EmbeddingSpec,
+    HeadTransformSpec,
+    LMHeadSpec,
+    ScalarHeadSpec,
+)
+from dolmen.model.spec.layers import ClampedSwiGLU, MLPSpec, MoESpec, NormSpec, RouterSpec
+from dolmen.model.spec.lora import LoraSpec
 from dolmen.model.spec.param import (
-    Cut,
-    Leaf,
-    Leaves,
-    Stream,
-    check_cuts,
-    check_rounding,
-    check_tokens,
-    rounded,
-    under,
-    within,
+    ParamSpec,
+    ParamSpecs,
+    ResidualStream,
+    ShardSpec,
+    add_prefix,
+    check_fp8_sharding,
+    check_fp8_tokens,
+    check_sharding,
+    mark_fp8,
+    select_prefix,
 )
 from dolmen.model.spec.positions import (
-    Alibi,
-    Blanks,
-    Dynamic,
-    Evaluated,
-    Linear,
-    Llama3,
-    LongRope,
-    Mask,
-    Rope,
-    Span,
-    Steps,
-    Table,
-    Yarn,
+    AlibiSpec,
+    BlankInfilling,
+    BlankMask,
+    DynamicScaling,
+    FalconAlibiSpec,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    PositionSpan,
+    PositionTable,
+    QwenScaling,
+    RopeSpec,
+    YarnScaling,
 )
 from dolmen.ops.fp8_recipe import Fp8
 
 __all__ = [
-    "Adapter",
-    "Alibi",
-    "Attention",
-    "Blanks",
-    "Block",
-    "Clamped",
-    "Cut",
-    "Dynamic",
-    "Embedding",
-    "Evaluated",
-    "Experts",
-    "Head",
-    "LatentAttention",
-    "Leaf",
-    "Leaves",
-    "Linear",
-    "Llama3",
-    "LongRope",
-    "Mask",
-    "Mlp",
-    "Norm",
-    "Parallel",
-    "Rope",
-    "Router",
-    "Run",
-    "Scalar",
-    "Sequential",
-    "Span",
-    "Steps",
-    "Stream",
-    "Table",
-    "Transform",
-    "Tree",
-    "Yarn",
-    "check_cuts",
-    "check_rounding",
-    "check_tokens",
-    "runs_of",
-    "under",
+    "AlibiSpec",
+    "AttentionSpec",
+    "BlankInfilling",
+    "BlankMask",
+    "BlockSpec",
+    "ClampedSwiGLU",
+    "DynamicScaling",
+    "EmbeddingSpec",
+    "FalconAlibiSpec",
+    "HeadTransformSpec",
+    "LMHeadSpec",
+    "LatentAttentionSpec",
+    "LayerRun",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
+    "LoraSpec",
+    "MLPSpec",
+    "MoESpec",
+    "ModelSpec",
+    "NormSpec",
+    "ParallelResidual",
+    "ParamSpec",
+    "ParamSpecs",
+    "PositionSpan",
+    "PositionTable",
+    "QwenScaling",
+    "ResidualStream",
+    "RopeSpec",
+    "RouterSpec",
+    "ScalarHeadSpec",
+    "SequentialResidual",
+    "ShardSpec",
+    "YarnScaling",
+    "check_fp8_sharding",
+    "check_fp8_tokens",
+    "check_sharding",
+    "group_repeats",
+    "select_prefix",
 ]
 
 
 @dataclass(frozen=True)
-class Tree:
+class ModelSpec:
     """A decoder: embedding, layers, final norm, head. Raises ValueError for an initializer_range
     that is negative or not finite.
     """
 
     hidden_size: int
     """Width of the residual stream."""
-    embedding: Embedding
-    runs: tuple[Run, ...]
-    final_norm: Norm | None
+    embedding: EmbeddingSpec
+    runs: tuple[LayerRun, ...]
+    final_norm: NormSpec | None
     """None where the blocks leave what is normed already, and in a few others."""
-    head: Head | Scalar
+    head: LMHeadSpec | ScalarHeadSpec
     max_position_embeddings: int
     """Longest sequence that the model was made for, tokens."""
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
-    adapter: Adapter | None = None
-    """What is trained in place of all parameters."""
+    adapter: LoraSpec | None = None
+    """LoRA adapters, trained in place of all parameters."""
     fp8: Fp8 | None = None
     """How the products of its matrices are rounded while it is trained."""
-    blanks: Blanks | None = None
-    """By which tokens of a text its prefix and positions are known; None: it has neither."""
+    blanks: BlankInfilling | None = None
+    """Special tokens that determine prefix and positions; None: positions are plain."""
 
     def __post_init__(self):
         if not 0 <= self.initializer_range < math.inf:
@@ -129,26 +132,26 @@ class Tree:
             )
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[BlockSpec, ...]:
         """Every layer, in order."""
         return tuple(b for run in self.runs for _ in range(run.repeat) for b in run.blocks)
 
     @cached_property
-    def leaves(self) -> Leaves:
+    def leaves(self) -> ParamSpecs:
         """Every parameter by its full name, in the order of the model: the names that weight rules
         and checkpoints speak.
         """
-        hidden, stream = self.hidden_size, Stream(self.hidden_size, self.layers)
+        hidden, stream = self.hidden_size, ResidualStream(self.hidden_size, self.layers)
         leaves = self.embedding.leaves(hidden, self.head.tied)
         for i, block in enumerate(self.blocks):
-            leaves |= within(f"layers.{i}", block.leaves(stream))
+            leaves |= add_prefix(f"layers.{i}", block.leaves(stream))
         if self.final_norm is not None:
-            leaves |= within("final_norm", self.final_norm.leaves(hidden))
-        leaves |= self.embedding.leaves_out(hidden)
+            leaves |= add_prefix("final_norm", self.final_norm.leaves(hidden))
+        leaves |= self.embedding.output_params(hidden)
         leaves |= self.head.leaves(self.vocab_size, self.width)
         if self.adapter is not None:
             leaves = self.adapter.beside(leaves)
-        return leaves if self.fp8 is None else rounded(leaves, self.layers, self.fp8)
+        return leaves if self.fp8 is None else mark_fp8(leaves, self.layers, self.fp8)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -162,7 +165,7 @@ class Tree:
 
     @property
     def width(self) -> int:
-        """Of a row of the embedding, and of what the head multiplies."""
+        """Width of a row of the embedding and of the head."""
         return self.embedding.width or self.hidden_size
 
     @property
@@ -172,9 +175,7 @@ class Tree:
 
     @property
     def experts(self) -> int:
-        """Of each layer that has any; 0: none has. Raises ValueError where layers have unlike
-        numbers.
-        """
+        """Experts of each MoE layer; 0: none. Raises ValueError if the layers differ."""
         numbers = {block.mlp.experts for block in self.blocks} - {0}
         if len(numbers) > 1:
             raise ValueError(
@@ -183,34 +184,34 @@ class Tree:
         return max(numbers, default=0)
 
     @property
-    def prefixed(self) -> bool:
-        """Whether a layer lets the tokens of a prefix see one another."""
+    def has_prefix_mask(self) -> bool:
+        """Whether a layer has a prefix mask (bidirectional within the prefix)."""
         return any(block.mixer.mask == "prefix" for block in self.blocks)
 
     @property
     def both_ways(self) -> bool:
-        """Whether all tokens of a document see one another: there is no next token to foretell."""
+        """Whether attention is bidirectional: an encoder, which cannot generate."""
         return any(block.mixer.mask == "both" for block in self.blocks)
 
     @property
     def streams(self) -> int:
-        """Of positions, that it knows, and one more of the types of tokens."""
+        """Number of position streams, with one more for token types."""
         known = (self.embedding.positions, *(block.mixer.positions for block in self.blocks))
         own = max((p.streams for p in known if p is not None), default=1)
         return own + (self.embedding.types is not None)
 
     @property
     def by_length(self) -> bool:
-        """Whether the length of a text tells a layer how its tokens are turned."""
+        """Whether rope depends on the length of a sequence."""
         known = (block.mixer.positions for block in self.blocks)
         return any(p is not None and p.by_length for p in known)
 
-    def read_again(self, length: int, longer: int) -> bool:
-        """Whether a text that has been read as one of `length` tokens is read again now that it has
-        `longer` ones.
+    def needs_reprefill(self, length: int, longer: int) -> bool:
+        """Return whether a cached sequence must be prefilled again when it grows from `length` to
+        `longer` tokens.
         """
         known = (block.mixer.positions for block in self.blocks)
-        bounds = {p.again_beyond for p in known if p is not None}
+        bounds = {p.reprefill_beyond for p in known if p is not None}
         return any(length <= bound < longer for bound in bounds if bound is not None)
 
     @property

@@ -1,14 +1,10 @@
-"""What attention over heads of keys and values is (Vaswani et al., 1706.03762; grouped queries:
-Ainslie et al., 2305.13245).
-
-
-What multi-head latent attention is (DeepSeek-V2, 2405.04434, section 2.1): queries, keys and
-values are made of short vectors per token, and a cache keeps those of keys and values alone.
+"""Specs of attention: heads with keys and values (Vaswani et al., 1706.03762; grouped queries:
+Ainslie et al., 2305.13245), and multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1),
+whose cache keeps a short latent per token.
 
     x -- q_a, norm, q_b --> heads of [nope | rope]
     x -- kv_a ----+- norm, kv_b --> heads of [nope | value]
                   +- one rope key, which all heads share
-
 """
 
 import math
@@ -16,15 +12,23 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dolmen.core.messages import divisor, plural
-from dolmen.model.spec.layers import Norm
-from dolmen.model.spec.param import Cut, Leaf, Leaves, Stream, column, row, within
-from dolmen.model.spec.positions import Relative, Rope, Yarn, temperature
+from dolmen.model.spec.layers import NormSpec
+from dolmen.model.spec.param import (
+    ParamSpec,
+    ParamSpecs,
+    ResidualStream,
+    ShardSpec,
+    add_prefix,
+    column_parallel,
+    row_parallel,
+)
+from dolmen.model.spec.positions import AttentionPositions, RopeSpec, YarnScaling, yarn_temperature
 
 NormOf = Literal["heads", "each head", "width"]
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSpec:
     """softmax(scale q k^T + what the positions add) v."""
 
     heads: int
@@ -35,14 +39,14 @@ class Attention:
     v_bias: bool = False
     o_bias: bool = False
     clip: float | None = None
-    """What no number of queries, keys and values goes beyond, before norms; None: they stay."""
-    qk_norm: Norm | None = None
-    """Of queries and keys, before rope."""
+    """Bound of the absolute value of q, k and v, before norms; None: not clipped."""
+    qk_norm: NormSpec | None = None
+    """Norm of queries and keys, before rope."""
     qk_norm_of: NormOf = "heads"
     """heads: of every head by itself, and all have one weight (Qwen3); each head: each has its own
     (Cohere, StableLM); width: of all heads together (OLMo 2).
     """
-    positions: Relative | None = None
+    positions: AttentionPositions | None = None
     scale: float | None = None
     """None: 1 / sqrt(head_size)."""
     window: int | None = None
@@ -87,8 +91,8 @@ class Attention:
 
     @property
     def head_sizes(self) -> tuple[int, ...]:
-        """Of keys, with what they carry, and of values."""
-        carried = 0 if self.positions is None else self.positions.carried
+        """Sizes of a key head, with ALiBi's extra dims, and of a value head."""
+        carried = 0 if self.positions is None else self.positions.extra_key_dims
         return self.head_size + carried, self.head_size
 
     @property
@@ -97,40 +101,42 @@ class Attention:
         kv = f", {plural(self.kv_heads, 'kv head')}" if self.kv_heads != self.heads else ""
         return f"{plural(self.heads, 'head')}{kv}"
 
-    def leaves(self, stream: Stream) -> Leaves:
+    def leaves(self, stream: ResidualStream) -> ParamSpecs:
         """k and v are whole on every rank where tp does not divide their heads: a rank multiplies
         the rows of the heads that its queries use.
         """
         hidden = stream.hidden_size
         q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
-        of_q = Cut("tp", 0, self.heads, "num_attention_heads")
-        of_kv = Cut("tp", 0, self.kv_heads, "num_key_value_heads", or_whole=True)
-        of_o = Cut("tp", 1, self.heads, "num_attention_heads")
+        of_q = ShardSpec("tp", 0, self.heads, "num_attention_heads")
+        of_kv = ShardSpec("tp", 0, self.kv_heads, "num_key_value_heads", or_replicate=True)
+        of_o = ShardSpec("tp", 1, self.heads, "num_attention_heads")
         leaves = {
-            **within("q", column(q, hidden, self.q_bias, of_q)),
-            **within("k", column(kv, hidden, self.k_bias, of_kv, "branch")),
-            **within("v", column(kv, hidden, self.v_bias, of_kv, "branch")),
-            **within("o", row(hidden, q, self.o_bias, of_o, stream.out_scale)),
+            **add_prefix("q", column_parallel(q, hidden, self.q_bias, of_q)),
+            **add_prefix("k", column_parallel(kv, hidden, self.k_bias, of_kv, "branch")),
+            **add_prefix("v", column_parallel(kv, hidden, self.v_bias, of_kv, "branch")),
+            **add_prefix("o", row_parallel(hidden, q, self.o_bias, of_o, stream.out_scale)),
         }
         if self.qk_norm is not None:
             leaves |= self._norms(self.qk_norm, of_q, of_kv)
         if self.sinks:
-            leaves |= within("sinks", {"weight": Leaf((self.heads,), "bias", (of_q,))})
+            leaves |= add_prefix("sinks", {"weight": ParamSpec((self.heads,), "bias", (of_q,))})
         return leaves
 
-    def _norms(self, norm: Norm, of_q: Cut, of_kv: Cut) -> Leaves:
-        """Of the width, k's mean is over heads that no two ranks share."""
+    def _norms(self, norm: NormSpec, of_q: ShardSpec, of_kv: ShardSpec) -> ParamSpecs:
+        """Return the norms of q and k. A norm over the whole width shards k without sharing heads,
+        as its mean is over each head once.
+        """
         if self.qk_norm_of == "heads":
             one = norm.leaves(self.head_size, gradient="branch")
-            return {**within("q_norm", one), **within("k_norm", one)}
+            return {**add_prefix("q_norm", one), **add_prefix("k_norm", one)}
         if self.qk_norm_of == "width":
-            q = norm.leaves(self.heads * self.head_size, cuts=(of_q,))
-            of_kv = replace(of_kv, or_whole=False)
-            k = norm.leaves(self.kv_heads * self.head_size, cuts=(of_kv,))
+            q = norm.leaves(self.heads * self.head_size, shards=(of_q,))
+            of_kv = replace(of_kv, or_replicate=False)
+            k = norm.leaves(self.kv_heads * self.head_size, shards=(of_kv,))
         else:
-            q = norm.leaves(self.heads, self.head_size, cuts=(of_q,))
-            k = norm.leaves(self.kv_heads, self.head_size, gradient="branch", cuts=(of_kv,))
-        return {**within("q_norm", q), **within("k_norm", k)}
+            q = norm.leaves(self.heads, self.head_size, shards=(of_q,))
+            k = norm.leaves(self.kv_heads, self.head_size, gradient="branch", shards=(of_kv,))
+        return {**add_prefix("q_norm", q), **add_prefix("k_norm", k)}
 
     def products(self, keys: float) -> float:
         """Multiply-adds per token of scores and of their sum of values, for a query that sees so
@@ -140,7 +146,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class LatentAttention:
+class LatentAttentionSpec:
     """softmax(scale q k^T) v, causal, where q and k are [nope | rope] and the latter is turned."""
 
     heads: int
@@ -149,35 +155,35 @@ class LatentAttention:
     kv_rank: int
     """Width of the latent of keys and values."""
     nope_size: int
-    """Of each query and key head, what no position turns."""
+    """Size of the part of each query and key head without rope."""
     value_size: int
-    norm: Norm
-    """Of the latents."""
-    positions: Rope
-    """Of the rest of each query and key head; its size is that of the key that all heads share."""
+    norm: NormSpec
+    """Norm of the latents."""
+    positions: RopeSpec
+    """Rope of the rest of each query and key head; its size is that of the shared rope key."""
     mscale_all_dim: float = 0.0
     """Scores are multiplied by the square of YaRN's temperature with this (0: by 1)."""
     down_bias: bool = False
-    """Of what makes the latents."""
+    """Biases on the down projections."""
     o_bias: bool = False
 
     @property
     def head_size(self) -> int:
-        """Of a query or key."""
+        """Size of a query or key head."""
         return self.nope_size + self.positions.size
 
     @property
     def head_sizes(self) -> tuple[int, ...]:
-        """Of keys and of values."""
+        """Sizes of a key head and of a value head."""
         return self.head_size, self.value_size
 
     @property
     def scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """Softmax scale: 1 / sqrt(head_size), times YaRN's temperature squared."""
         scaling, scale = self.positions.scaling, 1 / math.sqrt(self.head_size)
-        if not isinstance(scaling, Yarn) or not self.mscale_all_dim:
+        if not isinstance(scaling, YarnScaling) or not self.mscale_all_dim:
             return scale
-        return scale * temperature(scaling.factor, self.mscale_all_dim) ** 2
+        return scale * yarn_temperature(scaling.factor, self.mscale_all_dim) ** 2
 
     @property
     def window(self) -> int | None:
@@ -194,38 +200,38 @@ class LatentAttention:
         """For a person."""
         return f"{plural(self.heads, 'head')} of a latent of {self.kv_rank}"
 
-    def leaves(self, stream: Stream) -> Leaves:
-        """What makes the latents, and their norms, is whole on every rank of tp: see
+    def leaves(self, stream: ResidualStream) -> ParamSpecs:
+        """Return the parameters. Down projections and their norms are replicated over tp: see
         dolmen/model/attention.py.
         """
         hidden, knob = stream.hidden_size, "num_attention_heads"
-        of_heads = Cut("tp", 0, self.heads, knob)
+        of_heads = ShardSpec("tp", 0, self.heads, knob)
         q, kv = self.heads * self.head_size, self.heads * (self.nope_size + self.value_size)
         down = self.kv_rank + self.positions.size
         return {
             **self._queries(hidden, q, of_heads),
-            **within("kv_a", _whole(down, hidden, self.down_bias)),
-            **within("kv_a_norm", self.norm.leaves(self.kv_rank)),
-            **within("kv_b", column(kv, self.kv_rank, False, of_heads)),
-            **within(
+            **add_prefix("kv_a", _replicated(down, hidden, self.down_bias)),
+            **add_prefix("kv_a_norm", self.norm.leaves(self.kv_rank)),
+            **add_prefix("kv_b", column_parallel(kv, self.kv_rank, False, of_heads)),
+            **add_prefix(
                 "o",
-                row(
+                row_parallel(
                     hidden,
                     self.heads * self.value_size,
                     self.o_bias,
-                    Cut("tp", 1, self.heads, knob),
+                    ShardSpec("tp", 1, self.heads, knob),
                     stream.out_scale,
                 ),
             ),
         }
 
-    def _queries(self, hidden: int, q: int, of_heads: Cut) -> Leaves:
+    def _queries(self, hidden: int, q: int, of_heads: ShardSpec) -> ParamSpecs:
         if self.q_rank is None:
-            return within("q", column(q, hidden, False, of_heads))
+            return add_prefix("q", column_parallel(q, hidden, False, of_heads))
         return {
-            **within("q_a", _whole(self.q_rank, hidden, self.down_bias)),
-            **within("q_a_norm", self.norm.leaves(self.q_rank)),
-            **within("q_b", column(q, self.q_rank, False, of_heads)),
+            **add_prefix("q_a", _replicated(self.q_rank, hidden, self.down_bias)),
+            **add_prefix("q_a_norm", self.norm.leaves(self.q_rank)),
+            **add_prefix("q_b", column_parallel(q, self.q_rank, False, of_heads)),
         }
 
     def products(self, keys: float) -> float:
@@ -235,11 +241,11 @@ class LatentAttention:
         return self.heads * (self.head_size + self.value_size) * keys
 
 
-def _whole(out: int, inp: int, bias: bool) -> Leaves:
+def _replicated(out: int, inp: int, bias: bool) -> ParamSpecs:
     """Weight [out, inp] and bias of a product of the residual stream that every rank of tp stores
     whole.
     """
-    leaves = {"weight": Leaf((out, inp), "matrix", gradient="residual", products=out * inp)}
+    leaves = {"weight": ParamSpec((out, inp), "matrix", gradient="residual", products=out * inp)}
     if bias:
-        leaves["bias"] = Leaf((out,), "bias", gradient="residual", initial="zeros")
+        leaves["bias"] = ParamSpec((out,), "bias", gradient="residual", initial="zeros")
     return leaves

@@ -1,6 +1,4 @@
-"""Specs of a block: its mixer, its mlp, and where the norms and the residual stream are.
-
-How the mixer and the mlp of a block stand around the residual stream, and where its norms are.
+"""Specs of a block: its mixer, its mlp, and the placement of norms and residual (the arrangement).
 
     norms       sequential, for branch in mixer, mlp                      published by
     "pre"       x = x + branch(norm(x))                                   GPT-2, Llama; 2002.04745
@@ -9,12 +7,9 @@ How the mixer and the mlp of a block stand around the residual stream, and where
     "sandwich"  x = x + norm(branch(norm(x)))                             Gemma 2; 2408.00118
     parallel    x = x + mixer(norm(x)) + mlp(norm(x)), one norm or two    GPT-J; PaLM, 2204.02311
 
-DeepNorm (2203.00555, equation 4) as GLM-130B has it (2210.02414, section 2.1) is "pre" whose
-residual is the norm's output, times a number: y = norm(x); x = alpha y + branch(y). BLOOM with
+DeepNorm (2203.00555, equation 4) as GLM-130B has it (2210.02414, section 2.1) is "pre" with the
+norm's output as residual, times alpha: y = norm(x); x = alpha y + branch(y). BLOOM with
 `apply_residual_connection_post_layernorm` is the same with alpha 1.
-
-What a block is: a mixer over tokens, a layer over features, norms, and how they are arranged
-around the residual stream.
 """
 
 from collections.abc import Sequence
@@ -22,25 +17,25 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-from dolmen.model.spec.attention import Attention, LatentAttention
-from dolmen.model.spec.layers import Experts, Mlp, Norm
-from dolmen.model.spec.param import Leaves, Stream, within
+from dolmen.model.spec.attention import AttentionSpec, LatentAttentionSpec
+from dolmen.model.spec.layers import MLPSpec, MoESpec, NormSpec
+from dolmen.model.spec.param import ParamSpecs, ResidualStream, add_prefix
 
 
 @dataclass(frozen=True)
-class Sequential:
+class SequentialResidual:
     """First the mixer, then the mlp, each added to the residual stream."""
 
     norms: Literal["pre", "post", "output", "sandwich"] = "pre"
     residual: Literal["input", "normed"] = "input"
-    """What a branch is added to: the block's input, or what the norm before the branch gives."""
+    """Input of the sum: the block's input, or the output of the norm before the branch."""
     residual_scale: float = 1.0
     """Multiplies the residual (DeepNorm: alpha)."""
     branch_scale: float = 1.0
     """Multiplies the output of mixer and mlp (Granite: residual_multiplier)."""
 
     @classmethod
-    def deepnorm(cls, alpha: float) -> "Sequential":
+    def deepnorm(cls, alpha: float) -> "SequentialResidual":
         """y = norm(x); x = alpha y + branch(y)."""
         return cls(residual="normed", residual_scale=alpha)
 
@@ -75,7 +70,7 @@ class Sequential:
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelResidual:
     """Mixer and mlp side by side, with one norm for both or one each."""
 
     norms: Literal[1, 2] = 1
@@ -87,62 +82,64 @@ class Parallel:
 
     @property
     def streams(self) -> int:
-        """As `Sequential.streams`: the input, and the output of each norm."""
+        """Tensors of the residual stream's width that backward needs: the input, and the output of
+        each norm.
+        """
         return 1 + self.norms
 
     @property
     def additions(self) -> int:
-        """As `Sequential.additions`."""
+        """Number of additions to the residual stream."""
         return 1
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """As `Sequential.modules`."""
+        """Names of norms, mixer and mlp in the order of use."""
         if self.norms == 1:
             return "norm", "attn", "mlp"
         return "attn_norm", "attn", "mlp_norm", "mlp"
 
 
-Arrangement = Sequential | Parallel
+Arrangement = SequentialResidual | ParallelResidual
 
 
-Mixer = Attention | LatentAttention
+Mixer = AttentionSpec | LatentAttentionSpec
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockSpec:
     """One layer, which adds to the residual stream what its mixer and its mlp make of it."""
 
     mixer: Mixer
-    mlp: Mlp | Experts
-    norm: Norm
-    """Of each of its norms; the arrangement says where they stand."""
-    arrangement: Arrangement = Sequential()
+    mlp: MLPSpec | MoESpec
+    norm: NormSpec
+    """Spec of each norm; the arrangement says where they are."""
+    arrangement: Arrangement = SequentialResidual()
 
-    def leaves(self, stream: Stream) -> Leaves:
+    def leaves(self, stream: ResidualStream) -> ParamSpecs:
         """Parameters by name, in the order of the arrangement."""
         norm = self.norm.leaves(stream.hidden_size)
         branches = {"attn": self.mixer.leaves(stream), "mlp": self.mlp.leaves(stream)}
-        leaves: Leaves = {}
+        leaves: ParamSpecs = {}
         for name in self.arrangement.modules:
-            leaves |= within(name, branches.get(name, norm))
+            leaves |= add_prefix(name, branches.get(name, norm))
         return leaves
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """`blocks`, one after another, `repeat` times."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockSpec, ...]
     repeat: int
 
 
-def runs_of(blocks: Sequence[Block]) -> tuple[Run, ...]:
+def group_repeats(blocks: Sequence[BlockSpec]) -> tuple[LayerRun, ...]:
     """The one way to say these layers: the shortest pattern that makes all of them if repeated, and
     otherwise equal neighbours together.
     """
     layers = tuple(blocks)
     for period in range(1, len(layers) // 2 + 1):
         if len(layers) % period == 0 and layers[period:] == layers[:-period]:
-            return (Run(layers[:period], len(layers) // period),)
-    return tuple(Run((block,), len(list(same))) for block, same in groupby(layers))
+            return (LayerRun(layers[:period], len(layers) // period),)
+    return tuple(LayerRun((block,), len(list(same))) for block, same in groupby(layers))

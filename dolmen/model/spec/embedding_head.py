@@ -1,77 +1,69 @@
-"""x
-
-What stands before the blocks and after them.
-"""
+"""Specs of what is before and after the blocks: embedding, LM head and scalar head."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dolmen.model.spec.layers import Activation, Norm
-from dolmen.model.spec.param import VOCABULARY, Cut, Leaf, Leaves, within
-from dolmen.model.spec.positions import Table
+from dolmen.model.spec.layers import Activation, NormSpec
+from dolmen.model.spec.param import VOCABULARY, ParamSpec, ParamSpecs, ShardSpec, add_prefix
+from dolmen.model.spec.positions import PositionTable
 
 
 @dataclass(frozen=True)
-class Embedding:
-    """What tokens become: a row of a table for each, and what is done with it before the first
-    block.
-    """
+class EmbeddingSpec:
+    """Token embedding, and what is applied to it before the first block."""
 
     rows: int
-    """Of the vocabulary, tokens."""
+    """Vocabulary size, tokens."""
     scale: float = 1.0
-    """What its rows are multiplied by as they enter (Gemma: sqrt(hidden_size)); the head, where it
-    is tied, has them as they are.
-    """
-    norm: Norm | None = None
-    """Of what enters, after a table of positions (BLOOM)."""
-    positions: Table | None = None
+    """Factor of the embedding (Gemma: sqrt(hidden_size)); a tied head is not multiplied."""
+    norm: NormSpec | None = None
+    """Norm of the embedding, after the position table is added (BLOOM)."""
+    positions: PositionTable | None = None
     types: int | None = None
     """Rows of a table of types, which the last stream of positions says: of two texts in a
     sequence, which of them a token is of (BERT). None: there is no table.
     """
     width: int | None = None
-    """Of a row, where it is not the residual stream's: a matrix makes the one of the other as rows
-    enter, before positions, and another the other way of the last hidden vectors, before the head
-    (OPT-350m).
+    """Width of a row, if it is not the residual stream's: project_in widens it before positions are
+    added, project_out narrows the last hidden vectors before the head (OPT-350m).
     """
 
-    def leaves(self, hidden: int, tied: bool) -> Leaves:
+    def leaves(self, hidden: int, tied: bool) -> ParamSpecs:
         """`tied`: it is the head's weight too, which multiplies."""
         width = self.width or hidden
         products = self.rows * width if tied else 0
-        weight = Leaf(
-            (self.rows, width), "embedding", (of_vocabulary(self.rows),), products=products
+        weight = ParamSpec(
+            (self.rows, width), "embedding", (vocabulary_shard(self.rows),), products=products
         )
-        types = Leaf((self.types or 0, hidden), "embedding", gradient="residual")
+        types = ParamSpec((self.types or 0, hidden), "embedding", gradient="residual")
         return {
             "embed.weight": weight,
-            **({"project_in.weight": whole(hidden, self.width)} if self.width else {}),
-            **(within("embed_norm", self.norm.leaves(hidden)) if self.norm else {}),
+            **({"project_in.weight": replicated_matrix(hidden, self.width)} if self.width else {}),
+            **(add_prefix("embed_norm", self.norm.leaves(hidden)) if self.norm else {}),
             **(self.positions.leaves(hidden) if self.positions else {}),
             **({"types.weight": types} if self.types else {}),
         }
 
-    def leaves_out(self, hidden: int) -> Leaves:
-        """Of what stands before the head."""
-        return {"project_out.weight": whole(self.width, hidden)} if self.width else {}
+    def output_params(self, hidden: int) -> ParamSpecs:
+        """Return the parameters between final norm and head."""
+        return {"project_out.weight": replicated_matrix(self.width, hidden)} if self.width else {}
 
 
 @dataclass(frozen=True)
-class Transform:
+class HeadTransformSpec:
     """norm(act(W x + b)), of the last hidden vectors before they are multiplied (BERT)."""
 
     activation: Activation
-    norm: Norm
+    norm: NormSpec
 
-    def leaves(self, hidden: int) -> Leaves:
+    def leaves(self, hidden: int) -> ParamSpecs:
         """Whole on every rank of tp."""
-        return {**biased(hidden, hidden), **within("norm", self.norm.leaves(hidden))}
+        return {**replicated_linear(hidden, hidden), **add_prefix("norm", self.norm.leaves(hidden))}
 
 
 @dataclass(frozen=True)
-class Head:
-    """What the last hidden vector of a token is multiplied by, to the logits of all tokens."""
+class LMHeadSpec:
+    """LM head: multiplies the last hidden vector of a token, to logits over the vocabulary."""
 
     tied: bool = False
     """Its weight is the embedding's."""
@@ -82,34 +74,37 @@ class Head:
     section 2.5); it is stored and trained as it is.
     """
     scale: float = 1.0
-    """What logits are multiplied by (Cohere: logit_scale), before they are capped."""
+    """Factor of logits (Cohere: logit_scale), before the soft cap."""
     bias: bool = False
-    """Of logits (GPT-J, BERT), which no scale multiplies."""
-    transform: Transform | None = None
-    """Of hidden vectors, before."""
+    """Bias of logits (GPT-J, BERT), not multiplied by the scale."""
+    transform: HeadTransformSpec | None = None
+    """Transform of hidden vectors before the head."""
     follows: bool = False
-    """Of a sequence of two texts, whether the second follows the first: two logits of tanh(W x + b)
-    of a token's last hidden vector, which is meant for the first token's (Devlin et al.,
-    1810.04805, section 3.1).
+    """Next-sentence head of BERT: two logits of tanh(W x + b), meant for the first token (Devlin et
+    al., 1810.04805, section 3.1).
     """
 
-    def leaves(self, rows: int, hidden: int) -> Leaves:
+    def leaves(self, rows: int, hidden: int) -> ParamSpecs:
         """No weight where the embedding's is used."""
-        cuts = (of_vocabulary(rows),)
-        weight = Leaf((rows, hidden), "head", cuts, products=rows * hidden)
+        cuts = (vocabulary_shard(rows),)
+        weight = ParamSpec((rows, hidden), "head", cuts, products=rows * hidden)
         return {
             **({} if self.tied else {"head.weight": weight}),
-            **({"head.bias": Leaf((rows,), "bias", cuts, initial="zeros")} if self.bias else {}),
-            **(within("transform", self.transform.leaves(hidden)) if self.transform else {}),
-            **(within("pooler", biased(hidden, hidden)) if self.follows else {}),
-            **(within("follows", biased(2, hidden)) if self.follows else {}),
+            **(
+                {"head.bias": ParamSpec((rows,), "bias", cuts, initial="zeros")}
+                if self.bias
+                else {}
+            ),
+            **(add_prefix("transform", self.transform.leaves(hidden)) if self.transform else {}),
+            **(add_prefix("pooler", replicated_linear(hidden, hidden)) if self.follows else {}),
+            **(add_prefix("follows", replicated_linear(2, hidden)) if self.follows else {}),
         }
 
 
 @dataclass(frozen=True)
-class Scalar:
-    """In the place of a head: one number for each token, a reward or a value. What transformers
-    calls `score`, of one label and without a bias.
+class ScalarHeadSpec:
+    """Scalar head: one number for each token, a reward or a value. transformers' `score` with one
+    label and no bias.
     """
 
     tied: ClassVar[bool] = False
@@ -119,25 +114,27 @@ class Scalar:
     transform: ClassVar[None] = None
     follows: ClassVar[bool] = False
 
-    def leaves(self, rows: int, hidden: int) -> Leaves:
+    def leaves(self, rows: int, hidden: int) -> ParamSpecs:
         """Whole on every rank of tp, where it sees the tokens of the residual stream."""
-        score = Leaf((1, hidden), "head", gradient="residual", products=hidden, with_adapters=True)
+        score = ParamSpec(
+            (1, hidden), "head", gradient="residual", products=hidden, train_with_adapters=True
+        )
         return {"score.weight": score}
 
 
-def whole(out: int, inp: int) -> Leaf:
+def replicated_matrix(out: int, inp: int) -> ParamSpec:
     """A matrix that every rank of tp stores whole, for its own tokens of the residual stream."""
-    return Leaf((out, inp), "matrix", gradient="residual", products=out * inp)
+    return ParamSpec((out, inp), "matrix", gradient="residual", products=out * inp)
 
 
-def biased(out: int, inp: int) -> Leaves:
+def replicated_linear(out: int, inp: int) -> ParamSpecs:
     """The same and its bias."""
     return {
-        "weight": whole(out, inp),
-        "bias": Leaf((out,), "bias", gradient="residual", initial="zeros"),
+        "weight": replicated_matrix(out, inp),
+        "bias": ParamSpec((out,), "bias", gradient="residual", initial="zeros"),
     }
 
 
-def of_vocabulary(rows: int) -> Cut:
-    """Of a table with a row for each token."""
-    return Cut("tp", 0, rows, VOCABULARY, uneven=True)
+def vocabulary_shard(rows: int) -> ShardSpec:
+    """Return the shard over tp of a table with a row for each token."""
+    return ShardSpec("tp", 0, rows, VOCABULARY, uneven=True)

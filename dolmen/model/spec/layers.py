@@ -1,15 +1,9 @@
-"""x
+"""Specs of norms and feed-forward layers.
 
-What a norm is: RMSNorm (Zhang and Sennrich, 1910.07467) or LayerNorm (Ba et al., 1607.06450).
-
-Specs of dense and sparse (mixture of experts) feed-forward layers.
-
-What a dense feed-forward layer is: down(act(up x)), or gated, down(act(gate x) * up x)
-(Shazeer, 2002.05202).
-
-What a sparse feed-forward layer is: a router sends each token to some of many experts, which are
-gated MLPs (Shazeer et al., 1701.06538; DeepSeek-V2, 2405.04434, and V3, 2412.19437).
-
+Norms: RMSNorm (Zhang and Sennrich, 1910.07467) or LayerNorm (Ba et al., 1607.06450). Feed-forward:
+plain down(act(up x)), or gated down(act(gate x) * up x) (Shazeer, 2002.05202). Mixture of experts:
+a router sends each token to some of many gated MLPs (Shazeer et al., 1701.06538; DeepSeek-V2,
+2405.04434, and V3, 2412.19437).
 """
 
 import math
@@ -17,11 +11,20 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dolmen.core.messages import divisor, plural
-from dolmen.model.spec.param import Cut, Gradient, Leaf, Leaves, Stream, column, row, within
+from dolmen.model.spec.param import (
+    Gradient,
+    ParamSpec,
+    ParamSpecs,
+    ResidualStream,
+    ShardSpec,
+    add_prefix,
+    column_parallel,
+    row_parallel,
+)
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormSpec:
     """Over the last dim."""
 
     kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -44,17 +47,17 @@ class Norm:
             raise ValueError(f"{self} is zero-centred: dolmen computes that of rmsnorm alone")
 
     def leaves(
-        self, *shape: int, gradient: Gradient = "residual", cuts: tuple[Cut, ...] = ()
-    ) -> Leaves:
-        """Of a norm over so many features, or of one with a weight for each of several, [several,
-        features]; whole on every rank of tp but for its `cuts`.
+        self, *shape: int, gradient: Gradient = "residual", shards: tuple[ShardSpec, ...] = ()
+    ) -> ParamSpecs:
+        """Return the parameters of a norm over `shape` = (features,), or per head (heads,
+        features); replicated over tp but for `shards`.
         """
         if not self.affine:
             return {}
         initial = "zeros" if self.zero_centred else "ones"
-        leaves = {"weight": Leaf(shape, "norm", cuts, gradient, initial)}
+        leaves = {"weight": ParamSpec(shape, "norm", shards, gradient, initial)}
         if self.bias:
-            leaves["bias"] = Leaf(shape, "bias", cuts, gradient, "zeros")
+            leaves["bias"] = ParamSpec(shape, "bias", shards, gradient, "zeros")
         return leaves
 
 
@@ -62,7 +65,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @dataclass(frozen=True)
-class Mlp:
+class MLPSpec:
     """Over the features of each token by itself."""
 
     size: int
@@ -77,34 +80,36 @@ class Mlp:
         """How many a router chooses from."""
         return 0
 
-    def biased(self) -> "Mlp":
+    def with_balance_bias(self) -> "MLPSpec":
         """The same with a router whose choice a bias balances; here is none."""
         return self
 
-    def leaves(self, stream: Stream) -> Leaves:
+    def leaves(self, stream: ResidualStream) -> ParamSpecs:
         hidden, knob = stream.hidden_size, "intermediate_size"
-        inner = column(self.size, hidden, self.bias, Cut("tp", 0, self.size, knob))
-        down = row(hidden, self.size, self.bias, Cut("tp", 1, self.size, knob), stream.out_scale)
+        inner = column_parallel(self.size, hidden, self.bias, ShardSpec("tp", 0, self.size, knob))
+        down = row_parallel(
+            hidden, self.size, self.bias, ShardSpec("tp", 1, self.size, knob), stream.out_scale
+        )
         return {
-            **(within("gate", inner) if self.gated else {}),
-            **within("up", inner),
-            **within("down", down),
+            **(add_prefix("gate", inner) if self.gated else {}),
+            **add_prefix("up", inner),
+            **add_prefix("down", down),
         }
 
 
 @dataclass(frozen=True)
-class Router:
-    """Which experts compute a token, and with what weight."""
+class RouterSpec:
+    """Router: chooses the experts of a token and their weights."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True
     """The weights of a token's experts are divided by their sum."""
     scale: float = 1.0
-    """What the weights are multiplied by, last."""
+    """Factor of the weights, applied last."""
     groups: int = 1
     """Experts lie in as many groups of equal size, ..."""
     groups_per_token: int = 1
-    """... of which a token's experts come from so many."""
+    """Number of groups that a token's experts are chosen from."""
     group_score: Literal["max", "top2"] = "max"
     """A group's score: that of its best expert, or the sum of its best two."""
     bias: bool = False
@@ -114,22 +119,28 @@ class Router:
     aux_loss_coef: float = 0.0
     """Weight of the balance loss that its config.json states; --train.router can say otherwise."""
 
-    def leaves(self, experts: int, hidden: int) -> Leaves:
+    def leaves(self, experts: int, hidden: int) -> ParamSpecs:
         """Whole on every rank of tp, which weighs by it what is a partial sum."""
         shape = (experts, hidden)
-        leaves = {"weight": Leaf(shape, "router", gradient="branch", products=experts * hidden)}
+        leaves = {
+            "weight": ParamSpec(shape, "router", gradient="branch", products=experts * hidden)
+        }
         if self.bias:
             # bf16 has 8 bits: a step of 0.001 would be lost on a bias of 0.5, and choices turn
-            leaves["bias"] = Leaf((experts,), "bias", initial="zeros", trained=False, precise=True)
+            leaves["bias"] = ParamSpec(
+                (experts,), "bias", initial="zeros", trained=False, precise=True
+            )
         if self.logit_bias:
-            leaves["logits.bias"] = Leaf((experts,), "bias", gradient="branch", initial="zeros")
+            leaves["logits.bias"] = ParamSpec(
+                (experts,), "bias", gradient="branch", initial="zeros"
+            )
         return leaves
 
 
 @dataclass(frozen=True)
-class Clamped:
-    """What an expert of GPT-OSS (2508.10925) makes of its gate and its factor: with a = min(gate,
-    limit) and b = factor between -limit and limit, a sigmoid(alpha a) (b + 1).
+class ClampedSwiGLU:
+    """Activation of an expert of GPT-OSS (2508.10925): with a = min(gate, limit) and b = up clamped
+    to [-limit, limit], a sigmoid(alpha a) (b + 1).
     """
 
     alpha: float = 1.702
@@ -144,7 +155,7 @@ class Clamped:
 
 
 @dataclass(frozen=True)
-class Experts:
+class MoESpec:
     """y = sum over a token's experts of weight * expert(x), beside what is shared. Raises
     ValueError, with the numbers and the option, for a choice of experts that cannot be made.
     """
@@ -153,17 +164,17 @@ class Experts:
     per_token: int
     size: int
     """Width inside an expert."""
-    activation: Activation | Clamped = "silu"
-    """Of the gate, which then multiplies; or what is made of both."""
-    router: Router = Router()
-    shared: Mlp | None = None
+    activation: Activation | ClampedSwiGLU = "silu"
+    """Activation of the gate, which multiplies up; or ClampedSwiGLU of both."""
+    router: RouterSpec = RouterSpec()
+    shared: MLPSpec | None = None
     """A dense layer beside the experts, which every token passes."""
     shared_gate: bool = False
-    """What is shared is multiplied by the sigmoid of a learned product with the token (Qwen2-MoE,
+    """Multiply the shared expert by the sigmoid of a learned product with the token (Qwen2-MoE,
     2407.10671, section 2.2.2).
     """
     bias: bool = False
-    """Of each of an expert's matrices."""
+    """Biases of each expert's matrices."""
 
     def __post_init__(self):
         if not 1 <= self.per_token <= self.number:
@@ -206,46 +217,46 @@ class Experts:
         """How many a router chooses from."""
         return self.number
 
-    def biased(self) -> "Experts":
+    def with_balance_bias(self) -> "MoESpec":
         """The same with a router whose choice a bias balances."""
         return replace(self, router=replace(self.router, bias=True))
 
-    def leaves(self, stream: Stream) -> Leaves:
+    def leaves(self, stream: ResidualStream) -> ParamSpecs:
         hidden = stream.hidden_size
-        inner = self._stacked(self.size, hidden, 1)
-        down = self._stacked(hidden, self.size, 2, stream.out_scale)
+        inner = self._stacked_matrix(self.size, hidden, 1)
+        down = self._stacked_matrix(hidden, self.size, 2, stream.out_scale)
         return {
-            **within("router", self.router.leaves(self.number, hidden)),
+            **add_prefix("router", self.router.leaves(self.number, hidden)),
             **{f"experts.{name}.weight": inner for name in ("gate", "up")},
             "experts.down.weight": down,
-            **(within("experts", self._biases(hidden)) if self.bias else {}),
-            **({} if self.shared is None else within("shared", self.shared.leaves(stream))),
-            **(within("shared_gate", self._gate(hidden)) if self.shared_gate else {}),
+            **(add_prefix("experts", self._biases(hidden)) if self.bias else {}),
+            **({} if self.shared is None else add_prefix("shared", self.shared.leaves(stream))),
+            **(add_prefix("shared_gate", self._gate(hidden)) if self.shared_gate else {}),
         }
 
     @staticmethod
-    def _gate(hidden: int) -> Leaves:
+    def _gate(hidden: int) -> ParamSpecs:
         """Like a router whole on every rank of tp, where it multiplies a partial sum."""
-        return {"weight": Leaf((1, hidden), "router", gradient="branch", products=hidden)}
+        return {"weight": ParamSpec((1, hidden), "router", gradient="branch", products=hidden)}
 
-    def _stacked(self, out: int, inp: int, dim: int, std_scale: float = 1.0) -> Leaf:
+    def _stacked_matrix(self, out: int, inp: int, dim: int, std_scale: float = 1.0) -> ParamSpec:
         """One matrix of every expert: [experts, out, inp], experts cut over ep, `dim` over tp."""
-        cuts = self._cuts(dim)
+        cuts = self._shards(dim)
         shape, products = (self.number, out, inp), self.per_token * out * inp
-        return Leaf(shape, "expert", cuts, std_scale=std_scale, products=products)
+        return ParamSpec(shape, "expert", cuts, std_scale=std_scale, products=products)
 
-    def _biases(self, hidden: int) -> Leaves:
+    def _biases(self, hidden: int) -> ParamSpecs:
         """One of every expert: [experts, out]. That of `down` is whole on every rank of tp, where
         it joins what is a partial sum.
         """
-        of_experts, of_inner = self._cuts(1)
-        inner = Leaf((self.number, self.size), "bias", (of_experts, of_inner), initial="zeros")
-        down = Leaf((self.number, hidden), "bias", (of_experts,), "branch", "zeros")
+        of_experts, of_inner = self._shards(1)
+        inner = ParamSpec((self.number, self.size), "bias", (of_experts, of_inner), initial="zeros")
+        down = ParamSpec((self.number, hidden), "bias", (of_experts,), "branch", "zeros")
         return {"gate.bias": inner, "up.bias": inner, "down.bias": down}
 
-    def _cuts(self, dim: int) -> tuple[Cut, Cut]:
-        """Of what every expert has one: over ep, and along `dim` over tp."""
+    def _shards(self, dim: int) -> tuple[ShardSpec, ShardSpec]:
+        """Return the shards of a stacked parameter: experts over ep, `dim` over tp."""
         return (
-            Cut("ep", 0, self.number, "num_experts"),
-            Cut("tp", dim, self.size, "moe_intermediate_size"),
+            ShardSpec("ep", 0, self.number, "num_experts"),
+            ShardSpec("tp", dim, self.size, "moe_intermediate_size"),
         )

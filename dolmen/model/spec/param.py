@@ -1,16 +1,24 @@
-"""x
+"""`ParamSpec`: everything known of a parameter before there is a tensor, stated once.
 
-A leaf: everything that is known of one parameter before there is a tensor, once. What places,
-initialises, groups, counts and checks parameters reads it here.
+Problem. A parameter's shape, sharding, initialisation, optimizer group, gradient reduction and cost
+are needed by the module, the sharder, the optimizer, the checkpoint, the planner and the checks of
+divisibility. If each derives them from module classes, a new layer has to be taught to all of them.
 
-    column   W cut over its outputs: this rank's heads, or its part of the feed-forward width
-    row      W cut over its inputs: what it makes is a partial sum, which leaves the block
+Idea. Each component spec lists its parameters as `ParamSpec`s by name, and everything else is a
+function of them:
 
+    shape, shards    -> placement on (ep, tp), local shapes, "is not divisible by tp" errors
+    gradient         -> whether it is summed over tp (partial) or complete
+    init, std_scale  -> initial values from name and seed
+    role             -> optimizer group, weight decay, LoRA targets, fp8
+    macs_per_token   -> FLOPs
 
-Which matrices are multiplied in eight bits: all of attention, mlps and experts inside layers. By
-rule the embedding, the head, norms, routers and adapters are not, nor are the layers at either end
-that a run leaves out.
+    column-parallel  W split over its outputs: this rank's heads, or part of the mlp's width
+    row-parallel     W split over its inputs: its product is a partial sum over tp
 
+Which matrices are multiplied in fp8 is a transformation of the specs (`mark_fp8`): all of
+attention, mlps and experts inside layers, but not the embedding, head, norms, routers and adapters,
+nor layers at either end that a run excludes.
 """
 
 import math
@@ -30,7 +38,7 @@ VOCABULARY = "vocab_size"  # the knob of a cut between rows of tokens
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """How one dim of a parameter is split over a mesh axis: `units` equal pieces of it may not be
     parted further, such as the heads of a query projection.
     """
@@ -38,19 +46,19 @@ class Cut:
     axis: Literal["tp", "ep"]
     dim: int
     units: int
-    """What the size of the axis must divide."""
-    knob: str
+    """Number of indivisible units along the dim, such as heads; the axis size must divide it."""
+    option: str
     """Name of the field that sets `units`, for the refusal."""
-    or_whole: bool = False
-    """Where the axis does not divide the units: every rank stores all of it, uses some, and its
+    or_replicate: bool = False
+    """Replicate if the axis does not divide the units: every rank stores all, uses some, and its
     gradient is partial.
     """
     uneven: bool = False
     """The pieces need not be equal (rows of a vocabulary)."""
 
     def splits(self, size: int) -> bool:
-        """Whether an axis of `size` ranks splits the dim; else each of them has all of it."""
-        return not self.or_whole or self.units % size == 0
+        """Return whether an axis of `size` ranks splits the dim; otherwise it is replicated."""
+        return not self.or_replicate or self.units % size == 0
 
     def check(self, size: int) -> None:
         """Raises ValueError, with the numbers and the knob, where an axis of `size` ranks cannot
@@ -58,25 +66,25 @@ class Cut:
         """
         if self.uneven and (size - 1) * -(-self.units // size) >= self.units:
             raise ValueError(
-                f"{self.knob} ({self.units}) leaves a rank of {self.axis} ({size}) without a row: "
-                f"set a smaller --layout.{self.axis}"
+                f"{self.option} ({self.units}) leaves a rank of {self.axis} ({size}) without a "
+                f"row: set a smaller --layout.{self.axis}"
             )
         if not self.uneven and self.splits(size) and self.units % size:
             raise ValueError(
-                f"{self.knob} ({self.units}) is not divisible by {self.axis} ({size}): set "
+                f"{self.option} ({self.units}) is not divisible by {self.axis} ({size}): set "
                 f"--layout.{self.axis} to a divisor, such as {divisor(self.units, near=size)}"
             )
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ParamSpec:
     """One parameter, by the name that it has in its component."""
 
     shape: tuple[int, ...]
     role: Role
-    cuts: tuple[Cut, ...] = ()
+    shards: tuple[ShardSpec, ...] = ()
     gradient: Gradient = "own"
-    """Of what every rank of tp stores whole: its type on tp. `residual`: it sees this rank's tokens
+    """Type on tp of the gradient of a replicated parameter. `residual`: it sees this rank's tokens
     of the residual stream, partial under sequence parallelism; `branch`: it sees this rank's heads
     or columns, always partial.
     """
@@ -85,19 +93,19 @@ class Leaf:
     written with the weight that it is the scale of.
     """
     std_scale: float = 1.0
-    """Of `normal`: times the model's initializer_range."""
+    """Standard deviation of `normal`, relative to the model's initializer_range."""
     products: int = 0
     """Multiply-adds per token: the elements of a matrix, of k of E experts k / E of them, none of
     a table or a vector.
     """
     trained: bool = True
-    """Whether gradients move it."""
-    with_adapters: bool = False
-    """Whether they move it in a model with adapters too: no stored model has it (a scalar head)."""
+    """Whether it is trained."""
+    train_with_adapters: bool = False
+    """Whether it is trained beside adapters too: no stored model has it (a scalar head)."""
     precise: bool = False
-    """In fp32 or wider, here and on disk, whatever the others are in."""
+    """Keep it in fp32 or wider, in memory and on disk, whatever the model's dtype."""
     scale: float = 1.0
-    """What its product is multiplied by."""
+    """Factor of its product."""
     int8: bool = False
     """Held in eight bits, with a scale per output beside it (ops/int8.py)."""
     fp8: Fp8 | None = None
@@ -110,37 +118,37 @@ class Leaf:
 
     @property
     def stacked(self) -> bool:
-        """Whether it is one matrix of every expert."""
+        """Whether it is a stack of one matrix per expert."""
         return len(self.shape) == 3
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay pulls it to 0: matrices and tables, not norms and biases."""
+        """Whether weight decay applies: to matrices and tables, not to norms and biases."""
         return self.role not in ("norm", "bias")
 
     @property
-    def of_vocabulary(self) -> bool:
-        """Whether it has a row for each token."""
-        return any(cut.knob == VOCABULARY for cut in self.cuts)
+    def is_vocabulary(self) -> bool:
+        """Whether it has a row for each token of the vocabulary."""
+        return any(cut.option == VOCABULARY for cut in self.shards)
 
     def held(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape that a rank holds, where each axis has so many ranks (1, where not named); of
         an uneven cut the largest.
         """
         shape = list(self.shape)
-        for cut in self.cuts:
+        for cut in self.shards:
             size = sizes.get(cut.axis, 1)
             if cut.splits(size):
                 shape[cut.dim] = -(-shape[cut.dim] // size)
         return tuple(shape)
 
 
-Leaves = dict[str, Leaf]
+ParamSpecs = dict[str, ParamSpec]
 
 
 @dataclass(frozen=True)
-class Stream:
-    """What the parameters of a component depend on beside itself: the residual stream."""
+class ResidualStream:
+    """Sizes of the residual stream that a component's parameters depend on."""
 
     hidden_size: int
     layers: int
@@ -153,21 +161,21 @@ class Stream:
         return 1 / math.sqrt(2 * self.layers)
 
 
-def check_cuts(leaves: Leaves, sizes: Mapping[str, int]) -> None:
+def check_sharding(leaves: ParamSpecs, sizes: Mapping[str, int]) -> None:
     """Raises ValueError, with the numbers and the knob, where axes of these sizes cannot split a
     parameter as it must be split.
     """
     for leaf in leaves.values():
-        for cut in leaf.cuts:
+        for cut in leaf.shards:
             cut.check(sizes[cut.axis])
 
 
-def within(prefix: str, leaves: Leaves) -> Leaves:
+def add_prefix(prefix: str, leaves: ParamSpecs) -> ParamSpecs:
     """The same under `prefix.`"""
     return {f"{prefix}.{name}": leaf for name, leaf in leaves.items()}
 
 
-def under(leaves: Leaves, prefix: str) -> Leaves:
+def select_prefix(leaves: ParamSpecs, prefix: str) -> ParamSpecs:
     """The inverse of `within`: those under `prefix.`, without it."""
     start = f"{prefix}."
     return {
@@ -175,29 +183,31 @@ def under(leaves: Leaves, prefix: str) -> Leaves:
     }
 
 
-def column(out: int, inp: int, bias: bool, cut: Cut, gradient: Gradient = "own") -> Leaves:
+def column_parallel(
+    out: int, inp: int, bias: bool, cut: ShardSpec, gradient: Gradient = "own"
+) -> ParamSpecs:
     """Weight [out, inp] and bias of a column-parallel linear; `gradient` where it is whole."""
-    leaves = {"weight": Leaf((out, inp), "matrix", (cut,), gradient, products=out * inp)}
+    leaves = {"weight": ParamSpec((out, inp), "matrix", (cut,), gradient, products=out * inp)}
     if bias:
-        leaves["bias"] = Leaf((out,), "bias", (cut,), gradient, "zeros")
+        leaves["bias"] = ParamSpec((out,), "bias", (cut,), gradient, "zeros")
     return leaves
 
 
-def row(out: int, inp: int, bias: bool, cut: Cut, std_scale: float) -> Leaves:
+def row_parallel(out: int, inp: int, bias: bool, cut: ShardSpec, std_scale: float) -> ParamSpecs:
     """Weight [out, inp] of a row-parallel linear, and its bias, which is added once the partial
     sums are.
     """
-    weight = Leaf((out, inp), "matrix", (cut,), std_scale=std_scale, products=out * inp)
+    weight = ParamSpec((out, inp), "matrix", (cut,), std_scale=std_scale, products=out * inp)
     leaves = {"weight": weight}
     if bias:
-        leaves["bias"] = Leaf((out,), "bias", gradient="residual", initial="zeros")
+        leaves["bias"] = ParamSpec((out,), "bias", gradient="residual", initial="zeros")
     return leaves
 
 
 LAYER = re.compile(r"layers\.(\d+)\.(?:attn|mlp)\..*weight")
 
 
-def rounded(leaves: Leaves, layers: int, recipe: Fp8) -> Leaves:
+def mark_fp8(leaves: ParamSpecs, layers: int, recipe: Fp8) -> ParamSpecs:
     """The parameters of a model of so many layers, with what `recipe` rounds."""
     inner = range(recipe.config.first_layers, layers - recipe.config.last_layers)
     return {
@@ -206,12 +216,12 @@ def rounded(leaves: Leaves, layers: int, recipe: Fp8) -> Leaves:
     }
 
 
-def _inside(name: str, leaf: Leaf, layers: range) -> bool:
+def _inside(name: str, leaf: ParamSpec, layers: range) -> bool:
     found = LAYER.fullmatch(name)
     return found is not None and leaf.role in ("matrix", "expert") and int(found[1]) in layers
 
 
-def check_rounding(leaves: Leaves, sizes: Mapping[str, int]) -> None:
+def check_fp8_sharding(leaves: ParamSpecs, sizes: Mapping[str, int]) -> None:
     """Raises ValueError, with the numbers and the knob, where tp would cut a block that shares a
     scale, or a part of what is rounded as one.
     """
@@ -219,12 +229,12 @@ def check_rounding(leaves: Leaves, sizes: Mapping[str, int]) -> None:
     for name, leaf in leaves.items():
         if leaf.fp8 is None or tp == 1:
             continue
-        for cut in (cut for cut in leaf.cuts if cut.axis == "tp"):
+        for cut in (cut for cut in leaf.shards if cut.axis == "tp"):
             if not cut.splits(tp):
                 raise ValueError(
-                    f"{cut.knob} ({cut.units}) is not divisible by tp ({tp}), so ranks would round "
-                    f"parts of one gradient of {name}: set --layout.tp to a divisor, or leave out "
-                    "--train.precision"
+                    f"{cut.option} ({cut.units}) is not divisible by tp ({tp}), so ranks would "
+                    f"round parts of one gradient of {name}: set --layout.tp to a divisor, or "
+                    "leave out --train.precision"
                 )
             size, block = leaf.shape[cut.dim] // tp, leaf.fp8.block
             if size % block:
@@ -235,7 +245,7 @@ def check_rounding(leaves: Leaves, sizes: Mapping[str, int]) -> None:
                 )
 
 
-def check_tokens(recipe: Fp8, tokens: Mapping[str, int]) -> None:
+def check_fp8_tokens(recipe: Fp8, tokens: Mapping[str, int]) -> None:
     """Raises ValueError where a rank's part of the tokens, by what cuts them, ends inside a block
     that shares a scale of the weight gradient.
     """

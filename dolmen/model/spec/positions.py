@@ -1,30 +1,22 @@
-"""Specs of positions: rotary embeddings and their scalings, ALiBi, learned tables.
+"""Specs of positions: rotary embeddings (Su et al., 2104.09864) and their scalings, ALiBi (Press et
+al., 2108.12409), learned tables, and blank infilling.
 
-Rope that depends on how long the text is: within the context that a model was first trained at
-its tokens are turned in one way, and in a longer text all of them in another.
+Some scalings depend on the length of the sequence: within the original context tokens are rotated
+in one way, in a longer sequence all of them in another. With a KV cache the length is that of the
+prompt, because cached keys are not rotated again: generation continues as it started, as in Qwen's
+code. LongRoPE has only two sets of factors, so a sequence that grows past the original context is
+prefilled again, once (`reprefill_beyond`), as in Phi-3's code.
 
-The length that counts is that of the whole sequence. Of a text that is written with a cache it is
-that of its prompt: keys that lie there are not turned again, so what is generated goes on as it
-began, as in Qwen's own code. What has two ways alone is read again, once, where it comes to the
-other (`again_beyond`), as in Phi-3's.
-
-How positions enter: rotary in attention (Su et al., 2104.09864), a bias on scores that grows
-with distance (ALiBi, Press et al., 2108.12409), or a table added to the embedding.
-
-
-Blank infilling (GLM; Du et al., 2103.10360, section 2): what of a text is its prefix, and where
-its tokens stand, follows from special tokens in it.
-
-A text has a blank, which a mask token marks, and its first <sop> begins what fills it. What is
-before <sop> is the prefix, whose tokens see one another.
+Blank infilling (GLM; Du et al., 2103.10360, section 2): prefix and positions of a sequence follow
+from its special tokens. A mask token marks the blank, and the first <sop> starts its completion;
+tokens before <sop> are the prefix and see one another.
 
     a  b  [MASK]  c  <sop>  d  e         prefix: four tokens
-    0  1    2     3    2    2  2         first stream of positions: what fills a blank stands there
-    0  0    0     0    1    2  3         second: it is counted
+    0  1    2     3    2    2  2         first stream: the completion stays at the blank
+    0  0    0     0    1    2  3         second: counts within the completion
 
-A text without <sop>, or without a mask before it, has no blank: its tokens see back alone, the
-first stream counts them, and the second stays at 0.
-
+A sequence without <sop>, or without a mask before it, is causal; the first stream counts it, and
+the second stays at 0.
 """
 
 import math
@@ -32,61 +24,61 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from dolmen.model.spec.param import Leaf, Leaves
+from dolmen.model.spec.param import ParamSpec, ParamSpecs
 
 
 @dataclass(frozen=True)
-class LongRope:
+class LongRopeScaling:
     """The wavelength of each pair times a factor of its own (Ding et al., 2402.13753)."""
 
     attention_factor: float
-    """What cos and sin are multiplied by, however long the text is."""
+    """Factor of cos and sin, at every length."""
     short: tuple[float, ...]
     """Factors of texts of at most the original length."""
     long: tuple[float, ...]
     original_max_position_embeddings: int
 
     @property
-    def again_beyond(self) -> int | None:
+    def reprefill_beyond(self) -> int | None:
         """Tokens that a text is turned otherwise beyond, all of it; None: there is no one such."""
         return self.original_max_position_embeddings
 
 
 @dataclass(frozen=True)
-class Dynamic:
+class DynamicScaling:
     """The base grows with the text, so that the longest wavelength does as by `factor` (NTK-aware
     scaling, which Peng et al., 2309.00071, section 3.1, describe): of n tokens it is multiplied by
     (factor n / original - factor + 1)^(size / (size - 2)), if n is over the original length.
     """
 
     attention_factor: ClassVar[float] = 1.0
-    again_beyond: ClassVar[None] = None
+    reprefill_beyond: ClassVar[None] = None
     factor: float
     original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class QwenScaling:
     """Qwen's (2309.16609, section 2.3), which acts where nothing is trained. Of a text of n tokens
     the base is multiplied by a^(size / (size - 2)), a = 2^ceil(log2(n / original) + 1) - 1, or 1.
     """
 
     attention_factor: ClassVar[float] = 1.0
-    again_beyond: ClassVar[None] = None
+    reprefill_beyond: ClassVar[None] = None
     original_max_position_embeddings: int
     ntk: bool = True
-    """Whether the base is multiplied."""
+    """Apply the NTK-aware base."""
     log_n: bool = True
-    """Whether the query of token i, counted from 1, is multiplied by log(i) / log(original), if i
-    is over the original length.
+    """Multiply the query of token i, counted from 1, by log(i) / log(original) if i is over the
+    original length.
     """
 
 
-ByLength = LongRope | Dynamic | Evaluated
+LengthScaling = LongRopeScaling | DynamicScaling | QwenScaling
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearScaling:
     """Positions are divided by `factor` (Chen et al., 2306.15595)."""
 
     attention_factor: ClassVar[float] = 1.0
@@ -94,7 +86,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Llama3:
+class Llama3Scaling:
     """Long wavelengths are divided by `factor`, short ones kept, smooth between."""
 
     attention_factor: ClassVar[float] = 1.0
@@ -108,45 +100,45 @@ class Llama3:
 
 
 @dataclass(frozen=True)
-class Yarn:
-    """By parts, and the scores' temperature with it (Peng et al., 2309.00071)."""
+class YarnScaling:
+    """YaRN: interpolate frequencies by parts, and scale cos and sin (Peng et al., 2309.00071)."""
 
     factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
-    """What cos and sin are multiplied by."""
+    """Factor of cos and sin."""
     truncate: bool = True
     """The bounds between the parts are whole numbers."""
 
 
-def temperature(factor: float, mscale: float = 1.0) -> float:
+def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
     """0.1 mscale ln(factor) + 1 (Peng et al., eq. 22): what YaRN multiplies queries and keys by,
     each once; 1 where nothing is extended.
     """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-Scaling = Linear | Llama3 | Yarn | ByLength
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LengthScaling
 
 
 @dataclass(frozen=True)
-class Rope:
+class RopeSpec:
     """Pairs of each head are turned by position * theta^(-2i / size)."""
 
-    carried: ClassVar[int] = 0
+    extra_key_dims: ClassVar[int] = 0
     """Numbers that keys carry beside their own."""
     both_ways: ClassVar[bool] = True
-    """Whether it says what a key behind the query is to it."""
+    """Whether it is defined for keys after the query (bidirectional attention)."""
     size: int
     """Leading part of each head that is rotated; the whole head where it is its size."""
     theta: float = 10000.0
-    scaling: Scaling | None = None
+    scaling: RopeScaling | None = None
     interleaved: bool = False
     """Pairs are neighbours (2i, 2i + 1), not (i, i + size / 2)."""
     streams: int = 1
-    """Of positions. Two (ChatGLM-6B): each turns its half of `size` by itself, as if that were the
+    """Position streams. Two (ChatGLM-6B): each rotates its half of `size`, as if that were the
     size.
     """
     halved: bool = False
@@ -168,54 +160,54 @@ class Rope:
 
     @property
     def by_length(self) -> bool:
-        """Whether the length of a text tells how its tokens are turned."""
-        return isinstance(self.scaling, ByLength)
+        """Whether the angles depend on the length of the sequence."""
+        return isinstance(self.scaling, LengthScaling)
 
     @property
-    def again_beyond(self) -> int | None:
+    def reprefill_beyond(self) -> int | None:
         """See LongRope."""
-        return self.scaling.again_beyond if isinstance(self.scaling, ByLength) else None
+        return self.scaling.reprefill_beyond if isinstance(self.scaling, LengthScaling) else None
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         return 1.0 if self.scaling is None else self.scaling.attention_factor
 
 
 @dataclass(frozen=True)
-class Alibi:
+class AlibiSpec:
     """score(i, j) += slope_h * (j - i), a slope per head: falling powers of 2, between two powers
     of two heads those of the lower and every other one of the upper.
     """
 
-    carried: ClassVar[int] = 0
+    extra_key_dims: ClassVar[int] = 0
     both_ways: ClassVar[bool] = False
     streams: ClassVar[int] = 1
     by_length: ClassVar[bool] = False
-    again_beyond: ClassVar[None] = None
+    reprefill_beyond: ClassVar[None] = None
 
 
 @dataclass(frozen=True)
-class Steps:
+class FalconAlibiSpec:
     """ALiBi as Falcon has it: the product of query i and key j, before it is scaled, grows by
     slope_h * j, slope, index and product each rounded to bfloat16. From 256 keys on that is a
     staircase, whose steps a model was trained with. A key-value head has one query head.
     """
 
-    carried: ClassVar[int] = 8
+    extra_key_dims: ClassVar[int] = 8
     """The growth, and zeros: 16 bytes in half precision, of which flash asks rows to be made."""
     both_ways: ClassVar[bool] = False
     streams: ClassVar[int] = 1
     by_length: ClassVar[bool] = False
-    again_beyond: ClassVar[None] = None
+    reprefill_beyond: ClassVar[None] = None
 
 
-Relative = Rope | Alibi | Steps
-"""What attention knows of where a key is, seen from a query."""
+AttentionPositions = RopeSpec | AlibiSpec | FalconAlibiSpec
+"""Relative positions in attention."""
 
 
 @dataclass(frozen=True)
-class Table:
+class PositionTable:
     """A learned row per position, added to the embedding."""
 
     length: int
@@ -223,14 +215,16 @@ class Table:
     offset: int = 0
     """Row of position 0 (OPT: 2)."""
     streams: int = 1
-    """Of positions. Two (GLM-10B): a table each, with a row more, as the second counts from 1."""
+    """Position streams. Two (GLM-10B): a table each, with one more row, as the second counts from
+    1.
+    """
     padding: int | None = None
     """A token that is not counted, whose own position is -1 (RoBERTa); None: all are counted."""
 
-    def leaves(self, hidden: int) -> Leaves:
+    def leaves(self, hidden: int) -> ParamSpecs:
         """Whole on every rank of tp."""
         shape = (self.offset + self.length + self.streams - 1, hidden)
-        table = Leaf(shape, "embedding", gradient="residual")
+        table = ParamSpec(shape, "embedding", gradient="residual")
         names = ("positions.weight", "block_positions.weight")[: self.streams]
         return dict.fromkeys(names, table)
 
@@ -238,27 +232,31 @@ class Table:
 NEVER = 1 << 40  # an index that no text has
 
 
-class Span(NamedTuple):
+class PositionSpan(NamedTuple):
     """How the tokens of one text stand, by their indices in it."""
 
     prefix: int = 0
     """So many first tokens see one another."""
     stay: int = NEVER
-    """From this index on the first stream is `at`; before, it is the index."""
+    """Index from which the first stream stays at `at`; before it, the stream is the index."""
     at: int = 0
     begin: int = NEVER
     """The second stream is 1 at this index, counts from there, and is 0 before."""
 
 
-def of_prefix(length: int, streams: int) -> Span:
-    """Of a text with a prefix and no special tokens: of two streams the first stands at the
-    prefix's last token behind it, one alone is the index.
+def prefix_span(length: int, streams: int) -> PositionSpan:
+    """Return the positions of a sequence that is all prefix, without special tokens: with two
+    streams the first stays at the prefix's last token after it, with one it is the index.
     """
-    return Span(length) if streams == 1 else Span(length, length, max(0, length - 1), length)
+    return (
+        PositionSpan(length)
+        if streams == 1
+        else PositionSpan(length, length, max(0, length - 1), length)
+    )
 
 
 @dataclass(frozen=True)
-class Mask:
+class BlankMask:
     """A kind of token that marks a blank."""
 
     name: str
@@ -271,14 +269,14 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Blanks:
-    """Which tokens say it."""
+class BlankInfilling:
+    """Special tokens that mark the blank and the start of its completion."""
 
     start: int | None
     """<sop>; None: nobody has said which it is."""
-    masks: tuple[Mask, ...]
-    """Of several that a prefix has, the first of the first kind here marks the blank; `nearest`:
-    the first of any.
+    masks: tuple[BlankMask, ...]
+    """Mask tokens in order of priority: the first kind that the prefix contains marks the blank;
+    with `nearest` the first occurrence of any.
     """
     nearest: bool = False
 
@@ -297,16 +295,16 @@ class Blanks:
                 f"{{{said}}}}}"
             )
 
-    def span(self, tokens: Sequence[int]) -> Span:
-        """Of a text. Raises as `check`."""
+    def span(self, tokens: Sequence[int]) -> PositionSpan:
+        """Return prefix and positions of a sequence. Raises as `check`."""
         self.check()
         if self.start not in tokens:
-            return Span()
+            return PositionSpan()
         begin = tokens.index(self.start)
         prefix = tokens[:begin]
         found = [(prefix.index(m.token), m) for m in self.masks if m.token in prefix]
         if not found:
-            return Span()
+            return PositionSpan()
         at, mask = min(found, key=lambda one: one[0]) if self.nearest else found[0]
         stay = {"stays": begin, "counts": NEVER, "stays after <sop>": begin + 1}[mask.behind]
-        return Span(begin, stay, at, begin)
+        return PositionSpan(begin, stay, at, begin)

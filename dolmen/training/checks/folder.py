@@ -13,8 +13,8 @@ from dolmen.core.config import changed_options
 from dolmen.core.filesystem import expand
 from dolmen.core.mesh import SINGLE
 from dolmen.data import sources
-from dolmen.families import Model, tuned
-from dolmen.model.spec import Adapter, Scalar
+from dolmen.families import Model, training_fields
+from dolmen.model.spec import LoraSpec, ScalarHeadSpec
 from dolmen.model.training import Training
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.rewards import is_reward_model, parse_rewards
@@ -124,19 +124,19 @@ def _structure(model: Model, training: Training) -> dict:
     """What must not change on resume: the fields that fix the tree, less what only training or its
     start uses, whether routers have a bias, and the adapters.
     """
-    free = tuned(model)
-    fields = {n: v for n, v in model.family.new(model.tree).items() if n not in free}
-    biased = replace(training, adapter=None, fp8=None).applied(model.tree) != model.tree
+    free = training_fields(model)
+    fields = {n: v for n, v in model.family.write(model.tree).items() if n not in free}
+    biased = replace(training, adapter=None, fp8=None).apply_to(model.tree) != model.tree
     return {
         "model": {"model_type": model.model_type, "ends in": str(model.tree.head), **fields}
-        if isinstance(model.tree.head, Scalar)
+        if isinstance(model.tree.head, ScalarHeadSpec)
         else {"model_type": model.model_type, **fields},
         "adapter": _of_adapter(training.adapter),
         "train": {"router": {"balance": "bias" if biased else "loss or none"}},
     }
 
 
-def _of_adapter(adapter: Adapter | None) -> dict:
+def _of_adapter(adapter: LoraSpec | None) -> dict:
     """Its targets by the last part of our names."""
     if adapter is None:
         return {"rank": None}

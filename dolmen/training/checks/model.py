@@ -4,8 +4,8 @@ and on adapters.
 
 from dolmen.conversion.moments import check_whole
 from dolmen.core.messages import plural
-from dolmen.families import compared
-from dolmen.families.family import knob
+from dolmen.families import compare_fields
+from dolmen.families.family import flag
 from dolmen.training.config import RunConfig
 from dolmen.training.resolve import ResolvedRun
 
@@ -23,13 +23,14 @@ def check_init(resolved: ResolvedRun) -> None:
     except (ValueError, KeyError):
         check_whole(stated)  # those of its own model, or it is refused
         changes = ", ".join(
-            f"{knob(name)} {new} ({old})" for name, old, new in compared(stated.model, source.model)
+            f"{flag(name)} {new} ({old})"
+            for name, old, new in compare_fields(stated.model, source.model)
         )
         raise ValueError(
             f"{init} holds weights of another model than the run's {changes}: leave out what "
             "changes its shape, or train without --init"
         ) from None
-    lost = stored.keys() - run.train.training.applied(run.tree).leaves.keys()
+    lost = stored.keys() - run.train.training.apply_to(run.tree).leaves.keys()
     if source.tree.head != run.tree.head:  # one number is learned in the place of logits
         lost -= source.tree.head.leaves(source.tree.vocab_size, source.tree.width).keys()
     if lost:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dolmen.conversion.source import Source
 from dolmen.core.messages import plural
-from dolmen.families import compared
+from dolmen.families import compare_fields
 from dolmen.model.layout import Layout
 from dolmen.rl import function_worker, rewards
 from dolmen.rl.config import GROUP_ESTIMATORS, CriticConfig, PPOConfig, RolloutConfig
@@ -227,5 +227,5 @@ def _shape_differences(run: RunConfig, source: Source) -> str:
     body = replace(source.tree, head=run.tree.head)
     if body.leaves == run.tree.leaves:
         return ""
-    fields = [f"{n} {a}, here {b}" for n, a, b in compared(source.model, run.known_model)]
+    fields = [f"{n} {a}, here {b}" for n, a, b in compare_fields(source.model, run.known_model)]
     return "; ".join(fields[:3]) or "other parameters"

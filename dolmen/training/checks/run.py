@@ -21,7 +21,13 @@ from dolmen.conversion import hf_export
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation import tasks
 from dolmen.evaluation.config import DuringConfig
-from dolmen.model.spec import Head, Scalar, Tree, check_rounding, check_tokens
+from dolmen.model.spec import (
+    LMHeadSpec,
+    ModelSpec,
+    ScalarHeadSpec,
+    check_fp8_sharding,
+    check_fp8_tokens,
+)
 from dolmen.serving.generation import encode
 from dolmen.training import folder, metrics
 from dolmen.training.checks import rollout
@@ -46,12 +52,12 @@ def check_finish(config: RunConfig) -> None:
             f"finish.{option} is for models that predict the next token, and {model.model_type} "
             "fills in masked ones: leave it out"
         )
-    if config.evaluate.asked and (tree.both_ways or not isinstance(tree.head, Head)):
+    if config.evaluate.asked and (tree.both_ways or not isinstance(tree.head, LMHeadSpec)):
         raise ValueError(
             f"evaluate.tasks and samples are for models that predict the next token, and "
             f"{model.model_type} does not: leave them out"
         )
-    if isinstance(tree.head, Scalar) and (finish.verify or finish.sample is not None):
+    if isinstance(tree.head, ScalarHeadSpec) and (finish.verify or finish.sample is not None):
         raise ValueError(
             "finish.verify and finish.sample are of models that predict tokens, and a reward "
             "model ends in one number: leave them out"
@@ -60,7 +66,7 @@ def check_finish(config: RunConfig) -> None:
 
 def check_exportable(config: RunConfig) -> None:
     """Raises ValueError where a config.json cannot say what is trained."""
-    hf_export.check_expressible(config.known_model, config.train.training.applied(config.tree))
+    hf_export.check_expressible(config.known_model, config.train.training.apply_to(config.tree))
 
 
 def check_evaluation(config: RunConfig, tokenizer: PreTrainedTokenizer) -> None:
@@ -76,7 +82,9 @@ def check_evaluation(config: RunConfig, tokenizer: PreTrainedTokenizer) -> None:
         check_prompt(model.tree, options, number, encode(tokenizer, prompt, model))
 
 
-def check_prompt(tree: Tree, options: DuringConfig, number: int, tokens: Sequence[int]) -> None:
+def check_prompt(
+    tree: ModelSpec, options: DuringConfig, number: int, tokens: Sequence[int]
+) -> None:
     """Raises ValueError where a prompt and its new tokens are more than the model reads."""
     most = tree.max_position_embeddings
     if len(tokens) + options.max_new_tokens > most:
@@ -116,7 +124,7 @@ def check_precision(config: RunConfig) -> None:
             f"({fp8.last_layers}) leave none of the {config.tree.layers} layers: set fewer, "
             "or leave out --train.precision"
         )
-    check_rounding(specs, {"tp": layout.tp})
+    check_fp8_sharding(specs, {"tp": layout.tp})
     length = config.sequence_length
     local = config.microbatch_size * length // layout.cp
     tokens = {}
@@ -126,7 +134,7 @@ def check_precision(config: RunConfig) -> None:
         tokens[f"layout.dp ({layout.dp})"] = local
     if layout.sequence_parallel and layout.tp > 1:
         tokens[f"layout.tp ({layout.tp}) with sequence parallelism"] = local // layout.tp
-    check_tokens(recipe, tokens)
+    check_fp8_tokens(recipe, tokens)
 
 
 def check_length(config: RunConfig) -> None:
@@ -192,7 +200,7 @@ def check_objective(resolved: ResolvedRun) -> None:
             f"objective.name {objective.name}{kind} and data.rows {rows} do not belong together: "
             f"use --data.rows {wanted}, or another objective"
         )
-    if objective.name != "reward" and isinstance(config.tree.head, Scalar):
+    if objective.name != "reward" and isinstance(config.tree.head, ScalarHeadSpec):
         raise ValueError(
             f"objective.name {objective.name} is of tokens, and the model ends in one number, as a "
             "reward model does: use --objective.name reward, or start from another --init"

@@ -7,7 +7,7 @@ from dolmen.core.messages import plural, printable
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batches import Loader
 from dolmen.data.chat_loader import ChatLoader
-from dolmen.families.unknown import told
+from dolmen.families.unknown import model_warnings
 from dolmen.serving.engine import stop_tokens
 from dolmen.training.config import RunConfig
 from dolmen.training.resolve import ResolvedRun
@@ -30,7 +30,7 @@ def warnings(resolved: ResolvedRun, loader: Loader, step: int, steps: int) -> li
         nothing_replayed(run, loader),
         not_told_apart(run, loader),
         never_ends(resolved, loader),
-        *told(run.known_model),
+        *model_warnings(run.known_model),
     ]
     if run.init is None and step == 0:  # a trained model keeps its size
         tokens = tokenizers.vocabulary_size(loader.tokenizer)
