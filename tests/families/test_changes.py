@@ -210,5 +210,5 @@ def test_another_family_keeps_the_token_ids():
 
 
 def test_an_activation_without_a_name_is_of_no_other_family():
-    with pytest.raises(ValueError, match=r"qwen3_moe cannot express activation = Clamped\("):
+    with pytest.raises(ValueError, match=r"qwen3_moe cannot express activation = ClampedSwiGLU\("):
         convert_family(Model({"model_type": "gpt_oss"}), "qwen3_moe")

@@ -3,10 +3,12 @@ parameters (`params`); dolmen/model computes it, and a family (dolmen/families) 
 `config.json`.
 
     ModelSpec
-      embedding    rows, scale, norm, position table
-      runs         ((block, ...), repeat): Llama is one block x 32
-        block      mixer + mlp + norm + arrangement
+      embedding    rows, scale, norm, position table                    embedding_head.py
+      runs         ((block, ...), repeat): Llama is one block x 32      block.py
+        block      mixer + mlp + norm + arrangement                     attention.py, layers.py
       final norm, head
+
+Positions are in positions.py, LoRA adapters in lora.py, parameters in param.py.
 """
 
 import math
