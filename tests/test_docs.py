@@ -20,7 +20,9 @@ from dolmen.training.config import RunConfig
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = ("dolmen", "tests", "benchmarks", "docs", "examples", "website")
-PATH = re.compile(r"(?<![\w/.-])((?:[\w-]+/)*[\w-]+\.(?:py|md))(?:::?(\w+))?")
+PATH = re.compile(
+    r"(?<![\w/.-])((?:[\w-]+/)*[\w-]+\.(?:py|md))(?:(?:::?|(?<=py): (?=\w+(?:\.\w+)*`))(\w+))?"
+)
 PLACE = re.compile(r"`(\w+/\w+)\.(?!py\b|md\b)(\w+)")
 NAME = re.compile(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+|\w+(?=\(\)))(?:\(.*?\))?`")
 FORMS = (".py", ".md", ".json", ".jsonl", ".yaml", ".txt", ".png", ".sbatch")
