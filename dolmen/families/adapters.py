@@ -49,10 +49,10 @@ class AdapterConfig:
     """
 
     def __post_init__(self):
-        asked = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        if self.rank is None and asked:
+        options = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        if self.rank is None and options:
             raise ValueError(
-                f"adapter.{asked[0]} is {brief(getattr(self, asked[0]))}, but there are no "
+                f"adapter.{options[0]} is {brief(getattr(self, options[0]))}, but there are no "
                 "adapters: set --adapter.rank, such as 8"
             )
         if not self.targets:

@@ -34,14 +34,14 @@ INITIALIZER_RANGE = Field(
 
 def vocab_size(default: int) -> Field:
     """The first field of each family."""
-    told = "Rows of the embedding and of the head, tokens."
-    return Field("vocab_size", kinds.VOCABULARY, default, told)
+    help_text = "Rows of the embedding and of the head, tokens."
+    return Field("vocab_size", kinds.VOCABULARY, default, help_text)
 
 
 def eps(name: str, default: float) -> Field:
     """The field of the norms."""
-    told = "Added to the variance inside every norm."
-    return Field(name, Real(0), default, told, common=("norm_eps",))
+    help_text = "Added to the variance inside every norm."
+    return Field(name, Real(0), default, help_text, common=("norm_eps",))
 
 
 QKV = tuple(f"layers.{{}}.attn.{part}" for part in "qkv")  # ours, of what stores them as one

@@ -106,8 +106,8 @@ def _flatten_spec(tree: ModelSpec) -> dict[str, Any]:
     named: dict[str, Any] = {"num_hidden_layers": len(layers)}
     for name in names:
         values = [layer.get(name) for layer in layers]
-        alike = all(value == values[0] for value in values)
-        named[name] = values[0] if alike else values
+        equal = all(value == values[0] for value in values)
+        named[name] = values[0] if equal else values
     return named | {name: v for name, v in _flatten("", tree) if not name.startswith("runs")}
 
 

@@ -283,9 +283,9 @@ def fill_defaults(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 def nest_own_fields(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
     """`fields` as a config.json has them: those of our own under RESERVED."""
     ours = {field.name for field in family.fields if field.ours} & fields.keys()
-    apart = {name: fields[name] for name in fields if name in ours}
+    own = {name: fields[name] for name in fields if name in ours}
     rest = {name: value for name, value in fields.items() if name not in ours}
-    return {**rest, RESERVED: {**rest.get(RESERVED, {}), **apart}} if apart else rest
+    return {**rest, RESERVED: {**rest.get(RESERVED, {}), **own}} if own else rest
 
 
 def _spellings(field: Field, config: Mapping[str, Any]) -> list[str]:

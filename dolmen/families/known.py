@@ -51,9 +51,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
             + ", ".join(families())
         )
     model_type = config["model_type"]
-    alike = [family for family in families().values() if family.model_type == model_type]
-    for family in alike:
+    candidates = [family for family in families().values() if family.model_type == model_type]
+    for family in candidates:
         if family.matches is not None and family.matches(config):
             return family
-    rest = [family for family in alike if family.matches is None]
+    rest = [family for family in candidates if family.matches is None]
     return rest[0] if rest else find_family(model_type)

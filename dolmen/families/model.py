@@ -326,11 +326,11 @@ def edit(
             f"edit: {unknown[0]} is unknown; special tokens are {', '.join(kinds.SPECIAL_TOKENS)}"
         )
     names = model.family.names
-    asked = {"vocab_size": vocab_size, "tie_word_embeddings": tie}
+    fields = {"vocab_size": vocab_size, "tie_word_embeddings": tie}
     if context is not None:
-        asked["max_position_embeddings"] = context + _rows_before(model)
+        fields["max_position_embeddings"] = context + _rows_before(model)
     made = replace_fields(
-        model, {names[n]: value for n, value in asked.items() if value is not None}
+        model, {names[n]: value for n, value in fields.items() if value is not None}
     )
     beside: dict[str, Any] = {**special}
     if dtype is not None:

@@ -144,7 +144,7 @@ def fields(
     OUTER, of a family with names of its own.
     """
 
-    def beside(kind: Schema, name: str, default: float) -> Field:
+    def outer_field(kind: Schema, name: str, default: float) -> Field:
         return Field(name, kind, default, aliases=tuple({outer[name]} - {name}))
 
     def named(one: Field) -> Field:
@@ -156,8 +156,8 @@ def fields(
     return (
         mapping("rope_parameters", *inside, spell=partial(spell, outer=outer)),
         mapping("rope_scaling", *(Field(f.name, f.kind) for f in inside)),
-        beside(Real(0, above=True), "rope_theta", theta),
-        *(() if part is None else (beside(FRACTION, PART.name, part),)),
+        outer_field(Real(0, above=True), "rope_theta", theta),
+        *(() if part is None else (outer_field(FRACTION, PART.name, part),)),
         Field("original_max_position_embeddings", optional(kinds.POSITIONS)),
     )
 
@@ -356,22 +356,22 @@ def spell(
     see `fields`.
     """
     uses = {"rope_type", *OUTER, *USED.get(wanted["rope_type"], wanted)}
-    beside = {n: wanted[n] for n in ORIGINAL if config.get(n) is not None and n in wanted}
-    apart = {outer[name]: wanted[name] for name in outer if name in wanted}
-    apart |= {name: wanted[name] for name in outer if name in wanted and name in config}
-    if "rope_parameters" in config or not {"rope_scaling", *apart} & config.keys():
+    extra = {n: wanted[n] for n in ORIGINAL if config.get(n) is not None and n in wanted}
+    outer_fields = {outer[name]: wanted[name] for name in outer if name in wanted}
+    outer_fields |= {name: wanted[name] for name in outer if name in wanted and name in config}
+    if "rope_parameters" in config or not {"rope_scaling", *outer_fields} & config.keys():
         own = _unknown(config.get("rope_parameters"))
         if config.get("rope_scaling"):
-            beside["rope_scaling"] = None
-        beside |= {name: value for name, value in apart.items() if name in config}
+            extra["rope_scaling"] = None
+        extra |= {name: value for name, value in outer_fields.items() if name in config}
         stated = own | {k: v for k, v in wanted.items() if k in uses}
-        return {"rope_parameters": stated, **beside}
+        return {"rope_parameters": stated, **extra}
     scaling = _unknown(config.get("rope_scaling"))
     scaling |= {name: value for name, value in wanted.items() if name in uses - OUTER.keys()}
     return {
-        **apart,
+        **outer_fields,
         "rope_scaling": None if wanted["rope_type"] == "default" else scaling,
-        **beside,
+        **extra,
     }
 
 

@@ -72,7 +72,7 @@ class Split:
     groups: int
     counts: tuple[int, ...]
     shard_parts: bool = False
-    """On Megatron ranks each part is sharded by itself, so that a rank has its slice of every part
+    """Each part is sharded by itself on Megatron ranks, so that a rank has its slice of every part
     ([gate; up]), not contiguous rows.
     """
 

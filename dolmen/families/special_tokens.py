@@ -40,8 +40,13 @@ DESCRIPTIONS = {
 SPECIAL_TOKENS = mapping(
     "special_tokens",
     *(
-        Field(name, optional(kinds.TOKEN), None, f"Id of {told}. None: as the tokenizer has it.")
-        for name, told in DESCRIPTIONS.items()
+        Field(
+            name,
+            optional(kinds.TOKEN),
+            None,
+            f"Id of {description}. None: as the tokenizer has it.",
+        )
+        for name, description in DESCRIPTIONS.items()
     ),
     ours=True,
 )
@@ -72,25 +77,25 @@ def uses_special_tokens(model: Model) -> bool:
     return SPECIAL_TOKENS.name in {field.name for field in model.family.fields}
 
 
-def check_special_ids(told: Mapping[str, Any], model: Model) -> dict[str, int]:
+def check_special_ids(specified: Mapping[str, Any], model: Model) -> dict[str, int]:
     """Validate ids that a user specified: any of NAMES, or only ENDS if the family uses none.
     Raises ValueError for another name, and for an id outside the vocabulary.
     """
     vocab_size = model.tree.vocab_size
-    for name, token in told.items():
+    for name, token in specified.items():
         if name not in NAMES:
             raise ValueError(f"special_tokens has {brief(name)}: {choices(str(name), NAMES)}")
         if name not in ENDS and not uses_special_tokens(model):
             raise ValueError(
                 f"special_tokens has {brief(name)}, which {model.model_type} does not ask for: of "
-                f"this model {', '.join(ENDS)} may be told, at which a text ends"
+                f"this model {', '.join(ENDS)} may be specified, at which a text ends"
             )
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(
                 f"special_tokens.{name} is {brief(token)}: it must be the id of a token, 0 to "
                 f"{vocab_size - 1:,}"
             )
-    return dict(told)
+    return dict(specified)
 
 
 def ids_in_vocabulary(vocabulary: Mapping[str, int]) -> dict[str, int]:
@@ -103,14 +108,14 @@ def ids_in_vocabulary(vocabulary: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def add_special_ids(model: Model, told: Ids, vocabulary: Callable[[], Ids]) -> Model:
-    """The same with what is `told`, and of what it does not say itself what the `vocabulary` of its
-    tokenizer does; itself where its family asks for none.
+def add_special_ids(model: Model, specified: Ids, vocabulary: Callable[[], Ids]) -> Model:
+    """Return the model with the ids that are `specified`, and those that its tokenizer's
+    `vocabulary` names where it does not say itself; unchanged if its family uses none.
     """
     if not uses_special_tokens(model):
         return model
     known = ids_of(model)
-    found = {**ids_in_vocabulary(vocabulary()), **known, **told}
+    found = {**ids_in_vocabulary(vocabulary()), **known, **specified}
     if found == known:
         return model
     own = model.config.get(RESERVED, {})

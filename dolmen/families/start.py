@@ -33,14 +33,16 @@ class StartModel:
     """A recipe, a file, --init or an option specifies a model."""
 
 
-def start_model(model: Model | None, asked: str | None) -> StartModel:
-    """The model of a run, or else the defaults of a family; of the family that is `asked` for.
-    Raises ValueError.
+def start_model(model: Model | None, model_type: str | None) -> StartModel:
+    """Return the model of a run, converted to the family `model_type` if specified, or that
+    family's defaults. Raises ValueError.
     """
     if model is None:
-        bare = Model({"model_type": asked or DEFAULT_FAMILY})
-        return StartModel(bare, bare=True, wanted=asked is not None)
-    return StartModel(model if asked in (None, model.model_type) else _as_family(model, asked))
+        bare = Model({"model_type": model_type or DEFAULT_FAMILY})
+        return StartModel(bare, bare=True, wanted=model_type is not None)
+    return StartModel(
+        model if model_type in (None, model.model_type) else _as_family(model, model_type)
+    )
 
 
 def apply_options(start: StartModel, said: Mapping[str, Any]) -> Model | None:

@@ -11,7 +11,7 @@ from dolmen.core.messages import cut
 from dolmen.families.family import HARMLESS, ONLY, RESERVED, flag
 from dolmen.families.model import Model, assumed_fields
 
-MOST = 8  # fields that are told by name
+MOST = 8  # fields that are listed by name
 # Names that ask for a setting of training where a model's field is expected -> the option.
 TRAINING = {
     "dropout": "--train.dropout",
@@ -68,11 +68,11 @@ def assumption_warning(model: Model) -> str | None:
     found = assumed_fields(model)
     if not found:
         return None
-    told = ", ".join(f"{name} {value}" for name, value in found.items())
+    text = ", ".join(f"{name} {value}" for name, value in found.items())
     knobs = " and ".join(flag(name) for name in found)
     return (
         f"no field of the model's config.json says which {model.model_type} it is: taken for one "
-        f"with {told}; if it is another, set {knobs}, or write it under {RESERVED!r} in the "
+        f"with {text}; if it is another, set {knobs}, or write it under {RESERVED!r} in the "
         f'config.json, {{"{RESERVED}": {json.dumps(found)}}}'
     )
 
@@ -90,10 +90,10 @@ def export_warning(model: Model) -> str | None:
     lost = lost_on_export(model)
     if not lost:
         return None
-    told = " and ".join(f"{name} {value}" for name, value in lost.items())
+    text = " and ".join(f"{name} {value}" for name, value in lost.items())
     knobs = " and ".join(f"{flag(name)} {value}" for name, value in lost.items())
     return (
-        f"the model has {told}, which no config.json of {model.model_type} says: whoever reads "
+        f"the model has {text}, which no config.json of {model.model_type} says: whoever reads "
         f"the export takes it for another, dolmen too, unless it is told {knobs}"
     )
 
@@ -115,6 +115,6 @@ def _with_hint(model: Model, name: str) -> str:
 
 
 def warn(model: Model) -> None:
-    """Warn of what is `told`; of the same, Python tells once."""
+    """Warn of what `model_warnings` returns; Python shows each once."""
     for line in model_warnings(model):
         warnings.warn(line, stacklevel=3)

@@ -33,9 +33,9 @@ def types(otherwise: str) -> Field:
 def pattern(every: int) -> tuple[Field, Field]:
     """The fields of layers of which all slide but one of `every`."""
     name = "sliding_window_pattern"
-    told = "Of so many layers the last sees all, where layer_types is None."
+    help_text = "Of so many layers the last sees all, where layer_types is None."
     otherwise = f"all slide but those whose number {name} divides"
-    return types(otherwise), Field(name, kinds.LAYERS, every, told)
+    return types(otherwise), Field(name, kinds.LAYERS, every, help_text)
 
 
 def pattern_windows(config: dict[str, Any]) -> list[int | None]:

@@ -105,7 +105,7 @@ class RouterLosses(NamedTuple):
 
 
 class PositionInputs(NamedTuple):
-    """What a layer needs of its tokens' positions, per sequence or for all (batch 1)."""
+    """Position inputs of a layer, per sequence or for all (batch 1)."""
 
     cos: Float[Tensor, "batch length 1 half"] | None = None
     """Cosines of rope's angles; None: no rope."""
@@ -124,7 +124,7 @@ class LayerInputs(NamedTuple):
     batch: int
     """Sequences of the microbatch."""
     cos: Float[Tensor, "batch length 1 half"] | None = None
-    """As in PositionInputs, for this layer."""
+    """See PositionInputs; of this layer."""
     sin: Float[Tensor, "batch length 1 half"] | None = None
     steps: Float[Tensor, "batch length heads"] | None = None
     growth: Float[Tensor, "batch length 1 1"] | None = None
@@ -162,9 +162,7 @@ class LayerInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleContext:
-    """What a module needs beside its spec and its parameters: layer number, split, training
-    options.
-    """
+    """Context of a module beside its spec and parameters: layer number, split, training options."""
 
     layer: int
     split: ModelSplit
@@ -178,7 +176,7 @@ class Component(nn.Module):
 
     @property
     def static(self) -> bool:
-        """Whether no shape depends on values of tensors and nothing is read from the device:
+        """True if no shape depends on values of tensors and nothing is read from the device:
         torch.compile and prefetching need this.
         """
         return True

@@ -88,7 +88,7 @@ class ParameterModule(nn.Module):
     lora_magnitude: nn.Parameter | None
     weight_scale: nn.Parameter | None
     only_multiplies = False
-    """Whether the weight is used by `linear` only."""
+    """True if the weight is used by `linear` only."""
 
     def __init__(self, leaves: ParamSpecs, mine: Callable[[Tensor], Tensor] = local):
         """`mine`: of what has rows of outputs, those that this rank multiplies by."""

@@ -25,7 +25,7 @@ class PipelinePart:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What backward computes again in the layers numbered `layers`."""
+    """Kind of recomputation in backward, and the numbers of the layers that have it."""
 
     kind: Literal["none", "selective", "full"] = "none"
     layers: frozenset[int] = frozenset()
@@ -58,12 +58,12 @@ class ModelSplit:
 
     @property
     def first(self) -> bool:
-        """Whether this rank has the embedding."""
+        """True if this rank has the embedding."""
         return any(part.first for part in self.parts)
 
     @property
     def last(self) -> bool:
-        """Whether this rank has the final norm, the head and the loss."""
+        """True if this rank has the final norm, the head and the loss."""
         return any(part.last for part in self.parts)
 
 

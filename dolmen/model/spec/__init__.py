@@ -187,12 +187,12 @@ class ModelSpec:
 
     @property
     def has_prefix_mask(self) -> bool:
-        """Whether a layer has a prefix mask (bidirectional within the prefix)."""
+        """True if a layer has a prefix mask (bidirectional within the prefix)."""
         return any(block.mixer.mask == "prefix" for block in self.blocks)
 
     @property
     def both_ways(self) -> bool:
-        """Whether attention is bidirectional: an encoder, which cannot generate."""
+        """True if attention is bidirectional: an encoder, which cannot generate."""
         return any(block.mixer.mask == "both" for block in self.blocks)
 
     @property
@@ -204,7 +204,7 @@ class ModelSpec:
 
     @property
     def by_length(self) -> bool:
-        """Whether rope depends on the length of a sequence."""
+        """True if rope depends on the length of a sequence."""
         known = (block.mixer.positions for block in self.blocks)
         return any(p is not None and p.by_length for p in known)
 

@@ -99,9 +99,9 @@ class ParamSpec:
     a table or a vector.
     """
     trained: bool = True
-    """Whether it is trained."""
+    """True if it is trained."""
     train_with_adapters: bool = False
-    """Whether it is trained beside adapters too: no stored model has it (a scalar head)."""
+    """True if it is trained beside adapters too: no stored model has it (a scalar head)."""
     precise: bool = False
     """Keep it in fp32 or wider, in memory and on disk, whatever the model's dtype."""
     scale: float = 1.0
@@ -118,17 +118,17 @@ class ParamSpec:
 
     @property
     def stacked(self) -> bool:
-        """Whether it is a stack of one matrix per expert."""
+        """True if it is a stack of one matrix per expert."""
         return len(self.shape) == 3
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to matrices and tables, not to norms and biases."""
+        """True if weight decay applies: to matrices and tables, not to norms and biases."""
         return self.role not in ("norm", "bias")
 
     @property
     def is_vocabulary(self) -> bool:
-        """Whether it has a row for each token of the vocabulary."""
+        """True if it has a row for each token of the vocabulary."""
         return any(cut.option == VOCABULARY for cut in self.shards)
 
     def held(self, sizes: Mapping[str, int]) -> tuple[int, ...]:

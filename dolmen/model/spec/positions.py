@@ -130,7 +130,7 @@ class RopeSpec:
     extra_key_dims: ClassVar[int] = 0
     """Numbers that keys carry beside their own."""
     both_ways: ClassVar[bool] = True
-    """Whether it is defined for keys after the query (bidirectional attention)."""
+    """True if it is defined for keys after the query (bidirectional attention)."""
     size: int
     """Leading part of each head that is rotated; the whole head where it is its size."""
     theta: float = 10000.0
@@ -160,7 +160,7 @@ class RopeSpec:
 
     @property
     def by_length(self) -> bool:
-        """Whether the angles depend on the length of the sequence."""
+        """True if the angles depend on the length of the sequence."""
         return isinstance(self.scaling, LengthScaling)
 
     @property
