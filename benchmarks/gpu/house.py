@@ -21,7 +21,7 @@ from dolmen.model.training import Training
 from dolmen.ops import kernels, moe
 from dolmen.ops.attention import Attend, Documents
 from dolmen.optim.config import OptimizerConfig
-from dolmen.optim.optimizer import adamw, at_rest
+from dolmen.optim.optimizer import adamw, master_dtype
 from dolmen.parallel import context
 from dolmen.training.state import TrainState
 
@@ -80,7 +80,7 @@ def training(
         layout,
         schedule,
         training=knobs,
-        dtype=rest or at_rest(DTYPES[compute]),
+        dtype=rest or master_dtype(DTYPES[compute]),
         compute=compute,
         compile=compile,
     )

@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     from dolmen.cli import command
 
     try:
-        file = process.handed()
+        file = process.run_file()
         if file is not None:
             options = command.take(argv[0], file)
         else:

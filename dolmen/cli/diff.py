@@ -15,7 +15,7 @@ from dolmen.launch import process
 
 def run(options: DiffConfig | DiffWork) -> int:
     if isinstance(options, DiffWork):  # of a process that this verb has started
-        return process.guarded(partial(_worker, options))
+        return process.run_worker(partial(_worker, options))
     try:
         if options.json is not None:
             write.check_new("--json", options.json)

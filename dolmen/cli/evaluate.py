@@ -25,7 +25,7 @@ def run(options: EvaluateConfig) -> int:
         "evaluate", [options.source], options.layout.layout, options.device, replicas=True
     )
     # the launcher has the tokens made and compared before it starts others; else one of each host
-    started = process.started()
+    started = process.read_launch()
     first = not process.launched_here() and (started is None or started.local_rank == 0)
     try:
         if options.tasks is not None:

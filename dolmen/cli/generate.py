@@ -52,7 +52,7 @@ def run(options: GenerateConfig) -> int:
 
 def _answer(options: GenerateConfig, layout: Layout) -> int:
     """A file of prompts."""
-    started = process.started()
+    started = process.read_launch()
     # the launcher reads all rows, and refuses what is bad, before it starts others
     first = not process.launched_here() and (started is None or started.rank == 0)
     try:

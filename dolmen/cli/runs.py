@@ -68,7 +68,7 @@ def _check_out(said: Set[str], out: Path) -> None:
     """Raises ValueError for a folder that holds something, before a model is opened; with --resume
     and --overwrite, and of ranks that a launcher started, it is checked with the run.
     """
-    if process.started() is None and not {"resume", "overwrite"} & said:
+    if process.read_launch() is None and not {"resume", "overwrite"} & said:
         check_folder(out, resume=False, overwrite=False)
 
 

@@ -6,4 +6,4 @@ from dolmen.training.request import Request
 
 
 def run(request: Request) -> int:
-    return worker.run(request, process.guarded)
+    return worker.run(request, process.run_worker)

@@ -37,7 +37,7 @@ from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout
 from dolmen.model.spec import LMHeadSpec
 from dolmen.objectives.objective import check_head
-from dolmen.optim.optimizer import DTYPES, at_rest
+from dolmen.optim.optimizer import DTYPES, master_dtype
 
 THEIRS, SEQUENCES, SEED, DEVICE = "transformers", 4, 0, "device"
 
@@ -63,7 +63,7 @@ class OpenSide:
     @property
     def rest(self) -> torch.dtype:
         """Dtype of the stored parameters."""
-        return DTYPES[self.dtype] if self.theirs else at_rest(self.dtype)
+        return DTYPES[self.dtype] if self.theirs else master_dtype(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def diff(config: DiffConfig) -> Report:
     """Run both sides and compare. Raises BadInput for what cannot be run, before anything is
     started, and Failed where a side of several processes fails.
     """
-    if process.started() is not None:
+    if process.read_launch() is not None:
         raise BadInput("diff starts the processes of each side by itself: run it in one process")
     both = open_sides(config)
     config = replace(config, first=_pin_side(config.first), second=_pin_side(config.second))
@@ -109,7 +109,7 @@ def work(request: DiffWork) -> None:
     """Record one side, in a process that `diff` has started, with the side's other ranks."""
     both = open_sides(request)
     side = both.a if request.side == both.a.name else both.b
-    started = process.started()
+    started = process.read_launch()
     device = devices.choose_device(request.device, started, DEVICE)
     with meshes.process_group_context(started, device):
         devices.refuse_shared_gpus(device, DEVICE)

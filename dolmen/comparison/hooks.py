@@ -202,7 +202,7 @@ class Hooks:
             return x[..., kept].reshape(-1, columns)
 
         if flat(x).shape[0] != len(rows):
-            rows = tensor.own_tokens(rows, self.model.tp)
+            rows = tensor.local_tokens(rows, self.model.tp)
         shape, region = (self.tokens, width), (slice(0, self.tokens), where)
         self.recorder.add("forward", name, shape, region, flat(x), rows)
         if self.gradients and x.requires_grad:

@@ -151,7 +151,7 @@ class RunCheckpoint(WeightsAlone):
         if not self._in_eight_bits(name):
             return weight
         scale = self.checkpoint.read(f"{self._kind}{scale_name(name)}")
-        return int8.restored(weight, scale, scale.dtype)
+        return int8.dequantise(weight, scale, scale.dtype)
 
     def read_adapter(self, name: str) -> Shaped[Tensor, "*whole"]:
         """A matrix of an adapter, by its name."""

@@ -14,7 +14,7 @@ from dolmen.core.device import to_device
 from dolmen.model.spec import ModelSpec
 from dolmen.ops.attention import Documents, begins, document_ends
 from dolmen.ops.loss import IGNORED
-from dolmen.ops.rope import PositionIds, of_prefix, of_span
+from dolmen.ops.rope import PositionIds, prefix_positions, span_positions
 
 FOLLOWS = "follows"
 """The number of a token that says of its sequence's two texts whether the second follows the first:
@@ -93,7 +93,7 @@ class Batch:
             index = index - self.documents.starts
         if self.documents is not None and self.documents.reach is not None:
             prefix = self.documents.reach - self.documents.starts
-        ids = index[None] if streams == 1 else of_prefix(index, prefix)
+        ids = index[None] if streams == 1 else prefix_positions(index, prefix)
         return replace(self, positions=PositionIds.of(ids.transpose(0, 1)))
 
     def read_by(self, model: ModelSpec) -> "Batch":
@@ -114,7 +114,7 @@ class Batch:
         of_token = torch.tensor(spans).view(*starts.shape, -1).unbind(-1)
         prefix, stay, at, begin = of_token
         index = torch.arange(starts.shape[1]) - starts
-        ids = of_span(index, stay, at, begin)[: model.streams]
+        ids = span_positions(index, stay, at, begin)[: model.streams]
         made = self._reaching(starts + prefix)
         return replace(made, positions=PositionIds.of(ids.transpose(0, 1)))
 
@@ -172,7 +172,9 @@ class Batch:
         return [self._rows(slice(i * rows, (i + 1) * rows)) for i in range(parts)]
 
     def _rows(self, rows: slice) -> "Batch":
-        documents = None if self.documents is None else self.documents.each(lambda t: t[rows])
+        documents = (
+            None if self.documents is None else self.documents.map_tensors(lambda t: t[rows])
+        )
         return self._each(lambda t: t[rows], documents)
 
     def _each(self, change: Callable[[Tensor], Tensor], documents: Documents | None) -> "Batch":
@@ -181,7 +183,7 @@ class Batch:
             change(self.tokens),
             change(self.labels),
             documents,
-            None if self.positions is None else self.positions.each(change),
+            None if self.positions is None else self.positions.map_tensors(change),
             None if self.weights is None else change(self.weights),
             {name: change(t) for name, t in self.numbers.items()},
             None if self.experts is None else change(self.experts),

@@ -64,7 +64,7 @@ def threads(processes: int) -> str:
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes)))
 
 
-def started() -> Launch | None:
+def read_launch() -> Launch | None:
     """What a launcher told this process; None where none started it. Raises BadInput."""
     try:
         return Launch.read()
@@ -77,7 +77,7 @@ def launched_here() -> bool:
     return LAUNCHER in os.environ
 
 
-def handed() -> Path | None:
+def run_file() -> Path | None:
     """The file in which our own launcher hands this worker what was asked of it, and checked there;
     None where words say it.
     """
@@ -127,7 +127,7 @@ def job() -> str:
 
 
 @contextmanager
-def on_stop(handler: Callable[[int], None]) -> Iterator[None]:
+def stop_handler(handler: Callable[[int], None]) -> Iterator[None]:
     """Within, handler(SIGINT or SIGTERM) is called when this worker is asked to save and end. Enter
     before joining the others: then either all ranks know what to do with the request, or none has
     begun.
@@ -163,7 +163,7 @@ def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
             signal.signal(s, handler)
 
 
-def guarded(work: Callable[[], int]) -> int:
+def run_worker(work: Callable[[], int]) -> int:
     """Run a worker's work. An exception goes to the launcher, which prints the first one, or to
     stderr where there is none of ours; the exit code is then 1, or 2 for BadInput.
     """

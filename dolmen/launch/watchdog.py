@@ -137,7 +137,7 @@ class Watch:
             "step": self.step,
             "phase": self.phase,
             "still": round(time.monotonic() - self.since, 1),
-            "waits": in_collective(sys._current_frames().get(self.main)),
+            "waits": stands_in_collective(sys._current_frames().get(self.main)),
         }
         with contextlib.suppress(OSError):
             write.replace(self._file(), json.dumps(row), lasting=False)
@@ -202,7 +202,7 @@ class Watch:
         return "\n".join('  File "' + frame.rstrip() for frame in kept[-12:])
 
 
-def in_collective(frame: FrameType | None) -> bool:
+def stands_in_collective(frame: FrameType | None) -> bool:
     """Whether a thread that stands at `frame` waits for other ranks: among its innermost calls is
     one of torch.distributed.
     """

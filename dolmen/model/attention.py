@@ -49,7 +49,7 @@ from dolmen.ops.attention.decode import Alone, Pages
 from dolmen.ops.attention.spec import Attended, Keys, Queries, Values
 from dolmen.ops.elementwise import SCORES, Dropout
 from dolmen.parallel import tensor
-from dolmen.parallel.qk_norm import over_width
+from dolmen.parallel.qk_norm import rms_norm_over_width
 from dolmen.parallel.tensor import Linear
 
 Sinks = Float[Tensor, " heads"]
@@ -218,7 +218,7 @@ class Attention(Branch):
         if self.norm_of == "each head":
             return self.q_norm(q), self.k_norm(k, self._local_kv_rows)
         weights = local(self.q_norm.weight), local(self.k_norm.weight)
-        return over_width(q, k, *weights, self.q_norm.eps, self.tp.axis)
+        return rms_norm_over_width(q, k, *weights, self.q_norm.eps, self.tp.axis)
 
 
 def _rows(p: Tensor, first: int, count: int) -> Tensor:

@@ -176,7 +176,7 @@ def _write(model: nn.Module, name: str, value: Tensor) -> None:
     if p.dtype == torch.int8 and value.is_floating_point():
         value, scale = int8.quantise(value)
         state.write_region(model.get_parameter(scale_name(name)), scale)
-        lengths = int8.restored(value, scale)
+        lengths = int8.dequantise(value, scale)
     state.write_region(p, value)
     if isinstance(model, Decoder) and magnitude_name(name) in model.tree.leaves:
         if lengths.is_floating_point():  # else they come as they are

@@ -72,7 +72,7 @@ from dolmen.ops.attention import Documents
 from dolmen.ops.rope import PositionIds
 from dolmen.parallel import tensor
 from dolmen.parallel.data import Unit
-from dolmen.parallel.inference_linear import Several, Weights
+from dolmen.parallel.inference_linear import MultiLora, Weights
 from dolmen.parallel.quantized_product import Delayed
 
 HEAD_MODULES = ("final_norm", "project_out", "head", "score", "transform", "pooler", "follows")
@@ -189,7 +189,7 @@ class Decoder(nn.Module):
         for module in self._parts():
             module.at_rest(keep)
 
-    def set_multi_lora(self, several: Mapping[str, Several]) -> None:
+    def set_multi_lora(self, several: Mapping[str, MultiLora]) -> None:
         """Adapters beside weights, by the names of these, until there are others or none ({});
         where no gradient is kept (layers.Parameters).
         """
@@ -357,7 +357,7 @@ class Decoder(nn.Module):
         for table, stream in of_stream:
             if table is not None:
                 x = x + table(
-                    tensor.own_tokens(stream.expand(len(tokens), -1).reshape(-1), self.tp)
+                    tensor.local_tokens(stream.expand(len(tokens), -1).reshape(-1), self.tp)
                 )
         if self.embed_norm is not None:
             x = self.embed_norm(x)
@@ -479,4 +479,4 @@ class Decoder(nn.Module):
             )
         index = self.split.cp.indices(length, noise.sequences.device)
         rows = noise.sequences[:, None] * length + index
-        return noise, tensor.own_tokens(rows.reshape(-1), self.tp)
+        return noise, tensor.local_tokens(rows.reshape(-1), self.tp)

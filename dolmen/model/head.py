@@ -152,14 +152,14 @@ class LMHead(ModelHead):
         two = self.next_sentence_head(hidden)
         wide = two.to(torch.promote_types(two.dtype, torch.float32))
         own = wide[:, 0] - wide[:, 1]
-        return tensor.all_tokens(own, self.split.tp).view(self.sequences, -1)
+        return tensor.gather_token_values(own, self.split.tp).view(self.sequences, -1)
 
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here rows"]:
         """Return the logits of this rank's rows of the vocabulary."""
         linear = Linear(self.rows, self.bias, laid_out=self.laid_out)
         logits = tensor.columns(self.scale_hidden(hidden), [linear], self.split.tp)[0]
         if self.tree.head.soft_cap is not None:
-            logits = loss.capped(logits, self.tree.head.soft_cap)
+            logits = loss.soft_cap(logits, self.tree.head.soft_cap)
         return logits.view(self.sequences, -1, self.weight.shape[0])
 
     def cross_entropy(
@@ -253,7 +253,7 @@ class ScalarHead(ModelHead):
         tp = self.split.tp
         (own,) = tensor.products(hidden, [Linear(self.weight)], tp)
         wide = own[:, 0].to(torch.promote_types(own.dtype, torch.float32))
-        return tensor.all_tokens(wide, tp).view(self.sequences, -1)
+        return tensor.gather_token_values(wide, tp).view(self.sequences, -1)
 
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Tensor:
         """Raises ValueError: there are none."""

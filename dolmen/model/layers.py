@@ -24,7 +24,7 @@ from dolmen.model.spec import ParamSpec, ParamSpecs
 from dolmen.ops.kernels import Kernels
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import tensor, vocabulary
-from dolmen.parallel.inference_linear import Several, Weights, product_of
+from dolmen.parallel.inference_linear import MultiLora, Weights, prepack
 from dolmen.parallel.quantized_product import Delayed, Rounding
 from dolmen.parallel.tensor import Adapter, Linear, TensorParallel
 
@@ -69,7 +69,7 @@ def _prepack(one: Linear, weights: Weights) -> Linear:
     gained = one.adapter is not None and one.adapter.magnitude is not None
     if one.weight.ndim != 2 or one.scale is not None or gained:
         return one
-    return one._replace(laid_out=product_of(one.merged(one.weight.dtype), weights))
+    return one._replace(laid_out=prepack(one.merged(one.weight.dtype), weights))
 
 
 def _freed_message(weights: Weights) -> str:
@@ -103,8 +103,8 @@ class ParameterModule(nn.Module):
         self._prepack_as: Weights | None = None
         self._prepacked: tuple[tuple[object, ...], Linear] | None = None
         self._freed: tuple[Weights, Linear] | None = None
-        self._multi_lora: Several | None = None
-        self._local_multi_lora: Several | None = None
+        self._multi_lora: MultiLora | None = None
+        self._local_multi_lora: MultiLora | None = None
         for name, leaf in leaves.items():
             made = torch.empty(leaf.shape, dtype=torch.int8 if leaf.int8 else None)
             setattr(self, name, nn.Parameter(made, requires_grad=leaf.trained))
@@ -120,7 +120,7 @@ class ParameterModule(nn.Module):
             self._local_multi_lora = self._multi_lora.cut(self.local_rows)
         return one._replace(several=self._local_multi_lora)
 
-    def set_multi_lora(self, several: Several | None) -> None:
+    def set_multi_lora(self, several: MultiLora | None) -> None:
         """Set adapters that `linear` adds where no gradient is kept (multi-LoRA), whose outputs are
         this rank's rows; None removes them.
         """

@@ -55,7 +55,7 @@ BY_LENGTH = {
         inv, r.scaling.factor, n / r.scaling.original_max_position_embeddings
     ),
     spec.QwenScaling: lambda inv, r, n: (
-        rope.by_powers(inv, n / r.scaling.original_max_position_embeddings)
+        rope.dynamic_by_powers(inv, n / r.scaling.original_max_position_embeddings)
         if r.scaling.ntk
         else inv
     ),

@@ -20,7 +20,7 @@ from dolmen.model.routing_replay import Routes
 from dolmen.objectives.objective import check_head
 from dolmen.parallel import pipeline
 from dolmen.parallel.data import inference
-from dolmen.parallel.pipeline import Work
+from dolmen.parallel.pipeline import StepWork
 from dolmen.parallel.schedule import Schedule
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def forward(
             else Routes(on_routing=partial(route_callback, micro)),
         )
 
-    pipeline.execute(order, mesh, Work(stage, lambda: model.boundary(*parts[0].tokens.shape)))
+    pipeline.execute(order, mesh, StepWork(stage, lambda: model.boundary(*parts[0].tokens.shape)))
     return [results[micro] for micro in sorted(results)]
 
 

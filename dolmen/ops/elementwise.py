@@ -108,7 +108,7 @@ Accumulate = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 
 @cache
-def compiled() -> Accumulate:
+def compile_accumulate() -> Accumulate:
     """The same in one pass (bf16 to fp32, on a CPU: a third of the time). Compiled when first asked
     for: inductor takes a second to import.
     """

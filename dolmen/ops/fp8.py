@@ -45,7 +45,7 @@ def quantise(
     smaller where blocks do not divide the dim. `axis` is the dim that scales are shared along.
     """
     scale = scale_of(amax(x, granularity, axis), format, granularity)
-    return divided(x, scale, format, granularity, axis), scale
+    return quantise_with_scale(x, scale, format, granularity, axis), scale
 
 
 def dequantise(
@@ -62,7 +62,7 @@ def dequantise(
     every = torch.arange(256, dtype=torch.uint8, device=payload.device)
     places = payload.contiguous().view(torch.uint8).flatten().int()
     values = every.view(payload.dtype).float().index_select(0, places).view(payload.shape)
-    return _each(values, scale, granularity, axis, torch.Tensor.mul_).to(dtype)
+    return _apply_scale(values, scale, granularity, axis, torch.Tensor.mul_).to(dtype)
 
 
 def amax(x: Float[Tensor, "*shape"], granularity: Granularity, axis: int) -> Float[Tensor, "..."]:
@@ -76,7 +76,7 @@ def amax(x: Float[Tensor, "*shape"], granularity: Granularity, axis: int) -> Flo
 def _largest(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
     if granularity == "tensor":
         return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
-    apart = _apart(x, granularity, axis)
+    apart = _split_blocks(x, granularity, axis)
     if not x.numel():
         return torch.zeros(apart.shape[::2], device=x.device)
     return apart.abs().amax(tuple(range(1, apart.ndim, 2))).float()
@@ -104,7 +104,7 @@ def _power_above(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), exponent.view(torch.float32), torch.nan)
 
 
-def divided(
+def quantise_with_scale(
     x: Float[Tensor, "*shape"],
     scale: Float[Tensor, "..."],
     format: Format,
@@ -115,11 +115,11 @@ def divided(
     most = LARGEST[format]
     # what is made once is changed in place: on a CPU new memory costs more than what is computed
     values = x.detach().to(torch.float32, copy=True)
-    values = _each(values, scale, granularity, axis, torch.Tensor.div_)
+    values = _apply_scale(values, scale, granularity, axis, torch.Tensor.div_)
     return values.clamp_(-most, most).to(DTYPES[format])
 
 
-def _each(
+def _apply_scale(
     x: Tensor,
     scale: Tensor,
     granularity: Granularity,
@@ -130,13 +130,14 @@ def _each(
     if granularity in ("tensor", "row"):
         return op(x, scale)
     done = op(
-        _apart(x, granularity, axis), scale.view([n for dim in scale.shape for n in (dim, 1)])
+        _split_blocks(x, granularity, axis),
+        scale.view([n for dim in scale.shape for n in (dim, 1)]),
     )
     whole = [n * size for n, size in zip(done.shape[::2], done.shape[1::2], strict=True)]
     return done.view(whole)[tuple(slice(n) for n in x.shape)]
 
 
-def _apart(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
+def _split_blocks(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
     """Each dim of x as two: blocks, and the elements of one, the last filled up with 0."""
     sizes = _block(x, granularity, axis)
     padding = [n for size, dim in zip(sizes, x.shape, strict=True) for n in (-dim % size, 0)]

@@ -36,7 +36,7 @@ def quantise(
     return steps.nan_to_num_(0.0).to(torch.int8), scale
 
 
-def restored(
+def dequantise(
     payload: Int8[Tensor, "*experts out in"],
     scale: Float[Tensor, "*experts out"],
     dtype: torch.dtype = torch.float32,

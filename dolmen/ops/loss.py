@@ -38,12 +38,12 @@ def exponentials(
     return e, e.sum(-1), target
 
 
-def capped(logits: Float[Tensor, "*any"], cap: float) -> Float[Tensor, "*any"]:
+def soft_cap(logits: Float[Tensor, "*any"], cap: float) -> Float[Tensor, "*any"]:
     """cap tanh(logits / cap), with autograd."""
     return (logits / cap).tanh_() * cap
 
 
-def capped_with_slope(
+def soft_cap_with_slope(
     logits: Float[Tensor, "n size"], cap: float
 ) -> tuple[Float[Tensor, "n size"], Float[Tensor, "n size"]]:
     """The same, and its derivative; `logits` are overwritten."""

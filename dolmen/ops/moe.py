@@ -81,7 +81,7 @@ def _best_groups(choice: Tensor, groups: int, kept: int, best: int) -> Tensor:
     return apart.masked_fill(left_out[..., None], -torch.inf).view_as(choice)
 
 
-class Order(NamedTuple):
+class ExpertOrder(NamedTuple):
     """The n k (token, expert) pairs sorted by expert; of equal ones the earlier token first."""
 
     pairs: Int64[Tensor, " pairs"]
@@ -92,13 +92,13 @@ class Order(NamedTuple):
     """Pairs of each expert."""
 
 
-def sort(experts: Int64[Tensor, "n k"], number: int) -> Order:
+def sort(experts: Int64[Tensor, "n k"], number: int) -> ExpertOrder:
     """The order of `experts`, of `number` in all. The host reads nothing, as it would for
     `bincount`, whose result is as long as the largest value says.
     """
     sorted, pairs = experts.flatten().sort(stable=True)
     ends = torch.searchsorted(sorted, torch.arange(number, device=sorted.device), right=True)
-    return Order(pairs, inverse(pairs), ends.diff(prepend=ends.new_zeros(1)))
+    return ExpertOrder(pairs, inverse(pairs), ends.diff(prepend=ends.new_zeros(1)))
 
 
 def inverse(permutation: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
@@ -140,13 +140,13 @@ def permute(
     return _Permute.apply(x, permutation, inverted)
 
 
-def spread(x: Float[Tensor, "n H"], order: Order) -> Float[Tensor, "pairs H"]:
+def spread(x: Float[Tensor, "n H"], order: ExpertOrder) -> Float[Tensor, "pairs H"]:
     """A row for each pair, in order."""
     return _Spread.apply(x, order.pairs, order.places)
 
 
 def combine(
-    rows: Float[Tensor, "pairs H"], weights: Float[Tensor, "n k"], order: Order
+    rows: Float[Tensor, "pairs H"], weights: Float[Tensor, "n k"], order: ExpertOrder
 ) -> Float[Tensor, "n H"]:
     """The weighted sum of each token's rows, which are in order; in their dtype."""
     apart = permute(rows, order.places, order.pairs).view(*weights.shape, rows.shape[-1])
@@ -172,7 +172,7 @@ class _Loop(TypedFunction):
         ctx: Context[Sequence[int]], x: Tensor, weight: Tensor, counts: Sequence[int]
     ) -> Tensor:
         ctx.kept = counts
-        ctx.save_for_backward(*_needed(ctx, x, weight))
+        ctx.save_for_backward(*_save_if_needed(ctx, x, weight))
         return _products(x, weight.transpose(1, 2), counts)
 
     @staticmethod
@@ -202,7 +202,7 @@ class _Kernel(TypedFunction):
     def forward(
         ctx: Context[tuple[torch.Size, torch.Size]], x: Tensor, weight: Tensor, ends: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(*_needed(ctx, x, weight), ends)
+        ctx.save_for_backward(*_save_if_needed(ctx, x, weight), ends)
         ctx.kept = x.shape, weight.shape
         if len(x) == 0:
             return x.new_empty(0, weight.shape[1])
@@ -222,7 +222,7 @@ class _Kernel(TypedFunction):
         return dx, F.grouped_mm(g.t(), x, offs=ends) if wants_dw else None, None
 
 
-def _needed(ctx: Context, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _save_if_needed(ctx: Context, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """What backward reads: x for the weight's gradient, and the weight for that of x."""
     wants_dx, wants_dw, _ = ctx.needs_input_grad
     return x if wants_dw else None, weight if wants_dx else None

@@ -115,17 +115,17 @@ def dynamic(
     """Of texts `longer` times as long as the original length: of a base that is multiplied by
     (factor longer - factor + 1)^(size / (size - 2)), if that is over 1.
     """
-    return _of_base(inv, factor * longer.clamp(min=1) - (factor - 1))
+    return _scale_base(inv, factor * longer.clamp(min=1) - (factor - 1))
 
 
-def by_powers(
+def dynamic_by_powers(
     inv: Float[Tensor, " half"], longer: Float[Tensor, "*tokens"]
 ) -> Float[Tensor, "*tokens half"]:
     """The same with 2^ceil(log2(longer) + 1) - 1, as Qwen has it."""
-    return _of_base(inv, (longer.double().log2() + 1).ceil().exp2() - 1)
+    return _scale_base(inv, (longer.double().log2() + 1).ceil().exp2() - 1)
 
 
-def _of_base(inv: Tensor, growth: Tensor) -> Tensor:
+def _scale_base(inv: Tensor, growth: Tensor) -> Tensor:
     """Of a base that is multiplied by growth^(size / (size - 2)), if that is over 1."""
     size = 2 * len(inv)
     powers = torch.arange(0, size, 2, device=inv.device, dtype=torch.float64) / (size - 2)
@@ -187,23 +187,23 @@ class PositionIds:
         largest = [max(map(max, stream.tolist())) for stream in ids.unbind(1)]
         return PositionIds(ids, max([largest[0] + 1, *largest[1:]]))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "PositionIds":
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "PositionIds":
         """The same of what `change` makes of the ids."""
         return replace(self, ids=change(self.ids))
 
     def on(self, device: torch.device) -> "PositionIds":
         """The same on `device`; the host does not wait for it."""
-        return self.each(lambda ids: to_device(ids, device))
+        return self.map_tensors(lambda ids: to_device(ids, device))
 
 
-def of_prefix(
+def prefix_positions(
     index: Int64[Tensor, "*tokens"], prefix: Int64[Tensor, "*tokens"]
 ) -> Int64[Tensor, "2 ..."]:
     """Both streams, of tokens at `index` in documents with prefixes of so many tokens."""
-    return of_span(index, prefix, (prefix - 1).clamp(min=0), prefix)
+    return span_positions(index, prefix, (prefix - 1).clamp(min=0), prefix)
 
 
-def of_span(
+def span_positions(
     index: Int64[Tensor, "*tokens"],
     stay: Int64[Tensor, "*tokens"],
     at: Int64[Tensor, "*tokens"],

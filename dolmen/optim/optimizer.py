@@ -36,7 +36,7 @@ DTYPES = {
 }
 
 
-def at_rest(dtype: str) -> torch.dtype:
+def master_dtype(dtype: str) -> torch.dtype:
     """What weights and optimizer state rest in, of a run that computes in `dtype`."""
     return torch.promote_types(DTYPES[dtype], torch.float32)
 
@@ -87,7 +87,7 @@ class AdamW(compute.ViewAdamW):
     view = staticmethod(state.local)
 
 
-class Together:
+class CombinedOptimizer:
     """Several rules as one optimizer: to who steps it, sets its rate or saves its state."""
 
     def __init__(self, *rules: torch.optim.Optimizer):
@@ -107,34 +107,34 @@ class Together:
             rule.zero_grad(set_to_none)
 
 
-Optimizer = AdamW | Together
+Optimizer = AdamW | CombinedOptimizer
 
 
-def make(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optimizer:
+def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optimizer:
     """Over the parameters that require a gradient, by each one's role."""
     if config.name == "adamw":
         return adamw(model, config)
     rules = RULES[config.name]
     by: dict[Rule, dict[str, nn.Parameter]] = {"adamw": {}, "muon": {}}
     leaves = model.held()
-    for name, p in _trained(model).items():
+    for name, p in _trainable(model).items():
         by[rules[leaves[name].role]][name] = p
     made: list[torch.optim.Optimizer] = []
     if by["muon"]:
         made.append(muon.Muon(by["muon"].values(), config, mesh))
     if by["adamw"] or not made:
         made.append(_adamw(by["adamw"], leaves, config))
-    together = Together(*made)
+    together = CombinedOptimizer(*made)
     prime(together)
     return together
 
 
 def adamw(model: Decoder, config: OptimizerConfig) -> AdamW:
     """AdamW over the parameters that require a gradient."""
-    return _adamw(_trained(model), model.held(), config)
+    return _adamw(_trainable(model), model.held(), config)
 
 
-def _trained(model: Decoder) -> dict[str, nn.Parameter]:
+def _trainable(model: Decoder) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

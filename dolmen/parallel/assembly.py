@@ -48,7 +48,7 @@ class _Entry:
     """What each rank of the axis has."""
 
 
-class _Exchange:
+class _PartExchange:
     """Parts to owners over one axis, and back: two collectives, however many matrices."""
 
     def __init__(self, axis: Axis, entries: list[_Entry]):
@@ -120,7 +120,7 @@ def _parts(whole: Tensor, entry: _Entry) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Layout:
     """How the matrices of one parameter lie: (axis, dim of a matrix that it cuts, or None) of each
     axis of more than one rank that the parts of a matrix lie on, the innermost first; and the axes
     that cut the stack, so that each of their ranks has other matrices.
@@ -139,7 +139,7 @@ class Assembly:
         """`parameters`: [rows, columns], or stacks of such; the same ones in the same order on all
         ranks that share them. `cost` of a matrix, by its shape, is what owners divide.
         """
-        ways = [_way(p, mesh) for p in parameters]
+        ways = [_layout(p, mesh) for p in parameters]
         owners = _owners(ways, mesh, cost)
         self.owned: list[int] = []
         """Numbers of the matrices of which this rank is the owner, of those it holds part of."""
@@ -149,11 +149,11 @@ class Assembly:
         for way, owned in zip(ways, owners, strict=True):
             here = tuple(axis.rank for axis in way.outer)
             for index, owner in enumerate(owned):
-                if _where(way, index) == here:
+                if _holder_ranks(way, index) == here:
                     self._add(entries, way, owner)
-        self.exchanges = [_Exchange(axis, e) for axis, e in entries.items() if e]
+        self.exchanges = [_PartExchange(axis, e) for axis, e in entries.items() if e]
 
-    def _add(self, entries: dict[Axis, list[_Entry]], way: _Way, owner: tuple[int, ...]) -> None:
+    def _add(self, entries: dict[Axis, list[_Entry]], way: _Layout, owner: tuple[int, ...]) -> None:
         """A matrix that this rank holds a part of, on each axis as far as it travels with it."""
         number, shape, cuts = len(self.shapes), way.shape, []
         for axis, dim in reversed(way.inner):
@@ -193,7 +193,7 @@ def _shares(shape: Shape, dim: int | None, ranks: int) -> list[Shape]:
     return [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
 
 
-def _way(p: Tensor, mesh: Mesh) -> _Way:
+def _layout(p: Tensor, mesh: Mesh) -> _Layout:
     axes = {axis.name: axis for axis in (mesh.fsdp, mesh.edp, mesh.ep, mesh.tp)}
     stacked = p.ndim - 2
     inner, outer = [], []
@@ -205,11 +205,11 @@ def _way(p: Tensor, mesh: Mesh) -> _Way:
         else:
             inner.append((axes[name], None if dim is None else dim - stacked))
     stack = p.shape[0] if stacked else 1
-    return _Way(tuple(p.shape[stacked:]), stack, tuple(inner), tuple(outer))
+    return _Layout(tuple(p.shape[stacked:]), stack, tuple(inner), tuple(outer))
 
 
 def _owners(
-    ways: list[_Way], mesh: Mesh, cost: Callable[[int, int], float]
+    ways: list[_Layout], mesh: Mesh, cost: Callable[[int, int], float]
 ) -> list[list[tuple[int, ...]]]:
     """Of each matrix of each parameter, whatever ranks hold it, its owner's rank on every axis of
     `inner`.
@@ -223,7 +223,7 @@ def _owners(
     holders = [math.prod(axis.size for axis, _ in way.inner) for way in ways]
     for i, index in sorted(each, key=lambda at: (holders[at[0]], -cost(*ways[at[0]].shape))):
         way = ways[i]
-        outer, places = zip(_where(way, index), way.outer, strict=True), {}
+        outer, places = zip(_holder_ranks(way, index), way.outer, strict=True), {}
         first = sum(r * apart[axis.name] for r, axis in outer)
         for ranks in product(*(range(axis.size) for axis, _ in way.inner)):
             steps = (r * apart[axis.name] for r, (axis, _) in zip(ranks, way.inner, strict=True))
@@ -233,7 +233,7 @@ def _owners(
     return owners
 
 
-def _where(way: _Way, index: int) -> tuple[int, ...]:
+def _holder_ranks(way: _Layout, index: int) -> tuple[int, ...]:
     """The rank on each axis of `outer` that holds that matrix of a stack."""
     ranks, size = [], way.stack
     for axis in reversed(way.outer):  # the outermost has cut first

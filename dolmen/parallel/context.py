@@ -82,7 +82,7 @@ class ContextParallel:
 
     def documents(self, whole: Documents) -> Documents:
         """This rank's part of what is the same on all ranks, with runs where kernels ask for it."""
-        here = whole.each(lambda t: self.split(t, 1))
+        here = whole.map_tensors(lambda t: self.split(t, 1))
         if self.kernel == "blocks":
             return here
         chunks = (0,) if self.axis.size == 1 else self.chunks(self.axis.rank)
@@ -166,12 +166,12 @@ def merge(
     return out * first[..., None] + more * second[..., None], total
 
 
-def _packed(k: Tensor, v: Tensor) -> Tensor:
+def _pack(k: Tensor, v: Tensor) -> Tensor:
     """Both as one message, one after the other."""
     return torch.cat((k.flatten(), v.flatten()))
 
 
-def _unpacked(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Views of what `_packed` made of two like k and v, or of what lies like it."""
     keys, values = kv.split((k.numel(), v.numel()))
     return keys.view(k.shape), values.view(v.shape)
@@ -191,10 +191,10 @@ def _passing(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Te
     """Keys and values of each rank and whose they are, this rank's own first. While the taker uses
     one part the next is under way, and is waited for when the taker asks for it.
     """
-    kv = _packed(k, v)
+    kv = _pack(k, v)
     for hop in range(axis.size):
         following = transfers.start_rotate([kv], axis) if hop + 1 < axis.size else None
-        yield (axis.rank - hop) % axis.size, *_unpacked(kv, k, v)
+        yield (axis.rank - hop) % axis.size, *_unpack(kv, k, v)
         if following is not None:
             (kv,) = following.wait()
 
@@ -229,7 +229,7 @@ def _backward(
     dq = torch.zeros_like(q, dtype=log_sum.dtype)
     for source, keys, values in _passing(k, v, context.axis):
         dkv = torch.zeros(k.numel() + v.numel(), dtype=log_sum.dtype, device=k.device)
-        dk, dv = _unpacked(dkv, k, v)
+        dk, dv = _unpack(dkv, k, v)
         for mine, theirs, at in context.visible(source, q.shape[1] // 2, attend):
             pieces = context.backend.partial_backward(
                 g[:, mine],
@@ -246,7 +246,7 @@ def _backward(
             dkv += travelling.wait()[0]
         travelling = transfers.start_rotate([dkv], context.axis)
     assert travelling is not None, "an axis has a rank"
-    dk, dv = _unpacked(travelling.wait()[0], k, v)
+    dk, dv = _unpack(travelling.wait()[0], k, v)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -94,7 +94,7 @@ class Int8Rows:
         return (y if bias is None else y + bias).to(x.dtype)
 
 
-def product_of(weight: Tensor, kind: Weights) -> LaidOut | None:
+def prepack(weight: Tensor, kind: Weights) -> LaidOut | None:
     """What multiplies by a weight on a CPU faster than torch does by itself; None: nothing does."""
     if weight.ndim != 2:
         return None
@@ -129,7 +129,7 @@ class Segment(NamedTuple):
 
 
 @dataclass
-class Turn:
+class AdapterAssignment:
     """Which tokens of the forward at hand have which adapter: said before it begins by who knows
     whose they are, and read by every product. The one way from the texts to the products.
     """
@@ -155,16 +155,16 @@ def segments(
     ]
 
 
-class Several(NamedTuple):
+class MultiLora(NamedTuple):
     """The adapters beside one weight, by their names, and who has which."""
 
     pairs: Mapping[str, Pair]
     """Of those that adapt this weight."""
-    turn: Turn
+    turn: AdapterAssignment
 
-    def cut(self, mine: Callable[[Tensor], Tensor]) -> "Several":
+    def cut(self, mine: Callable[[Tensor], Tensor]) -> "MultiLora":
         """See `Pair.cut`."""
-        return Several({name: pair.cut(mine) for name, pair in self.pairs.items()}, self.turn)
+        return MultiLora({name: pair.cut(mine) for name, pair in self.pairs.items()}, self.turn)
 
     def added(
         self, y: Float[Tensor, "tokens out"], x: Float[Tensor, "tokens in"]

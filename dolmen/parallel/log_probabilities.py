@@ -28,18 +28,18 @@ from dolmen.core.autograd import Context, TypedFunction
 from dolmen.ops import loss
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel.tensor import TensorParallel
-from dolmen.parallel.vocabulary import Call, combined, logits_and_slope
+from dolmen.parallel.vocabulary import LogitsCall, combine_vocabulary, logits_and_slope
 
 
 class _LogProbabilities(TypedFunction):
     @staticmethod
     def forward(
-        ctx: Context[Call],
+        ctx: Context[LogitsCall],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        call: Call,
+        call: LogitsCall,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         entered, wide = call.tp.entered(x), torch.promote_types(x.dtype, torch.float32)
@@ -48,7 +48,9 @@ class _LogProbabilities(TypedFunction):
         entropy = torch.empty_like(out) if with_entropy else None
         for rows in call.chunks(len(labels), len(weight)):
             logits, _ = logits_and_slope(entered[rows], weight, wide, call.soft_cap, bias)
-            maximum, e, sums, target = combined(logits, labels[rows], call.first, call.tp.axis)
+            maximum, e, sums, target = combine_vocabulary(
+                logits, labels[rows], call.first, call.tp.axis
+            )
             out[rows] = (target - sums.log()).masked_fill(labels[rows] == loss.IGNORED, 0.0)
             normalizer[rows] = maximum + sums.log()
             if entropy is not None:
@@ -62,7 +64,9 @@ class _LogProbabilities(TypedFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[Call], g: Tensor, h: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Context[LogitsCall], g: Tensor, h: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         (x, weight, bias, labels, normalizer, entropy), call = ctx.saved_tensors, ctx.kept
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         entered, one = call.tp.entered(x), torch.ones_like(normalizer)
@@ -113,7 +117,7 @@ def log_probabilities(
     a label that is IGNORED. Arguments are those of `linear_cross_entropy`, which is faster for a
     sum.
     """
-    call = Call(vocab_size, tp, at_once, soft_cap)
+    call = LogitsCall(vocab_size, tp, at_once, soft_cap)
     return _LogProbabilities.apply(x, weight, bias, labels, call, False)[0]
 
 
@@ -131,7 +135,7 @@ def log_probabilities_and_entropy(
     """Return `log_probabilities` and the entropy in nats of softmax(x W^T + b), both with
     gradients, I@tp, and 0 where the label is IGNORED.
     """
-    call = Call(vocab_size, tp, at_once, soft_cap)
+    call = LogitsCall(vocab_size, tp, at_once, soft_cap)
     return _LogProbabilities.apply(x, weight, bias, labels, call, True)
 
 
@@ -149,14 +153,14 @@ def log_probabilities_and_argmax(
     """Return `log_probabilities`, without gradients, and the token with the largest logit (the
     first of several equal ones, as torch.argmax), I@tp, from one pass over the logits.
     """
-    call = Call(vocab_size, tp, at_once, soft_cap)
+    call = LogitsCall(vocab_size, tp, at_once, soft_cap)
     entered, wide = tp.entered(x), torch.promote_types(x.dtype, torch.float32)
     out = torch.empty(labels.shape, dtype=wide, device=x.device)
     argmax = torch.empty_like(labels)
     for rows in call.chunks(len(labels), len(weight)):
         logits, _ = logits_and_slope(entered[rows], weight, wide, soft_cap, bias)
         local_maximum, at = logits.max(-1)
-        maximum, _, sums, target = combined(logits, labels[rows], call.first, tp.axis)
+        maximum, _, sums, target = combine_vocabulary(logits, labels[rows], call.first, tp.axis)
         out[rows] = (target - sums.log()).masked_fill(labels[rows] == loss.IGNORED, 0.0)
         # of the ranks that hold the maximum, the smallest token id
         at = torch.where(local_maximum == maximum, at + call.first, vocab_size)

@@ -59,7 +59,7 @@ from dolmen.parallel.schedule import Action, Schedule
 from dolmen.parallel.tensor import Deferred
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """What crosses from a stage to its neighbour: activations on their way up (`forward`), or their
     gradient on its way down.
     """
@@ -74,45 +74,47 @@ class Message(NamedTuple):
         return self.stage - 1 if self.forward else self.stage + 1
 
 
-def message_needed(schedule: Schedule, rank: int, action: Action) -> Message | None:
+def message_in(schedule: Schedule, rank: int, action: Action) -> StageMessage | None:
     """What an action of `rank` waits for: nothing at the end of the line, nor where it is a W."""
     stage = schedule.stage_of(rank, action.chunk)
-    message = Message(action.kind == "F", action.micro, stage)
+    message = StageMessage(action.kind == "F", action.micro, stage)
     comes = action.kind != "W" and 0 <= message.source < schedule.stages
     return message if comes else None
 
 
-def message_made(schedule: Schedule, rank: int, action: Action) -> Message | None:
+def message_out(schedule: Schedule, rank: int, action: Action) -> StageMessage | None:
     """What an action of `rank` sends: nothing at the end of the line, nor where it is a W."""
     stage, forward = schedule.stage_of(rank, action.chunk), action.kind == "F"
     to = stage + 1 if forward else stage - 1
     goes = action.kind != "W" and 0 <= to < schedule.stages
-    return Message(forward, action.micro, to) if goes else None
+    return StageMessage(forward, action.micro, to) if goes else None
 
 
-def messages_sent(schedule: Schedule, sender: int, to: int) -> list[Message]:
+def messages_sent(schedule: Schedule, sender: int, to: int) -> list[StageMessage]:
     """What rank `sender` sends to rank `to` in a step, in order."""
-    going = (message_made(schedule, sender, action) for action in schedule.actions[sender])
+    going = (message_out(schedule, sender, action) for action in schedule.actions[sender])
     return [message for message in going if message and schedule.rank_of(message.stage) == to]
 
 
-def messages_settled(schedule: Schedule, sender: int, to: int) -> dict[Message, list[Message]]:
+def acknowledged_messages(
+    schedule: Schedule, sender: int, to: int
+) -> dict[StageMessage, list[StageMessage]]:
     """Of each message that rank `to` sends back to `sender`, those of `sender` that it has taken
     since the one before.
     """
-    found: dict[Message, list[Message]] = {}
-    taken: list[Message] = []
+    found: dict[StageMessage, list[StageMessage]] = {}
+    taken: list[StageMessage] = []
     for action in schedule.actions[to]:
-        needed = message_needed(schedule, to, action)
+        needed = message_in(schedule, to, action)
         if needed is not None and schedule.rank_of(needed.source) == sender:
             taken.append(needed)
-        made = message_made(schedule, to, action)
+        made = message_out(schedule, to, action)
         if made is not None and schedule.rank_of(made.stage) == sender:
             found[made], taken = taken, []
     return found
 
 
-def axis_of(mesh: Mesh, sender: int, receiver: int) -> Axis:
+def channel_axis(mesh: Mesh, sender: int, receiver: int) -> Axis:
     """What a tensor from `sender` to `receiver`, ranks of pp, goes over: the same for both."""
     return mesh.up if receiver > sender else mesh.down
 
@@ -128,16 +130,16 @@ class Channels:
             for sender, receiver in routes(schedule)
             if receiver == me
         }
-        self.posted: dict[Message, tuple[dist.Work | None, Tensor]] = {}
-        self.going: dict[Message, tuple[dist.Work, Tensor]] = {}
+        self.posted: dict[StageMessage, tuple[dist.Work | None, Tensor]] = {}
+        self.going: dict[StageMessage, tuple[dist.Work, Tensor]] = {}
         """In the order of sending: a tensor under way is held here."""
         self.settled = {
             message: gone
             for peer in self.coming
-            for message, gone in messages_settled(schedule, me, peer).items()
+            for message, gone in acknowledged_messages(schedule, me, peer).items()
         }
 
-    def send(self, message: Message, tensor: Float[Tensor, "..."]) -> None:
+    def send(self, message: StageMessage, tensor: Float[Tensor, "..."]) -> None:
         """Begin to send `tensor` to the rank of the stage that needs it, or hand it over where that
         is this one. Nobody writes to it any more.
         """
@@ -146,10 +148,10 @@ class Channels:
             self.posted[message] = None, tensor
             return
         tensor = tensor.contiguous()
-        work = transfers.start_send(tensor, axis_of(self.mesh, me, peer), peer)
+        work = transfers.start_send(tensor, channel_axis(self.mesh, me, peer), peer)
         self.going[message] = work, tensor
 
-    def post(self, message: Message | None) -> None:
+    def post(self, message: StageMessage | None) -> None:
         """Post the receives from the rank that sends `message`, up to and including that."""
         if message is None:
             return
@@ -158,10 +160,10 @@ class Channels:
         me, peer = self.mesh.pp.rank, self.schedule.rank_of(message.source)
         while peer != me and message not in self.posted:
             buffer = self.boundary()
-            work = transfers.start_receive(buffer, axis_of(self.mesh, peer, me), peer)
+            work = transfers.start_receive(buffer, channel_axis(self.mesh, peer, me), peer)
             self.posted[self.coming[peer].popleft()] = work, buffer
 
-    def take(self, message: Message | None) -> Tensor | None:
+    def take(self, message: StageMessage | None) -> Tensor | None:
         """The tensor of `message`, of `boundary`'s shape, that has come; None without one. What has
         gone is let go.
         """
@@ -202,7 +204,7 @@ def connect(schedule: Schedule, mesh: Mesh) -> None:
     for sender, receiver in routes(schedule):
         if mesh.pp.rank not in (sender, receiver):
             continue
-        number, channel = torch.zeros(1, device=mesh.device), axis_of(mesh, sender, receiver)
+        number, channel = torch.zeros(1, device=mesh.device), channel_axis(mesh, sender, receiver)
         if mesh.pp.rank == sender:
             transfers.start_send(number, channel, receiver).wait()
         else:
@@ -220,7 +222,7 @@ def routes(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 @dataclass
-class Work:
+class StepWork:
     """What the actions of one step do, on this rank."""
 
     forward: Callable[[int, int, Tensor | None], Tensor]
@@ -246,7 +248,7 @@ class _Step:
     under way, from F to B or I the graph, from I to W the weight gradients that are left.
     """
 
-    def __init__(self, schedule: Schedule, mesh: Mesh, work: Work):
+    def __init__(self, schedule: Schedule, mesh: Mesh, work: StepWork):
         self.schedule, self.rank, self.work = schedule, mesh.pp.rank, work
         self.splits = schedule.splits_backward
         self.channels = Channels(schedule, mesh, work.boundary)
@@ -268,7 +270,7 @@ class _Step:
             # microbatch under way, of which the first rank has as many as there are ranks.
             edge = get_gradient_edge(y) if y.requires_grad else None  # None: all is frozen
             self.graphs[action.micro, action.chunk] = x, edge
-        message = message_made(self.schedule, self.rank, action)
+        message = message_out(self.schedule, self.rank, action)
         if message is not None:
             self.channels.send(message, y.detach())
 
@@ -313,19 +315,19 @@ class _Step:
         x, edge = self.graphs.pop((action.micro, action.chunk))
         if edge is not None:
             torch.autograd.backward(edge, dy)
-        message = message_made(self.schedule, self.rank, action)
+        message = message_out(self.schedule, self.rank, action)
         if message is not None:
             assert x is not None and x.grad is not None, action
             self.channels.send(message, x.grad)
         return edge is not None
 
 
-def execute(schedule: Schedule, mesh: Mesh, work: Work) -> None:
+def execute(schedule: Schedule, mesh: Mesh, work: StepWork) -> None:
     """Carry out `schedule.actions[mesh.pp.rank]`. Every rank of pp calls it with the same
     schedule.
     """
     step, actions = _Step(schedule, mesh, work), schedule.actions[mesh.pp.rank]
-    needs = [message_needed(schedule, mesh.pp.rank, action) for action in actions]
+    needs = [message_in(schedule, mesh.pp.rank, action) for action in actions]
     # The receives of an action are posted before the action ahead of it is done, so that what it
     # needs arrives meanwhile. One ahead is enough: those of a channel are posted in the order in
     # which its sender sends, so this posts all that come before it, too.

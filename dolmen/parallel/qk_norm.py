@@ -67,7 +67,7 @@ def _means(
     )
 
 
-def over_width(
+def rms_norm_over_width(
     q: Float[Tensor, "batch length heads size"],
     k: Float[Tensor, "batch length kv_heads size"],
     of_q: Float[Tensor, " heads*size"],

@@ -81,8 +81,8 @@ def gather_payloads(model: nn.Module, recipes: Mapping[str, Fp8]) -> list[str]:
     found = []
     for record in (record for unit in units(model) for record in sharding.records(unit)):
         name = names[record.sharded_param]
-        if name in recipes and one_payload(recipes[name]) and whole_blocks(record):
-            sharding.gather_as(record, sent, received)
+        if name in recipes and one_payload(recipes[name]) and has_whole_blocks(record):
+            sharding.gather_as(record, quantise_shard, dequantise_gathered)
             found.append(name)
     return found
 
@@ -93,7 +93,7 @@ def one_payload(recipe: Fp8) -> bool:
     return rounds and recipe.granularity("weight") == GRANULARITY
 
 
-def whole_blocks(record: sharding.Record) -> bool:
+def has_whole_blocks(record: sharding.Record) -> bool:
     """Whether a parameter is gathered in bf16, of several ranks with as many whole blocks each."""
     ranks, whole = sharding.ranks(record), sharding.gathered_shape(record)
     if (
@@ -106,7 +106,7 @@ def whole_blocks(record: sharding.Record) -> bool:
     return whole[0] % (ranks if len(whole) > 2 else ranks * BLOCK) == 0
 
 
-def sent(shard: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
+def quantise_shard(shard: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
     """Of one rank: payloads [..., rows, in] and scales [..., rows / 128, in / 128], or values."""
     values = shard.to(torch.bfloat16)
     if not module.training:
@@ -114,7 +114,7 @@ def sent(shard: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
     return fp8.quantise(values, format="e4m3", granularity=GRANULARITY)
 
 
-def received(parts: Sequence[Tensor]) -> Tensor:
+def dequantise_gathered(parts: Sequence[Tensor]) -> Tensor:
     """The copy of what all ranks have sent, in bf16."""
     if len(parts) == 1:
         return parts[0]
@@ -130,7 +130,7 @@ DIMS: dict[Operand, tuple[Dim, Dim]] = {
 }
 
 
-class Axes(NamedTuple):
+class ProductAxes(NamedTuple):
     """Which axes split each dim of a product."""
 
     tokens: tuple[Axis, ...] = ()
@@ -259,7 +259,9 @@ class Rounding:
     """It is one matrix of every expert."""
     delayed: Delayed | None = None
 
-    def on(self, axes: Axes, kernel: Literal["rounded", "scaled_mm"], first: int) -> "Fp8Product":
+    def on(
+        self, axes: ProductAxes, kernel: Literal["rounded", "scaled_mm"], first: int
+    ) -> "Fp8Product":
         """The product, over these axes, of the experts from `first` on."""
         return Fp8Product(self, axes, kernel, first)
 
@@ -294,7 +296,7 @@ class Fp8Product:
     """
 
     rounding: Rounding
-    axes: Axes
+    axes: ProductAxes
     kernel: Literal["rounded", "scaled_mm"] = "rounded"
     """ops/kernels.py says."""
     first: int = 0
@@ -346,7 +348,7 @@ class Fp8Product:
             # nothing is sent; and what is not finite here makes its scale NaN, as elsewhere
             scales = [scale + one * 0 for scale, one in zip(known, own, strict=True)]
         payloads = [
-            fp8.divided(part, scale, format, granularity, along)
+            fp8.quantise_with_scale(part, scale, format, granularity, along)
             for part, scale in zip(parts, scales, strict=True)
         ]
         return Operands(payloads, scales, granularity, along)
@@ -372,7 +374,7 @@ class Fp8Product:
     def _products(self, left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:
         """left right^T, each by the dim that it adds up over."""
         if self.kernel == "scaled_mm" and left.fits and right.fits:
-            return _scaled(left, right, dtype)
+            return _scaled_mm_products(left, right, dtype)
         sides = zip(left.values(dtype), right.values(dtype), strict=True)
         return [
             torch.mm(a if left.along else a.t(), b.t() if right.along else b).to(dtype)
@@ -417,7 +419,7 @@ Product = Fp8Product | Int8Product
 """What multiplies by a weight in place of torch's own product."""
 
 
-def _scaled(left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:
+def _scaled_mm_products(left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:
     """The same by torch's scaled products, which take rows that add up over the last dim."""
     kinds = {"tensor": ScalingType.TensorWise, "row": ScalingType.RowWise}
     kind = kinds[left.granularity]

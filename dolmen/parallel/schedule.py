@@ -168,7 +168,7 @@ def one_f_one_b(ranks: int, micros: int, chunks: int = 1) -> Schedule:
     )
 
 
-def interleaved(ranks: int, micros: int, chunks: int = 2) -> Schedule:
+def interleaved_1f1b(ranks: int, micros: int, chunks: int = 2) -> Schedule:
     """1F1B over `chunks` thin stages per rank: filling and draining take 1 / chunks of the time,
     sends are `chunks` times as many. Units go in groups of `ranks` microbatches through chunk 0,
     then chunk 1, ..., so `micros` must be a multiple of `ranks`. Raises ValueError where it is not,
@@ -316,7 +316,7 @@ def _single(name: str, chunks: int) -> None:
 SCHEDULES = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
-    "interleaved": interleaved,
+    "interleaved": interleaved_1f1b,
     "zero-bubble": zero_bubble,
     "zero-bubble-v": zero_bubble_v,
 }

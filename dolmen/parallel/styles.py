@@ -51,7 +51,7 @@ def parallelize(
         part = module.get_submodule(name)
         if style == "sequence":
             partial |= {f"{name}.{n}" for n, _ in part.named_parameters()}
-            _by_tokens(part, mesh.tp)
+            _shard_tokens(part, mesh.tp)
             continue
         parent, _, last = name.rpartition(".")
         setattr(module.get_submodule(parent), last, MADE[style, type(part)](part, mesh.tp))
@@ -114,7 +114,7 @@ class _Logits(nn.Module):
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows vocabulary"]:
         here = F.linear(collectives.copy(x, self.tp), self.weight, self.bias)
         first, _ = vocabulary.vocabulary_range(self.rows, self.tp)
-        return _together(here, -1, first, self.rows, self.tp)
+        return _join_parts(here, -1, first, self.rows, self.tp)
 
 
 MADE: dict[tuple[Style, type[nn.Module]], Callable[[Any, Axis], nn.Module]] = {
@@ -125,7 +125,7 @@ MADE: dict[tuple[Style, type[nn.Module]], Callable[[Any, Axis], nn.Module]] = {
 }
 
 
-def _by_tokens(part: nn.Module, tp: Axis) -> None:
+def _shard_tokens(part: nn.Module, tp: Axis) -> None:
     """Let each rank compute `part` of its own tokens."""
     if tp.size == 1:
         return
@@ -136,13 +136,13 @@ def _by_tokens(part: nn.Module, tp: Axis) -> None:
 
     def after(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         here = y.shape[-2]
-        return _together(y, -2, here * tp.rank, here * tp.size, tp)
+        return _join_parts(y, -2, here * tp.rank, here * tp.size, tp)
 
     part.register_forward_pre_hook(before)
     part.register_forward_hook(after)
 
 
-def _together(here: Tensor, dim: int, first: int, size: int, tp: Axis) -> Tensor:
+def _join_parts(here: Tensor, dim: int, first: int, size: int, tp: Axis) -> Tensor:
     """S(dim) -> I, of parts that need not be equal: each is a partial sum of the whole, and its
     gradient is that of its own part.
     """

@@ -43,8 +43,8 @@ from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
 from dolmen.ops import int8
-from dolmen.parallel.inference_linear import LaidOut, Several
-from dolmen.parallel.quantized_product import Axes, Int8Product, Product, Rounding
+from dolmen.parallel.inference_linear import LaidOut, MultiLora
+from dolmen.parallel.quantized_product import Int8Product, Product, ProductAxes, Rounding
 
 
 class Deferred:
@@ -120,12 +120,14 @@ class Linear(NamedTuple):
     """Of a frozen weight in eight bits (ops/int8.py)."""
     laid_out: LaidOut | None = None
     """What multiplies by `merged` where no gradient is kept; None: torch as it is."""
-    several: Several | None = None
+    several: MultiLora | None = None
     """Further adapters, of which each token has one or none, where no gradient is kept."""
 
     def whole(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
         """The weight alone, as numbers of a dtype."""
-        return self.weight if self.scale is None else int8.restored(self.weight, self.scale, dtype)
+        return (
+            self.weight if self.scale is None else int8.dequantise(self.weight, self.scale, dtype)
+        )
 
     def merged(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
         """The weight that x of a dtype is multiplied by, the adapter's part with it."""
@@ -183,11 +185,11 @@ class TensorParallel:
         tokens, mine = self.tokens, (self.axis,)
         match rounding.cut:
             case "inputs":
-                axes = Axes(tokens, inputs=mine)
+                axes = ProductAxes(tokens, inputs=mine)
             case "outputs":
-                axes = Axes(tokens, outputs=mine)
+                axes = ProductAxes(tokens, outputs=mine)
             case _:
-                axes = Axes((*tokens, *mine) if self.gathers else tokens)
+                axes = ProductAxes((*tokens, *mine) if self.gathers else tokens)
         return rounding.on(axes, self.fp8, self.first_expert)
 
     def enter(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
@@ -202,7 +204,7 @@ class TensorParallel:
 
     def entered(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
         """The same without autograd, in functions that have a backward of their own."""
-        return _gathered(x, self.axis if self.gathers else None)
+        return _gather_tokens(x, self.axis if self.gathers else None)
 
     def leave(self, y: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "here hidden"]:
         """P -> I, in y's memory, or P -> S(0) under sequence parallelism. y is the sum or product
@@ -273,10 +275,10 @@ class _Linear(TypedFunction):
         ctx.kept = call
         number = len(call.products)
         weights, biases = weights_and_biases[:number], weights_and_biases[number:]
-        wants_dx, wants_dw, _ = _wanted(ctx)
+        wants_dx, wants_dw, _ = _needed_gradients(ctx)
         keeps_x = call.deferred or any(wants_dw)
         ctx.save_for_backward(x if keeps_x else None, *(weights if wants_dx else ()))
-        return _products(_gathered(x, call.gather), weights, biases, call)
+        return _products(_gather_tokens(x, call.gather), weights, biases, call)
 
     @staticmethod
     def backward(ctx: Context[_Call], *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -285,7 +287,7 @@ class _Linear(TypedFunction):
         #   dX is reduced            while all dW and db are computed, as many operations again
         (x, *weights), call = ctx.saved_tensors, ctx.kept
         tp, axis = call.tp, call.gather
-        wants_dx, wants_dw, wants_db = _wanted(ctx)
+        wants_dx, wants_dw, wants_db = _needed_gradients(ctx)
         dx: Tensor | None = None
         dw: list[Tensor | None] = [None] * len(call.products)
         gathering = (
@@ -311,14 +313,14 @@ class _Linear(TypedFunction):
         return dx, None, *dw, *db
 
 
-def _wanted(ctx: Context[_Call]) -> tuple[bool, tuple[bool, ...], tuple[bool, ...]]:
+def _needed_gradients(ctx: Context[_Call]) -> tuple[bool, tuple[bool, ...], tuple[bool, ...]]:
     """Whether the gradient of x is, of each weight, of each bias (False where there is none)."""
     wants_dx, _, *others = ctx.needs_input_grad
     number = len(ctx.kept.products)
     return wants_dx, tuple(others[:number]), tuple(others[number:])
 
 
-def _gathered(x: Tensor, axis: Axis | None) -> Tensor:
+def _gather_tokens(x: Tensor, axis: Axis | None) -> Tensor:
     return x if axis is None else transfers.wait(transfers.start_all_gather(x, axis), axis)
 
 
@@ -365,7 +367,7 @@ def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callab
     ]
 
     def run() -> None:
-        whole = _gathered(x, call.gather)
+        whole = _gather_tokens(x, call.gather)
         torch.autograd.backward(weights, _rounded_or_not(wanted, whole, call.tp.turned))
 
     return run
@@ -399,10 +401,10 @@ def _linear(
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         if any(one.rounding is not None for one in linears):
             return _uncompiled(x, linears, tp, enters)
-    return _made(x, linears, tp, enters)
+    return _multiply_linears(x, linears, tp, enters)
 
 
-def _made(
+def _multiply_linears(
     x: Tensor, linears: Sequence[Linear], tp: TensorParallel, enters: bool
 ) -> tuple[Tensor, ...]:
     if any(one.laid_out is not None or one.several is not None for one in linears):
@@ -419,20 +421,20 @@ def _made(
     downs = [adapter.down for _, adapter in adapters]
     none = [None] * len(downs)
     how = [*(tp.product(one) for one in linears), *none]
-    products = _multiplied(x, [*weights, *downs], [*biases, *none], how, tp, enters)
+    products = _multiply(x, [*weights, *downs], [*biases, *none], how, tp, enters)
     if not adapters:
         return products
     ys, hs = products[: len(linears)], products[len(linears) :]
     for (i, adapter), h in zip(adapters, hs, strict=True):
-        (up,) = _multiplied(h * adapter.scale, [adapter.up], [None], [None], tp, enters=False)
+        (up,) = _multiply(h * adapter.scale, [adapter.up], [None], [None], tp, enters=False)
         ys[i].add_(up)  # the product just made, which nothing else reads
     return tuple(
-        y if gain is None else _gained(y, gain, one.bias)
+        y if gain is None else _apply_gain(y, gain, one.bias)
         for y, gain, one in zip(ys, gains, linears, strict=True)
     )
 
 
-def _gained(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+def _apply_gain(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
     y = y * gain.to(y.dtype)
     return y if bias is None else y + bias
 
@@ -445,15 +447,15 @@ def _read(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
         return y if one.bias is None else y.add_(one.bias)
     if one.laid_out is not None:
         return one.laid_out(x, one.bias)
-    return _made(x, [one], tp, enters=False)[0]
+    return _multiply_linears(x, [one], tp, enters=False)[0]
 
 
 # A compiled block ends before products of eight bits and begins again behind them: what delayed
 # scaling learns of a step is no value of a graph, nor is what ranks tell one another of scales.
-_uncompiled = compute.disable_compile(_made)
+_uncompiled = compute.disable_compile(_multiply_linears)
 
 
-def _multiplied(
+def _multiply(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -518,7 +520,7 @@ def rows(
     return y
 
 
-def own_tokens(
+def local_tokens(
     per_token: Shaped[Tensor, " tokens *rest"], tp: TensorParallel
 ) -> Shaped[Tensor, " here *rest"]:
     """Of something known for all tokens, this rank's part of the residual stream: all, or
@@ -527,7 +529,9 @@ def own_tokens(
     return collectives.local_part(per_token, 0, tp.axis) if tp.gathers else per_token
 
 
-def all_tokens(per_token: Float[Tensor, " here"], tp: TensorParallel) -> Float[Tensor, " tokens"]:
+def gather_token_values(
+    per_token: Float[Tensor, " here"], tp: TensorParallel
+) -> Float[Tensor, " tokens"]:
     """The inverse: I or S(0)@tp -> I@tp, with autograd. Each rank gives its own and zeros for the
     others', whose sum has a gradient that each rank takes its part of; what `enter` gathers is R,
     of which every rank's gradient would be added.

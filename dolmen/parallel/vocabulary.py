@@ -33,7 +33,7 @@ from dolmen.core import collectives, profiling, transfers
 from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
 from dolmen.ops import loss
-from dolmen.ops.elementwise import accumulate, compiled
+from dolmen.ops.elementwise import accumulate, compile_accumulate
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel.tensor import TensorParallel, weight_products
 
@@ -83,7 +83,7 @@ def gather_vocabulary(
     return whole.movedim(0, -1)[..., :vocab_size]
 
 
-class Call(NamedTuple):
+class LogitsCall(NamedTuple):
     """How logits over the vocabulary-parallel weight are made: a chunk of tokens at a time, so that
     [tokens, vocabulary] is never held.
     """
@@ -115,7 +115,7 @@ def logits_and_slope(
 ) -> tuple[Float[Tensor, "n rows"], Float[Tensor, "n rows"] | None]:
     """This rank's logits in the `wide` dtype; where there is a cap, capped, and its slope there."""
     logits = F.linear(x, weight, bias).to(wide)
-    return (logits, None) if soft_cap is None else loss.capped_with_slope(logits, soft_cap)
+    return (logits, None) if soft_cap is None else loss.soft_cap_with_slope(logits, soft_cap)
 
 
 class _LinearCrossEntropy(TypedFunction):
@@ -127,7 +127,7 @@ class _LinearCrossEntropy(TypedFunction):
         bias: Tensor | None,
         labels: Tensor,
         weights: Tensor | None,
-        call: Call,
+        call: LogitsCall,
         differentiate: bool,
         compile: bool,
     ) -> Tensor:
@@ -143,9 +143,9 @@ class _LinearCrossEntropy(TypedFunction):
         # multiplied into dX and dW, then forgotten. Of 8,192 tokens and 128,256 rows all logits
         # would be 3.9 GiB in fp32, and their gradient as much. dW is a sum over chunks, in fp32.
         visit, add, round_ = (
-            (_compiled_chunk(), compiled(), _compiled_rounded())
+            (_compiled_chunk(), compile_accumulate(), _compiled_rounded())
             if compile
-            else (_chunk, accumulate, _rounded)
+            else (_chunk, accumulate, _round)
         )
         for rows in call.chunks(len(entered), len(weight)):
             losses, dlogits = visit(
@@ -211,7 +211,7 @@ def _chunk(
     [n, rows], in x's dtype.
     """
     logits, slope = logits_and_slope(x, weight, wide, soft_cap, bias)
-    _, e, sums, target = combined(logits, labels, first, axis)
+    _, e, sums, target = combine_vocabulary(logits, labels, first, axis)
     losses = torch.where(labels == loss.IGNORED, 0.0, sums.log() - target)
     if weights is not None:
         losses = losses * weights
@@ -220,7 +220,7 @@ def _chunk(
     return losses, loss.gradient(e, sums, labels, first, x.dtype, slope, weights)
 
 
-def combined(
+def combine_vocabulary(
     logits: Float[Tensor, "n rows"], labels: Int64[Tensor, " n"], first: int, axis: Axis
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, "n rows"], Float[Tensor, " n"], Float[Tensor, " n"]]:
     """Of this rank's logits, whose first row is `first`: the maximum m over the whole vocabulary,
@@ -235,7 +235,7 @@ def combined(
     return maximum, e, sums, target
 
 
-def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+def _round(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """Its rows one after the other, as those of the weight: what comes next copies it."""
     return gradient.to(dtype).contiguous()
 
@@ -249,7 +249,7 @@ def _compiled_chunk():
 @cache
 def _compiled_rounded():
     """Compiled when first asked for."""
-    return torch.compile(_rounded, dynamic=False)
+    return torch.compile(_round, dynamic=False)
 
 
 @profiling.record_function_range("loss")
@@ -274,7 +274,7 @@ def linear_cross_entropy(
     by the global sum of weights, 1 for each real token, before backward. `compile` fuses the passes
     over one chunk's logits, `at_once` are its elements.
     """
-    call = Call(vocab_size, tp, at_once, soft_cap)
+    call = LogitsCall(vocab_size, tp, at_once, soft_cap)
     return _LinearCrossEntropy.apply(
         x, weight, bias, labels, weights, call, torch.is_grad_enabled(), compile
     )

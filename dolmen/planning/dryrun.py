@@ -31,7 +31,7 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.spec import ModelSpec
 from dolmen.ops.attention import Documents
 from dolmen.ops.kernels import CPU, KNOWN, Hardware
-from dolmen.optim.optimizer import DTYPES, at_rest
+from dolmen.optim.optimizer import DTYPES, master_dtype
 from dolmen.parallel import data
 from dolmen.parallel.schedule import Action, Schedule
 from dolmen.planning.config import DryrunRequest, ranks_of
@@ -155,7 +155,7 @@ def _count_step(
         run.layout,
         schedule,
         training=run.training,
-        dtype=at_rest(run.train.dtype),
+        dtype=master_dtype(run.train.dtype),
         compute=DTYPES[run.train.dtype],
         hardware=hardware,
         stages=stages,

@@ -27,7 +27,7 @@ from dolmen.core.state import dtype_of, local_view
 from dolmen.model.decoder import Decoder
 from dolmen.model.spec import LatentAttentionSpec, ModelSpec, ParamSpec
 from dolmen.parallel import data, tensor
-from dolmen.parallel.inference_linear import Pair, Several, Turn, Weights
+from dolmen.parallel.inference_linear import AdapterAssignment, MultiLora, Pair, Weights
 
 LONGEST = 200  # characters of a name
 _NO_LENGTHS = (
@@ -41,9 +41,9 @@ class Adapters:
     """The adapters of one model, as this rank holds them."""
 
     names: frozenset[str] = frozenset()
-    weights: Mapping[str, Several] = field(default_factory=dict)
+    weights: Mapping[str, MultiLora] = field(default_factory=dict)
     """For each adapted weight its low-rank pairs."""
-    turn: Turn = field(default_factory=Turn)
+    turn: AdapterAssignment = field(default_factory=AdapterAssignment)
     """Which tokens of the current forward have which adapter."""
 
 
@@ -166,7 +166,7 @@ def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
             "several adapters are for a model that is split over tp and pp alone: load it for "
             "generation, without sequence parallelism and ZeRO"
         )
-    turn, held = Turn(), model.held()
+    turn, held = AdapterAssignment(), model.held()
     pairs: dict[str, dict[str, Pair]] = {}
     refused: list[str] = []
     for name, low in lows.items():
@@ -177,7 +177,7 @@ def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
                 refused.append(f"adapter {name}: {error}")
     if refused:
         raise ValueError(refused[0])
-    beside = {weight: Several(own, turn) for weight, own in pairs.items()}
+    beside = {weight: MultiLora(own, turn) for weight, own in pairs.items()}
     return Adapters(frozenset(lows), beside, turn)
 
 

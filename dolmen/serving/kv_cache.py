@@ -46,7 +46,7 @@ from dolmen.model.component import PagedAttention, SequenceAttention
 from dolmen.model.spec import ModelSpec, PositionSpan
 from dolmen.ops.attention import Documents
 from dolmen.ops.attention.decode import Alone, Pages
-from dolmen.ops.rope import of_span
+from dolmen.ops.rope import span_positions
 from dolmen.serving.block_table import PAGE_SIZE, BlockTable
 
 
@@ -249,7 +249,7 @@ class KVCache:
         if spans or self.streams > 1:
             token_spans = [span[sequence] for sequence in owner] + [PositionSpan()] * padding
             _, *said = torch.tensor(token_spans).unbind(-1)
-            positions = of_span(positions[0], *said)[: self.streams]
+            positions = span_positions(positions[0], *said)[: self.streams]
         token_lengths = None
         if self.by_length:
             known = lengths or table.lengths

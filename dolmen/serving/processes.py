@@ -37,7 +37,7 @@ def check_model(
     `replicas`: the verb splits its work over dp. `weights`: how weights are held. `adapters`:
     NAME=FOLDER, for the first model.
     """
-    started = process.started()
+    started = process.read_launch()
     try:
         models = [readable(name) for name in sources]
         if adapters:
@@ -84,10 +84,10 @@ def run(
 
     Workers that are started here run `dolmen verb` with the options `handed`, as plain values.
     """
-    started = process.started()
+    started = process.read_launch()
     if started is None and layout.world > 1:
         return launcher.launch(layout.world, [verb], handed=handed)
-    return process.guarded(lambda: _join(started, layout, asked, work))
+    return process.run_worker(lambda: _join(started, layout, asked, work))
 
 
 def _join(

@@ -17,7 +17,7 @@ from dolmen.objectives.preference import DPO, KTO, ReferenceFreePreference
 from dolmen.objectives.reward import PairwiseRewardLoss
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
-from dolmen.optim.optimizer import DTYPES, LossScale, at_rest
+from dolmen.optim.optimizer import DTYPES, LossScale, master_dtype
 from dolmen.parallel import pipeline
 from dolmen.parallel.schedule import Schedule
 from dolmen.rl.prompts import PromptLoader
@@ -85,7 +85,7 @@ def build_model(run: RunConfig, tree: ModelSpec, schedule: Schedule, mesh: Mesh)
         run.layout,
         schedule,
         training=run.training,
-        dtype=at_rest(run.train.dtype),
+        dtype=master_dtype(run.train.dtype),
         compute=DTYPES[run.train.dtype],
         compile=run.train.compile,
     )
@@ -100,7 +100,7 @@ def load_initial(model: Decoder, source: Source | None, run: RunConfig) -> None:
         return
     stored = [name for name, _ in model.named_parameters() if name in source.tree.leaves]
     build.initialize(model, run.train.seed, stored)
-    masters = cast_source(source, at_rest(run.train.dtype))
+    masters = cast_source(source, master_dtype(run.train.dtype))
     build.load(model, lambda write: load_weights(masters, write, only=stored))
 
 
@@ -118,7 +118,7 @@ def initial_state(
     `objective` default to those of the run.
     """
     config = run.optimizer if config is None else config
-    optimizer = optim.make(model, config, mesh)
+    optimizer = optim.make_optimizer(model, config, mesh)
     optim.prime(optimizer)
     return TrainState(
         model,

@@ -23,7 +23,7 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.spec import ModelSpec
 from dolmen.objectives import forward
 from dolmen.objectives.preference import REFERENCE
-from dolmen.optim.optimizer import DTYPES, at_rest
+from dolmen.optim.optimizer import DTYPES, master_dtype
 from dolmen.training import folder
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
@@ -142,7 +142,7 @@ def load_model(run: RunConfig, source: Source, state: TrainState, mesh: Mesh) ->
 def _built(run: RunConfig, tree: ModelSpec, state: TrainState, mesh: Mesh) -> Decoder:
     dtype = run.train.dtype
     return build.build(
-        tree, mesh, run.layout, state.schedule, dtype=at_rest(dtype), compute=DTYPES[dtype]
+        tree, mesh, run.layout, state.schedule, dtype=master_dtype(dtype), compute=DTYPES[dtype]
     )
 
 

@@ -15,7 +15,7 @@ from dolmen.core.messages import plural
 from dolmen.data.batches import Loader
 from dolmen.model import count
 from dolmen.model.layout import Layout
-from dolmen.optim.optimizer import at_rest
+from dolmen.optim.optimizer import master_dtype
 from dolmen.parallel.simulation import simulate
 from dolmen.training.config import RunConfig
 from dolmen.training.mfu import Peak
@@ -158,7 +158,7 @@ def adapters(run: RunConfig) -> str:
 def held(run: RunConfig) -> str:
     """Of weights in eight bits, what all ranks together hold of them, and would."""
     leaves = run.trained.leaves.values()
-    wide = at_rest(run.train.dtype).itemsize
+    wide = master_dtype(run.train.dtype).itemsize
     was = sum(leaf.elements for leaf in leaves if leaf.int8) * wide
     if not was:
         return ""

@@ -47,7 +47,7 @@ from dolmen.objectives.preference import meaningful_metrics
 from dolmen.ops.elementwise import Noise
 from dolmen.optim.config import learning_rate
 from dolmen.parallel import data, pipeline, quantized_product
-from dolmen.parallel.pipeline import Work
+from dolmen.parallel.pipeline import StepWork
 from dolmen.parallel.schedule import Action
 from dolmen.training import balance
 from dolmen.training.state import TrainState, reset_optimizer, step_without_decay
@@ -349,6 +349,8 @@ def forward_backward(
         return model.boundary(size, batch.tokens.shape[1])
 
     pipeline.execute(
-        state.schedule, mesh, Work(forward, boundary, reduction, chunks, model.tp.later, observe)
+        state.schedule,
+        mesh,
+        StepWork(forward, boundary, reduction, chunks, model.tp.later, observe),
     )
     return sums, balance.local_tallies(model, losses)

@@ -51,7 +51,7 @@ def run(request: Request, guarded: Guard = lambda work: work()) -> int:
     """Train as asked; the exit code. `guarded` calls what this process itself does of the run, and
     decides about its exceptions. Raises BadInput for what is refused before that.
     """
-    started = process.started()
+    started = process.read_launch()
     if started is None:
         return _start_processes(request, guarded)
     if process.one_store():
@@ -178,7 +178,7 @@ def worker(
     with (
         process.environment(determinism.ENVIRONMENT if same else {}),
         determinism.deterministic_mode(same),  # NCCL asks when its groups are made
-        process.on_stop(lambda got: setattr(stop, "signal", max(stop.signal, got))),
+        process.stop_handler(lambda got: setattr(stop, "signal", max(stop.signal, got))),
         meshes.process_group_context(started, device, limit),
         explained(out),
     ):

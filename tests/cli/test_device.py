@@ -59,7 +59,7 @@ def began(monkeypatch, material, tmp_path):
 
     def train(*words: object) -> tuple[torch.device, str | None]:
         monkeypatch.setattr(job, "worker", worker)
-        monkeypatch.setattr(process, "guarded", lambda work: work())
+        monkeypatch.setattr(process, "run_worker", lambda work: work())
         with pytest.raises(Reached) as found:
             dolmen("train", material.file, "--out", tmp_path / "run", *words)
         return found.value.args

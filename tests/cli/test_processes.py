@@ -597,7 +597,7 @@ def ended(monkeypatch):
         raise SystemExit(("at once", code))
 
     monkeypatch.setattr(os, "_exit", leave)
-    return lambda work: pytest.raises(SystemExit, process.guarded, work).value.code
+    return lambda work: pytest.raises(SystemExit, process.run_worker, work).value.code
 
 
 def raiser(error):
@@ -615,8 +615,8 @@ def test_guarded_alone(ended, capsys):
     assert capsys.readouterr().err.count("Traceback") == 1
     for error in (BadInput("x"), KeyboardInterrupt(), BrokenPipeError()):
         with pytest.raises(type(error)):
-            process.guarded(raiser(error))
-    assert process.guarded(lambda: 7) == 7 and capsys.readouterr().err == ""
+            process.run_worker(raiser(error))
+    assert process.run_worker(lambda: 7) == 7 and capsys.readouterr().err == ""
 
 
 def test_guarded_worker(ended, capsys, monkeypatch, tmp_path):

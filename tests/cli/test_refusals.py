@@ -32,7 +32,7 @@ def no_process(monkeypatch):
         raise AssertionError("processes were started")
 
     monkeypatch.setattr(launcher, "launch", started)
-    monkeypatch.setattr(process, "guarded", started)
+    monkeypatch.setattr(process, "run_worker", started)
 
 
 def refused(material: Material, out: Path, *words, file: str | Path | None = None) -> str:
@@ -490,7 +490,7 @@ def test_export(material, tmp_path):
 
 def test_verify_and_generate(material, monkeypatch, tmp_path):
     # these two refuse a request after loading
-    monkeypatch.setattr(process, "guarded", lambda work: work())
+    monkeypatch.setattr(process, "run_worker", lambda work: work())
     bare = tmp_path / "bare"
     shutil.copytree(material.model, bare)
     for file in bare.glob("*token*"):

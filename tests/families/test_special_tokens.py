@@ -22,7 +22,7 @@ from dolmen.model import head
 from dolmen.model.spec import PositionSpan
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
-from dolmen.ops.rope import of_span
+from dolmen.ops.rope import span_positions
 from dolmen.serving import request
 from dolmen.serving.kv_cache import KVCache
 
@@ -38,7 +38,7 @@ def placed(known, tokens):
     """How many tokens see one another, and both streams of positions."""
     span, index = known.span(tokens), torch.arange(len(tokens))
     told = (torch.full_like(index, value) for value in span[1:])
-    return span.prefix, *of_span(index, *told).tolist()
+    return span.prefix, *span_positions(index, *told).tolist()
 
 
 def test_version_1_1_of_chatglm_stays_at_the_mask():

@@ -262,23 +262,23 @@ def without_post_norms(patch):
 
 def capped_by_rank(patch):
     """A rank of tp caps its part of the vocabulary otherwise than the others."""
-    capped = loss.loss.capped_with_slope
+    capped = loss.loss.soft_cap_with_slope
     patch.setattr(
         loss.loss,
-        "capped_with_slope",
+        "soft_cap_with_slope",
         lambda logits, cap: capped(logits, cap * (1 + dist.get_rank() % 2)),
     )
 
 
 def without_slope(patch):
     """The gradient of capped logits is taken for that of what they are made of."""
-    capped = loss.loss.capped_with_slope
+    capped = loss.loss.soft_cap_with_slope
 
     def flat(logits, cap):
         made, slope = capped(logits, cap)
         return made, torch.ones_like(slope)
 
-    patch.setattr(loss.loss, "capped_with_slope", flat)
+    patch.setattr(loss.loss, "soft_cap_with_slope", flat)
 
 
 def scaled_by_rank(patch):

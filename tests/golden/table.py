@@ -26,7 +26,7 @@ from dolmen.data.mixture import Mixture, Part, TokenStream
 from dolmen.model import layout as layouts
 from dolmen.objectives.objective import CrossEntropy, Objective
 from dolmen.ops.attention import Documents
-from dolmen.optim.optimizer import OptimizerConfig, make
+from dolmen.optim.optimizer import OptimizerConfig, make_optimizer
 from dolmen.parallel import data
 from dolmen.training.state import NewRows, TrainState
 from dolmen.training.step import optimizer_step
@@ -264,7 +264,7 @@ def start(
     schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
     model = build(config, mesh, layout, schedule, dtype=dtype, compute=compute)
     initialize(model, seed)
-    made = make(model, optimizer, mesh)
+    made = make_optimizer(model, optimizer, mesh)
     return TrainState(
         model,
         made,

@@ -82,7 +82,7 @@ def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
     config, settings = config_of(family)
     model = build(config, mesh, layout, schedule)
     initialize(model, seed)
-    optimizer = optim.make(model, settings, mesh)
+    optimizer = optim.make_optimizer(model, settings, mesh)
     optim.prime(optimizer)
     rewards = model.tree.head == ScalarHeadSpec()
     objective, given = (

@@ -153,13 +153,13 @@ def summed_again(patch):
 
 def parts_in_another_order(patch):
     """What came of the others is put together in the order of the ranks, backwards."""
-    init = assembly._Exchange.__init__
+    init = assembly._PartExchange.__init__
 
     def made(self, axis, entries):
         init(self, axis, entries)
         self.peers = self.peers[::-1]
 
-    patch.setattr(assembly._Exchange, "__init__", made)
+    patch.setattr(assembly._PartExchange, "__init__", made)
 
 
 def results_of_another(patch):

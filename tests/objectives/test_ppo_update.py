@@ -96,7 +96,7 @@ def state_of(config: Tiny, objective) -> TrainState:
     schedule = Layout().make_schedule(4, 2)
     model = build(config, SINGLE, Layout(), schedule, dtype=torch.float64)
     initialize(model, 3)
-    optimizer = optim.make(model, OPTIMIZER, SINGLE)
+    optimizer = optim.make_optimizer(model, OPTIMIZER, SINGLE)
     optim.prime(optimizer)
     return TrainState(model, optimizer, OPTIMIZER, 10, 1, schedule, objective=objective)
 

@@ -223,8 +223,8 @@ def test_compiled_equals_eager(starts):
     [
         (torch.ops.dolmen.attention_forward, blocks.Rule),
         (torch.ops.dolmen.attention_backward, blocks.Rule),
-        (torch.ops.dolmen.flash_forward, operators.Call),
-        (torch.ops.dolmen.flash_backward, operators.Call),
+        (torch.ops.dolmen.flash_forward, operators.FlashCall),
+        (torch.ops.dolmen.flash_backward, operators.FlashCall),
     ],
     ids=str,
 )

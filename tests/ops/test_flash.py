@@ -76,7 +76,7 @@ def test_a_repeatable_backward_is_flash_attentions(monkeypatch):
     ],
 )
 def test_calls_that_fit_cudnn(bounds, queries, keys, fits):
-    call = operators.Call.of(None, bounds, 1.0, True)
+    call = operators.FlashCall.of(None, bounds, 1.0, True)
     assert call.fits_cudnn(queries, keys) == fits
     assert not call._replace(cudnn=False).fits_cudnn(queries, keys)
 
@@ -246,7 +246,7 @@ def test_what_is_traced_has_the_shapes_of_what_is_computed(name, backend):
         q, k, v, g = (t.flatten(0, 1) for t in (q, k, v, g))
         begins = reference.spec.begins(case.starts)
         run = reference.spec.run(begins, 0, case.length, HERE)
-    call = operators.Call.of(run, operators.CAUSAL, 0.25, backend == "cudnn")
+    call = operators.FlashCall.of(run, operators.CAUSAL, 0.25, backend == "cudnn")
     kept = q, k, v, *operators.forward(q, k, v, call)
     checks = dict(test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(operators.opaque_forward, (q, k, v, *call), **checks)

@@ -14,7 +14,7 @@ from dolmen.model.head import compute_logits, cross_entropy_function
 from dolmen.model.spec import AlibiSpec, RopeSpec, positions
 from dolmen.ops.attention import Attend, Documents, blockwise
 from dolmen.ops.kernels import H100
-from dolmen.ops.rope import PositionIds, of_prefix
+from dolmen.ops.rope import PositionIds, prefix_positions
 from dolmen.serving import engine
 from dolmen.serving.kv_cache import KVCache
 
@@ -54,7 +54,7 @@ def placed(config: Tiny, documents: Documents) -> PositionIds | None:
     if config.tree.streams == 1:
         return None
     index = torch.arange(documents.starts.shape[1]).expand_as(documents.starts)
-    return PositionIds.of(of_prefix(index, documents.reach).transpose(0, 1))
+    return PositionIds.of(prefix_positions(index, documents.reach).transpose(0, 1))
 
 
 def prefix(*lengths: int, length: int = LENGTH) -> Documents:
@@ -189,7 +189,7 @@ def test_one_program_serves_all_prefixes(monkeypatch):
     """Without a graph break, forward and backward."""
     torch.compiler.reset()  # what other tests compiled
     model, counter = decoder(), CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(blockwise, "_fused", lambda passes: passes)
+    monkeypatch.setattr(blockwise, "_compile", lambda passes: passes)
     for block in model.layers.values():
         block.compile(backend=counter, fullgraph=True)
     for lengths in ((5, 0), (1, 24), (13, 7)):

@@ -65,8 +65,8 @@ def test_what_each_changes_is_seen(name, wrong):
     """The same errors where one thing is left out or wrong: 10^5 times the tolerance of fp32."""
     right = NEW[name]
     other = replace(right, attend=right.attend._replace(**wrong))
-    got = reference.whole("blocks", other, torch.float64, HERE)
-    for a, b in zip(got, reference.expected(right, torch.float64, HERE), strict=True):
+    got = reference.run_whole("blocks", other, torch.float64, HERE)
+    for a, b in zip(got, reference.reference_gradients(right, torch.float64, HERE), strict=True):
         assert (a - b).norm() > 0.05 * b.norm()
 
 
@@ -147,7 +147,7 @@ def test_the_road_of_dropout(name, dtype, tolerance):
     out = dropout.attention(*leaves, attend, torch.arange(case.length))
     assert out.dtype == dtype
     got = [out.detach(), *torch.autograd.grad(out, leaves, g)]
-    near(got, reference.expected(case, dtype, HERE), tolerance)
+    near(got, reference.reference_gradients(case, dtype, HERE), tolerance)
 
 
 def test_gradient_with_dropped_probabilities():
@@ -208,8 +208,10 @@ def test_a_soft_cap_is_the_most_that_a_score_can_be():
     # and one far above all scores changes nothing
     case = CASES["grouped"]
     for a, b in zip(
-        reference.whole("blocks", replace(case, attend=Attend(soft_cap=1e6)), torch.float64, HERE),
-        reference.whole("blocks", case, torch.float64, HERE),
+        reference.run_whole(
+            "blocks", replace(case, attend=Attend(soft_cap=1e6)), torch.float64, HERE
+        ),
+        reference.run_whole("blocks", case, torch.float64, HERE),
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
@@ -344,7 +346,7 @@ def test_one_program_serves_the_layers_of_a_model(monkeypatch):
     )
     model, counter = build(config, SINGLE), CompileCounterWithBackend("aot_eager")
     initialize(model, 0)
-    monkeypatch.setattr(blockwise, "_fused", lambda passes: passes)
+    monkeypatch.setattr(blockwise, "_compile", lambda passes: passes)
     for block in model.layers.values():
         block.attn.scores.attend = Attend(20, 0.5, 3.0, alibi_slopes(4))
         block.compile(backend=counter, fullgraph=True)

@@ -206,7 +206,7 @@ def test_one_program_serves_the_layers_of_a_model(monkeypatch):
     torch.compiler.reset()  # what other tests compiled
     model, counter = build(CONFIG, SINGLE), CompileCounterWithBackend("aot_eager")
     initialize(model, 0)
-    monkeypatch.setattr(blockwise, "_fused", lambda passes: passes)
+    monkeypatch.setattr(blockwise, "_compile", lambda passes: passes)
     for block in model.layers.values():
         block.compile(backend=counter, fullgraph=True)
     text = torch.randint(71, (2, 48), generator=torch.Generator().manual_seed(0))

@@ -17,7 +17,7 @@ from dolmen.model.spec.param import Role
 from dolmen.optim import muon as newton_schulz
 from dolmen.optim.config import Muon, OptimizerConfig
 from dolmen.optim.muon import flops, orthogonalize
-from dolmen.optim.optimizer import KINDS, RULES, make, names, prime, set_step, tensors
+from dolmen.optim.optimizer import KINDS, RULES, make_optimizer, names, prime, set_step, tensors
 
 SIZES = dict(
     vocab_size=71,
@@ -142,7 +142,7 @@ class Papers:
 def test_muon_is_the_papers(name):
     """A dozen updates; each expert by itself, q, k and v apart."""
     made = model(MODELS[name])
-    optimizer, papers = make(made, MUON, SINGLE), Papers(made, MUON)
+    optimizer, papers = make_optimizer(made, MUON, SINGLE), Papers(made, MUON)
     assert any(map(is_hidden, papers.w)) and not all(map(is_hidden, papers.w))
     for t in range(12):
         random_gradients(made, t)
@@ -166,7 +166,7 @@ def test_every_role_has_a_rule_and_matrices_have_muons():
 def test_a_checkpoint_has_what_the_rule_of_each_parameter_keeps():
     for config in MODELS.values():
         made = model(config)
-        kept = tensors(made, make(made, MUON, SINGLE))
+        kept = tensors(made, make_optimizer(made, MUON, SINGLE))
         assert kept.keys() == names(made.tree.leaves, "muon")
         for n, p in made.named_parameters():
             kinds = ("momentum",) if is_hidden(n) else ("exp_avg", "exp_avg_sq")
@@ -178,7 +178,7 @@ def test_a_checkpoint_has_what_the_rule_of_each_parameter_keeps():
 
 
 def primed(made: nn.Module):
-    optimizer = make(made, OptimizerConfig(), SINGLE)
+    optimizer = make_optimizer(made, OptimizerConfig(), SINGLE)
     prime(optimizer)
     return optimizer
 
@@ -189,7 +189,7 @@ def test_frozen_parameters_have_no_state_and_stay():
     for n in frozen:
         made.get_parameter(n).requires_grad_(False)
     before = {n: made.get_parameter(n).clone() for n in frozen}
-    optimizer = make(made, MUON, SINGLE)
+    optimizer = make_optimizer(made, MUON, SINGLE)
     random_gradients(made)
     optimizer.step()
     kept = tensors(made, optimizer)
@@ -198,20 +198,20 @@ def test_frozen_parameters_have_no_state_and_stay():
         assert torch.equal(made.get_parameter(n), before[n])
     for n, p in made.named_parameters():
         p.requires_grad_(is_hidden(n))
-    assert {n.split("/")[0] for n in tensors(made, make(made, MUON, SINGLE))} == {
+    assert {n.split("/")[0] for n in tensors(made, make_optimizer(made, MUON, SINGLE))} == {
         "model",
         "momentum",
     }
     for p in made.parameters():
         p.requires_grad_(False)
-    nothing = make(made, MUON, SINGLE)  # of a stage without an adapter
+    nothing = make_optimizer(made, MUON, SINGLE)  # of a stage without an adapter
     nothing.step()
     assert not nothing.state
 
 
 def test_what_a_checkpoint_keeps_goes_on_bitwise():
     """Two updates, then everything into a fresh pair, then a third: as if it had been one."""
-    (one, first), (two, second) = ((m, make(m, MUON, SINGLE)) for m in (model(), model()))
+    (one, first), (two, second) = ((m, make_optimizer(m, MUON, SINGLE)) for m in (model(), model()))
     for t in (1, 2):
         random_gradients(one, t)
         first.step()
@@ -232,7 +232,7 @@ def test_what_a_checkpoint_keeps_goes_on_bitwise():
 def test_learning_rate_and_decay_are_those_of_the_groups():
     """A rate of 0 changes nothing; without gradients all that is by Muon shrinks."""
     made = model()
-    optimizer = make(made, MUON, SINGLE)
+    optimizer = make_optimizer(made, MUON, SINGLE)
     before = {n: p.detach().clone() for n, p in made.named_parameters()}
     for lr, factor in ((0.0, 1.0), (0.5, 1 - 0.5 * MUON.weight_decay)):
         for group in optimizer.param_groups:
@@ -273,7 +273,7 @@ def test_half_precision_and_fp32_are_near_and_keep_the_dtype_of_the_parameter():
     ended = {}
     for dtype in ("float32", "bfloat16"):
         made = model(dtype=torch.float32)
-        optimizer = make(made, replace(MUON, muon=Muon(dtype=dtype)), SINGLE)
+        optimizer = make_optimizer(made, replace(MUON, muon=Muon(dtype=dtype)), SINGLE)
         random_gradients(made)
         optimizer.step()
         assert {p.dtype for p in made.parameters()} == {torch.float32}

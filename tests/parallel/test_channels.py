@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 
 from dolmen.parallel.pipeline import (
-    Message,
-    message_made,
-    message_needed,
+    StageMessage,
+    acknowledged_messages,
+    message_in,
+    message_out,
     messages_sent,
-    messages_settled,
     routes,
 )
 from dolmen.parallel.schedule import Schedule
@@ -27,17 +27,17 @@ def lists() -> Iterator[Schedule]:
 
 def held(schedule: Schedule, rank: int) -> int:
     """The most tensors at once that have been sent, and are not known to have gone."""
-    settled: dict[Message, list[Message]] = {}
+    settled: dict[StageMessage, list[StageMessage]] = {}
     for sender, peer in routes(schedule):
         if sender == rank:
-            settled |= messages_settled(schedule, rank, peer)
-    going: set[Message] = set()
+            settled |= acknowledged_messages(schedule, rank, peer)
+    going: set[StageMessage] = set()
     most = 0
     for action in schedule.actions[rank]:
-        needed = message_needed(schedule, rank, action)
+        needed = message_in(schedule, rank, action)
         if needed is not None:
             going -= set(settled.get(needed, ()))
-        made = message_made(schedule, rank, action)
+        made = message_out(schedule, rank, action)
         if made is not None and schedule.rank_of(made.stage) != rank:
             going.add(made)
             most = max(most, len(going))
@@ -50,9 +50,9 @@ def test_what_is_known_to_have_gone_was_taken_before_the_answer_was_made():
             order = {str(action): i for i, action in enumerate(schedule.actions[peer])}
             took, made = {}, {}
             for action in schedule.actions[peer]:
-                took[message_needed(schedule, peer, action)] = order[str(action)]
-                made[message_made(schedule, peer, action)] = order[str(action)]
-            settled = messages_settled(schedule, rank, peer)
+                took[message_in(schedule, peer, action)] = order[str(action)]
+                made[message_out(schedule, peer, action)] = order[str(action)]
+            settled = acknowledged_messages(schedule, rank, peer)
             assert {*settled} == {*messages_sent(schedule, peer, rank)}
             seen = [message for gone in settled.values() for message in gone]
             assert len(seen) == len({*seen}) and {*seen} <= {*messages_sent(schedule, rank, peer)}

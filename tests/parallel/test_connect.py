@@ -21,7 +21,7 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.layout import Layout
 from dolmen.parallel import pipeline
 from dolmen.parallel.data import Reduction
-from dolmen.parallel.pipeline import Work, forward_only
+from dolmen.parallel.pipeline import StepWork, forward_only
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule
 from dolmen.parallel.tensor import Deferred
@@ -154,7 +154,7 @@ def passes(line: Line, orders: list[Schedule], mesh: Mesh) -> None:
     for order in orders:
         splits = order.splits_backward
         trains = any(action.kind != "F" for action in order.actions[mesh.pp.rank])
-        work = Work(
+        work = StepWork(
             forward,
             lambda: torch.zeros(1),
             Reduction(nn.Module(), 0, splits) if trains else None,

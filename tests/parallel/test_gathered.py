@@ -21,7 +21,7 @@ def test_rounding_twice_is_rounding_once(seed, spread, exponent):
     powers = torch.randint(-spread, 1, values.shape, generator=generator) + float(exponent)
     values = (values * torch.exp2(powers)).bfloat16()
     payload, scale = fp8.quantise(values, **ROUNDED)
-    copy = quantized_product.received((payload, scale))
+    copy = quantized_product.dequantise_gathered((payload, scale))
     again = fp8.quantise(copy, **ROUNDED)
     assert torch.equal(again[0].view(torch.uint8), payload.view(torch.uint8))
     assert torch.equal(again[1], scale)
@@ -31,7 +31,7 @@ def test_rounding_twice_is_rounding_once(seed, spread, exponent):
 def test_numbers_that_are_not_finite_stay_so():
     values = torch.ones(128, 256).bfloat16()
     values[3, 200] = torch.inf
-    copy = quantized_product.received(fp8.quantise(values, **ROUNDED))
+    copy = quantized_product.dequantise_gathered(fp8.quantise(values, **ROUNDED))
     assert torch.equal(copy[:, :128], values[:, :128]) and copy[:, 128:].isnan().all()
 
 

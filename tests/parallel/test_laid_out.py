@@ -41,7 +41,7 @@ def factors(rows: int):
 @pytest.mark.parametrize("biased", [True, False])
 def test_a_product_is_that_of_the_weight(rows, biased):
     x, weight, bias = factors(rows)
-    product = inference_linear.product_of(weight, "stated")
+    product = inference_linear.prepack(weight, "stated")
     assert isinstance(product, inference_linear.OneDnn)
     got = product(x, bias if biased else None)
     want = x.double() @ weight.double().t() + (bias.double() if biased else 0)
@@ -67,7 +67,7 @@ def test_int8_is_the_nearest_of_each_row():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_of_int8_is_that_of_what_it_rounds_to(rows, biased, dtype):
     x, weight, bias = (t.to(dtype) for t in factors(rows))
-    product = inference_linear.product_of(weight, "int8")
+    product = inference_linear.prepack(weight, "int8")
     assert isinstance(product, inference_linear.Int8Rows)
     got = product(x, bias if biased else None)
     q, scale = int8.quantise(weight)
@@ -92,7 +92,7 @@ def test_a_product_of_int8_is_of_rows_of_any_length(rows, inputs):
 
 def test_a_weight_that_would_win_nothing_stays_as_it_is():
     for weight in (torch.zeros(63, 4096), torch.zeros(2, 128, 128), torch.zeros(512, 512).double()):
-        assert inference_linear.product_of(weight, "stated") is None
+        assert inference_linear.prepack(weight, "stated") is None
 
 
 @pytest.fixture

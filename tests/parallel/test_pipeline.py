@@ -17,7 +17,7 @@ from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Axis
 from dolmen.parallel import pipeline, tensor
 from dolmen.parallel.data import Reduction
-from dolmen.parallel.pipeline import Work, forward_only
+from dolmen.parallel.pipeline import StepWork, forward_only
 from dolmen.parallel.schedule import Action, Schedule
 from dolmen.parallel.simulation import SCHEDULES, check_schedule, make_schedule, simulate
 from dolmen.parallel.tensor import Deferred, TensorParallel
@@ -120,7 +120,7 @@ def run(schedule: Schedule, mesh) -> dict:
     pipeline.execute(
         schedule,
         mesh,
-        Work(
+        StepWork(
             forward,
             lambda: torch.empty(ROWS, SIZE, dtype=torch.float64),
             reduction,
@@ -143,7 +143,7 @@ def run(schedule: Schedule, mesh) -> dict:
         pipeline.execute(
             forward_only(schedule),
             mesh,
-            Work(forward, lambda: torch.empty(ROWS, SIZE, dtype=torch.float64)),
+            StepWork(forward, lambda: torch.empty(ROWS, SIZE, dtype=torch.float64)),
         )
     return {
         "in order": tuple(done) == schedule.actions[mesh.pp.rank],
@@ -219,7 +219,7 @@ def test_each_direction_has_a_channel_of_its_own():
     axes = {name: Axis(name, 3, 1) for name in ("pp", "up", "down")}
     mesh = replace(meshes.SINGLE, **axes)
     ways = [(1, 2), (0, 1), (1, 0), (2, 1)]
-    assert [pipeline.axis_of(mesh, *way).name for way in ways] == ["up", "up", "down", "down"]
+    assert [pipeline.channel_axis(mesh, *way).name for way in ways] == ["up", "up", "down", "down"]
 
 
 def test_a_swapped_message_is_seen():

@@ -9,7 +9,7 @@ from torch.nn.functional import ScalingType
 
 from dolmen.ops import fp8
 from dolmen.ops.fp8_recipe import GRANULARITY, Fp8, Fp8Config
-from dolmen.parallel.quantized_product import Axes, Delayed, Fp8Product, Rounding
+from dolmen.parallel.quantized_product import Delayed, Fp8Product, ProductAxes, Rounding
 
 
 def made(precision, kernel="rounded", **options) -> Fp8Product:
@@ -17,7 +17,7 @@ def made(precision, kernel="rounded", **options) -> Fp8Product:
     delayed = Delayed(recipe, None) if recipe.delayed else None
     if delayed is not None:
         delayed.on(torch.device("cpu"))
-    return Fp8Product(Rounding(recipe, None, False, delayed), Axes(), kernel)
+    return Fp8Product(Rounding(recipe, None, False, delayed), ProductAxes(), kernel)
 
 
 def factors(dtype=torch.float32):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from dolmen.core.mesh import SINGLE
 from dolmen.parallel import inference_linear, tensor
-from dolmen.parallel.inference_linear import Int8Rows, OneDnn, Pair, Several, Turn
+from dolmen.parallel.inference_linear import AdapterAssignment, Int8Rows, MultiLora, OneDnn, Pair
 from dolmen.parallel.tensor import Linear, TensorParallel
 
 TP = TensorParallel(SINGLE.tp)
@@ -48,8 +48,8 @@ def test_each_token_has_its_own(kind):
     laid = None if kind is None else kind(weight)
     with torch.no_grad():
         product = F.linear(x, weight) if laid is None else laid(x, None)
-        turn = Turn(inference_linear.segments(NAMES, COUNTS, CPU))
-        one = Linear(weight, bias, laid_out=laid, several=Several(PAIRS, turn))
+        turn = AdapterAssignment(inference_linear.segments(NAMES, COUNTS, CPU))
+        one = Linear(weight, bias, laid_out=laid, several=MultiLora(PAIRS, turn))
         got, plain = tensor.columns(x, [one, Linear(weight, bias, laid_out=laid)], TP)
         (part,) = tensor.products(x, [one], TP)
     torch.testing.assert_close(got.double(), by_formula(product, bias, x), rtol=1e-5, atol=1e-5)
@@ -65,8 +65,10 @@ def test_all_tokens_may_have_the_same(name):
     y, x = drawn(5, OUT, seed=1), drawn(5, IN, seed=2)
     index = torch.arange(5)
     with torch.no_grad():
-        whole = Several(PAIRS, Turn([only])).added(y.clone(), x)
-        gathered = Several(PAIRS, Turn([inference_linear.Segment(name, index)])).added(y.clone(), x)
+        whole = MultiLora(PAIRS, AdapterAssignment([only])).added(y.clone(), x)
+        gathered = MultiLora(
+            PAIRS, AdapterAssignment([inference_linear.Segment(name, index)])
+        ).added(y.clone(), x)
     torch.testing.assert_close(whole, gathered, rtol=1e-6, atol=1e-6)
     assert (whole - y).abs().max() > 0.1
 
@@ -82,7 +84,7 @@ def test_tokens_of_a_text_are_behind_those_of_the_texts_before():
 
 
 def test_rows_of_outputs_are_cut_alike():
-    cut = Several(PAIRS, Turn()).cut(lambda p: p.narrow(0, 10, 20)).pairs["b"]
+    cut = MultiLora(PAIRS, AdapterAssignment()).cut(lambda p: p.narrow(0, 10, 20)).pairs["b"]
     down, up, gain = PAIRS["b"]
     assert torch.equal(cut.down, down)
     assert torch.equal(cut.up, up[10:30]) and torch.equal(cut.gain, gain[10:30])

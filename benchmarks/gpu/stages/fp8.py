@@ -12,7 +12,7 @@ from benchmarks.gpu import clock, compare
 from benchmarks.gpu.case import Case, Context, Record
 from dolmen.ops.fp8_recipe import GRANULARITY, Fp8, Precision
 from dolmen.ops.kernels import Hardware, choose
-from dolmen.parallel.quantized_product import Axes, Delayed, Fp8Product, Rounding
+from dolmen.parallel.quantized_product import Delayed, Fp8Product, ProductAxes, Rounding
 
 # A Hopper tensor core keeps some 14 bits of what it adds up in eight bits: "nearly 2 %" of a sum of
 # 4,096 products at the most (DeepSeek-V3, 2412.19437, section 3.3.2).
@@ -32,7 +32,7 @@ def _product(precision: Precision, device: torch.device, scaled: bool) -> Fp8Pro
         delayed.on(device)
     hardware = Hardware.of(device)
     kernel = choose(hardware, torch.bfloat16, 128, fp8=recipe).fp8 if scaled else "rounded"
-    return Fp8Product(Rounding(recipe, None, False, delayed), Axes(), kernel)
+    return Fp8Product(Rounding(recipe, None, False, delayed), ProductAxes(), kernel)
 
 
 def beside(context: Context, precision: Precision, record: Record) -> None:

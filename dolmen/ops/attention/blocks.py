@@ -59,7 +59,7 @@ class Rule(NamedTuple):
     """The same on the host."""
 
 
-class Scores(NamedTuple):
+class ScoreRule(NamedTuple):
     """How the products of one block become its scores."""
 
     scale: float
@@ -95,7 +95,7 @@ class Scores(NamedTuple):
 
 def _blocks(
     q: Tensor, keys: int, rule: Rule
-) -> Iterator[tuple[slice, tuple[slice, Scores] | None]]:
+) -> Iterator[tuple[slice, tuple[slice, ScoreRule] | None]]:
     """Of each block in order: its rows (query, head) of the products, and the keys that are
     multiplied with them and how they are scored. None: no query of it sees any.
     """
@@ -118,7 +118,7 @@ def _blocks(
         else:
             mask = shared[-len(mine) * group :, -len(theirs) :]
         alibi = None if slopes is None else (slopes, _distances(mine, theirs, rule, slopes))
-        scores = Scores(rule.scale, rule.soft_cap, alibi, mask)
+        scores = ScoreRule(rule.scale, rule.soft_cap, alibi, mask)
         yield rows, (slice(theirs.start, theirs.stop), scores)
 
 
@@ -191,13 +191,13 @@ def _distances(queries: range, keys: range, rule: Rule, like: Tensor) -> Tensor:
     return columns - at[:, None, None]
 
 
-def _bounded(qk: Tensor, how: Scores) -> Tensor:
+def _apply_soft_cap(qk: Tensor, how: ScoreRule) -> Tensor:
     """tanh(scale qk / soft_cap) where there is a cap, else qk; in fp32 or wider."""
     qk = qk if qk.dtype == torch.float64 else qk.float()
     return qk if how.soft_cap is None else (qk * (how.scale / how.soft_cap)).tanh_()
 
 
-def _scores(bounded: Tensor, how: Scores) -> Tensor:
+def _scores(bounded: Tensor, how: ScoreRule) -> Tensor:
     """Of what `_bounded` makes of products [n, rows, keys]; new, and -inf where not seen."""
     scores, mask = bounded, how.mask
     factor = how.scale if how.soft_cap is None else how.soft_cap
@@ -215,11 +215,11 @@ def _scores(bounded: Tensor, how: Scores) -> Tensor:
     return torch.add(mask, scores, alpha=factor).flatten(0, 1)
 
 
-def exponentials(qk: Tensor, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
+def exponentials(qk: Tensor, how: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
     """qk [n, rows, keys] -> exp(scores - maximum) in qk's dtype, its sum [n, rows, 1], and log(sum)
     + maximum: 0, 0 and -inf where nothing is seen.
     """
-    s = _scores(_bounded(qk, how), how)
+    s = _scores(_apply_soft_cap(qk, how), how)
     maximum = s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
     e = s.sub_(maximum).exp_()
     total = e.sum(-1, keepdim=True)
@@ -227,10 +227,10 @@ def exponentials(qk: Tensor, how: Scores) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradient(
-    qk: Tensor, dp: Tensor, log_sum: Tensor, delta: Tensor, how: Scores
+    qk: Tensor, dp: Tensor, log_sum: Tensor, delta: Tensor, how: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     """Probabilities, and the gradient of qk from theirs, dp: both [n, rows, keys] in qk's dtype."""
-    bounded = _bounded(qk, how)
+    bounded = _apply_soft_cap(qk, how)
     p = _scores(bounded, how).sub_(log_sum).exp_()
     bend = None if how.soft_cap is None else 1 - bounded.square()  # the derivative of tanh
     del bounded  # of half precision a copy, as large as all scores
@@ -240,9 +240,9 @@ def gradient(
     return p.to(qk.dtype), ds.to(qk.dtype)
 
 
-Exponentials = Callable[[Tensor, Scores], tuple[Tensor, Tensor, Tensor]]
+Exponentials = Callable[[Tensor, ScoreRule], tuple[Tensor, Tensor, Tensor]]
 """`exponentials`, or what has been compiled of it."""
-Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, ScoreRule], tuple[Tensor, Tensor]]
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:

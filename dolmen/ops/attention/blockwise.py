@@ -59,7 +59,7 @@ def _rule(q: Tensor, k: Tensor, at: Place) -> Rule:
     attend = at.attend
     masks: tuple[Tensor | None, ...] = (None,) * 4
     if attend.documents is not None:
-        here = attend.documents.each(lambda t: t - at.k_start)
+        here = attend.documents.map_tensors(lambda t: t - at.k_start)
         masks = here.starts, here.host_starts, here.reach, here.host_reach
     return Rule(
         q.shape[2] // k.shape[2],
@@ -96,7 +96,7 @@ def _heads(x: Tensor, kv_heads: int, shape: tuple[int, ...]) -> Tensor:
     return x.view(batch, kv_heads, length, heads // kv_heads, size).transpose(1, 2).reshape(shape)
 
 
-def _by_head(x: Tensor, sinks: Tensor) -> Tensor:
+def _split_heads(x: Tensor, sinks: Tensor) -> Tensor:
     """x [batch * kv_heads, queries * group, size] -> [batch, kv_heads, queries, group, size]."""
     return x.view(-1, len(sinks), x.shape[1] // sinks.shape[2], sinks.shape[2], x.shape[2])
 
@@ -105,7 +105,7 @@ def _by_head(x: Tensor, sinks: Tensor) -> Tensor:
 # compiled by themselves: traced into the block, the loop was unrolled, and its slices and
 # concatenations fused into slow kernels (59 ms backward, not 37).
 @cache
-def _fused(passes: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(passes: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled at the first call: inductor takes a second to import, which runs without it do not
     owe.
     """
@@ -126,7 +126,7 @@ _RULE = (
     schema=f"(Tensor q, Tensor k, Tensor v, {_RULE}) -> (Tensor, Tensor, Tensor)",
 )
 def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return blocks.forward(q, k, v, Rule(*rule), _fused(blocks.exponentials))
+    return blocks.forward(q, k, v, Rule(*rule), _compile(blocks.exponentials))
 
 
 @torch.library.custom_op(
@@ -138,7 +138,7 @@ def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor
 def _opaque_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, log_sum: Tensor, *rule: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    fused = _fused(blocks.gradient), _fused(accumulate)
+    fused = _compile(blocks.gradient), _compile(accumulate)
     dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, Rule(*rule), *fused)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
@@ -179,7 +179,9 @@ class _Blockwise(TypedFunction):
         # of all at once, which the compiler joins with the copy that turns it back to heads
         out = (weighted / total).to(q.dtype)
         if sinks is not None:
-            parts = join_sinks(_by_head(out, sinks), _by_head(log_sum, sinks).squeeze(-1), sinks)
+            parts = join_sinks(
+                _split_heads(out, sinks), _split_heads(log_sum, sinks).squeeze(-1), sinks
+            )
             out, log_sum = parts[0].view(out.shape), parts[1].view(log_sum.shape)
         masks = own.starts, own.host_starts, own.reach, own.host_reach  # the last of a Rule
         ctx.save_for_backward(q, k, v, sinks, out, log_sum, *masks)
@@ -197,6 +199,6 @@ class _Blockwise(TypedFunction):
             dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, rule)
         dsinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
-            g, out, log_sum = (_by_head(t, sinks) for t in (g, out, log_sum))
+            g, out, log_sum = (_split_heads(t, sinks) for t in (g, out, log_sum))
             dsinks = sink_gradient(g, out, log_sum.squeeze(-1), sinks)
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, *[None] * len(rule)

@@ -67,10 +67,10 @@ def one_query(
     """
     scale = attend.scale_of(q.shape[2])
     if isinstance(pages, Alone):
-        return _alone(q, k, v, scale, attend, pages)
+        return _one_sequence(q, k, v, scale, attend, pages)
     owner, of_heads = pages.owner, (len(q), k.shape[1], -1)
     heads = q.view(*of_heads, q.shape[2]).index_select(0, owner)
-    products = _multiplied(heads, k.transpose(2, 3), pages)
+    products = _page_products(heads, k.transpose(2, 3), pages)
     scores = _scores(products, scale, attend, pages)
     highest = scores.amax(-1)
     to_text = owner[:, None, None].expand_as(highest)
@@ -80,12 +80,12 @@ def one_query(
     total = torch.zeros_like(maximum).index_add_(0, owner, e.sum(-1))
     if attend.sinks is not None:  # where it is far above all scores, inf: out is 0
         total += (attend.sinks.to(total.dtype).view(total.shape[1:]) - maximum).exp()
-    parts = _multiplied(e.to(v.dtype), v, pages).to(total.dtype)
+    parts = _page_products(e.to(v.dtype), v, pages).to(total.dtype)
     out = parts.new_zeros((len(q), *parts.shape[1:])).index_add_(0, owner, parts)
     return (out / total[..., None]).to(q.dtype).view(*q.shape[:2], v.shape[3])
 
 
-def _alone(
+def _one_sequence(
     q: Float[Tensor, "1 heads size"],
     k: Float[Tensor, "pages kv_heads page size"],
     v: Float[Tensor, "pages kv_heads page value_size"],
@@ -112,7 +112,7 @@ def _alone(
     return out.to(q.dtype).view(*q.shape[:2], v.shape[3])
 
 
-def _multiplied(
+def _page_products(
     rows: Float[Tensor, "entries kv_heads group in"],
     pool: Float[Tensor, "pages kv_heads in out"],
     pages: Pages,

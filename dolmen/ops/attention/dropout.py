@@ -28,7 +28,7 @@ def attention(
     allowed = seen(rows, column, attend.window, attend.starts, attend.reach)
     scores = (q.transpose(1, 2) @ k.transpose(2, 3)) * attend.scale_of(size)
     scores = _scores(scores, attend, rows, column)
-    kept = _kept(attend, rows, column, heads)
+    kept = _keep_mask(attend, rows, column, heads)
     allowed = allowed if allowed.dim() == 2 else allowed[:, None]
     if attend.sinks is not None:  # a last column, seen by all; what it weighs is left out
         column = attend.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
@@ -52,7 +52,7 @@ def _scores(scores: Tensor, attend: Attend, rows: Tensor, columns: Tensor) -> Te
     return scores
 
 
-def _kept(attend: Attend, rows: Tensor, columns: Tensor, heads: int) -> Tensor:
+def _keep_mask(attend: Attend, rows: Tensor, columns: Tensor, heads: int) -> Tensor:
     """Bool [batch, heads, queries, keys]: which probabilities stay."""
     assert attend.dropout is not None
     p, noise, site = attend.dropout

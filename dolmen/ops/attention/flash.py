@@ -19,7 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dolmen.ops.attention.operators import ALL, CAUSAL, Call, Flash, backward, forward, no_state
+from dolmen.ops.attention.operators import (
+    ALL,
+    CAUSAL,
+    Flash,
+    FlashCall,
+    backward,
+    forward,
+    no_state,
+)
 from dolmen.ops.attention.spec import (
     Attend,
     Attended,
@@ -38,10 +46,12 @@ def attention(
 ) -> Attended:
     """See `spec.Attention`; `later` is 0, as there are no prefixes. `cudnn`: as `Cudnn`."""
     size, run, call = v.shape[3], _run(attend.documents), _call(q, attend, cudnn)
-    q, k, v = _alike(q, k, v)
+    q, k, v = _pad_heads(q, k, v)
     if run is None:
         return _narrow(Flash.apply(q, k, v, attend.sinks, *call), size)
-    out = Flash.apply(q.flatten(0, 1), _kept(k, run), _kept(v, run), attend.sinks, *call)
+    out = Flash.apply(
+        q.flatten(0, 1), _visible_keys(k, run), _visible_keys(v, run), attend.sinks, *call
+    )
     return _narrow(out.view(q.shape), size)
 
 
@@ -50,9 +60,9 @@ def partial(
 ) -> tuple[Attended, LogSum]:
     """See `spec.Attention`."""
     size, call = v.shape[3], _call(q, at.attend, cudnn)
-    q, k, v = _alike(q, k, v)
+    q, k, v = _pad_heads(q, k, v)
     if at.q_start == at.k_start:
-        out, log_sum = _own(q, k, v, call)
+        out, log_sum = _local_forward(q, k, v, call)
     else:
         out, log_sum = _earlier(q, k, v, at, call)
     return _narrow(out, size), log_sum
@@ -71,21 +81,21 @@ def partial_backward(
     """See `spec.Attention`; dk and dv in fp32."""
     (out, log_sum), sizes = whole, (q.shape[3], k.shape[3], v.shape[3])
     call = _call(q, at.attend, cudnn)
-    g, q, k, v, out = _alike(g, q, k, v, out)
+    g, q, k, v, out = _pad_heads(g, q, k, v, out)
     if at.q_start == at.k_start:
-        grads = _own_backward(g, q, k, v, (out, log_sum), call)
+        grads = _local_backward(g, q, k, v, (out, log_sum), call)
     else:
         grads = _earlier_backward(g, q, k, v, (out, log_sum), at, call)
     dq, dk, dv = (_narrow(d, size) for d, size in zip(grads, sizes, strict=True))
     return dq, dk, dv
 
 
-def _earlier(q: Tensor, k: Tensor, v: Tensor, at: Place, whole: Call) -> tuple[Tensor, Tensor]:
+def _earlier(q: Tensor, k: Tensor, v: Tensor, at: Place, whole: FlashCall) -> tuple[Tensor, Tensor]:
     """A run of queries and keys before it."""
     out = torch.zeros_like(q)
     log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=_wide(q))
     for rows, mine, theirs, bounds in _pieces(len(q), q.shape[1], k.shape[1], at):
-        call = Call.of(None, bounds, whole.scale, whole.cudnn)
+        call = FlashCall.of(None, bounds, whole.scale, whole.cudnn)
         out[rows, mine], piece, _ = forward(q[rows, mine], k[rows, theirs], v[rows, theirs], call)
         log_sum[rows, mine] = piece.transpose(1, 2)
     return out, log_sum
@@ -98,7 +108,7 @@ def _earlier_backward(
     v: Tensor,
     whole: tuple[Tensor, Tensor],
     at: Place,
-    call: Call,
+    call: FlashCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, (out, log_sum) = torch.zeros_like(q), whole
     dk, dv = (torch.zeros_like(t, dtype=_wide(q)) for t in (k, v))
@@ -111,14 +121,14 @@ def _earlier_backward(
             out[rows, mine],
             log_sum[rows, mine].transpose(1, 2),
             no_state(q),
-            Call.of(None, bounds, call.scale, call.cudnn),
+            FlashCall.of(None, bounds, call.scale, call.cudnn),
         )
         dk[rows, theirs] += more_k
         dv[rows, theirs] += more_v
     return dq, dk, dv
 
 
-def _own(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _local_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
     """A run of queries and its own keys."""
     if call.queries is None:
         out, log_sum, _ = forward(q, k, v, call)
@@ -127,8 +137,8 @@ def _own(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     return out.view(q.shape), log_sum.t().reshape(q.shape[:3])
 
 
-def _own_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: tuple[Tensor, Tensor], call: Call
+def _local_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: tuple[Tensor, Tensor], call: FlashCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, log_sum = whole
     if call.queries is None:
@@ -142,16 +152,16 @@ def _own_backward(
     return dq, dk.to(_wide(q)), dv.to(_wide(q))
 
 
-def _call(q: Tensor, attend: Attend, cudnn: bool) -> Call:
+def _call(q: Tensor, attend: Attend, cudnn: bool) -> FlashCall:
     """Of all queries, with all keys before them: q before `_alike` has padded it."""
     assert attend.plain and attend.mask == "causal", (
         "no soft cap, no slopes and no prefixes: ops/kernels.py chooses other kernels for them"
     )
     scale = attend.scale_of(q.shape[3])
-    return Call.of(_run(attend.documents), _causal(attend.window), scale, cudnn)
+    return FlashCall.of(_run(attend.documents), _causal(attend.window), scale, cudnn)
 
 
-def _alike(*tensors: Tensor) -> list[Tensor]:
+def _pad_heads(*tensors: Tensor) -> list[Tensor]:
     """With heads of one size, which is all that the kernels know: zeros at their ends add nothing
     to a product, and come out as zeros.
     """
@@ -186,7 +196,7 @@ def _run(documents: Documents | None) -> Run | None:
     return documents.runs[0]
 
 
-def _kept(t: Tensor, run: Run) -> Tensor:
+def _visible_keys(t: Tensor, run: Run) -> Tensor:
     """t [batch, keys, ...] -> [keys of `run`, ...], sequence after sequence."""
     flat = t.flatten(0, 1)
     return flat if run.kept is None else flat.index_select(0, run.kept)

@@ -33,7 +33,7 @@ from dolmen.ops.attention.spec import Run
 CAUSAL, ALL = (-1, 0), (-1, -1)
 
 
-class Call(NamedTuple):
+class FlashCall(NamedTuple):
     """What both operators take beside q, k and v. Numbers and tensors alone, one after the other
     what ours below take: `f(*call)`, `Call(*arguments)`.
     """
@@ -50,13 +50,13 @@ class Call(NamedTuple):
     """Whether cuDNN's operators may compute it."""
 
     @staticmethod
-    def of(run: Run | None, bounds: tuple[int, int], scale: float, cudnn: bool) -> "Call":
+    def of(run: Run | None, bounds: tuple[int, int], scale: float, cudnn: bool) -> "FlashCall":
         """Of the segments of `run`, or of whole tensors, with the keys seen left and right of the
         diagonal.
         """
         if run is None:
-            return Call(None, None, 0, *bounds, scale, cudnn)
-        return Call(run.queries, run.keys, run.longest.shape[0], *bounds, scale, cudnn)
+            return FlashCall(None, None, 0, *bounds, scale, cudnn)
+        return FlashCall(run.queries, run.keys, run.longest.shape[0], *bounds, scale, cudnn)
 
     def fits_cudnn(self, queries: int, keys: int) -> bool:
         """Whether cuDNN's operators are admitted and compute this call of so many queries and keys.
@@ -83,7 +83,7 @@ def forward(
     q: Float[Tensor, "*queries heads size"],
     k: Float[Tensor, "*keys kv_heads size"],
     v: Float[Tensor, "*keys kv_heads size"],
-    call: Call,
+    call: FlashCall,
 ) -> tuple[Float[Tensor, "*queries heads size"], Float[Tensor, "..."], Tensor]:
     """-> out, the kernel's log_sum, and its random state."""
     if call.fits_cudnn(q.shape[1], k.shape[1]):
@@ -110,7 +110,7 @@ def backward(
     out: Float[Tensor, "*queries heads size"],
     log_sum: Float[Tensor, "..."],
     state: Tensor,
-    call: Call,
+    call: FlashCall,
 ) -> tuple[
     Float[Tensor, "*queries heads size"],
     Float[Tensor, "*keys kv_heads size"],
@@ -138,7 +138,7 @@ def backward(
     )
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
     """out [batch, queries, heads, size] and log_sum [batch, heads, queries] of a call that fits."""
     by_head = (t.transpose(1, 2) for t in (q, k, v))  # cuDNN reads any strides
     causal = call.right == 0
@@ -149,7 +149,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor,
 
 
 def _cudnn_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, call: Call
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, call: FlashCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of a call that fits. The operator's random state is not read, as nothing is
     dropped, and it has neither a bias nor segments.
@@ -177,7 +177,7 @@ _CALL += "float scale, bool cudnn"
     schema=f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor, Tensor)",
 )
 def opaque_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return forward(q, k, v, Call(*call))
+    return forward(q, k, v, FlashCall(*call))
 
 
 @torch.library.custom_op(
@@ -196,12 +196,12 @@ def opaque_backward(
     state: Tensor,
     *call: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(g, q, k, v, out, log_sum, state, Call(*call))
+    return backward(g, q, k, v, out, log_sum, state, FlashCall(*call))
 
 
 @opaque_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    queries = Call(*call).queries
+    queries = FlashCall(*call).queries
     shape = (q.shape[1], q.shape[0]) if queries is not None else (len(q), q.shape[2], q.shape[1])
     return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32), no_state(q)
 
@@ -223,9 +223,9 @@ class Flash(TypedFunction):
 
     @staticmethod
     def forward(
-        ctx: Context[Call], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *call: Any
+        ctx: Context[FlashCall], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *call: Any
     ) -> Tensor:
-        own = Call(*call)
+        own = FlashCall(*call)
         if torch.compiler.is_compiling():
             out, log_sum, state = opaque_forward(q, k, v, *own)
         else:
@@ -239,7 +239,7 @@ class Flash(TypedFunction):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context[Call], g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[FlashCall], g: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, log_sum, state, queries, keys = ctx.saved_tensors
         call = ctx.kept._replace(queries=queries, keys=keys)
         if torch.compiler.is_compiling():

@@ -170,20 +170,20 @@ def gradients(road: Road, q: Queries, k: Keys, v: Values, g: Attended) -> list[T
     return [out.detach(), *torch.autograd.grad(out, leaves, g)]
 
 
-def expected(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def reference_gradients(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """out, dq, dk, dv in float64, of the inputs as `dtype` rounds them."""
     q, k, v, g = (t.double() for t in case.tensors(dtype, device))
     attend = _attend(case, 0, case.length, device)
     return gradients(lambda q, k, v: definition(q, k, v, attend), q, k, v, g)
 
 
-def whole(backend: str, case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def run_whole(backend: str, case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """out, dq, dk, dv of whole sequences."""
     by, attend = BACKENDS[backend], _attend(case, 0, case.length, device)
     return gradients(lambda q, k, v: by.attention(q, k, v, attend), *case.tensors(dtype, device))
 
 
-def gathered(
+def run_gathered(
     backend: str, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
 ) -> list[Tensor]:
     """The same a chunk of queries at a time, against all keys before its end, and with prefixes
@@ -205,7 +205,7 @@ def gathered(
     return gradients(road, *case.tensors(dtype, device))
 
 
-def ring(
+def run_ring(
     backend: str, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
 ) -> list[Tensor]:
     """The same by pieces, of a chunk of queries and one of keys, merged by their log-sums."""
@@ -228,7 +228,7 @@ def ring(
     return [t.to(dtype) for t in (out, dq, dk, dv)]
 
 
-ROADS = {"whole": whole, "gathered": gathered, "ring": ring}
+ROADS = {"whole": run_whole, "gathered": run_gathered, "ring": run_ring}
 
 
 def errors(
@@ -237,7 +237,7 @@ def errors(
     """The norm of the difference from the definition over its own: of out, dq, dk and dv, each by
     `road`, one of ROADS. Not a number where anything is not.
     """
-    got, want = ROADS[road](backend, case, dtype, device), expected(case, dtype, device)
+    got, want = ROADS[road](backend, case, dtype, device), reference_gradients(case, dtype, device)
     return {
         name: float((a.double() - b).norm() / b.norm())
         for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True)
@@ -250,9 +250,9 @@ def _slices(length: int, n: int) -> Iterator[slice]:
 
 def _attend(case: Case, first: int, length: int, device: torch.device, back: bool = True) -> Attend:
     """Of the queries [first, first + length)."""
-    whole = case.whole
-    if whole is None:
+    run_whole = case.whole
+    if run_whole is None:
         return case.attend
-    run = spec.run(spec.begins(whole.host_starts), first, length, device, back)
-    whole = replace(whole, runs=(run,))
-    return case.attend.of(whole.part(slice(first, first + length)).on(device))
+    run = spec.run(spec.begins(run_whole.host_starts), first, length, device, back)
+    run_whole = replace(run_whole, runs=(run,))
+    return case.attend.of(run_whole.part(slice(first, first + length)).on(device))

@@ -116,7 +116,7 @@ class Documents:
         """Of tensors that the host can read."""
         return Documents(starts, starts, (), reach, reach)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> "Documents":
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Documents":
         """The same of what `change` makes of each tensor of tokens, [batch, length]."""
         starts, host_starts = change(self.starts), change(self.host_starts)
         reach, host_reach = (
@@ -131,7 +131,7 @@ class Documents:
 
     def part(self, tokens: slice, run: int = 0) -> "Documents":
         """Of these tokens, which are the run numbered `run`."""
-        return replace(self.each(lambda t: t[:, tokens]), runs=self.runs[run : run + 1])
+        return replace(self.map_tensors(lambda t: t[:, tokens]), runs=self.runs[run : run + 1])
 
     @property
     def both_ways(self) -> "Documents":

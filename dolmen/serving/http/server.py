@@ -224,11 +224,11 @@ def serve(config: ServeConfig, mesh: Mesh) -> None:
     ) as running:
         loop = Loop(running, mesh)
         if bound is None:
-            with process.on_stop(lambda _: None):  # the first rank says when
+            with process.stop_handler(lambda _: None):  # the first rank says when
                 loop.run(lambda _: None)
             return
         front = Front(config, reader, loop, bound)
-        with process.on_stop(lambda _: front.stop()):
+        with process.stop_handler(lambda _: front.stop()):
             front.start()
             try:
                 loop.run(front.tell)
