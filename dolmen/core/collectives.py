@@ -51,8 +51,8 @@ def _reduce_scatter_dim(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 
 def local_part(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[Tensor, "*here"]:
-    """This rank's equal part of x along dim, a view. Raises ValueError where the axis does not
-    divide it.
+    """Return this rank's equal part of x along dim, as a view. Raises ValueError where the axis
+    does not divide it.
     """
     if x.shape[dim] % axis.size:
         raise ValueError(
@@ -63,7 +63,7 @@ def local_part(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[Tens
 
 
 Dim = tuple[int, Axis]
-"""A dim of the tensor, and the axis that shards it."""
+"""A tensor dimension, and the mesh axis that shards it."""
 
 
 class _Copy(TypedFunction):
@@ -153,12 +153,14 @@ def all_reduce_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*sha
 
 
 def all_gather(x: Shaped[Tensor, "*here"], dim: int, axis: Axis) -> Shaped[Tensor, "*whole"]:
-    """S(dim) -> R."""
+    """S(dim) -> R: concatenate the parts of all ranks of the axis along dim."""
     return x if axis.size == 1 else _AllGather.apply(x, dim, axis)
 
 
 def reduce_scatter(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[Tensor, "*here"]:
-    """P -> S(dim). Raises ValueError where the axis does not divide the dim."""
+    """P -> S(dim): sum over the axis and keep this rank's part along dim. Raises ValueError where
+    the axis does not divide the dim.
+    """
     if axis.size == 1:
         return x
     local_part(x, dim, axis)

@@ -65,16 +65,16 @@ STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 
 
 class CustomValue(ABC):
-    """A dataclass that is in a file what it says, not a mapping of its fields."""
+    """A dataclass with a representation of its own in files, instead of a mapping of its fields."""
 
     @abstractmethod
     def plain(self) -> Any:
-        """What YAML and JSON can hold."""
+        """Return the value as YAML and JSON can hold it."""
 
     @classmethod
     @abstractmethod
     def from_plain(cls, value: Any) -> Self:
-        """The inverse. Raises ValueError."""
+        """Construct from what `plain` returns. Raises ValueError."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:

@@ -1,9 +1,9 @@
-"""Whether all ranks are about to do the same, and what one of them finds for all: asked once, right
-after joining.
+"""Agreement between all ranks of the default group: comparing facts, gathering objects, and turning
+one rank's error into everybody's.
 
-Ranks on hosts that differ in an option or in a file of code would train something that is neither,
-or wait for ever in collectives of other shapes. One digest per rank is gathered; only where they
-differ, the facts themselves.
+Ranks on hosts that differ in an option or in a source file would train something that is neither,
+or hang in collectives of different shapes. So one digest per rank is gathered at the start; only if
+digests differ, the facts themselves are.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ SHOWN = 6  # facts told of one host
 
 
 def gather_objects(mine: Any) -> list[Any]:
-    """What every rank has brought, by rank."""
+    """Gather one picklable object per rank; return the list, by rank, on every rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
 
 
 def hash_sources(folder: Path) -> dict[str, str]:
-    """Source file -> hash of its text, for every .py under `folder`."""
+    """Return a hash of the text of each .py file under `folder`, by its path."""
     files = sorted(folder.rglob("*.py"))
     return {
         f"code {path.relative_to(folder)}": hashlib.blake2b(

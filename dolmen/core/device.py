@@ -42,7 +42,7 @@ PAD = 64 << 20  # bytes by which the heap grows at least
 
 
 def keep_freed_memory() -> None:
-    """From here on, this process keeps what it frees. Does nothing where the C library is not
+    """Let this process keep what it frees. Does nothing where the C library is not
     glibc.
     """
     with contextlib.suppress(AttributeError):
@@ -52,7 +52,7 @@ def keep_freed_memory() -> None:
 
 
 ReadBack = Callable[[Tensor, int | None], Any]
-"""What `read_back` gives of a tensor without values, and of `rows`."""
+"""(tensor without values, rows) -> the result of `read_back`."""
 _read_back: ContextVar[ReadBack | None] = ContextVar("answer", default=None)
 
 

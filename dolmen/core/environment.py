@@ -32,18 +32,18 @@ def set_defaults(env: MutableMapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process. Read once, at the entry point."""
+    """This process's rank and world as its launcher set them; read once, at the entry point."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     rendezvous: str | None = None
-    """Where the ranks meet, tcp://HOST:PORT; None: MASTER_ADDR and MASTER_PORT say."""
+    """Rendezvous address tcp://HOST:PORT; None: MASTER_ADDR and MASTER_PORT are set."""
 
     @staticmethod
     def read(env: Mapping[str, str] = os.environ) -> "Launch | None":
-        """From torchrun's variables, else SLURM's; None where no launcher started this process.
+        """Read torchrun's variables, else SLURM's; None where no launcher started this process.
         Raises ValueError, with the variable and its value, where they are half set.
         """
         if "RANK" in env and "WORLD_SIZE" in env:
@@ -54,7 +54,7 @@ class Launch:
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
-    """Where nothing is said of this machine, all ranks are on it."""
+    """Read torchrun's variables; without LOCAL_RANK all ranks are on this machine."""
     world = _positive(env, "WORLD_SIZE")
     rank = _index(env, "RANK", world, "WORLD_SIZE")
     if "LOCAL_RANK" not in env and "LOCAL_WORLD_SIZE" not in env:
@@ -113,7 +113,7 @@ def _rendezvous(env: Mapping[str, str]) -> str:
 
 
 def _check_address(env: Mapping[str, str], world: int) -> None:
-    """Where more than one rank meet is said."""
+    """Raises ValueError unless MASTER_ADDR and MASTER_PORT are set for more than one rank."""
     if world == 1:
         return
     if not env.get("MASTER_ADDR"):

@@ -28,9 +28,9 @@ from dolmen.core.torch_private import processes, strings
 
 @contextmanager
 def lazy_gloo() -> Iterator[None]:
-    """Within, gloo groups connect two ranks when these first talk, and not all with all at once: of
-    3,072 ranks each would open 3,071 sockets per group, three times what a process may (ulimit -n).
-    A variable that the user has set stays.
+    """Let gloo groups made inside connect two ranks at their first message, not all pairs at once:
+    each of 3,072 ranks would open 3,071 sockets per group, three times what a process may (ulimit
+    -n). A variable that the user has set stays.
 
     For groups of collectives alone: a lazy group's first receive waits on the CPU for its sender,
     which is NCCL's rule and would be one more for point-to-point over gloo.
@@ -92,13 +92,13 @@ def process_group(
 
 
 def _member(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
-    """Of a group without this rank torch gives a number."""
+    """Return the group; torch returns a number for a group without this rank."""
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def _backends(group: dist.ProcessGroup | None) -> str:
-    """Of each kind of device: "cpu:gloo,cuda:nccl". Of no group, none is."""
+    """Return the backend per device type, as "cpu:gloo,cuda:nccl"."""
     assert group is not None
     return processes.backends(group)
 
@@ -118,11 +118,11 @@ class Axis:
     rank: int = 0
     group: dist.ProcessGroup | None = None
     gloo: bool = False
-    """What is sent goes over gloo, whose reduce-scatter sends all sums to all
+    """True if the group is gloo, whose reduce-scatter sends all sums to all
     (core/transfers.py).
     """
     reduction: ReductionOrder = "fast"
-    """In which order sums over it are added (core/transfers.py)."""
+    """Order in which sums over it are added (core/transfers.py)."""
 
     @property
     def adds(self) -> bool:
@@ -231,8 +231,8 @@ def _prepare(device: torch.device) -> None:
 def process_group_context(
     launch: Launch | None, device: torch.device, timeout: timedelta | None = None
 ) -> Iterator[None]:
-    """Within, this process is in the default group. An exception leaves it there, unless it is
-    alone: to part from a group in which another rank waits can block.
+    """Join the default group, and leave it at the end. After an exception a rank of several does
+    not leave: destroying a group in which another rank waits can block.
     """
     hook = sys.excepthook
     join_world(launch, device, timeout)
@@ -265,7 +265,7 @@ def build_mesh(
     timeout: timedelta | None = None,
     reduction: ReductionOrder = "fast",
 ) -> Mesh:
-    """The mesh of the joined process group, whose sums are added in the order `reduction`;
+    """Build the mesh over the joined process group; sums are added in the order `reduction`,
     `timeout` as in `join_world`. Raises ValueError if the product of its axes is not its size, or
     if ep does not divide dp x cp.
     """

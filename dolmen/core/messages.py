@@ -1,13 +1,9 @@
 """Exceptions that every command may raise, and how values and options are worded in messages.
 
-What every verb may raise.
-
-Options in messages, which name them as the command line does, in Python's spelling:
+Messages name options as the command line does. `python_spelling` turns them into Python's:
 `--train.global-batch-size 8` is `train.global_batch_size 8`, and as `--resume` is `resume=True`,
 `--train.no-compile` is `train.compile=False`. A whole command, such as `dolmen export RUN --to
 DIR`, is for a shell.
-
-Words for people.
 """
 
 import re
@@ -77,7 +73,7 @@ LONGEST = 80  # characters of a value in a message
 
 
 def brief(value: object) -> str:
-    """A value in a message, as Python writes it, within a line."""
+    """Return repr(value), cut to 80 characters, for a message."""
     return cut(repr(value))
 
 
@@ -112,7 +108,7 @@ DTYPES |= {"half": "float16", "float": "float32", "double": "float64"}
 
 
 def choices(value: str, known: Iterable[object]) -> str:
-    """What to say after `X is VALUE: `, of which only the `known` ones are taken."""
+    """Return the text after `X is VALUE: ` that lists the allowed values or suggests one."""
     names = [str(name) for name in known]
     meant = DTYPES.get(value.lower().removeprefix("torch."), value.removeprefix("torch."))
     if meant in names:

@@ -34,7 +34,7 @@ def record_range(kind: str, what: str = "") -> AbstractContextManager:
 
 
 def record_function_range(kind: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """The function, in a range."""
+    """Return a decorator that records each call of the function as a range of this kind."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)

@@ -46,7 +46,7 @@ BLOCK = 1 << 16  # elements of the logical tensor drawn from one seed
 
 
 Places = Placement | tuple[Placement, Placement]
-"""How a parameter lies on tp; of an expert, on ep and on tp."""
+"""Placement of a parameter on tp; for an expert, on ep and on tp."""
 
 
 def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) -> None:
@@ -106,7 +106,7 @@ def local(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
 
 
 def is_distributed(cls: type) -> bool:
-    """Whether tensors of this class stand for a part of one that lies on several ranks."""
+    """Return True for DTensor classes, whose tensors are parts of one on several ranks."""
     return issubclass(cls, DTensor)
 
 
@@ -191,7 +191,7 @@ def replication_weight(p: Shaped[Tensor, "*whole"]) -> float:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """What its parameters rest in, those aside that are held in fewer bits."""
+    """Return the dtype of its floating-point parameters at rest, 8-bit ones excepted."""
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
 
 
@@ -208,14 +208,14 @@ def fill_normal(p: Float[Tensor, "*whole"], name: str, seed: int, std: float) ->
 
 
 def fill_uniform(p: Float[Tensor, "*whole"], name: str, seed: int, bound: float) -> None:
-    """The same with values that are uniform from -bound to bound."""
+    """Fill p as `fill_normal` does, with values uniform in [-bound, bound]."""
     _fill(
         p, name, seed, lambda block, generator: block.uniform_(-bound, bound, generator=generator)
     )
 
 
 FillBlock = Callable[[Tensor, torch.Generator], Tensor]
-"""What fills a block."""
+"""(block, generator) -> the block, filled in place."""
 
 
 def _fill(p: Tensor, name: str, seed: int, draw: FillBlock) -> None:

@@ -13,7 +13,7 @@ from typing import Never
 
 
 class TimeLimitExceeded(Exception):
-    """What was to end within a limit has not."""
+    """Raised in code that runs longer than its limit."""
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from dolmen.core.torch_private import processes
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:
-    """That of an axis over which something is sent."""
+    """Return the process group of an axis with more than one rank."""
     assert axis.group is not None, axis.name
     return axis.group
 
@@ -77,7 +77,7 @@ def _add_in_order(x: Tensor, axis: Axis) -> Tensor:
 def start_all_gather(
     x: Shaped[Tensor, " n *rest"], axis: Axis
 ) -> Shaped[Tensor, " {axis.size}*n *rest"]:
-    """x of every rank, one after the other."""
+    """Start gathering x of every rank, concatenated along dim 0."""
     with profiling.record_range(axis.name, "all-gather"):
         return processes.all_gather(x.contiguous(), 0, _group(axis))
 
@@ -85,7 +85,7 @@ def start_all_gather(
 def start_reduce_scatter(
     x: Shaped[Tensor, " rows *rest"], axis: Axis
 ) -> Shaped[Tensor, " arriving *rest"]:
-    """On its way to this rank's part of the rows of the sum over the axis, for
+    """Start the reduce-scatter of x over the axis along dim 0, to be finished by
     `finish_reduce_scatter`.
 
     gloo would all-reduce and keep a part. There, ranks exchange parts and each adds up its own: 8
@@ -112,7 +112,7 @@ def start_all_to_all(
 
 
 def wait(x: Shaped[Tensor, "*shape"], axis: Axis | None = None) -> Shaped[Tensor, "*shape"]:
-    """What a `start_*` has begun, arrived; over which axis is told to a profile."""
+    """Wait for the result of a `start_*`; a profile records it under `axis`."""
     with nullcontext() if axis is None else profiling.record_range(axis.name, "wait"):
         return processes.wait(x)
 

@@ -53,7 +53,7 @@ def safely() -> list[str]:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -65,7 +65,7 @@ def threads(processes: int) -> str:
 
 
 def read_launch() -> Launch | None:
-    """What a launcher told this process; None where none started it. Raises BadInput."""
+    """Read this process's rank and world; None if no launcher started it. Raises BadInput."""
     try:
         return Launch.read()
     except ValueError as error:
@@ -73,7 +73,7 @@ def read_launch() -> Launch | None:
 
 
 def launched_here() -> bool:
-    """Whether this process is a worker that our own launcher started."""
+    """Return True for a worker that our own launcher started."""
     return LAUNCHER in os.environ
 
 
@@ -86,7 +86,7 @@ def run_file() -> Path | None:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Within, the environment has these, where the user has not set them."""
+    """Set these environment variables inside, unless the user has set them."""
     missing = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(missing)
     try:
@@ -104,8 +104,8 @@ def restarts() -> int:
 
 
 def one_store() -> bool:
-    """Whether the ranks meet in a store that outlives a restart: torchrun's. Ours makes a new one
-    each time.
+    """Return True if the ranks meet in a store that outlives a restart: torchrun's. Ours makes a
+    new one each time.
     """
     return not launched_here() and os.environ.get(strings.ONE_STORE) == "True"
 
@@ -128,7 +128,7 @@ def job() -> str:
 
 @contextmanager
 def stop_handler(handler: Callable[[int], None]) -> Iterator[None]:
-    """Within, handler(SIGINT or SIGTERM) is called when this worker is asked to save and end. Enter
+    """Call handler(SIGINT or SIGTERM) when this worker is to save and stop. Enter
     before joining the others: then either all ranks know what to do with the request, or none has
     begun.
     """
@@ -151,8 +151,8 @@ def obey_interrupts() -> None:
 
 @contextmanager
 def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Within, each signal has its handler; where this is not the main thread, nothing changes:
-    Python hears signals nowhere else.
+    """Install the signal handlers inside, and restore the previous ones; where this is not the main
+    thread, nothing changes: Python hears signals nowhere else.
     """
     main = threading.current_thread() is threading.main_thread()
     before = {s: signal.signal(s, handler) for s, handler in handlers.items()} if main else {}

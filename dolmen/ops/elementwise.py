@@ -40,7 +40,7 @@ MIX = (-4658895280553007687, -7723592293110705685)
 
 
 class Noise(NamedTuple):
-    """What a forward with dropout needs to know of its batch."""
+    """The batch's inputs to dropout masks: step key, sequence indices, layer number."""
 
     key: Int64[Tensor, ""]
     """It differs from step to step."""
@@ -58,7 +58,7 @@ class Noise(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """What falls out at one site of a forward."""
+    """Dropout at one site of a forward: probability, noise and site."""
 
     p: float
     """The probability of each element."""

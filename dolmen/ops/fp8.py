@@ -85,7 +85,7 @@ def _largest(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
 def scale_of(
     amax: Float[Tensor, "*scales"], format: Format, granularity: Granularity
 ) -> Float[Tensor, "*scales"]:
-    """What brings the largest to the format's largest number; NaN or infinite where amax is."""
+    """Return amax / the format's largest number, 1 where amax is 0; NaN or infinite as amax."""
     # a tensor of the device: by a number, a GPU multiplies by its rounded inverse, and half of the
     # scales differ from a CPU's in their last bit
     largest = amax.new_full((), LARGEST[format])
@@ -111,7 +111,7 @@ def quantise_with_scale(
     granularity: Granularity,
     axis: int,
 ) -> Shaped[Tensor, "*shape"]:
-    """The payload of x by a scale that is known. NaN stays NaN."""
+    """Return the payload of x for a given scale. NaN stays NaN."""
     most = LARGEST[format]
     # what is made once is changed in place: on a CPU new memory costs more than what is computed
     values = x.detach().to(torch.float32, copy=True)

@@ -32,14 +32,14 @@ BLOCKS = {"fp8-blockwise": 128, "mxfp8": 32}
 
 @config("train.fp8")
 class Fp8Config:
-    """Of a run whose train.precision is one of eight bits."""
+    """Options of 8-bit training (train.precision fp8-* or mxfp8)."""
 
     format: Literal["hybrid", "e4m3"] = "hybrid"
     """hybrid: gradients in E5M2, which reaches further, all else in E4M3, which is finer; e4m3: all
     in E4M3.
     """
     unrounded: tuple[Product, ...] = ()
-    """Of the three products of each matrix those that stay in train.dtype: output, input-gradient,
+    """Products of each matrix that stay in train.dtype: output, input-gradient,
     weight-gradient.
     """
     first_layers: Count = 0
@@ -65,7 +65,7 @@ class Fp8:
 
     @property
     def delayed(self) -> bool:
-        """Whether scales come from the steps before."""
+        """True if scales come from the amax history of earlier steps."""
         return self.precision == "fp8-delayed"
 
     @property
@@ -79,13 +79,13 @@ class Fp8:
         return "e5m2" if hybrid else "e4m3"
 
     def granularity(self, operand: Operand) -> Granularity:
-        """What of an operand shares a scale."""
+        """Return which elements of an operand share a scale."""
         if self.precision == "fp8-blockwise" and operand == "weight":
             return "128x128"
         return GRANULARITY[self.precision]
 
     def rounds(self, product: Product) -> bool:
-        """Whether a product is one of eight bits."""
+        """Return True if the product is computed in 8 bits."""
         return product not in self.config.unrounded
 
     def __str__(self) -> str:
@@ -109,5 +109,5 @@ class Fp8:
 
 
 def room(margin: int) -> float:
-    """What a margin divides a format's largest number by."""
+    """Return 2^margin, by which a format's largest number is divided."""
     return math.ldexp(1.0, margin)

@@ -20,7 +20,7 @@ SQUARES = {"pieces": "in pieces", "whole": "at once"}
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a process computes on, as far as kernels depend on it."""
+    """Device properties that the choice of kernels depends on."""
 
     kind: Literal["cpu", "cuda"]
     capability: tuple[int, int] = (0, 0)
@@ -32,7 +32,7 @@ class Hardware:
 
     @staticmethod
     def of(device: torch.device) -> "Hardware":
-        """That of a device which is here."""
+        """Describe a device of this machine."""
         if device.type != "cuda":
             return Hardware("cpu", tiles=has_amx())
         name = torch.cuda.get_device_name(device)
@@ -50,7 +50,7 @@ KNOWN = {
     "b200": Hardware("cuda", (10, 0), "NVIDIA B200"),
     "gb200": Hardware("cuda", (10, 0), "NVIDIA GB200"),
 }
-"""By the name that users call it."""
+"""Hardware by the names that users give."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _cudnn(hardware: Hardware, head_dim: int) -> bool:
 
 
 def _beyond_flash(attends: tuple[Attend, ...]) -> list[str]:
-    """What torch's operators have no argument for, in words."""
+    """List the features of these layers that torch's FlashAttention operators lack."""
     asked = {
         "soft cap": any(attend.soft_cap is not None for attend in attends),
         "ALiBi": any(attend.slopes is not None for attend in attends),

@@ -22,7 +22,7 @@ from dolmen.core.autograd import Context, TypedFunction
 
 
 class Routing(NamedTuple):
-    """What a router decides, in fp32 or wider."""
+    """The router's output, in fp32 or wider."""
 
     probabilities: Float[Tensor, "n E"]
     """Over all experts, summing to 1."""
@@ -223,7 +223,7 @@ class _Kernel(TypedFunction):
 
 
 def _save_if_needed(ctx: Context, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """What backward reads: x for the weight's gradient, and the weight for that of x."""
+    """Return what backward reads: x for the weight's gradient, and the weight for that of x."""
     wants_dx, wants_dw, _ = ctx.needs_input_grad
     return x if wants_dw else None, weight if wants_dx else None
 

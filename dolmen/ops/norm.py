@@ -29,7 +29,7 @@ def rms_norm(
     kind: Literal["passes", "fused"] = Kernels().norm,
     zero_centred: bool = False,
 ) -> Float[Tensor, "*rows size"]:
-    """Of each row, in any float dtype; statistics in fp32 (fp64 for fp64 input). `kind`:
+    """Normalise each row, in any float dtype; statistics in fp32 (fp64 for fp64 input). `kind`:
     ops/kernels.py says how. `zero_centred`: the weight is stored less 1, and as in Gemma 1 + weight
     and its product are fp32, cast after: 1 + 0.003 is no number of bf16.
     """

@@ -33,7 +33,7 @@ def inverse_frequencies(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " {size}//2"]:
-    """In `dtype`: theta^(-2i / size)."""
+    """Return theta^(-2i / size) for i < size / 2, in `dtype`."""
     return 1.0 / theta ** (
         torch.arange(0, size, 2, dtype=torch.int64, device=device).to(dtype) / size
     )
@@ -112,7 +112,7 @@ def longrope(
 def dynamic(
     inv: Float[Tensor, " half"], factor: float, longer: Float[Tensor, "*tokens"]
 ) -> Float[Tensor, "*tokens half"]:
-    """Of texts `longer` times as long as the original length: of a base that is multiplied by
+    """Dynamic NTK: for sequences `longer` times the original length, the base is multiplied by
     (factor longer - factor + 1)^(size / (size - 2)), if that is over 1.
     """
     return _scale_base(inv, factor * longer.clamp(min=1) - (factor - 1))
@@ -121,12 +121,14 @@ def dynamic(
 def dynamic_by_powers(
     inv: Float[Tensor, " half"], longer: Float[Tensor, "*tokens"]
 ) -> Float[Tensor, "*tokens half"]:
-    """The same with 2^ceil(log2(longer) + 1) - 1, as Qwen has it."""
+    """Return `dynamic` with growth 2^ceil(log2(longer) + 1) - 1, as Qwen has it."""
     return _scale_base(inv, (longer.double().log2() + 1).ceil().exp2() - 1)
 
 
 def _scale_base(inv: Tensor, growth: Tensor) -> Tensor:
-    """Of a base that is multiplied by growth^(size / (size - 2)), if that is over 1."""
+    """Return the frequencies for a base multiplied by growth^(size / (size - 2)), if that is over
+    1.
+    """
     size = 2 * len(inv)
     powers = torch.arange(0, size, 2, device=inv.device, dtype=torch.float64) / (size - 2)
     return inv * (growth.double().clamp(min=1)[..., None] ** -powers).to(inv.dtype)
@@ -175,7 +177,7 @@ def rotate(
 
 @dataclass(frozen=True, eq=False)
 class PositionIds:
-    """Of the tokens of a batch."""
+    """Position ids of the tokens of a batch."""
 
     ids: Int64[Tensor, "batch streams length"]
     longest: int
@@ -183,12 +185,12 @@ class PositionIds:
 
     @staticmethod
     def of(ids: Int64[Tensor, "batch streams length"]) -> "PositionIds":
-        """Of ids on the host."""
+        """Construct from ids on the host."""
         largest = [max(map(max, stream.tolist())) for stream in ids.unbind(1)]
         return PositionIds(ids, max([largest[0] + 1, *largest[1:]]))
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "PositionIds":
-        """The same of what `change` makes of the ids."""
+        """Apply `change` to the ids."""
         return replace(self, ids=change(self.ids))
 
     def on(self, device: torch.device) -> "PositionIds":

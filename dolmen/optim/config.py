@@ -20,8 +20,8 @@ class Muon:
     momentum: Below1 = 0.95
     """Decay of the momentum; it looks ahead by one step (Nesterov)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What Newton-Schulz computes in; float32: the dtype of the weights, so float64 in a float64
-    run.
+    """Dtype of the Newton-Schulz iteration; float32: the dtype of the weights, so float64 in a
+    float64 run.
     """
 
 
@@ -38,7 +38,9 @@ class OptimizerConfig:
     warmup_steps: Count = 0
     """Steps in which the learning rate rises linearly from 0 to `lr`."""
     warmup_tokens: NonNegative | None = None
-    """In place of warmup_steps: tokens of the batches of these steps; 1e9 is a way to write it."""
+    """Warm-up length in tokens, in place of warmup_steps: tokens of the batches of these steps; 1e9
+    is a way to write it.
+    """
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """After warm-up: cosine or linear to `min_lr`, wsd (constant, then linear over the last
     `decay_fraction`), constant.

@@ -48,7 +48,9 @@ EPS = 1e-7  # of the norm: a matrix of zeros stays one
 def orthogonalize(
     g: Float[Tensor, "rows columns"], dtype: torch.dtype
 ) -> Float[Tensor, "rows columns"]:
-    """In `dtype`; the norm is added in fp64, for on a CPU torch adds squares one by one."""
+    """Orthogonalise g by Newton-Schulz in `dtype`; the norm is added in fp64, for on a CPU torch
+    adds squares one by one.
+    """
     norm = torch.linalg.vector_norm(g, dtype=torch.float64) + EPS
     x = (g / norm.to(g.dtype)).to(dtype)
     tall = g.shape[0] > g.shape[1]
@@ -107,14 +109,14 @@ class Muon(torch.optim.Optimizer):
             value.add_(update, alpha=-group["lr"])
 
     def _direction(self, whole: Tensor) -> Tensor:
-        """What a matrix moves by, over -lr."""
+        """Return the update of one matrix, divided by -lr."""
         dtype = torch.bfloat16 if self.half else whole.dtype
         scale = RATIO * math.sqrt(max(whole.shape))
         return scale * orthogonalize(whole, dtype).to(whole.dtype)
 
 
 def matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Those of which some are stacks, each by itself: views."""
+    """Return each matrix of the tensors, some of which are stacks, as a view."""
     return [m for t in tensors for m in (t.unbind() if t.ndim == 3 else [t])]
 
 

@@ -37,7 +37,7 @@ DTYPES = {
 
 
 def master_dtype(dtype: str) -> torch.dtype:
-    """What weights and optimizer state rest in, of a run that computes in `dtype`."""
+    """Return the dtype of master weights and optimizer state for compute in `dtype`."""
     return torch.promote_types(DTYPES[dtype], torch.float32)
 
 
@@ -76,7 +76,7 @@ RULES: dict[Name, dict[Role, Rule]] = {
 
 MODEL = "model/"  # what the names of parameters begin with, beside those of their moments
 KINDS: dict[Rule, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": muon.KINDS}
-"""Of the tensors that a rule keeps of each parameter."""
+"""Kinds of state tensors that each rule keeps per parameter."""
 
 
 class AdamW(compute.ViewAdamW):
@@ -88,7 +88,7 @@ class AdamW(compute.ViewAdamW):
 
 
 class CombinedOptimizer:
-    """Several rules as one optimizer: to who steps it, sets its rate or saves its state."""
+    """Several optimizers as one: stepped, scheduled and saved together."""
 
     def __init__(self, *rules: torch.optim.Optimizer):
         self.rules = rules
@@ -111,7 +111,7 @@ Optimizer = AdamW | CombinedOptimizer
 
 
 def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optimizer:
-    """Over the parameters that require a gradient, by each one's role."""
+    """Build the optimizer over the trainable parameters, by the role of each."""
     if config.name == "adamw":
         return adamw(model, config)
     rules = RULES[config.name]
@@ -141,7 +141,9 @@ def _trainable(model: Decoder) -> dict[str, nn.Parameter]:
 def _adamw(
     trained: Mapping[str, nn.Parameter], leaves: Mapping[str, ParamSpec], config: OptimizerConfig
 ) -> AdamW:
-    """In two groups: what decays, as its leaf says, and what does not (norms, biases)."""
+    """Build AdamW with two groups: what decays, as its leaf says, and what does not (norms,
+    biases).
+    """
     groups = [
         {
             "params": [p for name, p in trained.items() if leaves[name].decays],
@@ -226,6 +228,6 @@ def names(leaves: ParamSpecs, name: Name) -> set[str]:
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:
-    """Tell it how many updates it has made; AdamW's bias correction needs it."""
+    """Set the number of updates made; AdamW's bias correction needs it."""
     for s in optimizer.state.values():
         s["step"].fill_(float(step))

@@ -39,13 +39,13 @@ class _Entry:
     """A matrix on one axis, seen from one of its ranks."""
 
     number: int
-    """Of the matrix, among those that this rank holds a part of."""
+    """Index of the matrix among those that this rank holds a part of."""
     owner: int
     """Its rank on the axis."""
     dim: int | None
-    """That the axis cuts; None: each rank has what the owner has."""
+    """Dim that the axis cuts; None: each rank has what the owner has."""
     parts: tuple[Shape, ...]
-    """What each rank of the axis has."""
+    """Shape of the part of each rank of the axis."""
 
 
 class _PartExchange:
@@ -88,7 +88,7 @@ class _PartExchange:
         return {e.number: torch.cat(parts[e.number], e.dim or 0) for e in self.mine}
 
     def scatter(self, done: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
-        """What was made of those that this rank owns -> its part of every one."""
+        """Send results of owned matrices back; return this rank's part of every matrix."""
         parts = {e.number: _parts(done[e.number], e) for e in self.mine}
         going = [parts[e.number][r] for r in self.peers for e in self.mine]
         shapes = [e.parts[self.axis.rank] for e in self.others]
@@ -113,7 +113,7 @@ class _PartExchange:
 
 
 def _parts(whole: Tensor, entry: _Entry) -> list[Tensor]:
-    """What each rank of an axis is to have of it."""
+    """Split a matrix into the parts of each rank of an axis."""
     if entry.dim is None:
         return [whole] * len(entry.parts)
     return list(whole.split([shape[entry.dim] for shape in entry.parts], entry.dim))
@@ -133,7 +133,7 @@ class _Layout:
 
 
 class Assembly:
-    """Of some parameters, which lie as they do and stay so."""
+    """Gathers each matrix of fixed parameters on its owner rank, and scatters results back."""
 
     def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, cost: Callable[[int, int], float]):
         """`parameters`: [rows, columns], or stacks of such; the same ones in the same order on all
@@ -185,7 +185,7 @@ class Assembly:
 
 
 def _shares(shape: Shape, dim: int | None, ranks: int) -> list[Shape]:
-    """What each rank has of a tensor that is cut along dim, the last ones less where it must be."""
+    """Return the shape on each rank of a tensor cut along dim, the last ones less where it must be."""
     if dim is None:
         return [shape] * ranks
     most = -(-shape[dim] // ranks)
@@ -211,7 +211,7 @@ def _layout(p: Tensor, mesh: Mesh) -> _Layout:
 def _owners(
     ways: list[_Layout], mesh: Mesh, cost: Callable[[int, int], float]
 ) -> list[list[tuple[int, ...]]]:
-    """Of each matrix of each parameter, whatever ranks hold it, its owner's rank on every axis of
+    """Assign an owner to each matrix of each parameter: its owner's rank on every axis of
     `inner`.
     """
     # how far apart neighbours on an axis are among the ranks of a stage: fsdp = edp x ep, x tp

@@ -50,7 +50,7 @@ class ContextParallel:
     axis: Axis
     kind: Literal["ring", "gather"] = "ring"
     kernel: Literal["blocks", "flash", "cudnn"] = "blocks"
-    """What attends: see ops/kernels.py."""
+    """Attention backend: see ops/kernels.py."""
 
     @property
     def backend(self) -> Attention:
@@ -61,7 +61,7 @@ class ContextParallel:
         return rank, 2 * self.axis.size - 1 - rank
 
     def indices(self, length: int, device: torch.device) -> Int64[Tensor, " here"]:
-        """Where this rank's tokens, length / size, are in the sequence."""
+        """Return the sequence indices of this rank's length / size tokens."""
         return self.split(torch.arange(length, device=device), 0)
 
     def split(self, x: Shaped[Tensor, "*whole"], dim: int) -> Shaped[Tensor, "*here"]:

@@ -36,7 +36,7 @@ class Trip(NamedTuple):
     receive: list[int]
     """Rows that this rank got from each."""
     sorting: tuple[Int64[Tensor, " m"], Int64[Tensor, " m"]] | None
-    """Of the rows received (by rank, then expert), which is where by expert, and its
+    """Permutation from the order received (by rank, then expert) to order by expert, and its
     inverse. None: nothing was sent, and rows are sorted.
     """
 

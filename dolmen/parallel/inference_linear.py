@@ -47,7 +47,7 @@ WORTH = 1 << 14  # elements; of fewer what a product costs is its call
 
 
 class LaidOut(Protocol):
-    """What multiplies by a weight."""
+    """A prepacked product with a weight."""
 
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
@@ -95,7 +95,7 @@ class Int8Rows:
 
 
 def prepack(weight: Tensor, kind: Weights) -> LaidOut | None:
-    """What multiplies by a weight on a CPU faster than torch does by itself; None: nothing does."""
+    """Prepack a weight for faster CPU products than F.linear; None if there is no gain."""
     if weight.ndim != 2:
         return None
     if kind == "int8":
@@ -113,10 +113,10 @@ class Pair(NamedTuple):
     up: Float[Tensor, "out rank"]
     """B, times the scale of the adapter."""
     gain: Float[Tensor, " out"] | None = None
-    """Of DoRA, what its outputs are multiplied by."""
+    """DoRA's factor of the outputs."""
 
     def cut(self, mine: Callable[[Tensor], Tensor]) -> "Pair":
-        """With those rows of outputs that `mine` takes."""
+        """Return the pair restricted to the output rows that `mine` selects."""
         return Pair(self.down, mine(self.up), None if self.gain is None else mine(self.gain))
 
 
@@ -130,7 +130,7 @@ class Segment(NamedTuple):
 
 @dataclass
 class AdapterAssignment:
-    """Which tokens of the forward at hand have which adapter: said before it begins by who knows
+    """Adapter of each token of the current forward: set before it begins by who knows
     whose they are, and read by every product. The one way from the texts to the products.
     """
 
@@ -140,7 +140,7 @@ class AdapterAssignment:
 def segments(
     names: Sequence[str | None], counts: Sequence[int], device: torch.device
 ) -> list[Segment]:
-    """Of texts whose tokens follow one another: the adapter of each, and how many tokens of it
+    """Build the segments of concatenated sequences: the adapter of each, and how many tokens of it
     there are.
     """
     own: dict[str, list[int]] = {}
@@ -159,7 +159,7 @@ class MultiLora(NamedTuple):
     """The adapters beside one weight, by their names, and who has which."""
 
     pairs: Mapping[str, Pair]
-    """Of those that adapt this weight."""
+    """Adapters of this weight, by name."""
     turn: AdapterAssignment
 
     def cut(self, mine: Callable[[Tensor], Tensor]) -> "MultiLora":

@@ -60,8 +60,8 @@ from dolmen.parallel.tensor import Deferred
 
 
 class StageMessage(NamedTuple):
-    """What crosses from a stage to its neighbour: activations on their way up (`forward`), or their
-    gradient on its way down.
+    """One tensor sent from a stage to its neighbour: activations on their way up (`forward`), or
+    their gradient on its way down.
     """
 
     forward: bool
@@ -75,7 +75,9 @@ class StageMessage(NamedTuple):
 
 
 def message_in(schedule: Schedule, rank: int, action: Action) -> StageMessage | None:
-    """What an action of `rank` waits for: nothing at the end of the line, nor where it is a W."""
+    """Return the message that an action of `rank` waits for; None at the end of the line, nor where
+    it is a W.
+    """
     stage = schedule.stage_of(rank, action.chunk)
     message = StageMessage(action.kind == "F", action.micro, stage)
     comes = action.kind != "W" and 0 <= message.source < schedule.stages
@@ -83,7 +85,9 @@ def message_in(schedule: Schedule, rank: int, action: Action) -> StageMessage | 
 
 
 def message_out(schedule: Schedule, rank: int, action: Action) -> StageMessage | None:
-    """What an action of `rank` sends: nothing at the end of the line, nor where it is a W."""
+    """Return the message that an action of `rank` sends; None at the end of the line, nor where it
+    is a W.
+    """
     stage, forward = schedule.stage_of(rank, action.chunk), action.kind == "F"
     to = stage + 1 if forward else stage - 1
     goes = action.kind != "W" and 0 <= to < schedule.stages
@@ -91,7 +95,7 @@ def message_out(schedule: Schedule, rank: int, action: Action) -> StageMessage |
 
 
 def messages_sent(schedule: Schedule, sender: int, to: int) -> list[StageMessage]:
-    """What rank `sender` sends to rank `to` in a step, in order."""
+    """Return the messages from rank `sender` to rank `to` in a step, in order."""
     going = (message_out(schedule, sender, action) for action in schedule.actions[sender])
     return [message for message in going if message and schedule.rank_of(message.stage) == to]
 
@@ -99,7 +103,7 @@ def messages_sent(schedule: Schedule, sender: int, to: int) -> list[StageMessage
 def acknowledged_messages(
     schedule: Schedule, sender: int, to: int
 ) -> dict[StageMessage, list[StageMessage]]:
-    """Of each message that rank `to` sends back to `sender`, those of `sender` that it has taken
+    """Map each message that rank `to` sends back to `sender` to those of `sender` that it has taken
     since the one before.
     """
     found: dict[StageMessage, list[StageMessage]] = {}
@@ -115,7 +119,7 @@ def acknowledged_messages(
 
 
 def channel_axis(mesh: Mesh, sender: int, receiver: int) -> Axis:
-    """What a tensor from `sender` to `receiver`, ranks of pp, goes over: the same for both."""
+    """Return the axis of the channel from `sender` to `receiver`, ranks of pp; same for both."""
     return mesh.up if receiver > sender else mesh.down
 
 
@@ -223,7 +227,7 @@ def routes(schedule: Schedule) -> list[tuple[int, int]]:
 
 @dataclass
 class StepWork:
-    """What the actions of one step do, on this rank."""
+    """The callbacks and model parts that a step's actions use on this rank."""
 
     forward: Callable[[int, int, Tensor | None], Tensor]
     """(chunk, microbatch, x or None on the first stage) -> y, or on the last stage the scalar to go
@@ -236,8 +240,8 @@ class StepWork:
     chunks: Sequence[Sequence[nn.Module]] = ((),)
     """Units of communication over fsdp of each chunk."""
     later: Deferred | None = None
-    """Where the backward of a product leaves its weight gradients, if the schedule splits it: that
-    of the model's TensorParallel.
+    """Queue where the backward of a product leaves its weight gradients, if the schedule splits it:
+    that of the model's TensorParallel.
     """
     observe: Callable[[Action], None] = lambda action: None
     """Called after each action."""

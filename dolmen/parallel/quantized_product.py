@@ -88,13 +88,15 @@ def gather_payloads(model: nn.Module, recipes: Mapping[str, Fp8]) -> list[str]:
 
 
 def one_payload(recipe: Fp8) -> bool:
-    """Whether all products of a weight take it rounded, and rounded alike."""
+    """Return True if all products of a weight use the same rounded payload."""
     rounds = recipe.rounds("output") and recipe.rounds("input-gradient")
     return rounds and recipe.granularity("weight") == GRANULARITY
 
 
 def has_whole_blocks(record: sharding.Record) -> bool:
-    """Whether a parameter is gathered in bf16, of several ranks with as many whole blocks each."""
+    """Return True if a parameter is gathered in bf16 from several ranks with as many whole blocks
+    each.
+    """
     ranks, whole = sharding.ranks(record), sharding.gathered_shape(record)
     if (
         ranks == 1
@@ -107,7 +109,9 @@ def has_whole_blocks(record: sharding.Record) -> bool:
 
 
 def quantise_shard(shard: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
-    """Of one rank: payloads [..., rows, in] and scales [..., rows / 128, in / 128], or values."""
+    """Quantise one rank's shard: payloads [..., rows, in] and scales [..., rows / 128, in / 128],
+    or values.
+    """
     values = shard.to(torch.bfloat16)
     if not module.training:
         return (values,)
@@ -131,25 +135,25 @@ DIMS: dict[Operand, tuple[Dim, Dim]] = {
 
 
 class ProductAxes(NamedTuple):
-    """Which axes split each dim of a product."""
+    """Mesh axes that split each dim of a product."""
 
     tokens: tuple[Axis, ...] = ()
     inputs: tuple[Axis, ...] = ()
     outputs: tuple[Axis, ...] = ()
 
     def of(self, dim: Dim) -> tuple[Axis, ...]:
-        """Those that split `dim` among several ranks."""
+        """Return the axes that split `dim` among several ranks."""
         axes = {"tokens": self.tokens, "inputs": self.inputs, "outputs": self.outputs}[dim]
         return tuple(axis for axis in axes if axis.size > 1)
 
 
 HISTORY, SCALE = "amax_history", "fp8_scale"
-"""Of the tensors that delayed scaling keeps of each weight."""
+"""Kinds of tensors that delayed scaling keeps per weight."""
 
 
 class Delayed:
-    """What delayed scaling knows of one weight and what it is multiplied with, or of each expert's:
-    the same on all ranks that hold the layer. `on` makes its tensors.
+    """Delayed-scaling state (amax history and scales) of one weight's products, or of each
+    expert's: the same on all ranks that hold the layer. `on` makes its tensors.
     """
 
     def __init__(self, recipe: Fp8, experts: int | None):
@@ -172,7 +176,7 @@ class Delayed:
         """The largest of the step under way."""
 
     def forget(self) -> None:
-        """As before a first step."""
+        """Reset to the state before the first step."""
         self.begun = False
         self.history.zero_()
         self.scale.fill_(1)
@@ -180,7 +184,7 @@ class Delayed:
     def begin(
         self, history: Float[Tensor, "known *experts 3"], scale: Float[Tensor, "*experts 3"]
     ) -> None:
-        """With what another run has known, the latest steps of it."""
+        """Continue from another run's history, its latest steps."""
         steps = min(len(history), len(self.history)) - 1  # the first entry: the step under way
         self.history[len(self.history) - steps :].copy_(history[len(history) - steps :])
         self.scale.copy_(scale)
@@ -188,7 +192,7 @@ class Delayed:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, by kind: the same on all ranks that hold the layer."""
+        """Tensors of a checkpoint, by kind: the same on all ranks that hold the layer."""
         return {HISTORY: self.history, SCALE: self.scale}
 
     def note(self, operand: Operand, first: int, amaxes: Sequence[Tensor]) -> None:
@@ -197,7 +201,7 @@ class Delayed:
         torch.maximum(place, torch.stack(list(amaxes)).view_as(place), out=place)
 
     def scales(self, operand: Operand, first: int, number: int) -> list[Tensor] | None:
-        """What payloads of an operand are multiplied by, of `number` experts; None: there has been
+        """Return the scales of an operand's payloads, for `number` experts; None: there has been
         no step.
         """
         if not self.begun:
@@ -277,11 +281,11 @@ class Operands(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether torch's scaled products take it: both dims in whole 16 bytes."""
+        """True if torch's scaled products accept it: both dims in whole 16 bytes."""
         return all(n > 0 and n % 16 == 0 for p in self.payloads for n in p.shape)
 
     def values(self, dtype: torch.dtype) -> list[Float[Tensor, "_ _"]]:
-        """What the payloads stand for, in fp32 or wider."""
+        """Dequantise the payloads, in fp32 or wider."""
         wide = torch.promote_types(dtype, torch.float32)
         return [
             fp8.dequantise(p, s, granularity=self.granularity, axis=self.along, dtype=wide)
@@ -300,7 +304,7 @@ class Fp8Product:
     kernel: Literal["rounded", "scaled_mm"] = "rounded"
     """ops/kernels.py says."""
     first: int = 0
-    """Of the experts, the number of the first here."""
+    """Index of the first local expert."""
 
     def output(
         self, xs: Sequence[Tensor], weights: Sequence[Tensor]
@@ -407,7 +411,7 @@ class Int8Product:
     def weight_gradient(
         self, grads: Sequence[Tensor], xs: Sequence[Tensor]
     ) -> list[Float[Tensor, "out in"]]:
-        """Of what is frozen nobody asks for it."""
+        """Never called: a weight in 8 bits is frozen."""
         raise AssertionError("a weight in eight bits is frozen")
 
     @property
@@ -416,7 +420,7 @@ class Int8Product:
 
 
 Product = Fp8Product | Int8Product
-"""What multiplies by a weight in place of torch's own product."""
+"""Products that replace torch's own for 8-bit weights or operands."""
 
 
 def _scaled_mm_products(left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:

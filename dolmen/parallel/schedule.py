@@ -36,7 +36,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank does.
+    """The action lists of all ranks.
 
     `actions[rank]` is in order. `placement` says which stage a chunk is; for ranks = 3, chunks = 2:
 
@@ -146,7 +146,7 @@ def gpipe(ranks: int, micros: int, chunks: int = 1) -> Schedule:
 
 
 def one_f_one_b(ranks: int, micros: int, chunks: int = 1) -> Schedule:
-    """As many forwards as it takes for the first to come back, then one forward, one backward: rank
+    """1F1B: warm-up forwards until the first backward arrives, then one forward, one backward: rank
     r holds ranks - r microbatches.
     """
     _single("1f1b", chunks)

@@ -66,7 +66,7 @@ class Cost(NamedTuple):
     send: float = 0
 
     def of_chunk(self, chunks: int) -> "Cost":
-        """Of one of `chunks` equal ones of a rank."""
+        """Return the cost of one of `chunks` equal chunks of a rank."""
         f, b, i, w, send = self
         return Cost(f / chunks, b / chunks, i / chunks, w / chunks, send)
 
@@ -116,7 +116,7 @@ def closed_form(schedule: Schedule, cost: Cost = Cost()) -> float | None:
 
 
 WHOLE, IN_PARTS = {"F", "B"}, {"F", "I", "W"}
-"""What is to be done of a microbatch at a stage, its backward whole or split."""
+"""Actions required per microbatch and stage, with the backward whole or split."""
 
 
 def check_schedule(schedule: Schedule) -> Schedule:
@@ -165,7 +165,7 @@ def _check_rank(s: Schedule, rank: int) -> None:
 
 
 Result = tuple[str, int, int]
-"""What others wait for: (F or I, microbatch, stage). A whole B gives what its I would."""
+"""A result that others wait for: (F or I, microbatch, stage). A whole B gives what its I would."""
 
 
 def _needs(schedule: Schedule, action: Action, stage: int) -> list[Result]:

@@ -60,27 +60,27 @@ class Deferred:
         self.products.append(product)
 
     def take(self) -> list[Callable[[], None]]:
-        """Those added since the last call, in order."""
+        """Return the products added since the last call, in order."""
         taken, self.products = self.products, []
         return taken
 
 
 class Adapter(NamedTuple):
-    """What is trained beside a frozen weight, as this rank multiplies it: y += scale B A x."""
+    """This rank's part of a LoRA adapter of a frozen weight: y += scale B A x."""
 
     down: Float[Tensor, "*experts rank in"]
     """A."""
     up: Float[Tensor, "*experts out rank"]
     """B."""
     scale: float
-    """Of A x, the smallest that it can be multiplied into. (As `alpha` of an addition it is lost
-    where torch 2.13 compiles two products and their sum for a CPU.)
+    """Factor of A x, the smallest tensor that it can be multiplied into. (As `alpha` of an addition
+    it is lost where torch 2.13 compiles two products and their sum for a CPU.)
     """
 
     magnitude: Float[Tensor, "*experts out"] | None = None
-    """Of DoRA, the length of each row of the weight."""
+    """DoRA's magnitude: the length of each row of the weight."""
     over_inputs: bool = False
-    """Whether tp cuts the inputs of the weight, so that a rank has a part of each row."""
+    """True if tp cuts the inputs of the weight, so that a rank has a part of each row."""
 
     def merged(self, weight: Float[Tensor, "*experts out in"]) -> Float[Tensor, "*experts out in"]:
         """W + scale B A, its rows of DoRA's lengths, the one weight that computes the same. Of
@@ -93,7 +93,7 @@ class Adapter(NamedTuple):
     def gain(
         self, weight: Float[Tensor, "*experts out in"], tp: Axis | None = None
     ) -> Float[Tensor, "*experts out"] | None:
-        """What DoRA multiplies the outputs of W + scale B A by, in fp32 or wider: their lengths are
+        """Return DoRA's factor of the outputs of W + scale B A, in fp32 or wider: their lengths are
         constants in the gradient. None of an adapter without. `tp` adds up rows that it cuts.
         """
         if self.magnitude is None:
@@ -109,7 +109,7 @@ class Adapter(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """What a product multiplies by and adds, as this rank does."""
+    """This rank's weight, bias and adapters of a linear layer."""
 
     weight: Shaped[Tensor, "*experts out in"]
     bias: Float[Tensor, " out"] | None = None
@@ -117,9 +117,9 @@ class Linear(NamedTuple):
     rounding: Rounding | None = None
     """How its factors are rounded; None: they are not."""
     scale: Float[Tensor, "*experts out"] | None = None
-    """Of a frozen weight in eight bits (ops/int8.py)."""
+    """Scales of a frozen 8-bit weight (ops/int8.py)."""
     laid_out: LaidOut | None = None
-    """What multiplies by `merged` where no gradient is kept; None: torch as it is."""
+    """Prepacked product with the merged weight, for inference; None: torch's own."""
     several: MultiLora | None = None
     """Further adapters, of which each token has one or none, where no gradient is kept."""
 
@@ -144,7 +144,7 @@ class TensorParallel:
     axis: Axis
     sequence: bool = False
     later: Deferred | None = field(default=None, compare=False)
-    """Where backward leaves the weight gradients. None: it computes them."""
+    """Queue for deferred weight gradients. None: backward computes them."""
     turned: bool = False
     """How a weight gradient is multiplied: ops/kernels.py says."""
     tokens: tuple[Axis, ...] = ()
@@ -152,16 +152,16 @@ class TensorParallel:
     fp8: Literal["rounded", "scaled_mm"] = "rounded"
     """How products of eight bits are made: ops/kernels.py says."""
     first_expert: int = 0
-    """Of the experts here, the number of the first."""
+    """Index of the first local expert."""
 
     @property
     def gathers(self) -> bool:
-        """Whether entering a block is an all-gather."""
+        """True if entering a block is an all-gather (sequence parallelism)."""
         return self.sequence and self.axis.size > 1
 
     @property
     def residual_partial(self) -> bool:
-        """Whether the gradient of a replicated weight used on the residual stream (norms, output
+        """True if the gradient of a replicated weight used on the residual stream (norms, output
         biases) is a partial sum.
         """
         return self.gathers
@@ -174,8 +174,8 @@ class TensorParallel:
         return self.axis.size > 1
 
     def product(self, linear: Linear) -> Product | None:
-        """What multiplies by a weight in eight bits, or by one whose factors are rounded: they are
-        while it is trained. None: torch's own product.
+        """Return the product for a weight in eight bits, or for one whose factors are rounded: they
+        are while it is trained. None: torch's own product.
         """
         if linear.scale is not None:
             return Int8Product(linear.scale)
@@ -228,7 +228,7 @@ class TensorParallel:
         return transfers.start_all_reduce_(dx, self.axis)
 
     def finish_back(self, dx: Float[Tensor, "arriving hidden"]) -> Float[Tensor, "here hidden"]:
-        """What `start_back` has begun."""
+        """Wait for the result of `start_back`."""
         if self.axis.size == 1:
             return dx
         return (
@@ -249,11 +249,11 @@ class _Call(NamedTuple):
     multiplied is detached; else ().
     """
     products: tuple[Product | None, ...]
-    """Of each weight, and so of each bias, what multiplies by it; None: it is not rounded."""
+    """8-bit product of each weight; None: torch's own."""
 
     @property
     def gather(self) -> Axis | None:
-        """What x is gathered over."""
+        """Axis over which x is all-gathered, or None."""
         return self.tp.axis if self.enters and self.tp.sequence else None
 
 
@@ -314,7 +314,7 @@ class _Linear(TypedFunction):
 
 
 def _needed_gradients(ctx: Context[_Call]) -> tuple[bool, tuple[bool, ...], tuple[bool, ...]]:
-    """Whether the gradient of x is, of each weight, of each bias (False where there is none)."""
+    """Return which gradients are needed: of x, of each weight, of each bias."""
     wants_dx, _, *others = ctx.needs_input_grad
     number = len(ctx.kept.products)
     return wants_dx, tuple(others[:number]), tuple(others[number:])
@@ -355,9 +355,9 @@ def _input_gradient(
 
 
 def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callable[[], None]:
-    """What computes the gradients of those weights that are deferred and not frozen, from the
-    gradients of their products and x, this rank's part of it where there is an axis to gather it
-    over.
+    """Return a function that computes the gradients of those weights that are deferred and not
+    frozen, from the gradients of their products and x, this rank's part of it where there is an
+    axis to gather it over.
     """
     weights = [w for w in call.deferred if w.requires_grad]
     wanted = [
@@ -523,7 +523,7 @@ def rows(
 def local_tokens(
     per_token: Shaped[Tensor, " tokens *rest"], tp: TensorParallel
 ) -> Shaped[Tensor, " here *rest"]:
-    """Of something known for all tokens, this rank's part of the residual stream: all, or
+    """Select this rank's tokens of a per-token tensor, as the residual stream has them: all, or
     S(0)@tp.
     """
     return collectives.local_part(per_token, 0, tp.axis) if tp.gathers else per_token

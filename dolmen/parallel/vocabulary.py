@@ -96,11 +96,11 @@ class LogitsCall(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Of the vocabulary, the first row of this rank."""
+        """First vocabulary row of this rank."""
         return vocabulary_range(self.vocab_size, self.tp.axis)[0]
 
     def chunks(self, tokens: int, rows: int) -> list[slice]:
-        """Of tokens, as many as have `at_once` logits; the slope of a soft cap is as large."""
+        """Slice tokens into chunks of `at_once` logits; the slope of a soft cap is as large."""
         tensors = 1 if self.soft_cap is None else 2
         size = max(1, self.at_once // (tensors * rows))
         return [slice(at, at + size) for at in range(0, tokens, size)]
@@ -189,7 +189,7 @@ class _LinearCrossEntropy(TypedFunction):
 def zeros(
     weight: Float[Tensor, "rows hidden"], dtype: torch.dtype, tp: TensorParallel
 ) -> Float[Tensor, "rows hidden"]:
-    """What weight gradients are added to, laid as `weight_products` lays them."""
+    """Allocate the weight-gradient accumulator in the memory layout of `weight_products`."""
     if not tp.turned or len(weight) <= weight.shape[1]:
         return torch.zeros_like(weight, dtype=dtype)
     return torch.zeros_like(weight.t(), dtype=dtype, memory_format=torch.contiguous_format).t()
@@ -223,9 +223,9 @@ def _chunk(
 def combine_vocabulary(
     logits: Float[Tensor, "n rows"], labels: Int64[Tensor, " n"], first: int, axis: Axis
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, "n rows"], Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Of this rank's logits, whose first row is `first`: the maximum m over the whole vocabulary,
-    e^(logits - m) in their memory, the sum of these over the whole vocabulary, and the label's
-    logit - m.
+    """Combine this rank's logits, whose first row is `first`, over tp: the maximum m over the whole
+    vocabulary, e^(logits - m) in their memory, the sum of these over the whole vocabulary, and the
+    label's logit - m.
     """
     # Two all-reduces, not three: the exponentials need the maximum of all ranks, and then their sum
     # and the label's logit, which one rank has and the others give as 0, go together.

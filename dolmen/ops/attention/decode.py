@@ -1,4 +1,4 @@
-"""One query of each of several texts, as in a step of decoding, to keys that lie in pages.
+"""Decode attention: one query per sequence against a paged KV cache.
 
     pool [pages, kv_heads, page, size]    a page holds consecutive tokens of one text
 
@@ -24,7 +24,7 @@ from dolmen.ops.attention.spec import Attend
 
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """What a pool's pages hold, of the texts whose queries are asked."""
+    """The owner and positions of each page of the pool, for the sequences being decoded."""
 
     owner: Int64[Tensor, " entries"]
     """Index of the query whose text it is; of a page that is none of theirs, any. First an entry
@@ -33,11 +33,11 @@ class Pages:
     back: Int64[Tensor, "entries page"]
     """From the query's own token back to each of the page's; below 0 where there is no token."""
     shared: Int64[Tensor, " shared"] | None = None
-    """Pages that texts of several queries have."""
+    """Pages shared by several sequences (common prefixes)."""
     _seen: dict[int | None, Tensor] = field(default_factory=dict)
 
     def hidden(self, window: int | None) -> Bool[Tensor, "entries 1 1 page"]:
-        """What its query does not see; made once for all layers of that window."""
+        """Return the mask of keys that the query does not see, cached per window."""
         if window not in self._seen:
             out = self.back < 0
             out = out if window is None else out | (self.back >= window)
@@ -47,12 +47,12 @@ class Pages:
 
 @dataclass(frozen=True, eq=False)
 class Alone:
-    """The same of one text, whose query is asked alone."""
+    """The pages of a single sequence that is decoded by itself."""
 
     pages: slice | Int64[Tensor, " pages"]
-    """Of the text, in order."""
+    """Pages of the sequence, in order."""
     length: int
-    """Its tokens."""
+    """Tokens in the sequence."""
 
 
 def one_query(
@@ -138,7 +138,7 @@ def _scores(
     attend: Attend,
     pages: Pages,
 ) -> Float[Tensor, "entries kv_heads group page"]:
-    """In fp32 or wider, -inf where a query does not see."""
+    """Return scores in fp32 or wider, -inf where a query does not see a key."""
     scores = _raw(products, scale, attend, pages.back[:, None, None])
     return scores.masked_fill_(pages.hidden(attend.window), -torch.inf)
 

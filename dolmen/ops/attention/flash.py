@@ -162,7 +162,7 @@ def _call(q: Tensor, attend: Attend, cudnn: bool) -> FlashCall:
 
 
 def _pad_heads(*tensors: Tensor) -> list[Tensor]:
-    """With heads of one size, which is all that the kernels know: zeros at their ends add nothing
+    """Pad heads to one size, which is all that the kernels know: zeros at their ends add nothing
     to a product, and come out as zeros.
     """
     size = max(t.shape[3] for t in tensors)
@@ -205,9 +205,9 @@ def _visible_keys(t: Tensor, run: Run) -> Tensor:
 def _pieces(
     batch: int, queries: int, keys: int, at: Place
 ) -> Iterator[tuple[slice, slice, slice, tuple[int, int]]]:
-    """What queries see of a run of keys that ends before they begin: sequences, their queries,
-    their keys, and the keys seen left and right of the diagonal. Neighbouring sequences with equal
-    pieces are one.
+    """Yield what queries see of a run of keys that ends before they begin: sequences, their
+    queries, their keys, and the keys seen left and right of the diagonal. Neighbouring sequences
+    with equal pieces are one.
     """
     found, run, offset = [], _run(at.attend.documents), at.q_start - at.k_start
     for sequence in range(batch):

@@ -65,7 +65,7 @@ class Case:
 
     @property
     def starts(self) -> Int64[Tensor, "batch length"] | None:
-        """On the host: where the document of each token begins."""
+        """Start of each token's document, on the host."""
         return (
             None
             if self.documents is None
@@ -74,18 +74,18 @@ class Case:
 
     @property
     def reach(self) -> Int64[Tensor, "batch length"] | None:
-        """On the host: where the prefix of each token's document ends."""
+        """End of the prefix of each token's document, on the host."""
         if self.documents is None or self.prefixes is None:
             return None
         return self._starts_and(self.prefixes)
 
     @property
     def whole(self) -> spec.Documents | None:
-        """On the host."""
+        """Documents of the whole sequences, on the host."""
         return None if self.starts is None else spec.Documents.of(self.starts, self.reach)
 
     def _starts_and(self, more: tuple[tuple[int, ...], ...]) -> Int64[Tensor, "batch length"]:
-        """Of each token, where its document begins, and so many behind it."""
+        """Return each token's document start plus the document's number in `more`."""
         assert self.documents is not None
         rows = [
             [sum(lengths[:i]) + own[i] for i, n in enumerate(lengths) for _ in range(n)]
@@ -157,7 +157,7 @@ SCORES = {
     ),
 }
 KNOWN = {"blocks": CASES | SCORES, "flash": CASES, "cudnn": CASES}
-"""What each backend computes."""
+"""Cases that each backend supports."""
 
 
 Road = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -249,7 +249,7 @@ def _slices(length: int, n: int) -> Iterator[slice]:
 
 
 def _attend(case: Case, first: int, length: int, device: torch.device, back: bool = True) -> Attend:
-    """Of the queries [first, first + length)."""
+    """Return the `Attend` of the queries [first, first + length)."""
     run_whole = case.whole
     if run_whole is None:
         return case.attend

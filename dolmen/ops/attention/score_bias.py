@@ -23,9 +23,9 @@ from dolmen.core import device
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Of each head, as the paper's code, BLOOM and Falcon have them: 2^(-8/n), 2^(-16/n), ..., 2^-8
-    where n = heads is a power of two. Else those of the next lower n, and after them the first,
-    third, fifth, ... of 2 n, between which n's own lie.
+    """Return the slope of each head, as the paper's code, BLOOM and Falcon have them: 2^(-8/n),
+    2^(-16/n), ..., 2^-8 where n = heads is a power of two. Else those of the next lower n, and
+    after them the first, third, fifth, ... of 2 n, between which n's own lie.
     """
     n = 1 << (heads.bit_length() - 1)
     return (
@@ -35,7 +35,7 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 
 def alibi_key_bias(heads: int, positions: Int64[Tensor, "b s"]) -> BFloat16[Tensor, "b s {heads}"]:
-    """What the products of the key at each of `positions` grow by, of each head; `b` may be 1.
+    """Return the ALiBi bias of the key at each of `positions`, per head; `b` may be 1.
     Slopes, positions and their products are rounded, as in the build_alibi_tensor of Falcon in
     transformers.
     """
@@ -72,8 +72,8 @@ def sink_gradient(
     log_sum: Float[Tensor, "*queries"],
     sinks: Float[Tensor, "..."],
 ) -> Float[Tensor, "..."]:
-    """Of `sinks`, as they are shaped, from the gradient of out'; out and log_sum are what `join`
-    made.
+    """Return the gradient of `sinks`, in their shape, from the gradient of out'; out and log_sum
+    are what `join` made.
     """
     delta = (g.to(log_sum.dtype) * out).sum(-1)
     p = (sinks.to(log_sum.dtype) - log_sum).exp()

@@ -76,7 +76,8 @@ class Run:
     """
 
     def rectangle(self, sequence: int, k_start: int, keys: int) -> tuple[int, int]:
-        """Of a run of keys [k_start, k_start + keys) before this run's first token: (queries, key).
+        """Return the part of a run of keys [k_start, k_start + keys) before this run's first token:
+        (queries, key).
 
         Only a document that reaches over both is seen: by the run's first `queries` queries, from
         `key` on, counted in the keys' run. (0, 0) where there is none.
@@ -91,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """What a batch says of who sees whom: where the documents of its sequences begin, and how far
+    """The batch's attention structure: where the documents of its sequences begin, and how far
     their prefixes reach.
     """
 
@@ -102,7 +103,7 @@ class Documents:
     host_starts: Tensor
     """The same numbers where the host reads them without waiting for a device."""
     runs: tuple[Run, ...] = ()
-    """Of each run of consecutive tokens; none where the kernels do not ask."""
+    """One `Run` per run of consecutive tokens; empty for kernels that need none."""
     reach: Tensor | None = None
     """[batch, length] int64: index of the first token behind the prefix of each token's document,
     before which all of that document is seen; the document's start where it has none. It never
@@ -113,7 +114,7 @@ class Documents:
 
     @staticmethod
     def of(starts: Tensor, reach: Tensor | None = None) -> "Documents":
-        """Of tensors that the host can read."""
+        """Construct from tensors that the host can read."""
         return Documents(starts, starts, (), reach, reach)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Documents":
@@ -130,7 +131,7 @@ class Documents:
         return replace(self, starts=to_device(self.starts, device), reach=reach)
 
     def part(self, tokens: slice, run: int = 0) -> "Documents":
-        """Of these tokens, which are the run numbered `run`."""
+        """Select these tokens, which are the run numbered `run`."""
         return replace(self.map_tensors(lambda t: t[:, tokens]), runs=self.runs[run : run + 1])
 
     @property
@@ -165,7 +166,7 @@ def document_ends(
 
 
 def begins(starts: Int64[Tensor, "batch length"]) -> tuple[tuple[int, ...], ...]:
-    """Where the documents of each sequence begin, from starts on the host."""
+    """Return the start index of each document, per sequence, from starts on the host."""
     return tuple(tuple(sorted(set(row))) for row in starts.tolist())
 
 
@@ -176,8 +177,9 @@ def run(
     device: torch.device,
     back: bool = True,
 ) -> Run:
-    """Of the tokens [first, first + length) of every sequence. `back`: their keys begin where the
-    first token's document does, and are picked from all from 0 on; else their own are their keys.
+    """Build the run of tokens [first, first + length) of every sequence. `back`: their keys begin
+    where the first token's document does, and are picked from all from 0 on; else their own are
+    their keys.
     """
     queries, keys, kept, stop = [], [], [], first + length
     for own in begins:
@@ -201,8 +203,8 @@ def run(
 
 
 class Attend(NamedTuple):
-    """What attention a layer computes. A layer is built with what never changes; each microbatch
-    adds its own by `of`.
+    """The attention that a layer computes: mask, scale and score bias. A layer is built with what
+    never changes; each microbatch adds its own by `of`.
 
     A named tuple, which torch.compile makes, changes and hands on like any other.
     """
@@ -210,7 +212,7 @@ class Attend(NamedTuple):
     window: int | None = None
     """Tokens up to itself that a query sees; None: all."""
     scale: float | None = None
-    """What products of queries and keys are multiplied by; None: 1 / sqrt(their size)."""
+    """Factor of the query-key products; None: 1 / sqrt(their size)."""
     soft_cap: float | None = None
     """Scores become soft_cap * tanh(score / soft_cap) (Gemma 2, 2408.00118); None: they stay."""
     slopes: tuple[float, ...] | None = None
@@ -220,9 +222,9 @@ class Attend(NamedTuple):
     first_head: int = 0
     """Index in the model of the first head of these queries."""
     documents: Documents | None = None
-    """Of a microbatch: those of the queries, in indices of the keys. None: all is one."""
+    """Documents of this microbatch's queries, in indices of the keys. None: all is one."""
     dropout: Dropout | None = None
-    """Of a microbatch: what falls out of the probabilities. None: nothing."""
+    """Dropout of this microbatch's probabilities, or None."""
     mask: Literal["causal", "prefix"] = "causal"
     """prefix (1910.10683, section 3.2): the tokens of a document's prefix are seen by all of the
     document's. causal: none has one here, whatever a microbatch says.
@@ -231,7 +233,7 @@ class Attend(NamedTuple):
     """[heads of these queries]: of each a score that weighs no value (score_bias.py); or None."""
 
     def of(self, documents: Documents | None, dropout: Dropout | None = None) -> "Attend":
-        """The same of a microbatch."""
+        """Add a microbatch's documents and dropout."""
         if documents is not None and self.mask == "causal":
             documents = documents.causal
         return self._replace(documents=documents, dropout=dropout)
@@ -248,7 +250,7 @@ class Attend(NamedTuple):
         return self.soft_cap is None and self.slopes is None
 
     def scale_of(self, size: int) -> float:
-        """What the products of queries and keys of `size` numbers are multiplied by."""
+        """Return the factor of query-key products for heads of `size`."""
         return 1 / math.sqrt(size) if self.scale is None else self.scale
 
     def scaled(self, size: int) -> "Attend":
@@ -258,19 +260,19 @@ class Attend(NamedTuple):
         return self._replace(scale=self.scale_of(size))
 
     def slopes_of(self, heads: int) -> tuple[float, ...] | None:
-        """Of these queries' heads, which are so many."""
+        """Return the ALiBi slopes of these `heads` query heads, or None."""
         if self.slopes is None:
             return None
         return self.slopes[self.first_head : self.first_head + heads]
 
     @property
     def starts(self) -> Tensor | None:
-        """Where the document of each query begins, if any does after 0: see `Documents`."""
+        """Start of each query's document, if any does after 0: see `Documents`."""
         return None if self.documents is None else self.documents.starts
 
     @property
     def reach(self) -> Tensor | None:
-        """Where the prefix of each query's document ends, if any has one: see `Documents`."""
+        """End of the prefix of each query's document, if any has one: see `Documents`."""
         return None if self.documents is None else self.documents.reach
 
     @property
@@ -280,14 +282,14 @@ class Attend(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a run of queries and a run of keys lie: q_start, q_start + 1, ... and k_start, ... of
-    the sequence.
+    """Positions of a run of queries and a run of keys: q_start, q_start + 1, ... and k_start, ...
+    of the sequence.
     """
 
     q_start: int
     k_start: int
     attend: Attend
-    """Of these queries."""
+    """Attention of these queries."""
 
 
 Queries = Float[Tensor, "batch queries heads size"]
@@ -336,7 +338,7 @@ class Attention(Protocol):
     def partial_backward(
         g: Attended, q: Queries, k: Keys, v: Values, whole: tuple[Attended, LogSum], at: Place
     ) -> tuple[Queries, Keys, Values]:
-        """What this run of keys adds to (dq, dk, dv), the last two in fp32 or wider.
+        """Return what this run of keys adds to (dq, dk, dv), the last two in fp32 or wider.
 
         g and `whole`, which is out and log_sum, are of the attention to all keys: a block of
         probabilities is exp(scores - log_sum), and needs nothing of the other blocks but these.
