@@ -12,11 +12,11 @@ import pytest
 from test_house import files, nodes
 
 LIMITS = {
-    "fragments": 635,
-    "participles": 136,
-    "prepositions": 119,
-    "shared class names": 115,
-    "private words": 837,
+    "fragments": 471,
+    "participles": 107,
+    "prepositions": 96,
+    "shared class names": 104,
+    "private words": 830,
 }
 FRAGMENTS = set(
     """of what that those as with by in whether which where whose on from between behind

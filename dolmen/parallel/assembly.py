@@ -185,7 +185,7 @@ class Assembly:
 
 
 def _shares(shape: Shape, dim: int | None, ranks: int) -> list[Shape]:
-    """Return the shape on each rank of a tensor cut along dim, the last ones less where it must be."""
+    """Return the shape on each rank of a tensor cut along dim; the last may have less."""
     if dim is None:
         return [shape] * ranks
     most = -(-shape[dim] // ranks)
