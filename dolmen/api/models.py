@@ -74,7 +74,7 @@ class Model:
 
             print(model.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=1))
             model.generate(["One day", "Two men"], temperature=1.0, num_samples=4)[1][3].text
-            model.generate([1, 9038, 2501], stop="\n").tokens
+            model.generate([1, 9038, 2501], stop="\\n").tokens
         """
         with value_errors():
             asked = generation(self.folder, max_new_tokens, temperature, seed, options)
