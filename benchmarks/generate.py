@@ -37,8 +37,7 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
 from dolmen.conversion.source import open_source
 from dolmen.model.decoder import Decoder
 from dolmen.serving.engine import Engine, load_decoder
-from dolmen.serving.request import Request
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.request import Request, SamplingParams
 
 Work = Sequence[tuple[list[int], int]]
 """Prompts, and how many new tokens each has."""

@@ -23,8 +23,7 @@ from dolmen.data.tokenizer import load_tokenizer
 from dolmen.model.decoder import Decoder
 from dolmen.parallel.inference_linear import Weights
 from dolmen.serving.engine import Engine, load_decoder
-from dolmen.serving.request import Request
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.request import Request, SamplingParams
 
 
 def judged(model: Decoder, windows: list[list[int]], weights: Weights) -> tuple[float, list[int]]:

@@ -41,7 +41,7 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch._dynamo",
     "transformers",
-    "dolmen.cli.generate",
+    "dolmen.cli.generation",
     "dolmen.training.worker",
     "dolmen.training.run",
 ]

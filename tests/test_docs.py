@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import get_type_hints
 
 from dolmen.cli import VERBS
-from dolmen.cli.model_options import groups
 from dolmen.cli.parse import options
-from dolmen.cli.runs import options_of_run
+from dolmen.cli.runs import model_groups, run_options
 from dolmen.recipes import RECIPES
 from dolmen.training.config import RunConfig
 
@@ -100,8 +99,8 @@ def test_a_package_names_its_files():
 def test_options_of_the_migrating_page_are_there():
     page = (ROOT / "docs" / "migrating.md").read_text()
     model = RECIPES["llama-8b"]().model
-    known = options_of_run("train").keys() | options(groups(model)).keys()
-    known |= {option.off for option in options(groups(model)).values() if option.switch}
+    known = run_options("train").keys() | options(model_groups(model)).keys()
+    known |= {option.off for option in options(model_groups(model)).values() if option.switch}
     said = re.findall(r"`--([\w.-]+)", page)
     assert len(said) > 150 and sorted({*said} - known) == []
 

@@ -12,11 +12,11 @@ import pytest
 from test_house import files, nodes
 
 LIMITS = {
-    "fragments": 471,
-    "participles": 107,
-    "prepositions": 96,
-    "shared class names": 104,
-    "private words": 830,
+    "fragments": 394,
+    "participles": 63,
+    "prepositions": 85,
+    "shared class names": 40,
+    "private words": 507,
 }
 FRAGMENTS = set(
     """of what that those as with by in whether which where whose on from between behind

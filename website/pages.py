@@ -19,9 +19,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))  # the options of this checkout
 
-from dolmen.cli import model_options  # noqa: E402
-from dolmen.cli.options import PARTS, VERBS, find  # noqa: E402
-from dolmen.cli.parse import Group, Option, groups  # noqa: E402
+from dolmen.cli.command import CONFIGS, PARTS, find  # noqa: E402
+from dolmen.cli.parse import Option, OptionGroup, groups  # noqa: E402
+from dolmen.cli.runs import model_groups  # noqa: E402
 from dolmen.core.config import Mark, is_optional, plain_type  # noqa: E402
 from dolmen.planning.config import DryrunConfig  # noqa: E402
 from dolmen.recipes import RECIPES  # noqa: E402
@@ -71,20 +71,20 @@ def programs(folder: Path) -> str:
     return "\n".join(["# Examples\n\nThe tests run them.\n", *sorted(parts, reverse=True)])
 
 
-def option_groups(verb: str) -> list[Group]:
+def option_groups(verb: str) -> list[OptionGroup]:
     """Return the options of a command, by section; `model` is the family Llama's."""
     if verb == "model":
         model = RECIPES["llama-8b"]().model
         assert model is not None
-        return model_options.groups(model)
+        return model_groups(model)
     if verb == "run":
         first, *sections = groups(RunConfig)
         own = tuple(option for option in first.options if option.name not in ("name", "model"))
-        return [Group("", "", own), *sections]
+        return [OptionGroup("", "", own), *sections]
     if verb in ("train", "dryrun"):
         return groups({"train": Handling, "dryrun": DryrunConfig}[verb])
     verb, _, part = verb.partition(" ")
-    return groups(find(PARTS[verb][1][part] if part else VERBS[verb]))
+    return groups(find(PARTS[verb][1][part] if part else CONFIGS[verb]))
 
 
 def tables(verb: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from dolmen.files.schema import (
     Map,
     Object,
     Real,
-    Text,
+    String,
     either,
     optional,
 )
@@ -24,25 +24,25 @@ STATUS = {
     "cut": "was ended, as all time was spent",
     "left": "not begun for want of time",
 }
-WORD = Text(longest=1024)
+WORD = String(longest=1024)
 # `plain` in case.py writes what is no number of JSON as a word
-NUMBER = either(Real(), Text(("nan", "inf", "-inf")))
+NUMBER = either(Real(), String(("nan", "inf", "-inf")))
 CHECK = dict(zip(CHECKED, (WORD, NUMBER, NUMBER, Flag(), WORD), strict=True))
 CASE = {
     "stage": WORD,
     "name": WORD,
-    "status": Text(tuple(STATUS)),
+    "status": String(tuple(STATUS)),
     "expected": Real(0),
     "seconds": Real(),
     "values": Map(),
     "checks": List(Object(CHECK, rest=None)),
-    "error": Text(),
-    "repeat": Text(),
+    "error": String(),
+    "repeat": String(),
 }
-OPTIONS = {"device": Text(("cuda", "cpu")), "shape": Text(("full", "small", "tiny"))}
+OPTIONS = {"device": String(("cuda", "cpu")), "shape": String(("full", "small", "tiny"))}
 MACHINE = {"python": WORD, "system": WORD, "commit": optional(WORD), "packages": Map(WORD)}
 RUNNING = {"stage": WORD, "name": WORD, "since": Real(), "limit": Real()}
-STAGE = {"about": WORD, "expected": Real(0), "seconds": Real(), "state": WORD, "error": Text()}
+STAGE = {"about": WORD, "expected": Real(0), "seconds": Real(), "state": WORD, "error": String()}
 GPU_JSON = Kind(
     Object(
         {

@@ -23,7 +23,7 @@ from benchmarks.planning.calibrate import (
 from benchmarks.planning.predict import Prediction, gib, predict
 from benchmarks.planning.published import Published, read_rows
 from dolmen.files.gate import Refused
-from dolmen.planning.step import FILE, Spread, read_errors
+from dolmen.planning.step import FILE, ErrorSpread, read_errors
 
 
 def main() -> int:
@@ -181,7 +181,7 @@ def _but_layout(row: Published) -> tuple:
 
 def _spreads(predictions: Sequence[Prediction], spread_of) -> None:
     for device in dict.fromkeys(p.device for p in predictions):
-        spread: Spread = spread_of(device)
+        spread: ErrorSpread = spread_of(device)
         print(f"{device}: {spread.words}; times x / {math.exp(spread.log):.3f}")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.planning.predict import Prediction, predict
 from benchmarks.planning.published import FOLDER, Published, read_rows
-from dolmen.planning.step import PredictionErrors, Spread
+from dolmen.planning.step import ErrorSpread, PredictionErrors
 
 GROUPS = {
     "compute": ("product", "attention"),
@@ -110,7 +110,7 @@ def applied(sample: Sample, factors: tuple[float, float, float]) -> float:
 
 def calibrate(rows: Iterable[Published]) -> Calibration:
     """Raises ValueError where no row can be learnt from."""
-    unknown = Spread(0.0, 0, False)
+    unknown = ErrorSpread(0.0, 0, False)
     predictions = [predict(row, lambda device: unknown) for row in rows]
     found = [sample for one in predictions if (sample := sample_of(one))]
     warnings = tuple(f"{one.row.row_id}: {said}" for one in predictions for said in warned(one))

@@ -14,11 +14,11 @@ from dolmen.parallel.simulation import Simulation, make_schedule
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows, update_rows
 from dolmen.planning.capacity import layer_bytes
 from dolmen.planning.cost import CONTENTION, Machine, Overlap, Parts, action_seconds, row_seconds
-from dolmen.planning.ledger import Row
-from dolmen.planning.operations import Operations, Program, Share
+from dolmen.planning.ledger import LedgerRow
+from dolmen.planning.operations import Operations, Program, RankShare
 from dolmen.planning.placement import Placement, send_seconds
-from dolmen.planning.ranks import Held
-from dolmen.planning.step import Estimate, Spread, Stage, rows_seconds, step_time, together
+from dolmen.planning.ranks import ParameterCount
+from dolmen.planning.step import ErrorSpread, Estimate, Stage, rows_seconds, step_time, together
 
 BYTES = 2
 """Of an element that is multiplied."""
@@ -49,18 +49,18 @@ class Job:
     folded: int = 1
     """Ranks of ep that those of tp are among; 1: the topology says ep."""
     load: float = 1.0
-    """Of experts: `Share.load`, ..."""
+    """Of experts: `RankShare.load`, ..."""
     copies: float | None = None
-    """... and `Share.copies`."""
+    """... and `RankShare.copies`."""
 
     @property
     def topology(self):
         return self.placement.topology
 
     @property
-    def share(self) -> Share:
+    def share(self) -> RankShare:
         t = self.topology
-        return Share(
+        return RankShare(
             self.microbatch,
             self.length,
             t.tp,
@@ -121,7 +121,7 @@ class Forecast:
         return self.holds <= self.memory
 
 
-def forecast(job: Job, spread: Spread) -> Forecast:
+def forecast(job: Job, spread: ErrorSpread) -> Forecast:
     """Raises ValueError where the schedule, or a block, is none that can be."""
     roads = {"ep": job.placement.road(range(job.folded))} if job.folded > 1 else {}
     machine = Machine(job.placement, 0, job.dtype, job.overlap, roads)
@@ -172,9 +172,9 @@ def _stages(job: Job, machine: Machine) -> tuple[list[Stage], Operations]:
 
 def _gathered(rows: Operations, job: Job, elements: int) -> Operations:
     """With what ZeRO 3 gathers of a part before each direction, and scatters after."""
-    gather = Row("F", "", "collective", "all-gather", axis="fsdp", payload=BYTES * elements)
+    gather = LedgerRow("F", "", "collective", "all-gather", axis="fsdp", payload=BYTES * elements)
     scatter = replace(gather, op="reduce-scatter", payload=job.program.gradient * elements)
-    copies = Row("F", "", "memory", "copy", read=BYTES * elements, written=BYTES * elements)
+    copies = LedgerRow("F", "", "memory", "copy", read=BYTES * elements, written=BYTES * elements)
     return Operations(
         (gather, copies, *rows.forward),
         (gather, copies, *rows.backward, scatter, copies, copies),
@@ -191,27 +191,27 @@ def _send(job: Job, machine: Machine) -> float:
     payload = BYTES * job.share.tokens * job.tree.hidden_size
     seconds = send_seconds(payload // topology.tp, machine.hop())
     if topology.tp > 1 and not job.sequence_parallel:
-        whole = Row("F", "", "collective", "all-gather", axis="tp", payload=payload)
+        whole = LedgerRow("F", "", "collective", "all-gather", axis="tp", payload=payload)
         seconds += row_seconds(whole, machine)
     return seconds
 
 
-def _block(job: Job) -> Held:
+def _block(job: Job) -> ParameterCount:
     """Parameters of a block on a rank of tp and ep."""
     leaves, sizes = (
         select_prefix(job.tree.leaves, "layers.0"),
         {"tp": job.topology.tp, "ep": job.ep},
     )
-    found = Held.count(leaves, sizes)
-    return Held(found.dense, found.experts * (job.topology.tp if job.folded > 1 else 1))
+    found = ParameterCount.count(leaves, sizes)
+    return ParameterCount(found.dense, found.experts * (job.topology.tp if job.folded > 1 else 1))
 
 
-def _elements(job: Job, rank: int) -> Held:
+def _elements(job: Job, rank: int) -> ParameterCount:
     """Parameters of a rank of pp, on a rank of tp."""
     pp, block = job.topology.pp, _block(job)
     layers = sum(job.layers[chunk * pp + rank] for chunk in range(job.virtual_stages))
-    table = Held(math.prod(job.tree.leaves["embed.weight"].held({"tp": job.topology.tp})))
-    found = Held(layers * block.dense, layers * block.experts)
+    table = ParameterCount(math.prod(job.tree.leaves["embed.weight"].held({"tp": job.topology.tp})))
+    found = ParameterCount(layers * block.dense, layers * block.experts)
     if rank == 0:
         found += table
     if rank == pp - 1 and (pp > 1 or not job.tree.head.tied):
@@ -219,7 +219,7 @@ def _elements(job: Job, rank: int) -> Held:
     return found
 
 
-def _owned(job: Job, elements: Held) -> int:
+def _owned(job: Job, elements: ParameterCount) -> int:
     """Of these what a rank updates: experts have fewer replicas."""
     ranks = job.topology.dp * job.topology.cp
     replicas = max(1, ranks * (job.topology.tp if job.folded > 1 else 1) // job.ep)
@@ -243,7 +243,7 @@ def _reduced(job: Job, machine: Machine, elements: int, stages: list[Stage]) -> 
     """Seconds of the sums of gradients, and of parameters gathered, that nothing hides."""
     if job.zero == 3:
         return 0.0
-    grads = Row("B", "", "collective", "all-reduce", axis="fsdp")
+    grads = LedgerRow("B", "", "collective", "all-reduce", axis="fsdp")
     grads = replace(grads, payload=job.program.gradient * elements)
     if job.zero:
         grads = replace(grads, op="reduce-scatter")

@@ -11,7 +11,7 @@ from benchmarks.planning.jobs import jobs
 from benchmarks.planning.models import experts_of
 from benchmarks.planning.published import Published
 from dolmen.planning.hardware import GIB, Cluster
-from dolmen.planning.step import Estimate, Spread, error_group
+from dolmen.planning.step import ErrorSpread, Estimate, error_group
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def predict(row: Published, spread_of, cluster: Cluster | None = None) -> Predic
     warnings = list(row.warnings)
     cluster = cluster or cluster_of(row, warnings)
     device = error_group(cluster.device.name, experts_of(row) is not None)
-    spread: Spread = spread_of(device)
+    spread: ErrorSpread = spread_of(device)
     measured = measured_of(row, cluster, warnings)
     found: list[tuple[str, Job, Forecast]] = []
     problems: list[str] = []

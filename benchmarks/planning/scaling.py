@@ -21,7 +21,7 @@ from benchmarks.planning import published
 from benchmarks.planning.predict import predict
 from benchmarks.planning.published import Published, read_rows
 from dolmen.planning.hardware import read_cluster
-from dolmen.planning.step import Spread
+from dolmen.planning.step import ErrorSpread
 
 matplotlib.use("Agg")
 TABLE = published.FOLDER / "megatron2021_table1.csv"
@@ -42,7 +42,7 @@ class Point(NamedTuple):
 
 def point(row: Published) -> Point:
     """What is predicted of a row."""
-    forecast = predict(row, lambda device: Spread(0.0, 0, True)).forecast
+    forecast = predict(row, lambda device: ErrorSpread(0.0, 0, True)).forecast
     gpus, flops = row.count("num_gpus"), row.flops(row.counts_again)
     assert forecast and gpus and flops, row.row_id
     seconds = forecast.estimate.seconds

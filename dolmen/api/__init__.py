@@ -1,30 +1,26 @@
 """Dolmen from Python: what the commands do, as functions of the same names, with the same checks
 and messages; and `parallelize`, `step`, `save` and `restore` of modules, which have no command.
 
-    models.py, generation.py  a model in this process
-    runs.py                   train, show
-    plans.py                  plan, dryrun
-    conversions.py            export, convert
-    comparisons.py            verify, diff
-    evaluations.py            evaluate
-    vocabularies.py           tokenize, vocabularies
-    modules.py                modules of torch
-    asked.py                  keywords to the options of a command
+    models.py       a model in this process: load, generate
+    runs.py         train, show, plan, dryrun
+    conversions.py  export, convert, tokenize, vocabularies
+    evaluations.py  evaluate, verify, diff
+    modules.py      parallelize, step, save, restore
+    options.py      keywords to the options of a command
 """
 
-from dolmen.api.comparisons import diff, verify
-from dolmen.api.conversions import convert, export
-from dolmen.api.evaluations import evaluate, evaluate_tasks
-from dolmen.api.models import Model, generate, load
-from dolmen.api.modules import parallelize, restore, save, step
-from dolmen.api.plans import dryrun, plan, plan_inference
-from dolmen.api.runs import RunFolder, show, train
-from dolmen.api.vocabularies import (
+from dolmen.api.conversions import (
+    convert,
+    export,
     extend_vocabulary,
     merge_vocabularies,
     tokenize,
     train_vocabulary,
 )
+from dolmen.api.evaluations import diff, evaluate, evaluate_tasks, verify
+from dolmen.api.models import Model, generate, load
+from dolmen.api.modules import parallelize, restore, save, step
+from dolmen.api.runs import RunFolder, dryrun, plan, plan_inference, show, train
 
 __all__ = [
     "Model",

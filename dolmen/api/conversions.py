@@ -1,24 +1,33 @@
-"""A model in another format: `export`, `convert`."""
+"""Models and vocabularies in other formats: `export`, `convert`, `tokenize`, and training, merging
+and extending a vocabulary.
+"""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dolmen.api.asked import asked_of, value_errors
+from dolmen.api.options import DATA_KEYWORDS, build_config, value_errors
 from dolmen.conversion import convert as conversion
 from dolmen.conversion.config import ConvertConfig, ExportConfig
+from dolmen.data import indexed_export
+from dolmen.data.config import TokenizeConfig
+from dolmen.vocabulary import extend as vocabulary_extend
+from dolmen.vocabulary import merge as vocabulary_merge
+from dolmen.vocabulary import train as vocabulary_train
+from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
 
 
 def export(source: str | Path, to: str | Path, dtype: str | None = None, **options: Any) -> Path:
-    """`dolmen export SOURCE --to TO`: write a run's newest whole checkpoint, or the checkpoint or
-    model that SOURCE is, as a transformers directory. `options` are those of the command. Returns
+    """`dolmen export SOURCE --to TO`: write a run's newest complete checkpoint, a checkpoint or a
+    model as a transformers directory. `options` are those of the command. Returns
     the folder. Raises ValueError on bad input.
 
         dolmen.export("runs/book", to="model/", dtype="bfloat16")
     """
     with value_errors():
-        asked = asked_of(ExportConfig, source=source, to=to, dtype=dtype, **options)
+        config = build_config(ExportConfig, source=source, to=to, dtype=dtype, **options)
         conversion.export_model(
-            asked.source, Path(asked.to), asked.dtype, asked.adapters, asked.critic
+            config.source, Path(config.to), config.dtype, config.adapters, config.critic
         )
     return Path(to)
 
@@ -31,21 +40,101 @@ def convert(
     progress: bool = True,
     **options: Any,
 ) -> Path:
-    """`dolmen convert SOURCE TO --to FORMAT`: a model of any format that dolmen reads, in one that
-    it writes (hf, megatron, megatron-core, torch-dist), read back and compared, tensors and logits.
-    `options` are those of the command. `progress` shows a bar on stderr. Returns the folder. Raises
-    ValueError on bad input, RuntimeError where what was written is another model: nothing is left
-    of it.
+    """`dolmen convert SOURCE TO --to FORMAT`: write a model of any format that dolmen reads in one
+    that it writes (hf, megatron, megatron-core, torch-dist); then read it back and compare tensors
+    and logits. `options` are those of the command. `progress` shows a bar on stderr. Returns the
+    folder. Raises ValueError on bad input, and RuntimeError if the written model differs, which
+    deletes it.
 
         dolmen.convert("runs/book", to="ranks/", format="megatron-core", tp=2, pp=2)
     """
     with value_errors({"to": "format", "destination": "to"}):
-        asked = asked_of(
+        config = build_config(
             ConvertConfig,
             source=source,
             destination=to,
             to="hf" if format == "transformers" else format,
             **options,
         )
-        conversion.convert(asked, progress)
+        conversion.convert(config, progress)
     return Path(to)
+
+
+def tokenize(
+    path: str | Path | Sequence[str | Path],
+    to: str | Path,
+    *,
+    progress: bool = True,
+    **options: Any,
+) -> Path:
+    """`dolmen tokenize --data.path PATH --to TO` in this process: write text as an indexed data set
+    of Megatron, TO.bin and TO.idx. `path` is what --data.path takes, or several. Returns the .bin.
+    Raises ValueError on bad input.
+
+        dolmen.tokenize("notes/", to="corpus", tokenizer="path/to/model")
+    """
+    with value_errors(DATA_KEYWORDS):
+        config = build_config(TokenizeConfig, to=to, path=path, **options)
+        return indexed_export.tokenize(config, progress).file
+
+
+def train_vocabulary(
+    path: str | Path | Sequence[str | Path],
+    size: int,
+    to: str | Path,
+    *,
+    kind: str = "bpe",
+    progress: bool = True,
+    **options: Any,
+) -> vocabulary_train.Trained:
+    """`dolmen vocab train --data.path PATH --size SIZE --kind KIND --to TO`: train a vocabulary of
+    kind unigram or bpe (of sentencepiece) or byte-bpe, and write it as a folder that transformers
+    opens. `path` is what --data.path takes, or several. Raises ValueError on bad input.
+
+        dolmen.train_vocabulary("zh/", 20000, "zh-tokens", kind="bpe")
+    """
+    with value_errors(DATA_KEYWORDS):
+        config = build_config(VocabTrainConfig, size=size, kind=kind, to=to, path=path, **options)
+        return vocabulary_train.train(config, progress)
+
+
+def merge_vocabularies(
+    base: str | Path,
+    new: str | Path,
+    to: str | Path,
+    *,
+    path: str | Path | Sequence[str | Path] = (),
+    progress: bool = True,
+    **options: Any,
+) -> vocabulary_merge.Merged:
+    """`dolmen vocab merge BASE NEW --to TO`: append the tokens of `new` to those of the tokenizer
+    `base`. Characters and bytes per token of the held-out text at `path` are reported. Raises
+    ValueError on bad input.
+
+        dolmen.merge_vocabularies("path/to/model", "zh-tokens", "merged").added
+    """
+    with value_errors(DATA_KEYWORDS):
+        config = build_config(VocabMergeConfig, base=base, new=new, to=to, path=path, **options)
+        return vocabulary_merge.merge(config, progress)
+
+
+def extend_vocabulary(
+    model: str | Path,
+    tokenizer: str | Path,
+    to: str | Path,
+    *,
+    path: str | Path | Sequence[str | Path] = (),
+    progress: bool = True,
+    **options: Any,
+) -> vocabulary_extend.Extended:
+    """`dolmen vocab extend MODEL --tokenizer TOKENIZER --to TO`: add rows for the new tokens of a
+    merged tokenizer to a model, and write it as a transformers directory. The loss per byte of the
+    held-out text at `path` is reported, before and after. Raises ValueError on bad input.
+
+        dolmen.extend_vocabulary("path/to/model", "merged", "extended", init="mean")
+    """
+    with value_errors(DATA_KEYWORDS):
+        config = build_config(
+            VocabExtendConfig, model=model, tokenizer=tokenizer, to=to, path=path, **options
+        )
+        return vocabulary_extend.extend(config, progress)

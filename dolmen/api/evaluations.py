@@ -1,19 +1,24 @@
-"""How good a model is: `evaluate`, `evaluate_tasks`."""
+"""Measuring and comparing models: `evaluate`, `evaluate_tasks`, `verify` and `diff`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dolmen.api.asked import DATA, asked_of, value_errors
+from dolmen.api.options import DATA_KEYWORDS, build_config, value_errors
+from dolmen.comparison import diff as comparison
+from dolmen.comparison.config import DiffConfig
+from dolmen.comparison.report import Report as DiffReport
 from dolmen.conversion.source import open_source
 from dolmen.evaluation import perplexity
-from dolmen.evaluation import tasks as harnessed
-from dolmen.evaluation.config import EvaluateConfig
+from dolmen.evaluation import tasks as harness
+from dolmen.evaluation import verify as verification
+from dolmen.evaluation.compare import Report
+from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.families import unknown
 
-OF_COMMAND = ("json", "device", "layout")
+COMMAND_ONLY = ("json", "device", "layout")
 """Options of `dolmen evaluate` without an effect in this process."""
-OF_TASKS = ("tasks", "num_fewshot", "limit", "apply_chat_template", "tasks_path")
+TASK_OPTIONS = ("tasks", "num_fewshot", "limit", "apply_chat_template", "tasks_path")
 
 
 def evaluate(
@@ -23,20 +28,20 @@ def evaluate(
     progress: bool = True,
     **options: Any,
 ) -> perplexity.Evaluation:
-    """`dolmen evaluate SOURCE --data.path PATH` in this process, on the CPU: how well a model (a
-    transformers directory, hub id, run or checkpoint) foretells a text, over all of it. `path` is
-    what --data.path takes, or several; options are those of the command. `progress` shows a bar on
-    stderr. Raises ValueError on bad input.
+    """`dolmen evaluate SOURCE --data.path PATH` in this process, on the CPU: loss, perplexity and
+    bits per byte of a model (a transformers directory, hub id, run or checkpoint) over all of a
+    text. `path` is what --data.path takes, or several; options are those of the command. `progress`
+    shows a bar on stderr. Raises ValueError on bad input.
 
         print(dolmen.evaluate("path/to/model", "book.txt").bits_per_byte)
     """
-    with value_errors(DATA):
-        asked = asked_of(
-            EvaluateConfig, (*OF_COMMAND, *OF_TASKS), source=source, path=path, **options
+    with value_errors(DATA_KEYWORDS):
+        config = build_config(
+            EvaluateConfig, (*COMMAND_ONLY, *TASK_OPTIONS), source=source, path=path, **options
         )
-        text = perplexity.prepared(asked, progress)
-        unknown.warn(open_source(asked.source).model)
-        return perplexity.measured(asked, text, progress=progress)
+        text = perplexity.prepared(config, progress)
+        unknown.warn(open_source(config.source).model)
+        return perplexity.measured(config, text, progress=progress)
 
 
 def evaluate_tasks(
@@ -44,16 +49,51 @@ def evaluate_tasks(
     tasks: str | Sequence[str],
     **options: Any,
 ) -> Mapping[str, Mapping[str, float]]:
-    """`dolmen evaluate SOURCE --tasks TASKS` in this process, on the CPU: task -> metric, as
-    lm_eval names both -> number. Options are those of the command. Raises ValueError on bad input,
-    and where lm_eval is not installed.
+    """`dolmen evaluate SOURCE --tasks TASKS` in this process, on the CPU. Returns task ->
+    metric -> value, by the names of lm_eval. Options are those of the command. Raises ValueError on
+    bad input, and where lm_eval is not installed.
 
         dolmen.evaluate_tasks("path/to/model", "arc_easy,piqa")["piqa"]["acc,none"]
     """
-    with value_errors(DATA):
+    with value_errors(DATA_KEYWORDS):
         names = tasks if isinstance(tasks, str) else ",".join(tasks)
-        asked = asked_of(EvaluateConfig, OF_COMMAND, source=source, tasks=names, **options)
-        harnessed.check(asked)
-        unknown.warn(open_source(asked.source).model)
-        found = perplexity.load(asked)
-        return harnessed.scores(found, perplexity.tokenizer_of(asked), asked)
+        config = build_config(EvaluateConfig, COMMAND_ONLY, source=source, tasks=names, **options)
+        harness.check(config)
+        unknown.warn(open_source(config.source).model)
+        loaded = perplexity.load(config)
+        return harness.scores(loaded, perplexity.tokenizer_of(config), config)
+
+
+def verify(folder: str | Path, against: str | Path | None = None, length: int = 64) -> Report:
+    """`dolmen verify FOLDER` in this process: compare dolmen on `folder` with transformers on
+    `against` (unset: the same), on `length` random tokens in float32. `report.ok` is True if all
+    differences are within tolerance, `report.rows` has each of them. Raises ValueError on bad
+    input.
+
+        assert dolmen.verify("path/to/model").ok
+    """
+    with value_errors():
+        config = build_config(VerifyConfig, folder=folder, against=against, length=length)
+        source = open_source(config.folder)
+        other = None if config.against is None else open_source(config.against)
+        for one in (source, other or source):
+            unknown.warn(one.model)
+        return verification.verify(source, other, length=config.length)
+
+
+def diff(
+    first: str | Path,
+    second: str | Path = comparison.THEIRS,
+    **options: Any,
+) -> DiffReport:
+    """`dolmen diff FIRST SECOND`: find the first tensor in which two programs of one model differ,
+    by default dolmen and transformers. `options` are those of the command: `a` and `b` set how each
+    side is computed, `optimizer` the update, as mappings. `report.ok` is True if they agree,
+    `report.parting` is where they differ, `print(report)` explains both. Raises ValueError on bad
+    input, RuntimeError if a worker process of a layout fails.
+
+        print(dolmen.diff("path/to/model", a={"layout": {"tp": 2}, "dtype": "bfloat16"}))
+    """
+    with value_errors():
+        config = build_config(DiffConfig, ("json",), first=first, second=second, **options)
+        return comparison.diff(config)

@@ -1,16 +1,18 @@
-"""A model in this process: `load`, `generate`, and the `Model` that asks more than once."""
+"""A model in this process: `load`, `generate`, and the `Model` that generates repeatedly. Prompts
+are texts or token ids.
+"""
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Literal, TypedDict, Unpack, cast
 
+import numpy as np
 import torch
 from jaxtyping import Float
 
-from dolmen.api.asked import value_errors
-from dolmen.api.generation import ARRAYS, NUMBERS, Generation, Ids, Prompt, generation, several
+from dolmen.api.options import build_config, value_errors
 from dolmen.conversion import hf
 from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source, open_source
@@ -21,69 +23,150 @@ from dolmen.families import special_tokens as special
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.optim.optimizer import DTYPES
-from dolmen.recipes.changed import plain
+from dolmen.recipes.overrides import plain
 from dolmen.serving import adapters as multi_lora
 from dolmen.serving import engine
 from dolmen.serving.adapters import Adapters
 from dolmen.serving.config import GenerateConfig
-from dolmen.serving.generation import Prompt as Begun
-from dolmen.serving.generation import check_text, encode, generate_samples
-from dolmen.serving.generation_config import apply_generation_config
+from dolmen.serving.generation import (
+    EncodedPrompt,
+    apply_generation_config,
+    check_stop,
+    check_text,
+    encode,
+    generate_samples,
+)
+from dolmen.training.spellings import suggestion
+
+ARRAYS = (torch.Tensor, np.ndarray)
+
+
+IDS_TYPES = (list, tuple, *ARRAYS)
+"""Types of token ids."""
+Ids = Sequence[int] | torch.Tensor | np.ndarray
+PromptLike = str | Ids | Sequence[str] | Sequence[Ids]
+PARAMETERS = ("prompt", "max_new_tokens", "temperature", "seed", "batch", "adapter")
+"""Parameters of `generate` that are not among these options."""
+
+
+class GenerationOptions(TypedDict, total=False):
+    """Further keywords of `generate`: the options of `dolmen generate`."""
+
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float]
+    """Token id -> value added to its logit; -inf forbids it."""
+    min_new_tokens: int | None
+    stop: str | Sequence[str]
+    """Text that ends a completion and is not part of it."""
+    num_samples: int
+    """Independent samples per prompt; more than 1 returns a list for each prompt."""
+    logprobs: Literal["raw", "processed"] | None
+    """Log-probabilities under the model's own distribution (raw, the default), or under the one
+    that was sampled from.
+    """
+    weights: Literal["stated", "int8"]
+    """int8: weight-only quantization of matrices, with a scale per row."""
+
+
+def build_generate_config(
+    folder: str | Path,
+    max_new_tokens: int | None,
+    temperature: float | None,
+    seed: int,
+    options: GenerationOptions,
+    dtype: str | None = None,
+) -> GenerateConfig:
+    """Return the options, checked as far as possible without the model. Raises ValueError."""
+    values: dict[str, Any] = {"logprobs": "raw", **options}
+    known = GenerationOptions.__annotations__
+    for name in values:
+        if name not in known:
+            every = [one.replace("_", "-") for one in (*PARAMETERS, *known)]
+            near = suggestion(name.replace("_", "-"), every) or choices(name, known)
+            raise ValueError(f"there is no option {brief(name)}: {near}")
+    if isinstance(values.get("stop"), str):
+        values["stop"] = (values["stop"],)
+    bias = values.get("logit_bias")
+    if isinstance(bias, Mapping):
+        values["logit_bias"] = ",".join(f"{token}:{value}" for token, value in bias.items())
+    config = build_config(
+        GenerateConfig,
+        folder=folder,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        dtype=dtype,
+        **values,
+    )
+    config.of_tokens.check()
+    check_stop(config.stop)
+    return config
+
+
+def list_prompts(prompt: Any) -> list[Any]:
+    """Return the prompts as a list. A list of numbers is the token ids of one prompt."""
+    if isinstance(prompt, (list, tuple)) and not any(isinstance(one, int) for one in prompt):
+        return list(prompt)
+    return [prompt]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder with its tokenizer, if it has one that can be read, in this process alone."""
+    """A decoder in this process, with its tokenizer if it has one that can be read."""
 
     decoder: Decoder
     tokenizer: PreTrainedTokenizer | None
     source: Source
     special_tokens: Mapping[str, int] = field(default_factory=dict)
-    """What `load` was told of them."""
-    textless: str = ""
-    """Why there is no tokenizer, where there is none."""
+    """Ids of special tokens, as given to `load`."""
+    tokenizer_error: str = ""
+    """The reason why there is no tokenizer."""
     adapters: Adapters = field(default_factory=Adapters)
-    """Over the decoder, by the names that `load` was told."""
+    """LoRA adapters by the names given to `load`."""
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """Folder of the model."""
         return self.source.where
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: PromptLike,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         seed: int = 0,
         *,
         batch: int = engine.AT_ONCE,
         adapter: str | None | Sequence[str | None] = None,
-        **options: Unpack[Generation],
+        **options: Unpack[GenerationOptions],
     ) -> Any:
-        """What follows the prompt, a `Generated` (of several samples a list of them), and of
-        several prompts a list. It has `text`, `tokens`, `logprobs` and `finish_reason`; as a string
-        it is the prompt and the text. A prompt is a text, or its token ids. An empty text begins
-        where the tokenizer begins one. At most `batch` texts, of any lengths, run at once.
-        `adapter` is one of those that `load` was told, or one for each prompt; None: the model
-        alone.
+        """Complete a prompt: return a `Generated`, for several samples a list of them, for several
+        prompts a list of these. A `Generated` has `text`, `tokens`, `logprobs` and `finish_reason`;
+        as a string it is the prompt and the text. A prompt is a text, or its token ids; an empty
+        text is the BOS token. At most `batch` sequences, of any lengths, run at once. `adapter` is
+        the name of one that `load` was given, or one for each prompt; None: the base model.
 
-        What is unset is as the model's generation_config.json says, and is told; else greedy, of 64
-        tokens. Raises ValueError for what is no prompt, for a text where there is no tokenizer, and
-        for settings that have no meaning.
+        Options that are not set come from the model's generation_config.json (and are printed);
+        otherwise decoding is greedy, for 64 tokens. Raises ValueError for an invalid prompt, for a
+        text without a tokenizer, and for options out of range.
 
             print(model.generate("Once upon a time", temperature=0.8, top_p=0.95, seed=1))
             model.generate(["One day", "Two men"], temperature=1.0, num_samples=4)[1][3].text
             model.generate([1, 9038, 2501], stop="\\n").tokens
         """
         with value_errors():
-            asked = generation(self.folder, max_new_tokens, temperature, seed, options)
-            return _continued(self, prompt, asked, batch, adapter)
+            config = build_generate_config(self.folder, max_new_tokens, temperature, seed, options)
+            return _generate(self, prompt, config, batch, adapter)
 
     def logits(self, text: str | Ids) -> Float[torch.Tensor, "tokens vocab"]:
-        """What the model expects after each token of `text`, or of the text of these token ids.
-        Raises ValueError for a text without tokens, for one where there is no tokenizer, and for
-        ids that the vocabulary has not.
+        """Return the logits after each token of a text, or of its token ids: [tokens, vocabulary].
+        Raises ValueError for a text without tokens, for a text without a tokenizer, and for ids
+        out of range.
 
             model.logits("Once upon a").argmax(-1)
             model.logits([1, 9038, 2501])
@@ -91,32 +174,31 @@ class Model:
         with value_errors({"prompt": "text"}):
             if isinstance(text, str):
                 check_text(text)
-                words = self.reader(text)["input_ids"]
+                words = self.required_tokenizer(text)["input_ids"]
                 tokens = special.frame_prompt(self.source.model, words) if words else []
             else:
-                tokens = self.checked_ids(text)
+                tokens = self.check_ids(text)
         if not tokens:
             raise ValueError("the text has no tokens: give at least one")
         with torch.no_grad():
             return engine.run_whole(self.decoder, torch.tensor([tokens]), head.compute_logits)[0]
 
     @property
-    def reader(self) -> PreTrainedTokenizer:
+    def required_tokenizer(self) -> PreTrainedTokenizer:
         """The tokenizer. Raises ValueError where there is none."""
         if self.tokenizer is None:
-            raise ValueError(f"{self.textless}: give token ids")
+            raise ValueError(f"{self.tokenizer_error}: give token ids")
         return self.tokenizer
 
-    def checked_ids(self, given: Any) -> list[int]:
-        """Token ids as a list. Raises ValueError for what are none of the vocabulary."""
-        tokens = plain(given.tolist() if isinstance(given, ARRAYS) else given)
-        most = self.decoder.tree.vocab_size
+    def check_ids(self, ids: Any) -> list[int]:
+        """Return token ids as a list. Raises ValueError for ids that are not in the vocabulary."""
+        tokens = plain(ids.tolist() if isinstance(ids, ARRAYS) else ids)
+        size = self.decoder.tree.vocab_size
         if not isinstance(tokens, list) or not all(
-            type(token) is int and 0 <= token < most for token in tokens
+            type(token) is int and 0 <= token < size for token in tokens
         ):
             raise ValueError(
-                f"the prompt is {brief(given)}: it must be a text, or token ids of 0 to "
-                f"{most - 1:,}"
+                f"the prompt is {brief(ids)}: it must be a text, or token ids of 0 to {size - 1:,}"
             )
         return tokens
 
@@ -129,23 +211,24 @@ def load(
     model: Mapping[str, Any] | None = None,
     adapters: Mapping[str, str | Path] | None = None,
 ) -> Model:
-    """The model of a transformers directory, hub id, run or checkpoint, on the CPU, in `dtype` or
-    else in the one that its config.json states. Without a tokenizer it takes token ids and gives
-    them. Raises ValueError for what dolmen does not fully understand.
+    """Load the model of a transformers directory, hub id, run or checkpoint on the CPU, in `dtype`
+    or that of its config.json. Without a tokenizer, prompts and completions are token ids. Raises
+    ValueError for a model that dolmen does not fully understand.
 
         model = dolmen.load("path/to/model")
 
-    `special_tokens` names tokens that neither config.json nor tokenizer does, of mask, smask,
-    gmask, sop, eop, eot, cls and eos: a GLM knows positions by them, texts end at the last ones.
+    `special_tokens` has the ids of tokens that neither config.json nor the tokenizer names (mask,
+    smask, gmask, sop, eop, eot, cls, eos): a GLM derives positions from them, and sequences end at
+    eop, eot and eos.
 
         model = dolmen.load("path/to/glm-10b", special_tokens={"gmask": 50009, "sop": 50006})
 
-    `model` states fields of its config.json, as in `train`, and what that leaves open:
+    `model` overrides fields of its config.json, as in `train`, and sets what that leaves open:
 
         model = dolmen.load("path/to/baichuan2-13b", model={"head": "normalised"})
 
-    `adapters` lie over it, each a folder that PEFT or `dolmen export --adapters` has written, or a
-    run with adapters; `generate` is told which of them reads and writes a text.
+    `adapters` are LoRA adapters over the model, name -> folder: folders of PEFT or `dolmen export
+    --adapters`, or runs with adapters; `generate` takes the name of one.
 
         model = dolmen.load("path/to/model", adapters={"fr": "fr-adapter", "law": "runs/law"})
         model.generate(["One day", "Article 1"], adapter=["fr", "law"])
@@ -154,26 +237,31 @@ def load(
         source = open_source(name)
         if model:
             source = open_source(name, set_fields(source.model, model))
-        told = special.check_special_ids(special_tokens or {}, source.model)
-        tokenizer, textless = _tokenizer(source)
+        special_ids = special.check_special_ids(special_tokens or {}, source.model)
+        tokenizer, tokenizer_error = _tokenizer(source)
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-        known = special.add_special_ids(source.model, told, lambda: vocabulary)
+        known = special.add_special_ids(source.model, special_ids, lambda: vocabulary)
         if known is not source.model:
             source = open_source(name, known)
         if source.tree.blanks is not None:
             source.tree.blanks.check()
         check_whole(source)
-        low = multi_lora.open_adapters(_folders(adapters), source)
+        low_rank = multi_lora.open_adapters(_folders(adapters), source)
         unknown.warn(source.model)
         decoder = engine.load_decoder(source, dtype=_dtype(dtype))
         return Model(
-            decoder, tokenizer, source, told, textless, multi_lora.place_adapters(low, decoder)
+            decoder,
+            tokenizer,
+            source,
+            special_ids,
+            tokenizer_error,
+            multi_lora.place_adapters(low_rank, decoder),
         )
 
 
 def generate(
     name: str | Path,
-    prompt: Prompt,
+    prompt: PromptLike,
     *,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
@@ -182,28 +270,29 @@ def generate(
     batch: int = engine.AT_ONCE,
     adapters: Mapping[str, str | Path] | None = None,
     adapter: str | None | Sequence[str | None] = None,
-    **options: Unpack[Generation],
+    **options: Unpack[GenerationOptions],
 ) -> Any:
-    """`dolmen generate NAME --prompt PROMPT` in this process: what follows the prompt, of several
-    prompts a list; as Model.generate. `dolmen.load` keeps a model for more. Raises ValueError on
+    """`dolmen generate NAME --prompt PROMPT` in this process: load a model and return
+    `Model.generate`. To generate repeatedly, keep the model of `dolmen.load`. Raises ValueError on
     bad input.
 
         dolmen.generate("path/to/model", "Once upon a time", temperature=0.8).text
     """
     with value_errors():
-        asked = generation(name, max_new_tokens, temperature, seed, options, dtype)
-        for text in several(prompt):
-            if not isinstance(text, NUMBERS):
+        config = build_generate_config(name, max_new_tokens, temperature, seed, options, dtype)
+        for text in list_prompts(prompt):
+            if not isinstance(text, IDS_TYPES):
                 check_text(text)
-        _adapter_of(adapter, len(several(prompt)), _folders(adapters))
-        model = load(name, asked.dtype, adapters=adapters)
-        return _continued(model, prompt, asked, batch, adapter)
+        _adapter_per_prompt(adapter, len(list_prompts(prompt)), _folders(adapters))
+        model = load(name, config.dtype, adapters=adapters)
+        return _generate(model, prompt, config, batch, adapter)
 
 
 def _tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
-    """Of a source, or why it has none: its folder has none, or one that only code of its own reads,
-    as a family may have that transformers has no class for. Raises ValueError for any other that
-    cannot be read.
+    """Return the tokenizer of a source, or None and the reason.
+
+    A family that transformers has no class for may have a tokenizer that only its own code can
+    read: that is not an error. Raises ValueError for any other one that cannot be read.
     """
     if source.tokenizer is None:
         return None, f"{source.where} has no tokenizer"
@@ -216,7 +305,7 @@ def _tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
 
 
 def _folders(adapters: Mapping[str, str | Path] | None) -> dict[str, str]:
-    """Raises ValueError for what are no names and folders."""
+    """Return name -> folder. Raises ValueError for anything else."""
     if not isinstance(adapters, Mapping | None):
         raise ValueError(f"adapters is {brief(adapters)}: it must be a dict of names and folders")
     return multi_lora.check_adapters(
@@ -224,8 +313,10 @@ def _folders(adapters: Mapping[str, str | Path] | None) -> dict[str, str]:
     )
 
 
-def _adapter_of(adapter: Any, prompts: int, known: Collection[str]) -> list[str | None]:
-    """Of each prompt. Raises ValueError for one that is not known, and for another number."""
+def _adapter_per_prompt(adapter: Any, prompts: int, known: Collection[str]) -> list[str | None]:
+    """Return the adapter of each prompt. Raises ValueError for an unknown one, and for a list of
+    another length.
+    """
     each = list(adapter) if isinstance(adapter, (list, tuple)) else [adapter] * prompts
     if len(each) != prompts:
         raise ValueError(
@@ -239,42 +330,50 @@ def _adapter_of(adapter: Any, prompts: int, known: Collection[str]) -> list[str 
     return each
 
 
-def _continued(
+def _generate(
     model: Model,
-    prompt: Prompt,
-    asked: GenerateConfig,
+    prompt: PromptLike,
+    config: GenerateConfig,
     batch: int,
     adapter: str | None | Sequence[str | None],
 ) -> Any:
     if not isinstance(plain(batch), int):
         raise ValueError(f"batch is {brief(batch)}: it must be a whole number")
-    prompts = several(prompt)
-    asked, told = apply_generation_config(asked, model.source.generation_config)
-    asked.of_tokens.check()
-    for line in told:
+    prompts = list_prompts(prompt)
+    config, notes = apply_generation_config(config, model.source.generation_config)
+    config.of_tokens.check()
+    for line in notes:
         print(line, file=sys.stderr)
-    named = _adapter_of(adapter, len(prompts), model.adapters.names)
-    begin = [_begun(model, *both) for both in zip(prompts, named, strict=True)]
-    ends = special.end_token_ids(model.special_tokens)
-    decoder, tokenizer = model.decoder, model.tokenizer
-    own = model.source, begin, asked, batch, ends, model.adapters
-    found = generate_samples(decoder, tokenizer, *own)
-    each = [samples[0] if asked.num_samples == 1 else samples for samples in found]
-    return each[0] if len(prompts) == 1 and prompts[0] is prompt else each
+    names = _adapter_per_prompt(adapter, len(prompts), model.adapters.names)
+    encoded = [_encode_prompt(model, *pair) for pair in zip(prompts, names, strict=True)]
+    samples = generate_samples(
+        model.decoder,
+        model.tokenizer,
+        model.source,
+        encoded,
+        config,
+        batch,
+        special.end_token_ids(model.special_tokens),
+        model.adapters,
+    )
+    results = [each[0] if config.num_samples == 1 else each for each in samples]
+    return results[0] if len(prompts) == 1 and prompts[0] is prompt else results
 
 
-def _begun(model: Model, prompt: Any, adapter: str | None) -> Begun:
-    """A prompt, and the tokens that it begins with."""
-    if isinstance(prompt, NUMBERS):
-        tokens = model.checked_ids(prompt)
-        return Begun(tokens, tokens, adapter)
-    return Begun(prompt, encode(model.reader, prompt, model.source.model), adapter)
+def _encode_prompt(model: Model, prompt: Any, adapter: str | None) -> EncodedPrompt:
+    """Return a prompt with its token ids."""
+    if isinstance(prompt, IDS_TYPES):
+        tokens = model.check_ids(prompt)
+        return EncodedPrompt(tokens, tokens, adapter)
+    return EncodedPrompt(
+        prompt, encode(model.required_tokenizer, prompt, model.source.model), adapter
+    )
 
 
-def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
-    """Of torch, or by its name. Raises ValueError for one that weights cannot have."""
-    if asked is None or asked in hf.FLOATS:
-        return cast("torch.dtype | None", asked)
-    if isinstance(asked, str) and asked in DTYPES:
-        return DTYPES[asked]
-    raise ValueError(f"dtype is {brief(asked)}: {choices(str(asked), DTYPES)}")
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a dtype by its name. Raises ValueError for one that weights cannot have."""
+    if dtype is None or dtype in hf.FLOATS:
+        return cast("torch.dtype | None", dtype)
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype]
+    raise ValueError(f"dtype is {brief(dtype)}: {choices(str(dtype), DTYPES)}")

@@ -1,4 +1,4 @@
-"""Any module of torch, split, trained and kept: `parallelize`, `step`, `save`, `restore`."""
+"""Any torch.nn.Module: `parallelize` it, train it with `step`, and `save` and `restore` it."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -20,12 +20,13 @@ def parallelize(
     *,
     zero: int = 0,
 ) -> torch.nn.Module:
-    """Any module of torch, in place, split over the axis tp of `mesh`, and over dp as stage `zero`
-    of ZeRO. `plan` names its parts, patterns too, and how each is split: columns or rows of a
-    linear layer, a norm by the tokens of a sequence, an embedding or a head by its vocabulary.
-    Every rank has the same values before, and the same answers after. Gradients are summed over dp,
-    so a loss is divided by the count of the whole batch. Raises ValueError for what cannot be split
-    so.
+    """Shard a module in place over the mesh axis tp, and over dp by ZeRO stage `zero`; return it.
+
+    `plan` maps names of submodules (patterns too) to how each is split: columns or rows of a linear
+    layer, a norm by the tokens of a sequence, an embedding or a head by its vocabulary. Every rank
+    must have the same values before, and has the same outputs after. Gradients are summed over dp,
+    so divide the loss by the count of the whole batch. Raises ValueError for a module that cannot
+    be split so.
 
         mesh = Layout(tp=2).mesh(torch.device("cpu"))
         model = dolmen.parallelize(ToyModel(), {"net1": "columns", "net2": "rows"}, mesh)
@@ -44,16 +45,17 @@ def step(
     *,
     clip: float = 1.0,
 ) -> Stepped:
-    """One update of a module that `parallelize` has split, by any optimizer of torch: backward,
-    gradients summed over dp, their norm over the whole module clipped at `clip` (0: not), update.
-    `loss` is of this rank's rows, divided by the count of the whole batch; several, of
-    microbatches, accumulate, and are best made one by one:
+    """Update a parallelized module once by any torch optimizer: backward, sum of gradients over dp,
+    clipping of their global norm at `clip` (0: off), optimizer step.
 
-        told = dolmen.step(model, optimizer, (loss_of(rows) for rows in microbatches), mesh)
+    `loss` is that of this rank's rows, divided by the count of the whole batch. The losses of
+    several microbatches accumulate; an iterator holds the graph of one of them at a time:
 
-    Every rank calls it, and is told the loss of the whole batch and the norm before clipping. Where
-    either is not finite no parameter changes. Raises ValueError for a `clip` below 0, and for no
-    loss.
+        result = dolmen.step(model, optimizer, (loss_of(rows) for rows in microbatches), mesh)
+
+    Every rank calls it; the result has the loss of the whole batch and the norm before clipping. If
+    either is not finite, no parameter changes. Raises ValueError for a `clip` below 0, and without
+    a loss.
     """
     return modules.step(module, optimizer, loss, mesh, clip)
 
@@ -67,10 +69,10 @@ def save(
     step: int,
     keep: int = 0,
 ) -> None:
-    """A checkpoint of a split module and of its optimizer after `step` updates, in a folder of
-    `folder`, whole or not at all; of those there the `keep` newest stay (0: all). Any layout reads
-    it. Every rank calls it. Raises ValueError for an optimizer that keeps other things than tensors
-    and numbers of each parameter, and NotSaved where it could not be written.
+    """Save a parallelized module and its optimizer after `step` updates, atomically, in a subfolder
+    of `folder`; keep the `keep` newest checkpoints (0: all). Any layout can restore it. Every rank
+    calls it. Raises ValueError for an optimizer whose state is not tensors and numbers per
+    parameter, and NotSaved if it could not be written.
     """
     modules.save(os.fspath(folder), module, optimizer, mesh, step, keep)
 
@@ -81,9 +83,9 @@ def restore(
     optimizer: torch.optim.Optimizer,
     mesh: Mesh,
 ) -> int:
-    """The step of the newest checkpoint in `folder`, with module and optimizer as they were then,
-    to the bit, in whatever layout either is; 0, and nothing changed, where there is none. The
-    optimizer's options, as its learning rate, are those that it was made with. Every rank calls it.
+    """Restore module and optimizer, to the bit and in any layout, from the newest checkpoint in
+    `folder`; return its step, or 0 without a change if there is none. The optimizer keeps its own
+    options, such as the learning rate. Every rank calls it.
     Raises KeyError for another module, ValueError for other shapes and another optimizer, Damaged
     for files that are not what was saved.
     """

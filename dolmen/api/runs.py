@@ -1,14 +1,25 @@
-"""A run, and the page of several: `train`, `show`."""
+"""Training a run, the page of several runs, and predictions of a run: `train`, `show`, `dryrun`,
+`plan`, `plan_inference`.
+"""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path, PosixPath
 from typing import Any
 
-from dolmen.api.asked import asked_of, in_keywords, value_errors
+from dolmen.api.options import build_config, value_errors, with_keywords
 from dolmen.core.filesystem import expand
-from dolmen.core.messages import BadInput
-from dolmen.recipes.changed import request
+from dolmen.core.messages import BadInput, brief
+from dolmen.planning import dryrun as dry
+from dolmen.planning import inference as serving_plan
+from dolmen.planning import outputs, search
+from dolmen.planning.config import DryrunConfig, DryrunRequest, PlanConfig, PlanRequest
+from dolmen.planning.dry_report import DryRunReport as Dry
+from dolmen.planning.plan import Plan
+from dolmen.planning.question import Question
+from dolmen.recipes.overrides import build_request, load_run_to_inspect, load_run_to_plan, plain
 from dolmen.training import worker
 from dolmen.training.config import RunConfig
 from dolmen.training.metrics import read_metrics
@@ -37,7 +48,7 @@ class RunFolder(PosixPath):
 
 def train(recipe: str | PathLike | RunConfig, **changes: Any) -> RunFolder:
     """Train a recipe, the run of a YAML file or a RunConfig, with `changes`: options of `dolmen
-    train` as keywords, those of a section in a mapping. Returns the run's folder, a Path that has
+    train` as keywords, those of a section in a mapping. Returns the run's folder, a Path with
     `losses`, the training loss of each logged step, and `history`, all rows of metrics.jsonl.
 
         run = dolmen.train("quickstart", train={"steps": 50}, layout={"tp": 1}, overwrite=True)
@@ -48,26 +59,131 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> RunFolder:
     first), RuntimeError if another process fails, and what is raised in this one.
     """
     with value_errors():
-        asked = request(recipe, changes)
+        request = build_request(recipe, changes)
     try:
-        code = worker.run(asked)
+        code = worker.run(request)
     except BadInput as error:
-        raise ValueError(in_keywords(str(error), {})) from None
+        raise ValueError(with_keywords(str(error), {})) from None
     if code == 130:
         raise KeyboardInterrupt
     if code == 143:
         raise SystemExit(code)
     if code:
         raise RuntimeError(f"the run ended with exit code {code}")
-    return RunFolder(asked.out)
+    return RunFolder(request.out)
 
 
 def show(*runs: str | PathLike, out: str | PathLike = "show.html") -> Path:
-    """`dolmen show RUN ...`: the page of these runs, in the file `out`, which is returned. Raises
-    ValueError for a folder that holds no run, and a file that is no such page.
+    """`dolmen show RUN ...`: write the page of these runs to the file `out`, and return it. Raises
+    ValueError for a folder that is not a run, and for an existing file that is not such a page.
 
         dolmen.show("runs/one", "runs/two", out="both.html")
     """
     with value_errors({"out": "out"}):
-        asked = asked_of(ShowConfig, runs=[str(one) for one in runs], out=out)
-        return page.write_page([expand(name) for name in asked.runs], Path(asked.out))
+        config = build_config(ShowConfig, runs=[str(one) for one in runs], out=out)
+        return page.write_page([expand(name) for name in config.runs], Path(config.out))
+
+
+COMMAND_ONLY = ("explain", "json", "report", "measure", "inference", "batch", "length")
+"""Options of `dolmen plan` that are not those of `plan`."""
+
+
+def dryrun(
+    recipe: str | PathLike | RunConfig,
+    *,
+    ranks: str | Sequence[int] = "first,middle,last",
+    device: str = "h100",
+    exact: bool = False,
+    max_load: float = 1.0,
+    progress: bool = True,
+    **changes: Any,
+) -> Dry:
+    """`dolmen dryrun RECIPE`: run a step as some `ranks` of a layout, on tensors without values,
+    with the kernels of `device`. The run is a recipe, a YAML file, a folder with a config.json or a
+    RunConfig, with `changes` as in `train`. `report.ledgers` has every operation of
+    each rank, `report.as_dict()` what --json writes, `report.table()` a table. Raises
+    ValueError on bad input, and for a step that would fail.
+
+        report = dolmen.dryrun("gpt3-175b", layout={"tp": 8, "pp": 16, "dp": 8}, ranks=[0, 1023])
+        report.ledgers[0].peak
+    """
+    with value_errors():
+        rank_list = ranks if isinstance(ranks, str) else ",".join(str(plain(one)) for one in ranks)
+        options = {"device": device, "exact": exact, "max_load": max_load}
+        config = build_config(DryrunConfig, ranks=rank_list, **options)
+        name = plain(recipe)
+        run = load_run_to_inspect(name) if isinstance(name, str) else recipe
+        return dry.report(DryrunRequest(build_request(run, changes).config, config), progress)
+
+
+def plan(
+    model: str | PathLike | RunConfig,
+    cluster: str | PathLike,
+    *,
+    progress: bool = True,
+    **options: Any,
+) -> Plan:
+    """`dolmen plan MODEL --cluster CLUSTER`: find the fastest layouts of a model (a recipe, a YAML
+    file, a folder with a config.json, or a RunConfig) on a cluster (NAME, NAME:NODES or a YAML
+    file). `options` are those of the command: `layout` gives parts of the layout, `train` the
+    batch, the length, the microbatch and the dtype, in mappings.
+
+    Returns a frozen value: `ranked` has the layouts, each with `estimate` (seconds, low,
+    high, parts), `memory` of each stage, `mfu`, `bound` and `changes`; `dry` compares a dry
+    run of the first one with the closed forms, unless `dryrun` is False. Raises ValueError on
+    bad input, and where nothing fits.
+
+        plan = dolmen.plan("gpt-1t", "dgx-a100:384", layout={"tp": 8})
+        plan.ranked[0].layout, plan.ranked[0].estimate.seconds
+    """
+    with value_errors():
+        config = replace(
+            build_config(PlanConfig, COMMAND_ONLY, cluster=cluster, **options), explain=True
+        )
+        outputs.check(config)
+        question = Question.from_request(_plan_request(model, config))
+        plan = search.make_plan(question, config, progress)
+        if config.as_recipe is not None:
+            outputs.write_recipe(question, plan, Path(config.as_recipe))
+        return plan
+
+
+def plan_inference(
+    model: str | PathLike | RunConfig,
+    cluster: str | PathLike,
+    *,
+    batch: int = 1,
+    length: int | None = None,
+    tp: int | None = None,
+    dtype: str | None = None,
+) -> serving_plan.Inference:
+    """`dolmen plan MODEL --cluster CLUSTER --inference`: predict the memory of weights and KV
+    cache, and the time per token of `batch` sequences of `length` tokens, for each tp within a
+    node. Raises ValueError on bad input.
+
+        dolmen.plan_inference("llama-70b", "hgx-h100:1", batch=32, length=8192).rows[-1].seconds
+    """
+    with value_errors({"layout.tp": "tp"}):
+        config = build_config(
+            PlanConfig,
+            cluster=cluster,
+            inference=True,
+            batch=batch,
+            length=length,
+            layout={} if tp is None else {"tp": tp},
+            train={} if dtype is None else {"dtype": dtype},
+        )
+        question = Question.from_request(_plan_request(model, config))
+        return serving_plan.inference(question, config.batch, config.length)
+
+
+def _plan_request(model: str | PathLike | RunConfig, config: PlanConfig) -> PlanRequest:
+    if isinstance(model, RunConfig):
+        return PlanRequest(model.name, model, config)
+    name = plain(model)
+    if not isinstance(name, str):
+        raise ValueError(
+            f"the model is {brief(model)}: it must be a recipe, a YAML file, a folder with a "
+            "config.json or a RunConfig"
+        )
+    return PlanRequest(name, load_run_to_plan(name), config)

@@ -95,7 +95,7 @@ class Saved:
 def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
     """Return what `Saved.meta` has written; `where` is the checkpoint. Raises Damaged."""
     try:
-        gate.checked(dict(meta), where / STATE, kinds.STATE.schema)
+        gate.check_schema(dict(meta), where / STATE, kinds.STATE.schema)
     except gate.Refused as error:
         raise Damaged(str(error)) from None
     named = folders.WHOLE.fullmatch(where.name)

@@ -1,15 +1,16 @@
-"""The command line: one verb, one file. Nothing heavy is imported before all words are understood.
+"""The command line. Torch is not imported before all options are parsed.
 
 Exit codes: 0 done; 1 a run or a comparison failed; 2 bad input, found before any process started
 and with nothing written; 130 and 143 after Ctrl-C and SIGTERM, which save first.
 
-    command.py        words to the configuration of a command
-    parse.py          `--a.b value` to a nested dict
-    options.py        the configuration class of each command
-    runs.py           options of a run, over a recipe or YAML file
-    model_options.py  options of a model's family
-    help.py, short.py the help of a command, and of a recipe
-    one file per command
+    command.py     words to the configuration of a command, and the function that runs it
+    parse.py       `--a.b value` to a nested dict, and the help of a command
+    runs.py        train, and the options of a run over a recipe or YAML file
+    generation.py  generate, chat, serve
+    evaluation.py  evaluate, diff, verify
+    conversion.py  convert, export, tokenize, vocab
+    planning.py    plan, dryrun, schedule
+    listings.py    recipes, families, show
 """
 
 import os
@@ -73,23 +74,21 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if argv[0] not in VERBS:
         hint = did_you_mean(argv[0], VERBS, most=1)
-        told = f"dolmen: there is no verb {brief(argv[0])}{': ' * bool(hint)}{hint}\n\n{USAGE}"
-        print(told, end="", file=sys.stderr)
+        text = f"dolmen: there is no verb {brief(argv[0])}{': ' * bool(hint)}{hint}\n\n{USAGE}"
+        print(text, end="", file=sys.stderr)
         return 2
-    # pydantic and YAML take 0.1 s, the verb with torch a second and more: `--version` owes neither,
-    # and `VERB --help` the first alone
-    import importlib
-
+    # pydantic and YAML take 0.1 s to import, a verb with torch a second and more: `--version` waits
+    # for neither, and `VERB --help` only for the first
     from dolmen.cli import command
 
     try:
         file = process.run_file()
         if file is not None:
-            options = command.take(argv[0], file)
+            options = command.read_handed(argv[0], file)
         else:
             options = command.read(argv[0], argv[1:])
             _announce(argv[0], argv[1:])  # before torch is imported
-        return importlib.import_module(f"dolmen.cli.{argv[0]}").run(options)
+        return command.run(argv[0], options)
     except BadInput as error:
         if _is_first():
             print(f"dolmen {argv[0]}: {error}", file=sys.stderr)
@@ -111,5 +110,5 @@ def _announce(verb: str, words: list[str]) -> None:
 
 
 def _is_first() -> bool:
-    """Whether this process, of those that a launcher started here, is the one that prints."""
+    """Return whether this process prints: the first one on this host."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"

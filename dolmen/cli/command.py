@@ -1,67 +1,145 @@
-"""From the words after `dolmen VERB` to the configuration that the verb's `run` takes."""
+"""The configuration of each verb, from the words after `dolmen VERB`. The fields of its class are
+its options.
 
+Nothing here imports torch or transformers: `--help` and a mistyped option do not wait 2 s for them.
+A class is imported only for its verb, as each takes some milliseconds.
+"""
+
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dolmen.cli import help
-from dolmen.cli.options import HANDED, PARTS, RUNS, VERBS, find
-from dolmen.cli.parse import HELP, groups, options, parse
-from dolmen.core.config import from_dict, unflatten
+from dolmen.cli.parse import HELP, full_help, groups, options, parse
+from dolmen.core.config import config, from_dict, unflatten
 from dolmen.core.messages import BadInput, message
 
 
+@config()
+class FamiliesOptions:
+    """List the families of models that can be read, trained and written, how close each is to its
+    reference, and on which layouts it runs.
+    """
+
+
+@config()
+class RecipesOptions:
+    """List the built-in runs for `dolmen train RECIPE`; `dolmen train RECIPE --help` shows the
+    defaults of one.
+    """
+
+
+RUNS = ("train", "dryrun")
+"""Verbs whose options are those of a run and some of their own."""
+HANDED = {
+    "train": "dolmen.training.request.Request",
+    "diff": "dolmen.comparison.config.DiffWork",
+}
+"""Classes that the launcher hands its workers, where it is not the verb's own."""
+CONFIGS = {
+    "recipes": "dolmen.cli.command.RecipesOptions",
+    "tokenize": "dolmen.data.config.TokenizeConfig",
+    "families": "dolmen.cli.command.FamiliesOptions",
+    "export": "dolmen.conversion.config.ExportConfig",
+    "convert": "dolmen.conversion.config.ConvertConfig",
+    "verify": "dolmen.evaluation.config.VerifyConfig",
+    "diff": "dolmen.comparison.config.DiffConfig",
+    "generate": "dolmen.serving.config.GenerateConfig",
+    "chat": "dolmen.serving.config.ChatConfig",
+    "serve": "dolmen.serving.config.ServeConfig",
+    "evaluate": "dolmen.evaluation.config.EvaluateConfig",
+    "schedule": "dolmen.planning.config.ScheduleOptions",
+    "plan": "dolmen.planning.config.PlanConfig",
+    "show": "dolmen.watching.config.ShowConfig",
+}
+PARTS = {
+    "vocab": (
+        "A vocabulary for another language: train one, merge it into a tokenizer, give a model its "
+        "tokens.",
+        {
+            "train": "dolmen.vocabulary.config.VocabTrainConfig",
+            "merge": "dolmen.vocabulary.config.VocabMergeConfig",
+            "extend": "dolmen.vocabulary.config.VocabExtendConfig",
+        },
+    )
+}
+"""Verb of several parts -> its help text, and each part with its class."""
+MODULES = {
+    "conversion": ("convert", "export", "tokenize", "vocab"),
+    "evaluation": ("evaluate", "diff", "verify"),
+    "generation": ("generate", "chat", "serve"),
+    "listings": ("recipes", "families", "show"),
+    "planning": ("plan", "dryrun", "schedule"),
+    "runs": ("train",),
+}
+"""Module of this package -> the verbs whose functions `run_VERB` it has."""
+
+
+def run(verb: str, config: Any) -> int:
+    """Import a verb, run it and return its exit code."""
+    (module,) = (module for module, verbs in MODULES.items() if verb in verbs)
+    return getattr(import_module(f"dolmen.cli.{module}"), f"run_{verb}")(config)
+
+
+def find(path: str) -> type[Any]:
+    """Import the class at a dotted path."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
 def read(verb: str, argv: list[str]) -> Any:
-    """The configuration that the words after `dolmen VERB` give. Exits with 0 after --help. Raises
+    """Return the configuration of `dolmen VERB ARGV...`. Exits with 0 after --help. Raises
     BadInput.
     """
     try:
         if verb in RUNS:
-            # recipes and families take a tenth of a second, and no other verb needs them
+            # recipes and families take 0.1 s to import, and no other verb needs them
             from dolmen.cli.runs import parse_run
 
             return parse_run(verb, argv)
         if verb in PARTS:
             return parse_part(verb, argv)
-        return parse_config(find(VERBS[verb]), verb, argv)
-    except BrokenPipeError:  # who reads the help has left
+        return parse_config(find(CONFIGS[verb]), verb, argv)
+    except BrokenPipeError:  # the reader of the help has closed the pipe
         raise
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
 
 
 def parse_config(cls: type[Any], verb: str, argv: list[str]) -> Any:
-    """A `cls` with the options `argv`. Exits with 0 after --help. Raises BadInput or ValueError."""
-    found = groups(cls)
+    """Return a `cls` with the options `argv`. Exits with 0 after --help. Raises BadInput or
+    ValueError.
+    """
+    option_groups = groups(cls)
     if HELP & set(argv):
-        print(help.full(verb, cls.__doc__ or "", found))
+        print(full_help(verb, cls.__doc__ or "", option_groups))
         raise SystemExit(0)
-    config: Any = from_dict(cls, unflatten(parse(argv, options(found), verb)))
+    config: Any = from_dict(cls, unflatten(parse(argv, options(option_groups), verb)))
     if verb == "generate":
         config.check_source()
     return config
 
 
 def parse_part(verb: str, argv: list[str]) -> Any:
-    """The configuration of a part of a verb, which the first word names. Exits with 0 after --help.
-    Raises BadInput or ValueError.
+    """Return the configuration of a part of a verb, such as `vocab train`. Exits with 0 after
+    --help. Raises BadInput or ValueError.
     """
     about, parts = PARTS[verb]
-    named = argv[0] if argv else ""
-    if named in parts:
-        return parse_config(find(parts[named]), f"{verb} {named}", argv[1:])
-    if named in HELP:
+    part = argv[0] if argv else ""
+    if part in parts:
+        return parse_config(find(parts[part]), f"{verb} {part}", argv[1:])
+    if part in HELP:
         print(f"usage: dolmen {verb} {{{','.join(parts)}}} ...\n\n{about}\n")
         print("\n".join(f"  dolmen {verb} {part} --help says more" for part in parts))
         raise SystemExit(0)
-    said = f"{named} is none of them" if named else "say which part"
-    raise BadInput(f"{said}: dolmen {verb} has {', '.join(parts)}")
+    problem = f"{part!r} is not a part of it" if part else "name a part"
+    raise BadInput(f"{problem}: dolmen {verb} has {', '.join(parts)}")
 
 
-def take(verb: str, file: Path) -> Any:
-    """What our launcher hands its workers in `file`, as `read` gave it there. Raises BadInput."""
+def read_handed(verb: str, file: Path) -> Any:
+    """Return the configuration that the launcher wrote for its workers. Raises BadInput."""
     from dolmen.files import gate, kinds  # YAML, which no help needs
 
-    cls = find(HANDED.get(verb) or VERBS[verb])
+    cls = find(HANDED.get(verb) or CONFIGS[verb])
     try:
         return from_dict(cls, gate.read_yaml(file, kinds.RUN))
     except ValueError as error:

@@ -1,12 +1,18 @@
-"""The command line: words to nested options.
+"""The command line: words to nested options, and the help of a verb.
 
-    options(RunConfig)      name -> its option, of a dataclass and its sections
+    groups(RunConfig)       options of a dataclass and of its sections
     parse(words, options)   name -> value, of those that are given
+    full_help(verb, ...)    all options with their texts and defaults
 
 An option is a field of a dataclass: its name with `-` for `_`, after the names of its sections
 (`--layout.virtual-stages 2`, or with `=`). A tuple takes all words up to the next option. A bool
-takes none: `--layout.sequence-parallel` and `--layout.no-sequence-parallel`. Ranges are checked by
-the dataclass.
+takes none: `--layout.sequence-parallel` and `--layout.no-sequence-parallel`. The text of an option
+is the docstring below its field, which is read from the source, as Python does not keep it.
+
+argparse is not used: options of a model's family are only known once `--model.model-type` has been
+read, an unknown option is answered with the likeliest one of another trainer's spelling, and one
+pass over the words is shorter than bending argparse to both. Types and ranges are checked by the
+dataclass, not here.
 """
 
 import ast
@@ -15,10 +21,12 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from inspect import cleandoc
 from itertools import chain, pairwise, takewhile
-from typing import Any, get_args, get_origin, get_type_hints
+from textwrap import wrap
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from dolmen.core.config import Mark, ValueOptional, Words, from_words, plain_type
+from dolmen.core.config import Mark, ValueOptional, Words, from_words, is_optional, plain_type
 from dolmen.core.messages import BadInput, cut
 
 HELP = {"-h", "--help"}
@@ -34,14 +42,14 @@ class Option:
     hint: Any
     """Its type, without marks."""
     text: str
-    """What the help says about it."""
+    """Help text."""
     default: Any = MISSING
     """MISSING where it must be given."""
     marks: tuple[Any, ...] = ()
 
     @property
     def switch(self) -> bool:
-        """Whether it takes no value, and `--no-NAME` switches it off."""
+        """True for a bool: it takes no value, and `--no-NAME` switches it off."""
         return plain_type(self.hint) is bool
 
     @property
@@ -57,12 +65,12 @@ class Option:
 
     @property
     def several(self) -> bool:
-        """Whether it takes any number of words."""
+        """True if it takes any number of words."""
         return get_origin(plain_type(self.hint)) is tuple and Mark.REPEATED not in self.marks
 
 
 @dataclass(frozen=True)
-class Group:
+class OptionGroup:
     """The options of one section."""
 
     title: str
@@ -70,44 +78,44 @@ class Group:
     options: tuple[Option, ...]
 
 
-def groups(cls: type, default: Any = None, section: str = "") -> list[Group]:
-    """The options of a dataclass, and of each of its sections, with the values of `default`. A
-    field that is neither text nor number nor a section, such as a model, is no option.
+def groups(cls: type, default: Any = None, section: str = "") -> list[OptionGroup]:
+    """Return the options of a dataclass and of its sections, with the values of `default`. A field
+    that is neither text nor number nor a section, such as the model, is not an option.
     """
     hints = get_type_hints(cls, include_extras=True)
     texts = attribute_docs(cls)
-    own, sections = [], []
+    options, sections = [], []
     for field in fields(cls):
-        hint, *marks = unmarked(hints[field.name])
+        hint, *marks = split_marks(hints[field.name])
         value = field.default if default is None else getattr(default, field.name)
         name = f"{section}{field.name.replace('_', '-')}"
         if isinstance(hint, type) and is_dataclass(hint):
             sections += groups(hint, None if value is MISSING else value, f"{name}.")
         elif hint is not Any and not is_dataclass(plain_type(hint)):
-            own.append(Option(name, hint, texts.get(field.name, ""), value, tuple(marks)))
+            options.append(Option(name, hint, texts.get(field.name, ""), value, tuple(marks)))
     about = " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-    return [Group(section.rstrip("."), about, tuple(own)), *sections]
+    return [OptionGroup(section.rstrip("."), about, tuple(options)), *sections]
 
 
-def unmarked(hint: Any) -> tuple[Any, ...]:
-    """A type, and what is said of it besides."""
+def split_marks(hint: Any) -> tuple[Any, ...]:
+    """Return a type and its marks."""
     return get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
 
 
-def options(found: Sequence[Group]) -> dict[str, Option]:
-    """Name -> option."""
-    return {option.name: option for group in found for option in group.options}
+def options(option_groups: Sequence[OptionGroup]) -> dict[str, Option]:
+    """Return the options by name."""
+    return {option.name: option for group in option_groups for option in group.options}
 
 
 def names(known: Collection[Option]) -> list[str]:
-    """All names of options, those that switch one off behind it."""
-    named = (one for one in known if Mark.POSITIONAL not in one.marks)
-    return ["help", *chain.from_iterable([o.name, o.off] if o.switch else [o.name] for o in named)]
+    """Return all names of options; the name that switches one off follows it."""
+    flags = (one for one in known if Mark.POSITIONAL not in one.marks)
+    return ["help", *chain.from_iterable([o.name, o.off] if o.switch else [o.name] for o in flags)]
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Attribute -> the docstring below it in the source of its class, or of one that it is of, as
-    one line.
+    """Return attribute -> its docstring in the source of the class or a base class, as one line.
+    Python keeps none of these, so the source is parsed: 2 ms per module.
     """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
@@ -123,7 +131,7 @@ def attribute_docs(cls: type) -> dict[str, str]:
 
 @cache
 def class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    """Class -> its statements, of a module that has been imported."""
+    """Return class -> its statements, for a module that has been imported."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {one.name: one.body for one in tree.body if isinstance(one, ast.ClassDef)}
 
@@ -131,9 +139,10 @@ def class_bodies(module: str) -> dict[str, list[ast.stmt]]:
 def parse(
     argv: Sequence[str], known: Mapping[str, Option], verb: str, rest: bool = False
 ) -> dict[str, Any]:
-    """The values that `argv` gives, by the names of options in YAML: `layout.tp`. With `rest`
-    unknown options are in it too, as Words: the family of a run's model decides which it has.
-    Raises BadInput.
+    """Parse `argv` to values by the names of options in YAML, such as `layout.tp`.
+
+    `rest`: return unknown options too, as Words, because only the family of a run's model decides
+    which of them exist. Raises BadInput.
     """
     names_off = {option.off: option for option in known.values() if option.switch}
     places = [option for option in known.values() if Mark.POSITIONAL in option.marks]
@@ -155,9 +164,9 @@ def parse(
         elif name in names_off and not sign:
             values[names_off[name].key] = False
         elif (option := known.get(name)) is not None and Mark.POSITIONAL not in option.marks:
-            given = [inline] if sign else taken(option, after)
-            i += 0 if sign else len(given)
-            value = _value(option, given)
+            words = [inline] if sign else option_words(option, after)
+            i += 0 if sign else len(words)
+            value = _value(option, words)
             repeated = Mark.REPEATED in option.marks
             values[option.key] = (*values.get(option.key, ()), *value) if repeated else value
         elif rest:
@@ -171,15 +180,15 @@ def parse(
     return values
 
 
-def taken(option: Option, after: Sequence[str]) -> list[str]:
-    """The words of those `after` an option that are its values."""
+def option_words(option: Option, after: Sequence[str]) -> list[str]:
+    """Return the words `after` an option that are its values."""
     if option.switch:
         return [word for word in after[:1] if word in ("True", "False", "None")]
     return list(after if option.several else after[:1])
 
 
 def _value(option: Option, words: Sequence[str]) -> Any:
-    """The value of an option that is followed by these words. Raises BadInput."""
+    """Convert the words after an option to its value. Raises BadInput."""
     bare = [mark.value for mark in option.marks if isinstance(mark, ValueOptional)]
     if not words and (option.switch or bare):
         return True if option.switch else bare[0]
@@ -190,7 +199,7 @@ def _value(option: Option, words: Sequence[str]) -> Any:
 
 
 def _refuse_missing(known: Mapping[str, Option], values: Mapping[str, Any]) -> None:
-    """Raises BadInput with the options that must be given and are not."""
+    """Raise BadInput with the required options that are missing."""
     missing = [o for o in known.values() if o.default is MISSING and o.key not in values]
     if missing:
         named = (
@@ -201,8 +210,8 @@ def _refuse_missing(known: Mapping[str, Option], values: Mapping[str, Any]) -> N
 
 
 def _unknown(name: str, verb: str, known: Collection[str]) -> str:
-    """That a verb has no option of this name, and which may be meant."""
-    # it knows the options of all families, which take a tenth of a second to import
+    """Return the message for an unknown option, with the one that may be meant."""
+    # imports the options of all families, which takes 0.1 s
     from dolmen.training.spellings import suggestion
 
     near = suggestion(name, known) or f"dolmen {verb} --help lists them"
@@ -210,15 +219,74 @@ def _unknown(name: str, verb: str, known: Collection[str]) -> str:
 
 
 def _stray(argv: Sequence[str], places: Sequence[int], verb: str) -> str:
-    """That a word belongs to no option, and what may be meant; `places` are those of all such."""
+    """Return the message for a word that belongs to no option, with what may be meant. `places`:
+    indices of all such words.
+    """
     before = argv[places[0] - 1] if places[0] else ""
     word = cut(argv[places[0]]) or "''"
     if before.startswith("--"):
-        return f"{word} is no option: {before} takes no such value (dolmen {verb} --help)"
+        return f"{word} is not an option: {before} does not take this value (dolmen {verb} --help)"
     # as in `_unknown`
     from dolmen.training.spellings import meant_command
 
     command = meant_command(verb, argv, [argv[place] for place in places])
     if command and len(command) <= LONGEST:
-        return f"{word} is no option: did you mean {command}"
-    return f"{word} is no option: dolmen {verb} --help lists them"
+        return f"{word} is not an option: did you mean {command}"
+    return f"{word} is not an option: dolmen {verb} --help lists them"
+
+
+WIDTH = 88
+METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
+
+
+def full_help(verb: str, about: str, groups: Sequence[OptionGroup]) -> str:
+    """Return the help of a verb: all options, in groups."""
+    places = [o for group in groups for o in group.options if Mark.POSITIONAL in o.marks]
+    named = " ".join(option.name.upper() for option in places)
+    lines = [f"usage: dolmen {verb} [OPTIONS] {named}".rstrip(), ""]
+    for paragraph in cleandoc(about).split("\n\n"):
+        example = paragraph.startswith(" ")
+        lines += [*([paragraph] if example else wrap(paragraph, WIDTH)), ""]
+    for option in places:
+        lines += [f"  {option.name.upper()}", *_describe(option)]
+    for group in (group for group in groups if group.options):
+        title = f"{group.title} options: {group.about}" if group.title else "options:"
+        lines += ["", *wrap(title, WIDTH)]
+        if not group.title:
+            lines += ["  -h, --help", "      Show this help and exit."]
+        for option in group.options:
+            if option not in places:
+                lines += [*_synopsis(option), *_describe(option)]
+    return "\n".join(lines)
+
+
+def _synopsis(option: Option) -> list[str]:
+    """Return the lines of an option and its values."""
+    if option.switch:
+        return [f"  --{option.name}, --{option.off}"]
+    form = f"--{option.name} {_metavar(option.hint)}"
+    return wrap(form, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _metavar(hint: Any) -> str:
+    """Return how a value of a type is written, such as INT or {a, b}."""
+    kind, none = plain_type(hint), "|None" if is_optional(hint) else ""
+    if get_origin(kind) is tuple:
+        return f"[{_metavar(get_args(kind)[0])} ...]{none}"
+    if get_origin(kind) is Literal:
+        return f"{{{', '.join(map(str, get_args(kind)))}}}{none}"
+    return METAVARS[kind] + none
+
+
+def _describe(option: Option) -> list[str]:
+    """Return the lines of an option's text and default."""
+    default = "(required)"
+    if option.default is not MISSING:
+        default = f"(default: {_words(option.default)})"
+    lines = wrap(f"{option.text} {default}", WIDTH - 6, break_on_hyphens=False)
+    return [f"      {line}" for line in lines]
+
+
+def _words(value: Any) -> str:
+    """Format a value as it is typed."""
+    return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)

@@ -1,20 +1,27 @@
-"""From the words after `dolmen train` and `dolmen dryrun` to a request. A run comes from a recipe
-or YAML file, then --init, then options, each over the one before.
+"""The verb train, and the options of a run, which dryrun has too. A run comes from a recipe or YAML
+file, then --init, then options, each overriding the one before.
+
+    dolmen train RECIPE|FILE.yaml
+    dolmen train RECIPE --help          one command and the most important options, a line each
+    dolmen train RECIPE --help --all    every option, with the fields of the model's family
 """
 
-from collections.abc import Set
-from dataclasses import MISSING, fields
+from collections.abc import Mapping, Set
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, Literal
 
-from dolmen.cli import help, model_options, short
-from dolmen.cli.parse import HELP, Group, Option, groups, options, parse
-from dolmen.core.config import Mark, from_dict
+from dolmen import families
+from dolmen.cli.parse import HELP, Option, OptionGroup, full_help, groups, options, parse
+from dolmen.core.config import Mark, from_dict, to_dict
 from dolmen.core.messages import BadInput
+from dolmen.families import Field, Model
 from dolmen.families import start as models
+from dolmen.families.start import option_type
 from dolmen.launch import process
-from dolmen.recipes.changed import MODEL_TYPE, request
-from dolmen.recipes.named import described, named
+from dolmen.recipes import RECIPES
+from dolmen.recipes.overrides import MODEL_TYPE, build_request, load_run, load_run_to_inspect
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import check_folder
 from dolmen.training.request import Handling, Request
@@ -22,82 +29,344 @@ from dolmen.training.request import Handling, Request
 if TYPE_CHECKING:
     from dolmen.planning.config import DryrunRequest
 
-ALL = "--all"  # beside --help: every option
-NEUTRAL = "pretrain"  # the recipe of a help that names none
+INIT = {"init": "model to start from: a folder, a hub id or a run"}
+LENGTH = {
+    "train.epochs": "passes over the data; or --train.steps, or --train.tokens",
+    "train.sequence-length": "tokens per sequence; unset, 512 or the model's maximum",
+    "train.global-batch-size": "sequences per update",
+    "train.microbatch-size": "sequences per forward on each process; fewer take less memory",
+}
+ROLLOUTS = {
+    "train.steps": "number of updates; unset, one pass over the prompts",
+    "train.global-batch-size": "completions per update",
+    "train.microbatch-size": "sequences per forward on each process; fewer take less memory",
+}
+RATE = {"optimizer.lr": "peak learning rate; ten times as much for adapters"}
+ADAPTER = {"adapter.rank": "train LoRA of this rank in place of all weights"}
+MACHINE = {
+    "train.dtype": "compute dtype: float32, bfloat16 or float16",
+    "layout.tp": "tensor parallelism: processes that share every layer",
+}
+EXPORT = {"finish.export": "write the final model as a transformers directory, OUT/hf"}
+OUT = {"out": "folder of the run; unset, runs/NAME"}
+COMPLETIONS = {
+    "rollout.max-new-tokens": "most tokens of a completion",
+    "rollout.temperature": "sampling temperature, applied to log-probabilities in the loss too",
+}
+REWARD = {"reward": "gsm8k, exact, regex:X, stub, MODULE:FUNCTION or a reward model"}
+
+
+@dataclass(frozen=True)
+class ShortHelp:
+    """The short help of a recipe: an example and its most important options."""
+
+    example: str
+    options: Mapping[str, str]
+    """Option -> its text."""
+    required: frozenset[str]
+    note: str = ""
+
+
+SHORT = {
+    "pretrain": ShortHelp(
+        "dolmen train {name} --data.path text/",
+        {
+            "init": "model to continue from: a folder, a hub id or a run; unset, a new one",
+            "model.model-type": "family of a new model; --help --all lists its sizes",
+            "data.path": "text: files, folders, .jsonl, .parquet, .bin or hub ids",
+            "data.tokenizer": "a folder, a hub id, or bpe:N, trained on the data",
+            "train.steps": "number of updates; or --train.tokens, or --train.epochs",
+            "train.sequence-length": LENGTH["train.sequence-length"],
+            "train.global-batch-size": LENGTH["train.global-batch-size"],
+            "train.microbatch-size": LENGTH["train.microbatch-size"],
+            "optimizer.lr": "peak learning rate",
+            **MACHINE,
+            "layout.pp": "pipeline parallelism: processes that hold different layers",
+            "checkpoint.every": "steps between checkpoints; 0 saves the last one only",
+            **EXPORT,
+            **OUT,
+        },
+        frozenset({"data.path"}),
+    ),
+    "sft": ShortHelp(
+        "dolmen train sft --init Qwen/Qwen3-0.6B --data.path chats.jsonl --finish.export",
+        {
+            **INIT,
+            "data.path": "rows with `messages`, `conversations` or `instruction`",
+            "data.template": "chat template, if the tokenizer has none: a file, chatml or alpaca",
+            "data.masking-strategy": "turns in the loss: assistant, last or all",
+            "data.validation-fraction": "share of the chats in the validation split",
+            **LENGTH,
+            **RATE,
+            **ADAPTER,
+            **MACHINE,
+            **EXPORT,
+            **OUT,
+        },
+        frozenset({"init", "data.path"}),
+    ),
+    "reward": ShortHelp(
+        "dolmen train reward --init runs/sft --data.path pairs.jsonl --finish.export",
+        {
+            **INIT,
+            "data.path": "rows with `chosen` and `rejected`, and a `prompt`",
+            "objective.margin": "margin of the chosen score over the rejected one; unset, 0",
+            "objective.center-rewards-coefficient": "weight of the penalty on scores far from 0",
+            "data.validation-fraction": "share of the pairs in the validation split",
+            **LENGTH,
+            **RATE,
+            **ADAPTER,
+            **MACHINE,
+            **EXPORT,
+            **OUT,
+        },
+        frozenset({"init", "data.path"}),
+    ),
+    "dpo": ShortHelp(
+        "dolmen train dpo --init runs/sft --data.path pairs.jsonl --finish.export",
+        {
+            **INIT,
+            "data.path": "rows with `chosen` and `rejected`, and a `prompt`",
+            "objective.loss-type": "sigmoid, ipo, hinge, robust, sppo, exo, simpo, orpo, kto",
+            "objective.beta": "weight of the reference model; smaller lets the policy move further",
+            "objective.reference": "reference model; unset, the initial model",
+            **LENGTH,
+            **RATE,
+            **ADAPTER,
+            **MACHINE,
+            **EXPORT,
+            **OUT,
+        },
+        frozenset({"init", "data.path"}),
+    ),
+    "grpo": ShortHelp(
+        "dolmen train grpo --init runs/sft --data.path questions.jsonl --reward gsm8k",
+        {
+            **INIT,
+            "data.path": "rows with a `prompt` or `messages`",
+            **REWARD,
+            "rollout.num-generations": "completions per prompt (the group)",
+            **COMPLETIONS,
+            "rollout.loss-type": "grpo, bnpo, dr-grpo, dapo, gspo or cispo",
+            "rollout.beta": "weight of the KL divergence from the reference model in the loss",
+            **ROLLOUTS,
+            **RATE,
+            **ADAPTER,
+            "layout.tp": MACHINE["layout.tp"],
+            **OUT,
+        },
+        frozenset({"init", "data.path", "reward"}),
+    ),
+    "ppo": ShortHelp(
+        "dolmen train ppo --init runs/sft --data.path questions.jsonl --reward runs/reward/hf",
+        {
+            "init": "model to start from; unset, a small random one",
+            "data.path": "rows with a `prompt` or `messages`",
+            **REWARD,
+            "critic.init": "initial critic; unset, a copy of the model",
+            **COMPLETIONS,
+            "rollout.epochs": "passes over each rollout batch",
+            "ppo.kl-coef": "weight of the KL divergence from the reference model in the reward",
+            **ROLLOUTS,
+            "train.steps": "number of updates",
+            **RATE,
+            "critic.lr": "learning rate of the critic; unset, as --optimizer.lr",
+            "layout.tp": MACHINE["layout.tp"],
+            **OUT,
+        },
+        frozenset({"reward"}),
+        "With --init other defaults apply: dolmen train ppo --init MODEL --help shows them.",
+    ),
+}
+"""Short help by recipe; other runs have that of their objective."""
+
+
+def short_help(name: str | None, run: RunConfig) -> str:
+    """Return the short help of a recipe or file, with the defaults of `run`. `name` None: no recipe
+    was named.
+    """
+    about = "a built-in recipe (dolmen recipes) or a YAML file, changed by options"
+    if name in RECIPES:
+        about = " ".join((RECIPES[name].__doc__ or "").split())
+    kind = _short_kind(run) if name not in SHORT else name
+    return _format_short_help(kind, name or "RECIPE", about, run)
+
+
+def _short_kind(run: RunConfig) -> str:
+    """Return the key in SHORT of the help for a run."""
+    if run.data.rows == "chats":
+        return "sft"
+    return run.objective.name if run.objective.name in SHORT else "pretrain"
+
+
+def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
+    """Format the short help SHORT[kind] for the recipe `name`; `about` is its description."""
+    short, page = SHORT[kind], "how-to/data.md" if kind == "pretrain" else "how-to/tuning.md"
+    width = max(map(len, short.options)) + 2
+    values = to_dict(run) | to_dict(Handling()) | {"model": {"model_type": _family(run)}}
+    lines = []
+    for option, words in short.options.items():
+        value = _format_value(values, option)
+        note = " (required)" if option in short.required and not value else value and f" [{value}]"
+        lines.append(f"  --{option:{width}}{words}{note}")
+    return "\n".join(
+        [
+            f"usage: dolmen train {name} [OPTIONS]",
+            "",
+            *wrap(f"{name}: {about}.", 96),
+            "",
+            f"  {short.example.format(name=name)}",
+            "",
+            "The most important options, with their defaults in []:",
+            "",
+            *lines,
+            "",
+            *([short.note] if short.note else []),
+            f"dolmen train {name} --help --all lists every option; docs/{page} explains them.",
+        ]
+    )
+
+
+def _family(run: RunConfig) -> str | None:
+    return None if run.model is None else run.model.model_type
+
+
+def _format_value(values: Mapping[str, Any], option: str) -> str:
+    """Format an option's value as it is typed; unset is an empty string."""
+    value: Any = values
+    for part in option.replace("-", "_").split("."):
+        value = value[part]
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case list() | tuple():
+            return " ".join(map(str, value))
+        case float():
+            return f"{value:g}"
+    return str(value)
+
+
+PREFIX = "model."
+
+
+def model_groups(model: Model) -> list[OptionGroup]:
+    """Return the options --model.*: the fields of a model's family, with the model's values. An
+    option has the name of its field in config.json; other families' names for it work too.
+    """
+    family, values = model.family, families.explicit_fields(model)
+    known = Literal[tuple(families.families())]
+    text = "Family of the model: which config.json it is. Options are the fields of its family."
+    kind = Option(f"{PREFIX}model-type", known, text, model.model_type)
+    options = [_option(PREFIX, one, values) for one in family.fields if one.help and not one.nested]
+    about = "Fields of the model's config.json, as its family has them."
+    return [
+        OptionGroup("model", about, (kind, *options)),
+        *(_group(one, values.get(one.name) or {}) for one in family.fields if one.nested),
+    ]
+
+
+def _group(one: Field, values: dict[str, Any]) -> OptionGroup:
+    prefix = f"{PREFIX}{one.name.replace('_', '-')}."
+    inner = tuple(_option(prefix, inside, values) for inside in one.nested if inside.help)
+    return OptionGroup(prefix.rstrip("."), f"Fields of {one.name}.", inner)
+
+
+def _option(prefix: str, one: Field, values: dict[str, Any]) -> Option:
+    aliases = [name for name in (*one.aliases, *one.common) if "." not in name]
+    also = (
+        f" Also {', '.join(f'--{PREFIX}{n}'.replace('_', '-') for n in aliases)}."
+        if aliases
+        else ""
+    )
+    name = f"{prefix}{one.name.replace('_', '-')}"
+    return Option(name, option_type(one.kind), one.help + also, values.get(one.name))
+
+
+ALL = "--all"  # with --help: list every option
+DEFAULT_RECIPE = "pretrain"  # whose help is shown where none is named
 ABOUT = "Train a model: a built-in recipe (dolmen recipes) or a YAML file, changed by options."
 
 
-def verb_options(verb: str) -> type:
-    """The class of the options that `train` or `dryrun` has beside those of a run."""
+def extra_options(verb: str) -> type:
+    """Return the class of the options that `train` or `dryrun` has besides those of a run."""
     if verb == "train":
         return Handling
-    from dolmen.planning.config import DryrunConfig  # 15 ms, which `train` does not owe
+    from dolmen.planning.config import DryrunConfig  # 15 ms to import, which `train` does not need
 
     return DryrunConfig
 
 
 def parse_run(verb: str, argv: list[str]) -> "Request | DryrunRequest":
-    """A run, and what is to be done with it. Exits with 0 after --help, which reads no model and
-    asks nothing of the machine. Raises BadInput, ValueError, KeyError or OSError.
+    """Parse a run and how to run it. Exits with 0 after --help, which opens no model and no
+    device. Raises BadInput, ValueError, KeyError or OSError.
     """
     argv = ["--log.verbose" if word == "-v" else word for word in argv]
     words = [word for word in argv[:1] if not word.startswith("-")]
     if HELP & {*argv}:
-        _help_of_run(verb, words, argv)
+        _print_run_help(verb, words, argv)
     if not words:
         raise BadInput(
             f"name a recipe or a YAML file first: dolmen {verb} quickstart (dolmen recipes "
             "lists them)"
         )
-    cls, (name,) = verb_options(verb), words
-    said = parse(argv[1:], options_of_run(verb), verb, rest=True)
-    own = {one.name: said.pop(one.name) for one in fields(cls) if one.name in said}
+    cls, (name,) = extra_options(verb), words
+    overrides = parse(argv[1:], run_options(verb), verb, rest=True)
+    extra = {f.name: overrides.pop(f.name) for f in fields(cls) if f.name in overrides}
     if verb == "train":
-        run = named(name, here=False, init=said.get("init"))
-        _check_out({*own}, Request.of(run, Handling(out=own.get("out")), name).out)
-        return request(name, said | own)
-    asked: Any = from_dict(cls, own)
-    if handling := [one.name for one in fields(Handling) if one.name in said]:
+        run = load_run(name, adapt=False, init=overrides.get("init"))
+        _check_out({*extra}, Request.of(run, Handling(out=extra.get("out")), name).out)
+        return build_request(name, overrides | extra)
+    if handling := [f.name for f in fields(Handling) if f.name in overrides]:
         raise BadInput(f"unknown option --{handling[0]}: dolmen {verb} --help lists them")
-    from dolmen.planning.config import DryrunRequest  # as in `verb_options`
+    from dolmen.planning.config import DryrunRequest  # 15 ms to import, which `train` does not need
 
-    return DryrunRequest(request(described(name), said).config, asked)
+    dryrun_config: Any = from_dict(cls, extra)
+    return DryrunRequest(build_request(load_run_to_inspect(name), overrides).config, dryrun_config)
 
 
-def _check_out(said: Set[str], out: Path) -> None:
-    """Raises ValueError for a folder that holds something, before a model is opened; with --resume
-    and --overwrite, and of ranks that a launcher started, it is checked with the run.
+def _check_out(names: Set[str], out: Path) -> None:
+    """Raise ValueError for a folder that is not empty, before a model is opened. With --resume or
+    --overwrite, and on ranks that a launcher started, it is checked with the run instead.
     """
-    if process.read_launch() is None and not {"resume", "overwrite"} & said:
+    if process.read_launch() is None and not {"resume", "overwrite"} & names:
         check_folder(out, resume=False, overwrite=False)
 
 
-def options_of_run(verb: str) -> dict[str, Option]:
-    """The options of a verb whose options are those of a run, but for its model's."""
-    return options([*groups(verb_options(verb)), *_groups_of_run()])
+def run_options(verb: str) -> dict[str, Option]:
+    """Return the options of `train` or `dryrun` except --model.*, by name."""
+    return options([*groups(extra_options(verb)), *_run_groups()])
 
 
-def _groups_of_run(run: RunConfig | None = None) -> list[Group]:
-    """The options of a run, but for its name and its model."""
+def _run_groups(run: RunConfig | None = None) -> list[OptionGroup]:
+    """Return the options of a run except its name and its model."""
     first, *sections = groups(RunConfig, run)
-    own = tuple(one for one in first.options if one.name not in ("name", "model"))
-    return [Group(first.title, first.about, own), *sections]
+    top = tuple(one for one in first.options if one.name not in ("name", "model"))
+    return [OptionGroup(first.title, first.about, top), *sections]
 
 
-def _help_of_run(verb: str, words: list[str], argv: list[str]) -> None:
-    """Show the help of a verb whose options are those of a run, and exit with 0."""
-    cls, name = verb_options(verb), words[0] if words else NEUTRAL
-    given = [word for word in argv[len(words) :] if word not in (*HELP, ALL)]
-    said = parse(given, options_of_run(verb), verb, rest=True)
-    init = said.get("init")
-    run = described(name) if verb == "dryrun" else named(name, here=False, init=init)
+def _print_run_help(verb: str, words: list[str], argv: list[str]) -> None:
+    """Print the help of `train` or `dryrun`, and exit with 0."""
+    cls, name = extra_options(verb), words[0] if words else DEFAULT_RECIPE
+    changes = [word for word in argv[len(words) :] if word not in (*HELP, ALL)]
+    overrides = parse(changes, run_options(verb), verb, rest=True)
+    init = overrides.get("init")
+    run = load_run_to_inspect(name) if verb == "dryrun" else load_run(name, adapt=False, init=init)
     if verb == "train" and ALL not in argv:
-        print(short.short(words[0] if words else None, run))
+        print(short_help(words[0] if words else None, run))
         raise SystemExit(0)
-    model = models.start_model(run.model, " ".join(said.get(MODEL_TYPE, ())) or None).model
-    (first, *sections), (own,) = _groups_of_run(run), groups(cls)
+    model = models.start_model(run.model, " ".join(overrides.get(MODEL_TYPE, ())) or None).model
+    (first, *sections), (verb_group,) = _run_groups(run), groups(cls)
     recipe = Option("recipe", str, "Recipe or YAML file.", MISSING, (Mark.POSITIONAL,))
-    top = Group("", "", (recipe, *first.options, *own.options))
+    top = OptionGroup("", "", (recipe, *first.options, *verb_group.options))
     about = ABOUT if verb == "train" else cls.__doc__ or ""
-    print(help.full(verb, about, [top, *model_options.groups(model), *sections]))
+    print(full_help(verb, about, [top, *model_groups(model), *sections]))
     raise SystemExit(0)
+
+
+def run_train(request: Request) -> int:
+    # imports torch, which a mistyped option and --help do not wait for
+    from dolmen.training import worker
+
+    return worker.run(request, process.run_worker)

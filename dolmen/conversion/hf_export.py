@@ -153,7 +153,7 @@ class TransformersWriter:
         return {}
 
     def write(self, folder: Path, pool: LayerPool) -> None:
-        model, shards = self.source.model, safetensors.Shards(folder, self.specs)
+        model, shards = self.source.model, safetensors.ShardFiles(folder, self.specs)
 
         def write_layer(entries: list[StoredTensor], advance: Advance) -> None:
             tensors = export_weights(model, self.source.read, entries)

@@ -88,7 +88,7 @@ def completions(
 def pair_of(row: dict[str, Any], where: str) -> tuple[Chat, Chat]:
     """Raises Refused for a row without two answers, and where an answer has no prompt before it."""
     row = {name: value for name, value in row.items() if value is not None}
-    gate.checked(row, where, PAIR_ROW)
+    gate.check_schema(row, where, PAIR_ROW)
     margin = float(row.get("margin", 0.0))
     chosen, rejected = (_answered(row, name, where) for name in ("chosen", "rejected"))
     return replace(chosen, said=margin), replace(rejected, said=margin)
@@ -99,7 +99,7 @@ def completion_of(row: dict[str, Any], where: str) -> Chat:
     where there is no prompt before it.
     """
     row = {name: value for name, value in row.items() if value is not None}
-    gate.checked(row, where, COMPLETION_ROW)
+    gate.check_schema(row, where, COMPLETION_ROW)
     return replace(_answered(row, "completion", where), said=1.0 if row["label"] else -1.0)
 
 
@@ -135,7 +135,7 @@ def chat_of(row: dict[str, Any], where: str) -> Chat:
             f"no chat but keys {', '.join(str(name)[:40] for name in list(row)[:6])}: it needs "
             "`messages`, `conversations`, or `instruction` and `output`",
         )
-    gate.checked(row, where, CHAT_ROWS[form])
+    gate.check_schema(row, where, CHAT_ROWS[form])
     messages = {"messages": _spoken, "conversations": _shared, "instruction": _asked}[form](
         row, where
     )

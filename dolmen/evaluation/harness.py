@@ -27,7 +27,7 @@ from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation import rows, texts
 from dolmen.evaluation.config import TasksConfig
 from dolmen.evaluation.perplexity import Loaded
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.request import SamplingParams
 
 NEW_TOKENS = 256  # of an answer, where the task does not say, as of `hf`
 

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation.perplexity import Loaded
-from dolmen.serving.detokenizer import Detokenizer
 from dolmen.serving.engine import Engine, require_finite
-from dolmen.serving.request import Request
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.generation import Detokenizer
+from dolmen.serving.request import Request, SamplingParams
 
 
 def continued(

@@ -17,7 +17,7 @@ from dolmen.families import common, llama
 from dolmen.families.family import Family, Field, activation_name
 from dolmen.families.rules import Rule, Split
 from dolmen.files import kinds
-from dolmen.files.schema import Real, Text, optional
+from dolmen.files.schema import Real, String, optional
 from dolmen.model.spec import AlibiSpec, AttentionSpec, BlockSpec, ModelSpec, RopeSpec
 
 HEADS, POSITIONS = ("linear", "normalised"), ("rope", "alibi")
@@ -100,14 +100,14 @@ FIELDS = (
     ),
     Field(
         "head",
-        optional(Text(HEADS)),
+        optional(String(HEADS)),
         None,
         "normalised: each row of the head counts by its direction, at length 1 (Baichuan 2).",
         ours=True,
     ),
     Field(
         "positions",
-        optional(Text(POSITIONS)),
+        optional(String(POSITIONS)),
         None,
         "rope (7B), or alibi: scores fall with distance (13B).",
         ours=True,

@@ -8,7 +8,7 @@ from dolmen.families import common, glm, special_tokens
 from dolmen.families.family import BESIDE, Family, Field, Ids, expect
 from dolmen.families.rules import Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Real, Text, optional
+from dolmen.files.schema import Flag, Real, String, optional
 from dolmen.model.spec import (
     AttentionSpec,
     BlankInfilling,
@@ -206,7 +206,7 @@ CHATGLM2_FIELDS = (
     ),
     Field(
         "rope_ratio_of",
-        optional(Text(RATIO_OF)),
+        optional(String(RATIO_OF)),
         None,
         "base: rope's is 10,000 x rope_ratio (ChatGLM3, GLM-4), or positions: they are divided by "
         "it (ChatGLM2-6B-32K).",

@@ -7,7 +7,7 @@ from dolmen.families import common, experts, llama, rope
 from dolmen.families.family import Family, Field, activation_name, expect, flag
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, Real, Text, optional
+from dolmen.files.schema import Flag, Int, Real, String, optional
 from dolmen.model.spec import (
     BlockSpec,
     LatentAttentionSpec,
@@ -267,7 +267,7 @@ DEEPSEEK_V2 = Family(
         ),
         Field(
             "topk_method",
-            optional(Text(choices=METHODS)),
+            optional(String(choices=METHODS)),
             "greedy",
             "How a token's experts are chosen: greedy | group_limited_greedy (from the groups with "
             "the best experts).",

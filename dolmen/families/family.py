@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from dolmen.core.messages import brief
 from dolmen.families.rules import Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Either, Flag, Object, Real, Schema, Text, optional
+from dolmen.files.schema import Either, Flag, Object, Real, Schema, String, optional
 from dolmen.model.spec import ClampedSwiGLU, ModelSpec
 from dolmen.model.spec.layers import Activation
 
@@ -68,7 +68,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_python_tanh": "gelu_tanh",
 }
 
-ACTIVATION = Text(tuple(ACTIVATIONS))  # what a field that names one may hold
+ACTIVATION = String(tuple(ACTIVATIONS))  # what a field that names one may hold
 
 RESERVED = "dolmen"  # field of what no config.json can say; not exported
 

@@ -18,7 +18,7 @@ from dolmen.families.family import (
 from dolmen.families.gpt2 import LAYER, OURS
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, List, Row, Text, optional
+from dolmen.files.schema import Flag, Int, List, String, TupleOf, optional
 from dolmen.model.spec import (
     AttentionSpec,
     BlockSpec,
@@ -37,7 +37,7 @@ from dolmen.model.spec import (
 # layer by layer (`attention_layers`).
 
 GLOBAL, LOCAL = "global", "local"
-KINDS = List(Text((GLOBAL, LOCAL)), 1, kinds.LAYERS.high)
+KINDS = List(String((GLOBAL, LOCAL)), 1, kinds.LAYERS.high)
 LAYERS, TYPES = "attention_layers", "attention_types"
 
 
@@ -57,7 +57,7 @@ GPT_NEO_FIELDS = (
     Field("hidden_size", kinds.WIDTH, 2048, "Width of the residual stream."),
     Field("num_layers", kinds.LAYERS, 24, "Decoder blocks.", ("num_hidden_layers",)),
     Field("num_heads", kinds.HEADS, 16, "Heads.", ("num_attention_heads",)),
-    Field(TYPES, optional(List(Row((KINDS, kinds.LAYERS)), 1, kinds.LAYERS.high))),
+    Field(TYPES, optional(List(TupleOf((KINDS, kinds.LAYERS)), 1, kinds.LAYERS.high))),
     Field(
         LAYERS,
         optional(KINDS),

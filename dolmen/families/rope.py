@@ -12,7 +12,7 @@ from typing import Any
 from dolmen.core.messages import brief, plural
 from dolmen.families.family import Field, mapping
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, List, Real, Schema, Text, optional
+from dolmen.files.schema import Flag, List, Real, Schema, String, optional
 from dolmen.model.spec import (
     DynamicScaling,
     LinearScaling,
@@ -45,7 +45,7 @@ BESIDE = {
 }
 USED = {of: (*needed, *BESIDE.get(of, ())) for of, needed in NEEDED.items()}
 OLDER = {"su": "longrope"}  # names of types
-TYPE = Text((*USED, *OLDER))
+TYPE = String((*USED, *OLDER))
 TURNS = optional(Real(2**-20, 2**20))  # a wavelength is divided by it
 PARAMETERS = (
     Field(

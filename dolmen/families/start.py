@@ -17,7 +17,7 @@ from dolmen.families.model import (
     model_from_fields,
     replace_fields,
 )
-from dolmen.files.schema import Either, Flag, Int, List, Null, Real, Schema, Text
+from dolmen.files.schema import Either, Flag, Int, List, Null, Real, Schema, String
 
 DEFAULT_FAMILY = "llama"
 
@@ -82,7 +82,7 @@ def option_type(kind: Schema) -> Any:
             return int
         case Real():
             return float
-        case Text(choices):
+        case String(choices):
             return Literal[choices] if choices else str
         case List(item):
             return tuple[option_type(item), ...]

@@ -8,7 +8,7 @@ from typing import Any
 from dolmen.core.messages import plural
 from dolmen.families.family import Field, expect, flag
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, List, Text, optional
+from dolmen.files.schema import Flag, Int, List, String, optional
 from dolmen.model.spec import AttentionSpec, ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -26,7 +26,7 @@ NONE = {**NO_TYPES, SIZE.name: (None,)}
 
 def types(otherwise: str) -> Field:
     """The field of the layers' types; `otherwise`: what None means."""
-    kind = optional(List(Text((FULL, SLIDING)), longest=kinds.LAYERS.high))
+    kind = optional(List(String((FULL, SLIDING)), longest=kinds.LAYERS.high))
     return Field("layer_types", kind, None, f"{FULL} or {SLIDING}, per layer; None: {otherwise}.")
 
 

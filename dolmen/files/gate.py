@@ -1,10 +1,15 @@
-"""The one gate for files that somebody else may have written, or a disk have damaged: what is read
-is bounded in size and depth before it is parsed, and compared with a schema before it is used.
+"""Reading of files that somebody else may have written, or a disk may have damaged: JSON, JSON
+lines, YAML and text.
 
     bytes, at most `size` -> UTF-8 -> brackets counted -> parsed, strictly -> schema -> plain values
 
-There are two ends: the plain values of a whole document, or Refused, whose one line begins with the
-file's name. `kinds.py` says what each kind of file may hold.
+Problem: a parser trusts its input. 100 kB of brackets end Python's json in RecursionError and
+libyaml's composer in a segmentation fault, 9 bytes of YAML aliases expand to gigabytes, and a field
+of another type fails far from here.
+
+Idea: size and depth are bounded before parsing, and a schema (schema.py) is compared before any
+value is used. There are two results: the plain values of a whole document, or Refused, whose single
+line begins with the file's name. kinds.py has the schema and the limits of each kind of file.
 """
 
 import json
@@ -21,7 +26,7 @@ from typing import Any, BinaryIO
 from dolmen.files.schema import Mismatch, Schema, check_value
 
 MIB = 2**20
-# of a YAML file that we write
+# First and last line of a YAML file that dolmen writes: one that lacks the last was cut short.
 FIRST, LAST = "# Whole to the line of three dots that is its last.\n", "\n...\n"
 # A string, to its end or the end of everything: possessive, so that no text takes longer than its
 # length (0.15 s for 10 MB of a tokenizer.json).
@@ -31,18 +36,18 @@ STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 class Refused(ValueError):
-    """A file is not read: it is missing, damaged, too large, too deep, or not what its kind may
-    hold. One line, which begins with the file's name.
+    """Raised for a file that is missing, damaged, too large, too deep, or not of its kind. The
+    message is one line that begins with the file's name.
     """
 
 
 class RefusedLine(Refused):
-    """A line of a file is not read; those before it were."""
+    """Raised for one line of a file; those before it were read."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: what it may hold, and how much."""
+    """A kind of file: its schema and its limits."""
 
     schema: Schema
     size: int = 16 * MIB
@@ -57,15 +62,15 @@ class Kind:
 
 
 def refuse(file: Path | str, reason: object) -> Refused:
-    """Refused of `file`, in one short line that does nothing to a terminal; to be raised."""
+    """Return Refused for `file`, to be raised: one short line without control characters."""
     line = " ".join(str(reason).split())
     line = line if len(line) <= 1000 else f"{line[:997]}..."
     return Refused(f"{file}: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}")
 
 
 @contextmanager
-def opened(file: Path | str) -> Iterator[BinaryIO]:
-    """The file, to read bytes. Raises Refused where it is missing or no regular file, and where
+def open_file(file: Path | str) -> Iterator[BinaryIO]:
+    """Open a file to read bytes. Raises Refused if it is missing or not a regular file, and if
     reading it fails.
     """
     try:
@@ -78,9 +83,9 @@ def opened(file: Path | str) -> Iterator[BinaryIO]:
 
 
 def read_bytes(file: Path | str, size: int) -> bytes:
-    """The whole file. Raises Refused as `opened` does, and where it is larger than `size` bytes."""
-    with opened(file) as stream:
-        # no more than there is: Python sets aside what it is asked for
+    """Return the content of a file. Raises Refused as `open_file`, and for over `size` bytes."""
+    with open_file(file) as stream:
+        # not just `size`: Python allocates as much as is requested
         data = stream.read(min(os.fstat(stream.fileno()).st_size, size) + 1)
     if len(data) > size:
         raise refuse(file, f"has more than {size:,} bytes, the most that such a file may have")
@@ -88,14 +93,14 @@ def read_bytes(file: Path | str, size: int) -> bytes:
 
 
 def read_text(file: Path | str, size: int) -> str:
-    """The whole file as UTF-8, a byte order mark left out. Raises Refused as `read_bytes`
-    does, and where it is not UTF-8.
+    """Return the content as text, without a byte order mark. Raises Refused as `read_bytes`, and
+    if it is not UTF-8.
     """
-    return decoded(read_bytes(file, size), file)
+    return decode(read_bytes(file, size), file)
 
 
-def decoded(data: bytes, name: Path | str) -> str:
-    """UTF-8 as text, a byte order mark left out. Raises Refused."""
+def decode(data: bytes, name: Path | str) -> str:
+    """Decode UTF-8, without a byte order mark. Raises Refused."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -104,27 +109,29 @@ def decoded(data: bytes, name: Path | str) -> str:
 
 
 def read_json(file: Path | str, kind: Kind) -> Any:
-    """The values of a JSON file. Raises Refused."""
+    """Return the values of a JSON file. Raises Refused."""
     return parse_json(read_bytes(file, kind.size), file, kind)
 
 
 def parse_json(data: bytes, name: Path | str, kind: Kind) -> Any:
-    """The values of a JSON text; `name` stands for it in messages. Refused are also names given
-    twice in one object, of which `json` keeps the last, and NaN and Infinity.
+    """Parse a JSON text; `name` stands for it in messages.
+
+    Raises Refused also for a name that is twice in one object, of which `json` would keep the last,
+    and for NaN and Infinity.
     """
     if (deep := json_depth(data)) > kind.depth:
         raise refuse(name, f"has {deep:,} brackets open at once, more than {kind.depth}")
-    text = decoded(data, name)
+    text = decode(data, name)
     constant = None if kind.constants else _no_constant
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=constant)
     except ValueError as error:  # of JSON, or of an integer with thousands of digits
         raise refuse(name, f"is not JSON: {error}") from error
-    return checked(value, name, kind.schema)
+    return check_schema(value, name, kind.schema)
 
 
-def checked(value: Any, name: Path | str, schema: Schema) -> Any:
-    """`value`, if `schema` allows it. Raises Refused."""
+def check_schema(value: Any, name: Path | str, schema: Schema) -> Any:
+    """Return `value` if `schema` allows it. Raises Refused."""
     try:
         check_value(value, schema)
     except Mismatch as error:
@@ -133,14 +140,15 @@ def checked(value: Any, name: Path | str, schema: Schema) -> Any:
 
 
 def read_json_lines(file: Path | str, kind: Kind) -> Iterator[tuple[int, Any]]:
-    """`json_lines` of a file. Raises Refused as `opened` does, and RefusedLine."""
-    with opened(file) as stream:
+    """Yield `json_lines` of a file. Raises Refused as `open_file`, and RefusedLine."""
+    with open_file(file) as stream:
         yield from json_lines(stream, file, kind)
 
 
 def json_lines(stream: BinaryIO, name: Path | str, kind: Kind) -> Iterator[tuple[int, Any]]:
-    """(number from 1, values) of every line that is not blank, one in memory at a time. Raises
-    RefusedLine naming the line; `kind.size` is of one line.
+    """Yield (number from 1, values) of each line that is not blank, one in memory at a time.
+
+    `kind.size` limits one line. Raises RefusedLine, which names the line.
     """
     for number, line in enumerate(iter(lambda: stream.readline(kind.size + 1), b""), 1):
         if not line.strip():
@@ -156,8 +164,10 @@ def json_lines(stream: BinaryIO, name: Path | str, kind: Kind) -> Iterator[tuple
 
 
 def read_yaml(file: Path | str, kind: Kind) -> Any:
-    """The values of a YAML file, None of an empty one. Raises Refused, also where a file that says
-    so itself (`whole_yaml`) has no end: text cut at a line is good YAML, with options missing.
+    """Return the values of a YAML file; None for an empty one. Raises Refused.
+
+    A file that `seal_yaml` wrote must have its end: text cut at a line is valid YAML that lacks
+    options.
     """
     # PyYAML takes 15 ms to import, and the help of a recipe reads no file
     from dolmen.files import yaml_values
@@ -169,17 +179,17 @@ def read_yaml(file: Path | str, kind: Kind) -> Any:
         value = yaml_values.parse_yaml(text, kind.depth)
     except ValueError as error:
         raise refuse(file, f"is not a YAML file that dolmen reads: {error}") from error
-    return checked(value, file, kind.schema)
+    return check_schema(value, file, kind.schema)
 
 
-def whole_yaml(text: str) -> str:
-    """The text of a YAML file that can be told from a part of itself."""
+def seal_yaml(text: str) -> str:
+    """Add a first and a last line by which `read_yaml` knows that the file is complete."""
     return f"{FIRST}{text.rstrip()}{LAST}"
 
 
 def json_depth(data: bytes) -> int:
-    """Most brackets that are open at once in a JSON text, counted without parsing: at least as many
-    as a parser would open before it stops.
+    """Return the nesting depth of a JSON text, counted without parsing: at least what a parser
+    would reach before it stops.
     """
     brackets = STRING.sub(b"", data).translate(None, NOT_BRACKETS)
     return max(accumulate(map(STEPS.__getitem__, brackets)), default=0)

@@ -65,7 +65,7 @@ def is_indexed(file: Path) -> bool:
     """
     if file.suffix != BIN or not (file.is_file() and file.with_suffix(IDX).is_file()):
         return False
-    with gate.opened(file.with_suffix(IDX)) as stream:
+    with gate.open_file(file.with_suffix(IDX)) as stream:
         return stream.read(len(MAGIC)) == MAGIC
 
 
@@ -74,7 +74,7 @@ def read(file: Path) -> Indexed:
     not fit each other.
     """
     index = file.with_suffix(IDX)
-    with gate.opened(index) as stream:
+    with gate.open_file(index) as stream:
         size, head = os.fstat(stream.fileno()).st_size, stream.read(HEAD.size)
     if len(head) < HEAD.size or not head.startswith(MAGIC):
         raise refuse(index, "is no index of Megatron: it does not begin with MMIDIDX")
@@ -130,8 +130,8 @@ def check_sequences(
 def check_documents(index: Path, firsts: Int64[np.ndarray, " bounds"], sequences: int) -> None:
     """Raises Refused unless documents go from sequence 0 to the last, one behind the other."""
     if not len(firsts) or firsts[0] != 0 or firsts[-1] != sequences:
-        told = f"{firsts[0]} to {firsts[-1]}" if len(firsts) else "none"
-        raise refuse(index, f"its documents are sequences {told}, and there are 0 to {sequences}")
+        found = f"{firsts[0]} to {firsts[-1]}" if len(firsts) else "none"
+        raise refuse(index, f"its documents are sequences {found}, and there are 0 to {sequences}")
     if (back := firsts[1:] < firsts[:-1]).any():
         at = int(np.argmax(back))
         raise refuse(
@@ -141,7 +141,7 @@ def check_documents(index: Path, firsts: Int64[np.ndarray, " bounds"], sequences
 
 def _map_tokens(file: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
     """The tokens. Raises Refused where the file has not that many."""
-    with gate.opened(file) as stream:
+    with gate.open_file(file) as stream:
         size = os.fstat(stream.fileno()).st_size
     if size != tokens * dtype.itemsize:
         raise refuse(

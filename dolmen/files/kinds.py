@@ -1,5 +1,7 @@
-"""What every kind of file that we read may hold. The limits of numbers are far above what was ever
-made, and far below what would fill a memory or an evening.
+"""Schemas and size limits of every kind of file that dolmen reads.
+
+Limits of numbers are far above those of any published model, and far below values that would
+exhaust memory or time. A limit without a comment follows from a format's own.
 """
 
 from dataclasses import replace
@@ -13,8 +15,8 @@ from dolmen.files.schema import (
     Null,
     Object,
     Real,
-    Row,
-    Text,
+    String,
+    TupleOf,
     either,
     optional,
 )
@@ -32,7 +34,7 @@ MOST_MATRICES = 2**18
 VOCABULARY = Int(1, 2**26)
 POSITIONS = Int(1, 2**40)
 TOKEN = Int(0, 2**31 - 1)
-NAME = Text(longest=1024)
+NAME = String(longest=1024)
 SPECIAL_TOKENS = {
     "bos_token_id": optional(Int(-1, TOKEN.high)),
     "eos_token_id": either(Null(), TOKEN, List(TOKEN, longest=1024)),
@@ -69,8 +71,8 @@ ADAPTER_CONFIG = Kind(
             "use_rslora": optional(Flag()),
             "use_dora": optional(Flag()),
             "bias": NAME,
-            "target_modules": either(Null(), Text(), List(NAME)),
-            "exclude_modules": either(Null(), Text(), List(NAME)),
+            "target_modules": either(Null(), String(), List(NAME)),
+            "exclude_modules": either(Null(), String(), List(NAME)),
             "layers_to_transform": either(Null(), LAYER, List(LAYER)),
             "layers_pattern": either(Null(), NAME, List(NAME)),
             "init_lora_weights": either(Null(), Flag(), NAME),
@@ -81,28 +83,30 @@ ADAPTER_CONFIG = Kind(
 )
 
 # safetensors. An index names 140,000 tensors for the largest models with experts, 15 MB.
-INDEX = Kind(Object(required={"weight_map": Map(Text(longest=255))}), size=256 * MIB, depth=8)
+INDEX = Kind(Object(required={"weight_map": Map(String(longest=255))}), size=256 * MIB, depth=8)
 STORED = Object(
     required={
         "dtype": NAME,
         "shape": List(Int(0, 2**48), longest=64),
-        "data_offsets": Row((Int(0), Int(0))),
+        "data_offsets": TupleOf((Int(0), Int(0))),
     },
     rest=None,
 )
-HEADER = Kind(Object(optional={"__metadata__": Map(Text())}, rest=STORED), size=100 * MIB, depth=3)
+HEADER = Kind(
+    Object(optional={"__metadata__": Map(String())}, rest=STORED), size=100 * MIB, depth=3
+)
 
 # A tokenizer. The largest tokenizer.json (262,144 tokens with their merges) has 34 MB.
-SPECIAL = either(Null(), Text(), Object(required={"content": Text()}))
-ADDED = Object(required={"content": Text(), "id": TOKEN})
+SPECIAL = either(Null(), String(), Object(required={"content": String()}))
+ADDED = Object(required={"content": String(), "id": TOKEN})
 TOKENIZER = Kind(
     Object(
         required={
             "model": Object(
                 optional={
                     "type": NAME,
-                    "vocab": either(Map(TOKEN), List(Row((Text(), Real())))),
-                    "merges": List(either(Text(), Row((Text(), Text())))),
+                    "vocab": either(Map(TOKEN), List(TupleOf((String(), Real())))),
+                    "merges": List(either(String(), TupleOf((String(), String())))),
                 }
             )
         },
@@ -114,7 +118,7 @@ TOKENIZER_CONFIG = Kind(
     Object(
         optional={
             "tokenizer_class": optional(NAME),
-            "added_tokens_decoder": Map(Object(required={"content": Text()})),
+            "added_tokens_decoder": Map(Object(required={"content": String()})),
             **{f"{name}_token": SPECIAL for name in ("bos", "eos", "unk", "pad", "sep", "cls")},
         }
     ),
@@ -150,13 +154,13 @@ STATE = Kind(  # of a run's
                     "model": Object(),
                     "train": Object(required={"global_batch_size": Int(1)}),
                 },
-                optional={"optimizer": Object(optional={"name": Text()})},
+                optional={"optimizer": Object(optional={"name": String()})},
             ),
             "step": Int(0),
             "tokens": Int(0),
             "updates": Int(0),
-            "data": Map(Text()),
-            "loss_scale": Row((Real(0, above=True), Int(0))),
+            "data": Map(String()),
+            "loss_scale": TupleOf((Real(0, above=True), Int(0))),
             "inherited": Int(-(2**40), 2**40),
             "samples": Int(0),
             "seconds": Real(0),
@@ -165,7 +169,7 @@ STATE = Kind(  # of a run's
                 Object(
                     required={
                         "updates": Int(0),
-                        "loss_scale": Row((Real(0, above=True), Int(0))),
+                        "loss_scale": TupleOf((Real(0, above=True), Int(0))),
                         "norms": List(Real(0)),
                         "kl_coef": Real(0),
                     },
@@ -210,7 +214,7 @@ METRICS_ROW = Kind(
 # What a model wrote of a prompt after so many steps of its training: samples.jsonl.
 SAMPLE_ROW = Kind(
     Object(
-        required={"step": Int(0), "prompt": Text(), "text": Text()},
+        required={"step": Int(0), "prompt": String(), "text": String()},
         optional={"time": Real(0), "tokens": Int(0)},
     ),
     size=MIB,
@@ -221,8 +225,8 @@ ROLLOUT_COMPLETION_ROW = Kind(
     Object(
         required={
             "step": Int(0),
-            "prompt": Text(),
-            "completion": Text(),
+            "prompt": String(),
+            "completion": String(),
             "tokens": Int(0),
             "finished": Flag(),
         },
@@ -235,18 +239,18 @@ HISTORY_ROW = Kind(
     Object(
         required={"step": Int(0), "time": Real(0)},
         optional={
-            "begun": Text(choices=("new", "resumed", "restarted")),
+            "begun": String(choices=("new", "resumed", "restarted")),
             "steps": Int(0),
             "reached": Int(0),
-            "run_id": Text(longest=64),
+            "run_id": String(longest=64),
             "processes": Int(1),
-            "device": Text(longest=1024),
+            "device": String(longest=1024),
             "parameters": Int(0),
-            "changed": List(Text(longest=4096), longest=1024),
+            "changed": List(String(longest=4096), longest=1024),
             "memory_gib": List(Real(0)),
             "router_load": Map(List(Real(0), shortest=1, longest=EXPERTS.high), LAYERS.high),
             "saved": Flag(),
-            "ended": Text(longest=1024),
+            "ended": String(longest=1024),
         },
     ),
     size=64 * MIB,  # the largest published model has 23,424 experts
@@ -262,7 +266,7 @@ SUMMARY = Kind(
             "val_tokens": Int(0),
             "held_out_tokens": Int(0),
             "bits_per_byte": optional(Real()),
-            "validation_files": List(Text()),
+            "validation_files": List(String()),
         },
         optional={
             "val_sources": Map(Real()),
@@ -272,66 +276,72 @@ SUMMARY = Kind(
     ),
     depth=4,
 )
-TEXT_FILE = Row((Text(), Int(0), Int(), Int()))  # path, size, times of modification and change
+TEXT_FILE = TupleOf(
+    (String(), Int(0), Int(), Int())
+)  # path, size, times of modification and change
 READ_FROM = {
     "format": Int(),
     "files": List(TEXT_FILE),
-    "hubs": List(Row((Text(), Int(0), List(TEXT_FILE)))),
-    "tokenizer": Text(),
+    "hubs": List(TupleOf((String(), Int(0), List(TEXT_FILE)))),
+    "tokenizer": String(),
 }
 CORPUS = Kind(
     Object(
         required={
             **READ_FROM,
-            "text_field": Text(),
+            "text_field": String(),
             "end_of_text": TOKEN,
-            "dtype": Text(choices=("<u2", "<u4")),
+            "dtype": String(choices=("<u2", "<u4")),
             "tokens": Int(0),
             "documents": Int(0),
             "bytes": Int(0),
             "different": Int(0),
-            "content": Text(),
+            "content": String(),
             "vocabulary": Int(0),
             "largest": Int(0),
             "sizes": Map(Int(0)),
-            "digests": Map(Text()),
-            "digest": Text(),
+            "digests": Map(String()),
+            "digest": String(),
         }
     ),
     size=1024 * MIB,  # of a million files
     depth=8,
 )
 # A chat, in one of three forms, which their fields tell apart.
-SPOKEN = List(Object(required={"role": Text(longest=64), "content": optional(Text())}), shortest=1)
-SHARED = List(Object(required={"from": Text(longest=64), "value": optional(Text())}), shortest=1)
+SPOKEN = List(
+    Object(required={"role": String(longest=64), "content": optional(String())}), shortest=1
+)
+SHARED = List(
+    Object(required={"from": String(longest=64), "value": optional(String())}), shortest=1
+)
 # Of what is multiplied with losses: float32, in which that is, ends at 3.4e38.
 TIMES_A_LOSS = 1e30
-BESIDE = {"weight": optional(Real(0, TIMES_A_LOSS)), "system": optional(Text())}
+BESIDE = {"weight": optional(Real(0, TIMES_A_LOSS)), "system": optional(String())}
 CHAT_ROWS = {
     "messages": Object(required={"messages": SPOKEN}, optional=BESIDE),
     "conversations": Object(required={"conversations": SHARED}, optional=BESIDE),
     "instruction": Object(
-        required={"instruction": Text(), "output": Text()},
-        optional={"input": optional(Text()), **BESIDE},
+        required={"instruction": String(), "output": String()},
+        optional={"input": optional(String()), **BESIDE},
     ),
 }
 PAIR_ROW = Object(
-    required={name: either(Text(), SPOKEN) for name in ("chosen", "rejected")},
+    required={name: either(String(), SPOKEN) for name in ("chosen", "rejected")},
     optional={
-        "prompt": either(Text(), SPOKEN),
-        "system": Text(),
+        "prompt": either(String(), SPOKEN),
+        "system": String(),
         "margin": Real(-TIMES_A_LOSS, TIMES_A_LOSS),
     },
 )
 COMPLETION_ROW = Object(
-    required={"completion": either(Text(), SPOKEN), "label": either(Flag(), Int(0, 1))},
-    optional={"prompt": either(Text(), SPOKEN), "system": Text()},
+    required={"completion": either(String(), SPOKEN), "label": either(Flag(), Int(0, 1))},
+    optional={"prompt": either(String(), SPOKEN), "system": String()},
 )
 # A row to answer, in one of three forms; what else it has is carried along.
-NAMED = {"id": either(Text(longest=1024), Int()), "adapter": optional(NAME)}
+NAMED = {"id": either(String(longest=1024), Int()), "adapter": optional(NAME)}
 PROMPT_ROWS = {
-    "prompt": Object(required={"prompt": Text()}, optional=NAMED),
-    "query": Object(required={"query": Text()}, optional=NAMED),
+    "prompt": Object(required={"prompt": String()}, optional=NAMED),
+    "query": Object(required={"query": String()}, optional=NAMED),
     "messages": Object(required={"messages": SPOKEN}, optional=NAMED),
 }
 # What a client of a server says, which its protocol compares further (serving/http/protocol.py);
@@ -340,7 +350,7 @@ ASKED = Kind(Object(), depth=64)
 ARGUMENTS = Kind(Object(), depth=64)
 # Journal of an unfinished output (serving/output_file.py): the options, then rows that wait.
 JOURNAL_HEAD = Kind(
-    Object(required={"format": Int(1, 1), "asked": Map(), "input": Text()}, rest=None)
+    Object(required={"format": Int(1, 1), "asked": Map(), "input": String()}, rest=None)
 )
 JOURNAL_ROW = Kind(
     Object(required={"row": Int(0), "answer": Object()}, rest=None),
@@ -355,19 +365,19 @@ EXAMPLES = Kind(
     Object(
         required={
             **READ_FROM,
-            "template": Text(),
-            "train_on": Text(),
-            "dtype": Text(choices=("<u2", "<u4")),
+            "template": String(),
+            "train_on": String(),
+            "dtype": String(choices=("<u2", "<u4")),
             "examples": Int(0),
             "tokens": Int(0),
             "trained": Int(0),
             "untrained": Int(0),
-            "content": Text(),
+            "content": String(),
             "vocabulary": Int(0),
             "largest": Int(0),
             "sizes": Map(Int(0)),
-            "digests": Map(Text()),
-            "digest": Text(),
+            "digests": Map(String()),
+            "digest": String(),
         }
     ),
     size=1024 * MIB,
@@ -392,10 +402,10 @@ INDEXED = Kind(
             "documents": Int(0),
             "different": Int(0),
             "unended": Int(0),
-            "content": Text(),
+            "content": String(),
             "sizes": Map(Int(0)),
-            "digests": Map(Text()),
-            "digest": Text(),
+            "digests": Map(String()),
+            "digest": String(),
         }
     ),
     depth=8,
@@ -409,7 +419,9 @@ WORKER_ERROR = Kind(Object(required={"message": Map()}), depth=8)
 RUN = Kind(optional(Map()), size=4 * MIB)
 SCHEDULE = Kind(
     Object(
-        required={"actions": List(Text(), shortest=1)}, optional={"placement": Text()}, rest=None
+        required={"actions": List(String(), shortest=1)},
+        optional={"placement": String()},
+        rest=None,
     ),
     size=8 * MIB,  # 64 ranks of 6,144 actions each have 3 MB
     depth=2,
@@ -438,7 +450,7 @@ TEXT_ROW = Kind(Object(), size=256 * MIB, depth=64, constants=True)
 SHARE = Real(0, 1, above=True)
 MICROSECONDS = Real(0, 10_000)
 GB_S = Real(0, 1_000_000, above=True)
-SOURCES = Map(Text())
+SOURCES = Map(String())
 DEVICE = Kind(
     Object(
         required={
@@ -476,7 +488,7 @@ LINK = Object(
 CLUSTER = Kind(
     Object(
         required={
-            "device": Text(longest=1024),
+            "device": String(longest=1024),
             "gpus_per_node": Int(1, 10_000),
             "nodes": Int(1, 1_000_000),
             "inside": LINK,
@@ -506,7 +518,7 @@ CLUSTER = Kind(
 )
 PREDICTION_ERRORS = Kind(
     Object(
-        required={"errors": List(Row((Text(longest=1024), NAME, NAME, Real(-10, 10))))},
+        required={"errors": List(TupleOf((String(longest=1024), NAME, NAME, Real(-10, 10))))},
         rest=None,
     ),
     depth=4,

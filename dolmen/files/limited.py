@@ -1,7 +1,5 @@
-"""Runs Python code in a process of its own with limits on CPU time and memory.
-
-For what a hostile file can make run for ever, or fill the memory with, and what cannot be stopped
-within this process: the matching of its regular expressions.
+"""Runs Python code in a subprocess with limits on CPU time and memory, for work that a hostile file
+can make endless and that cannot be interrupted in this process: matching its regular expressions.
 """
 
 import json
@@ -26,10 +24,10 @@ OVER_TIME = (-signal.SIGXCPU, -signal.SIGKILL)
 def run_limited(
     code: str, given: Mapping[str, Any], *, seconds: int, memory: int
 ) -> subprocess.CompletedProcess[str]:
-    """Run `code`, which reads what it works on from the dict `given` and calls `limit()` once it
-    has imported what it needs: `seconds` of CPU time and `memory` bytes from there on.
+    """Run `code`, which finds its input in the dict `given` and calls `limit()` after its imports:
+    from there on it has `seconds` of CPU time and `memory` bytes.
     """
-    # -I: nothing of the working folder is imported, and so the modules are where ours are
+    # -I: nothing is imported from the working folder, so modules are found on our own path
     path = [path for path in sys.path if path]
     request = {**given, "path": path, "seconds": seconds, "memory": memory}
     return subprocess.run(

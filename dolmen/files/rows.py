@@ -1,12 +1,12 @@
-"""Files of rows: appended to for hours, and read while they grow.
+"""Files of rows that are appended to for hours (`Lines`), and read while they grow (`Tail`).
 
-A file of whole lines that is written for hours, and may be ended at any byte by a kill or a
-power cut: what is there when it is opened again are the lines that were whole.
+Problem: a kill or a power cut may end such a file at any byte.
 
-A line is one write, so a kill tears the last one alone, which is cut off then. After a power cut
-what the last second wrote may be missing, or zeros, and goes too; all before it lasts.
+Idea: a line is one write, so a kill tears only the last line, which is cut off when the file is
+opened again. After a power cut, what the last SYNC_INTERVAL seconds wrote may be missing, or zeros,
+and is cut off too; everything before it was synced.
 
-A file of JSON rows that is read while it grows: what is new each time, through the gate.
+`Tail` yields the JSON rows that are new since its last read, compared with a schema.
 """
 
 import errno
@@ -19,17 +19,18 @@ from typing import Any
 from dolmen.core import filesystem
 from dolmen.files import gate
 
-LASTING = 1.0  # seconds between two times that the disk is asked to have all
+SYNC_INTERVAL = 1.0  # seconds between two fsyncs; each can take 10 ms and more on a disk
 LONGEST = 1 << 30  # bytes of a line
 
 
 class Lines:
-    """Written at its end alone, through no link, by one process at a time."""
+    """A file of lines that one process at a time appends to, not through a link."""
 
     def __init__(self, file: Path, whole: Callable[[bytes], bool], new: bool = False):
-        """The file, made where there is none; all from the first line that is not `whole` on is cut
-        off. `new`: there must be none. Raises BlockingIOError where another process holds it, and
-        OSError, of a link as well.
+        """Open or create the file, and truncate it before the first line that is not `whole`.
+
+        `new`: it must not exist. Raises BlockingIOError if another process holds it, and OSError,
+        also for a link.
         """
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | (os.O_EXCL if new else 0)
         self.descriptor = os.open(file, flags, 0o666)
@@ -43,51 +44,51 @@ class Lines:
                     break
                 self.count, end = self.count + 1, end + len(line)
         os.ftruncate(self.descriptor, end)
-        self._asked = time.monotonic()
+        self._synced = time.monotonic()
 
     def add(self, line: bytes) -> None:
-        """Write a line, its end included. Raises OSError, as of a disk that is full."""
+        """Append a line, which includes its newline. Raises OSError, for example on a full disk."""
         left = memoryview(line)
         while left:
             left = left[os.write(self.descriptor, left) :]
         self.count += 1
-        if time.monotonic() - self._asked > LASTING:
-            self.last()
+        if time.monotonic() - self._synced > SYNC_INTERVAL:
+            self.sync()
 
-    def last(self) -> None:
-        """Make what was written survive a power cut."""
+    def sync(self) -> None:
+        """Make what was written survive a power cut (fsync)."""
         os.fsync(self.descriptor)
-        self._asked = time.monotonic()
+        self._synced = time.monotonic()
 
     def close(self) -> None:
-        """All of it lasts."""
-        self.last()
+        """Sync and close the file."""
+        self.sync()
         os.close(self.descriptor)
 
 
 class Tail:
-    """The rows of `file`, those that are new at each `read`. A file that was made anew, as a run
-    that goes on does with metrics.jsonl, is read from its beginning.
+    """Reads the rows that were appended to a file since the last `read`. A file that was replaced,
+    as a resumed run does with metrics.jsonl, is read from its beginning.
     """
 
     def __init__(self, file: Path, kind: gate.Kind):
         self.file, self.kind = file, kind
         self.refused = 0
-        """Lines that were left out, as they are no rows of this kind."""
+        """Number of lines that were skipped because they are not rows of this kind."""
         self.first = False
-        """Whether the row just read is the first of a file."""
-        self._at, self._of = 0, (0, 0)
+        """True if the row just read is the first of a file."""
+        self._at, self._inode = 0, (0, 0)
 
     def read(self) -> Iterator[Any]:
-        """Rows, one in memory at a time, up to the last whole line; none where there is no file.
-        Raises Refused where the place is taken by what is no file.
+        """Yield new rows, one in memory at a time, up to the last complete line; none if the file
+        is missing. Raises Refused for a path that is not a file.
         """
         if not self.file.exists():
             return
-        with gate.opened(self.file) as stream:
-            found = os.fstat(stream.fileno())
-            if (found.st_dev, found.st_ino) != self._of or found.st_size < self._at:
-                self._at, self._of, self.refused = 0, (found.st_dev, found.st_ino), 0
+        with gate.open_file(self.file) as stream:
+            stat = os.fstat(stream.fileno())
+            if (stat.st_dev, stat.st_ino) != self._inode or stat.st_size < self._at:
+                self._at, self._inode, self.refused = 0, (stat.st_dev, stat.st_ino), 0
                 self.first = True
             stream.seek(self._at)
             for line in iter(lambda: stream.readline(self.kind.size + 1), b""):

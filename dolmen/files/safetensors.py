@@ -95,7 +95,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Form:
+class FolderFormat:
     """How a model of transformers lies in a folder: one file, or several with an index."""
 
     single: str
@@ -108,7 +108,7 @@ class Form:
         return any((folder / name).is_file() for name in (self.single, self.index))
 
 
-def index(folder: Path | str, form: Form | None = None) -> dict[str, Stored]:
+def index(folder: Path | str, form: FolderFormat | None = None) -> dict[str, Stored]:
     """Every tensor of a model folder, in the order of its files, read off the headers alone; `form`
     unset: of safetensors. Raises ValueError for a folder without such files, and Refused for an
     index that names absent files or tensors and for a truncated or damaged file.
@@ -167,7 +167,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     return found
 
 
-SAFETENSORS = Form(SINGLE, INDEX, read_header)
+SAFETENSORS = FolderFormat(SINGLE, INDEX, read_header)
 
 
 def write_tensors(
@@ -178,9 +178,9 @@ def write_tensors(
 ) -> None:
     """Stores `tensors`, of the shapes in `specs`, which come in any order and are cast to the dtype
     of their spec, as shards of at most `shard_bytes` (a larger tensor gets one of its own), one in
-    memory at a time. Files get their names when all are whole. Raises as `Shards.write`.
+    memory at a time. Files get their names when all are whole. Raises as `ShardFiles.write`.
     """
-    shards = Shards(Path(folder), specs, shard_bytes)
+    shards = ShardFiles(Path(folder), specs, shard_bytes)
     try:
         shards.begin()
         for _ in shards.write(tensors, list(specs)):
@@ -192,7 +192,7 @@ def write_tensors(
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardFiles:
     """Files that shall hold tensors of these specs. Where each of them goes is known before any is
     there, so that several threads may write into one file.
     """
@@ -316,7 +316,7 @@ def _write_index(folder: Path, specs: Mapping[str, Spec], shards: Mapping[str, l
 
 def _header_text(file: Path) -> tuple[bytes, int]:
     """The header and the length of the file. Raises Refused."""
-    with gate.opened(file) as stream:
+    with gate.open_file(file) as stream:
         length = os.fstat(stream.fileno()).st_size
         size = int.from_bytes(stream.read(8), "little")
         if length < 8 or size > min(length - 8, kinds.HEADER.size):

@@ -22,7 +22,7 @@ INT64 = 2**63
 
 @dataclass(frozen=True)
 class Anything:
-    """Any value: of a field that nobody reads."""
+    """Any value, for a field that is not read."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Null:
 
 @dataclass(frozen=True)
 class Flag:
-    """true or false, and no number."""
+    """true or false; 0 and 1 are refused."""
 
 
 @dataclass(frozen=True)
 class Int:
-    """An integer from `low` to `high`; true and false are none."""
+    """An integer from `low` to `high`; true and false are refused."""
 
     low: int = -INT64
     high: int = INT64 - 1
@@ -53,8 +53,8 @@ class Real:
 
 
 @dataclass(frozen=True)
-class Text:
-    """Text that UTF-8 can write, of at most `longest` characters, one of `choices` where given."""
+class String:
+    """Text that UTF-8 can encode, of at most `longest` characters, one of `choices` if given."""
 
     choices: tuple[str, ...] = ()
     longest: int = FEW
@@ -70,7 +70,7 @@ class List:
 
 
 @dataclass(frozen=True)
-class Row:
+class TupleOf:
     """A list of exactly these, in this order."""
 
     items: tuple["Schema", ...]
@@ -98,21 +98,22 @@ class Object:
 
 @dataclass(frozen=True)
 class Either:
-    """What one of `kinds` allows."""
+    """Any value that one of `kinds` allows."""
 
     kinds: tuple["Schema", ...]
 
 
 ANY = Anything()
-Schema = Anything | Null | Flag | Int | Real | Text | List | Row | Map | Object | Either
+Schema = Anything | Null | Flag | Int | Real | String | List | TupleOf | Map | Object | Either
 
 
 def either(*kinds: Schema) -> Either:
+    """Return the schema of one of `kinds`."""
     return Either(kinds)
 
 
 def optional(kind: Schema) -> Either:
-    """`kind`, or null."""
+    """Return the schema of `kind` or null."""
     return Either((Null(), kind))
 
 
@@ -121,8 +122,10 @@ class Mismatch(Exception):
 
 
 def check_value(value: Any, schema: Schema, where: str = "") -> None:
-    """Raises Mismatch, naming the field below `where`, unless `schema` allows `value`, which must
-    be plain: None, bool, int, float, str, list, dict. Recursive: bound the depth first.
+    """Raise Mismatch, which names the field below `where`, unless `schema` allows `value`.
+
+    `value` must be plain: None, bool, int, float, str, list, dict. Recursive: bound its depth
+    first (gate.py does).
     """
     match schema:
         case Anything():
@@ -133,7 +136,7 @@ def check_value(value: Any, schema: Schema, where: str = "") -> None:
             _check_count(value, schema.shortest, schema.longest, where)
             for i, item in enumerate(value):
                 check_value(item, schema.item, f"{where}[{i}]")
-        case Row(items) if isinstance(value, list):
+        case TupleOf(items) if isinstance(value, list):
             _check_count(value, len(items), len(items), where)
             for i, (item, kind) in enumerate(zip(value, items, strict=True)):
                 check_value(item, kind, f"{where}[{i}]")
@@ -146,31 +149,33 @@ def check_value(value: Any, schema: Schema, where: str = "") -> None:
             _check_object(value, schema, where)
         case _ if not _fits(value, schema):
             raise Mismatch(
-                f"{where or 'it'} is {shown(value)}: it must be {describe_schema(schema)}"
+                f"{where or 'it'} is {describe_value(value)}: it must be {describe_schema(schema)}"
             )
 
 
 def _check_either(value: Any, kinds: tuple[Schema, ...], where: str) -> None:
-    """The message is of the only kind that has parts as `value` has, which says most; else of
-    all.
+    """Raise Mismatch unless one of `kinds` allows the value.
+
+    If exactly one of them has parts as the value has, its message is raised, which names the field;
+    else one that names all kinds.
     """
     deep = []
     for kind in kinds:
         try:
             return check_value(value, kind, where)
         except Mismatch as error:
-            parts = (Object, Map) if isinstance(value, dict) else (List, Row)
+            parts = (Object, Map) if isinstance(value, dict) else (List, TupleOf)
             if isinstance(value, (dict, list)) and isinstance(kind, parts):
                 deep.append(error)
     if len(deep) == 1:
         raise deep[0]
     raise Mismatch(
-        f"{where or 'it'} is {shown(value)}: it must be {describe_schema(Either(kinds))}"
+        f"{where or 'it'} is {describe_value(value)}: it must be {describe_schema(Either(kinds))}"
     )
 
 
 def _check_object(value: dict, schema: Object, where: str) -> None:
-    needed = [n for name, beside in schema.needs.items() if name in value for n in beside]
+    needed = [n for name, others in schema.needs.items() if name in value for n in others]
     if missing := [name for name in [*schema.required, *needed] if name not in value]:
         raise Mismatch(f"{where or 'it'} has no {missing[0]}")
     for name, item in value.items():
@@ -179,14 +184,16 @@ def _check_object(value: dict, schema: Object, where: str) -> None:
         if kind is None:
             names = ", ".join([*schema.required, *schema.optional])
             known = f"known are {names}" if names else "it can have none"
-            raise Mismatch(f"{where or 'it'} has a field {shown(name)}: {known}")
+            raise Mismatch(f"{where or 'it'} has a field {describe_value(name)}: {known}")
         if kind != ANY:  # most fields of a row are: a run has a million
             check_value(item, kind, _below(where, name))
 
 
 def _check_name(name: Any, where: str) -> None:
     if not isinstance(name, str) or not _writable(name):
-        raise Mismatch(f"{where or 'it'} has a field named {shown(name)}: a name must be text")
+        raise Mismatch(
+            f"{where or 'it'} has a field named {describe_value(name)}: a name must be text"
+        )
 
 
 def _check_count(value: list | dict, shortest: int, longest: int, where: str) -> None:
@@ -201,7 +208,7 @@ def _below(where: str, name: str) -> str:
 
 
 def _fits(value: Any, schema: Schema) -> bool:
-    """Whether a value without parts is what `schema`, without parts too, allows."""
+    """Return whether `schema`, which has no parts, allows a value without parts."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     match schema:
         case Null():
@@ -211,11 +218,11 @@ def _fits(value: Any, schema: Schema) -> bool:
         case Int(low, high):
             return number and isinstance(value, int) and low <= value <= high
         case Real(low, high, above):
-            # an integer that no float holds is no number here
+            # float(value) would overflow or lose digits
             if not number or (isinstance(value, int) and abs(value) >= INT64):
                 return False
             return math.isfinite(value) and low <= value <= high and not (above and value == low)
-        case Text(choices, longest):
+        case String(choices, longest):
             if not isinstance(value, str) or len(value) > longest:
                 return False
             return (not choices or value in choices) and _writable(value)
@@ -223,7 +230,7 @@ def _fits(value: Any, schema: Schema) -> bool:
 
 
 def _writable(text: str) -> bool:
-    """Whether UTF-8 can write it: no half of a surrogate pair by itself."""
+    """Return whether UTF-8 can encode a text: it has no lone surrogate."""
     if text.isascii():
         return True
     try:
@@ -234,7 +241,7 @@ def _writable(text: str) -> bool:
 
 
 def describe_schema(schema: Schema) -> str:
-    """What a schema allows, as the end of `it must be ...`."""
+    """Describe the values that a schema allows, to follow `it must be`."""
     match schema:
         case Null():
             return "null"
@@ -247,7 +254,7 @@ def describe_schema(schema: Schema) -> str:
             return f"a number larger than {low:,}{upper}"
         case Real(low, high):
             return f"a finite number{_range(low, high, -math.inf, math.inf)}"
-        case Text(choices, longest):
+        case String(choices, longest):
             if choices:
                 return f"one of {', '.join(choices)}"
             return "text" if longest == FEW else f"text of at most {longest:,} characters"
@@ -255,7 +262,7 @@ def describe_schema(schema: Schema) -> str:
             return f"a list of {n}, each {describe_schema(item)}"
         case List(item):
             return "a list" if item == Anything() else f"a list, each {describe_schema(item)}"
-        case Row(items):
+        case TupleOf(items):
             return f"a list of {', '.join(describe_schema(item) for item in items)}"
         case Map() | Object():
             return "a mapping"
@@ -272,8 +279,8 @@ def _range(low: float, high: float, lowest: float, highest: float) -> str:
     return f" of at most {high:,}" if low == lowest else f" from {low:,} to {high:,}"
 
 
-def shown(value: Any) -> str:
-    """A value in a message of one line: short, and of plain ASCII where it is text."""
+def describe_value(value: Any) -> str:
+    """Describe a value in a message of one line: short, and text as ASCII."""
     if isinstance(value, (dict, list)):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"
     if isinstance(value, bool) or value is None:

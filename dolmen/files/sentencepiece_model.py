@@ -39,7 +39,7 @@ LONGEST = 1 << 16  # bytes of a piece
 Value = int | bytes
 
 
-class Piece(NamedTuple):
+class VocabularyPiece(NamedTuple):
     """A row of the vocabulary; its id is its place."""
 
     text: str
@@ -48,13 +48,13 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Model:
+class SentencePieceModel:
     """A tokenizer.model whose fields have been looked at."""
 
     content: bytes
     """The file, without what tests itself (`check_self`)."""
     kind: Kind
-    pieces: tuple[Piece, ...]
+    pieces: tuple[VocabularyPiece, ...]
     charsmap: bytes
     """How text is normalised before it is cut, in a form of sentencepiece's own; empty: it is
     not.
@@ -76,12 +76,12 @@ class Model:
         return sum(piece.kind == BYTE for piece in self.pieces) == 256
 
 
-def read(file: Path) -> Model:
+def read(file: Path) -> SentencePieceModel:
     """Raises Refused for what is no such model, or one of words or characters alone."""
     return parse(read_bytes(file, VOCAB.size), file)
 
 
-def parse(content: bytes, name: Path | str) -> Model:
+def parse(content: bytes, name: Path | str) -> SentencePieceModel:
     """`read` of a file's bytes."""
     try:
         return _parse(content, name)
@@ -91,8 +91,8 @@ def parse(content: bytes, name: Path | str) -> Model:
         raise refuse(name, f"is no model of sentencepiece: {error}") from error
 
 
-def _parse(content: bytes, name: Path | str) -> Model:
-    pieces: list[Piece] = []
+def _parse(content: bytes, name: Path | str) -> SentencePieceModel:
+    pieces: list[VocabularyPiece] = []
     trainer: dict[int, Value] = {}
     normalizer: dict[int, Value] = {}
     kept = bytearray()
@@ -120,7 +120,7 @@ def _parse(content: bytes, name: Path | str) -> Model:
     if len(unknown) != 1:
         raise ValueError(f"it has {len(unknown)} unknown pieces")
     charsmap = normalizer.get(CHARSMAP, b"")
-    return Model(
+    return SentencePieceModel(
         bytes(kept),
         KINDS[kind],
         tuple(pieces),
@@ -142,7 +142,7 @@ def charsmap(content: bytes) -> bytes:
         return b""
 
 
-def add_pieces(model: Model, pieces: Sequence[Piece]) -> bytes:
+def add_pieces(model: SentencePieceModel, pieces: Sequence[VocabularyPiece]) -> bytes:
     """The file of `model` with `pieces` behind its own. Raises ValueError for one that is there."""
     if twice := [piece.text for piece in pieces if piece.text in model.ids]:
         raise ValueError(f"{twice[0]!r} is a piece already")
@@ -151,14 +151,14 @@ def add_pieces(model: Model, pieces: Sequence[Piece]) -> bytes:
     return model.content + b"".join(map(_write_piece, pieces)) + said
 
 
-def _write_piece(piece: Piece) -> bytes:
+def _write_piece(piece: VocabularyPiece) -> bytes:
     text = record(1, piece.text.encode())
     score = varint(2 * 8 + FIXED32) + struct.pack("<f", piece.score)
     kind = b"" if piece.kind == NORMAL else record(3, piece.kind)
     return record(PIECES, text + score + kind)
 
 
-def _piece(message: bytes) -> Piece:
+def _piece(message: bytes) -> VocabularyPiece:
     found = fields(message)
     text = _inside(found.get(1, b""))
     (score,) = struct.unpack("<f", _inside(found.get(2, b"\0\0\0\0")))
@@ -166,7 +166,7 @@ def _piece(message: bytes) -> Piece:
         raise ValueError(f"a piece has {len(text):,} bytes")
     if not abs(score) < 1e9:  # nor is it a number
         raise ValueError(f"a piece has the score {score}")
-    return Piece(text.decode(), score, _number(found, 3, NORMAL))
+    return VocabularyPiece(text.decode(), score, _number(found, 3, NORMAL))
 
 
 def fields(message: bytes) -> dict[int, Value]:
@@ -243,6 +243,6 @@ def record(number: int, value: Value) -> bytes:
     return varint(number * 8 + BYTES) + varint(len(value)) + value
 
 
-def texts(pieces: Iterable[Piece]) -> list[str]:
+def texts(pieces: Iterable[VocabularyPiece]) -> list[str]:
     """Texts of the pieces that text is cut into."""
     return [piece.text for piece in pieces if piece.kind == NORMAL]

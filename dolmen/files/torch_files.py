@@ -1,13 +1,13 @@
-"""Files of `torch.save`, of which nothing is run and one tensor at a time is in memory. They hold
-nested values with tensors in them, as a pickle, and apart from it the tensors' numbers:
+"""Files of `torch.save`, read without running anything, one tensor in memory at a time. They hold
+nested values with tensors in them, as a pickle, and separately the storages of the tensors:
 
     archive   name/data.pkl | name/data/0 | name/data/1 | ...                     since torch 1.6
     older     magic | version | system | values | keys | u64 n, numbers | u64 n, numbers | ...
 
 A pickle says what it is made of by naming classes and functions, which Python would import and
 call. Here each name of a written list has a stand-in of ours, and every other one is refused
-(pickles.py). A stand-in computes nothing: a tensor becomes the place of its numbers (`Held`), a
-Namespace its values, anything else that training leaves in its files (`Left`) nothing at all.
+(pickles.py). A stand-in computes nothing: a tensor becomes the place of its numbers (`StoredView`),
+a Namespace its values, anything else that training leaves in its files (`Left`) nothing at all.
 """
 
 import io
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from dolmen.core.torch_private.checkpoints import MAGIC, NUMBERS, PARAMETERS, TENSORS, rebuild
 from dolmen.files import pickles
-from dolmen.files.gate import MIB, Refused, opened, refuse
-from dolmen.files.safetensors import NAMES, Form, Spec, Stored
+from dolmen.files.gate import MIB, Refused, open_file, refuse
+from dolmen.files.safetensors import NAMES, FolderFormat, Spec, Stored
 from dolmen.files.window import Window
 
 MOST = 256 * MIB
@@ -71,10 +71,8 @@ class Storage:
 
 
 @dataclass
-class Held:
-    """A tensor in a file: which of the numbers of a storage are its own. Offset and strides in
-    elements.
-    """
+class StoredView:
+    """A tensor in a file, as a view of a storage. Offset and strides are in elements."""
 
     storage: Storage
     offset: int
@@ -207,7 +205,7 @@ def _resolve(pid: Any, storages: dict[str, Storage]) -> Storage:
     return found
 
 
-def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> Held:
+def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> StoredView:
     """A tensor, all of which lies in its storage. `more`: whether it has gradients, hooks, of an
     untyped storage the dtype.
     """
@@ -217,7 +215,7 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: 
     sizes, steps = tuple(map(_count, shape)), tuple(map(_count, strides))
     if len(sizes) != len(steps) or len(sizes) > 64:
         raise pickle.UnpicklingError(f"a tensor of shape {sizes} has strides {steps}")
-    held = Held(storage, _count(offset), sizes, steps, dtype)
+    held = StoredView(storage, _count(offset), sizes, steps, dtype)
     room = storage.elements * storage.dtype.itemsize // dtype.itemsize
     if held.offset + held.reach > room or math.prod(sizes) > room:
         raise pickle.UnpicklingError(
@@ -261,11 +259,11 @@ KNOWN: dict[str, Any] = {
 
 
 def load(file: Path | str) -> Any:
-    """The values of a file of `torch.save`, whose tensors are `Held`. Reads its pickle alone.
+    """The values of a file of `torch.save`, whose tensors are `StoredView`. Reads its pickle alone.
     Raises Refused, naming what it may not name, and for what is cut or damaged.
     """
     file = Path(file)
-    with opened(file) as stream:
+    with open_file(file) as stream:
         try:
             if stream.read(len(ARCHIVE)) == ARCHIVE:
                 return read_archive(stream)
@@ -280,7 +278,7 @@ def load(file: Path | str) -> Any:
 
 def load_part(file: Path, position: int, length: int) -> Any:
     """`load` of an archive that is `length` bytes of a file, from `position` on. Raises Refused."""
-    with opened(file) as stream:
+    with open_file(file) as stream:
         try:
             window = Window(stream, position, length)
             return read_archive(io.BufferedReader(window), position)
@@ -296,7 +294,7 @@ def tensors(value: Any, file: Path) -> dict[str, Stored]:
     """
     found: dict[str, Stored] = {}
     for name, one in leaves(value):
-        if isinstance(one, Held):
+        if isinstance(one, StoredView):
             if name in found:
                 raise refuse(file, f"holds {name} twice")
             found[name] = one.locate(name, file)
@@ -308,8 +306,8 @@ def read_header(file: Path) -> dict[str, Stored]:
     return tensors(load(file), file)
 
 
-BIN = Form("pytorch_model.bin", "pytorch_model.bin.index.json", read_header)
-"""Form of transformers' models from before safetensors."""
+BIN = FolderFormat("pytorch_model.bin", "pytorch_model.bin.index.json", read_header)
+"""Format of transformers' models from before safetensors."""
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:
@@ -414,7 +412,7 @@ def load_bytes(content: bytes, where: Path) -> dict[str, Any]:
             raise ValueError(f"it is a {type(value).__name__}, and no mapping")
         return {
             str(name): _tensor(one, one.storage.content or content)
-            if isinstance(one, Held)
+            if isinstance(one, StoredView)
             else one
             for name, one in value.items()
         }
@@ -440,7 +438,7 @@ def _storage(content: Any) -> Storage:
     return found
 
 
-def _tensor(held: Held, content: bytes) -> Tensor:
+def _tensor(held: StoredView, content: bytes) -> Tensor:
     """The tensor, of numbers in memory."""
     if not held.contiguous:
         raise pickle.UnpicklingError("a tensor's numbers do not lie in a row")
@@ -456,7 +454,7 @@ def dump_bytes(value: Mapping[str, Shaped[Tensor, "..."] | Mapping[str, int | st
     return pickle.dumps(dict(value), protocol=4)
 
 
-class Writer:
+class TorchFileWriter:
     """A file of `torch.save`, whose tensors are written as they come, each once, in the shape and
     dtype of the Spec that `value` has in its place. To be closed when all have come; classes in
     `value` are named in its pickle.

@@ -5,10 +5,10 @@ from typing import BinaryIO, cast
 
 
 class Window(io.RawIOBase):
-    """`size` bytes of an open file, from `start`, as a file of its own."""
+    """A readable file that consists of `size` bytes of another open file, from `start`."""
 
     def __init__(self, file: BinaryIO | io.BufferedIOBase, start: int, size: int):
-        self.file = cast(io.BufferedIOBase, file)  # what `open` gives is both
+        self.file = cast(io.BufferedIOBase, file)  # `open` returns both types
         self.start, self.size, self.at = start, size, 0
 
     def readable(self) -> bool:

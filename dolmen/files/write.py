@@ -54,15 +54,15 @@ def _check_parent(words: str, target: Path, parents: bool) -> None:
 
 
 def replace(file: Path, content: bytes | str, lasting: bool = True) -> None:
-    """Give the file this content, whole or not at all: it is written beside it, under its name with
-    `.part`, and renamed. What has these names is taken away, and not written to. `lasting`: it
-    outlives a power cut. Raises OSError, for a folder and for a device too, which are no files.
+    """Replace the content of a file atomically: a new file NAME.part is written and renamed.
+    Existing files and links of these names are unlinked, never written through. `lasting`: fsync,
+    so that it survives a power cut. Raises OSError, also for a folder or a device.
     """
     if file.exists() and not file.is_file():
         number = errno.EISDIR if file.is_dir() else errno.EINVAL
         raise OSError(number, os.strerror(number), str(file))
     part = file.with_name(f"{file.name}.part")
-    part.unlink(missing_ok=True)  # of a killed run
+    part.unlink(missing_ok=True)  # left by a killed run
     with open(os.open(part, NEW, 0o666), "wb") as stream:
         stream.write(content.encode() if isinstance(content, str) else content)
         stream.flush()
@@ -72,22 +72,22 @@ def replace(file: Path, content: bytes | str, lasting: bool = True) -> None:
 
 
 def folder(inside: Path, name: str | Path) -> Path:
-    """The folder `name` ("a/b") below `inside`, made where there is none. Raises OSError where it,
-    or one on the way from `inside`, is a link or a file.
+    """Create the folder `name` ("a/b") below `inside` if needed, and return it. Raises OSError if
+    it, or one on the way from `inside`, is a link or a file.
     """
-    made = inside
+    path = inside
     for part in Path(name).parts:
-        made = made / part
+        path = path / part
         with suppress(FileExistsError):
-            made.mkdir()
-        if not stat.S_ISDIR(made.lstat().st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "it is a link or a file, no folder", str(made))
-    return made
+            path.mkdir()
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "it is a link or a file, no folder", str(path))
+    return path
 
 
 def append(file: Path) -> TextIO:
-    """The file, opened to write lines at its end; one with another name too is made anew. Raises
-    OSError, of a link as well.
+    """Open a file to append lines; a file with a second hard link is copied first, so that the
+    other name keeps its content. Raises OSError, also for a symbolic link.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     descriptor = os.open(file, flags, 0o666)

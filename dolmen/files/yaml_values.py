@@ -64,7 +64,7 @@ class _Builder:
                 value = scalar(event)
                 weight = 1 + len(event.value) // 64
                 self.grow(weight, 0)
-                self.put(value, event.anchor, weight, 0)
+                self.append_value(value, event.anchor, weight, 0)
             case yaml.SequenceStartEvent() | yaml.MappingStartEvent():
                 _no_tag(event)
                 self.grow(1, 1)
@@ -72,7 +72,7 @@ class _Builder:
                 self.stack.append(_Open(empty, event.anchor, self.count - 1))
             case yaml.SequenceEndEvent() | yaml.MappingEndEvent():
                 done = self.stack.pop()
-                self.put(done.values, done.anchor, self.count - done.before, done.height)
+                self.append_value(done.values, done.anchor, self.count - done.before, done.height)
             case yaml.AliasEvent():
                 self.repeat(event.anchor)
 
@@ -83,9 +83,9 @@ class _Builder:
             raise ValueError(f"the alias *{anchor} has no anchor before it")
         value, count, height = self.anchors[anchor]
         self.grow(count, height)
-        self.put(value, None, count, height)
+        self.append_value(value, None, count, height)
 
-    def put(self, value: Any, anchor: str | None, count: int, height: int) -> None:
+    def append_value(self, value: Any, anchor: str | None, count: int, height: int) -> None:
         self.stack[-1].add(value)
         self.stack[-1].height = max(self.stack[-1].height, height + 1)
         if anchor is not None:

@@ -1,4 +1,4 @@
-"""The style of every page of ours (style.css): what a plan's and a run's have in common."""
+"""The style sheet (style.css) that the pages of plans, runs and RL reports share."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ FILE = Path(__file__).with_name("style.css")
 
 
 def house_style() -> str:
-    """For the head of a page; its own rules come after."""
+    """Return the CSS for the head of a page; the page's own rules follow it."""
     return gate.read_text(FILE, gate.MIB)

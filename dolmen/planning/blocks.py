@@ -23,20 +23,20 @@ from functools import cached_property
 
 from dolmen.model.count import attention_flops_per_token
 from dolmen.model.spec import BlockSpec, LayerRun, ModelSpec, MoESpec, ParamSpecs, select_prefix
-from dolmen.planning.ledger import Row
+from dolmen.planning.ledger import LedgerRow
 from dolmen.planning.operations import (
     Both,
     Maker,
     Operations,
     Program,
+    RankShare,
     Rows,
-    Share,
     collective,
     memory,
 )
 
 
-def embedding_rows(tree: ModelSpec, share: Share, program: Program) -> Operations:
+def embedding_rows(tree: ModelSpec, share: RankShare, program: Program) -> Operations:
     """Return the rows of the embedding: tokens looked up, positions added, dropout."""
     maker = Maker(tree.width, share, program)
     x, stream = maker.whole, maker.x
@@ -57,7 +57,7 @@ def embedding_rows(tree: ModelSpec, share: Share, program: Program) -> Operation
     return Operations(tuple(forward), tuple(backward))
 
 
-def head_rows(tree: ModelSpec, share: Share, program: Program) -> Operations:
+def head_rows(tree: ModelSpec, share: RankShare, program: Program) -> Operations:
     """The final norm, logits, and the loss over them in fp32."""
     tokens, rows = share.tokens, share.part(tree.vocab_size)
     logits = tokens * rows
@@ -92,7 +92,7 @@ def _fuse_loss(entered: Both) -> Both:
 
 def update_rows(
     elements: int, held: int, sharded: bool, program: Program, clips: bool = True, moments: int = 2
-) -> tuple[Row, ...]:
+) -> tuple[LedgerRow, ...]:
     """Return the rows of the update: `elements` parameters that this rank updates, `held` whose
     gradients it has whole before (`sharded`: with ZeRO they differ).
     """
@@ -114,7 +114,7 @@ BACKWARD = 2.5
 """FLOPs of fused attention's backward against its forward: it forms the scores again."""
 
 
-def block_rows(tree: ModelSpec, number: int, share: Share, program: Program) -> Operations:
+def block_rows(tree: ModelSpec, number: int, share: RankShare, program: Program) -> Operations:
     """Return the rows of layer `number`."""
     leaves = select_prefix(tree.leaves, f"layers.{number}")
     return _Block(tree.hidden_size, share, program, tree, number, leaves).rows()
@@ -155,7 +155,7 @@ class _Block(Maker):
         if self.program.fp8:
             steps.append(self.casts())
         if self.program.random_state:
-            state = Row("F", "random", "host", "copy", read=self.program.random_state)
+            state = LedgerRow("F", "random", "host", "copy", read=self.program.random_state)
             steps.append(([state], []))
         return Operations.join(steps)
 
@@ -219,7 +219,7 @@ class _Block(Maker):
         q, out = e * tokens * heads * of_key, e * tokens * heads * of_value
         kv_bytes = e * tokens * kv * (of_key + of_value)
         shape = (share.sequences * heads, tokens // share.sequences, share.length, of_key)
-        row = Row("F", "attn.flash", "attention", name, flops, q + kv_bytes, out, shape=shape)
+        row = LedgerRow("F", "attn.flash", "attention", name, flops, q + kv_bytes, out, shape=shape)
         back = replace(
             row,
             action="B",

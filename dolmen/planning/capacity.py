@@ -26,8 +26,8 @@ from dolmen.model.count import activation_bytes_per_layer
 from dolmen.model.spec import AttentionSpec, BlockSpec, LayerRun, MLPSpec, ModelSpec, MoESpec
 from dolmen.planning.ledger import Live
 from dolmen.planning.plan import StageMemory
-from dolmen.planning.ranks import Held, Ranks, stages_of
-from dolmen.planning.space import Choice
+from dolmen.planning.ranks import ModelRanks, ParameterCount, stages_of
+from dolmen.planning.space import LayoutChoice
 
 
 def layer_bytes(
@@ -103,7 +103,7 @@ class States(NamedTuple):
     """Gradients that a split backward makes of the head, before any of its weights."""
 
 
-class Moments(NamedTuple):
+class ActivationPeaks(NamedTuple):
     """Bytes of activations."""
 
     forward: float
@@ -118,7 +118,7 @@ class Moments(NamedTuple):
     """The batch, and what goes to neighbours and comes from them."""
 
 
-def _moments_of(states: States, moments: Moments) -> tuple[float, float, float]:
+def _peaks_of(states: States, moments: ActivationPeaks) -> tuple[float, float, float]:
     """Bytes beside what is always held: in forward, in the first backward, in one of the others."""
     reduced = states.whole + states.sharded
     coming = max(states.arriving, states.packed)
@@ -145,20 +145,20 @@ class Capacity:
     _known_layers: dict[tuple, tuple[list[float], list[float]]] = field(default_factory=dict)
     _known_activations: dict[tuple, tuple[float, float]] = field(default_factory=dict)
     _known_states: dict[tuple, States] = field(default_factory=dict)
-    _known_moments: dict[tuple, Moments] = field(default_factory=dict)
+    _known_moments: dict[tuple, ActivationPeaks] = field(default_factory=dict)
 
     @cached_property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> ModelRanks:
         """Layers and parameters of each rank."""
-        return Ranks(self.tree)
+        return ModelRanks(self.tree)
 
-    def stages(self, choice: Choice, global_batch_size: int) -> tuple[StageMemory, ...]:
+    def stages(self, choice: LayoutChoice, global_batch_size: int) -> tuple[StageMemory, ...]:
         """Return the memory of each pipeline rank at its fullest."""
         return tuple(
             self.stage_memory(choice, rank, global_batch_size) for rank in range(choice.pp)
         )
 
-    def fullest(self, choice: Choice, global_batch_size: int) -> int:
+    def fullest(self, choice: LayoutChoice, global_batch_size: int) -> int:
         """Bytes of the fullest rank: the first or last of those with equally many layers."""
         micros = global_batch_size // choice.dp // choice.microbatch_size
         most = 0
@@ -167,15 +167,15 @@ class Capacity:
                 self._states(choice, rank, micros),
                 self._moments(choice, rank, micros),
             )
-            total = states.always + moments.sent + max(_moments_of(states, moments))
+            total = states.always + moments.sent + max(_peaks_of(states, moments))
             most = total if total > most else most
         return round(most) + self.other
 
-    def stage_memory(self, choice: Choice, rank: int, global_batch_size: int) -> StageMemory:
+    def stage_memory(self, choice: LayoutChoice, rank: int, global_batch_size: int) -> StageMemory:
         """Return the memory of one pipeline rank at the fullest of its moments."""
         micros = global_batch_size // choice.dp // choice.microbatch_size
         states, moments = self._states(choice, rank, micros), self._moments(choice, rank, micros)
-        found = _moments_of(states, moments)
+        found = _peaks_of(states, moments)
         which = found.index(max(found))
         backward = which > 0
         later = which == 2 or (which == 0 and moments.more)
@@ -194,7 +194,7 @@ class Capacity:
             self.other,
         )
 
-    def _states(self, choice: Choice, rank: int, micros: int) -> States:
+    def _states(self, choice: LayoutChoice, rank: int, micros: int) -> States:
         """Parameters, their copies, moments and gradients, and what fsdp packs these into."""
         split = choice.schedule.startswith("zero-bubble")
         one_round = choice.schedule == "interleaved" and micros == choice.pp
@@ -230,7 +230,7 @@ class Capacity:
         self._known_states[key] = found
         return found
 
-    def _moments(self, choice: Choice, rank: int, micros: int) -> Moments:
+    def _moments(self, choice: LayoutChoice, rank: int, micros: int) -> ActivationPeaks:
         """Activations of a rank before and after its first gradient."""
         key = (
             choice.tp,
@@ -265,7 +265,7 @@ class Capacity:
             stream //= choice.tp
         # the batch, and what goes to and comes from two neighbours
         sent = 16 * micros * tokens + (4 * stream if choice.pp > 1 else 0)
-        found = Moments(
+        found = ActivationPeaks(
             at_once * kept + losses * loss + logits,
             at_once * kept + losses * loss + again,
             later * kept + max(losses - 1, 1) * loss + again,
@@ -275,18 +275,18 @@ class Capacity:
         self._known_moments[key] = found
         return found
 
-    def _rest(self, choice: Choice, whole: Held) -> int:
+    def _rest(self, choice: LayoutChoice, whole: ParameterCount) -> int:
         """Bytes of this rank's shard in fp32."""
         d, ed = self._shards(choice)
         return 4 * (-(-whole.dense // d) + -(-whole.experts // ed))
 
-    def _shards(self, choice: Choice) -> tuple[int, int]:
+    def _shards(self, choice: LayoutChoice) -> tuple[int, int]:
         if choice.zero == 0:
             return 1, 1
         fsdp = choice.dp * choice.cp
         return fsdp, max(1, fsdp // choice.ep)
 
-    def _activations(self, choice: Choice, rank: int) -> tuple[float, float]:
+    def _activations(self, choice: LayoutChoice, rank: int) -> tuple[float, float]:
         """Bytes that all layers of a rank keep per microbatch, and what is there for a moment as a
         layer is computed again.
         """
@@ -319,7 +319,7 @@ class Capacity:
         self._known_activations[rank_key] = total, moment
         return total, moment
 
-    def _kept_bytes(self, block: BlockSpec, choice: Choice, recompute: str) -> float:
+    def _kept_bytes(self, block: BlockSpec, choice: LayoutChoice, recompute: str) -> float:
         """Bytes that a layer keeps; where cp gathers, with keys and values of the whole sequence
         (docs/concepts/context-parallel.md).
         """
@@ -344,7 +344,7 @@ class Capacity:
         whole = choice.microbatch_size * self.sequence_length
         return kept + whole * (1 - 0.5 / choice.cp) * width * self.element_bytes
 
-    def _loss(self, choice: Choice) -> tuple[float, float]:
+    def _loss(self, choice: LayoutChoice) -> tuple[float, float]:
         """Return the bytes that the head keeps from forward to backward (what enters and both
         gradients), and those that it needs for a moment (a chunk of logits, and the gradient of its
         weight in fp32).

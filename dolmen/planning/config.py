@@ -160,8 +160,8 @@ class PlanRequest:
 
 @config()
 class ScheduleOptions:
-    """Time a pipeline schedule, and draw it; or search the shortest for measured times and a
-    memory. Times are of one microbatch through all layers of a rank, in any unit.
+    """Time and draw a pipeline schedule, or search the shortest one for measured times and a memory
+    limit. Times are those of one microbatch through all layers of a rank, in any unit.
     """
 
     schedule: Annotated[str, Mark.POSITIONAL]
@@ -174,7 +174,7 @@ class ScheduleOptions:
     """Microbatches per step. Default: 8; those of the file."""
     virtual_stages: int | None = None
     """Chunks of layers per rank. Default: 1, or 2 where the schedule needs several; those of
-    the file; of search both, and the shortest is told.
+    the file; search tries both.
     """
     out: Name | None = None
     """File to write: the picture, .svg or .png, or the actions, .txt or .yaml, as
@@ -197,7 +197,7 @@ class ScheduleOptions:
     or a list of every rank, or of every stage.
     """
     memory: float | None = None
-    """Of search: the most microbatches that a rank may hold activations of, in units of the
+    """Memory limit of search: microbatches whose activations a rank may hold, in units of the
     activations of all its layers, as the column `live microbatches` counts. Default: --pp, what
     1f1b, zero-bubble and zero-bubble-v hold.
     """

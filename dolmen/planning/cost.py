@@ -19,8 +19,8 @@ from functools import cached_property, lru_cache
 from statistics import NormalDist
 from typing import Literal
 
-from dolmen.planning.hardware import Hardware
-from dolmen.planning.ledger import Row
+from dolmen.planning.hardware import Device
+from dolmen.planning.ledger import LedgerRow
 from dolmen.planning.placement import Placement, Road, collective_seconds, send_seconds
 
 # rows x columns of a tile, and the share of a multiprocessor's rate that it reaches: small ones
@@ -39,7 +39,7 @@ Hides = Literal["nothing", "products", "action"]
 @dataclass(frozen=True)
 class Overlap:
     """The work behind which the collectives of an axis hide: nothing; the products that are issued
-    after those that are not waited for (Row.overlapped); all that the action computes.
+    after those that are not waited for (LedgerRow.overlapped); all that the action computes.
     """
 
     tp: Hides = "products"
@@ -100,7 +100,7 @@ class Machine:
     """Links by axis, filled as they are needed."""
 
     @property
-    def device(self) -> Hardware:
+    def device(self) -> Device:
         return self.placement.cluster.device
 
     @cached_property
@@ -130,7 +130,7 @@ class Machine:
 
 @lru_cache(maxsize=65536)
 def product_seconds(
-    device: Hardware, shape: tuple[int, int, int, int], dtype: str, moved: int
+    device: Device, shape: tuple[int, int, int, int], dtype: str, moved: int
 ) -> float:
     """Return the seconds of `batch` products [rows, contraction] x [contraction, columns] that read
     and write `moved` bytes; without the launch.
@@ -161,7 +161,7 @@ def _waves(full: float) -> float:
     return max(1.0, 0.5 * full + 0.5 * math.ceil(full))
 
 
-def row_seconds(row: Row, machine: Machine) -> float:
+def row_seconds(row: LedgerRow, machine: Machine) -> float:
     """Return the seconds of one row by itself, its launch included."""
     device = machine.device
     moved = row.read + row.written
@@ -183,13 +183,13 @@ def row_seconds(row: Row, machine: Machine) -> float:
     return device.host + row.read / device.host_link
 
 
-def _four(row: Row) -> tuple[int, int, int, int]:
+def _four(row: LedgerRow) -> tuple[int, int, int, int]:
     """The shape of a product, its batches as one."""
     *batch, rows, columns, contraction = row.shape
     return math.prod(batch), rows, columns, contraction
 
 
-def action_seconds(rows: Iterable[Row], machine: Machine) -> Parts:
+def action_seconds(rows: Iterable[LedgerRow], machine: Machine) -> Parts:
     """Return the seconds of the rows of one action, in the order in which the host issues them.
     Sends are left out: they belong to the schedule (step.py).
     """

@@ -23,7 +23,7 @@ from torch.nn.modules import module as hooks
 
 from dolmen.core.state import is_distributed
 from dolmen.core.torch_private import dispatch
-from dolmen.planning.ledger import Kind, Live, Row
+from dolmen.planning.ledger import Kind, LedgerRow, Live
 from dolmen.planning.memory import Memory
 
 Shape = tuple[int, int, int, int]
@@ -110,7 +110,7 @@ def _cudnn_forward(args: Sequence[Any], _: dict[str, Any]) -> Multiplied:
 
 
 def _cudnn_backward(args: Sequence[Any], _: dict[str, Any]) -> Multiplied:
-    """As `_flash_backward`: five products."""
+    """Count five products, as `_flash_backward`."""
     return _cudnn(args[1], args[2], args[14], 5)
 
 
@@ -220,7 +220,7 @@ class Counting(dispatch.Dispatch):
         self.axes, self.instant = axes, instant
         self.memory = Memory()
         self.places: Places | None = None
-        self.rows: list[Row] = []
+        self.rows: list[LedgerRow] = []
         self.highs: list[Live] = []
         """Of each row, what was held when it was the most while it ran."""
         self.since: list[dict[str, Any]] = []
@@ -249,7 +249,7 @@ class Counting(dispatch.Dispatch):
         end = self.memory.since_last()
         if self.since and end.total > self.highs[-1].total:
             self.highs[-1], self.since[-1]["peak"] = end, end.total
-        self.rows += [Row(action=action, times=times, **row) for row in self.since]
+        self.rows += [LedgerRow(action=action, times=times, **row) for row in self.since]
         self.since = []
 
     def read(self, tensor: Tensor) -> None:

@@ -11,12 +11,12 @@ from dolmen.core import log
 from dolmen.core.messages import plural
 from dolmen.model import count
 from dolmen.ops.kernels import Hardware
-from dolmen.planning.ledger import WORDS, Ledger, Live, Row
+from dolmen.planning.ledger import WORDS, Ledger, LedgerRow, Live
 from dolmen.training.config import RunConfig
 
 
 @dataclass(frozen=True)
-class Report:
+class DryRunReport:
     """Ledgers of several ranks of one run, as on some hardware."""
 
     run: RunConfig
@@ -24,7 +24,7 @@ class Report:
     ledgers: tuple[Ledger, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For a program."""
+        """Return the ledgers as plain values, for --json."""
         return {"ranks": [_rank_dict(ledger) for ledger in self.ledgers]}
 
     @property
@@ -42,7 +42,7 @@ class Report:
         )
 
     def table(self) -> Table:
-        """A column per rank."""
+        """Return a table with a column per rank."""
         table = Table(box=None, padding=(0, 2, 0, 0))
         table.add_column("")
         for ledger in self.ledgers:
@@ -66,11 +66,11 @@ class Report:
         return table
 
     @staticmethod
-    def _add(table: Table, title: str, of_ranks: list[dict[str, Any]], told: Any) -> None:
-        """A row for each name that any rank has."""
+    def _add(table: Table, title: str, rank_values: list[dict[str, Any]], format: Any) -> None:
+        """Add a row for each name that any rank has."""
         table.add_row(title, style="bold")
-        for name in sorted({name for found in of_ranks for name in found}):
-            cells = [told(found[name]) if name in found else "-" for found in of_ranks]
+        for name in sorted({name for values in rank_values for name in values}):
+            cells = [format(values[name]) if name in values else "-" for values in rank_values]
             table.add_row(f"  {name}", *cells)
 
 
@@ -98,7 +98,7 @@ def _flops(ledger: Ledger) -> dict[str, int]:
 def _sends_by_axis(ledger: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
     """(axis, operation) -> how often, and bytes together."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
-    rows: list[Row] = [row for row in ledger.rows if row.kind in ("collective", "send")]
+    rows: list[LedgerRow] = [row for row in ledger.rows if row.kind in ("collective", "send")]
     for row in rows:
         often, size = found.get((row.axis, row.op), (0, 0))
         found[row.axis, row.op] = often + row.times, size + row.payload * row.times

@@ -36,10 +36,10 @@ from dolmen.parallel import data
 from dolmen.parallel.schedule import Action, Schedule
 from dolmen.planning.config import DryrunRequest, ranks_of
 from dolmen.planning.counting import Counting
-from dolmen.planning.dry_report import Report
+from dolmen.planning.dry_report import DryRunReport
 from dolmen.planning.ledger import Ledger, Live
 from dolmen.planning.memory import Memory
-from dolmen.planning.steady_state import Steps, shorten_step
+from dolmen.planning.steady_state import DryRunSteps, shorten_step
 from dolmen.training import loop
 from dolmen.training.checks.run import validate_computation
 from dolmen.training.config import RunConfig
@@ -59,7 +59,7 @@ class Trace(NamedTuple):
     """After each action, and after the update, once all is known for what it is."""
 
 
-def report(request: DryrunRequest, progress: bool = False) -> Report:
+def report(request: DryrunRequest, progress: bool = False) -> DryRunReport:
     """Run the requested ranks one after the other; `progress` shows a bar on stderr, and the peak
     of each rank when it is done. Raises ValueError for a run that would be refused, and for one
     that would crash.
@@ -89,7 +89,7 @@ def report(request: DryrunRequest, progress: bool = False) -> Report:
             peak = found[-1].peak
             say(f"rank {rank:,}: {gib(peak)} at the peak", progress)
             gc.collect()  # the model is in cycles
-    return Report(run, hardware, tuple(found))
+    return DryRunReport(run, hardware, tuple(found))
 
 
 def dryrun(
@@ -117,7 +117,7 @@ def trace_step(
     run: RunConfig,
     rank: int,
     tree: ModelSpec,
-    steps: Steps,
+    steps: DryRunSteps,
     hardware: Hardware,
     max_load: float,
     observe: Callable[[], None] = lambda: None,
@@ -142,7 +142,7 @@ def _count_step(
     rank: int,
     tree: ModelSpec,
     mesh: Mesh,
-    steps: Steps,
+    steps: DryRunSteps,
     hardware: Hardware,
     max_load: float,
     observe: Callable[[], None],
@@ -237,12 +237,12 @@ def groups(mesh: Mesh) -> dict[str, list[str]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Cut(Batch):
+class RealTokenBatch(Batch):
     """A batch of real tokens in microbatches, made where tensors have values: the host knows those
     of a batch, and in a dry run what it would cut of one, or compare, would have none.
     """
 
-    parts: tuple["Cut", ...] = ()
+    parts: tuple["RealTokenBatch", ...] = ()
 
     @property
     def real_tokens(self) -> int:
@@ -255,7 +255,7 @@ class Cut(Batch):
         return self
 
 
-def batch_of(run: RunConfig, schedule: Schedule) -> Cut:
+def batch_of(run: RunConfig, schedule: Schedule) -> RealTokenBatch:
     """A rank's rows of a batch, for as many microbatches as the schedule has: where documents are
     apart, one per sequence.
     """
@@ -264,8 +264,8 @@ def batch_of(run: RunConfig, schedule: Schedule) -> Cut:
     documents = Documents.of(torch.zeros_like(tokens)) if run.data.document_mask else None
     numbers = {FOLLOWS: torch.zeros_like(tokens, dtype=torch.float32)} if run.tree.both_ways else {}
     whole = Batch(tokens, tokens, documents, numbers=numbers).read_by(run.tree)
-    parts = tuple(Cut(**vars(part)) for part in whole.microbatches(run.microbatch_size))
-    return Cut(**vars(whole), parts=parts)
+    parts = tuple(RealTokenBatch(**vars(part)) for part in whole.microbatches(run.microbatch_size))
+    return RealTokenBatch(**vars(whole), parts=parts)
 
 
 def balanced_values(x: Tensor, rows: int | None, max_load: float) -> Any:

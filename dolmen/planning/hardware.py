@@ -47,7 +47,7 @@ OF_DEVICE = {
 
 
 @dataclass(frozen=True, eq=False)
-class Hardware:
+class Device:
     """A device, equal to itself alone. Rates are per second."""
 
     name: str
@@ -120,7 +120,7 @@ class Cluster:
     """Nodes of one device. `between` is of a whole node, all its adapters together."""
 
     name: str
-    device: Hardware
+    device: Device
     gpus_per_node: int
     nodes: int
     inside: Link
@@ -135,7 +135,7 @@ class Cluster:
         return self.nodes * self.gpus_per_node
 
 
-def read_device(name: str) -> Hardware:
+def read_device(name: str) -> Device:
     """A device by name or from a YAML file. Raises ValueError."""
     file = _file(name, DEVICES, "device")
     found = gate.read_yaml(file, kinds.DEVICE)
@@ -145,7 +145,7 @@ def read_device(name: str) -> Hardware:
         raise gate.refuse(file, f"peak_tflops {what}: it must have some of {', '.join(DTYPES)}")
     check_device(file, found)
     shares = found["efficiency"]
-    return Hardware(
+    return Device(
         file.stem,
         {dtype: tera * 1e12 for dtype, tera in found["peak_tflops"].items()},
         round(found["memory_gib"] * GIB),

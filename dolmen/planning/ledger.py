@@ -46,7 +46,7 @@ WORDS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class LedgerRow:
     """One operation. Bytes are of this rank."""
 
     action: str
@@ -96,7 +96,7 @@ class Ledger:
 
     rank: int
     rest: Live
-    rows: tuple[Row, ...]
+    rows: tuple[LedgerRow, ...]
     at_peak: Live = Live()
     """Bytes by kind, when the rank held the most."""
 

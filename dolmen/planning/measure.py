@@ -34,7 +34,7 @@ sources:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRates:
     """Rates are per second."""
 
     products: dict[str, float]
@@ -57,7 +57,7 @@ def fastest(call: Callable[[], object], seconds: float = SECONDS) -> float:
     return best
 
 
-def measure_device() -> Measured:
+def measure_device() -> MeasuredRates:
     """Measure with all cores."""
     device = torch.device("cpu")
     torch.set_num_threads(os.cpu_count() or 1)
@@ -69,7 +69,7 @@ def measure_device() -> Measured:
     bandwidth = 8 * SWEPT / fastest(lambda: into.copy_(swept))
     one = torch.zeros(1)
     operator = fastest(lambda: one.add_(1))
-    return Measured(products, min(1.0, share), bandwidth, operator)
+    return MeasuredRates(products, min(1.0, share), bandwidth, operator)
 
 
 def measure(folder: Path) -> Path:
@@ -82,7 +82,7 @@ def measure(folder: Path) -> Path:
     return cluster
 
 
-def device_text(m: Measured) -> str:
+def device_text(m: MeasuredRates) -> str:
     peaks = ", ".join(f"{name}: {rate / 1e12:.6g}" for name, rate in m.products.items())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     here = f"measured on {socket.gethostname()}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dolmen.planning.ledger import Row
+from dolmen.planning.ledger import LedgerRow
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ OURS = Program(
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """The part of a microbatch that a rank has."""
 
     sequences: int
@@ -102,7 +102,7 @@ class Share:
         return -(-width // self.tp)
 
 
-Rows = list[Row]
+Rows = list[LedgerRow]
 Both = tuple[Rows, Rows]
 """Rows of forward and of backward."""
 WEIGHTS = "weights"
@@ -113,8 +113,8 @@ WEIGHTS = "weights"
 class Operations:
     """Rows of F and of B for one microbatch; B with no recomputation."""
 
-    forward: tuple[Row, ...]
-    backward: tuple[Row, ...]
+    forward: tuple[LedgerRow, ...]
+    backward: tuple[LedgerRow, ...]
 
     @staticmethod
     def join(steps: Iterable[Both]) -> "Operations":
@@ -124,12 +124,12 @@ class Operations:
         return Operations(tuple(forward), tuple(r for s in reversed(steps) for r in s[1]))
 
     @property
-    def inputs(self) -> tuple[Row, ...]:
+    def inputs(self) -> tuple[LedgerRow, ...]:
         """Rows of backward that the stage before waits for; ..."""
         return tuple(row for row in self.backward if WEIGHTS not in row.op)
 
     @property
-    def weights(self) -> tuple[Row, ...]:
+    def weights(self) -> tuple[LedgerRow, ...]:
         """... and the rest."""
         return tuple(row for row in self.backward if WEIGHTS in row.op)
 
@@ -150,16 +150,18 @@ class Operations:
         return replace(self, backward=(*(replace(r, action="B") for r in again), *self.backward))
 
 
-def memory(action: str, module: str, op: str, read: float, written: float) -> Row:
+def memory(action: str, module: str, op: str, read: float, written: float) -> LedgerRow:
     """Make a row that is bound by its bytes."""
-    return Row(action, module, "memory", op, read=round(read), written=round(written))
+    return LedgerRow(action, module, "memory", op, read=round(read), written=round(written))
 
 
 def collective(
     action: str, module: str, op: str, payload: int, overlapped: bool = False, axis: str = "tp"
-) -> Row:
+) -> LedgerRow:
     """Over the ranks of an axis."""
-    return Row(action, module, "collective", op, axis=axis, payload=payload, overlapped=overlapped)
+    return LedgerRow(
+        action, module, "collective", op, axis=axis, payload=payload, overlapped=overlapped
+    )
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ class Maker:
     """Makes the rows of operations as a program does them, on a rank's share."""
 
     hidden: int
-    share: Share
+    share: RankShare
     program: Program
 
     @property
@@ -180,12 +182,12 @@ class Maker:
         """Bytes of it on all ranks of tp together."""
         return self.program.element * self.share.tokens * self.hidden
 
-    def product(self, action: str, module: str, shape: tuple[int, int, int, int]) -> Row:
+    def product(self, action: str, module: str, shape: tuple[int, int, int, int]) -> LedgerRow:
         """[batch, rows, contraction] x [batch, contraction, columns]."""
         batch, rows, columns, contraction = shape
         dtype = "fp8" if self.program.fp8 else ""
         e = self.program.element
-        return Row(
+        return LedgerRow(
             action,
             module,
             "product",
@@ -218,7 +220,7 @@ class Maker:
             backward.append(self.added_up(module, elements))
         return [self.product("F", module, (batch, rows, out, inp))], backward
 
-    def added_up(self, module: str, elements: int) -> Row:
+    def added_up(self, module: str, elements: int) -> LedgerRow:
         """A microbatch's gradients to the sum of those before it."""
         e, g = self.program.element, self.program.gradient
         if self.program.converts:

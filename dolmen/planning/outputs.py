@@ -43,7 +43,7 @@ def write_recipe(question: Question, found: Plan, file: Path) -> str:
     folder = Path(question.name)
     if run.data.tokenizer is None and any((folder / name).is_file() for name in TOKENIZER):
         run = replace(run, data=replace(run.data, tokenizer=str(folder.absolute())))
-    text = gate.whole_yaml(yaml.safe_dump(to_dict(run), sort_keys=False))
+    text = gate.seal_yaml(yaml.safe_dump(to_dict(run), sort_keys=False))
     text = f"{RECIPE}\n{text}"
     try:
         write.replace(file, text)

@@ -101,7 +101,7 @@ class Candidate:
     memory: tuple[StageMemory, ...]
     """Memory of each pipeline rank."""
     bound: str
-    """What bounds the step: compute, tp, bubble, dp, memory, host."""
+    """Bottleneck of the step: compute, tp, bubble, dp, memory or host."""
     mfu: float = 0
     """Floating-point operations of the model alone, over the peak of the datasheet."""
     hfu: float = 0

@@ -25,13 +25,13 @@ from dolmen.planning.blocks import block_rows, embedding_rows, head_rows, update
 from dolmen.planning.capacity import Capacity
 from dolmen.planning.cost import CONTENTION, Machine, Parts, action_seconds, row_seconds
 from dolmen.planning.hardware import Cluster
-from dolmen.planning.ledger import Row
-from dolmen.planning.operations import OURS, Operations, Program, Share
+from dolmen.planning.ledger import LedgerRow
+from dolmen.planning.operations import OURS, Operations, Program, RankShare
 from dolmen.planning.placement import Placement, Road, collective_seconds, send_seconds
 from dolmen.planning.plan import Traffic
 from dolmen.planning.ranks import stages_of
-from dolmen.planning.space import Choice
-from dolmen.planning.step import Estimate, Spread, Stage, rows_seconds, step_time, together
+from dolmen.planning.space import LayoutChoice
+from dolmen.planning.step import ErrorSpread, Estimate, Stage, rows_seconds, step_time, together
 
 STEADY = 3
 """Times pp: microbatches after which one more takes what the slowest rank computes for it."""
@@ -46,7 +46,7 @@ class Timed(NamedTuple):
     schedule: Schedule
 
 
-class Part(NamedTuple):
+class StagePart(NamedTuple):
     """A part of a stage: a kind of layer by its number, or an end."""
 
     kind: int
@@ -54,14 +54,14 @@ class Part(NamedTuple):
     """Backward computes it again, where the choice has anything computed again."""
 
 
-EMBEDDING, HEAD = Part(-1), Part(-2)
+EMBEDDING, HEAD = StagePart(-1), StagePart(-2)
 
 
 class RankGroup(NamedTuple):
     """Pipeline ranks that have the same parts."""
 
     ranks: int
-    parts: tuple[tuple[Part, int], ...]
+    parts: tuple[tuple[StagePart, int], ...]
     """(part, how often a rank has it)."""
 
 
@@ -75,7 +75,7 @@ class Pricing:
     global_batch_size: int
     dtype: str
     """Dtype of products, as devices have it: "bf16"."""
-    spread: Spread
+    spread: ErrorSpread
     _machines: dict[tuple, Machine] = field(default_factory=dict)
     _parts: dict[tuple, Stage] = field(default_factory=dict)
     _rank_groups: dict[tuple, list[RankGroup]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Pricing:
         dropped = capacity.dropout > 0
         return replace(OURS, attention=scores, dropout=dropped, element=capacity.element_bytes)
 
-    def machine(self, choice: Choice) -> Machine:
+    def machine(self, choice: LayoutChoice) -> Machine:
         """Its first rank, placed."""
         mesh = choice[:5]
         if mesh not in self._machines:
@@ -101,17 +101,17 @@ class Pricing:
             self._machines[mesh] = Machine(placement, 0, self.dtype)
         return self._machines[mesh]
 
-    def micros(self, choice: Choice) -> int:
+    def micros(self, choice: LayoutChoice) -> int:
         """Microbatches of a step on a rank."""
         return self.global_batch_size // choice.dp // choice.microbatch_size
 
-    def quick(self, choice: Choice) -> float:
+    def quick(self, choice: LayoutChoice) -> float:
         """Seconds of a step, in closed form."""
         span, forward, backward = self._closed_form(choice)
         optimizer, shown = self._update_seconds(choice, forward, backward)
         return span + optimizer.total + shown
 
-    def _closed_form(self, choice: Choice) -> tuple[float, float, float]:
+    def _closed_form(self, choice: LayoutChoice) -> tuple[float, float, float]:
         """(until the last action ends; F and B of the rank that takes longest)."""
         key = (*choice[:5], choice.sequence_parallel, *choice[7:])
         if found := self._quick.get(key):
@@ -137,12 +137,12 @@ class Pricing:
         self._quick[key] = micros * slowest + (p - 1) * idle + hops, max(fs), max(bs)
         return self._quick[key]
 
-    def _seconds(self, choice: Choice, kind: str) -> dict[Part, float]:
+    def _seconds(self, choice: LayoutChoice, kind: str) -> dict[StagePart, float]:
         """Return the seconds of an action of each part that the pipeline has."""
         parts = {part for rank in self._ranks(choice) for part, _ in rank.parts}
         return {part: self._part(part, choice).parts(kind).total for part in parts}
 
-    def _ranks(self, choice: Choice) -> list[RankGroup]:
+    def _ranks(self, choice: LayoutChoice) -> list[RankGroup]:
         """Pipeline ranks that have equal parts, each kind once."""
         key = (choice.pp, choice.schedule, choice.virtual_stages, choice.recompute_layers)
         if key not in self._rank_groups:
@@ -155,16 +155,16 @@ class Pricing:
             self._rank_groups[key] = [RankGroup(number, parts) for parts, number in found.items()]
         return self._rank_groups[key]
 
-    def _parts_of(self, choice: Choice, stage: int) -> list[Part]:
+    def _parts_of(self, choice: LayoutChoice, stage: int) -> list[StagePart]:
         layers, limit = self.capacity.ranks.layers_of_stages(choice), choice.recompute_layers
         found = [
-            Part(self.capacity.ranks.kinds[layer], limit is None or i < limit)
+            StagePart(self.capacity.ranks.kinds[layer], limit is None or i < limit)
             for i, layer in enumerate(layers[stage])
         ]
         ends = [EMBEDDING] * (stage == 0) + [HEAD] * (stage == len(layers) - 1)
         return [*found, *ends]
 
-    def _unevenness(self, choice: Choice) -> float:
+    def _unevenness(self, choice: LayoutChoice) -> float:
         """How much longer ranks take whose chunks have unlike numbers of layers."""
         layers = [len(stage) for stage in self.capacity.ranks.layers_of_stages(choice)]
         p = choice.pp
@@ -172,7 +172,7 @@ class Pricing:
         most = max(sum(layers[rank::p]) for rank in range(p))
         return max(1.0, sum(map(max, chunks)) / most)
 
-    def full(self, choice: Choice) -> Timed:
+    def full(self, choice: LayoutChoice) -> Timed:
         """A simulated step: of as many microbatches as it takes until nothing changes, and the rest
         like the last.
         """
@@ -193,12 +193,12 @@ class Pricing:
             parts[name] += (micros - some) * seconds
         return Timed(self.spread.around(sum(parts.values()), parts), simulation, lists)
 
-    def _rank_seconds(self, choice: Choice, rank: int, stages: list[Stage]) -> Parts:
+    def _rank_seconds(self, choice: LayoutChoice, rank: int, stages: list[Stage]) -> Parts:
         """Return the seconds that a rank computes for a microbatch."""
         here = [stages[stage] for stage in stages_of(choice, rank)]
         return sum((stage.forward + stage.backward for stage in here), Parts())
 
-    def stages(self, choice: Choice) -> list[Stage]:
+    def stages(self, choice: LayoutChoice) -> list[Stage]:
         """Return the seconds of each virtual stage, in order."""
         made, send = [], self._send(choice)
         for stage in range(choice.pp * choice.virtual_stages):
@@ -206,7 +206,7 @@ class Pricing:
             made.append(together([(n, self._part(p, choice)) for p, n in parts.items()], send))
         return made
 
-    def update(self, choice: Choice) -> Parts:
+    def update(self, choice: LayoutChoice) -> Parts:
         """Return the seconds after the last action, on the rank that has most: the optimizer, and
         what fsdp sends and no computation hides.
         """
@@ -215,7 +215,7 @@ class Pricing:
         return optimizer + Parts(dp=shown)
 
     def _update_seconds(
-        self, choice: Choice, forward: float, backward: float
+        self, choice: LayoutChoice, forward: float, backward: float
     ) -> tuple[Parts, float]:
         ranks = self.capacity.ranks
         most = max(ranks.elements(choice, rank) for rank in ranks.telling(choice))
@@ -226,7 +226,7 @@ class Pricing:
         return self._updates[own], self._exposed_fsdp(choice, most, forward, backward)
 
     def _exposed_fsdp(
-        self, choice: Choice, elements: int, forward: float, backward: float
+        self, choice: LayoutChoice, elements: int, forward: float, backward: float
     ) -> float:
         """Return the seconds of gathering parameters and reducing gradients beyond the action that
         they are sent behind, and by which they slow it: once per step, or per microbatch.
@@ -252,7 +252,7 @@ class Pricing:
             exposed_seconds(gather, forward, first) + exposed_seconds(reduce, backward, first)
         )
 
-    def _fsdp_seconds(self, choice: Choice, elements: int) -> tuple[float, float, float]:
+    def _fsdp_seconds(self, choice: LayoutChoice, elements: int) -> tuple[float, float, float]:
         """Seconds of summing gradients everywhere, of gathering parameters, of scattering sums."""
         key = (choice[:4], elements)
         if key not in self._sent:
@@ -266,22 +266,22 @@ class Pricing:
             self._sent[key] = every, gather, reduce
         return self._sent[key]
 
-    def _units(self, choice: Choice) -> int:
+    def _units(self, choice: LayoutChoice) -> int:
         """Parts that are gathered and reduced one at a time: blocks, and the ends."""
         return self.capacity.tree.layers // choice.pp + 1
 
-    def _send(self, choice: Choice) -> float:
+    def _send(self, choice: LayoutChoice) -> float:
         if choice.pp == 1:
             return 0.0
         return send_seconds(self._sent_bytes(choice), self.machine(choice).hop())
 
-    def _sent_bytes(self, choice: Choice) -> int:
+    def _sent_bytes(self, choice: LayoutChoice) -> int:
         """Return the bytes from a stage to the next, for a microbatch."""
         tokens = choice.microbatch_size * self.capacity.sequence_length // choice.cp
         payload = tokens * self.capacity.tree.hidden_size * self.capacity.element_bytes
         return payload // choice.tp if choice.sequence_parallel else payload
 
-    def _part(self, part: Part, choice: Choice) -> Stage:
+    def _part(self, part: StagePart, choice: LayoutChoice) -> Stage:
         """Return the seconds of a part for a microbatch."""
         mesh = choice[:5] if choice.ep > 1 or choice.cp > 1 else choice[:1]
         recompute = choice.recompute if part.again else "none"
@@ -290,10 +290,10 @@ class Pricing:
             self._parts[key] = rows_seconds(self._work(part, choice), self.machine(choice))
         return self._parts[key]
 
-    def _work(self, part: Part, choice: Choice) -> Operations:
+    def _work(self, part: StagePart, choice: LayoutChoice) -> Operations:
         """Rows of a part, for a microbatch."""
         tree, ranks = self.capacity.tree, self.capacity.ranks
-        share = Share(
+        share = RankShare(
             choice.microbatch_size,
             self.capacity.sequence_length,
             choice.tp,
@@ -308,7 +308,7 @@ class Pricing:
         rows = block_rows(tree, ranks.examples[part.kind], share, self.program)
         return rows.add_recomputation(choice.recompute if part.again else "none")
 
-    def crossing(self, choice: Choice, rank: int) -> Iterator[Row]:
+    def crossing(self, choice: LayoutChoice, rank: int) -> Iterator[LedgerRow]:
         """The collectives and sends of a whole step of a pipeline rank, each with how often."""
         micros = self.micros(choice)
         for stage in stages_of(choice, rank):
@@ -320,31 +320,31 @@ class Pricing:
         hops = micros * self._neighbours(choice, rank)
         if hops:
             payload = self._sent_bytes(choice)
-            yield Row("F0", "", "send", "send", axis="pp", payload=payload, times=hops)
+            yield LedgerRow("F0", "", "send", "send", axis="pp", payload=payload, times=hops)
         if choice.dp * choice.cp > 1:
             yield from self._fsdp_rows(choice, rank)
 
-    def _neighbours(self, choice: Choice, rank: int) -> int:
+    def _neighbours(self, choice: LayoutChoice, rank: int) -> int:
         """Stages of other ranks before and after those of a pipeline rank."""
         mine, last = stages_of(choice, rank), choice.pp * choice.virtual_stages - 1
         around = [other for stage in mine for other in (stage - 1, stage + 1)]
         return sum(0 <= other <= last and other not in mine for other in around)
 
-    def _fsdp_rows(self, choice: Choice, rank: int) -> Iterator[Row]:
+    def _fsdp_rows(self, choice: LayoutChoice, rank: int) -> Iterator[LedgerRow]:
         """Yield the collectives that `_exposed_fsdp` prices."""
         elements, micros = self.capacity.ranks.elements(choice, rank), self.micros(choice)
         late = choice.zero < 2 or choice.schedule.startswith("zero-bubble")
         reduces = 1 if late else micros
         gathers = reduces * (2 if choice.zero == 3 and not late else 1)
         if choice.zero == 0:
-            yield Row("B0", "", "collective", "all-reduce", axis="fsdp", payload=4 * elements)
+            yield LedgerRow("B0", "", "collective", "all-reduce", axis="fsdp", payload=4 * elements)
             return
         size = self.capacity.element_bytes * elements
         for op, payload, times in (
             ("all-gather", size, gathers),
             ("reduce-scatter", 4 * elements, reduces),
         ):
-            yield Row("B0", "", "collective", op, axis="fsdp", payload=payload, times=times)
+            yield LedgerRow("B0", "", "collective", op, axis="fsdp", payload=payload, times=times)
 
 
 def exposed_seconds(seconds: float, computed: float, first: float) -> float:
@@ -355,7 +355,7 @@ def exposed_seconds(seconds: float, computed: float, first: float) -> float:
     return seconds - hidden + CONTENTION * hidden
 
 
-def _total(rank: RankGroup, seconds: dict[Part, float]) -> float:
+def _total(rank: RankGroup, seconds: dict[StagePart, float]) -> float:
     return sum(number * seconds[part] for part, number in rank.parts)
 
 
@@ -366,7 +366,7 @@ NODE = "node"
 AXES = {"fsdp": "dp"}  # what cost.Parts calls them
 
 
-def traffic(pricing: Pricing, choice: Choice) -> tuple[Traffic, ...]:
+def traffic(pricing: Pricing, choice: LayoutChoice) -> tuple[Traffic, ...]:
     """Return the traffic of the rank with most parameters that has stages before and after it,
     where one has; the nearest tier first.
     """
@@ -385,7 +385,7 @@ def traffic(pricing: Pricing, choice: Choice) -> tuple[Traffic, ...]:
     return tuple(sorted(found, key=lambda one: (tiers.index(one.tier), one.axis)))
 
 
-def tier_traffic(row: Row, machine: Machine) -> Iterator[Traffic]:
+def tier_traffic(row: LedgerRow, machine: Machine) -> Iterator[Traffic]:
     """Yield the bytes of a collective or a send, as often as it happens, on each tier."""
     axis = AXES.get(row.axis, row.axis)
     if row.kind == "send":

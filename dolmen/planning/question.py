@@ -13,7 +13,7 @@ from dolmen.planning.capacity import Capacity
 from dolmen.planning.config import PlanRequest
 from dolmen.planning.hardware import Cluster, read_cluster
 from dolmen.planning.pricing import Pricing
-from dolmen.planning.space import Choice, Pins, Space
+from dolmen.planning.space import LayoutChoice, Pins, Space
 from dolmen.planning.step import error_group, read_errors
 from dolmen.training.config import RunConfig, TrainConfig
 
@@ -101,11 +101,11 @@ class Question:
         spread = read_errors().spread(group)
         return Pricing(self.capacity, self.cluster, self.batch, dtype, spread)
 
-    def fullest_bytes(self, choice: Choice) -> int:
+    def fullest_bytes(self, choice: LayoutChoice) -> int:
         """Bytes of the fullest rank."""
         return self.capacity.fullest(choice, self.batch)
 
-    def fits(self, choice: Choice) -> bool:
+    def fits(self, choice: LayoutChoice) -> bool:
         """Return whether every rank has memory enough."""
         return self.fullest_bytes(choice) <= self.cluster.device.memory
 

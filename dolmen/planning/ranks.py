@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from dolmen.model.layout import balance
 from dolmen.model.spec import BlockSpec, ModelSpec, ParamSpecs, select_prefix
-from dolmen.planning.space import Choice
+from dolmen.planning.space import LayoutChoice
 
 
-def stages_of(choice: Choice, rank: int) -> list[int]:
+def stages_of(choice: LayoutChoice, rank: int) -> list[int]:
     """The stages of a pipeline rank: its first, and one for each further chunk."""
     p = choice.pp
     if choice.schedule == "zero-bubble-v":
@@ -22,7 +22,7 @@ def stages_of(choice: Choice, rank: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Held:
+class ParameterCount:
     """Numbers of parameters that a rank has of one part, those of experts by themselves."""
 
     dense: int = 0
@@ -34,7 +34,7 @@ class Held:
         return self.dense + self.experts
 
     @staticmethod
-    def count(leaves: ParamSpecs, sizes: Mapping[str, int]) -> "Held":
+    def count(leaves: ParamSpecs, sizes: Mapping[str, int]) -> "ParameterCount":
         """Count these leaves, where each axis has so many ranks."""
         dense = experts = 0
         for leaf in leaves.values():
@@ -43,45 +43,45 @@ class Held:
                 experts += number
             else:
                 dense += number
-        return Held(dense, experts)
+        return ParameterCount(dense, experts)
 
-    def __add__(self, other: "Held") -> "Held":
-        return Held(self.dense + other.dense, self.experts + other.experts)
+    def __add__(self, other: "ParameterCount") -> "ParameterCount":
+        return ParameterCount(self.dense + other.dense, self.experts + other.experts)
 
 
-class Parameters(NamedTuple):
+class RankParameters(NamedTuple):
     """Parameters of a pipeline rank, on one rank of tp."""
 
-    blocks: Held
-    ends: Held
+    blocks: ParameterCount
+    ends: ParameterCount
     """Embedding and head."""
-    largest: Held
+    largest: ParameterCount
     """Parameters of the largest of the blocks."""
 
 
 @dataclass
-class Ranks:
+class ModelRanks:
     """Layers and parameters of the ranks of a model."""
 
     tree: ModelSpec
     _layers: dict[int, list[range]] = field(default_factory=dict)
     _telling: dict[tuple, list[int]] = field(default_factory=dict)
-    _of_blocks: dict[tuple[int, int], list[Held]] = field(default_factory=dict)
-    _parameters: dict[tuple, Parameters] = field(default_factory=dict)
+    _of_blocks: dict[tuple[int, int], list[ParameterCount]] = field(default_factory=dict)
+    _parameters: dict[tuple, RankParameters] = field(default_factory=dict)
 
-    def layers_of_stages(self, choice: Choice) -> list[range]:
+    def layers_of_stages(self, choice: LayoutChoice) -> list[range]:
         """The layers of each virtual stage."""
         stages = choice.pp * choice.virtual_stages
         if stages not in self._layers:
             self._layers[stages] = balance(self.tree.layers, stages)
         return self._layers[stages]
 
-    def layers(self, choice: Choice, rank: int) -> list[int]:
+    def layers(self, choice: LayoutChoice, rank: int) -> list[int]:
         """The layers of a pipeline rank, its first stage's first."""
         stages = self.layers_of_stages(choice)
         return [layer for stage in stages_of(choice, rank) for layer in stages[stage]]
 
-    def telling(self, choice: Choice) -> list[int]:
+    def telling(self, choice: LayoutChoice) -> list[int]:
         """Return the first and the last of pipeline ranks with equal layers: one of them is
         fullest.
         """
@@ -95,34 +95,36 @@ class Ranks:
             self._telling[key] = sorted({r for one in classes.values() for r in (one[0], one[-1])})
         return self._telling[key]
 
-    def elements(self, choice: Choice, rank: int) -> int:
+    def elements(self, choice: LayoutChoice, rank: int) -> int:
         """Parameters of a pipeline rank, on one rank of tp."""
         found = self.parameters(choice, rank)
         return (found.blocks + found.ends).number
 
-    def parameters(self, choice: Choice, rank: int) -> Parameters:
+    def parameters(self, choice: LayoutChoice, rank: int) -> RankParameters:
         """The same, by where they are."""
         key = (*choice[:5], choice.schedule, choice.virtual_stages, rank)
         if key not in self._parameters:
             sizes = {"tp": choice.tp, "ep": choice.ep}
             kinds = self._held_blocks(choice.tp, choice.ep)
             here = [kinds[self.kinds[i]] for i in self.layers(choice, rank)]
-            ends, owned = Held(), stages_of(choice, rank)
+            ends, owned = ParameterCount(), stages_of(choice, rank)
             first, last = 0 in owned, choice.pp * choice.virtual_stages - 1 in owned
             if first:
-                ends += Held.count(self._first, sizes)
+                ends += ParameterCount.count(self._first, sizes)
             if last:
-                ends += Held.count(self._last, sizes)
+                ends += ParameterCount.count(self._last, sizes)
             if last and not first and self.tree.head.tied:  # the table has two owners
-                ends += Held.count({"embed.weight": self._first["embed.weight"]}, sizes)
-            largest = max(here, key=lambda one: one.number, default=Held())
-            self._parameters[key] = Parameters(sum(here, Held()), ends, largest)
+                ends += ParameterCount.count({"embed.weight": self._first["embed.weight"]}, sizes)
+            largest = max(here, key=lambda one: one.number, default=ParameterCount())
+            self._parameters[key] = RankParameters(sum(here, ParameterCount()), ends, largest)
         return self._parameters[key]
 
-    def _held_blocks(self, tp: int, ep: int) -> list[Held]:
+    def _held_blocks(self, tp: int, ep: int) -> list[ParameterCount]:
         if (tp, ep) not in self._of_blocks:
             leaves = [select_prefix(self.tree.leaves, f"layers.{i}") for i in self.examples]
-            self._of_blocks[tp, ep] = [Held.count(one, {"tp": tp, "ep": ep}) for one in leaves]
+            self._of_blocks[tp, ep] = [
+                ParameterCount.count(one, {"tp": tp, "ep": ep}) for one in leaves
+            ]
         return self._of_blocks[tp, ep]
 
     @cached_property

@@ -21,14 +21,14 @@ FRAME = Path(__file__).with_name("report.html")
 NAME = "index.html"
 
 
-class Figure(NamedTuple):
+class ReportFigure(NamedTuple):
     heading: str
     draw: Callable[[Plan], Drawing]
     caption: str
 
 
 FIGURES = (
-    Figure(
+    ReportFigure(
         "Which layout",
         ranking.ranking,
         "Predicted time of a step, the fastest layouts first. The line is the 90 % interval of the "
@@ -36,45 +36,45 @@ FIGURES = (
         "counts the floating-point operations of the model alone against the datasheet's peak; "
         "memory is that of the fullest GPU.",
     ),
-    Figure(
+    ReportFigure(
         "What a step is made of",
         ranking.step,
         "Computation first, then communication that nothing hides (by axis of the mesh), then the "
         "bubble, in which a pipeline rank waits for others, and the optimizer.",
     ),
-    Figure(
+    ReportFigure(
         "What a GPU holds",
         memory.stages,
         "The fullest GPU of each pipeline rank at its fullest moment, for the best layout, below "
         "the limit of the device (dashed).",
     ),
-    Figure(
+    ReportFigure(
         "Memory along the schedule",
         memory.along,
         "The same over the time of a step: activations come with each forward and go with its "
         "backward.",
     ),
-    Figure(
+    ReportFigure(
         "The schedule",
         timeline.timeline,
         "What each pipeline rank does when. Numbers are microbatches. Of a step with more of them "
         "than change anything, as many as do are simulated, and the others are like the last; of "
         "more actions than can be seen, the beginning and the end.",
     ),
-    Figure(
+    ReportFigure(
         "Traffic",
         network.traffic,
         "What one GPU sends in a step over each tier of the network, by axis of the mesh, and how "
         "long its link is busy with it, hidden behind computation or not.",
     ),
-    Figure(
+    ReportFigure(
         "GPUs, days and cost",
         front.front,
         "Each point is the best layout of so many GPUs, trained to the budget of tokens; filled "
         "ones are on the front: no smaller fleet is as fast. Failures, restarts and checkpoints "
         "are not counted. Owned: the share of the years that nodes last, and power.",
     ),
-    Figure(
+    ReportFigure(
         "The cluster",
         network.cluster,
         "How the GPUs of this plan are wired, from the highest switches that they need down to the "
@@ -110,7 +110,7 @@ def page(plan: Plan) -> str:
     )
 
 
-def _figure(number: int, figure: Figure, plan: Plan) -> str:
+def _figure(number: int, figure: ReportFigure, plan: Plan) -> str:
     return (
         f'<h2>{escape(figure.heading)}</h2>\n<figure id="figure-{number}">\n{figure.draw(plan)}\n'
         f"<figcaption><b>Figure {number}.</b> {escape(figure.caption)}</figcaption>\n</figure>"

@@ -20,14 +20,14 @@ from dolmen.planning.config import PlanConfig
 from dolmen.planning.plan import Candidate, Change, Fleet, Plan, Prices, Timeline, words
 from dolmen.planning.pricing import Timed, traffic
 from dolmen.planning.question import Question
-from dolmen.planning.space import Choice, Pins, divisors
+from dolmen.planning.space import LayoutChoice, Pins, divisors
 from dolmen.planning.winner import command, confirm
 
 LESS = 0.99
 """Share of the bytes of a layout: one that holds more than this holds as much."""
 
 
-def changes(question: Question, choice: Choice, now: float) -> Iterator[Change]:
+def changes(question: Question, choice: LayoutChoice, now: float) -> Iterator[Change]:
     """Yield what each change of one thing would gain over a layout that takes `now` seconds, the
     fastest first; dp is what the others leave. Each is simulated, as that is. A change that takes
     as long and holds as much gains nothing.
@@ -46,7 +46,7 @@ def changes(question: Question, choice: Choice, now: float) -> Iterator[Change]:
     yield from sorted(tried, key=lambda change: change.seconds)
 
 
-def neighbours(question: Question, choice: Choice) -> Iterator[Choice]:
+def neighbours(question: Question, choice: LayoutChoice) -> Iterator[LayoutChoice]:
     """Layouts that differ in one thing, whatever is pinned."""
     pins: dict[str, Any] = choice._asdict()
     size = pins.pop("microbatch_size")
@@ -66,7 +66,7 @@ def neighbours(question: Question, choice: Choice) -> Iterator[Choice]:
             yield from space.choices()
 
 
-def _variants(choice: Choice) -> dict[str, list]:
+def _variants(choice: LayoutChoice) -> dict[str, list]:
     """One step each way."""
     sizes = {n: [getattr(choice, n) * 2] for n in ("tp", "pp", "cp", "ep", "microbatch_size")}
     for name, found in sizes.items():
@@ -83,7 +83,7 @@ def _variants(choice: Choice) -> dict[str, list]:
     }
 
 
-def difference(one: Choice, other: Choice) -> str:
+def difference(one: LayoutChoice, other: LayoutChoice) -> str:
     """ "tp 4" of two that differ in tp, and in the dp that it leaves."""
     pairs = zip(one._asdict().items(), other, strict=True)
     text = [f"{n.replace('_', '-')} {b}" for (n, a), b in pairs if a != b and n != "dp"]
@@ -129,16 +129,16 @@ BOUNDS = {"product": "compute", "attention": "compute", "optimizer": "memory", "
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     considered: int
     fitting: int
-    best: list[Choice]
+    best: list[LayoutChoice]
     """The fastest in closed form first, of layouts that differ in ZeRO or in how cp attends alone
     one."""
-    nearest: tuple[int, Choice] | None
-    """Where none fits, the layout that holds least, and its bytes."""
+    nearest: tuple[int, LayoutChoice] | None
+    """The bytes and the layout that needs least memory, if none fits."""
 
 
 def make_plan(question: Question, options: PlanConfig, progress: bool = False) -> Plan:
@@ -180,13 +180,13 @@ def make_plan(question: Question, options: PlanConfig, progress: bool = False) -
     )
 
 
-def search_layouts(question: Question, best: int = SIMULATED) -> Found:
+def search_layouts(question: Question, best: int = SIMULATED) -> SearchResult:
     """Every layout, held against memory. Raises ValueError where there is none."""
     considered = fitting = 0
-    nearest: tuple[int, Choice] | None = None
-    fastest: dict[tuple, tuple[float, int, bool, Choice]] = {}
+    nearest: tuple[int, LayoutChoice] | None = None
+    fastest: dict[tuple, tuple[float, int, bool, LayoutChoice]] = {}
     memory = question.cluster.device.memory
-    whole: Choice | None = None
+    whole: LayoutChoice | None = None
     for choice in question.space().choices():
         considered += 1
         if choice.recompute == "selective" and choice._replace(recompute="none") == whole:
@@ -208,10 +208,10 @@ def search_layouts(question: Question, best: int = SIMULATED) -> Found:
     if not considered:
         question.space().refuse()
     chosen = [choice for *_, choice in heapq.nsmallest(best, fastest.values())]
-    return Found(considered, fitting, chosen, nearest)
+    return SearchResult(considered, fitting, chosen, nearest)
 
 
-def refusal(question: Question, found: Found) -> str:
+def refusal(question: Question, found: SearchResult) -> str:
     """Explain that no layout fits: what is missing, and the nearest that does."""
     assert found.nearest is not None
     held, choice = found.nearest
@@ -232,14 +232,14 @@ def refusal(question: Question, found: Found) -> str:
     return f"{text}: use --cluster {question.cluster.name}:{larger} or more"
 
 
-def nearest_fitting(question: Question, near: Choice) -> Choice | None:
+def nearest_fitting(question: Question, near: LayoutChoice) -> LayoutChoice | None:
     """Return the layout that fits and differs in least, of those without what is pinned."""
     if not question.pins.said and question.microbatch_size is None:
         return None
     free = replace(question, pins=Pins(), microbatch_size=None)
     fitting = (choice for choice in free.space().choices() if question.fits(choice))
 
-    def distance(choice: Choice) -> tuple[int, float]:
+    def distance(choice: LayoutChoice) -> tuple[int, float]:
         differs = sum(a != b for a, b in zip(choice, near, strict=True))
         return differs, question.pricing.quick(choice)
 
@@ -259,7 +259,7 @@ def enough_nodes(question: Question) -> int | None:
     return None
 
 
-def candidate(question: Question, choice: Choice, timed: Timed, explained: bool) -> Candidate:
+def candidate(question: Question, choice: LayoutChoice, timed: Timed, explained: bool) -> Candidate:
     """A layout with all that is said of it; `explained`: and of its neighbours, which are simulated
     too.
     """

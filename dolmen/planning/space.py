@@ -60,7 +60,7 @@ class Pins:
         return given
 
 
-class Choice(NamedTuple):
+class LayoutChoice(NamedTuple):
     """A layout and its microbatch."""
 
     tp: int
@@ -120,7 +120,7 @@ class Space:
     """Blocks are compiled, which leaves no weight gradients for later."""
     pins: Pins = Pins()
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[LayoutChoice]:
         """Every layout, microbatch and schedule that the house takes."""
         for tp, cp, pp, dp, ep in self.meshes():
             if self.global_batch_size % dp:
@@ -158,7 +158,9 @@ class Space:
     def _microbatches(self, dp: int) -> list[int]:
         return _sizes(self.global_batch_size // dp, self.microbatch_size)
 
-    def _layouts(self, tp: int, cp: int, pp: int, dp: int, ep: int, size: int) -> Iterator[Choice]:
+    def _layouts(
+        self, tp: int, cp: int, pp: int, dp: int, ep: int, size: int
+    ) -> Iterator[LayoutChoice]:
         pins = self.pins
         tokens = size * self.sequence_length // cp
         splits = tp > 1 and tokens % tp == 0
@@ -178,7 +180,7 @@ class Space:
                 for zero in zeros:
                     for context in contexts:
                         for recompute in again:
-                            yield Choice(
+                            yield LayoutChoice(
                                 tp,
                                 cp,
                                 pp,

@@ -19,7 +19,7 @@ from dolmen.training.config import RunConfig
 
 
 @dataclass(frozen=True)
-class Steps:
+class DryRunSteps:
     """The schedule that is run, with as many microbatches as needed."""
 
     schedule: Schedule
@@ -27,7 +27,7 @@ class Steps:
     """How many actions of the whole step each repeated action counts for."""
 
 
-def shorten_step(run: RunConfig, rank: int, exact: bool = False) -> Steps:
+def shorten_step(run: RunConfig, rank: int, exact: bool = False) -> DryRunSteps:
     """Return the steps that a dry run of `rank` executes: all of them if `exact`. Raises ValueError
     for a rank outside the layout.
     """
@@ -36,7 +36,7 @@ def shorten_step(run: RunConfig, rank: int, exact: bool = False) -> Steps:
         raise ValueError(f"rank {rank} is none of the {layout.world} of this layout")
     whole = layout.make_schedule(run.train.global_batch_size, size)
     if exact or layout.schedule.endswith((".txt", ".yaml")):
-        return Steps(whole, {})
+        return DryRunSteps(whole, {})
     pp_rank = rank // (layout.world // layout.pp)
     period = layout.pp if whole.chunks > 1 and whole.placement == "loop" else 1
     first = period + 2
@@ -46,8 +46,10 @@ def shorten_step(run: RunConfig, rank: int, exact: bool = False) -> Steps:
         short = layout.make_schedule((layout.dp or 1) * micros * size, size)
         repeated = find_period(short, pp_rank, period)
         if repeated:  # as many microbatches are in flight in it as in the whole step
-            return Steps(short, dict.fromkeys(repeated, 1 + (whole.micros - micros) // period))
-    return Steps(whole, {})
+            return DryRunSteps(
+                short, dict.fromkeys(repeated, 1 + (whole.micros - micros) // period)
+            )
+    return DryRunSteps(whole, {})
 
 
 def find_period(schedule: Schedule, pp_rank: int, period: int) -> Sequence[Action]:

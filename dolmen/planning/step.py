@@ -30,7 +30,7 @@ class Estimate(NamedTuple):
     parts: dict[str, float]
 
 
-class Spread(NamedTuple):
+class ErrorSpread(NamedTuple):
     """How wrong a time may be: its logarithm by this much either way, in nine of ten."""
 
     log: float
@@ -93,7 +93,7 @@ def step_time(
     stages: Sequence[Stage],
     schedule: Schedule,
     update: Parts,
-    spread: Spread,
+    spread: ErrorSpread,
     waits: bool = False,
 ) -> tuple[Estimate, Simulation]:
     """Return the seconds of a step whose virtual stages take `stages`, one each in order
@@ -150,7 +150,7 @@ class PredictionErrors:
     rows: tuple[tuple[str, str, str, float], ...]
     """row_id, dataset, error group, log(measured / predicted)."""
 
-    def spread(self, group: str) -> Spread:
+    def spread(self, group: str) -> ErrorSpread:
         """Return half the width of the 90 % interval of a time in `group`; twice that of all rows
         together where the group has none, and never less than that of all rows.
         """
@@ -159,8 +159,8 @@ class PredictionErrors:
             abs(e) for _, _, g, e in self.rows if g.endswith(EXPERTS) == group.endswith(EXPERTS)
         ]
         if own:
-            return Spread(max(half_width(own), half_width(everything)), len(own), True)
-        return Spread(2 * half_width(everything), len(everything), False)
+            return ErrorSpread(max(half_width(own), half_width(everything)), len(own), True)
+        return ErrorSpread(2 * half_width(everything), len(everything), False)
 
 
 def read_errors(file: Path = FILE) -> PredictionErrors:

@@ -30,7 +30,7 @@ from dolmen.planning.hardware import measured_at
 from dolmen.planning.ledger import WORDS
 from dolmen.planning.plan import Compared, DryRun, RankRun, command_options, words
 from dolmen.planning.question import Question
-from dolmen.planning.space import Choice
+from dolmen.planning.space import LayoutChoice
 from dolmen.planning.steady_state import blocks_run
 from dolmen.training.config import RunConfig
 
@@ -59,7 +59,7 @@ AXES = {"fsdp": "dp", "edp": "dp"}
 """Names in cost.Parts of the axes that parameters and gradients cross."""
 
 
-def confirm(question: Question, choices: Sequence[Choice], progress: bool) -> DryRun:
+def confirm(question: Question, choices: Sequence[LayoutChoice], progress: bool) -> DryRun:
     """Dry-run the first of `choices`, the fastest first, that fits, and say why those before it do
     not. `progress` shows a bar on stderr.
     """
@@ -88,7 +88,7 @@ def device_of(question: Question) -> Device:
     return next((known for known in get_args(Device) if known == name), "h100")
 
 
-def command(question: Question, choice: Choice) -> str:
+def command(question: Question, choice: LayoutChoice) -> str:
     """Return the command that runs the step of a layout as `confirmed` does: all options in which
     its run differs from the one that the model's name stands for.
     """
@@ -135,7 +135,7 @@ def _is_whole(ranks: list[dict[str, Any]], run: RunConfig) -> bool:
     )
 
 
-def compare_rank(question: Question, choice: Choice, counted: dict[str, Any]) -> RankRun:
+def compare_rank(question: Question, choice: LayoutChoice, counted: dict[str, Any]) -> RankRun:
     """Compare what was counted of a rank with the closed forms of its pipeline rank."""
     rank = counted["rank"] // (question.cluster.gpus // choice.pp)
     formed = question.capacity.stage_memory(choice, rank, question.batch).live

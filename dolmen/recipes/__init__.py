@@ -1,11 +1,9 @@
-"""Built-in runs: functions that return a RunConfig. A recipe decides sizes and habits; options and
-files change it. Its model is a config.json.
+"""Built-in runs (recipes): functions that return a RunConfig, with the model as the fields of its
+config.json. Options and YAML files change them (overrides.py).
 
-    gpts.py, llamas.py  models at the sizes of papers
-    tuning.py           SFT, reward models, DPO, GRPO, PPO
-    common.py           what large runs share
-    named.py            the run of a name, recipe or YAML file
-    changed.py          a run with options over it
+    pretraining.py  GPTs and Llamas at the sizes of papers
+    tuning.py       SFT, reward models, DPO, GRPO, PPO
+    overrides.py    the run of a recipe or YAML file, with options over it
 """
 
 from collections.abc import Callable
@@ -16,13 +14,15 @@ from dolmen.data.config import DataConfig
 from dolmen.families import Model
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
-from dolmen.recipes import gpts, llamas, tuning
-from dolmen.recipes.common import FRESH, large
+from dolmen.recipes import pretraining, tuning
+from dolmen.recipes.pretraining import FRESH, large
 from dolmen.training.config import FinishConfig, LogConfig, RunConfig, TrainConfig
 
 
 def pretrain() -> RunConfig:
-    """neutral: --init and --data decide; a low learning rate, as for a trained model"""
+    """any model and data (--init, --data.path), with the low learning rate of continued
+    pretraining
+    """
     return RunConfig(
         name="pretrain", optimizer=OptimizerConfig(lr=5e-5, warmup_steps=10, weight_decay=0.01)
     )
@@ -73,9 +73,9 @@ def quickstart() -> RunConfig:
     )
 
 
-def _quickstart_here(run: RunConfig) -> RunConfig:
-    """On one GPU whole, and in bfloat16 where its products are faster than those of float32."""
-    import torch  # a second to import: no help and no list owes it
+def _quickstart_on_this_machine(run: RunConfig) -> RunConfig:
+    """Use one rank on one GPU, and bfloat16 where its products are faster than those of float32."""
+    import torch  # takes a second, which --help and `dolmen recipes` do not wait for
 
     from dolmen.core.torch_private import compute
 
@@ -151,9 +151,7 @@ def qwen3_30b_a3b() -> RunConfig:
 
 
 def bert() -> RunConfig:
-    """BERT base (1810.04805): whole words are masked, and of two texts it says whether the second
-    follows
-    """
+    """BERT base (1810.04805): masked language model of whole words, and next sentence prediction"""
     model = {
         **FRESH,
         "architectures": ["BertForPreTraining"],
@@ -191,37 +189,39 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "continue-language": tuning.continue_language,
     "grpo": tuning.grpo,
     "ppo": tuning.ppo,
-    "llama-1b": llamas.llama_1b,
-    "llama-8b": llamas.llama_8b,
-    "llama-70b": llamas.llama_70b,
-    "llama-405b": llamas.llama_405b,
-    "llama-7b": llamas.llama_7b,
-    "llama-13b": llamas.llama_13b,
-    "llama-33b": llamas.llama_33b,
-    "llama-65b": llamas.llama_65b,
-    "llama-2-7b": llamas.llama_2_7b,
-    "llama-2-13b": llamas.llama_2_13b,
-    "llama-2-70b": llamas.llama_2_70b,
-    "llama-3-8b": llamas.llama_3_8b,
-    "llama-3-70b": llamas.llama_3_70b,
-    "gpt-1.7b": gpts.gpt_1_7b,
-    "gpt-3.6b": gpts.gpt_3_6b,
-    "gpt-7.5b": gpts.gpt_7_5b,
-    "gpt-18b": gpts.gpt_18b,
-    "gpt-39b": gpts.gpt_39b,
-    "gpt-76b": gpts.gpt_76b,
-    "gpt-145b": gpts.gpt_145b,
-    "gpt-310b": gpts.gpt_310b,
-    "gpt-530b": gpts.gpt_530b,
-    "gpt-1t": gpts.gpt_1t,
-    "gpt-22b": gpts.gpt_22b,
-    "gpt-175b": gpts.gpt_175b,
-    "gpt3-175b": gpts.gpt3_175b,
+    "llama-1b": pretraining.llama_1b,
+    "llama-8b": pretraining.llama_8b,
+    "llama-70b": pretraining.llama_70b,
+    "llama-405b": pretraining.llama_405b,
+    "llama-7b": pretraining.llama_7b,
+    "llama-13b": pretraining.llama_13b,
+    "llama-33b": pretraining.llama_33b,
+    "llama-65b": pretraining.llama_65b,
+    "llama-2-7b": pretraining.llama_2_7b,
+    "llama-2-13b": pretraining.llama_2_13b,
+    "llama-2-70b": pretraining.llama_2_70b,
+    "llama-3-8b": pretraining.llama_3_8b,
+    "llama-3-70b": pretraining.llama_3_70b,
+    "gpt-1.7b": pretraining.gpt_1_7b,
+    "gpt-3.6b": pretraining.gpt_3_6b,
+    "gpt-7.5b": pretraining.gpt_7_5b,
+    "gpt-18b": pretraining.gpt_18b,
+    "gpt-39b": pretraining.gpt_39b,
+    "gpt-76b": pretraining.gpt_76b,
+    "gpt-145b": pretraining.gpt_145b,
+    "gpt-310b": pretraining.gpt_310b,
+    "gpt-530b": pretraining.gpt_530b,
+    "gpt-1t": pretraining.gpt_1t,
+    "gpt-22b": pretraining.gpt_22b,
+    "gpt-175b": pretraining.gpt_175b,
+    "gpt3-175b": pretraining.gpt3_175b,
     "mixtral-8x7b": mixtral_8x7b,
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "bert": bert,
 }
-# What a recipe becomes on the machine that it is trained on.
-HERE: dict[str, Callable[[RunConfig], RunConfig]] = {"quickstart": _quickstart_here}
-# What one that has a model becomes where --init says another.
-BEGUN: dict[str, Callable[[RunConfig], RunConfig]] = {"ppo": tuning.ppo_begun}
+# Recipe -> its changes for the machine that it is trained on.
+ON_THIS_MACHINE: dict[str, Callable[[RunConfig], RunConfig]] = {
+    "quickstart": _quickstart_on_this_machine
+}
+# Recipe with a model -> its changes where --init names another model.
+WITH_INIT: dict[str, Callable[[RunConfig], RunConfig]] = {"ppo": tuning.ppo_with_init}

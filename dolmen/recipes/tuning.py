@@ -1,4 +1,4 @@
-"""Runs that teach a model which is trained already: --init and --data.path decide."""
+"""Recipes that fine-tune a trained model: --init and --data.path have no default."""
 
 from dataclasses import replace
 
@@ -6,13 +6,13 @@ from dolmen.data.config import DataConfig
 from dolmen.families import Model
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import OptimizerConfig
-from dolmen.recipes.common import FRESH
+from dolmen.recipes.pretraining import FRESH
 from dolmen.rl.config import CriticConfig, RolloutConfig
 from dolmen.training.config import LogConfig, NewRowsConfig, RunConfig, TrainConfig
 
 
 def sft() -> RunConfig:
-    """learns what the assistant says in chats: --init and --data.path decide"""
+    """supervised fine-tuning on chats, of --init on --data.path"""
     return RunConfig(
         name="sft",
         data=DataConfig(rows="chats"),
@@ -21,8 +21,8 @@ def sft() -> RunConfig:
 
 
 def continue_language() -> RunConfig:
-    """goes on in another language: rows of new tokens first, then all, replaying old text in the
-    share that --data.path says; --init is what dolmen vocab extend has written
+    """continued pretraining in another language: rows of new tokens first, then all, with a share
+    of old text in --data.path; --init is the output of dolmen vocab extend
     """
     return RunConfig(
         name="continue-language",
@@ -33,7 +33,7 @@ def continue_language() -> RunConfig:
 
 
 def reward() -> RunConfig:
-    """learns one number for a text from pairs of answers: --init and --data.path decide"""
+    """a reward model from preference pairs, of --init on --data.path"""
     return RunConfig(
         name="reward",
         data=DataConfig(rows="pairs"),
@@ -43,7 +43,7 @@ def reward() -> RunConfig:
 
 
 def grpo() -> RunConfig:
-    """learns from its own answers, by --reward: --init and --data.path decide"""
+    """GRPO with the rewards of --reward, of --init on the prompts of --data.path"""
     return RunConfig(
         name="grpo",
         data=DataConfig(rows="prompts"),
@@ -54,8 +54,8 @@ def grpo() -> RunConfig:
 
 
 def ppo() -> RunConfig:
-    """learns from its own answers, by --reward and a critic beside it: a small model and prompts
-    that are on every machine, or those of --init and --data.path
+    """PPO with the rewards of --reward and a critic; without --init and --data.path, of a small
+    model and prompts that are on every machine
     """
     model = {
         **FRESH,
@@ -89,8 +89,8 @@ def ppo() -> RunConfig:
     )
 
 
-def ppo_begun(run: RunConfig) -> RunConfig:
-    """The same of a model that is trained already."""
+def ppo_with_init(run: RunConfig) -> RunConfig:
+    """Return the options of PPO for a trained model, as --init names one."""
     return replace(
         run,
         model=None,
@@ -103,7 +103,7 @@ def ppo_begun(run: RunConfig) -> RunConfig:
 
 
 def dpo() -> RunConfig:
-    """learns from pairs of answers which is preferred: --init and --data.path decide"""
+    """direct preference optimization on preference pairs, of --init on --data.path"""
     return RunConfig(
         name="dpo",
         data=DataConfig(rows="pairs"),

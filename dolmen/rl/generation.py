@@ -27,8 +27,7 @@ from dolmen.parallel import pipeline
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule
 from dolmen.serving.engine import Engine, require_finite
-from dolmen.serving.request import Limits, Request
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.request import Limits, Request, SamplingParams
 
 
 class GenerationModel:

@@ -59,7 +59,7 @@ from dolmen.rl.prompts import Prompt, PromptLoader
 from dolmen.rl.rewards import CombinedReward, RewardInput
 from dolmen.rl.rollout import PPORollout, Rollout, make_rollout
 from dolmen.rl.targets import KLController, compute_advantages, compute_ppo_targets
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.request import SamplingParams
 
 PADDING_MULTIPLE = 16
 """Row lengths of a model with experts are multiples of this many tokens."""

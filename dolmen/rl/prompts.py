@@ -216,7 +216,7 @@ def _prompts(
         if len(named) != 1:
             known = ", ".join(f"`{name}`" for name in PROMPT_ROWS)
             raise gate.refuse(where, f"it must have one of {known}, and has {len(named)} of them")
-        gate.checked(row, where, PROMPT_ROWS[named[0]])
+        gate.check_schema(row, where, PROMPT_ROWS[named[0]])
         comparing = [name for name in rewards if name in NEEDS_ANSWER]
         if comparing and "answer" not in row:
             said = f"it has no `answer`, which --reward {comparing[0]} compares with"

@@ -31,8 +31,9 @@ from dolmen.parallel.inference_linear import AdapterAssignment, MultiLora, Pair,
 
 LONGEST = 200  # characters of a name
 _NO_LENGTHS = (
-    "it is DoRA, whose lengths are of weights as they are, and --weights int8 keeps none: leave "
-    "that out, or merge it (dolmen export)"
+    "it is DoRA, which needs the norms of the unquantized weights: leave out --weights int8, or "
+    "merge "
+    "it (dolmen export)"
 )
 
 
@@ -44,13 +45,13 @@ class Adapters:
     weights: Mapping[str, MultiLora] = field(default_factory=dict)
     """For each adapted weight its low-rank pairs."""
     turn: AdapterAssignment = field(default_factory=AdapterAssignment)
-    """Which tokens of the current forward have which adapter."""
+    """Adapter of each token in the current forward."""
 
 
-def parse_adapters(said: Sequence[str], taken: Collection[str] = ()) -> dict[str, str]:
+def parse_adapters(arguments: Sequence[str], taken: Collection[str] = ()) -> dict[str, str]:
     """Parse NAME=FOLDER. Raises ValueError, also as `check_adapters`."""
     pairs: list[tuple[str, str]] = []
-    for one in said:
+    for one in arguments:
         name, sign, folder = one.partition("=")
         if not (sign and name.strip() and folder.strip()):
             raise ValueError(
@@ -130,9 +131,8 @@ def _check(low: LowRank, tree: ModelSpec, weights: Weights) -> None:
             )
         if leaves[weight].role != "matrix":
             raise ValueError(
-                f"it adapts {weight}, which several adapters cannot stand beside, as they can "
-                "beside matrices of layers: merge it into the base (dolmen export), or leave out "
-                "the head, embeddings and routers"
+                f"it adapts {weight}; several adapters can only adapt matrices of layers: merge it "
+                "into the base (dolmen export), or leave out the head, embeddings and routers"
             )
         layer, _, rest = weight.removeprefix("layers.").partition(".")
         if rest == "attn.kv_b.weight" and isinstance(
@@ -177,8 +177,8 @@ def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
                 refused.append(f"adapter {name}: {error}")
     if refused:
         raise ValueError(refused[0])
-    beside = {weight: MultiLora(own, turn) for weight, own in pairs.items()}
-    return Adapters(frozenset(lows), beside, turn)
+    adapted = {weight: MultiLora(own, turn) for weight, own in pairs.items()}
+    return Adapters(frozenset(lows), adapted, turn)
 
 
 def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:

@@ -17,7 +17,7 @@ Invariants:
 - a sequence has ceil(length / page_size) pages, so at most page_size - 1 tokens of memory are lost;
 - a page counts its sequences, and is free when the last of them is removed;
 - a shared page is full, so nobody writes to it again: new tokens go behind it;
-- shared pages come first in a sequence's list (`shared` relies on it).
+- shared pages come first in a sequence's list (`shared_pages` relies on it).
 """
 
 import heapq
@@ -90,7 +90,7 @@ class BlockTable:
         self.pages[child].append(copy)
         return pages[full], copy
 
-    def shared(self, sequences: Iterable[int]) -> dict[int, list[int]]:
+    def shared_pages(self, sequences: Iterable[int]) -> dict[int, list[int]]:
         """Pages that several of `sequences` have, each with those sequences."""
         users: dict[int, list[int]] = {}
         for sequence in sequences:

@@ -23,12 +23,12 @@ from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.optim.optimizer import DTYPES
 from dolmen.serving import engine
 from dolmen.serving.config import ChatConfig
-from dolmen.serving.detokenizer import Detokenizer
 from dolmen.serving.engine import Engine
+from dolmen.serving.generation import Detokenizer
 from dolmen.serving.request import Request
 
 
-class Chat:
+class ChatSession:
     """The messages of a chat, and the engine that replies."""
 
     def __init__(self, source: Source, tokenizer: PreTrainedTokenizer, config: ChatConfig):

@@ -1,63 +1,70 @@
-"""What `generate` and `chat` may be told, and how every verb that reads a model is split. Without
-torch.
+"""Options of `generate`, `chat` and `serve`, and how a model is split for the verbs that read one.
+Imports neither torch nor the HTTP server.
 """
 
+import ipaddress
 import math
+from pathlib import Path
 from typing import Annotated, Literal
 
-from dolmen.core.config import Mark, Positive, ValueOptional, config
+from pydantic import Field
+
+from dolmen.core.config import Count, Mark, Name, NonNegative, Port, Positive, ValueOptional, config
+from dolmen.core.filesystem import expand
 from dolmen.core.messages import brief
-from dolmen.serving.request import Limits
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.model.layout import Split
+from dolmen.serving.request import Limits, SamplingParams
 
 
 @config("layout")
-class Spread:
-    """How the model is split, and how often it is there."""
+class GenerateLayout:
+    """How the model is split and replicated."""
 
     tp: Positive = 1
     """Tensor parallelism: processes that share every layer."""
     pp: Positive = 1
     """Pipeline parallelism: groups of processes that have some layers each."""
     dp: Positive = 1
-    """Whole models side by side: each takes the next row when it is free."""
+    """Data parallelism: replicas of the model; each takes the next row when it is free."""
 
 
 @config(kw_only=True)
 class Sampling:
-    """How each token is chosen. What is unset is as the model's generation_config.json says."""
+    """Sampling parameters. Those that are not set come from the model's generation_config.json."""
 
     max_new_tokens: Positive | None = None
-    """Most tokens to add; an end-of-text token ends earlier. Default: as generation_config.json
-    says, or 64.
+    """Most new tokens; an EOS token ends the completion earlier. Default: that of
+    generation_config.json, or 64.
     """
     min_new_tokens: int | None = None
-    """No end-of-text token before so many."""
+    """No EOS token is sampled before this many new tokens."""
     temperature: float | None = None
-    """0 takes the likeliest token; 1 draws from the model's own distribution. Default: as
-    generation_config.json says, or 0.
+    """0 is greedy decoding; 1 samples from the model's own distribution. Default: that of
+    generation_config.json, or 0.
     """
     top_k: int | None = None
-    """Draw from this many likeliest tokens."""
+    """Sample from this many likeliest tokens."""
     top_p: float | None = None
-    """Draw from the likeliest tokens that hold this much probability."""
+    """Sample from the fewest likeliest tokens that have this probability together."""
     min_p: float | None = None
-    """Draw from the tokens that have at least this share of the likeliest one's probability."""
+    """Sample from tokens with at least this share of the likeliest one's probability."""
     repetition_penalty: float | None = None
-    """Above 1: tokens that the text has, prompt included, become less likely."""
+    """Above 1: tokens of the sequence, prompt included, become less likely (1909.05858)."""
     presence_penalty: float | None = None
-    """Taken from the score of a new token that has come before."""
+    """Subtracted from the logit of each token that was generated before."""
     frequency_penalty: float | None = None
-    """Taken from it for each time that it has."""
+    """Subtracted from the logit of a token for each time that it was generated before."""
     logit_bias: str | None = None
-    """Added to scores: ID:NUMBER,ID:NUMBER; -inf forbids a token."""
+    """Values added to logits, ID:NUMBER,ID:NUMBER; -inf forbids a token."""
 
     @property
     def of_tokens(self) -> SamplingParams:
-        """Greedy, where no temperature is said. Raises ValueError for a logit_bias that is none."""
-        said = {name: value for name in NUMBERS if (value := self.__dict__[name]) is not None}
-        bias = {} if self.logit_bias is None else biases(self.logit_bias)
-        return SamplingParams(**{"temperature": 0.0, **said}, logit_bias=bias)
+        """The sampling parameters, greedy unless a temperature is set. Raises ValueError for a
+        malformed logit_bias.
+        """
+        fields = {name: value for name in NUMBERS if (value := self.__dict__[name]) is not None}
+        bias = {} if self.logit_bias is None else parse_logit_bias(self.logit_bias)
+        return SamplingParams(**{"temperature": 0.0, **fields}, logit_bias=bias)
 
 
 NUMBERS = (
@@ -74,9 +81,9 @@ NUMBERS = (
 """The fields of `Sampling` that `SamplingParams` has too, as they are."""
 
 
-def biases(text: str) -> dict[int, float]:
-    """Token id -> what is added to its score. Raises ValueError."""
-    found: dict[int, float] = {}
+def parse_logit_bias(text: str) -> dict[int, float]:
+    """Parse ID:NUMBER,ID:NUMBER to token id -> value. Raises ValueError."""
+    biases: dict[int, float] = {}
     for one in text.split(","):
         token, sign, number = one.partition(":")
         try:
@@ -87,111 +94,211 @@ def biases(text: str) -> dict[int, float]:
             raise ValueError(
                 f"logit_bias has {brief(one)}: use --logit-bias ID:NUMBER,ID:NUMBER, such as 13:-5"
             ) from None
-        if math.isnan(value) or int(token) in found:
+        if math.isnan(value) or int(token) in biases:
             raise ValueError(f"logit_bias has {brief(one)}: give each id once, and a number")
-        found[int(token)] = value
-    return found
+        biases[int(token)] = value
+    return biases
 
 
-OF_FILES = ("output", "best", "reward", "resume", "skip_bad", "max_input_tokens", "logprobs")
+FILE_OPTIONS = ("output", "best", "reward", "resume", "skip_bad", "max_input_tokens", "logprobs")
 """Options of `generate` that need a file of prompts."""
 
 
 @config(kw_only=True)
 class GenerateConfig(Sampling):
-    """Continue a prompt, or several, and print them; or all rows of a file, into another one, as
-    many at once as is fastest. Greedy, unless --temperature or the model's generation_config.json
-    says otherwise.
+    """Generate completions: of --prompt, printed, or of all rows of a file, written to another
+    file. Decoding is greedy unless --temperature or the model's generation_config.json sets a
+    temperature.
 
         dolmen generate MODEL --input in.jsonl --output out.jsonl
     """
 
     folder: Annotated[str, Mark.POSITIONAL]
-    """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
-    one checkpoint in it; a Megatron checkpoint, or Meta's files of a Llama.
+    """Transformers directory or hub id; a run's folder (its newest complete checkpoint is used) or
+    one of its checkpoints; a Megatron checkpoint, or Meta's files of a Llama.
     """
     prompt: Annotated[tuple[str, ...], Mark.REPEATED] = ()
-    """Text to continue, printed with what follows."""
+    """Text to continue; printed with its completion."""
     input: str | None = None
     """File of prompts: a .jsonl with `prompt`, `query` or `messages` in each row, or a .txt with a
     prompt per line.
     """
     output: str | None = None
-    """File to write: the same rows, each with its `text`, `tokens` and `finish_reason`."""
+    """File to write: the input rows, with `text`, `tokens` and `finish_reason` added."""
     adapters: tuple[str, ...] = ()
-    """Adapters over the model, NAME=FOLDER each: folders that PEFT or dolmen export --adapters has
-    written, or runs with adapters. A row of --input names one in its field `adapter`.
+    """LoRA adapters of the model, NAME=FOLDER each: folders of PEFT or dolmen export --adapters, or
+    runs with adapters. A row of --input names one in its field `adapter`.
     """
     adapter: str | None = None
-    """The one of them that answers where a row names none. Default: the model alone does."""
+    """Adapter of prompts that name none. Default: the base model."""
     stop: Annotated[tuple[str, ...], Mark.REPEATED] = ()
-    """Text that ends an answer, and is not part of it."""
+    """Text that ends a completion and is not part of it."""
     num_samples: int = 1
-    """Answers per row of a file, drawn each by itself; a row has them as `samples`."""
+    """Independent samples per row of a file, written as `samples`."""
     best: str | None = None
-    """File to write besides: each row with the best of its samples, by --reward, and its `reward`;
-    rows without any reward are left out.
+    """Second file to write: each row with its sample of the highest --reward, and its `reward`;
+    rows without a reward are left out.
     """
     reward: tuple[str, ...] = ()
-    """What judges the samples for --best, as of dolmen train grpo: exact, gsm8k, regex:PATTERN,
-    MODULE:FUNCTION or the folder of a reward model; several are added up, each times its weight.
+    """Reward of the samples for --best, as in dolmen train grpo: exact, gsm8k, regex:PATTERN,
+    MODULE:FUNCTION or the folder of a reward model; several are added, each times its weight.
     """
     logprobs: Annotated[Literal["raw", "processed"] | None, ValueOptional("raw")] = None
-    """Write the log-probability of each token: of the model's own distribution (raw), or of the one
-    that was drawn from.
+    """Write the log-probability of each token: under the model's own distribution (raw), or the one
+    that was sampled from (processed).
     """
     max_input_tokens: int | None = None
-    """Cut longer prompts to so many tokens, from the left."""
+    """Truncate longer prompts to this many tokens, from the left."""
     max_row_bytes: Positive = 4 * 2**20
-    """Most bytes of a row of the input file: 4 MiB are tokenised in 12 s, with 700 MB of memory."""
+    """Most bytes of a row of the input file: 4 MiB are tokenized in 12 s, with 700 MB of memory."""
     resume: bool = False
-    """Go on where a run with the same output was ended; nothing is lost or repeated."""
+    """Resume an interrupted run with the same --output; no row is lost or repeated."""
     skip_bad: bool = False
-    """Leave out rows that cannot be answered, and count them."""
+    """Leave out invalid rows, and count them."""
     max_batch_tokens: int = Limits.tokens
-    """Most tokens that one forward reads."""
+    """Most tokens per forward pass (vLLM's max_num_batched_tokens)."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of sampling."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type to compute in. Default: that of config.json."""
+    """Compute dtype. Default: that of config.json."""
     weights: Literal["stated", "int8"] = "stated"
-    """stated: in `dtype`. int8: the rows of matrices as eight bits and a scale each, on a CPU."""
+    """stated: in `dtype`. int8: weight-only quantization with a scale per row, on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
-    layout: Spread = Spread()
+    layout: GenerateLayout = GenerateLayout()
 
     def check_source(self) -> None:
-        """Raises ValueError unless prompts come from either --prompt or --input, and for an option
-        of the other one.
+        """Raise ValueError unless prompts come from either --prompt or --input, and for options
+        that only the other one has.
         """
         if self.input is not None and self.prompt:
             raise ValueError("--prompt and --input are both given: use one of them")
         if self.input is None and not self.prompt:
             raise ValueError("missing --prompt (Text to continue), or --input (File of prompts)")
-        of_file = [name for name in OF_FILES if getattr(self, name)]
-        if self.input is None and of_file:
-            raise ValueError(f"--{of_file[0].replace('_', '-')} is for --input FILE")
+        file_only = [name for name in FILE_OPTIONS if getattr(self, name)]
+        if self.input is None and file_only:
+            raise ValueError(f"--{file_only[0].replace('_', '-')} needs --input FILE")
         if self.input is None and max(self.num_samples, self.layout.dp) > 1:
-            raise ValueError("--num-samples and --layout.dp are for --input FILE")
+            raise ValueError("--num-samples and --layout.dp need --input FILE")
 
 
 @config(kw_only=True)
 class ChatConfig(Sampling):
-    """Chat with a model that has a chat template. An answer is shown as it is written; Ctrl-C ends
-    it, and not the chat. What else can be said is told as it begins.
+    """Chat with a model that has a chat template. Replies are streamed; Ctrl-C interrupts a reply,
+    not the chat. /help lists further commands.
     """
 
     folder: Annotated[str, Mark.POSITIONAL]
     """Model to chat with: anything that `dolmen generate` takes, with a chat template."""
     system: str | None = None
-    """What the model is told before the chat."""
+    """System prompt."""
     stop: Annotated[tuple[str, ...], Mark.REPEATED] = ()
-    """Text that ends an answer, and is not part of it."""
+    """Text that ends a completion and is not part of it."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of sampling."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type to compute in. Default: that of config.json."""
+    """Compute dtype. Default: that of config.json."""
     weights: Literal["stated", "int8"] = "stated"
-    """stated: in `dtype`. int8: the rows of matrices as eight bits and a scale each, on a CPU."""
+    """stated: in `dtype`. int8: weight-only quantization with a scale per row, on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
+
+
+@config(kw_only=True)
+class ServeConfig:
+    """Serve a model over HTTP with OpenAI's API: completions and chat completions, streamed or not,
+    to many clients at once. Needs an extra: pip install 'dolmen[serve]'.
+
+        dolmen serve MODEL --port 8000
+    """
+
+    folder: Annotated[str, Mark.POSITIONAL]
+    """Model to serve: anything that `dolmen generate` takes."""
+    host: Name = "127.0.0.1"
+    """Address to listen at. The default is reachable from this machine only; 0.0.0.0 listens on all
+    networks, unencrypted.
+    """
+    port: Port = 8000
+    """Port to listen at; 0: a free one, which is printed."""
+    key: str | None = None
+    """API key that requests must send. Default: a new one for each start, which is printed. Other
+    users of this machine can see command lines: use --key-file for a lasting key.
+    """
+    key_file: str | None = None
+    """File that contains the key."""
+    name: Name | None = None
+    """Name of the model in requests. Default: the name of its folder."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters of the model, NAME=FOLDER each: folders of PEFT or dolmen export --adapters, or
+    runs with adapters. Requests choose one as `model`.
+    """
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    """Most tokens of a prompt and its completion together. Default: max_position_embeddings."""
+    max_rows: Positive = Limits.rows
+    """Most completions that run at once (vLLM's max_num_seqs); further ones wait."""
+    max_waiting: Count = 1024
+    """Most completions that wait; further requests get status 429."""
+    max_batch_tokens: Positive = Limits.tokens
+    """Most tokens per forward pass (vLLM's max_num_batched_tokens)."""
+    max_cache_tokens: Annotated[int, Field(ge=Limits.page)] | None = None
+    """Tokens of the KV cache; when it is full, the youngest completions are preempted. Default: as
+    many as --max-rows completions need.
+    """
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 2**20
+    """Most bytes of a request body."""
+    max_connections: Positive = 4096
+    """Most open connections; requests over further ones get status 503."""
+    max_head_bytes: Annotated[int, Field(ge=1024)] = 16 * 1024
+    """Most bytes of a request line and headers."""
+    head_time: Annotated[float, Field(ge=0.1)] = 10.0
+    """Seconds in which these must arrive; then the connection is closed."""
+    time_limit: Annotated[float, Field(ge=0.1)] = 600.0
+    """Seconds that a request may take, waiting included; then it ends with an error."""
+    grace: NonNegative = 30.0
+    """Seconds that open requests have to finish once the server stops."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Compute dtype. Default: that of config.json."""
+    weights: Literal["stated", "int8"] = "stated"
+    """stated: in `dtype`. int8: weight-only quantization with a scale per row, on a CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPUs if any are visible, else the CPU."""
+    layout: Split = Split()
+
+    def __post_init__(self):
+        if self.key is not None and self.key_file is not None:
+            raise ValueError("--key and --key-file are both given: use one of them")
+        if self.key is not None:
+            check_key(self.key, "--key")
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model in requests."""
+        return self.name or Path(expand(self.folder)).resolve().name
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of the engine."""
+        tokens = self.max_cache_tokens
+        pages = None if tokens is None else tokens // Limits.page
+        return Limits(rows=self.max_rows, tokens=self.max_batch_tokens, pages=pages)
+
+    @property
+    def capacity(self) -> int:
+        """Most completions that run or wait."""
+        return self.max_rows + self.max_waiting
+
+    @property
+    def local(self) -> bool:
+        """True if only this machine can reach the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+def check_key(key: str, option: str) -> None:
+    """Raise ValueError for a key that a header cannot hold, or that is easily guessed."""
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ValueError(f"{option} must be of printable ASCII characters, without spaces")
+    if len(key) < 8:
+        raise ValueError(f"{option} has {len(key)} characters: give 8 or more")

@@ -48,13 +48,13 @@ from dolmen.serving.request import (
     Limits,
     NewToken,
     Request,
+    SamplingParams,
     StepOutput,
     check,
     check_int8,
     span_of,
 )
 from dolmen.serving.sampler import ForwardOutput, SampledToken, broadcast
-from dolmen.serving.sampling_params import SamplingParams
 from dolmen.serving.scheduler import Scheduler, SequenceGroup, split_forwards
 
 TOKENS_AT_ONCE = 1 << 12  # tokens of a forward: bounds activations
@@ -162,8 +162,8 @@ class Engine:
             )
         if model.alone is not None and model.alone != weights:
             raise ValueError(
-                f"the model was opened for --weights {model.alone} alone, and {weights} ones are "
-                "asked for: open it again"
+                f"the model was opened for --weights {model.alone} only, not {weights}: open it "
+                "again"
             )
         if weights == "int8":
             device = model.device.type
@@ -183,7 +183,7 @@ class Engine:
         self._within.enter_context(data.inference(self.model))
         # a compiled block would be compiled again for every length
         self._within.enter_context(torch.compiler.set_stance("force_eager"))
-        self._within.enter_context(_prepacked(self.model, self._weights, keep))
+        self._within.enter_context(_prepack_weights(self.model, self._weights, keep))
         if self.adapters.names:
             self._within.callback(self.model.set_multi_lora, {})
             self.model.set_multi_lora(self.adapters.weights)
@@ -194,7 +194,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a sequence waits or runs."""
+        """True if a sequence waits or runs."""
         return bool(self._scheduler.waiting or self._scheduler.running)
 
     @property
@@ -306,7 +306,7 @@ class Engine:
 
 
 @contextmanager
-def _prepacked(model: Decoder, weights: Weights, keep: bool) -> Iterator[None]:
+def _prepack_weights(model: Decoder, weights: Weights, keep: bool) -> Iterator[None]:
     """Prepack the weights for products without gradients, which takes their memory once or twice
     more; afterwards that is freed, or kept for the next engine. Under ZeRO, where each weight is
     gathered for a moment, nothing is prepacked.

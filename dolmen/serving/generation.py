@@ -1,21 +1,121 @@
-"""Completions of prompts in this process: encoding, stop strings, results of `model.generate`."""
+r"""Text generation in this process: prompts to tokens, tokens to text, and the results of
+`model.generate`.
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+    text = Detokenizer(tokenizer, ["\n\n"])
+    text.add(token)    returns the text that can be shown now; text.stopped is the stop string, once
+                       it is reached
+    text.whole         all of the text, up to the stop string
+
+Problem: a stream must never take back text that it has sent. A token alone has no text: a character
+may consist of several tokens, and the token before decides whether a word begins with a space. A
+stop string may begin in the middle of a token and end in a later one.
+
+Idea: the last tokens are decoded twice, without and with the new one, and the difference is the new
+text. Text is held back while it ends in a part of a character (at most HELD tokens) or in what may
+be the beginning of a stop string.
+
+generation_config.json has a model's defaults of the sampling parameters that a user leaves open.
+Its `do_sample` decides whether tokens are sampled: without it temperature, top_k, top_p and min_p
+have no effect, as in transformers, unless the user sets a temperature.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from dolmen.conversion.source import Source
 from dolmen.core.messages import brief
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import Model, special_tokens
-from dolmen.files import tokenizer_files
+from dolmen.files import gate, kinds, tokenizer_files
 from dolmen.model.decoder import Decoder
 from dolmen.serving import engine
 from dolmen.serving.adapters import Adapters
-from dolmen.serving.config import GenerateConfig
-from dolmen.serving.detokenizer import Detokenizer
+from dolmen.serving.config import NUMBERS, GenerateConfig, Sampling
 from dolmen.serving.engine import Engine
 from dolmen.serving.kv_cache import CacheUsage
 from dolmen.serving.request import FinishedSequence, FinishReason, Limits, Request, StepOutput
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete character decodes to
+HELD = 8  # tokens that may wait for the rest of a character; UTF-8 has at most 4 bytes
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    """Raise ValueError for an empty stop string, which every text contains."""
+    for text in stop:
+        if not text:
+            raise ValueError(
+                "--stop is empty, which would end every text before it begins: give a text, or "
+                "leave it out"
+            )
+
+
+class Detokenizer:
+    """Detokenizes one sequence."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizer, stop: Sequence[str] = ()):
+        self.tokenizer, self.stop = tokenizer, stop
+        self.tokens: list[int] = []
+        self.stopped: str | None = None
+        """The stop string that was reached."""
+        self._before = self._read = (
+            0  # tokens decoded as context from here; tokens whose text is known
+        )
+        self._text = ""  # of the tokens up to `_read`
+        self._shown = 0  # characters of it
+
+    def add(self, token: int) -> str:
+        """Append a token; return the text that can be shown now, and could not before."""
+        self.tokens.append(token)
+        known = self._decode(self._before, self._read)
+        text = self._decode(self._before, len(self.tokens))
+        if text.endswith(UNFINISHED) and len(self.tokens) - self._read < HELD:
+            return ""
+        return self._append(text[len(known) :])
+
+    def end(self) -> str:
+        """Return the rest of the text, incomplete characters too, as no token follows."""
+        known = self._decode(self._before, self._read)
+        new = self._append(self._decode(self._before, len(self.tokens))[len(known) :])
+        left = "" if self.stopped is not None else self._text[self._shown :]
+        self._shown = len(self._text)
+        return new + left
+
+    @property
+    def whole(self) -> str:
+        """The text so far, without the stop string."""
+        return self._text
+
+    def _append(self, new: str) -> str:
+        """Append text; return what can be shown."""
+        if self.stopped is not None:
+            return ""
+        if new:  # context without text would not tell whether a word has a space before it
+            self._before = self._read
+        self._read = len(self.tokens)
+        longest = max(map(len, self.stop), default=1)
+        start = max(0, len(self._text) - longest + 1)  # a stop string may have begun here
+        self._text += new
+        found = [(at, s) for s in self.stop if (at := self._text.find(s, start)) >= 0]
+        if found:
+            at, self.stopped = min(found)
+            self._text = self._text[:at]
+            certain = at
+        else:
+            certain = len(self._text) - self._partial_stop()
+        shown, self._shown = self._text[self._shown : certain], max(self._shown, certain)
+        return shown
+
+    def _partial_stop(self) -> int:
+        """Number of characters at the end of the text that may begin a stop string."""
+        most = max((len(s) - 1 for s in self.stop), default=0)
+        for length in range(min(most, len(self._text)), 0, -1):
+            if any(s.startswith(self._text[-length:]) for s in self.stop):
+                return length
+        return 0
+
+    def _decode(self, first: int, end: int) -> str:
+        return self.tokenizer.decode(self.tokens[first:end], skip_special_tokens=True)
 
 
 def encode(tokenizer: PreTrainedTokenizer, prompt: str, model: Model) -> list[int]:
@@ -31,7 +131,7 @@ def encode(tokenizer: PreTrainedTokenizer, prompt: str, model: Model) -> list[in
     tokens = tokens or [token for token in begin if token is not None][:1]
     if not tokens:
         raise ValueError(
-            "--prompt is empty and the tokenizer names no token to begin with: give a prompt"
+            "--prompt is empty and the tokenizer has neither a BOS nor an EOS token: give a prompt"
         )
     return tokens
 
@@ -56,7 +156,7 @@ def generate_tokens(
     tokenizer: PreTrainedTokenizer | None,
     source: Source,
     prompts: Sequence[Sequence[int]],
-    asked: GenerateConfig,
+    config: GenerateConfig,
     on_token: Callable[[int, int], None] | None = None,
     on_memory: Callable[[CacheUsage], None] | None = None,
     batch: int = engine.AT_ONCE,
@@ -67,7 +167,7 @@ def generate_tokens(
     Sequences end at the EOS tokens of the source and at `ends`; with a tokenizer, only its ids are
     sampled.
     """
-    params = asked.of_tokens
+    params = config.of_tokens
     return engine.generate(
         model,
         prompts,
@@ -76,7 +176,7 @@ def generate_tokens(
         params.top_k,
         params.top_p,
         engine.stop_tokens(source) | {*ends},
-        asked.seed,
+        config.seed,
         on_token,
         None if tokenizer is None else tokenizer.get_vocab().values(),
         batch,
@@ -128,13 +228,13 @@ class Generated:
     """A completion of a prompt. As a string it is the prompt and the text."""
 
     prompt: str | list[int]
-    """As the caller gave it."""
+    """The prompt as the caller gave it."""
     tokens: list[int]
     """New tokens; the last is the stop token, if one was sampled."""
     text: str | None
     """New text; None without a tokenizer."""
     logprobs: list[float] | None
-    """Of each new token; None if not requested."""
+    """Log-probability of each new token; None if not requested."""
     finish_reason: FinishReason
 
     def __str__(self) -> str:
@@ -144,10 +244,10 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prompt as the caller gave it, and its tokens."""
+class EncodedPrompt:
+    """A prompt as the caller gave it, and its token ids."""
 
-    given: str | list[int]
+    prompt: str | list[int]
     tokens: Sequence[int]
     adapter: str | None = None
     """Name of the LoRA adapter; None: the base model alone."""
@@ -157,8 +257,8 @@ def generate_samples(
     model: Decoder,
     tokenizer: PreTrainedTokenizer | None,
     source: Source,
-    prompts: Sequence[Prompt],
-    asked: GenerateConfig,
+    prompts: Sequence[EncodedPrompt],
+    config: GenerateConfig,
     batch: int = engine.AT_ONCE,
     ends: Collection[int] = (),
     adapters: Adapters | None = None,
@@ -171,23 +271,23 @@ def generate_samples(
     """
     if batch < 1:
         raise ValueError(f"batch is {batch}: it must be at least 1")
-    stops = StopStrings(tokenizer, asked.stop)
+    stops = StopStrings(tokenizer, config.stop)
     out: list[dict[int, Generated]] = [{} for _ in prompts]
     known = None if tokenizer is None else tokenizer.get_vocab().values()
     stop = engine.stop_tokens(source) | {*ends}
-    limits = Limits(rows=batch, tokens=asked.max_batch_tokens)
+    limits = Limits(rows=batch, tokens=config.max_batch_tokens)
     with Engine(
-        model, stop=stop, known=known, limits=limits, weights=asked.weights, adapters=adapters
+        model, stop=stop, known=known, limits=limits, weights=config.weights, adapters=adapters
     ) as running:
         for i, prompt in enumerate(prompts):  # request i has number i
             running.add(
                 Request(
                     prompt.tokens,
-                    asked.of_tokens,
+                    config.of_tokens,
                     id=i,
-                    seed=asked.seed,
-                    samples=asked.num_samples,
-                    logprobs=asked.logprobs,
+                    seed=config.seed,
+                    samples=config.num_samples,
+                    logprobs=config.logprobs,
                     adapter=prompt.adapter,
                 )
             )
@@ -196,7 +296,73 @@ def generate_samples(
             engine.require_finite(finished)
             for one in finished:
                 text, reason = stops.take_text(one)
-                logprobs = [each.logprob for each in one.logprobs] if asked.logprobs else None
-                given = prompts[one.number].given
-                out[one.number][one.sample] = Generated(given, one.tokens, text, logprobs, reason)
-    return [[samples[i] for i in range(asked.num_samples)] for samples in out]
+                logprobs = [each.logprob for each in one.logprobs] if config.logprobs else None
+                prompt = prompts[one.number].prompt
+                out[one.number][one.sample] = Generated(prompt, one.tokens, text, logprobs, reason)
+    return [[samples[i] for i in range(config.num_samples)] for samples in out]
+
+
+T = TypeVar("T", bound=Sampling)
+SAMPLING_ONLY = ("top_k", "top_p", "min_p")
+# Options of transformers that are not supported, with the values that switch them off.
+UNSUPPORTED = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "penalty_alpha": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "bad_words_ids": None,
+    "force_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+    "guidance_scale": None,
+    "exponential_decay_length_penalty": None,
+    "dola_layers": None,
+    "stop_strings": None,
+}
+
+
+def apply_generation_config(config: T, generation_config: Mapping[str, Any]) -> tuple[T, list[str]]:
+    """Fill the options that are not set from the file; return them, and lines that say so.
+
+    Raises Refused for invalid values of the file.
+    """
+    where = "generation_config.json"
+    gate.check_schema(dict(generation_config), where, kinds.SAMPLING)
+    values = {name: generation_config.get(name) for name in NUMBERS}
+    do_sample = bool(generation_config.get("do_sample"))
+    if do_sample and values["temperature"] is None:
+        values["temperature"] = 1.0
+    if config.temperature is None and not do_sample:
+        values["temperature"] = None
+    temperature = values["temperature"] if config.temperature is None else config.temperature
+    if not temperature:
+        values |= dict.fromkeys(SAMPLING_ONLY)
+    if values["top_k"] == 0:  # how transformers switches it off
+        values["top_k"] = None
+    defaults = {
+        name: value
+        for name, value in values.items()
+        if value is not None and config.__dict__[name] is None
+    }
+    least, most = (
+        defaults.get(name, config.__dict__[name]) for name in ("min_new_tokens", "max_new_tokens")
+    )
+    if "min_new_tokens" in defaults and most is not None and least > most:
+        del defaults["min_new_tokens"]  # the user wants fewer
+    notes = []
+    if defaults:
+        notes.append(f"from {where}: {', '.join(f'{n} {v:g}' for n, v in defaults.items())}")
+    unsupported = [
+        name for name, off in UNSUPPORTED.items() if generation_config.get(name, off) != off
+    ]
+    unsupported = [name for name in unsupported if generation_config[name] is not None]
+    if unsupported:
+        notes.append(f"{where} also has {', '.join(unsupported)}, which is not supported")
+    return replace(config, **defaults), notes

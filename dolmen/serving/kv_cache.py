@@ -145,7 +145,7 @@ class CacheBatch:
     """The sequences of one forward and where their tokens go: `Cached` of the model."""
 
     sequences: list[int]
-    """In the order of the forward's tokens."""
+    """Sequences in the order of the forward's tokens."""
     last: Int64[Tensor, " sequences"]
     """Index of each sequence's last token among those of the forward."""
     positions: Int64[Tensor, "streams 1 tokens"]
@@ -158,7 +158,7 @@ class CacheBatch:
     decodes: int
     """Number of sequences with one new token; they come first."""
     pages: Pages | Alone | None
-    """What those attend to; None where there are none."""
+    """Pages that the decode sequences attend to; None without such sequences."""
     groups: list[PrefillGroup]
     pools: list[KVPool]
     page_size: int
@@ -325,7 +325,7 @@ class KVCache:
         return groups
 
     def _decode_pages(self, sequences: list[int], device: torch.device) -> Pages | Alone:
-        """What the query of each decode sequence, its last token, attends to.
+        """Return the pages that the query of each decode sequence, its last token, attends to.
 
         One entry per page of the pool: which query owns it, and how many tokens back from that
         query the page begins (-1: nobody sees it). A shared page has one more entry per owner.
@@ -333,7 +333,7 @@ class KVCache:
         if len(sequences) == 1:
             return self._single_decode(sequences[0], device)
         table, own, owner, back = self.table, [], [], []
-        shared = table.shared(sequences)
+        shared = table.shared_pages(sequences)
         for i, sequence in enumerate(sequences):
             pages, end = table.pages[sequence], table.lengths[sequence] - 1
             own += pages

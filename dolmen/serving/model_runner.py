@@ -31,13 +31,13 @@ MAX_LOGITS = 1 << 22  # logits held at once for log-probabilities of a prompt: 1
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SequenceChunk:
     """The tokens of a sequence that a forward reads."""
 
     tokens: Sequence[int]
     """At least one."""
     last: bool
-    """Whether the next token is sampled: these are the last ones of the sequence."""
+    """True if these are the last tokens of the sequence, so that the next one is sampled."""
     labels: Sequence[int] = ()
     """Prompt tokens whose log-probabilities are wanted."""
     first: int = 0
@@ -57,7 +57,7 @@ class RunnerOutput:
     """Logits of a forward, fp32 or wider; on the last stage alone."""
 
     following: Float[Tensor, "sequences vocabulary"]
-    """Of the token that follows each sequence whose chunk is its last."""
+    """Logits of the next token of each sequence whose chunk is its last."""
     labelled: dict[int, Float[Tensor, "labels numbers"]]
     """For each sequence with labels the rows of `sampling.log_probabilities`."""
 
@@ -70,7 +70,7 @@ class ModelRunner:
         self.adapters = adapters
         self._sends: list[tuple[dist.Work, Tensor]] = []
 
-    def forward(self, chunks: Mapping[int, Chunk]) -> tuple[list[int], RunnerOutput | None]:
+    def forward(self, chunks: Mapping[int, SequenceChunk]) -> tuple[list[int], RunnerOutput | None]:
         """Read chunks of sequences into the KV cache.
 
         Returns the sequences whose next token is wanted, in the order of their logits, and, on the
@@ -117,7 +117,7 @@ class ModelRunner:
         return x
 
 
-def _head(model: Decoder, batch: CacheBatch, chunks: Mapping[int, Chunk]) -> HeadFunction:
+def _head(model: Decoder, batch: CacheBatch, chunks: Mapping[int, SequenceChunk]) -> HeadFunction:
     """Return the head function of the last stage, which computes the fields of `RunnerOutput`."""
     device, begin, first = batch.last.device, {}, 0
     for sequence in batch.sequences:

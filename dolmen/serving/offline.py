@@ -4,7 +4,8 @@
     generate   send rows to the engine as it has room; write them as they finish (output_file.py)
 
 All ranks of a replica (tp, pp) do the same with the same rows, and so schedule the same; the first
-rank of all writes the output.
+rank of all writes the output and shows the progress: a bar with tokens per second and the time left
+on a terminal, else a plain line every EVERY seconds, always on stderr.
 
 Problem: replicas (dp) finish rows at different times, and none should wait for another.
 
@@ -21,15 +22,19 @@ A single replica takes the rows in order, and needs no store.
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
 from dolmen.conversion.source import Source, open_source, tokenizer_folder
 from dolmen.core import consensus
 from dolmen.core.config import to_dict
 from dolmen.core.filesystem import expand
-from dolmen.core.log import say
+from dolmen.core.log import duration, say
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import plural
 from dolmen.core.torch_private import processes
@@ -39,15 +44,87 @@ from dolmen.files.kinds import JOURNAL_ROW
 from dolmen.optim.optimizer import DTYPES
 from dolmen.serving import adapters, engine
 from dolmen.serving.config import GenerateConfig
-from dolmen.serving.detokenizer import check_stop
 from dolmen.serving.engine import Engine
-from dolmen.serving.generation import StopStrings
-from dolmen.serving.generation_config import apply_generation_config
+from dolmen.serving.generation import StopStrings, apply_generation_config, check_stop
 from dolmen.serving.output_file import OutputFile, check_finished, check_output
 from dolmen.serving.output_file import digest as digest_of
-from dolmen.serving.progress import Meter, show
 from dolmen.serving.prompt_file import FileSummary, PromptFile, PromptRow, check_file, json_line
 from dolmen.serving.request import FinishedSequence, Limits, StepOutput
+
+EVERY = 30.0  # seconds between two plain lines
+RECENT = 60.0  # seconds that the rate is averaged over, as early rows predict late ones poorly
+
+
+class Meter:
+    """Counts finished rows and new tokens."""
+
+    def __init__(self, rows: int, done: int):
+        """`done`: rows that were finished by an earlier run."""
+        self.rows, self.done, self.tokens = rows, done, 0
+        self._start = self._last_line = time.monotonic()
+        self._marks = [(self._start, done, 0)]
+
+    def count(self, rows: int, tokens: int) -> None:
+        """Add finished rows and new tokens."""
+        self.done += rows
+        self.tokens += tokens
+        now = time.monotonic()
+        if now - self._marks[-1][0] > RECENT / 20:
+            self._marks = [mark for mark in self._marks if now - mark[0] < RECENT]
+            self._marks.append((now, self.done, self.tokens))
+
+    def __str__(self) -> str:
+        """Format as `12 of 256 rows, 2,743 tokens/s, 1:23 left`."""
+        start, done, tokens = self._marks[0]
+        seconds = max(time.monotonic() - start, 1e-9)
+        left = "-:--"
+        if self.done > done:
+            left = duration((self.rows - self.done) * seconds / (self.done - done))
+        rate = (self.tokens - tokens) / seconds
+        return f"{self.done:,} of {plural(self.rows, 'row')}, {rate:,.0f} tokens/s, {left} left"
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start
+
+    def is_due(self) -> bool:
+        """Return whether to print a plain line: once every EVERY seconds."""
+        now = time.monotonic()
+        if now - self._last_line < EVERY:
+            return False
+        self._last_line = now
+        return True
+
+
+@contextmanager
+def progress_display(meter: Meter, visible: bool) -> Iterator["ProgressDisplay"]:
+    """Show the meter within this context; `refresh()` updates it."""
+    console = Console(stderr=True)
+    if not (visible and console.is_terminal):
+        yield ProgressDisplay(meter, None, visible)
+        return
+    with Progress(
+        BarColumn(), TextColumn("{task.description}"), console=console, transient=True
+    ) as bar:
+        yield ProgressDisplay(meter, bar, visible)
+
+
+class ProgressDisplay:
+    """The bar or the plain lines of a meter."""
+
+    def __init__(self, meter: Meter, bar: Progress | None, visible: bool):
+        self.meter, self.bar, self.visible = meter, bar, visible
+        self.task = None if bar is None else bar.add_task("", total=meter.rows)
+
+    def refresh(self) -> None:
+        """Update the bar, or print a line when one is due."""
+        meter = self.meter
+        if self.bar is not None and self.task is not None:
+            self.bar.update(self.task, completed=meter.done, description=str(meter))
+        elif self.visible and meter.is_due():
+            say(str(meter))
+
 
 NAME = "dolmen generate"
 
@@ -60,7 +137,7 @@ class RowQueue:
         self.rows, self.replicas = rows, mesh.dp.size
         self.replica, self.leads = mesh.dp.rank, mesh.tp.rank == 0 and mesh.pp.rank == 0
         self.store = None if self.replicas == 1 else processes.store(NAME)
-        self._taken = self._own = self._collected = 0
+        self._taken = self._replica_count = self._collected = 0
         self._finished: deque[tuple[int, dict[str, Any]]] = deque()
 
     def take(self, running: int) -> int | None:
@@ -82,15 +159,15 @@ class RowQueue:
         left = max(len(self.rows) - self._taken, 0)
         if running and running >= (left + running) / self.replicas:
             return len(self.rows)
-        key = f"row/{self.replica}/{self._own}"
-        self._own += 1
+        key = f"row/{self.replica}/{self._replica_count}"
+        self._replica_count += 1
         if not self.leads:
             return int(store.get(key))
         number = store.add("next", 1) - 1
         store.set(key, str(number))
         return number
 
-    def put(self, number: int, row: dict[str, Any]) -> None:
+    def finish(self, number: int, row: dict[str, Any]) -> None:
         """Hand a finished row of this replica to the rank that writes."""
         if self.store is None:
             self._finished.append((number, row))
@@ -104,13 +181,13 @@ class RowQueue:
             while self._finished:
                 yield self._finished.popleft()
             return
-        there = self.store.add("done", 0)
-        while self._collected < there:
+        finished = self.store.add("done", 0)
+        while self._collected < finished:
             self._collected += 1
             key = f"ask/{self._collected}"
-            found = gate.parse_json(self.store.get(key), NAME, JOURNAL_ROW)
+            result = gate.parse_json(self.store.get(key), NAME, JOURNAL_ROW)
             self.store.delete_key(key)
-            yield found["row"], found["answer"]
+            yield result["row"], result["answer"]
 
 
 PAUSE = 0.02  # seconds between two looks at the store of a rank that has nothing else to do
@@ -129,11 +206,11 @@ class Job:
     prompts: PromptFile
     summary: FileSummary
     options: dict[str, Any]
-    """Those that decide the completions, as plain values."""
+    """Options that decide the completions, as plain values."""
     digest: str
-    """Of the input file."""
-    left: bool
-    """Whether any row is left to generate."""
+    """Digest of the input file."""
+    unfinished: bool
+    """True if rows are left to generate."""
 
     @property
     def config(self) -> GenerateConfig:
@@ -145,7 +222,7 @@ class Job:
 
 
 def check_options(config: GenerateConfig) -> None:
-    """Raise ValueError for options that have no meaning, before anything is read."""
+    """Raise ValueError for options out of range, before anything is read."""
     if config.output is None:
         raise ValueError("--input writes to a file: give --output FILE")
     config.of_tokens.check()
@@ -158,10 +235,10 @@ def check_options(config: GenerateConfig) -> None:
     check_file(expand(config.input or ""))
 
 
-def prepare(config: GenerateConfig, tell: bool, fresh: bool) -> Job:
+def prepare(config: GenerateConfig, verbose: bool, fresh: bool) -> Job:
     """Check the options and all rows of --input. Raises ValueError, with nothing written.
 
-    `tell`: print what was found. `fresh`: this run has not written anything yet.
+    `verbose`: print a summary of the rows. `fresh`: this run has not written anything yet.
     """
     check_options(config)
     file = expand(config.input or "")
@@ -173,42 +250,42 @@ def prepare(config: GenerateConfig, tell: bool, fresh: bool) -> Job:
     adapters.open_adapters(folders, source)
     prompts = PromptFile(config, source, tokenizer, file, folders)
     for line in lines:
-        say(line, tell)
+        say(line, verbose)
     output, digest = expand(config.output or ""), digest_of(file)
     options = _deciding_options(config, source)
     if fresh:  # an existing output is refused before long files are read
         check_output(output, None, config.resume, options, digest)
     summary = prompts.check_rows()
     rows = len(summary.places)
-    left = not fresh or check_output(output, rows, config.resume, options, digest)
+    unfinished = not fresh or check_output(output, rows, config.resume, options, digest)
     if fresh and config.resume and output.exists():
         check_finished(output, prompts.rows_at(summary.places))
-    _print_summary(summary, config, tell)
-    return Job(prompts, summary, options, digest, left)
+    _print_summary(summary, config, verbose)
+    return Job(prompts, summary, options, digest, unfinished)
 
 
 def _deciding_options(config: GenerateConfig, source: Source) -> dict[str, Any]:
-    said = to_dict(config)
+    values = to_dict(config)
     model = {"model": str(Path(source.where).resolve()), "iteration": source.iteration}
-    beside = {"adapters": list(config.adapters), "adapter": config.adapter}
+    lora = {"adapters": list(config.adapters), "adapter": config.adapter}
     # without adapters neither is in the journal
-    return {name: said[name] for name in DECIDING} | model | (beside if config.adapters else {})
+    return {name: values[name] for name in DECIDING} | model | (lora if config.adapters else {})
 
 
-def _print_summary(read: FileSummary, config: GenerateConfig, tell: bool) -> None:
+def _print_summary(read: FileSummary, config: GenerateConfig, verbose: bool) -> None:
     if read.bad:
-        say(f"{plural(read.bad, 'row')} left out: they are not valid", tell)
+        say(f"{plural(read.bad, 'row')} left out: they are not valid", verbose)
     if read.cut:
         say(
             f"{plural(read.cut, 'prompt')} cut to {plural(config.max_input_tokens or 0, 'token')}"
             ", from the left",
-            tell,
+            verbose,
         )
     if read.short:
         say(
             f"{plural(read.short, 'row')} may end before --max-new-tokens: the model has no "
             "position for more",
-            tell,
+            verbose,
         )
 
 
@@ -221,15 +298,15 @@ def generate(job: Job, mesh: Mesh) -> None:
     config, source = job.config, job.prompts.source
     dtype = DTYPES[config.dtype] if config.dtype else None
     model = engine.load_placed(source, mesh, dtype, config.weights)
-    beside = adapters.open_adapters(adapters.parse_adapters(config.adapters), source, mesh)
+    low_rank = adapters.open_adapters(adapters.parse_adapters(config.adapters), source, mesh)
     output = OutputFile(job.output, job.options, job.digest) if mesh.first else None
-    left = _unfinished_rows(job, output, mesh)
+    left = _list_unfinished_rows(job, output, mesh)
     rows = len(job.summary.places)
     meter = Meter(rows, rows - len(left))
-    work = Work(job, RowQueue(left, mesh), output, meter)
+    runner = RowRunner(job, RowQueue(left, mesh), output, meter)
     tokenizer = job.prompts.tokenizer
     with (
-        show(meter, mesh.first) as screen,
+        progress_display(meter, mesh.first) as screen,
         Engine(
             model,
             stop=engine.stop_tokens(source),
@@ -237,14 +314,14 @@ def generate(job: Job, mesh: Mesh) -> None:
             limits=Limits(tokens=config.max_batch_tokens),
             mesh=mesh,
             weights=config.weights,
-            adapters=adapters.place_adapters(beside, model, mesh),
+            adapters=adapters.place_adapters(low_rank, model, mesh),
         ) as running,
     ):
         try:
-            while work.feed(running):
-                work.handle(running, running.step())
+            while runner.feed(running):
+                runner.handle(running, running.step())
                 screen.refresh()
-            while not work.write_finished():
+            while not runner.write_finished():
                 time.sleep(PAUSE)
                 screen.refresh()
         finally:
@@ -252,19 +329,19 @@ def generate(job: Job, mesh: Mesh) -> None:
                 output.close()
     if output is not None:
         output.finish()
-        say(_summary(job, meter, work.close))
+        say(_summary(job, meter, runner.close))
         say(str(running.usage))
 
 
-def _unfinished_rows(job: Job, output: OutputFile | None, mesh: Mesh) -> list[int]:
+def _list_unfinished_rows(job: Job, output: OutputFile | None, mesh: Mesh) -> list[int]:
     """Return the numbers of the rows to generate, the same on all ranks."""
     total = range(len(job.summary.places))
 
-    def unfinished() -> list[int]:
-        assert output is not None, "the first rank has it"
+    def list_rows() -> list[int]:
+        assert output is not None, "the first rank has opened it"
         return [row for row in total if not output.has(row)]
 
-    return unfinished() if mesh.size == 1 else consensus.run_on_rank_zero(unfinished)
+    return list_rows() if mesh.size == 1 else consensus.run_on_rank_zero(list_rows)
 
 
 def _summary(job: Job, meter: Meter, close: int) -> str:
@@ -282,8 +359,8 @@ def _summary(job: Job, meter: Meter, close: int) -> str:
     return text
 
 
-class Work:
-    """Rows on their way through an engine."""
+class RowRunner:
+    """Feeds rows to an engine and collects their completions."""
 
     def __init__(self, job: Job, queue: RowQueue, output: OutputFile | None, meter: Meter):
         self.job, self.queue, self.output, self.meter = job, queue, output, meter
@@ -294,13 +371,13 @@ class Work:
         self._samples: dict[int, dict[int, dict[str, Any]]] = {}  # finished ones of running rows
 
     def feed(self, engine: Engine) -> bool:
-        """Give the engine as many rows as it has room for; return whether it has any."""
-        room = engine.limits.rows // self.job.config.num_samples
-        while len(self._running) < max(room, 1):
+        """Give the engine as many rows as it can run; return whether it is busy."""
+        capacity = engine.limits.rows // self.job.config.num_samples
+        while len(self._running) < max(capacity, 1):
             number = self.queue.take(len(self._running))
             if number is None:
                 break
-            row = next(row for here, row in self._rows if here == number)
+            row = next(row for index, row in self._rows if index == number)
             request, _ = self.job.prompts.request(row)
             self._running[engine.add(request)] = number, row
         return engine.busy
@@ -323,8 +400,9 @@ class Work:
         if len(samples) < count:
             return
         del self._running[one.number], self._samples[one.number]
-        own = [samples[i] for i in range(count)]
-        self.queue.put(number, row.fields | (own[0] if count == 1 else {"samples": own}))
+        ordered = [samples[i] for i in range(count)]
+        fields = ordered[0] if count == 1 else {"samples": ordered}
+        self.queue.finish(number, row.fields | fields)
 
     def _output_fields(self, one: FinishedSequence) -> dict[str, Any]:
         text, reason = self._stops.take_text(one)

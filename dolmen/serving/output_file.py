@@ -34,7 +34,7 @@ def journal_path(output: Path) -> Path:
 def digest(file: Path) -> str:
     """Hash all bytes of a file."""
     found = hashlib.blake2b(digest_size=16)
-    with gate.opened(file) as stream:
+    with gate.open_file(file) as stream:
         for block in iter(lambda: stream.read(1 << 20), b""):
             found.update(block)
     return found.hexdigest()
@@ -78,7 +78,7 @@ def check_output(
 
 def _check_head(journal: Path, there: bool, options: Mapping[str, Any], input_digest: str) -> None:
     """Raise ValueError where the journal was started with another input or other options."""
-    with gate.opened(journal) as stream:
+    with gate.open_file(journal) as stream:
         line = stream.readline(JOURNAL_HEAD.size)
     if not (there or line.endswith(b"\n")):  # killed as it began
         return
@@ -105,7 +105,7 @@ def check_finished(output: Path, rows: Iterable[PromptRow]) -> None:
     Lines behind a torn one are not read: they will be cut off.
     """
     wanted = iter(rows)
-    with gate.opened(output) as stream:
+    with gate.open_file(output) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST), b""), 1):
             if not line.strip():
                 continue
@@ -122,7 +122,7 @@ def check_finished(output: Path, rows: Iterable[PromptRow]) -> None:
 
 
 def _belongs_to(found: Mapping[str, Any], row: PromptRow) -> bool:
-    """Whether a line has all fields of a row, and a completion."""
+    """Return whether a line has all fields of a row, and a completion."""
     carried = {name: value for name, value in found.items() if name not in OUTPUT_FIELDS}
     return len(carried) < len(found) and json_line(carried) == json_line(row.fields)
 
@@ -140,13 +140,13 @@ class OutputFile:
             self.journal = Lines(self.file, self._hold)
         except BlockingIOError:
             raise ValueError(f"--output {output} is being written by another process") from None
-        begun = self.journal.count > 0
-        if not begun:
+        resumed = self.journal.count > 0
+        if not resumed:
             self.journal.add(
                 json_line({"format": FORMAT, "asked": dict(options), "input": input_digest})
             )
-            self.journal.last()
-        self.output = Lines(output, _is_object, new=not begun)
+            self.journal.sync()
+        self.output = Lines(output, _is_object, new=not resumed)
         self.held = {row: answer for row, answer in self.held.items() if row >= self.output.count}
         self._release()
 
@@ -161,7 +161,7 @@ class OutputFile:
         return True
 
     def has(self, row: int) -> bool:
-        """Whether a row is finished."""
+        """Return whether a row is finished."""
         return row < self.output.count or row in self.held
 
     @property

@@ -26,7 +26,7 @@ def check_model(
     verb: str,
     sources: list[str],
     layout: Layout,
-    asked: devices.DeviceChoice,
+    device: devices.DeviceChoice,
     replicas: bool = False,
     weights: Literal["stated", "int8"] = "stated",
     adapters: Sequence[str] = (),
@@ -39,13 +39,13 @@ def check_model(
     """
     started = process.read_launch()
     try:
-        models = [readable(name) for name in sources]
+        models = [check_readable(name) for name in sources]
         if adapters:
             multi_lora.open_adapters(
                 multi_lora.parse_adapters(adapters), open_source(sources[0]), weights=weights
             )
         if weights == "int8":
-            check_int8(models[0].tree, "cuda" if asked == "cuda" else "cpu", sharded=False)
+            check_int8(models[0].tree, "cuda" if device == "cuda" else "cpu", sharded=False)
         layout = layout.resolve(started.world_size if started else None)
         if layout.dp != 1 and not replicas:
             raise ValueError(
@@ -55,9 +55,9 @@ def check_model(
         least = layout.pp * (layout.dp or 1)  # a microbatch per stage
         layout.check(models[0].tree, 2 * layout.cp, least, 1)
         if started is None:
-            devices.require_gpus(asked, layout.world, DEVICE)
+            devices.require_gpus(device, layout.world, DEVICE)
         else:
-            devices.choose_device(asked, started, DEVICE)
+            devices.choose_device(device, started, DEVICE)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     if started is None or started.rank == 0 and not process.launched_here():
@@ -66,7 +66,7 @@ def check_model(
     return layout
 
 
-def readable(name: str) -> Model:
+def check_readable(name: str) -> Model:
     """Open a source, check its weights, and return its model. Raises as `open_source`."""
     source = open_source(name)
     check_whole(source)
@@ -77,7 +77,7 @@ def run(
     verb: str,
     handed: Mapping[str, Any],
     layout: Layout,
-    asked: devices.DeviceChoice,
+    device: devices.DeviceChoice,
     work: Callable[[meshes.Mesh], int],
 ) -> int:
     """Run `work(mesh)` on the processes of a checked layout, and return its exit code.
@@ -87,19 +87,19 @@ def run(
     started = process.read_launch()
     if started is None and layout.world > 1:
         return launcher.launch(layout.world, [verb], handed=handed)
-    return process.run_worker(lambda: _join(started, layout, asked, work))
+    return process.run_worker(lambda: _join(started, layout, device, work))
 
 
 def _join(
     started: Launch | None,
     layout: Layout,
-    asked: devices.DeviceChoice,
+    device: devices.DeviceChoice,
     work: Callable[[meshes.Mesh], int],
 ) -> int:
     try:
-        device = devices.choose_device(asked, started, DEVICE)
-        with meshes.process_group_context(started, device):
-            devices.refuse_shared_gpus(device, DEVICE)
-            return work(layout.mesh(device))
+        local_device = devices.choose_device(device, started, DEVICE)
+        with meshes.process_group_context(started, local_device):
+            devices.refuse_shared_gpus(local_device, DEVICE)
+            return work(layout.mesh(local_device))
     except ValueError as error:
         raise BadInput(message(error)) from None

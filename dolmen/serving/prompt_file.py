@@ -61,7 +61,7 @@ class Line:
 
     file: Path
     number: int
-    """From 1."""
+    """Number of the line, from 1."""
     content: bytes
 
     def row(self, max_bytes: int | None = None) -> PromptRow:
@@ -79,7 +79,7 @@ def check_file(file: Path) -> None:
             f"--input {file}: use a .jsonl (rows with `prompt`, `query` or `messages`) or a .txt "
             "(a prompt per line); each may have .gz or .zst behind"
         )
-    with gate.opened(file):
+    with gate.open_file(file):
         pass
 
 
@@ -96,17 +96,17 @@ def read_lines(file: Path) -> Iterator[Line]:
 
 
 def _parse_txt(line: bytes, where: str) -> dict[str, Any]:
-    return {"prompt": gate.decoded(line, where).rstrip("\r\n")}
+    return {"prompt": gate.decode(line, where).rstrip("\r\n")}
 
 
 def _parse_jsonl(line: bytes, where: str) -> dict[str, Any]:
     fields = gate.parse_json(line, where, TEXT_ROW)
-    named = [name for name in PROMPT_ROWS if name in fields]
-    if len(named) != 1:
+    fields_present = [name for name in PROMPT_ROWS if name in fields]
+    if len(fields_present) != 1:
         known = ", ".join(f"`{name}`" for name in PROMPT_ROWS)
-        told = " and ".join(f"`{name}`" for name in named) or "none of them"
-        raise gate.refuse(where, f"it must have one of {known}, and has {told}")
-    gate.checked(fields, where, PROMPT_ROWS[named[0]])
+        present = " and ".join(f"`{name}`" for name in fields_present) or "none of them"
+        raise gate.refuse(where, f"it must have one of {known}, and has {present}")
+    gate.check_schema(fields, where, PROMPT_ROWS[fields_present[0]])
     if taken := [name for name in OUTPUT_FIELDS if name in fields]:
         raise gate.refuse(
             where,
@@ -152,7 +152,7 @@ class PromptFile:
     """A file of prompts, as requests to the engine of a model."""
 
     config: GenerateConfig
-    """With the defaults of generation_config.json."""
+    """Options, with the defaults of generation_config.json."""
     source: Source
     tokenizer: PreTrainedTokenizer
     file: Path

@@ -1,9 +1,13 @@
-"""Requests to an engine and its results, and the check of a request against the model.
+"""Requests to an engine with their sampling parameters, results, and the checks of a request
+against the model.
 
-All are plain values, of which every rank is given the same.
+All are plain values without torch: the command line reads the parameters, and every rank is given
+the same requests.
 """
 
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,10 +15,89 @@ from dolmen.core.messages import plural
 from dolmen.model.spec import LatentAttentionSpec, ModelSpec, MoESpec, PositionSpan
 from dolmen.model.spec.positions import prefix_span
 from dolmen.serving.block_table import PAGE_SIZE
-from dolmen.serving.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters. By default tokens are sampled from the model's own distribution."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 is greedy decoding."""
+    top_k: int | None = None
+    """Sample from this many likeliest tokens."""
+    top_p: float | None = None
+    """Sample from the fewest likeliest tokens that have this probability together."""
+    min_p: float | None = None
+    """Sample from tokens with at least this share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """The logit of a token that the sequence has, prompt included, is divided by it if positive,
+    else multiplied (1909.05858)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of a token that was generated before."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token for each time that it was generated before."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Token id -> number added to its logit; -inf forbids it."""
+    min_new_tokens: int = 0
+    """No stop token is sampled before this many new tokens."""
+    max_new_tokens: int = 64
+    """Most new tokens; 0 reads the prompt alone."""
+    stop: tuple[int, ...] = ()
+    """Token ids that end the sequence, besides the EOS tokens of the model."""
+
+    def check(self) -> None:
+        """Raise ValueError that names the option for a value without meaning or effect."""
+        _check_temperature(self.temperature)
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}: use --top-k 1 or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: use --top-p above 0, at most 1")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p}: use --min-p of 0 to 1")
+        drawing = (("--top-k", self.top_k), ("--top-p", self.top_p), ("--min-p", self.min_p))
+        for name, value in drawing:
+            if value is not None and not self.temperature:
+                raise ValueError(f"{name} has no effect without sampling: add --temperature 1")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}: use --repetition-penalty above 0"
+            )
+        penalties = (("presence", self.presence_penalty), ("frequency", self.frequency_penalty))
+        for name, value in penalties:
+            if not math.isfinite(value):
+                raise ValueError(f"{name}_penalty is {value}: use --{name}-penalty with a number")
+        _check_bias(self.logit_bias)
+        for name, count in (("min", self.min_new_tokens), ("max", self.max_new_tokens)):
+            if count < 0:
+                raise ValueError(f"{name}_new_tokens is {count}: use --{name}-new-tokens 0 or more")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens is {self.min_new_tokens} and max_new_tokens "
+                f"{self.max_new_tokens}: raise --max-new-tokens"
+            )
+
+
+def _check_temperature(temperature: float) -> None:
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}: use --temperature 0 (greedy) or more")
+    if 0 < temperature < sys.float_info.min:  # too few bits are left to divide by it
+        raise ValueError(
+            f"temperature is {temperature}: use --temperature 0 (greedy), or at least 1e-307"
+        )
+
+
+def _check_bias(bias: Mapping[int, float]) -> None:
+    for token, value in bias.items():
+        if token < 0 or math.isnan(value) or value == math.inf:
+            raise ValueError(
+                f"logit_bias of token {token} is {value}: give ids of the vocabulary, and numbers "
+                "or -inf"
+            )
+
 
 LogProbabilities = Literal["raw", "processed"]
-"""Of the model's own distribution, as training sees it; or of the one that is sampled from."""
+"""Log-probabilities under the model's own distribution, as in training (raw), or under the one that
+is sampled from (processed)."""
 FinishReason = Literal["stop", "length", "not finite", "cancelled"]
 """A stop token was sampled; max_new_tokens was reached; the logits are not finite; cancelled."""
 
@@ -32,9 +115,9 @@ class Request:
     samples: int = 1
     """Independent continuations, which share the pages of the prompt."""
     logprobs: LogProbabilities | None = None
-    """Which log-probabilities of the new tokens are returned."""
+    """Kind of log-probabilities that are returned for new tokens; None: none."""
     top: int = 0
-    """Likeliest tokens whose log-probabilities are returned beside each."""
+    """Likeliest tokens whose log-probabilities are returned with each new token."""
     prompt_logprobs: bool = False
     """Also return log-probabilities of the prompt's tokens after the first, always `raw`."""
     adapter: str | None = None
@@ -72,9 +155,9 @@ class FinishedSequence:
     """New tokens; the last is the stop token, if one was sampled."""
     finish_reason: FinishReason
     logprobs: list[LogProb]
-    """Of each new token, if the request asked for them."""
+    """Log-probability of each new token, if requested."""
     prompt_logprobs: list[LogProb]
-    """Of each token of the prompt but the first, if the request asked for them."""
+    """Log-probability of each token of the prompt but the first, if requested."""
     close: int
     """Number of tokens beside which another one lay within `sampling.CLOSE`: in another batch or
     layout it may have been sampled instead.
@@ -83,7 +166,7 @@ class FinishedSequence:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step of the engine produced."""
+    """Result of a step of the engine."""
 
     new_tokens: list[NewToken] = field(default_factory=list)
     finished: list[FinishedSequence] = field(default_factory=list)
@@ -128,8 +211,8 @@ def check(model: ModelSpec, request: Request, limits: Limits) -> str | None:
         raise ValueError(f"samples is {request.samples}: use --num-samples 1 or more")
     if not 0 <= request.top <= model.vocab_size:
         raise ValueError(
-            f"{request.top} top log-probabilities are asked for, the model's vocab_size is "
-            f"{model.vocab_size}: ask for as many, or fewer"
+            f"{request.top} top log-probabilities exceed the model's vocab_size, "
+            f"{model.vocab_size}: request fewer"
         )
     beyond = [t for t in (*params.logit_bias, *params.stop) if not 0 <= t < model.vocab_size]
     if beyond:

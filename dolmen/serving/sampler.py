@@ -21,9 +21,8 @@ from dolmen.core import collectives
 from dolmen.core.device import read_back, to_device
 from dolmen.core.mesh import Axis
 from dolmen.serving import sampling
-from dolmen.serving.model_runner import Chunk, RunnerOutput
-from dolmen.serving.request import LogProb, LogProbabilities
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.model_runner import RunnerOutput, SequenceChunk
+from dolmen.serving.request import LogProb, LogProbabilities, SamplingParams
 from dolmen.serving.scheduler import SequenceGroup
 
 TOKEN, CLOSE, FINITE, LOGPROBS = range(4)
@@ -38,7 +37,7 @@ class SampledToken:
     close: bool
     """Another token's score lay within `sampling.CLOSE`."""
     finite: bool
-    """Whether the logits were finite; else the token means nothing."""
+    """True if all logits were finite; otherwise the token is meaningless."""
     logprob: LogProb | None
 
 
@@ -46,12 +45,12 @@ class SampledToken:
 class ForwardOutput:
     """One forward of an engine step, and the tokens to sample from it."""
 
-    chunks: Mapping[int, Chunk]
+    chunks: Mapping[int, SequenceChunk]
     """Sequence -> what was read of it."""
     sampled: Sequence[tuple[int, SequenceGroup]]
     """Sequences whose next token is wanted, in the order of their logits."""
     logits: RunnerOutput | None
-    """On the last stage."""
+    """Logits, on the last pipeline stage; None on others."""
 
     @cached_property
     def draws(self) -> list[tuple[int, SequenceGroup, int]]:
@@ -69,7 +68,7 @@ class ForwardOutput:
         return max((group.request.top for _, group, _ in self.draws), default=0)
 
     @property
-    def labelled(self) -> dict[int, Chunk]:
+    def labelled(self) -> dict[int, SequenceChunk]:
         """Sequences with log-probabilities of their prompt."""
         return {key: chunk for key, chunk in self.chunks.items() if chunk.labels}
 

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.request import SamplingParams
 
 CLOSE = 1e-4
 """Difference of probabilities or logits: fp32 sums over batches of other shapes differ by 4e-5, so

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 
 from dolmen.model.spec import PositionSpan
 from dolmen.serving.block_table import BlockTable
-from dolmen.serving.model_runner import Chunk
+from dolmen.serving.model_runner import SequenceChunk
 from dolmen.serving.request import FinishedSequence, FinishReason, Limits, LogProb, Request
 
 
@@ -46,7 +46,7 @@ class SequenceGroup:
     tokens: list[int]
     """Prompt and new tokens."""
     length: int
-    """Length that rope scaling takes the sequence to have (`Chunk.length`)."""
+    """Length that rope scaling takes the sequence to have (`SequenceChunk.length`)."""
     num_computed: int = 0
     """Tokens that are in the KV cache."""
     logprobs: list[LogProb] = field(default_factory=list)
@@ -63,10 +63,10 @@ class SequenceGroup:
         """Tokens that are not in the KV cache yet; 1 for a sequence that decodes."""
         return len(self.tokens) - self.num_computed
 
-    def next_chunk(self, count: int) -> Chunk:
+    def next_chunk(self, count: int) -> SequenceChunk:
         """Return the next `count` tokens to read."""
         labels, first = self._labels(count)
-        return Chunk(
+        return SequenceChunk(
             self.tokens[self.num_computed : self.num_computed + count],
             last=count == self.num_uncomputed,
             labels=labels,
@@ -155,7 +155,7 @@ class Scheduler:
             self.running[self.new_key()] = self.waiting.popleft()
 
     def _fits(self, group: SequenceGroup) -> bool:
-        """Whether there are pages for a group beside what running ones have still to read."""
+        """Return whether there are pages for a group and for what running ones still read."""
         if self.limits.pages is None:
             return True
         pending = {key: other.num_uncomputed for key, other in self.running.items()}

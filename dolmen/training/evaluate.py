@@ -50,7 +50,7 @@ from dolmen.objectives.reward import BINS, CalibratedRewardLoss, PairwiseRewardL
 from dolmen.optim.optimizer import DTYPES
 from dolmen.rl.generation import GenerationModel
 from dolmen.serving.generation import encode
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.request import SamplingParams
 from dolmen.training import folder
 from dolmen.training.config import RunConfig
 from dolmen.training.start import on_first_rank

@@ -108,5 +108,5 @@ def write_config(out: Path, config: RunConfig) -> None:
     import yaml  # 15 ms, which no help owes
 
     out.mkdir(parents=True, exist_ok=True)
-    text = gate.whole_yaml(yaml.safe_dump(acting(config), sort_keys=False))
+    text = gate.seal_yaml(yaml.safe_dump(acting(config), sort_keys=False))
     write.replace(out / "config.yaml", text)

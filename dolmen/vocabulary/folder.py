@@ -21,7 +21,13 @@ from dolmen.core.filesystem import expand
 from dolmen.core.messages import brief
 from dolmen.data.tokenizer import BYTES, LETTERS, PreTrainedTokenizer, load_tokenizer
 from dolmen.files import gate, kinds, sentencepiece_model
-from dolmen.files.sentencepiece_model import CONTROL, SPACE, UNUSED, Model, Piece
+from dolmen.files.sentencepiece_model import (
+    CONTROL,
+    SPACE,
+    UNUSED,
+    SentencePieceModel,
+    VocabularyPiece,
+)
 from dolmen.vocabulary import tokenizer_json
 
 Form = Literal["sentencepiece", "bytes", "letters"]
@@ -36,7 +42,7 @@ class Vocabulary:
     where: Path
     """Its folder, or its tokenizer.model."""
     form: Form
-    model: Model | None
+    model: SentencePieceModel | None
     """Of the form sentencepiece."""
     content: dict[str, Any] | None
     """Of the others: the tokenizer.json; of sentencepiece, if it has one."""
@@ -125,7 +131,7 @@ def _content(place: Path, tokenizer: PreTrainedTokenizer) -> dict[str, Any] | No
     return gate.parse_json(tokenizer.backend_tokenizer.to_str().encode(), place, kinds.TOKENIZER)
 
 
-def fillers(model: Model, added: Mapping[int, str]) -> list[Piece]:
+def fillers(model: SentencePieceModel, added: Mapping[int, str]) -> list[VocabularyPiece]:
     """A piece for each id behind the model's up to the last of the `added` tokens, which other
     files have: ids of pieces are their places. Raises ValueError for an id that is no vocabulary's.
     """
@@ -133,7 +139,9 @@ def fillers(model: Model, added: Mapping[int, str]) -> list[Piece]:
     if end > kinds.VOCABULARY.high:
         raise ValueError(f"an added token has id {end - 1:,}: {brief(added[end - 1])}")
     return [
-        Piece(added[n], 0.0, CONTROL) if n in added else Piece(f"<unused_{n}>", 0.0, UNUSED)
+        VocabularyPiece(added[n], 0.0, CONTROL)
+        if n in added
+        else VocabularyPiece(f"<unused_{n}>", 0.0, UNUSED)
         for n in range(len(model.pieces), end)
     ]
 

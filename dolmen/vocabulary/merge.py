@@ -24,7 +24,7 @@ from dolmen.core.log import bar, say
 from dolmen.core.messages import plural
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.files import gate, kinds, sentencepiece_model
-from dolmen.files.sentencepiece_model import Piece
+from dolmen.files.sentencepiece_model import VocabularyPiece
 from dolmen.vocabulary import tokenizer_json
 from dolmen.vocabulary.chain import LONGEST, Added, Concatenations, Merges, lead
 from dolmen.vocabulary.check import check_base, check_merged
@@ -172,7 +172,9 @@ def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Adde
         order = dict.fromkeys([*(text for text in ranks if text in new), *grown.tokens])
         place = {text: number for number, text in enumerate(order, 1)}
         scores = [lowest - place[text] for text in grown.tokens]
-    pieces = [Piece(text, score) for text, score in zip(grown.tokens, scores, strict=True)]
+    pieces = [
+        VocabularyPiece(text, score) for text, score in zip(grown.tokens, scores, strict=True)
+    ]
     content = sentencepiece_model.add_pieces(model, [*filled, *pieces])
     merged = sentencepiece_model.parse(content, "the merged model")
     name = base.where.name if base.where.is_file() else _model_name(base.where)

@@ -13,8 +13,8 @@ from dolmen.files.sentencepiece_model import (
     SPACE,
     UNKNOWN,
     USER_DEFINED,
-    Model,
-    Piece,
+    SentencePieceModel,
+    VocabularyPiece,
 )
 
 SPECIAL = (UNKNOWN, CONTROL)
@@ -22,7 +22,7 @@ CLASS = "PreTrainedTokenizerFast"
 """Of `transformers`: takes a tokenizer.json as it is, where classes of a family build their own."""
 
 
-def of_sentencepiece(model: Model) -> dict[str, Any]:
+def of_sentencepiece(model: SentencePieceModel) -> dict[str, Any]:
     """The whole of it."""
     return {
         "version": "1.0",
@@ -46,7 +46,7 @@ def of_sentencepiece(model: Model) -> dict[str, Any]:
     }
 
 
-def vocabulary(pieces: Sequence[Piece], bpe: bool) -> dict[str, Any]:
+def vocabulary(pieces: Sequence[VocabularyPiece], bpe: bool) -> dict[str, Any]:
     """The fields of its model that change with the pieces."""
     if not bpe:
         return {"vocab": [[piece.text, piece.score] for piece in pieces]}
@@ -54,7 +54,7 @@ def vocabulary(pieces: Sequence[Piece], bpe: bool) -> dict[str, Any]:
     return {"vocab": vocab, "merges": merges(pieces)}
 
 
-def merges(pieces: Sequence[Piece]) -> list[list[str]]:
+def merges(pieces: Sequence[VocabularyPiece]) -> list[list[str]]:
     """Every pair of pieces that makes a piece, those of the highest score first: sentencepiece
     joins the pair whose piece has the highest, wherever it comes from.
     """
@@ -68,7 +68,7 @@ def merges(pieces: Sequence[Piece]) -> list[list[str]]:
     return [pair for score in sorted(found, reverse=True) for pair in found[score]]
 
 
-def special(pieces: Sequence[Piece]) -> dict[str, str]:
+def special(pieces: Sequence[VocabularyPiece]) -> dict[str, str]:
     """Which pieces stand for what, by the names that sentencepiece gives them."""
     known = {"<s>": "bos_token", "</s>": "eos_token", "<pad>": "pad_token"}
     found = {known[p.text]: p.text for p in pieces if p.kind == CONTROL and p.text in known}
@@ -89,13 +89,13 @@ _EMPTY: dict[str, dict[str, Any]] = {
 }
 
 
-def _unknown(model: Model) -> dict[str, Any]:
+def _unknown(model: SentencePieceModel) -> dict[str, Any]:
     if model.kind == "bpe":
         return {"unk_token": model.pieces[model.unknown].text}
     return {"unk_id": model.unknown}
 
 
-def _normalizers(model: Model) -> list[dict[str, Any]]:
+def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
     spaces: list[dict[str, Any]] = []
     if model.charsmap:
         packed = base64.b64encode(model.charsmap).decode()
@@ -108,7 +108,7 @@ def _normalizers(model: Model) -> list[dict[str, Any]]:
     return [*spaces, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
 
 
-def _decoders(model: Model) -> list[dict[str, Any]]:
+def _decoders(model: SentencePieceModel) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},

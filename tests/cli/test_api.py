@@ -28,7 +28,7 @@ from dolmen.api import RunFolder
 from dolmen.cli.runs import parse_run
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import process_group_context
-from dolmen.recipes.changed import request
+from dolmen.recipes.overrides import build_request
 from dolmen.training import loop
 from dolmen.training.request import read_run
 
@@ -139,14 +139,13 @@ def test_keywords_make_the_run_that_words_make(material):
     ):
         for recipe in ("llama-1b", "pretrain", str(material.file)):
             said = parse_run("train", [recipe, *words.split()])
-            assert request(recipe, changes) == said, (recipe, words)
+            assert build_request(recipe, changes) == said, (recipe, words)
     run = material.config()
-    assert request(run, {"train.steps": 5, "train": {"steps": 5}}).config.train.steps == 5
+    assert build_request(run, {"train.steps": 5, "train": {"steps": 5}}).config.train.steps == 5
     same = parse_run("train", [str(material.file), "--train.steps", "5"]).config
-    assert request(run, {"train": {"steps": 5}}).config == same
-    assert (
-        request(run, {}).out == Path("runs/tiny") and request(run, {"name": "a"}).config.name == "a"
-    )
+    assert build_request(run, {"train": {"steps": 5}}).config == same
+    assert build_request(run, {}).out == Path("runs/tiny")
+    assert build_request(run, {"name": "a"}).config.name == "a"
 
 
 def test_a_value_that_no_option_takes_is_not_dropped(material, tmp_path):
@@ -349,7 +348,7 @@ def test_text_of_a_subclass_is_text(material, tmp_path):
         OURS = "ours"
 
     changes = {"name": Name.OURS, "data": {"path": np.array([str(material.docs)])[0]}}
-    asked = request(material.file, {**changes, "out": np.str_(tmp_path / "out")})
+    asked = build_request(material.file, {**changes, "out": np.str_(tmp_path / "out")})
     assert yaml.safe_load(yaml.safe_dump(to_dict(asked)))["config"]["name"] == "ours"
 
 

@@ -78,7 +78,9 @@ def test_rows_come_out_in_order_with_what_they_carry(material, tmp_path):
         begin = row.get("prompt", row.get("query"))
         alone = dolmen("generate", material.model, "--prompt", begin, "--max-new-tokens", 8)
         assert alone.out == begin + answer["text"] + "\n"
-        assert answer["text"] == model.reader.decode(answer["tokens"], skip_special_tokens=True)
+        assert answer["text"] == model.required_tokenizer.decode(
+            answer["tokens"], skip_special_tokens=True
+        )
         assert answer["finish_reason"] == "length" and len(answer["tokens"]) == 8
     text = tmp_path / "in.txt"
     text.write_text("abc def\n\nhij\n")
@@ -199,7 +201,7 @@ def test_an_output_that_exists_and_bad_rows(material, tmp_path):
     told = dolmen(*asked, tmp_path / "no/out.jsonl")
     assert told.code == 2 and "there is no folder" in told.err
     told = dolmen("generate", material.model, "--prompt", "a", "--output", out)
-    assert told.code == 2 and "--output is for --input FILE" in told.err
+    assert told.code == 2 and "--output needs --input FILE" in told.err
 
 
 def test_a_run_that_is_ended_goes_on(material, tmp_path, monkeypatch):
@@ -300,8 +302,8 @@ def test_chat(chatty, monkeypatch):
     second = line(f"<s>be\n<u>ab\n<a>{first}\n<u>cd\nef\n<a>")
     assert told.out == f"{first}\n{second}\n{first}\n"
     assert f"system: be\nuser: ab\nassistant: {escape(first)}\n" in told.err
-    assert "there is no /nothing; /help tells" in told.err
-    assert told.err.count("(the answer was cut at 5 tokens: raise --max-new-tokens)") == 3
+    assert "there is no command /nothing: /help lists" in told.err
+    assert told.err.count("(the reply was cut at 5 tokens: raise --max-new-tokens)") == 3
 
 
 def test_an_answer_that_stops_by_itself_is_not_called_cut(chatty, monkeypatch):

@@ -17,15 +17,12 @@ import yaml
 from tinyrun import dolmen
 
 import dolmen as package
-from dolmen.cli import VERBS, model_options
-from dolmen.cli.command import read, take
-from dolmen.cli.options import PARTS
-from dolmen.cli.options import VERBS as VERB_CLASSES
-from dolmen.cli.options import find as find_class
+from dolmen.cli import VERBS
+from dolmen.cli.command import CONFIGS, PARTS, read, read_handed
+from dolmen.cli.command import find as find_class
 from dolmen.cli.parse import groups, names
 from dolmen.cli.parse import options as options_by_name
-from dolmen.cli.runs import options_of_run, parse_run
-from dolmen.cli.short import SHORT
+from dolmen.cli.runs import SHORT, model_groups, parse_run, run_options
 from dolmen.core.config import to_dict
 from dolmen.core.messages import BadInput
 from dolmen.families import Model
@@ -249,7 +246,7 @@ def options(text: str) -> list[str]:
 def options_of(name: str, verb: str = "train") -> list[str]:
     """What suggestions are made of."""
     model = Model({"model_type": name})
-    own, family = options_of_run(verb), model_options.groups(model)
+    own, family = run_options(verb), model_groups(model)
     return names([*own.values(), *options_by_name(family).values()])
 
 
@@ -260,7 +257,7 @@ def names_of(cls: type) -> list[str]:
 @cache
 def known_options() -> list[list[str]]:
     """Option names of `train` with each family, and of each other verb."""
-    return [*map(options_of, FAMILIES), *map(names_of, map(find_class, VERB_CLASSES.values()))]
+    return [*map(options_of, FAMILIES), *map(names_of, map(find_class, CONFIGS.values()))]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -286,7 +283,7 @@ def test_options_of_other_verbs_are_frozen(verb):
     shown = dolmen(*verb.split(), "--help")
     assert shown.code == 0 and options(shown.out) == OTHERS[verb].split()
     named, _, part = verb.partition(" ")
-    known = PARTS[named][1][part] if part else VERB_CLASSES[named]
+    known = PARTS[named][1][part] if part else CONFIGS[named]
     assert sorted(names_of(find_class(known))) == sorted(OTHERS[verb].split())
 
 
@@ -416,7 +413,7 @@ def test_advice_names_options_that_exist(spelling):
         ("export run --output x", "did you mean --to?"),
         (
             "evaluate m a.txt",
-            "a.txt is no option: did you mean dolmen evaluate m --data.path a.txt",
+            "a.txt is not an option: did you mean dolmen evaluate m --data.path a.txt",
         ),
         ("export run dir --dtype float32", "did you mean dolmen export run --to dir --dtype float"),
         ("generate m Once upon", "did you mean dolmen generate m --prompt 'Once upon'"),
@@ -431,7 +428,7 @@ def test_advice_names_options_that_exist(spelling):
         ("train quickstart --name x", "--name is"),
         ("train quickstart --log.to", "--log.to needs a value"),
         ("schedule 1f1b --num-microbatches 2", "did you mean --microbatches?"),
-        ("recipes more", "more is no option: dolmen recipes --help lists them"),
+        ("recipes more", "more is not an option: dolmen recipes --help lists them"),
         ("recipes --all", "unknown option --all: dolmen recipes --help lists them"),
     ],
 )
@@ -492,17 +489,17 @@ def test_a_recipe_of_tuning_has_a_short_help(name):
     shown = dolmen("train", name, "--help")
     found = re.findall(r"(?m)^  --(\S+)", shown.out)
     assert shown.code == 0 and found == [*SHORT[name].options] and len(found) <= 15
-    assert {*found} <= {*TRAIN} and SHORT[name].needed <= {*found}
+    assert {*found} <= {*TRAIN} and SHORT[name].required <= {*found}
     example = SHORT[name].example.format(name=name)
     assert max(map(len, shown.out.splitlines())) <= 100 and example in shown.out
     recipe = to_dict(RECIPES[name]())
-    assert "(needed)" in shown.out
+    assert "(required)" in shown.out
     assert f"[{recipe['optimizer']['lr']:g}]" in shown.out
     assert f"[{recipe['train']['global_batch_size']}]" in shown.out
     words = shlex.split(example)
     assert words[:3] == ["dolmen", "train", name]
     assert {word.removeprefix("--") for word in words if word.startswith("--")} <= {*found}
-    assert {f"--{one}" for one in SHORT[name].needed} <= {*words}
+    assert {f"--{one}" for one in SHORT[name].required} <= {*words}
     whole = dolmen("train", name, "--help", "--all")
     assert whole.code == 0 and options(whole.out) == TRAIN
 
@@ -635,7 +632,7 @@ def test_a_worker_takes_the_run_that_its_launcher_has(words, tmp_path):
         "train", [*words, "--optimizer.lr", "0.1234567890123456789", "--train.seed", "7"]
     )
     file = launcher._write(tmp_path / "handed.yaml", to_dict(request))
-    assert take("train", Path(file)) == request
+    assert read_handed("train", Path(file)) == request
 
 
 @pytest.mark.parametrize(
@@ -648,7 +645,10 @@ def test_a_worker_takes_the_run_that_its_launcher_has(words, tmp_path):
 )
 def test_a_worker_takes_the_options_that_its_launcher_has(verb, words, tmp_path):
     options = read(verb, [*words.split(), "--device", "cpu"])
-    assert take(verb, Path(launcher._write(tmp_path / "handed.yaml", to_dict(options)))) == options
+    assert (
+        read_handed(verb, Path(launcher._write(tmp_path / "handed.yaml", to_dict(options))))
+        == options
+    )
 
 
 def test_a_model_is_made_of_options():

@@ -18,7 +18,7 @@ from dolmen.cli.runs import parse_run
 from dolmen.core import mesh as meshes
 from dolmen.data import inputs, loader
 from dolmen.launch import launcher, process
-from dolmen.recipes import changed
+from dolmen.recipes import overrides
 from dolmen.training import worker
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -197,7 +197,10 @@ OPTIONS = {
         "--model.mlp-only-layers is 'a': it must be whole numbers, or None",
     ),
     "no-value": ("--train.steps", "--train.steps needs a value"),
-    "flag": ("--train.compile yes", "yes is no option: --train.compile takes no such value"),
+    "flag": (
+        "--train.compile yes",
+        "yes is not an option: --train.compile does not take this value",
+    ),
     "literal": (
         "--train.dtype float8",
         "--train.dtype is 'float8': use one of float32, bfloat16, float16, float64",
@@ -217,9 +220,10 @@ OPTIONS = {
     ),
     "long-stray": (
         f"--train.compile {'a' * 500}",
-        f"{'a' * 77}... (500 characters) is no option: --train.compile takes no such value",
+        f"{'a' * 77}... (500 characters) is not an option: --train.compile does not take this "
+        "value",
     ),
-    "stray": ("stray", "stray is no option: did you mean dolmen train"),
+    "stray": ("stray", "stray is not an option: did you mean dolmen train"),
     # a terminal would turn the line around
     "override": ("--train.steps \u202e5", "--train.steps is '\\u202e5': it must be a whole number"),
     "override-name": ("--\u202ea 5", "unknown option --\\u202ea: dolmen train --help --all lists"),
@@ -423,7 +427,7 @@ def test_a_folder_that_holds_something(material, tmp_path):
 
 
 def test_a_folder_is_refused_before_a_model_is_opened(material, tmp_path, monkeypatch):
-    monkeypatch.setattr(changed, "begun", lambda *_: pytest.fail("a model was opened"))
+    monkeypatch.setattr(overrides, "resolve_init", lambda *_: pytest.fail("a model was opened"))
     (tmp_path / "notes.txt").write_text("mine")
     for words in (("--out", tmp_path), (f"--out={tmp_path}", "--train.steps", 3)):
         result = dolmen("train", "pretrain", "--init", material.model, *words)
@@ -642,12 +646,12 @@ def test_a_number_without_sense(material, tmp_path, option, value, want):
     ("words", "want"),
     [
         # what "$UNSET" is to a shell
-        (["train", "pretrain", ""], "'' is no option: dolmen train --help lists them"),
+        (["train", "pretrain", ""], "'' is not an option: dolmen train --help lists them"),
         (
             ["train", "pretrain", "--train.compile", ""],
-            "'' is no option: --train.compile takes no such value (dolmen train --help)",
+            "'' is not an option: --train.compile does not take this value (dolmen train --help)",
         ),
-        (["generate", "model", "--prompt", "a", ""], "'' is no option: dolmen generate --help"),
+        (["generate", "model", "--prompt", "a", ""], "'' is not an option: dolmen generate --help"),
         # in one order, whatever the hash of the day
         (
             ["generate", "model", "--prompt", "a", "--dtype", "float8"],

@@ -86,7 +86,7 @@ COSTS = {
         (["--costs", "other"], "other: "),
         (["--costs", "length"], "has 3 times, and there are 2 ranks and 2 stages: give one"),
         (["--costs", "none"], "none: cannot be read"),
-        (["--costs", "length", "--send", 1], "--costs has all times, and --send"),
+        (["--costs", "length", "--send", 1], "--costs and --send both set times"),
         (["--memory", 0.9], "--memory (0.9) must be at least 1: any schedule holds one microbatch"),
         (["--memory", "nan"], "--memory is nan: it must be finite"),
         (["--microbatches", 10**6], "6,000,000 actions are too many to search (40,000): use fewer"),
@@ -102,7 +102,10 @@ def test_searches_that_are_refused(words, want, tmp_path, monkeypatch):
     shown = dolmen("schedule", "search", "--pp", 2, *words)
     assert shown.code == 2 and want in shown.err and not shown.out, shown.err
     assert shown.err.count("\n") == 1 and {*tmp_path.iterdir()} == before
-    assert "--memory is of dolmen schedule search" in dolmen("schedule", "1f1b", "--memory", 2).err
+    assert (
+        "--memory is an option of dolmen schedule search only"
+        in dolmen("schedule", "1f1b", "--memory", 2).err
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,6 +135,6 @@ def test_a_file_fixes_its_sizes(tmp_path):
     shown = dolmen("schedule", tmp_path / "mine.txt", "--pp", 4)
     assert (
         shown.code == 2
-        and "is for pp 2, 1 microbatch and 1 virtual stage, but asked for are 4, 1 and 1"
+        and "is for pp 2, 1 microbatch and 1 virtual stage, but the options say 4, 1 and 1"
         in shown.err
     )

@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 import tinyrun
@@ -331,8 +330,7 @@ def test_a_person_who_waits_is_told_at_once(monkeypatch, capsys):
         raise BadInput("read")
 
     monkeypatch.setattr(command, "read", lambda *_: None)
-    for verb in LOADING:
-        monkeypatch.setitem(sys.modules, f"dolmen.cli.{verb}", SimpleNamespace(run=refuse))
+    monkeypatch.setattr(command, "run", refuse)
     for terminal in (True, False):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         for verb in LOADING:

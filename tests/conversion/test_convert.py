@@ -21,7 +21,7 @@ from dolmen.conversion.megatron import export, shares
 from dolmen.conversion.source import open_source
 from dolmen.families import Model
 from dolmen.files.safetensors import Stored
-from dolmen.files.torch_files import Writer
+from dolmen.files.torch_files import TorchFileWriter
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def test_a_model_that_megatron_does_not_compute(folders, tmp_path):
 
 def test_what_is_broken_off_leaves_nothing(folders, tmp_path, monkeypatch):
     where, _ = folders
-    real, written = Writer.write, []
+    real, written = TorchFileWriter.write, []
 
     def stop(self, name, tensor):
         written.append(name)
@@ -273,7 +273,7 @@ def test_what_is_broken_off_leaves_nothing(folders, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         real(self, name, tensor)
 
-    monkeypatch.setattr(Writer, "write", stop)
+    monkeypatch.setattr(TorchFileWriter, "write", stop)
     with pytest.raises(KeyboardInterrupt):
         run(where / "llama", tmp_path / "out", "megatron", tp=2)
     assert not any(tmp_path.iterdir())

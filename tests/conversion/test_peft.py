@@ -157,7 +157,7 @@ def test_what_could_not_be_multiplied_beside_a_base_is_refused(tmp_path):
     with pytest.raises(BadInput, match=r"adapter fr: it adapts head.weight, .*dolmen export"):
         check("head", "stated")
     check("dora", "stated")
-    with pytest.raises(BadInput, match="adapter fr: it is DoRA, .* --weights int8 keeps none"):
+    with pytest.raises(BadInput, match="adapter fr: it is DoRA, .* leave out --weights int8"):
         check("dora", "int8")
 
 

@@ -510,7 +510,7 @@ SUBJECTS = {
     ),
     "config.yaml": Subject(writes("run.yaml", RUN.encode()), read_run, same_run),
     "config.yaml of a run": Subject(
-        writes("run.yaml", gate.whole_yaml(RUN).encode()), read_run, same_run
+        writes("run.yaml", gate.seal_yaml(RUN).encode()), read_run, same_run
     ),
     "schedule.txt": Subject(
         writes("s.txt", schedule.format_schedule(ACTIONS).encode()),

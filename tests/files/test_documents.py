@@ -24,9 +24,9 @@ from dolmen.files.schema import (
     Null,
     Object,
     Real,
-    Row,
     Schema,
-    Text,
+    String,
+    TupleOf,
     check_value,
 )
 
@@ -57,11 +57,11 @@ def fitting(shape: Schema) -> st.SearchStrategy[Any]:
             fractions = st.floats(low, high, exclude_min=above)
             least, most = max(int(low) + 1, -(2**62)), min(int(high), 2**62)
             return fractions | st.integers(least, most) if least <= most else fractions
-        case Text(choices, longest):
+        case String(choices, longest):
             return st.sampled_from(choices) if choices else TEXT.filter(lambda t: len(t) <= longest)
         case List(item, shortest, _):
             return st.lists(fitting(item), min_size=shortest, max_size=shortest + 2)
-        case Row(items):
+        case TupleOf(items):
             return st.tuples(*map(fitting, items)).map(list)
         case Map(value, _):
             return st.dictionaries(TEXT, fitting(value), max_size=3)

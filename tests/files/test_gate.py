@@ -10,7 +10,18 @@ import yaml
 
 from dolmen.files import gate, kinds
 from dolmen.files.gate import Kind, Refused
-from dolmen.files.schema import Anything, Flag, Int, List, Map, Object, Real, Row, Text, optional
+from dolmen.files.schema import (
+    Anything,
+    Flag,
+    Int,
+    List,
+    Map,
+    Object,
+    Real,
+    String,
+    TupleOf,
+    optional,
+)
 
 ANY = Kind(Anything(), size=16 * gate.MIB)
 
@@ -168,14 +179,18 @@ SCHEMAS = [
     (Real(0, 1), [0, 1, 0.5], [-0.1, float("nan"), float("inf"), True, "0", 10**400]),
     (Real(0, above=True), [1e-9], [0, 0.0, -1]),
     (Flag(), [True, False], [0, 1, None, "yes"]),
-    (Text(("a", "b")), ["a"], ["c", 1, None]),
-    (Text(longest=2), ["ab", "ää"], ["abc", "\ud800"]),
+    (String(("a", "b")), ["a"], ["c", 1, None]),
+    (String(longest=2), ["ab", "ää"], ["abc", "\ud800"]),
     (optional(Int()), [None, 1], ["a", False]),
     (List(Int(), 1, 2), [[1], [1, 2]], [[], [1, 2, 3], ["a"], 1, {"a": 1}]),
-    (Row((Text(), Int())), [["a", 1]], [["a"], ["a", 1, 2], [1, "a"], "a1"]),
+    (TupleOf((String(), Int())), [["a", 1]], [["a"], ["a", 1, 2], [1, "a"], "a1"]),
     (Map(Int()), [{}, {"a": 1}], [{"a": "b"}, {1: 1}, {"\ud800": 1}, []]),
-    (Object({"a": Int()}, {"b": Text()}), [{"a": 1}, {"a": 1, "b": "x", "c": []}], [{}, {"a": ""}]),
-    (Object({}, {"b": Text()}, rest=None), [{}, {"b": ""}], [{"c": 1}]),
+    (
+        Object({"a": Int()}, {"b": String()}),
+        [{"a": 1}, {"a": 1, "b": "x", "c": []}],
+        [{}, {"a": ""}],
+    ),
+    (Object({}, {"b": String()}, rest=None), [{}, {"b": ""}], [{"c": 1}]),
     (Object(needs={"a": ("b",)}), [{}, {"b": 1}, {"a": 1, "b": 1}], [{"a": 1}]),
 ]
 
@@ -183,16 +198,16 @@ SCHEMAS = [
 @pytest.mark.parametrize("schema, good, bad", SCHEMAS, ids=lambda v: type(v).__name__)
 def test_schemas(schema, good, bad):
     for value in good:
-        assert gate.checked(value, "f", schema) == value
+        assert gate.check_schema(value, "f", schema) == value
     for value in bad:
-        assert refused(gate.checked, value, "f", schema).startswith("f: ")
+        assert refused(gate.check_schema, value, "f", schema).startswith("f: ")
 
 
 def test_messages_name_the_field():
     schema = Object({"a": List(Object({"b": optional(Int(1, 4096))}))})
-    message = refused(gate.checked, {"a": [{"b": 1}, {"b": 10**9}]}, "f", schema)
+    message = refused(gate.check_schema, {"a": [{"b": 1}, {"b": 10**9}]}, "f", schema)
     assert message == "f: a[1].b is 1000000000: it must be null or an integer from 1 to 4,096"
-    message = refused(gate.checked, {"tie_word_embeddings": "yes"}, "f", Map(Flag()))
+    message = refused(gate.check_schema, {"tie_word_embeddings": "yes"}, "f", Map(Flag()))
     assert message == "f: tie_word_embeddings is 'yes': it must be true or false"
 
 
@@ -206,7 +221,7 @@ def test_a_million_values_are_checked_in_a_second(tmp_path):
 
 def test_yaml_that_promises_its_end(tmp_path):
     """Every part of it that is cut off at a line, or in its first, is refused."""
-    file, whole = tmp_path / "a.yaml", gate.whole_yaml("a: 1\nb: 2\n")
+    file, whole = tmp_path / "a.yaml", gate.seal_yaml("a: 1\nb: 2\n")
     file.write_text(whole)
     assert gate.read_yaml(file, ANY) == {"a": 1, "b": 2}
     for end in range(1, len(whole)):

@@ -10,7 +10,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from dolmen.files import sentencepiece_model, tokenizer_files
 from dolmen.files.gate import Refused
-from dolmen.files.sentencepiece_model import Piece, record
+from dolmen.files.sentencepiece_model import VocabularyPiece, record
 
 
 def made(**options) -> bytes:
@@ -33,7 +33,7 @@ def test_it_is_read_as_protobuf_reads_it(content):
     theirs = sentencepiece_model_pb2.ModelProto()
     theirs.ParseFromString(content)
     model = sentencepiece_model.parse(content, "x")
-    assert model.pieces == tuple(Piece(p.piece, p.score, p.type) for p in theirs.pieces)
+    assert model.pieces == tuple(VocabularyPiece(p.piece, p.score, p.type) for p in theirs.pieces)
     assert model.charsmap == theirs.normalizer_spec.precompiled_charsmap != b""
     assert sentencepiece_model.charsmap(content) == model.charsmap
     assert tokenizer_files.longest_replacement(model.charsmap) == 18, "of U+FDFA, by NFKC"
@@ -46,7 +46,7 @@ def test_pieces_are_added_behind_and_nothing_else_changes(content):
     model = sentencepiece_model.parse(content + record(4, b"self test"), "x")
     assert model.content == content
     grown = sentencepiece_model.add_pieces(
-        model, [Piece("\u5929\u6c14", -999.5), Piece("<pad>", 0, 3)]
+        model, [VocabularyPiece("\u5929\u6c14", -999.5), VocabularyPiece("<pad>", 0, 3)]
     )
     assert grown.startswith(model.content)
     theirs = sentencepiece_model_pb2.ModelProto()
@@ -58,7 +58,7 @@ def test_pieces_are_added_behind_and_nothing_else_changes(content):
     loaded = sentencepiece.SentencePieceProcessor(model_proto=grown)
     assert loaded.encode("\u5929\u6c14")[-1] == 300
     with pytest.raises(ValueError, match="'<unk>' is a piece already"):
-        sentencepiece_model.add_pieces(model, [Piece("<unk>", 0)])
+        sentencepiece_model.add_pieces(model, [VocabularyPiece("<unk>", 0)])
 
 
 def test_other_models_are_refused(content):

@@ -21,7 +21,7 @@ import torch
 from dolmen.files import pickles, torch_files
 from dolmen.files.gate import Refused
 from dolmen.files.safetensors import Spec
-from dolmen.files.torch_files import Namespace, Writer, load, tensors
+from dolmen.files.torch_files import Namespace, TorchFileWriter, load, tensors
 
 
 class Call:
@@ -202,12 +202,12 @@ def test_what_is_written_torch_loads(tmp_path):
     spec, file = Spec((3, 4), torch.bfloat16), tmp_path / "a.pt"
     said = {"args": argparse.Namespace(a=1), "model": {"x": {"w": spec}, "y": spec}, "n": 3}
     x, y = torch.randn(3, 4).bfloat16(), torch.randn(4, 3).t()
-    out = Writer(file, said)
+    out = TorchFileWriter(file, said)
     out.write("model.y", y)
     with pytest.raises(KeyError, match="model.y"):
         out.write("model.y", y)
     with pytest.raises(ValueError, match="is \\(4, 3\\), to be stored as \\(3, 4\\)"):
-        Writer(tmp_path / "b.pt", said).write("model.y", y.t())
+        TorchFileWriter(tmp_path / "b.pt", said).write("model.y", y.t())
     out.write("model.x.w", x)
     out.close()
     for mapped in (False, True):
@@ -221,7 +221,7 @@ def test_what_is_written_torch_loads(tmp_path):
     }
     with zipfile.ZipFile(file) as archive:
         assert archive.testzip() is None
-    short = Writer(tmp_path / "c.pt", said)
+    short = TorchFileWriter(tmp_path / "c.pt", said)
     with pytest.raises(KeyError, match="2 tensors never came, e.g. .'model.x.w'"):
         short.close()
 
@@ -230,7 +230,7 @@ def test_what_is_large_has_long_sizes(tmp_path, monkeypatch):
     """As of 2 GiB: the header of the entry grows, and the numbers stay aligned."""
     monkeypatch.setattr(torch_files, "LARGE", 8)
     file, value = tmp_path / "a.pt", torch.randn(5)
-    out = Writer(file, {"w": Spec((5,), torch.float32)})
+    out = TorchFileWriter(file, {"w": Spec((5,), torch.float32)})
     out.write("w", value)
     out.close()
     assert torch.equal(torch.load(file)["w"], value)

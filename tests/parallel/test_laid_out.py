@@ -15,8 +15,7 @@ from dolmen.ops import int8
 from dolmen.parallel import inference_linear
 from dolmen.parallel.tensor import Linear
 from dolmen.serving.engine import Engine, generate
-from dolmen.serving.request import Request
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.request import Request, SamplingParams
 
 LARGE = Flat(
     vocab_size=300,

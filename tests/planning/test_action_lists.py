@@ -13,13 +13,13 @@ import pytest
 from dolmen.parallel.schedule import Action, Schedule, format_schedule, from_file
 from dolmen.parallel.simulation import Cost, check_schedule, make_schedule, simulate_stages
 from dolmen.planning.action_lists import exact, greedy, search
-from dolmen.planning.action_lists.problem import Costs, Problem, bound
+from dolmen.planning.action_lists.problem import Costs, ScheduleProblem, bound
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "searched.txt"
 UNEVEN = Costs("uneven", {"forward": 1.0, "input": 1.4, "weight": 0.6, "send": 0.5})
 
 
-def every_list(problem: Problem) -> list[tuple[Action, ...]]:
+def every_list(problem: ScheduleProblem) -> list[tuple[Action, ...]]:
     """All lists of a rank that keep the order of a microbatch and the memory; microbatches in any
     order but that of their forwards, which only names them.
     """
@@ -50,7 +50,7 @@ def every_list(problem: Problem) -> list[tuple[Action, ...]]:
     return found
 
 
-def brute(problem: Problem) -> float:
+def brute(problem: ScheduleProblem) -> float:
     """The shortest of all combinations of lists."""
 
     def spans() -> Iterator[float]:
@@ -92,7 +92,7 @@ def test_nothing_is_shorter(ranks, micros, chunks, placement, splits, memory):
     chance = random.Random(f"{ranks}{micros}{chunks}{placement}{splits}")
     for _ in range(2):
         costs = drawn(chance, ranks * chunks)
-        problem = Problem(ranks, micros, chunks, placement, splits, costs, memory)
+        problem = ScheduleProblem(ranks, micros, chunks, placement, splits, costs, memory)
         proof, want = exact.Search(problem, float("inf")), brute(problem)
         proof.run()
         assert proof.span == proof.proven == pytest.approx(want, rel=1e-12), costs
@@ -106,7 +106,7 @@ def test_an_early_forward_may_take_the_place_of_another():
     """
     chance, shorter = random.Random(0), 0
     for _ in range(40):
-        problem = Problem(2, 3, 2, "v", False, drawn(chance, 4), 1.5)
+        problem = ScheduleProblem(2, 3, 2, "v", False, drawn(chance, 4), 1.5)
         eager = Eager(problem, float("inf"))
         proof = exact.Search(problem, float("inf"))
         eager.run()
@@ -167,7 +167,7 @@ def test_lists_by_preference_never_lock():
     for chunks, memory in ((1, 1), (2, 1), (2, 1.5), (3, 1), (3, 4 / 3), (3, 2), (4, 1.25)):
         for placement in ("loop", "v")[: 1 + (chunks == 2)]:
             costs = drawn(random.Random(chunks), 3 * chunks)
-            problem = Problem(3, 7, chunks, placement, True, costs, memory)
+            problem = ScheduleProblem(3, 7, chunks, placement, True, costs, memory)
             chance = random.Random(0)
             for _ in range(40):
                 assert greedy.greedy(problem, greedy.draw(problem, chance)).done

@@ -8,10 +8,10 @@ from dolmen.families import replace_fields
 from dolmen.ops.kernels import KNOWN
 from dolmen.planning.capacity import Capacity
 from dolmen.planning.dryrun import dryrun
-from dolmen.planning.space import Choice
+from dolmen.planning.space import LayoutChoice
 from dolmen.recipes import RECIPES
 
-ONE = Choice(1, 1, 1, 8, 1, 1, False, "ring", "1f1b", 1, "none", None, 2)
+ONE = LayoutChoice(1, 1, 1, 8, 1, 1, False, "ring", "1f1b", 1, "none", None, 2)
 CASES = {
     "one rank": ("gpt-1.7b", 64, ONE),
     "pipeline": (

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from spawning import Row as Case
+from spawning import LedgerRow as Case
 from tinyrun import dolmen
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -35,8 +35,8 @@ from dolmen.objectives.objective import CrossEntropy
 from dolmen.ops.kernels import CPU, H100
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows
 from dolmen.planning.dryrun import dryrun
-from dolmen.planning.ledger import Ledger, Row
-from dolmen.planning.operations import OURS, WEIGHTS, Share
+from dolmen.planning.ledger import Ledger, LedgerRow
+from dolmen.planning.operations import OURS, WEIGHTS, RankShare
 from dolmen.planning.steady_state import shorten_step, uneven_stages
 from dolmen.training import loop
 from dolmen.training.config import RunConfig, TrainConfig
@@ -366,7 +366,7 @@ def test_the_fewest_microbatches_stand_for_all(schedule, pp, chunks, micros, dp,
 def test_a_plan_adds_gradients_as_a_step_does():
     """Each microbatch, half precision to fp32; those of norms are too few for a plan."""
     run = run_of(LLAMA, Layout(dp=2, zero=1), dtype="bfloat16")
-    tree, share = run.tree, Share(1, LENGTH)
+    tree, share = run.tree, RankShare(1, LENGTH)
     works = [block_rows(tree, number, share, OURS) for number in range(tree.layers)]
     works += [make(tree, share, OURS) for make in (embedding_rows, head_rows)]
     every = (row for work in works for row in (*work.forward, *work.backward))
@@ -378,7 +378,7 @@ def test_a_plan_adds_gradients_as_a_step_does():
     assert added == planned + norms == 10 * sum(math.prod(leaf.shape) for leaf in leaves)
 
 
-def moved(rows: Iterable[Row]) -> int:
+def moved(rows: Iterable[LedgerRow]) -> int:
     """Bytes read and written."""
     return sum(row.read + row.written for row in rows)
 
@@ -403,7 +403,7 @@ def test_a_plan_multiplies_and_sends_as_a_step_does(case):
         micros = run.train.global_batch_size // (layout.dp or 1)
         rows = dryrun(run, 0, hardware=H100).rows
         found.append(counted(row for row in rows if row.axis not in ("dp", "edp", "world")))
-    share = Share(1, LENGTH, layout.tp, layout.cp, layout.sequence_parallel, layout.ep)
+    share = RankShare(1, LENGTH, layout.tp, layout.cp, layout.sequence_parallel, layout.ep)
     work = block_rows(run.tree, 0, share, OURS)
     planned = counted((*work.forward, *work.backward))
     found[0].subtract(found[1])
@@ -414,7 +414,7 @@ def test_a_plan_multiplies_and_sends_as_a_step_does(case):
         assert micros * number == pytest.approx(found[0][name], rel=0.02), (case, name)
 
 
-def counted(rows: Iterable[Row]) -> Counter:
+def counted(rows: Iterable[LedgerRow]) -> Counter:
     """FLOPs by kind; bytes by axis, of all that is gathered, scattered, summed or sent."""
     out = Counter()
     for row in rows:
@@ -533,5 +533,5 @@ def test_a_layout_that_cannot_be_is_refused_before_torch(monkeypatch):
 
 
 def test_plans_and_refusals_import_no_torch():
-    code = "import sys, dolmen.cli.dryrun, dolmen.cli.plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, dolmen.cli.planning; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -17,8 +17,8 @@ from dolmen.model.spec import (
     NormSpec,
 )
 from dolmen.planning.blocks import block_rows
-from dolmen.planning.operations import Program, Share
-from dolmen.planning.step import Spread
+from dolmen.planning.operations import Program, RankShare
+from dolmen.planning.step import ErrorSpread
 
 GPT = BlockSpec(
     AttentionSpec(64, 64, 96, True, True, True, True),
@@ -33,7 +33,7 @@ TREE = ModelSpec(
 
 def rows_of(recompute: str = "none", sequence_parallel: bool = False, **program):
     program = Program(**{"attention": "scores", "dropout": True, **program})
-    share = Share(B, S, T, sequence_parallel=sequence_parallel)
+    share = RankShare(B, S, T, sequence_parallel=sequence_parallel)
     return block_rows(TREE, 0, share, program).add_recomputation(recompute)
 
 
@@ -75,7 +75,7 @@ def error(names: list[str]) -> float:
     """Mean absolute error of all rows of these files, as a share."""
     errors = []
     for row in read_rows([FOLDER / f"{name}.csv" for name in names]):
-        predicted = predict(row, lambda device: Spread(0.1, 0, False)).forecast
+        predicted = predict(row, lambda device: ErrorSpread(0.1, 0, False)).forecast
         measured = row.measured()
         assert predicted is not None and predicted.fits and measured, row.row_id
         errors.append(abs(predicted.estimate.seconds / measured - 1))
@@ -104,7 +104,7 @@ def test_weak_scaling_of_2019_follows_from_what_is_sent():
     """
     found = []
     for row in read_rows([FOLDER / "megatron2019_weak.csv"]):
-        predicted = predict(row, lambda device: Spread(0.1, 0, False)).forecast
+        predicted = predict(row, lambda device: ErrorSpread(0.1, 0, False)).forecast
         assert predicted is not None
         found.append(predicted.hfu)
     points = [100 * hfu / found[0] for hfu in found]

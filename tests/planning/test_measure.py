@@ -4,9 +4,9 @@ import pytest
 
 from dolmen.planning import measure
 from dolmen.planning.hardware import read_cluster
-from dolmen.planning.measure import CLUSTER, Measured, device_text
+from dolmen.planning.measure import CLUSTER, MeasuredRates, device_text
 
-FOUND = Measured({"fp32": 5e10, "bf16": 2e11}, 0.7, 8e9, 2e-6)
+FOUND = MeasuredRates({"fp32": 5e10, "bf16": 2e11}, 0.7, 8e9, 2e-6)
 
 
 def test_what_was_measured_is_read_as_a_cluster(tmp_path):

@@ -10,17 +10,17 @@ from dolmen.planning.blocks import block_rows, embedding_rows, head_rows
 from dolmen.planning.capacity import Capacity
 from dolmen.planning.cost import CONTENTION
 from dolmen.planning.hardware import read_cluster
-from dolmen.planning.operations import OURS, Share
+from dolmen.planning.operations import OURS, RankShare
 from dolmen.planning.pricing import Pricing, exposed_seconds
-from dolmen.planning.space import Choice, Pins, Space
-from dolmen.planning.step import Spread, step_time
+from dolmen.planning.space import LayoutChoice, Pins, Space
+from dolmen.planning.step import ErrorSpread, step_time
 from dolmen.recipes import RECIPES
 
 
 def pricing(name: str, nodes: int, batch: int) -> Pricing:
     tree = RECIPES[name]().tree
     cluster = read_cluster(f"dgx-a100:{nodes}")
-    spread = Spread(0.2, 0, False)
+    spread = ErrorSpread(0.2, 0, False)
     return Pricing(Capacity(tree, 2048), cluster, batch, "bf16", spread)
 
 
@@ -43,7 +43,7 @@ def test_the_closed_form_is_what_a_simulation_takes():
 
 def test_a_long_step_is_its_beginning_and_more_of_the_same():
     prices = pricing("gpt-7.5b", 4, 512)
-    choice = Choice(2, 1, 4, 4, 1, 1, False, "ring", "1f1b", 1, "none", None, 1)
+    choice = LayoutChoice(2, 1, 4, 4, 1, 1, False, "ring", "1f1b", 1, "none", None, 1)
     found = prices.full(choice)
     assert found.schedule.micros < prices.micros(choice) == 128
     lists = make_schedule("1f1b", 4, 128)
@@ -59,7 +59,7 @@ def test_rows_have_the_products_of_the_model(name):
     """
     tree = RECIPES[name]().tree
     for tp in (1, 8):
-        share = Share(1, 2048, tp)
+        share = RankShare(1, 2048, tp)
         works = [block_rows(tree, i, share, OURS) for i in range(tree.layers)]
         works += [make(tree, share, OURS) for make in (embedding_rows, head_rows)]
         rows = [row for work in works for row in (*work.forward, *work.backward)]

@@ -8,7 +8,7 @@ from benchmarks.planning.jobs import jobs
 from benchmarks.planning.predict import predict
 from benchmarks.planning.published import FOLDER, bare, read_rows, understood
 from dolmen.model.spec import MoESpec
-from dolmen.planning.step import Spread
+from dolmen.planning.step import ErrorSpread
 
 ROW = {
     "gpu": "A100-SXM4-80GB",
@@ -35,7 +35,7 @@ def row_of(**changes: str):
 
 
 def predicted(**changes: str):
-    return predict(row_of(**changes), lambda device: Spread(0.1, 0, False))
+    return predict(row_of(**changes), lambda device: ErrorSpread(0.1, 0, False))
 
 
 def test_every_published_file_is_read_without_a_warning():

@@ -15,7 +15,7 @@ from dolmen.ops.kernels import H100, HALF, choose
 from dolmen.parallel.simulation import make_schedule, simulate
 from dolmen.planning.capacity import LOGITS, Capacity, microbatches_in_flight
 from dolmen.planning.ranks import stages_of
-from dolmen.planning.space import Choice, Pins, Space
+from dolmen.planning.space import LayoutChoice, Pins, Space
 from dolmen.recipes import RECIPES
 
 DENSE = Flat(
@@ -31,7 +31,7 @@ SPARSE = of_layers(Tiny(RECIPES["mixtral-8x7b"]().tree), 4).tree
 SIZES = (1, 2, 3, 4, 6, 8, 12, 24)
 
 
-def brute(tree, gpus: int, batch: int, length: int) -> set[Choice]:
+def brute(tree, gpus: int, batch: int, length: int) -> set[LayoutChoice]:
     """What `Layout.check` takes of everything, less what has no effect."""
     found = set()
     names = [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("zero-bubble-v", 2)]
@@ -62,7 +62,7 @@ def brute(tree, gpus: int, batch: int, length: int) -> set[Choice]:
                     for context in ("ring", "gather") if cp > 1 else ("ring",):
                         for again in ("none", "selective", "full"):
                             found.add(
-                                Choice(
+                                LayoutChoice(
                                     *(tp, cp, pp, dp, ep, zero, stream, context, name, chunks),
                                     *(again, None, micro),
                                 )
@@ -130,7 +130,7 @@ def test_microbatches_in_flight_are_those_of_the_lists(name):
         lists = make_schedule(name, ranks, micros, chunks)
         found = [microbatches_in_flight(name, ranks, micros, chunks, rank) for rank in range(ranks)]
         assert found == pytest.approx(simulate(lists).peak, abs=1e-12)
-        choice = Choice(1, 1, ranks, 1, 1, 1, False, "ring", name, chunks, "none", None, 1)
+        choice = LayoutChoice(1, 1, ranks, 1, 1, 1, False, "ring", name, chunks, "none", None, 1)
         for rank in range(ranks):
             here = [lists.stage_of(rank, chunk) for chunk in range(chunks)]
             assert stages_of(choice, rank) == here
@@ -161,7 +161,7 @@ def test_every_parameter_is_held_once_and_a_tied_table_twice():
         (3, "1f1b", 1, 1),
         (3, "zero-bubble-v", 2, 0),
     ):
-        choice = Choice(1, 1, pp, 4, 1, 0, False, "ring", name, chunks, "none", None, 1)
+        choice = LayoutChoice(1, 1, pp, 4, 1, 0, False, "ring", name, chunks, "none", None, 1)
         found = sum(one.live.parameter for one in Capacity(tree, 2048).stages(choice, 96))
         assert found == 4 * (count.parameters(tree) + twice * table)
 
@@ -173,7 +173,7 @@ def test_states_follow_the_forms_of_zero():
     tree = RECIPES["gpt-1.7b"]().tree
     p = count.parameters(tree)
     for zero in (0, 1, 2, 3):
-        choice = Choice(1, 1, 1, 8, 1, zero, False, "ring", "1f1b", 1, "none", None, 1)
+        choice = LayoutChoice(1, 1, 1, 8, 1, zero, False, "ring", "1f1b", 1, "none", None, 1)
         live = Capacity(tree, 2048).stage_memory(choice, 0, 64).live
         shard = p if zero == 0 else -(-p // 8)
         assert (live.parameter, live.optimizer) == (4 * shard, 8 * shard)

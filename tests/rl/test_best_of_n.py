@@ -48,7 +48,7 @@ def test_the_best_of_each_row_is_written(asked, tmp_path, material):
         assert one == {**row, **chosen, "reward": pytest.approx(float(rewards.max()), rel=1e-4)}
         assert rewards.std() > 1e-3
     mean = sum(one["reward"] for one in best) / 3
-    assert f"has the best answer of 3 rows: a reward of {mean:.4g}" in told.out
+    assert f"has the best completion of 3 rows: a reward of {mean:.4g}" in told.out
 
 
 @pytest.mark.slow

@@ -4,8 +4,7 @@ from decoders import VOCABULARY
 
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.serving.engine import Engine
-from dolmen.serving.request import FinishedSequence, Limits, Request
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.request import FinishedSequence, Limits, Request, SamplingParams
 
 WARM = SamplingParams(temperature=1.2, top_k=20, max_new_tokens=8)
 LONG = [(7 * i) % VOCABULARY for i in range(20)]  # with 8 new ones a page and a part of the next

@@ -18,10 +18,10 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.optim.optimizer import DTYPES
 from dolmen.serving import adapters
+from dolmen.serving.config import ServeConfig
 from dolmen.serving.engine import Engine, load_decoder, stop_tokens
 from dolmen.serving.http import server
-from dolmen.serving.http.config import ServeConfig
-from dolmen.serving.http.loop import Loop
+from dolmen.serving.http.loop import EngineLoop
 
 KEY = "a-key-of-tests"
 TEMPLATE = (
@@ -54,7 +54,7 @@ class Served:
         source = open_source(self.config.folder)
         tokenizer = load_tokenizer(tokenizer_folder(source), option="", probe=False)
         self.model = load_decoder(source, dtype=DTYPES["float32"])
-        reader = server.reader_of(self.config, source, tokenizer, tell=False)
+        self.parser = server.build_parser(self.config, source, tokenizer, verbose=False)
         known = tokenizer.get_vocab().values()
         low = adapters.open_adapters(adapters.parse_adapters(self.config.adapters), source)
         self.engine = Engine(
@@ -64,23 +64,25 @@ class Served:
             limits=self.config.limits,
             adapters=adapters.place_adapters(low, self.model),
         )
-        self.told: list[str] = []
-        self.loop = Loop(self.engine, SINGLE)
-        bound = server.listening(self.config)
-        self.front = server.Front(self.config, reader, self.loop, bound, self.told.append)
-        self.url = self.front.address
+        self.announced: list[str] = []
+        self.loop = EngineLoop(self.engine, SINGLE)
+        listener = server.bind_socket(self.config)
+        self.http = server.HttpThread(
+            self.config, self.parser, self.loop, listener, self.announced.append
+        )
+        self.url = self.http.address
         self.failed: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         with self.engine:
-            self.front.start()
+            self.http.start()
             try:
-                self.loop.run(self.front.tell)
+                self.loop.run(self.http.dispatch)
             except BaseException as error:
                 self.failed = error
             finally:
-                self.front.end()
+                self.http.join()
 
     def client(self, **options: object) -> openai.OpenAI:
         said = {"api_key": KEY, "max_retries": 0, "timeout": 60.0, **options}
@@ -106,8 +108,8 @@ class Served:
     @property
     def idle(self) -> bool:
         """Whether nothing is held of any request."""
-        own = self.front.sessions
-        left = own.open or own.by_number or self.engine.busy or self.engine.pages
+        sessions = self.http.sessions
+        left = sessions.open or sessions.by_number or self.engine.busy or self.engine.pages
         return not left and self.loop.load.running == 0
 
 
@@ -116,14 +118,14 @@ def serving(folder: Path, **config: object) -> Iterator[Served]:
     """Within, the model is served."""
     served = Served(folder, **config)
     served.thread.start()
-    until(lambda: served.front.server.started)
+    until(lambda: served.http.server.started)
     try:
         yield served
     finally:
-        served.front.stop()
-        served.front.stop()
+        served.http.stop()
+        served.http.stop()
         served.thread.join(30)
-        assert not served.thread.is_alive() and not served.front.thread.is_alive()
+        assert not served.thread.is_alive() and not served.http.thread.is_alive()
 
 
 def until(found: Callable[[], object], seconds: float = 30.0) -> None:

@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList
 from transformers.generation import logits_process as theirs
 
+from dolmen.serving.request import SamplingParams
 from dolmen.serving.sampling import process
-from dolmen.serving.sampling_params import SamplingParams
 
 ROWS, VOCABULARY = 40, 53
 CHANCE = torch.Generator().manual_seed(0)

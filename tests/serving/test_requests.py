@@ -14,8 +14,7 @@ from dolmen.model import head
 from dolmen.serving import sampling
 from dolmen.serving.block_table import PAGE_SIZE
 from dolmen.serving.engine import Engine, run_whole
-from dolmen.serving.request import Limits, Request
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.request import Limits, Request, SamplingParams
 
 
 @pytest.fixture(scope="module")

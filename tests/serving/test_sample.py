@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dolmen.serving import sampling
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.request import SamplingParams
 
 LOGITS = 3 * torch.randn(20, 17, generator=torch.Generator().manual_seed(0))
 

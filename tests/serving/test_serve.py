@@ -18,8 +18,7 @@ import dolmen as package
 from dolmen.conversion import peft
 from dolmen.conversion.source import open_source
 from dolmen.serving.engine import Engine
-from dolmen.serving.request import Request
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.request import Request, SamplingParams
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -172,7 +171,7 @@ def test_prompts_of_a_request_draw_each_by_itself(client):
 
 
 def test_log_probabilities_are_the_engines(service, client):
-    reader = service.front.reader.tokenizer
+    reader = service.parser.tokenizer
     tokens = reader("abc def")["input_ids"]
     found = client.completions.create(
         model="model", prompt="abc def", temperature=0, max_tokens=9, logprobs=3
@@ -200,7 +199,7 @@ def test_log_probabilities_are_the_engines(service, client):
 
 
 def test_a_bias_decides_and_minimum_tokens_hold(client, service):
-    tokens = service.front.reader.tokenizer
+    tokens = service.parser.tokenizer
     token = tokens.get_vocab()["j"]
     asked = dict(model="model", prompt="abc", temperature=0, max_tokens=5)
     found = client.completions.create(**asked, logit_bias={str(token): 100})
@@ -283,7 +282,7 @@ def test_models_health_and_metrics(service, client):
     assert number("dolmen_requests_total", path="/v1/completions", status="200") == done + 1
     assert number("dolmen_requests_total", status="400") == bad + 1
     assert number("dolmen_request_seconds_count") >= done + 1
-    assert number("dolmen_cache_pages") == number("dolmen_answers_running") == 0
+    assert number("dolmen_cache_pages") == number("dolmen_completions_running") == 0
 
 
 def test_generation_config_says_what_a_request_leaves_open(model, tmp_path, alone):
@@ -297,7 +296,7 @@ def test_generation_config_says_what_a_request_leaves_open(model, tmp_path, alon
         assert found.usage.completion_tokens == 5
         chat = own.client().chat.completions.create(model="other", messages=HELLO, temperature=0)
         assert chat.usage.completion_tokens == 5
-        assert own.told[0] == f"serving other at {own.url}/v1"
+        assert own.announced[0] == f"serving other at {own.url}/v1"
 
 
 def test_a_chat_without_a_limit_fills_what_the_model_has(model):
@@ -345,7 +344,7 @@ def test_each_adapter_is_a_model_of_its_name(model, alone, tmp_path):
             for name in ("model", "fr")
         ]
         assert texts[0] != texts[1]
-        with pytest.raises(openai.NotFoundError, match="ask for 'model', 'fr', 'de'"):
+        with pytest.raises(openai.NotFoundError, match="use 'model', 'fr', 'de'"):
             client.completions.create(model="law", prompt="a")
         until(lambda: made.idle)
 

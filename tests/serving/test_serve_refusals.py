@@ -20,14 +20,13 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from dolmen.core.messages import BadInput
 from dolmen.data.tokenizer import bytes_of, load_tokenizer
-from dolmen.serving.detokenizer import Detokenizer
+from dolmen.serving.config import ServeConfig
+from dolmen.serving.generation import Detokenizer
 from dolmen.serving.http import server
-from dolmen.serving.http.config import ServeConfig
-from dolmen.serving.http.reader import Reader
-from dolmen.serving.http.responses import by_name
-from dolmen.serving.http.session import Session, Tokens, Written
-from dolmen.serving.request import LogProb, NewToken
-from dolmen.serving.sampling_params import SamplingParams
+from dolmen.serving.http.request_parser import RequestParser
+from dolmen.serving.http.responses import CompletionStream, TokenTexts, top_logprobs
+from dolmen.serving.http.session import Session
+from dolmen.serving.request import LogProb, NewToken, SamplingParams
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -73,12 +72,12 @@ BAD = {
     "true for a number": (GOOD | {"max_tokens": True}, "max_tokens"),
     "half a token": (GOOD | {"max_tokens": 1.5}, "max_tokens"),
     "fewer than no tokens": (GOOD | {"max_tokens": -1}, "max_tokens"),
-    "huge max_tokens": (GOOD | {"max_tokens": 10**9}, "the most together"),
+    "huge max_tokens": (GOOD | {"max_tokens": 10**9}, "for both together"),
     "beyond 64 bits": (GOOD | {"max_tokens": 10**30}, "64 bits"),
     "n of 0": (GOOD | {"n": 0}, "n:"),
     "n beyond all": (GOOD | {"n": 10**6}, "n:"),
     "another best_of": (GOOD | {"best_of": 4}, "best_of"),
-    "a suffix": (GOOD | {"suffix": "x"}, "suffix is what follows the text"),
+    "a suffix": (GOOD | {"suffix": "x"}, "suffix is not supported"),
     "an unknown field": (GOOD | {"guided_json": {}}, "guided_json"),
     "an empty stop": (GOOD | {"stop": ""}, "stop"),
     "an empty stop among others": (GOOD | {"stop": ["a", ""]}, "stop"),
@@ -169,7 +168,7 @@ def test_nobody_asks_without_the_key(service):
 
 
 def connected(own) -> socket.socket:
-    return socket.create_connection(own.front.bound.getsockname(), timeout=20)
+    return socket.create_connection(own.http.listener.getsockname(), timeout=20)
 
 
 def test_who_does_not_say_what_it_wants_is_left(model):
@@ -193,7 +192,7 @@ def test_who_does_not_say_what_it_wants_is_left(model):
         with connected(own) as one:
             one.sendall(health + b"x: " + b"a" * 3000)
             assert one.recv(1000).startswith(b"HTTP/1.1 400 ")
-        until(lambda: not own.front.server.server_state.connections)
+        until(lambda: not own.http.server.server_state.connections)
         with connected(own) as one:  # whole, and in one piece
             one.sendall(health + b"x: " + b"a" * 3000 + b"\r\n\r\n")
             assert one.recv(1000).startswith(b"HTTP/1.1 400 ")
@@ -202,10 +201,10 @@ def test_who_does_not_say_what_it_wants_is_left(model):
             assert one.recv(1000).startswith(b"HTTP/1.1 200 ")
     with serving(model, max_connections=3) as own:
         several = [connected(own) for _ in range(3)]
-        until(lambda: len(own.front.server.server_state.connections) == 3)
+        until(lambda: len(own.http.server.server_state.connections) == 3)
         assert own.get("/health").status_code == 503
         several.pop().close()
-        until(lambda: len(own.front.server.server_state.connections) == 2)
+        until(lambda: len(own.http.server.server_state.connections) == 2)
         assert own.get("/health").status_code == 200
         for one in several:
             one.close()
@@ -222,7 +221,7 @@ def test_who_goes_away_holds_nothing(service):
         with pytest.raises(openai.APITimeoutError):
             service.client(timeout=0.05).completions.create(**LONG, n=3)
 
-    before = service.front.sessions.metrics.new._value.get()
+    before = service.http.sessions.metrics.new._value.get()
     leave()
     until(lambda: service.idle)
     held = service.engine._runner.cache.table.total
@@ -230,10 +229,10 @@ def test_who_goes_away_holds_nothing(service):
         leave()
     until(lambda: service.idle)
     gc.collect()
-    alive = [one for one in gc.get_objects() if type(one) in (Session, Written)]
+    alive = [one for one in gc.get_objects() if type(one) in (Session, CompletionStream)]
     assert not alive
     assert service.engine._runner.cache.table.total <= 2 * held
-    written = service.front.sessions.metrics.new._value.get() - before
+    written = service.http.sessions.metrics.new._value.get() - before
     assert written < 5 * 6 * 500 / 2  # most of what was asked for was not written
     assert service.post(COMPLETIONS, json=GOOD).status_code == 200
 
@@ -256,10 +255,10 @@ def test_an_answer_that_has_its_stop_string_is_written_no_more(service):
 def test_a_request_has_so_much_time(model):
     with serving(model, time_limit=0.3) as own:
         own.engine.step = slowly(own.engine.step)
-        with pytest.raises(openai.InternalServerError, match="over 0.3 seconds") as raised:
+        with pytest.raises(openai.InternalServerError, match="time limit of 0.3 seconds") as raised:
             own.client(max_retries=3).completions.create(**LONG)
         assert raised.value.status_code == 504
-        with pytest.raises(openai.APIError, match="over 0.3 seconds"):
+        with pytest.raises(openai.APIError, match="time limit of 0.3 seconds"):
             for _ in own.client().completions.create(**LONG, stream=True):
                 pass
         until(lambda: own.idle)
@@ -267,35 +266,37 @@ def test_a_request_has_so_much_time(model):
 
 def stalled(own) -> socket.socket:
     """A client that asks for a long stream and reads nothing of it."""
-    own.front.bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    own.http.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     body = json.dumps(LONG | {"stream": True, "logprobs": 20, "n": 3}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    client.connect(own.front.bound.getsockname())
+    client.connect(own.http.listener.getsockname())
     client.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return client
 
 
 def writing_waits(own) -> bool:
     """Whether a response waits for its client to read."""
-    found = own.front.server.server_state.connections
+    found = own.http.server.server_state.connections
     return any(one.flow.write_paused for one in found)
 
 
 def test_the_time_limit_holds_for_a_client_that_stops_reading(model):
     with serving(model) as own, stalled(own):
         until(lambda: writing_waits(own))
-        (session,) = own.front.sessions.open
-        own.front.events.call_soon_threadsafe(session.fail, session.late())  # as its timer does
-        until(lambda: own.idle and not own.front.server.server_state.connections)
+        (session,) = own.http.sessions.open
+        own.http.events.call_soon_threadsafe(
+            session.fail, session.timeout_error()
+        )  # as its timer does
+        until(lambda: own.idle and not own.http.server.server_state.connections)
 
 
 def test_a_client_that_stops_reading_does_not_hold_up_the_end(model, caplog):
     """Neither in mid-stream, nor with a whole response unread; and no traceback is logged."""
     with serving(model, grace=0.1) as own, stalled(own):
         until(lambda: writing_waits(own))
-        own.front.stop()
+        own.http.stop()
         own.thread.join(4)  # uvicorn itself cancels what is left after 5 seconds
         assert not own.thread.is_alive() and own.failed is None
     assert "Traceback" not in caplog.text and "completing" not in caplog.text
@@ -317,12 +318,12 @@ def test_a_full_queue_is_told(model):
             next(iter(first))
             second = threading.Thread(target=lambda: client.completions.create(**GOOD))
             second.start()
-            until(lambda: own.front.sessions.taken == 2)
-            with pytest.raises(openai.RateLimitError, match="2 answers are being written or wait"):
+            until(lambda: own.http.sessions.num_completions == 2)
+            with pytest.raises(openai.RateLimitError, match="2 completions are running or waiting"):
                 client.completions.create(**GOOD)
         second.join()
         assert client.completions.create(**GOOD).choices[0].finish_reason == "length"
-        with pytest.raises(openai.BadRequestError, match="3 answers are asked for"):
+        with pytest.raises(openai.BadRequestError, match="3 completions are requested"):
             client.completions.create(**GOOD, n=3)
 
 
@@ -334,7 +335,7 @@ def test_a_small_cache_puts_answers_back_and_ends_them_all(model):
         one = own.client().completions.create(**asked).choices[0].text
         found = own.client().completions.create(**asked, n=8)
         assert {choice.text for choice in found.choices} == {one}
-        with pytest.raises(openai.BadRequestError, match="the most together"):
+        with pytest.raises(openai.BadRequestError, match="for both together"):
             own.client().completions.create(**LONG | {"max_tokens": 200})
 
 
@@ -342,7 +343,7 @@ def test_asked_to_end_it_lets_answers_end(model):
     with serving(model) as own:
         stream = own.client().completions.create(**LONG | {"max_tokens": 40}, stream=True)
         next(iter(stream))
-        own.front.stop()
+        own.http.stop()
         assert sum(len(chunk.choices[0].text) for chunk in stream) > 20
         own.thread.join(20)
         assert not own.thread.is_alive() and own.failed is None
@@ -355,8 +356,8 @@ def test_asked_again_it_ends_at_once(model):
         own.engine.step = slowly(own.engine.step)
         stream = own.client().completions.create(**LONG, stream=True)
         next(iter(stream))
-        own.front.stop()
-        own.front.stop()
+        own.http.stop()
+        own.http.stop()
         with pytest.raises(openai.APIError, match="is stopping"):
             list(stream)
         own.thread.join(20)
@@ -370,7 +371,7 @@ def test_an_engine_that_fails_is_told_and_ends_the_server(model):
             raise RuntimeError("out of memory")
 
         own.engine.step = fail
-        with pytest.raises(openai.InternalServerError, match="the engine has ended"):
+        with pytest.raises(openai.InternalServerError, match="the engine has stopped"):
             own.client().completions.create(**GOOD)
         own.thread.join(20)
         assert str(own.failed) == "out of memory"
@@ -399,12 +400,12 @@ def test_what_is_refused_before_the_model_is_loaded(model, tmp_path):
     with pytest.raises(ValueError, match=r"--key-file .*key has 3 characters"):
         check(key_file=str(short))
     short.write_text("long-enough\n")
-    assert server.key_of(ServeConfig(folder="x", key_file=str(short))) == "long-enough"
+    assert server.resolve_key(ServeConfig(folder="x", key_file=str(short))) == "long-enough"
     learned = SimpleNamespace(max_position_embeddings=512, longest=512)
     source = SimpleNamespace(model=SimpleNamespace(tree=learned))
     config = ServeConfig(folder=str(model), max_length=600)
     with pytest.raises(ValueError, match="--max-length is 600, and max_position_embeddings 512"):
-        _ = Reader(config, source, None, None, SamplingParams(), None).most
+        _ = RequestParser(config, source, None, None, SamplingParams(), None).max_length
     for name in (
         "max_rows",
         "max_batch_tokens",
@@ -427,10 +428,10 @@ def test_a_key_is_made_for_each_start_and_told(model, capsys):
     told = []
     for _ in range(2):
         with serving(model, key=None, host="0.0.0.0") as own:
-            assert own.told[1] == f"key: {own.front.key}" and len(own.front.key) > 30
-            told.append(own.front.key)
+            assert own.announced[1] == f"key: {own.http.key}" and len(own.http.key) > 30
+            told.append(own.http.key)
     assert told[0] != told[1]
-    assert "--host 0.0.0.0: others reach it over the network" in capsys.readouterr().err
+    assert "--host 0.0.0.0: the server can be reached over the network" in capsys.readouterr().err
 
 
 def test_log_probabilities_end_where_a_stop_string_begins(material):
@@ -439,10 +440,10 @@ def test_log_probabilities_end_where_a_stop_string_begins(material):
     texts = [tokenizer.decode([one]) for one in ids]
     assert len(ids) > 4
     stop = "".join(texts[2:4])
-    own = Written(0, Detokenizer(tokenizer, [stop]), Tokens(tokenizer))
+    own = CompletionStream(0, Detokenizer(tokenizer, [stop]), TokenTexts(tokenizer))
     made = [own.add(NewToken(0, 0, token, LogProb(-1.0))) for token in ids[:4]]
     entries = [entry for piece in made if piece for entry in piece.entries]
-    assert [entry.own.text for entry in entries] == texts[:2]
+    assert [entry.sampled.text for entry in entries] == texts[:2]
     assert [entry.offset for entry in entries] == [0, len(texts[0])]
     assert "".join(piece.text for piece in made if piece) == "".join(texts[:2])
     assert own.finish == "stop" and made[-1].finish == "stop"
@@ -450,15 +451,15 @@ def test_log_probabilities_end_where_a_stop_string_begins(material):
 
 def test_parts_of_characters_are_named_by_their_bytes(service):
     """As OpenAI does; by the letters that `tokenizers` itself has for bytes."""
-    tokens = Tokens(service.front.reader.tokenizer)
-    vocabulary = service.front.reader.tokenizer.get_vocab()
+    tokens = TokenTexts(service.parser.tokenizer)
+    vocabulary = service.parser.tokenizer.get_vocab()
     (letters,) = (pair[0] for pair in ByteLevel(add_prefix_space=False).pre_tokenize_str("天"))
-    parts = [tokens.likely(vocabulary[letter], -1.0) for letter in letters]
+    parts = [tokens.token_logprob(vocabulary[letter], -1.0) for letter in letters]
     assert len({one.text for one in parts}) == 1
     assert [one.bytes for one in parts] == [[byte] for byte in "天".encode()]
     assert [one.name for one in parts] == [r"bytes:\xe5", r"bytes:\xa4", r"bytes:\xa9"]
-    alike = [tokens.likely(vocabulary["a"], value) for value in (-1.0, -2.0)]
-    assert by_name([*alike, *parts]) == {"a": -1.0} | {one.name: -1.0 for one in parts}
+    alike = [tokens.token_logprob(vocabulary["a"], value) for value in (-1.0, -2.0)]
+    assert top_logprobs([*alike, *parts]) == {"a": -1.0} | {one.name: -1.0 for one in parts}
     assert bytes_of("<0xA4>") == b"\xa4" and bytes_of("天") is None
     found = service.client().completions.create(**GOOD, logprobs=20)
     told = found.choices[0].logprobs.top_logprobs
@@ -471,8 +472,8 @@ def test_parts_of_characters_are_named_by_their_bytes(service):
 
 
 def test_the_extra_is_asked_for(model, monkeypatch):
-    from dolmen.cli import serve
+    from dolmen.cli import generation
 
-    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    monkeypatch.setattr(generation, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"pip install 'dolmen\[serve\]'"):
-        serve.run(None)
+        generation.run_serve(None)

@@ -9,7 +9,7 @@ import tinyrun
 from tokenizers import Tokenizer, decoders, models
 
 from dolmen.data.tokenizer import load_tokenizer
-from dolmen.serving.detokenizer import Detokenizer, check_stop
+from dolmen.serving.generation import Detokenizer, check_stop
 
 material = tinyrun.material
 

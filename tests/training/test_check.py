@@ -25,7 +25,7 @@ from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import Muon
 from dolmen.planning.config import DryrunRequest
 from dolmen.recipes import RECIPES
-from dolmen.recipes.changed import request
+from dolmen.recipes.overrides import build_request
 from dolmen.rl.config import CriticConfig, PPOConfig
 from dolmen.training.checks.folder import check_overwrite, check_same_model, check_same_optimizer
 from dolmen.training.checks.run import check_exportable, validate_computation
@@ -268,7 +268,7 @@ def test_a_microbatch_that_no_option_gives_fits_the_layout(material, tmp_path):
     """
 
     def size(file, **changes):
-        return request(file, changes).config.train.microbatch_size
+        return build_request(file, changes).config.train.microbatch_size
 
     file = tmp_path / "config.yaml"
     write_config(tmp_path, resolve_model(material.config(), 1))

@@ -9,7 +9,7 @@ from tinyrun import dolmen
 
 from dolmen.cli.runs import parse_run
 from dolmen.optim.config import OptimizerConfig, learning_rate
-from dolmen.recipes.changed import request
+from dolmen.recipes.overrides import build_request
 from dolmen.training.checks.run import check_agreement
 from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.metrics import read_metrics
@@ -149,7 +149,7 @@ def test_what_is_said_replaces_what_a_recipe_says(material):
     """In words and from Python; what is said twice is said."""
     words = ["--train.tokens", "1e6", "--optimizer.warmup_tokens=1e4"]
     there = parse_run("train", ["quickstart", *words]).config
-    here = request(
+    here = build_request(
         "quickstart", {"train": {"tokens": 1e6}, "optimizer": {"warmup_tokens": 1e4}}
     ).config
     assert there == here and there.train.steps is None and there.optimizer.warmup_steps == 0

@@ -35,8 +35,8 @@ def test_from_text_to_a_merged_tokenizer(corpora, vocabularies, tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("", "say which part: dolmen vocab has train, merge, extend"),
-        ("trin --size 3", "trin is none of them: dolmen vocab has train, merge, extend"),
+        ("", "name a part: dolmen vocab has train, merge, extend"),
+        ("trin --size 3", "'trin' is not a part of it: dolmen vocab has train, merge, extend"),
         ("train --size 900 --kind bpe --to x", "no text: use --data.path"),
         ("train --size 9 --kind bpe --to x", "--size is 9: a vocabulary of kind bpe has 256 bytes"),
         ("merge a b --to", "--to needs a value"),

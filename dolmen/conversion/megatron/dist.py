@@ -45,7 +45,7 @@ from dolmen.conversion.megatron.states import Kept, States
 from dolmen.families import Model
 from dolmen.files import gate, kinds, torch_files
 from dolmen.files.safetensors import Spec, Stored
-from dolmen.files.torch_files import Held
+from dolmen.files.torch_files import StoredView
 
 MARKER, BACKEND = "metadata.json", "torch_dist"
 COMMON, COMMON_ENTRY = "common.pt", "common_state/shard_0_1"
@@ -78,10 +78,10 @@ class Chunk:
     position: int
     length: int
 
-    def locate(self, name: str, dtype: torch.dtype) -> Held:
+    def locate(self, name: str, dtype: torch.dtype) -> StoredView:
         """Place of its numbers. Raises Refused where it is no such tensor."""
         held = torch_files.load_part(self.file, self.position, self.length)
-        if not isinstance(held, Held) or (held.shape, held.dtype) != (self.sizes, dtype):
+        if not isinstance(held, StoredView) or (held.shape, held.dtype) != (self.sizes, dtype):
             raise gate.refuse(
                 self.file,
                 f"holds no {dtype} of {self.sizes} at byte {self.position:,}, where {name} has one",
@@ -310,7 +310,7 @@ def _steps(inner: Any) -> Iterator[Any]:
 
 def _number(step: Any, file: Path) -> int:
     """A count, which may lie as a tensor. Raises ValueError for what is none."""
-    if isinstance(step, Held) and step.shape in ((), (1,)):
+    if isinstance(step, StoredView) and step.shape in ((), (1,)):
         step = step.locate("step", file).read().item()
     if isinstance(step, int | float) and not isinstance(step, bool):
         if 0 <= step < 2**40 and step == int(step):
@@ -372,7 +372,7 @@ def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
         found[index.fqn].append(Chunk(tuple(offsets), size, file, place.offset, place.length))
         ends[file] = max(ends.get(file, 0), place.offset + place.length)
     for file, end in ends.items():
-        with gate.opened(file) as stream:
+        with gate.open_file(file) as stream:
             size = stream.seek(0, os.SEEK_END)
         if size < end:
             raise gate.refuse(file, f"is cut short: {size:,} bytes, {METADATA} says {end:,}")

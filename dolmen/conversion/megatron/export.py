@@ -32,7 +32,7 @@ from dolmen.conversion.weights import Scales, Scaling, join_stored
 from dolmen.core.messages import divisor
 from dolmen.families.rules import StoredTensor
 from dolmen.files.safetensors import Spec
-from dolmen.files.torch_files import Writer
+from dolmen.files.torch_files import TorchFileWriter
 from dolmen.model.spec import ModelSpec
 
 PADDED_TO = 128
@@ -323,12 +323,12 @@ class MegatronWriter:
         """
         plan = self.plan
         with ExitStack() as stack:
-            files: dict[tuple[int, int], Writer] = {}
+            files: dict[tuple[int, int], TorchFileWriter] = {}
             for tp, ep in product(range(plan.ranks.tp), range(plan.ranks.ep)):
                 rank = folder / plan.ranks.sizes.name(tp, pp, ep)
                 rank.mkdir(parents=True)
                 values = plan.values(pp, ep, self.dtype, self.iteration or 0)
-                file = files[tp, ep] = Writer(rank / folders.WEIGHTS[0], values)
+                file = files[tp, ep] = TorchFileWriter(rank / folders.WEIGHTS[0], values)
                 stack.callback(file.archive.close)
                 for name, state in plan.states(pp, ep).items():
                     if state is not None:
@@ -352,7 +352,7 @@ class MegatronWriter:
 
 def _write_shares(
     plan: Plan,
-    files: Mapping[tuple[int, int], Writer],
+    files: Mapping[tuple[int, int], TorchFileWriter],
     places: Sequence[Place],
     share: Share,
     whole: Tensor,

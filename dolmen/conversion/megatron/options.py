@@ -5,7 +5,7 @@ who reads them.
 from typing import Any
 
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, List, Object, Real, Row, Text, either, optional
+from dolmen.files.schema import Flag, Int, List, Object, Real, String, TupleOf, either, optional
 
 SIZE = optional(Int(1, 2**16))  # of an axis
 COUNT = optional(Int(0, 2**31))
@@ -81,15 +81,15 @@ SCHEMA = Object(
             REAL,
         ),
         "moe_aux_loss_coeff": optional(either(Real(), List(Real()))),
-        "normalization": optional(Text(("LayerNorm", "RMSNorm"))),
-        "position_embedding_type": optional(Text(("learned_absolute", "rope", "none"))),
-        "rope_type": optional(Text(("rope", "yarn"))),
-        "moe_router_score_function": optional(Text(("softmax", "sigmoid"))),
+        "normalization": optional(String(("LayerNorm", "RMSNorm"))),
+        "position_embedding_type": optional(String(("learned_absolute", "rope", "none"))),
+        "rope_type": optional(String(("rope", "yarn"))),
+        "moe_router_score_function": optional(String(("softmax", "sigmoid"))),
         "moe_router_topk": COUNT,
         "moe_router_num_groups": COUNT,
         "moe_router_group_topk": COUNT,
         "moe_layer_freq": optional(either(Int(1, 2**12), List(Int(0, 1), longest=2**12))),
-        "window_size": optional(either(Int(), Row((Int(), Int())))),
+        "window_size": optional(either(Int(), TupleOf((Int(), Int())))),
     },
 )
 # Fields whose other values change the function: only these are computed.

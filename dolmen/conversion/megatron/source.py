@@ -144,9 +144,9 @@ def check_said(values: Mapping[str, Any], file: Path) -> None:
     if not isinstance(args, torch_files.Namespace):
         raise gate.refuse(file, "holds no `args`, from which the model's sizes are read")
     plain = {n: list(v) if type(v) is tuple else v for n, v in args.values.items()}
-    gate.checked(plain, f"{file}, args", options.SCHEMA)
-    gate.checked(values.get("checkpoint_version", 0), file, VERSION)
-    gate.checked(values.get("iteration", 0), file, ITERATION)
+    gate.check_schema(plain, f"{file}, args", options.SCHEMA)
+    gate.check_schema(values.get("checkpoint_version", 0), file, VERSION)
+    gate.check_schema(values.get("iteration", 0), file, ITERATION)
 
 
 VERSION, ITERATION = either(Int(0, 3), Real(0, 3)), Int(0, 2**40)

@@ -18,7 +18,7 @@ from dolmen.conversion.weights import Scales, Scaling, join_scaling
 from dolmen.families.rules import StoredTensor
 from dolmen.files import torch_files
 from dolmen.files.gate import refuse
-from dolmen.files.torch_files import MOST_BYTES, Buffer, Held
+from dolmen.files.torch_files import MOST_BYTES, Buffer, StoredView
 from dolmen.model.spec import ModelSpec, ParamSpec
 
 STATE = re.compile(r"(?P<module>.+\.)_extra_state(?P<number>\d{0,6})")
@@ -46,7 +46,7 @@ class Kept:
                 pass
             case Buffer(content):
                 pass
-            case Held(shape=(size,), dtype=torch.uint8) if size <= MOST_BYTES:
+            case StoredView(shape=(size,), dtype=torch.uint8) if size <= MOST_BYTES:
                 stored = value.locate("_extra_state", self.file)
                 content = bytes(stored.read().numpy())
             case _:

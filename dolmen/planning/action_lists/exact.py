@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from dolmen.parallel.schedule import Schedule
 from dolmen.planning.action_lists.greedy import schedule_of
-from dolmen.planning.action_lists.problem import Partial, Paths, Problem, bound, remaining
+from dolmen.planning.action_lists.problem import Partial, Paths, ScheduleProblem, bound, remaining
 
 NODES = 100_000  # five seconds, and a hundred megabytes of nodes seen
 LARGEST = 400  # actions of all lists: with more, so many nodes prove nothing
@@ -29,7 +29,7 @@ class Search:
     is `best`, and `span` its length; None, and as it was, if there was none.
     """
 
-    def __init__(self, problem: Problem, span: float, nodes: int = NODES):
+    def __init__(self, problem: ScheduleProblem, span: float, nodes: int = NODES):
         self.problem, self.span, self.nodes = problem, span, 0
         self.left = nodes if problem.actions <= LARGEST else 0
         self.paths, self.floor = Paths(problem), bound(problem)

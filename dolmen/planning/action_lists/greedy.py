@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, replace
 
 from dolmen.parallel.schedule import Schedule
-from dolmen.planning.action_lists.problem import Partial, Problem
+from dolmen.planning.action_lists.problem import Partial, ScheduleProblem
 
 WEIGHED = 4_000_000  # actions times works of a rank, over all trials: some ten seconds
 MOST = 300  # trials
@@ -27,7 +27,7 @@ class Preference:
     """Chunks that a rank holds: fewer than it may can be faster, as gradients come sooner."""
 
 
-def search_greedily(problem: Problem, enough: float) -> Schedule:
+def search_greedily(problem: ScheduleProblem, enough: float) -> Schedule:
     """The shortest of many; looks no further when one is no longer than `enough`."""
     trials = min(MOST, max(8, WEIGHED // (problem.actions * len(problem.by_rank[0]))))
     chance = random.Random(0)
@@ -45,7 +45,7 @@ def search_greedily(problem: Problem, enough: float) -> Schedule:
     return schedule_of(problem, best)
 
 
-def first(problem: Problem) -> Preference:
+def first(problem: ScheduleProblem) -> Preference:
     """Gradients, then what is further on its way, then W."""
     last = problem.chunks - 1
     late = {(kind, c): 0.0 for kind in problem.kinds for c in range(problem.chunks)}
@@ -55,12 +55,12 @@ def first(problem: Problem) -> Preference:
     return Preference(late, most_slots(problem))
 
 
-def most_slots(problem: Problem) -> int:
+def most_slots(problem: ScheduleProblem) -> int:
     """Chunks that a rank can ever hold."""
     return min(problem.slots, problem.micros * problem.chunks)
 
 
-def draw(problem: Problem, chance: random.Random) -> Preference:
+def draw(problem: ScheduleProblem, chance: random.Random) -> Preference:
     """Any."""
     late = {}
     for kind, chunk in first(problem).late:
@@ -73,7 +73,7 @@ def draw(problem: Problem, chance: random.Random) -> Preference:
 
 
 def perturb(
-    problem: Problem, preferred: Preference, chance: random.Random, scale: float
+    problem: ScheduleProblem, preferred: Preference, chance: random.Random, scale: float
 ) -> Preference:
     """Near another: each wait, and seldom the slots, by about `scale`."""
     late = {one: wait + chance.gauss(0, scale) for one, wait in preferred.late.items()}
@@ -81,7 +81,7 @@ def perturb(
     return Preference(late, max(problem.chunks, min(slots, most_slots(problem))))
 
 
-def schedule_of(problem: Problem, partial: Partial) -> Schedule:
+def schedule_of(problem: ScheduleProblem, partial: Partial) -> Schedule:
     return Schedule(
         "search",
         problem.ranks,
@@ -92,7 +92,7 @@ def schedule_of(problem: Problem, partial: Partial) -> Schedule:
     )
 
 
-def greedy(problem: Problem, preference: Preference) -> Partial:
+def greedy(problem: ScheduleProblem, preference: Preference) -> Partial:
     """The lists that one preference makes: every action is safe, so they come to their end."""
     tight = replace(problem, memory=preference.slots / problem.chunks)
     partial = Partial(tight)

@@ -99,7 +99,7 @@ def from_file(path: str) -> Costs:
 LAST = "BW"  # what lets activations go
 
 
-class Work(NamedTuple):
+class StageWork(NamedTuple):
     """All microbatches of one stage and kind."""
 
     stage: int
@@ -115,7 +115,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class ScheduleProblem:
     """Find `ranks` lists; `costs` are of each stage by itself, in any unit."""
 
     ranks: int
@@ -148,7 +148,7 @@ class Problem:
         return len(self.works) * self.micros
 
     @cached_property
-    def works(self) -> tuple[Work, ...]:
+    def works(self) -> tuple[StageWork, ...]:
         return tuple(self._work(stage, kind) for stage in range(self.stages) for kind in self.kinds)
 
     @cached_property
@@ -171,7 +171,7 @@ class Problem:
     def _shape(self) -> Schedule:
         return Schedule("", self.ranks, self.micros, self.chunks, (), self.placement)
 
-    def _work(self, stage: int, kind: str) -> Work:
+    def _work(self, stage: int, kind: str) -> StageWork:
         shape, back, last = self._shape, self.kinds[1], self.stages - 1
         fed = {"F": [(stage, back)] if stage == last else [(stage + 1, "F"), (stage, back)]}
         fed |= {back: [(stage - 1, back)] if stage else [], "W": []}
@@ -179,7 +179,7 @@ class Problem:
             fed["I"].append((stage, "W"))
         needs = {"F": [(stage - 1, "F")] if stage else [], "W": [(stage, "I")]}
         needs[back] = [(stage, "F")] if stage == last else [(stage, "F"), (stage + 1, back)]
-        return Work(
+        return StageWork(
             stage,
             kind,
             shape.rank_of(stage),
@@ -193,7 +193,7 @@ class Problem:
 class Partial:
     """Lists as far as they have been made; a stack: `take` adds an action, `undo` takes it off."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: ScheduleProblem):
         self.problem = problem
         self.count = [0] * len(problem.works)
         self.ends: list[list[float]] = [[] for _ in problem.works]
@@ -252,7 +252,7 @@ class Partial:
         self.count[index] -= 1
         self._hold(work, -1)
 
-    def _hold(self, work: Work, sign: int) -> None:
+    def _hold(self, work: StageWork, sign: int) -> None:
         last = self.problem.chunks - 1
         if work.kind == "F":
             self.held[work.rank] += sign
@@ -274,7 +274,7 @@ class Partial:
 class Paths:
     """Lengths of the chains that a microbatch runs through, by stage."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: ScheduleProblem):
         costs, last = problem.costs, problem.stages - 1
         input_ = [cost.input if problem.splits else cost.backward for cost in costs]
         up = [cost.forward + problem.send(s, min(s + 1, last)) for s, cost in enumerate(costs)]
@@ -301,7 +301,7 @@ class Paths:
         return 0.0 if kind == "W" else self.out[stage]
 
 
-def bound(problem: Problem) -> float:
+def bound(problem: ScheduleProblem) -> float:
     """No schedule is shorter. The formulas are in docs/concepts/pipeline.md."""
     paths = Paths(problem)
     return max(
@@ -310,7 +310,7 @@ def bound(problem: Problem) -> float:
     )
 
 
-def _rank(problem: Problem, paths: Paths, rank: int) -> float:
+def _rank(problem: ScheduleProblem, paths: Paths, rank: int) -> float:
     """A rank works from its head on; until its first gradient is back it has only as many forwards
     to do as it may hold; and no rank holds more at once than its slots.
     """
@@ -324,7 +324,7 @@ def _rank(problem: Problem, paths: Paths, rank: int) -> float:
     return max(head + work, first + work - sum(each), head + held / problem.slots)
 
 
-def _chains(problem: Problem, paths: Paths, stage: int) -> float:
+def _chains(problem: ScheduleProblem, paths: Paths, stage: int) -> float:
     """All of one kind at a stage, one after another, then what follows from the last. With one
     chunk per rank, F of microbatch k + M waits for W of k; and M before the last must be whole.
     """

@@ -7,7 +7,7 @@ from math import prod
 from dolmen.parallel.schedule import SCHEDULES, Schedule
 from dolmen.parallel.simulation import Simulation, check_schedule, simulate_stages
 from dolmen.planning.action_lists import exact, greedy
-from dolmen.planning.action_lists.problem import Costs, Problem, bound
+from dolmen.planning.action_lists.problem import Costs, ScheduleProblem, bound
 
 MOST = 40_000  # actions, of which a list by preference takes a second
 LEAST = 1.0
@@ -15,7 +15,7 @@ LEAST = 1.0
 
 
 @dataclass(frozen=True)
-class Found:
+class ShortestSchedule:
     schedule: Schedule
     simulation: Simulation
     floor: float
@@ -36,12 +36,12 @@ class Found:
 
 def shortest_of(
     ranks: int, micros: int, widths: Sequence[int], costs: Costs, memory: float
-) -> tuple[Found, tuple[int, ...]]:
+) -> tuple[ShortestSchedule, tuple[int, ...]]:
     """The shortest of any of these numbers of stages per rank, with a floor under them all, and the
     numbers that could be searched: costs of each stage are of one. Raises ValueError, as `shortest`
     does, where there is none.
     """
-    found: dict[int, Found] = {}
+    found: dict[int, ShortestSchedule] = {}
     problem: ValueError | None = None
     for width in widths:
         try:
@@ -62,7 +62,7 @@ def shortest(
     costs: Costs,
     memory: float,
     nodes: int = exact.NODES,
-) -> Found:
+) -> ShortestSchedule:
     """`memory`: in units of `Simulation.peak`; `nodes`: of each proof at most. Raises ValueError
     for less memory than any schedule needs, for sizes that are too large, and for costs of other
     sizes.
@@ -96,22 +96,22 @@ def shortest(
         floors[i] = max(floors[i], proof.proven)
     simulation = simulate_stages(best, problem.costs)
     named = replace(best, name="search")
-    return Found(check_schedule(named), simulation, min(floors), looked, best.name)
+    return ShortestSchedule(check_schedule(named), simulation, min(floors), looked, best.name)
 
 
 def _problems(
     ranks: int, micros: int, chunks: int, costs: Costs, memory: float
-) -> Iterator[Problem]:
+) -> Iterator[ScheduleProblem]:
     """Every placement, and every way to go backward that the costs have."""
     for placement in ("v", "loop") if chunks == 2 else ("loop",):
         shape = Schedule("", ranks, micros, chunks, (), placement)
         for splits in costs.ways:
-            yield Problem(
+            yield ScheduleProblem(
                 ranks, micros, chunks, placement, splits, costs.stage_costs(shape), memory
             )
 
 
-def _first(problem: Problem, enough: float) -> Iterator[Schedule]:
+def _first(problem: ScheduleProblem, enough: float) -> Iterator[Schedule]:
     """Schedules to begin with: those with a name that are of this problem, and one by preference,
     of which there always is one.
     """

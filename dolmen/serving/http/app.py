@@ -2,7 +2,7 @@
 
     POST /v1/completions, /v1/chat/completions     with the key
     GET  /v1/models, /v1/models/NAME, /metrics     with the key
-    GET  /health                                   for anybody
+    GET  /health                                   without
 
 The event loop never waits for arithmetic: one other thread parses and tokenizes bodies (a tokenizer
 is not safe for several at once), and the model computes in a third. A response is sent whole or as
@@ -12,7 +12,7 @@ server-sent events:
 
     data: [DONE]
 
-A client that goes away is noticed while its response is written, and its request is cancelled. An
+A client that disconnects is noticed while its response is written, and its request is cancelled. An
 error in the middle of a stream is an event with an `error`.
 """
 
@@ -34,59 +34,70 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dolmen.files import kinds
 from dolmen.serving.http import protocol
-from dolmen.serving.http.loop import KIND, Metrics
-from dolmen.serving.http.protocol import Chat, Completion, Problem, StreamOptions, bad
-from dolmen.serving.http.reader import Asked, Reader
-from dolmen.serving.http.responses import ChatForm, CompletionForm, Echo, Form
-from dolmen.serving.http.session import Piece, Session, Sessions
+from dolmen.serving.http.loop import CONTENT_TYPE, ServerMetrics
+from dolmen.serving.http.protocol import (
+    ApiError,
+    ChatCompletionRequest,
+    CompletionRequest,
+    StreamOptions,
+    bad_request,
+)
+from dolmen.serving.http.request_parser import ParsedRequest, RequestParser
+from dolmen.serving.http.responses import (
+    ChatFormat,
+    ChoiceFormat,
+    CompletionFormat,
+    EchoedPrompt,
+)
+from dolmen.serving.http.session import Session, Sessions
 
-PATIENCE = 30.0  # seconds in which a body must come
-GONE = 499  # as others log a client that has gone away; nobody is told
+BODY_TIME = 30.0  # seconds in which a body must arrive
+DISCONNECTED = 499  # status in the metrics of a client that has disconnected, as nginx has it
 DONE = b"data: [DONE]\n\n"
 
 
-async def body_of(request: Request, most: int) -> bytes:
-    """Return the body. Raises Problem if it has more than `most` bytes or comes too late."""
-    said = request.headers.get("content-length", "0")
-    large = Problem(
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body. Raises ApiError if it has more than `max_bytes` or comes too late."""
+    length = request.headers.get("content-length", "0")
+    large = ApiError(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        f"the body has more than {most:,} bytes, the most that a request may have",
+        f"the body has more than {max_bytes:,} bytes, the limit of this server",
     )
-    if said.isascii() and said.isdigit() and int(said[:20]) > most:
+    if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
         raise large
-    found = bytearray()
+    body = bytearray()
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(BODY_TIME):
             async for chunk in request.stream():
-                found += chunk
-                if len(found) > most:
+                body += chunk
+                if len(body) > max_bytes:
                     raise large
     except TimeoutError:
-        raise Problem(
-            HTTPStatus.REQUEST_TIMEOUT, f"the body has not come within {PATIENCE:g} seconds"
+        raise ApiError(
+            HTTPStatus.REQUEST_TIMEOUT, f"the body has not arrived within {BODY_TIME:g} seconds"
         ) from None
     except ClientDisconnect:
-        raise _gone() from None
-    return bytes(found)
+        raise _disconnect_error() from None
+    return bytes(body)
 
 
-def told(problem: Problem) -> Response:
-    """Return the error response of a problem."""
+def error_response(problem: ApiError) -> Response:
+    """Return the response of an error."""
     return JSONResponse(problem.body, problem.status, problem.headers)
 
 
-def _gone() -> Problem:
-    return Problem(HTTPStatus.BAD_REQUEST, "the client has gone away", code="gone")
+def _disconnect_error() -> ApiError:
+    return ApiError(HTTPStatus.BAD_REQUEST, "the client has disconnected", code="disconnected")
 
 
 @asynccontextmanager
-async def watched(session: Session, receive: Receive) -> AsyncIterator[None]:
-    """Within, the session fails when its client disconnects."""
+async def fail_on_disconnect(session: Session, receive: Receive) -> AsyncIterator[None]:
+    """Within this context, the session fails when its client disconnects."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        session.fail(_gone())
+        session.fail(_disconnect_error())
 
     task = asyncio.create_task(watch())
     try:
@@ -95,60 +106,69 @@ async def watched(session: Session, receive: Receive) -> AsyncIterator[None]:
         task.cancel()
 
 
-class Answer(Response):
-    """Sends the completions of an open session, whole or as events, and closes it."""
+class CompletionResponse(Response):
+    """Sends the completions of an open session, as JSON or as server-sent events, and closes it.
+
+    Not a StreamingResponse: that starts its iterator only after the headers have been sent, so a
+    client that disconnects before would leave the session open, and it hides the final status.
+    """
 
     def __init__(
-        self, path: str, session: Session, form: Form, stream: bool, options: StreamOptions | None
+        self,
+        path: str,
+        session: Session,
+        format: ChoiceFormat,
+        stream: bool,
+        options: StreamOptions | None,
     ):
-        self.path, self.session, self.form = path, session, form
-        self.stream, self.usage = stream, options is not None and options.include_usage
+        self.path, self.session, self.format = path, session, format
+        self.stream, self.include_usage = stream, options is not None and options.include_usage
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = GONE
+        status = DISCONNECTED
         try:
-            async with watched(self.session, receive):
-                status = await (self._events(send) if self.stream else self._whole(scope, send))
+            async with fail_on_disconnect(self.session, receive):
+                status = await (
+                    self._send_events(send) if self.stream else self._send_json(scope, send)
+                )
         finally:
             self.session.close()
             self.session.timer.end(self.path, status)
 
-    async def _whole(self, scope: Scope, send: Send) -> int:
-        """Send the whole response and return its status."""
+    async def _send_json(self, scope: Scope, send: Send) -> int:
+        """Send the response as one JSON object and return its status."""
         try:
-            pieces = [piece async for some in self.session.pieces() for piece in some]
-            answer: Response = JSONResponse(self.form.answer(pieces))
-        except Problem as problem:
-            if problem.code == "gone":
-                return GONE
-            answer = told(problem)
-        await answer(scope, _nothing, send)
-        return answer.status_code
+            deltas = [delta async for some in self.session.deltas() for delta in some]
+            response: Response = JSONResponse(self.format.response(deltas))
+        except ApiError as problem:
+            if problem.code == "disconnected":
+                return DISCONNECTED
+            response = error_response(problem)
+        await response(scope, _receive_nothing, send)
+        return response.status_code
 
-    async def _events(self, send: Send) -> int:
-        """Send server-sent events and return the status, which an error may change later."""
+    async def _send_events(self, send: Send) -> int:
+        """Send server-sent events and return the status, that of an error in the middle too."""
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            await _send(send, b"".join(map(_event, self.form.first())))
-            async for pieces in self.session.pieces():
-                await _send(send, b"".join(self._event(piece) for piece in pieces))
-            if self.usage:
-                await _send(send, _event(self.form.last()))
+            await _send(send, b"".join(map(_event, self.format.first_chunks())))
+            async for deltas in self.session.deltas():
+                await _send(send, b"".join(_event(self.format.chunk(one)) for one in deltas))
+            if self.include_usage:
+                await _send(send, _event(self.format.usage_chunk()))
             await _send(send, DONE, more=False)
             return HTTPStatus.OK
-        except Problem as problem:
-            if problem.code == "gone":
-                return GONE
+        except ApiError as problem:
+            if problem.code == "disconnected":
+                return DISCONNECTED
             await _send(send, _event(problem.body), more=False)
             return problem.status
 
-    def _event(self, piece: Piece) -> bytes:
-        return _event(self.form.piece(piece))
-
 
 def _event(value: dict[str, Any]) -> bytes:
+    """Encode a server-sent event."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return b"data: " + text.encode() + b"\n\n"
 
@@ -157,174 +177,188 @@ async def _send(send: Send, body: bytes, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-async def _nothing() -> Any:
-    raise RuntimeError("nothing more is read of a request")
+async def _receive_nothing() -> Any:
+    raise RuntimeError("the request has been read")
 
 
-Body = TypeVar("Body", Completion, Chat)
-Done = TypeVar("Done")
-OPEN = ("/health",)
+Body = TypeVar("Body", CompletionRequest, ChatCompletionRequest)
+Result = TypeVar("Result")
+PUBLIC = ("/health",)
+"""Paths that need no key."""
 
 
-class Service:
-    """The endpoints of one model and its adapters, each a model of its own name. Created in the
-    thread of the event loop.
-    """
+class Endpoints:
+    """The endpoints of one model and its adapters, each a model of its own name."""
 
     def __init__(
         self,
         name: str,
         created: int,
-        reader: Reader,
+        parser: RequestParser,
         sessions: Sessions,
         adapters: Sequence[str] = (),
     ):
         self.name, self.created, self.names = name, created, (name, *adapters)
-        self.reader, self.sessions = reader, sessions
-        self.most = reader.config.max_body_bytes
-        self.kind = replace(kinds.ASKED, size=self.most)
-        self.thread = ThreadPoolExecutor(1, "reader")
+        self.parser, self.sessions = parser, sessions
+        self.max_body_bytes = parser.config.max_body_bytes
+        self.body_limits = replace(kinds.ASKED, size=self.max_body_bytes)
+        self.thread = ThreadPoolExecutor(1, "parser")
 
     async def completions(self, request: Request) -> Response:
-        body = await self._body(request, Completion)
-        asked, session = await self._opened(request, body, self.reader.completion)
+        """Answer POST /v1/completions."""
+        body = await self._body(request, CompletionRequest)
+        parsed, session = await self._open_session(request, body, self.parser.parse_completion)
         with ExitStack() as failed:
             failed.callback(session.close)
-            form = CompletionForm(body.model, session, self._echo(body, asked))
+            echo = self._echo(body, parsed)
+            token_texts = self.sessions.token_texts
+            format = CompletionFormat(body.model, parsed, session.completions, echo, token_texts)
             failed.pop_all()
-        return _answer(request, body, session, form)
+        return _respond(request, body, session, format)
 
     async def chat(self, request: Request) -> Response:
-        body = await self._body(request, Chat)
-        _, session = await self._opened(request, body, self.reader.chat)
-        return _answer(request, body, session, ChatForm(body.model, session))
+        """Answer POST /v1/chat/completions."""
+        body = await self._body(request, ChatCompletionRequest)
+        parsed, session = await self._open_session(request, body, self.parser.parse_chat)
+        format = ChatFormat(body.model, parsed, session.completions)
+        return _respond(request, body, session, format)
 
     async def models(self) -> Response:
+        """Answer GET /v1/models."""
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self.names]})
 
     async def model(self, name: str) -> Response:
-        self._known(name)
+        """Answer GET /v1/models/NAME."""
+        self._check_model_name(name)
         return JSONResponse(self._model(name))
 
     async def health(self) -> Response:
+        """Answer GET /health; while the server stops, an error."""
         if self.sessions.closed is not None:
             raise self.sessions.closed
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
-        return Response(self.sessions.metrics.text(), media_type=KIND)
+        """Answer GET /metrics, in Prometheus' format."""
+        return Response(self.sessions.metrics.text(), media_type=CONTENT_TYPE)
 
     def _model(self, name: str) -> dict[str, Any]:
-        said = {"id": name, "object": "model", "created": self.created, "owned_by": "dolmen"}
-        return said if name == self.name else said | {"parent": self.name}
+        fields = {"id": name, "object": "model", "created": self.created, "owned_by": "dolmen"}
+        return fields if name == self.name else fields | {"parent": self.name}
 
-    def _known(self, name: str) -> None:
+    def _check_model_name(self, name: str) -> None:
         if name not in self.names:
             known = ", ".join(map(repr, self.names[:20]))
-            raise Problem(
+            raise ApiError(
                 HTTPStatus.NOT_FOUND,
-                f"there is no model {name[:200]!r} here: ask for {known}",
+                f"there is no model {name[:200]!r} here: use {known}",
                 "model",
                 "model_not_found",
             )
 
     async def _body(self, request: Request, cls: type[Body]) -> Body:
-        data = await body_of(request, self.most)
-        body = await self._in_thread(lambda: protocol.parsed(data, cls, self.kind))
-        self._known(body.model)
+        data = await read_body(request, self.max_body_bytes)
+        body = await self._run_in_thread(lambda: protocol.parse_body(data, cls, self.body_limits))
+        self._check_model_name(body.model)
         if body.stream_options is not None and not body.stream:
-            raise bad("stream_options is of stream: true", "stream_options")
+            raise bad_request("stream_options needs stream: true", "stream_options")
         return body
 
-    async def _opened(
-        self, request: Request, body: Body, read: Callable[[Body], Asked]
-    ) -> tuple[Asked, Session]:
-        """Open a session for a request, which the response closes. Raises Problem."""
-        session = self.sessions.place(body.prompts * body.samples, request.state.abort)
+    async def _open_session(
+        self, request: Request, body: Body, parse: Callable[[Body], ParsedRequest]
+    ) -> tuple[ParsedRequest, Session]:
+        """Admit a request and submit it. The response closes the session; so does an error here.
+        Raises ApiError.
+        """
+        session = self.sessions.admit(body.num_prompts * body.num_samples, request.state.abort)
         adapter = None if body.model == self.name else body.model
         with ExitStack() as failed:
             failed.callback(session.close)
             try:
                 async with asyncio.timeout(self.sessions.seconds):
-                    asked = await self._in_thread(lambda: read(body).by(adapter))
+                    parsed = await self._run_in_thread(lambda: parse(body).for_adapter(adapter))
             except TimeoutError:
-                raise session.late() from None
-            session.open(asked)
+                raise session.timeout_error() from None
+            session.submit(parsed)
             failed.pop_all()
-            return asked, session
+            return parsed, session
 
-    async def _in_thread(self, work: Callable[[], Done]) -> Done:
+    async def _run_in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
-    def _echo(self, body: Completion, asked: Asked) -> list[Echo]:
+    def _echo(self, body: CompletionRequest, parsed: ParsedRequest) -> list[EchoedPrompt]:
         """Return the prompts, if they are sent before the completions."""
-        if not asked.echo:
+        if not parsed.echo:
             return []
-        tokens = [list(request.tokens) for request in asked.requests]
+        tokens = [list(request.tokens) for request in parsed.requests]
         texts = [
-            one if isinstance(one, str) else self.reader.tokenizer.decode(one) for one in body.each
+            prompt if isinstance(prompt, str) else self.parser.tokenizer.decode(prompt)
+            for prompt in body.prompt_list
         ]
-        return [Echo(text, own) for text, own in zip(texts, tokens, strict=True)]
+        return [EchoedPrompt(text, ids) for text, ids in zip(texts, tokens, strict=True)]
 
 
-def _answer(request: Request, body: Body, session: Session, form: Form) -> Answer:
-    return Answer(request.url.path, session, form, bool(body.stream), body.stream_options)
+def _respond(
+    request: Request, body: Body, session: Session, format: ChoiceFormat
+) -> CompletionResponse:
+    path, stream = request.url.path, bool(body.stream)
+    return CompletionResponse(path, session, format, stream, body.stream_options)
 
 
-class Guard:
-    """Refuses requests without the key, before anything of them is read."""
+class KeyMiddleware:
+    """Refuses requests without the key, before their bodies are read."""
 
     def __init__(self, app: ASGIApp, key: str):
         self.app, self.key = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.key):
-                problem = Problem(
+        if scope["type"] == "http" and scope["path"] not in PUBLIC:
+            header = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(header, self.key):
+                problem = ApiError(
                     HTTPStatus.UNAUTHORIZED,
                     "the key is missing or wrong: send the header `Authorization: Bearer KEY`",
                     code="invalid_api_key",
                 )
-                await told(problem)(scope, receive, send)
+                await error_response(problem)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
 
-def made(service: Service, metrics: Metrics, key: str) -> FastAPI:
-    """Return the application."""
+def create_app(endpoints: Endpoints, metrics: ServerMetrics, key: str) -> FastAPI:
+    """Return the application: routes, authentication and error handlers."""
     app = FastAPI(title="dolmen", openapi_url=None)
-    app.add_middleware(Guard, key=key)
+    app.add_middleware(KeyMiddleware, key=key)
 
-    def refused(path: str, status: int) -> None:
+    def count_error(path: str, status: int) -> None:
         metrics.requests.labels(path, str(int(status))).inc()
 
-    async def problem(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Problem), "it is registered for these"
-        refused(_path(request), error.status)
-        return told(error)
+    async def api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError), "registered for this class"
+        count_error(_path(request), error.status)
+        return error_response(error)
 
-    async def unknown(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException), "it is registered for these"
-        refused(_path(request), error.status_code)
-        asked = f"{request.method} {request.url.path[:200]}"
-        return told(Problem(HTTPStatus(error.status_code), f"{asked}: {error.detail}"))
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), "registered for this class"
+        count_error(_path(request), error.status_code)
+        text = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        return error_response(ApiError(HTTPStatus(error.status_code), text))
 
-    async def broken(request: Request, _: Exception) -> Response:
-        refused(_path(request), HTTPStatus.INTERNAL_SERVER_ERROR)
-        text = "the server has failed in a way that nobody foresaw: its log says more"
-        return told(Problem(HTTPStatus.INTERNAL_SERVER_ERROR, text, retry=False))
+    async def internal_error(request: Request, _: Exception) -> Response:
+        count_error(_path(request), HTTPStatus.INTERNAL_SERVER_ERROR)
+        text = "internal error: see the log of the server"
+        return error_response(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, text, retry=False))
 
-    app.add_exception_handler(Problem, problem)
-    app.add_exception_handler(HTTPException, unknown)
-    app.add_exception_handler(Exception, broken)
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(Exception, internal_error)
     routes: list[tuple[str, str, Callable[..., Awaitable[Response]]]] = [
-        ("POST", "/v1/completions", service.completions),
-        ("POST", "/v1/chat/completions", service.chat),
-        ("GET", "/v1/models", service.models),
-        ("GET", "/v1/models/{name:path}", service.model),
-        ("GET", "/health", service.health),
-        ("GET", "/metrics", service.metrics),
+        ("POST", "/v1/completions", endpoints.completions),
+        ("POST", "/v1/chat/completions", endpoints.chat),
+        ("GET", "/v1/models", endpoints.models),
+        ("GET", "/v1/models/{name:path}", endpoints.model),
+        ("GET", "/health", endpoints.health),
+        ("GET", "/metrics", endpoints.metrics),
     ]
     for method, path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=[method], response_model=None)

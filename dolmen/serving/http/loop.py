@@ -2,12 +2,12 @@
 counts what a server does, for Prometheus.
 
     other thread      submit, cancel, stop -> [what has come since]
-    every rank        turn = the first rank's, broadcast   (consensus.once)
-                      turn.new join, turn.cancelled leave, one step
+    every rank        changes = the first rank's, broadcast   (consensus.run_on_rank_zero)
+                      changes.new join, changes.cancelled leave, one step
     first rank        calls back with the result of the step
 
 So one rank decides, between two steps, which requests join a forward, and all ranks compute the
-same. While nothing runs the first rank sleeps until something comes; it broadcasts an empty turn
+same. While nothing runs the first rank sleeps until something comes; it broadcasts empty changes
 now and then, since the others wait in a collective, which has a time limit.
 """
 
@@ -23,11 +23,11 @@ from dolmen.core.mesh import Mesh
 from dolmen.serving.engine import Engine
 from dolmen.serving.request import Request, StepOutput
 
-IDLE = 1.0  # seconds that the first rank sleeps at most
+MAX_SLEEP = 1.0  # seconds; the other ranks wait in a collective, which has a time limit
 
 
 @dataclass
-class Turn:
+class StepChanges:
     """Changes between two steps, as plain values that pickle."""
 
     new: list[Request] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Load:
+class EngineLoad:
     """Load of an engine after its last step."""
 
     running: int = 0
@@ -46,116 +46,120 @@ class Load:
     """Pages of the KV cache in use."""
 
 
-class Loop:
-    """Steps one engine, of which it is the only user."""
+class EngineLoop:
+    """Steps one engine, which only it uses."""
 
     def __init__(self, engine: Engine, mesh: Mesh):
         self.engine, self.mesh = engine, mesh
-        self.load = Load()
-        self._coming = threading.Condition()
-        self._turn, self._count = Turn(), 0
+        self.load = EngineLoad()
+        self._condition = threading.Condition()
+        self._changes, self._count = StepChanges(), 0
 
     def submit(self, request: Request) -> int:
         """Add a checked request before the next step and return its number, which results refer
         to. Any thread, on the first rank.
         """
-        with self._coming:
-            self._turn.new.append(request)
+        with self._condition:
+            self._changes.new.append(request)
             self._count += 1
-            self._coming.notify()
+            self._condition.notify()
             return self._count - 1
 
     def cancel(self, number: int, sample: int | None = None) -> None:
         """End a request, or one sample of it that has begun, before the next step, and free its
         pages. Any thread, on the first rank.
         """
-        with self._coming:
-            self._turn.cancelled.append((number, sample))
-            self._coming.notify()
+        with self._condition:
+            self._changes.cancelled.append((number, sample))
+            self._condition.notify()
 
     def stop(self) -> None:
         """End the loop before the next step. Any thread, on the first rank."""
-        with self._coming:
-            self._turn.end = True
-            self._coming.notify()
+        with self._condition:
+            self._changes.end = True
+            self._condition.notify()
 
-    def run(self, tell: Callable[[StepOutput], None]) -> None:
-        """Step until stopped, in one thread of each rank within the engine's `with`; `tell` is
+    def run(self, on_step: Callable[[StepOutput], None]) -> None:
+        """Step until stopped, in one thread of each rank within the engine's `with`; `on_step` is
         called with the result of each step. Raises what a step raises.
         """
         while True:
-            turn = self._next()
-            if turn.end:
+            changes = self._next()
+            if changes.end:
                 return
-            for request in turn.new:
+            for request in changes.new:
                 self.engine.add(request)
-            ended = [
+            cancelled = [
                 one
-                for number, sample in turn.cancelled
+                for number, sample in changes.cancelled
                 for one in self.engine.cancel(number, sample)
             ]
             output = self.engine.step()
-            self.load = Load(self.engine.running, self.engine.waiting, self.engine.pages)
-            tell(replace(output, finished=[*ended, *output.finished]))
+            self.load = EngineLoad(self.engine.running, self.engine.waiting, self.engine.pages)
+            on_step(replace(output, finished=[*cancelled, *output.finished]))
 
-    def _next(self) -> Turn:
-        """Return the first rank's turn, on all ranks."""
-        return self._taken() if self.mesh.size == 1 else consensus.run_on_rank_zero(self._taken)
+    def _next(self) -> StepChanges:
+        """Return the first rank's changes, on all ranks."""
+        take = self._take_changes
+        return take() if self.mesh.size == 1 else consensus.run_on_rank_zero(take)
 
-    def _taken(self) -> Turn:
+    def _take_changes(self) -> StepChanges:
         """Take the changes since the last call. Sleeps while there is nothing to do."""
-        with self._coming:
+        with self._condition:
             if not self.engine.busy:
-                self._coming.wait_for(self._anything, timeout=IDLE)
-            turn, self._turn = self._turn, Turn()
-            return turn
+                self._condition.wait_for(self._has_changes, timeout=MAX_SLEEP)
+            changes, self._changes = self._changes, StepChanges()
+            return changes
 
-    def _anything(self) -> bool:
-        turn = self._turn
-        return bool(turn.new or turn.cancelled or turn.end)
-
-
-KIND = "text/plain; version=0.0.4; charset=utf-8"
-SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+    def _has_changes(self) -> bool:
+        changes = self._changes
+        return bool(changes.new or changes.cancelled or changes.end)
 
 
-class Metrics:
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LATENCY_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+
+
+class ServerMetrics:
     """Counters of one server since its start, in Prometheus' format (/metrics)."""
 
     def __init__(self) -> None:
-        self.registry = own = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "dolmen_requests",
-            "Requests that have ended, by status.",
+            "Finished requests, by status.",
             ["path", "status"],
-            registry=own,
+            registry=registry,
         )
-        self.prompt = Counter("dolmen_prompt_tokens", "Tokens of prompts.", registry=own)
-        self.new = Counter("dolmen_generated_tokens", "Tokens written.", registry=own)
+        self.prompt = Counter("dolmen_prompt_tokens", "Tokens of prompts.", registry=registry)
+        self.new = Counter("dolmen_generated_tokens", "Generated tokens.", registry=registry)
         self.first = Histogram(
             "dolmen_first_token_seconds",
-            "From a request to the first token of its answer.",
-            buckets=SECONDS,
-            registry=own,
+            "From a request to its first generated token.",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
         )
         self.whole = Histogram(
             "dolmen_request_seconds",
-            "From a request to the end of its answer.",
-            buckets=SECONDS,
-            registry=own,
+            "From a request to the end of its response.",
+            buckets=LATENCY_BUCKETS,
+            registry=registry,
         )
 
-    def watch(self, load: Callable[[], Load], taken: Callable[[], int]) -> None:
-        """Register gauges that are read on request; `taken` completions run or wait."""
-        told = {
-            "dolmen_answers_running": ("Answers being written.", lambda: load().running),
-            "dolmen_answers_waiting": (
-                "Answers that wait to be.",
-                lambda: max(taken() - load().running, 0),
+    def register_gauges(self, load: Callable[[], EngineLoad], accepted: Callable[[], int]) -> None:
+        """Register gauges that are read on request; `accepted`: completions that run or wait."""
+        gauges = {
+            "dolmen_completions_running": (
+                "Completions that are being generated.",
+                lambda: load().running,
             ),
-            "dolmen_cache_pages": ("Pages of the cache in use.", lambda: load().pages),
+            "dolmen_completions_waiting": (
+                "Completions that wait.",
+                lambda: max(accepted() - load().running, 0),
+            ),
+            "dolmen_cache_pages": ("Pages of the KV cache in use.", lambda: load().pages),
         }
-        for name, (help, value) in told.items():
+        for name, (help, value) in gauges.items():
             Gauge(name, help, registry=self.registry).set_function(value)
 
     def text(self) -> bytes:
@@ -163,20 +167,20 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class Timer:
+class RequestTimer:
     """Times one request for the metrics."""
 
-    def __init__(self, metrics: Metrics):
-        self.metrics, self.began, self.begun = metrics, time.monotonic(), False
+    def __init__(self, metrics: ServerMetrics):
+        self.metrics, self.start, self.has_token = metrics, time.monotonic(), False
 
     def token(self) -> None:
         """Count a new token, and the time of the first."""
         self.metrics.new.inc()
-        if not self.begun:
-            self.begun = True
-            self.metrics.first.observe(time.monotonic() - self.began)
+        if not self.has_token:
+            self.has_token = True
+            self.metrics.first.observe(time.monotonic() - self.start)
 
     def end(self, path: str, status: int) -> None:
         """Count the request as answered."""
         self.metrics.requests.labels(path, str(status)).inc()
-        self.metrics.whole.observe(time.monotonic() - self.began)
+        self.metrics.whole.observe(time.monotonic() - self.start)

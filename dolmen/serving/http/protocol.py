@@ -15,7 +15,7 @@ from dolmen.core.messages import cut
 from dolmen.files import gate
 
 
-class Problem(Exception):
+class ApiError(Exception):
     """An error response in OpenAI's format."""
 
     def __init__(
@@ -51,63 +51,65 @@ class Problem(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of its own; OpenAI's library obeys `x-should-retry`."""
-        found = {}
+        """Additional headers of the response; OpenAI's client obeys `x-should-retry`."""
+        headers = {}
         if self.status == HTTPStatus.UNAUTHORIZED:
-            found["www-authenticate"] = "Bearer"
+            headers["www-authenticate"] = "Bearer"
         if self.status == HTTPStatus.TOO_MANY_REQUESTS:
-            found["retry-after"] = "1"
+            headers["retry-after"] = "1"
         if self.retry is not None:
-            found["x-should-retry"] = "true" if self.retry else "false"
-        return found
+            headers["x-should-retry"] = "true" if self.retry else "false"
+        return headers
 
 
-def bad(message: str, param: str | None = None, code: str | None = None) -> Problem:
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error of a request that cannot be answered (400), to be raised."""
-    return Problem(HTTPStatus.BAD_REQUEST, message, param, code)
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
 
 
-STOPS = 16  # strings
-STOP_LENGTH = 1024  # characters of one
-BIASED = 1024  # tokens
-TOP = 20  # likeliest tokens, told beside each
+MAX_STOPS = 16  # stop strings of a request (OpenAI: 4); each costs a comparison per token
+MAX_STOP_LENGTH = 1024  # characters of a stop string
+MAX_BIASES = 1024  # tokens of logit_bias
+MAX_TOP_LOGPROBS = 20  # as OpenAI
 
-Share = Annotated[float, Field(gt=0, le=1)]
+Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
-class Part(BaseModel):
+class StrictModel(BaseModel):
     """A part of a request; a field that is not declared is refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class StreamOptions(Part):
+class StreamOptions(StrictModel):
+    """Options of a streamed response."""
+
     include_usage: bool = False
 
 
-class Sampled(Part):
+class SamplingRequest(StrictModel):
     """Fields of both kinds of requests."""
 
     model: str
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Share | None = None
+    top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=BIASED)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # of no effect here
+    # accepted, without an effect on completions
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -116,7 +118,7 @@ class Sampled(Part):
     store: Literal[False] | None = None
 
     @property
-    def samples(self) -> int:
+    def num_samples(self) -> int:
         """Completions per prompt."""
         return self.n or 1
 
@@ -127,132 +129,144 @@ class Sampled(Part):
 
     @property
     def biases(self) -> dict[int, float]:
-        """Token id -> value added to its logit. Raises Problem for a key that is no id."""
-        named = self.logit_bias or {}
-        for name in named:
+        """Token id -> value added to its logit. Raises ApiError for a key that is no id."""
+        biases = self.logit_bias or {}
+        for name in biases:
             if not (name.isascii() and name.isdigit() and len(name) < 10):
-                raise bad(f"logit_bias has {cut(name)!r}, which is no token id", "logit_bias")
-        return {int(name): value for name, value in named.items()}
+                raise bad_request(
+                    f"logit_bias has {cut(name)!r}, which is not a token id", "logit_bias"
+                )
+        return {int(name): value for name, value in biases.items()}
 
     @property
-    def prompts(self) -> int:
+    def num_prompts(self) -> int:
         """Number of prompts."""
         return 1
 
 
-class Completion(Sampled):
+class CompletionRequest(SamplingRequest):
     """A request to /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]] = Field(min_length=0)
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=TOP)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
 
     @property
-    def each(self) -> list[str] | list[list[int]]:
-        """The prompts. Raises Problem for an empty list."""
+    def prompt_list(self) -> list[str] | list[list[int]]:
+        """The prompts. Raises ApiError for an empty list."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
-            raise bad("prompt is an empty list: give a text, or token ids", "prompt")
+            raise bad_request("prompt is an empty list: give a text, or token ids", "prompt")
         if isinstance(prompt[0], int):
             return [[int(token) for token in prompt if isinstance(token, int)]]
         texts = [one for one in prompt if isinstance(one, str)]
         return texts or [one for one in prompt if isinstance(one, list)]
 
     @property
-    def prompts(self) -> int:
-        return len(self.each)
+    def num_prompts(self) -> int:
+        return len(self.prompt_list)
 
 
-class Named(BaseModel):
+class TemplateObject(BaseModel):
     """An object for the chat template; other fields are kept for it."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
-class Text(Named):
+class TextPart(TemplateObject):
     """A text part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class Called(Named):
+class FunctionCall(TemplateObject):
+    """Name and JSON arguments of a function call."""
+
     name: str
     arguments: str
 
 
-class ToolCall(Named):
+class ToolCall(TemplateObject):
     """A function call of an assistant message."""
 
     type: Literal["function"] = "function"
-    function: Called
+    function: FunctionCall
 
 
-class Message(Named):
+class ChatMessage(TemplateObject):
+    """A message of a chat."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Text] | None = None
+    content: str | list[TextPart] | None = None
     tool_calls: list[ToolCall] | None = None
 
 
-class Function(Named):
+class FunctionDefinition(TemplateObject):
+    """A function that the model may call; only the name is checked."""
+
     name: str
 
 
-class Tool(Named):
+class Tool(TemplateObject):
+    """A tool of a chat request, for its template."""
+
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
 
-class Format(Part):
+class ResponseFormat(StrictModel):
+    """Only text can be requested."""
+
     type: Literal["text"]
 
 
-class Chat(Sampled):
+class ChatCompletionRequest(SamplingRequest):
     """A request to /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=TOP)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
-    response_format: Format | None = None
+    response_format: ResponseFormat | None = None
 
 
-Asked = TypeVar("Asked", Completion, Chat)
+RequestBody = TypeVar("RequestBody", CompletionRequest, ChatCompletionRequest)
 
 
-def parsed(body: bytes, cls: type[Asked], kind: gate.Kind) -> Asked:
-    """Parse the body of a request. Raises Problem."""
+def parse_body(body: bytes, cls: type[RequestBody], kind: gate.Kind) -> RequestBody:
+    """Parse the JSON body of a request within the limits of `kind`. Raises ApiError (400)."""
     try:
         values = gate.parse_json(body, "the body", kind)
-        _whole_characters(values)
+        _check_values(values)
         return cls.model_validate(values)
     except gate.Refused as error:
-        raise bad(str(error)) from None
+        raise bad_request(str(error)) from None
     except ValidationError as error:
-        raise _told(error) from None
+        raise _validation_error(error) from None
 
 
-def _whole_characters(values: Any) -> None:
-    """Raises Refused for a lone surrogate, which JSON can hold and no tokenizer takes, and for a
-    number beyond 64 bits.
+def _check_values(values: Any) -> None:
+    """Raise Refused for a lone surrogate, which JSON can hold and no tokenizer takes, and for a
+    number beyond 64 bits. Iterative: a body may be nested deeper than Python's stack.
     """
-    waiting = [values]
-    while waiting:
-        one = waiting.pop()
+    remaining = [values]
+    while remaining:
+        one = remaining.pop()
         if isinstance(one, dict):
-            waiting += [*one, *one.values()]
+            remaining += [*one, *one.values()]
         elif isinstance(one, list):
-            waiting += one
-        elif isinstance(one, str) and not _encodes(one):
+            remaining += one
+        elif isinstance(one, str) and not _is_unicode(one):
             raise gate.refuse("the body", "it has half a character (a lone surrogate)")
         elif isinstance(one, int) and not -(2**63) <= one < 2**64:
             raise gate.refuse("the body", "it has an integer of over 64 bits")
@@ -260,7 +274,7 @@ def _whole_characters(values: Any) -> None:
             raise gate.refuse("the body", "it has a number beyond 1e308")
 
 
-def _encodes(text: str) -> bool:
+def _is_unicode(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -268,14 +282,14 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def _told(error: ValidationError) -> Problem:
-    """Return the first validation error, with the field that has it."""
-    found = error.errors(include_url=False, include_context=False)
-    first = found[0]
+def _validation_error(error: ValidationError) -> ApiError:
+    """Return the response for the first validation error, with the field that has it."""
+    errors = error.errors(include_url=False, include_context=False)
+    first = errors[0]
     place = [str(one) for one in first["loc"]]
     field = place[0] if place else None
-    several = [one for one in found if one["loc"][:1] == first["loc"][:1]]
+    same_field = [one for one in errors if one["loc"][:1] == first["loc"][:1]]
     if first["type"] == "extra_forbidden":
-        return bad(f"{cut('.'.join(place))}: this field is not known here", cut(field or ""))
-    said = first["msg"] if len(several) == 1 else f"{first['msg']} (or another form of it)"
-    return bad(f"{'.'.join(place)[:200]}: {said}", field)
+        return bad_request(f"{cut('.'.join(place))}: this field is not supported", cut(field or ""))
+    message = first["msg"] if len(same_field) == 1 else f"{first['msg']} (or another form of it)"
+    return bad_request(f"{'.'.join(place)[:200]}: {message}", field)

@@ -1,203 +1,354 @@
-"""Responses of OpenAI's interface as plain values: whole objects, and the chunks of a stream.
+"""Responses of OpenAI's protocol as plain values: JSON objects, and the chunks of a stream.
 
-A form (`ChatForm`, `CompletionForm`) is the format of one endpoint: text, log-probabilities and
-chunks; both are given the same pieces (session.py). `usage` counts each prompt once, and the tokens
-of all completions, with those that ended them.
+    tokens          Hel   lo   \\n   \\n  Bye            with the stop string \\n\\n
+    deltas         "Hel" "lo"   -    finish: "stop"     the newline waited, and is not sent
+
+`CompletionStream` turns the tokens of one completion into deltas of text with their
+log-probabilities. A delta is text that is certain: whole characters, and nothing that may be the
+beginning of a stop string. A response that is not streamed is its deltas joined, so it equals the
+streamed one.
+
+`ChatFormat` and `CompletionFormat` are the formats of the two endpoints: names, log-probabilities
+and chunks. `usage` counts each prompt once, and all sampled tokens, also those that ended a
+completion.
 """
 
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
-from dolmen.serving.http.session import Entry, Finish, Likely, Piece, Session
+from dolmen.data.tokenizer import PreTrainedTokenizer, bytes_of
+from dolmen.serving.generation import UNFINISHED, Detokenizer
+from dolmen.serving.http.request_parser import ParsedRequest
+from dolmen.serving.request import LogProb, NewToken
 
-
-@dataclass
-class Whole:
-    """A completion that is sent at once: its pieces, put together."""
-
-    index: int
-    text: str = ""
-    entries: list[Entry] = field(default_factory=list)
-    finish: Finish | None = None
-
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.entries += piece.entries
-        self.finish = piece.finish or self.finish
+Finish = Literal["stop", "length"]
+LOWEST_LOGPROB = -9999.0
+"""Log-probability reported for a token of probability 0, as OpenAI does; JSON has no infinity."""
 
 
 @dataclass(frozen=True)
-class Echo:
+class TokenLogprob:
+    """A token as text, and its log-probability."""
+
+    text: str
+    logprob: float
+    part: bytes | None = None
+    """Bytes of a token that is a part of a character and so has no text of its own."""
+
+    @property
+    def bytes(self) -> list[int] | None:
+        """Its UTF-8 bytes; None if they are not known."""
+        if self.part is None and UNFINISHED in self.text:
+            return None
+        return list(self.text.encode() if self.part is None else self.part)
+
+    @property
+    def escaped(self) -> str:
+        r"""Its text, or the bytes of a part of a character, as \xe4\xbd: each part has its own."""
+        if self.part is None:
+            return self.text
+        return "".join(f"\\x{byte:02x}" for byte in self.part)
+
+    @property
+    def name(self) -> str:
+        r"""The same as a key of OpenAI's completions: bytes:\xe4\xbd."""
+        return self.text if self.part is None else f"bytes:{self.escaped}"
+
+
+@dataclass(frozen=True)
+class LogprobEntry:
+    """Log-probabilities of one token of a completion."""
+
+    sampled: TokenLogprob
+    top: Sequence[TokenLogprob]
+    offset: int
+    """Characters of the completion before it."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The next part of a completion (OpenAI's delta)."""
+
+    index: int
+    """Index of the completion within its request."""
+    text: str
+    entries: Sequence[LogprobEntry] = ()
+    finish: Finish | None = None
+    """Finish reason, on the last delta."""
+
+
+class TokenTexts:
+    """Texts of single tokens, each as it is decoded after other text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizer):
+        ids = tokenizer.encode("a", add_special_tokens=False)
+        before = tokenizer.decode(ids)
+
+        @lru_cache(maxsize=1 << 16)
+        def text(token: int) -> str:
+            both = tokenizer.decode([*ids, token])
+            return both.removeprefix(before) if both.startswith(before) else both
+
+        self.text = text
+        self.vocabulary = {number: token for token, number in tokenizer.get_vocab().items()}
+
+    def token_logprob(self, token: int, logprob: float) -> TokenLogprob:
+        """Return a token's text with its log-probability."""
+        text = self.text(token)
+        part = bytes_of(self.vocabulary.get(token, text)) if UNFINISHED in text else None
+        return TokenLogprob(text, max(logprob, LOWEST_LOGPROB), part)
+
+    def entry(self, token: int, logprob: LogProb, offset: int) -> LogprobEntry:
+        """Return the entry of a sampled token, or of a token of the prompt."""
+        top = [self.token_logprob(one, value) for one, value in logprob.top]
+        return LogprobEntry(self.token_logprob(token, logprob.logprob), top, offset)
+
+
+@dataclass(eq=False)
+class CompletionStream:
+    """A completion while it is generated: tokens in, deltas of text out."""
+
+    index: int
+    text: Detokenizer
+    token_texts: TokenTexts | None
+    """None: no log-probabilities are requested."""
+    count: int = 0
+    """Number of tokens, with the one that ended it."""
+    finish: Finish | None = None
+    prompt_logprobs: list[LogProb] = field(default_factory=list)
+    """Log-probabilities of the prompt's tokens but the first, if requested."""
+    _sent: int = 0
+    _pending: list[LogprobEntry] = field(default_factory=list)
+
+    def add(self, token: NewToken) -> Delta | None:
+        """Add a token and return the delta that is certain now, if any."""
+        offset = len(self.text.whole)
+        self.count += 1
+        if self.token_texts is not None and token.logprob is not None:
+            self._pending.append(self.token_texts.entry(token.token, token.logprob, offset))
+        new = self.text.add(token.token)
+        self._sent += len(new)
+        if self.text.stopped is not None:
+            return self._last(new, "stop")
+        entries = self._certain(self._sent)
+        return Delta(self.index, new, entries) if new or entries else None
+
+    def end(self, why: Finish) -> Delta:
+        """End the completion and return its last delta."""
+        new = self.text.end()
+        return self._last(new, "stop" if self.text.stopped is not None else why)
+
+    def _last(self, new: str, why: Finish) -> Delta:
+        self.finish = why
+        cut = self.text.stopped is not None
+        entries = self._certain(len(self.text.whole)) if cut else self._pending
+        self._pending = []
+        return Delta(self.index, new, entries, why)
+
+    def _certain(self, end: int) -> list[LogprobEntry]:
+        """Remove and return the entries of tokens that begin before the character `end`."""
+        entries = [entry for entry in self._pending if entry.offset < end]
+        self._pending = self._pending[len(entries) :]
+        return entries
+
+
+@dataclass
+class CompleteText:
+    """A completion that is sent at once: its deltas, joined."""
+
+    index: int
+    text: str = ""
+    entries: list[LogprobEntry] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append a delta."""
+        self.text += delta.text
+        self.entries += delta.entries
+        self.finish = delta.finish or self.finish
+
+
+@dataclass(frozen=True)
+class EchoedPrompt:
     """A prompt that is sent before its completion (echo)."""
 
     text: str
     tokens: Sequence[int]
 
 
-class Form:
+class ChoiceFormat:
     """Response format of one endpoint."""
 
-    prefix, whole, chunk = "", "", ""
+    prefix, object, chunk_object = "", "", ""
 
-    def __init__(self, model: str, session: Session):
-        assert session.asked is not None, "it has been opened"
-        self.session, self.logprobs = session, session.asked.top is not None
+    def __init__(self, model: str, request: ParsedRequest, completions: Sequence[CompletionStream]):
+        self.request, self.completions = request, completions
+        self.logprobs = request.top is not None
         self.shared = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def first(self) -> list[dict[str, Any]]:
-        """Return the chunks before any token."""
+    def first_chunks(self) -> list[dict[str, Any]]:
+        """Return the chunks that precede the first token."""
         return []
 
-    def piece(self, piece: Piece) -> dict[str, Any]:
-        """Return a piece as a chunk."""
-        return self._chunk([self._part(piece)])
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        """Return a delta as a chunk of the stream."""
+        return self._chunk([self._delta_choice(delta)])
 
     def usage(self) -> dict[str, int]:
         """Return the token counts of the request."""
-        assert self.session.asked is not None, "it has been opened"
-        prompt, new = (
-            self.session.asked.prompt_tokens,
-            sum(one.count for one in self.session.written),
-        )
+        prompt, new = self.request.prompt_tokens, sum(one.count for one in self.completions)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-    def last(self) -> dict[str, Any]:
+    def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream with `include_usage`."""
         return {**self._chunk([]), "usage": self.usage()}
 
-    def answer(self, pieces: Iterable[Piece]) -> dict[str, Any]:
-        """Return the whole response."""
-        whole = [Whole(one.index) for one in self.session.written]
-        for piece in pieces:
-            whole[piece.index].add(piece)
-        choices = [self._choice(one) for one in whole]
-        return {**self.shared, "object": self.whole, "choices": choices, "usage": self.usage()}
+    def response(self, deltas: Iterable[Delta]) -> dict[str, Any]:
+        """Return the response that is not streamed, from all deltas."""
+        texts = [CompleteText(one.index) for one in self.completions]
+        for delta in deltas:
+            texts[delta.index].add(delta)
+        choices = [self._choice(one) for one in texts]
+        return {**self.shared, "object": self.object, "choices": choices, "usage": self.usage()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {**self.shared, "object": self.chunk, "choices": choices}
+        return {**self.shared, "object": self.chunk_object, "choices": choices}
 
-    def _part(self, piece: Piece) -> dict[str, Any]:
+    def _delta_choice(self, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _choice(self, whole: Whole) -> dict[str, Any]:
+    def _choice(self, completion: CompleteText) -> dict[str, Any]:
         raise NotImplementedError
 
 
-class ChatForm(Form):
+class ChatFormat(ChoiceFormat):
     """Format of /v1/chat/completions."""
 
-    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def first(self) -> list[dict[str, Any]]:
-        begun = {"role": "assistant", "content": ""}
+    def first_chunks(self) -> list[dict[str, Any]]:
+        start = {"role": "assistant", "content": ""}
         return [
-            self._chunk([{"index": one.index, "delta": begun, "finish_reason": None}])
-            for one in self.session.written
+            self._chunk([{"index": one.index, "delta": start, "finish_reason": None}])
+            for one in self.completions
         ]
 
-    def _part(self, piece: Piece) -> dict[str, Any]:
+    def _delta_choice(self, delta: Delta) -> dict[str, Any]:
         return {
-            "index": piece.index,
-            "delta": {"content": piece.text} if piece.text or not piece.finish else {},
-            "logprobs": self._told(piece.entries),
-            "finish_reason": piece.finish,
+            "index": delta.index,
+            "delta": {"content": delta.text} if delta.text or not delta.finish else {},
+            "logprobs": self._logprobs(delta.entries),
+            "finish_reason": delta.finish,
         }
 
-    def _choice(self, whole: Whole) -> dict[str, Any]:
+    def _choice(self, completion: CompleteText) -> dict[str, Any]:
         return {
-            "index": whole.index,
-            "message": {"role": "assistant", "content": whole.text, "refusal": None},
-            "logprobs": self._told(whole.entries),
-            "finish_reason": whole.finish,
+            "index": completion.index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": self._logprobs(completion.entries),
+            "finish_reason": completion.finish,
         }
 
-    def _told(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
+    def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
         content = [
-            {**_token(entry.own), "top_logprobs": [_token(one) for one in entry.top]}
+            {
+                **_token_fields(entry.sampled),
+                "top_logprobs": [_token_fields(one) for one in entry.top],
+            }
             for entry in entries
         ]
         return {"content": content, "refusal": None}
 
 
-def by_name(top: Sequence[Likely]) -> dict[str, float]:
-    """Return text -> log-probability, of tokens with the same text that of the likeliest."""
+def top_logprobs(top: Sequence[TokenLogprob]) -> dict[str, float]:
+    """Return text -> log-probability; for tokens with the same text that of the likeliest."""
     return {one.name: one.logprob for one in reversed(top)}
 
 
-def _token(one: Likely) -> dict[str, Any]:
+def _token_fields(one: TokenLogprob) -> dict[str, Any]:
     return {"token": one.escaped, "logprob": one.logprob, "bytes": one.bytes}
 
 
-class CompletionForm(Form):
+class CompletionFormat(ChoiceFormat):
     """Format of /v1/completions."""
 
-    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, session: Session, echo: Sequence[Echo]):
+    def __init__(
+        self,
+        model: str,
+        request: ParsedRequest,
+        completions: Sequence[CompletionStream],
+        echo: Sequence[EchoedPrompt],
+        token_texts: TokenTexts,
+    ):
         """`echo`: the prompts, if they are sent too."""
-        super().__init__(model, session)
-        self.echo = echo
-        assert session.asked is not None, "it has been opened"
-        self.samples = session.count // len(session.asked.requests)
+        super().__init__(model, request, completions)
+        self.echo, self.token_texts = echo, token_texts
+        self.samples = len(completions) // len(request.requests)
 
-    def first(self) -> list[dict[str, Any]]:
+    def first_chunks(self) -> list[dict[str, Any]]:
         return [
-            self.piece(Piece(number * self.samples + sample, echo.text))
+            self.chunk(Delta(number * self.samples + sample, echo.text))
             for number, echo in enumerate(self.echo)
             for sample in range(self.samples)
         ]
 
-    def _part(self, piece: Piece) -> dict[str, Any]:
+    def _delta_choice(self, delta: Delta) -> dict[str, Any]:
         return {
-            "index": piece.index,
-            "text": piece.text,
-            "logprobs": self._told(piece.entries),
-            "finish_reason": piece.finish,
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": self._logprobs(delta.entries),
+            "finish_reason": delta.finish,
         }
 
-    def _choice(self, whole: Whole) -> dict[str, Any]:
-        part = self._part(Piece(whole.index, whole.text, whole.entries, whole.finish))
+    def _choice(self, completion: CompleteText) -> dict[str, Any]:
+        part = self._delta_choice(
+            Delta(completion.index, completion.text, completion.entries, completion.finish)
+        )
         if self.echo:
-            echo = self.echo[whole.index // self.samples]
-            part["text"] = echo.text + whole.text
+            echo = self.echo[completion.index // self.samples]
+            part["text"] = echo.text + completion.text
             if self.logprobs:
-                part["logprobs"] = self._with_prompt(echo, whole)
+                part["logprobs"] = self._echo_logprobs(echo, completion)
         return part
 
-    def _told(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
+    def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
         return {
-            "tokens": [entry.own.name for entry in entries],
-            "token_logprobs": [entry.own.logprob for entry in entries],
-            "top_logprobs": [by_name(entry.top) for entry in entries],
+            "tokens": [entry.sampled.name for entry in entries],
+            "token_logprobs": [entry.sampled.logprob for entry in entries],
+            "top_logprobs": [top_logprobs(entry.top) for entry in entries],
             "text_offset": [entry.offset for entry in entries],
         }
 
-    def _with_prompt(self, echo: Echo, whole: Whole) -> dict[str, Any]:
-        """Log-probabilities of the prompt and the completion; the first token has none."""
-        known = self.session.sessions.tokens
-        texts, offset, entries = [known.text(token) for token in echo.tokens], 0, []
-        found = self.session.of_prompts[whole.index]
-        for token, before, one in zip(echo.tokens[1:], texts, found, strict=False):
+    def _echo_logprobs(self, echo: EchoedPrompt, completion: CompleteText) -> dict[str, Any]:
+        """Return log-probabilities of prompt and completion; the first token has none."""
+        texts, offset, entries = [self.token_texts.text(token) for token in echo.tokens], 0, []
+        logprobs = self.completions[completion.index].prompt_logprobs
+        for token, before, logprob in zip(echo.tokens[1:], texts, logprobs, strict=False):
             offset += len(before)
-            entries.append(known.entry(token, one, offset))
+            entries.append(self.token_texts.entry(token, logprob, offset))
         first = {
-            "tokens": [known.likely(token, 0.0).name for token in echo.tokens[:1]],
+            "tokens": [
+                self.token_texts.token_logprob(token, 0.0).name for token in echo.tokens[:1]
+            ],
             "token_logprobs": [None],
             "top_logprobs": [None],
             "text_offset": [0],
         }
-        prompt, new = self._told(entries), self._told(whole.entries)
-        assert prompt is not None and new is not None, "they are asked for"
+        prompt, new = self._logprobs(entries), self._logprobs(completion.entries)
+        assert prompt is not None and new is not None, "log-probabilities were requested"
         new["text_offset"] = [len(echo.text) + offset for offset in new["text_offset"]]
         return {name: [*first[name], *prompt[name], *new[name]] for name in first}

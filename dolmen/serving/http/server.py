@@ -1,17 +1,17 @@
 """The life of a server: its process, or the processes that share a model over tp.
 
-    main thread of each rank    loads the model, steps the engine (loop.py) until it is told to stop
-    first rank's http thread    uvicorn and the application (app.py)
+    main thread of each rank    loads the model, steps the engine (loop.py) until it is stopped
+    HttpThread of the first     uvicorn and the application (app.py)
 
-Asked to end (Ctrl-C, SIGTERM), the server takes no further request and gives those it has --grace
-seconds; asked again, none. Then the loop stops on every rank, and the processes end by themselves.
+On SIGINT or SIGTERM, the server takes no further request, and open ones have --grace seconds; on a
+second signal, none. Then the loop stops on every rank, and the processes end by themselves.
 
-A connection has limits for clients that are slow to send or to read (`limited`), since uvicorn and
-h11 leave three gaps. They wait without end for the head (request line and headers) of a request;
-they bound the bytes of a head only while it is incomplete, so one that arrives at once may have any
-size; and they wait without end for a client to read its response, also when they close the
-connection, since asyncio's `transport.close()` sends what is buffered first. `limited` closes these
-gaps, and hands `transport.abort` to the application as `request.state.abort`.
+A connection has limits for clients that are slow to send or to read (`limited_protocol`), since
+uvicorn and h11 leave three gaps. They wait without end for the head (request line and headers) of a
+request; they bound the bytes of a head only while it is incomplete, so one that arrives at once may
+have any size; and they wait without end for a client to read its response, also when they close the
+connection, since asyncio's `transport.close()` sends what is buffered first. `limited_protocol`
+closes these gaps, and hands `transport.abort` to the application as `request.state.abort`.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
@@ -41,39 +42,38 @@ from dolmen.files import gate
 from dolmen.launch import process
 from dolmen.optim.optimizer import DTYPES
 from dolmen.serving import adapters, engine
-from dolmen.serving.config import Sampling
+from dolmen.serving.config import Sampling, ServeConfig, check_key
 from dolmen.serving.engine import Engine
-from dolmen.serving.generation_config import apply_generation_config
+from dolmen.serving.generation import apply_generation_config
 from dolmen.serving.http import app
-from dolmen.serving.http.config import ServeConfig, check_key
-from dolmen.serving.http.loop import Loop, Metrics
-from dolmen.serving.http.protocol import Problem
-from dolmen.serving.http.reader import Reader
-from dolmen.serving.http.session import LAST, Sessions
+from dolmen.serving.http.loop import EngineLoop, ServerMetrics
+from dolmen.serving.http.protocol import ApiError
+from dolmen.serving.http.request_parser import RequestParser
+from dolmen.serving.http.session import ERROR_TIME, Sessions
 from dolmen.serving.request import StepOutput
 
 BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
-class Parser(h11.Connection):
-    """h11's parser, which also refuses a complete head of more than `most` bytes."""
+class HeadLimitParser(h11.Connection):
+    """h11's parser, which also refuses a complete head of more than `max_bytes`."""
 
-    def __init__(self, most: int):
-        super().__init__(h11.SERVER, most)
-        self.most = most
+    def __init__(self, max_bytes: int):
+        super().__init__(h11.SERVER, max_bytes)
+        self.max_bytes = max_bytes
 
     def next_event(self) -> Any:
         if self.their_state is h11.IDLE:
             end = BLANK_LINE.search(self.trailing_data[0])
-            if end is not None and end.end() > self.most:
-                raise h11.RemoteProtocolError(f"the head has over {self.most:,} bytes", 431)
+            if end is not None and end.end() > self.max_bytes:
+                raise h11.RemoteProtocolError(f"the head has over {self.max_bytes:,} bytes", 431)
         return super().next_event()
 
 
-def limited(head_bytes: int, head_time: float, read_time: float) -> type[H11Protocol]:
-    """Return a protocol for uvicorn. A connection ends if a head has more than `head_bytes`, or is
-    not complete `head_time` seconds after it began (the first one begins with the connection), or
-    if the client leaves a response unread for `read_time` seconds.
+def limited_protocol(head_bytes: int, head_time: float, read_time: float) -> type[H11Protocol]:
+    """Return a connection class for uvicorn. A connection ends if a head has more than
+    `head_bytes`, or is not complete `head_time` seconds after it began (the first one begins with
+    the connection), or if the client leaves a response unread for `read_time` seconds.
     """
 
     class Connection(H11Protocol):
@@ -82,7 +82,7 @@ def limited(head_bytes: int, head_time: float, read_time: float) -> type[H11Prot
 
         def __init__(self, config: Config, *args: Any, **kwargs: Any):
             super().__init__(config, *args, **kwargs)
-            self.conn = Parser(head_bytes)
+            self.conn = HeadLimitParser(head_bytes)
             self.app_state = {**self.app_state, "abort": self._abort}
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn's
@@ -91,7 +91,7 @@ def limited(head_bytes: int, head_time: float, read_time: float) -> type[H11Prot
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:  # the head is here, or nothing more comes
+            if self.conn.their_state is not h11.IDLE:  # the head is complete, or nothing more comes
                 self._end_head()
             elif self.head_timer is None:
                 self._begin_head()
@@ -117,16 +117,16 @@ def limited(head_bytes: int, head_time: float, read_time: float) -> type[H11Prot
 
         def timeout_keep_alive_handler(self) -> None:
             super().timeout_keep_alive_handler()
-            self.loop.call_later(LAST, self._abort)
+            self.loop.call_later(ERROR_TIME, self._abort)
 
         def shutdown(self) -> None:
             super().shutdown()
             if self.transport.is_closing():
-                self.loop.call_later(LAST, self._abort)
+                self.loop.call_later(ERROR_TIME, self._abort)
 
         def _close(self) -> None:
             self.transport.close()
-            self.loop.call_later(LAST, self._abort)
+            self.loop.call_later(ERROR_TIME, self._abort)
 
         def _abort(self) -> None:
             self.transport.abort()
@@ -147,30 +147,30 @@ def limited(head_bytes: int, head_time: float, read_time: float) -> type[H11Prot
     return Connection
 
 
-KEY_SIZE = 4096  # bytes of a file with a key
+MAX_KEY_BYTES = 4096  # bytes of a file with a key
 KEEP_ALIVE = 75  # seconds that a connection may be idle: longer than clients keep theirs
 
 
 def check(config: ServeConfig) -> None:
-    """Raises ValueError, KeyError or OSError for what would be refused once the model is loaded."""
-    key_of(config)
+    """Raise ValueError, KeyError or OSError for what would fail once the model is loaded."""
+    resolve_key(config)
     source = open_source(config.folder)
-    adapters.parse_adapters(config.adapters, taken=(config.called,))
-    reader_of(config, source, load_tokenizer(tokenizer_folder(source), option=""), tell=False)
-    listening(config).close()
+    adapters.parse_adapters(config.adapters, taken=(config.model_name,))
+    build_parser(config, source, load_tokenizer(tokenizer_folder(source), option=""), verbose=False)
+    bind_socket(config).close()
 
 
-def key_of(config: ServeConfig) -> str:
-    """The key that requests must bring."""
+def resolve_key(config: ServeConfig) -> str:
+    """Return the key that requests must send: --key, that of --key-file, or a new one."""
     if config.key_file is not None:
-        key = gate.read_text(expand(config.key_file), KEY_SIZE).strip()
+        key = gate.read_text(expand(config.key_file), MAX_KEY_BYTES).strip()
         check_key(key, f"--key-file {config.key_file}")
         return key
     return config.key or secrets.token_urlsafe(24)
 
 
-def listening(config: ServeConfig) -> socket.socket:
-    """Bound to where it is asked to be. Raises ValueError where that cannot be had."""
+def bind_socket(config: ServeConfig) -> socket.socket:
+    """Return a socket that listens at --host and --port. Raises ValueError if it cannot."""
     try:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
@@ -180,38 +180,42 @@ def listening(config: ServeConfig) -> socket.socket:
         ) from None
 
 
-def reader_of(
-    config: ServeConfig, source: Source, tokenizer: PreTrainedTokenizer, tell: bool
-) -> Reader:
-    """Raises ValueError for what of `config` does not go with the model. `tell`s the defaults."""
-    asked, lines = apply_generation_config(Sampling(), source.generation_config)
+def build_parser(
+    config: ServeConfig, source: Source, tokenizer: PreTrainedTokenizer, verbose: bool
+) -> RequestParser:
+    """Return the parser of requests, with the model's sampling defaults.
+
+    `verbose`: print the defaults. Raises ValueError for options that the model cannot have.
+    """
+    sampling, lines = apply_generation_config(Sampling(), source.generation_config)
     for line in lines:
-        say(line, tell)
-    options = (
-        asked.of_tokens if asked.temperature is not None else Sampling(temperature=1.0).of_tokens
-    )
-    options.check()
+        say(line, verbose)
+    if sampling.temperature is None:  # not greedy, as OpenAI
+        sampling = replace(sampling, temperature=1.0)
+    defaults = sampling.of_tokens
+    defaults.check()
     template = None
     if tokenizer.chat_template:
         template = own_template(tokenizer, "", "give a model with one")
     else:
-        say("the tokenizer has no chat template: /v1/chat/completions is not served", tell)
-    reader = Reader(config, source, tokenizer, template, options, asked.max_new_tokens)
-    _ = reader.most
-    return reader
+        say("the tokenizer has no chat template: /v1/chat/completions is not served", verbose)
+    new_tokens = sampling.max_new_tokens
+    parser = RequestParser(config, source, tokenizer, template, defaults, new_tokens)
+    _ = parser.max_length  # raises for a --max-length that the model does not have
+    return parser
 
 
 def serve(config: ServeConfig, mesh: Mesh) -> None:
-    """Until it is asked to end, on every rank of `mesh`. Raises ValueError as `check`, and what the
-    engine raises.
+    """Serve until SIGINT or SIGTERM, on every rank of `mesh`. Raises ValueError as `check`, and
+    what the engine raises.
     """
     source = open_alike(config.folder, mesh)
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
-    bound = listening(config) if mesh.first else None
-    reader = reader_of(config, source, tokenizer, tell=mesh.first)
+    listener = bind_socket(config) if mesh.first else None
+    parser = build_parser(config, source, tokenizer, verbose=mesh.first)
     dtype = DTYPES[config.dtype] if config.dtype else None
     model = engine.load_placed(source, mesh, dtype, config.weights)
-    beside = adapters.open_adapters(adapters.parse_adapters(config.adapters), source, mesh)
+    low_rank = adapters.open_adapters(adapters.parse_adapters(config.adapters), source, mesh)
     ends, known = engine.stop_tokens(source), tokenizer.get_vocab().values()
     with Engine(
         model,
@@ -220,76 +224,75 @@ def serve(config: ServeConfig, mesh: Mesh) -> None:
         limits=config.limits,
         mesh=mesh,
         weights=config.weights,
-        adapters=adapters.place_adapters(beside, model, mesh),
+        adapters=adapters.place_adapters(low_rank, model, mesh),
     ) as running:
-        loop = Loop(running, mesh)
-        if bound is None:
-            with process.stop_handler(lambda _: None):  # the first rank says when
+        loop = EngineLoop(running, mesh)
+        if listener is None:
+            with process.stop_handler(lambda _: None):  # the first rank decides when to stop
                 loop.run(lambda _: None)
             return
-        front = Front(config, reader, loop, bound)
-        with process.stop_handler(lambda _: front.stop()):
-            front.start()
+        http = HttpThread(config, parser, loop, listener)
+        with process.stop_handler(lambda _: http.stop()):
+            http.start()
             try:
-                loop.run(front.tell)
+                loop.run(http.dispatch)
             finally:
-                front.end()
+                http.join()
 
 
-class Front:
-    """The thread that talks to clients."""
+class HttpThread:
+    """The thread of the event loop, which talks to clients."""
 
     def __init__(
         self,
         config: ServeConfig,
-        reader: Reader,
-        loop: Loop,
-        bound: socket.socket,
-        told: Callable[[str], None] = lambda text: print(text, flush=True),
+        parser: RequestParser,
+        loop: EngineLoop,
+        listener: socket.socket,
+        announce: Callable[[str], None] = lambda text: print(text, flush=True),
     ):
-        """`told`: what a person reads as it begins."""
-        self.config, self.reader, self.loop, self.bound = config, reader, loop, bound
-        self.key, self.told = key_of(config), told
-        self.name, names = config.called, adapters.parse_adapters(config.adapters)
-        metrics = Metrics()
+        """`announce`: prints the address and the key."""
+        self.config, self.loop, self.listener = config, loop, listener
+        self.key, self.announce = resolve_key(config), announce
+        self.name, names = config.model_name, adapters.parse_adapters(config.adapters)
+        metrics = ServerMetrics()
         self.sessions = Sessions(
-            loop, reader.tokenizer, metrics, config.capacity, config.time_limit
+            loop, parser.tokenizer, metrics, config.capacity, config.time_limit
         )
-        service = app.Service(self.name, int(time.time()), reader, self.sessions, list(names))
-        self.server = uvicorn.Server(_configured(app.made(service, metrics, self.key), config))
+        endpoints = app.Endpoints(self.name, int(time.time()), parser, self.sessions, list(names))
+        application = app.create_app(endpoints, metrics, self.key)
+        self.server = uvicorn.Server(_uvicorn_config(application, config))
         self.events = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="http", daemon=True)
-        self._ended = asyncio.Event()
-        self._asked = 0  # to stop
-        self._failed: BaseException | None = None
+        self._engine_stopped = asyncio.Event()
+        self._stop_requests = 0
+        self._error: BaseException | None = None
 
     def start(self) -> None:
-        """It begins to listen."""
+        """Start to listen."""
         self.thread.start()
 
-    def tell(self, output: StepOutput) -> None:
-        """What a step has brought, for the sessions. The engine's thread."""
+    def dispatch(self, output: StepOutput) -> None:
+        """Hand the result of a step to the sessions. Called by the engine's thread."""
         if output.new_tokens or output.finished:
-            self.events.call_soon_threadsafe(self.sessions.tell, output)
+            self.events.call_soon_threadsafe(self.sessions.dispatch, output)
 
     def stop(self) -> None:
-        """Asked to end. Any thread, a signal's handler too."""
+        """Stop within --grace seconds, on a second call at once. Any thread or signal handler."""
         if not self.events.is_closed():
             self.events.call_soon_threadsafe(self._stop)
 
-    def end(self) -> None:
-        """The engine steps no more, however it has ended: nor does this, once it is through. Raises
-        what has ended it before.
-        """
-        self.events.call_soon_threadsafe(self._engine_ended)
+    def join(self) -> None:
+        """Wait for the thread to end once the engine has stopped. Raises the thread's exception."""
+        self.events.call_soon_threadsafe(self._fail_all)
         self.thread.join()
-        if self._failed is not None:
-            raise self._failed
+        if self._error is not None:
+            raise self._error
 
     @property
     def address(self) -> str:
-        """Where clients find it."""
-        host, port = self.bound.getsockname()[:2]
+        """URL of the server."""
+        host, port = self.listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _run(self) -> None:
@@ -297,55 +300,58 @@ class Front:
         try:
             self.events.run_until_complete(self._serve())
         except BaseException as error:
-            self._failed = error
+            self._error = error
         finally:
             self.loop.stop()
-            self.events.run_until_complete(self._ended.wait())
+            self.events.run_until_complete(self._engine_stopped.wait())
             self.events.close()
 
     async def _serve(self) -> None:
-        self._tell()
-        await self.server.serve(sockets=[self.bound])
+        self._print_address()
+        await self.server.serve(sockets=[self.listener])
 
-    def _tell(self) -> None:
+    def _print_address(self) -> None:
         config = self.config
-        self.told(f"serving {escape(self.name)} at {self.address}/v1")
+        self.announce(f"serving {escape(self.name)} at {self.address}/v1")
         if config.key is None and config.key_file is None:
-            self.told(f"key: {self.key}")
+            self.announce(f"key: {self.key}")
         if not config.local:
             say(
-                f"--host {config.host}: others reach it over the network, unencrypted; use a proxy "
-                "with TLS where that is not yours alone"
+                f"--host {config.host}: the server can be reached over the network, unencrypted; "
+                "use a "
+                "proxy with TLS on networks that others share"
             )
 
     def _stop(self) -> None:
-        stopping = Problem(HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping", retry=False)
-        self._asked += 1
+        stopping = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping", retry=False)
+        self._stop_requests += 1
         self.server.should_exit = True
-        if self._asked == 1:
-            say(f"stopping: answers that are being given have {self.config.grace:g} s (--grace)")
+        if self._stop_requests == 1:
+            say(f"stopping: open requests have {self.config.grace:g} s to finish (--grace)")
             self.sessions.close(stopping)
             self.events.call_later(self.config.grace, self._fail, stopping)
         else:
             self._fail(stopping)
 
-    def _fail(self, problem: Problem) -> None:
-        """End all responses with this error, and what is left of connections LAST seconds later."""
+    def _fail(self, problem: ApiError) -> None:
+        """End all responses with this error, and abort connections ERROR_TIME seconds later."""
         self.sessions.fail(problem)
         for connection in list(self.server.server_state.connections):
-            self.events.call_later(LAST, connection.transport.abort)
+            self.events.call_later(ERROR_TIME, connection.transport.abort)
 
-    def _engine_ended(self) -> None:
-        """Answers that are open, where there are any, cannot be ended."""
-        self._ended.set()
-        self._fail(Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine has ended", retry=False))
+    def _fail_all(self) -> None:
+        """End the responses that are still open: the engine has stopped."""
+        self._engine_stopped.set()
+        self._fail(
+            ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine has stopped", retry=False)
+        )
         self.server.should_exit = True
 
 
-def _configured(made: FastAPI, config: ServeConfig) -> uvicorn.Config:
+def _uvicorn_config(application: FastAPI, config: ServeConfig) -> uvicorn.Config:
     return uvicorn.Config(
-        made,
-        http=limited(config.max_head_bytes, config.head_time, config.time_limit),
+        application,
+        http=limited_protocol(config.max_head_bytes, config.head_time, config.time_limit),
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -353,7 +359,7 @@ def _configured(made: FastAPI, config: ServeConfig) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         server_header=False,
-        limit_concurrency=config.max_connections + 1,  # itself among those it counts
+        limit_concurrency=config.max_connections + 1,  # uvicorn counts the new connection too
         timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=int(config.grace) + 5,
     )

@@ -1,347 +1,201 @@
-"""Requests that are being answered, as the thread that talks to clients knows them.
+"""Sessions: the requests in progress, as the thread of the event loop knows them.
 
-    place      takes a request, or refuses it (429): the number of completions is bounded
-    open       submits its prompts to the engine's loop
-    tell       turns the result of a step into pieces of text
-    pieces     yields them as they come
-    close      cancels what has not ended, and frees the place
+    Sessions.admit      takes a request, or refuses it (429): the number of completions is bounded
+    Session.submit      submits its prompts to the engine's loop
+    Sessions.dispatch    hands the tokens of a step to their sessions, which turn them into text
+    Session.deltas      yields deltas of text as they come
+    Session.close       cancels what is unfinished, and frees its place
 
-A session ends early by a `Problem`, which takes the place of the next piece: its time is over, its
-client has gone, the server stops, or the engine has failed.
-
-`Written` turns the tokens of one completion into pieces of text with their log-probabilities. A
-piece is text that is certain (text.py): whole characters, and nothing that may be the beginning of
-a stop string. A response that is sent whole is its pieces put together, so it equals the one that
-is streamed.
-
-    tokens          Hel   lo   \\n   \\n  Bye            with the stop string \\n\\n
-    pieces         "Hel" "lo"   -    end: "stop"        the line end waited, and is not part of it
+A session fails by an `ApiError` in place of the next delta: its time limit is over, its client has
+disconnected, the server stops, or the engine has failed. Whatever happens, `close` is called once:
+it is what frees pages of the KV cache and the place in the queue.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import AsyncIterator, Callable, Iterable
 from http import HTTPStatus
-from typing import Literal
 
-from dolmen.data.tokenizer import PreTrainedTokenizer, bytes_of
-from dolmen.serving.detokenizer import UNFINISHED, Detokenizer
-from dolmen.serving.http.loop import Loop, Metrics, Timer
-from dolmen.serving.http.protocol import Problem
-from dolmen.serving.http.reader import Asked
-from dolmen.serving.request import FinishedSequence, LogProb, NewToken, StepOutput
+from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.serving.generation import Detokenizer
+from dolmen.serving.http.loop import EngineLoop, RequestTimer, ServerMetrics
+from dolmen.serving.http.protocol import ApiError
+from dolmen.serving.http.request_parser import ParsedRequest
+from dolmen.serving.http.responses import CompletionStream, Delta, TokenTexts
+from dolmen.serving.request import FinishedSequence, NewToken, StepOutput
 
-LAST = 1.0  # seconds in which a client must read the error that ends its response early
-
-Finish = Literal["stop", "length"]
-LEAST = -9999.0
-"""Log-probability reported for a token of probability 0, as OpenAI does; JSON has no infinity."""
-
-
-@dataclass(frozen=True)
-class Likely:
-    """A token, as text, and its log-probability."""
-
-    text: str
-    logprob: float
-    part: bytes | None = None
-    """Bytes of a token that is a part of a character and so has no text of its own."""
-
-    @property
-    def bytes(self) -> list[int] | None:
-        """Its UTF-8 bytes; None if they are not known."""
-        if self.part is None and UNFINISHED in self.text:
-            return None
-        return list(self.text.encode() if self.part is None else self.part)
-
-    @property
-    def escaped(self) -> str:
-        r"""Its text, or the bytes of a part of a character, as \xe4\xbd: no two parts alike."""
-        if self.part is None:
-            return self.text
-        return "".join(f"\\x{byte:02x}" for byte in self.part)
-
-    @property
-    def name(self) -> str:
-        r"""The same as a key of OpenAI's completions: bytes:\xe4\xbd."""
-        return self.text if self.part is None else f"bytes:{self.escaped}"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Log-probabilities of one token of a completion."""
-
-    own: Likely
-    top: Sequence[Likely]
-    offset: int
-    """Characters of the completion before it."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The next part of a completion."""
-
-    index: int
-    """Index of the completion within its request."""
-    text: str
-    entries: Sequence[Entry] = ()
-    finish: Finish | None = None
-    """Finish reason, on the last piece."""
-
-
-class Tokens:
-    """Texts of single tokens, each as it is decoded behind other text."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizer):
-        ids = tokenizer.encode("a", add_special_tokens=False)
-        before = tokenizer.decode(ids)
-
-        @lru_cache(maxsize=1 << 16)
-        def text(token: int) -> str:
-            both = tokenizer.decode([*ids, token])
-            return both.removeprefix(before) if both.startswith(before) else both
-
-        self.text = text
-        self.written = {number: token for token, number in tokenizer.get_vocab().items()}
-
-    def likely(self, token: int, logprob: float) -> Likely:
-        text = self.text(token)
-        part = bytes_of(self.written.get(token, text)) if UNFINISHED in text else None
-        return Likely(text, max(logprob, LEAST), part)
-
-    def entry(self, token: int, found: LogProb, offset: int) -> Entry:
-        """Return the entry of a sampled token, or of a token of the prompt."""
-        top = [self.likely(one, value) for one, value in found.top]
-        return Entry(self.likely(token, found.logprob), top, offset)
-
-
-@dataclass(eq=False)
-class Written:
-    """A completion until now."""
-
-    index: int
-    text: Detokenizer
-    known: Tokens | None
-    """None: no log-probabilities are requested."""
-    count: int = 0
-    """Number of tokens, with the one that ended it."""
-    finish: Finish | None = None
-    _shown: int = 0
-    _waiting: list[Entry] = field(default_factory=list)
-
-    def add(self, chosen: NewToken) -> Piece | None:
-        """Add a token and return the piece that is certain now, if any."""
-        offset = len(self.text.whole)
-        self.count += 1
-        if self.known is not None and chosen.logprob is not None:
-            self._waiting.append(self.known.entry(chosen.token, chosen.logprob, offset))
-        new = self.text.add(chosen.token)
-        self._shown += len(new)
-        if self.text.stopped is not None:
-            return self._last(new, "stop")
-        entries = self._certain(self._shown)
-        return Piece(self.index, new, entries) if new or entries else None
-
-    def end(self, why: Finish) -> Piece:
-        """End the completion and return its last piece."""
-        new = self.text.end()
-        return self._last(new, "stop" if self.text.stopped is not None else why)
-
-    def _last(self, new: str, why: Finish) -> Piece:
-        self.finish = why
-        cut = self.text.stopped is not None
-        entries = self._certain(len(self.text.whole)) if cut else self._waiting
-        self._waiting = []
-        return Piece(self.index, new, entries, why)
-
-    def _certain(self, end: int) -> list[Entry]:
-        """Take the entries of tokens that begin before the character `end`."""
-        found = [entry for entry in self._waiting if entry.offset < end]
-        self._waiting = self._waiting[len(found) :]
-        return found
+ERROR_TIME = 1.0  # seconds in which a client must read the error that ends its response
 
 
 class Session:
-    """The completions of one request. Created by `Sessions.place`."""
+    """The completions of one request. Created by `Sessions.admit`."""
 
     def __init__(self, sessions: "Sessions", count: int, abort: Callable[[], None]):
-        """`count`: its completions; `abort`: ends the client's connection."""
+        """`count`: number of its completions. `abort`: closes the client's connection."""
         self.sessions, self.count, self.abort = sessions, count, abort
         self._aborting: asyncio.TimerHandle | None = None
-        self.timer = Timer(sessions.metrics)
-        self.written: list[Written] = []
-        self.of_prompts: dict[int, list[LogProb]] = {}
-        """Completion -> log-probabilities of its prompt's tokens but the first."""
-        self.asked: Asked | None = None
+        self.timer = RequestTimer(sessions.metrics)
+        self.completions: list[CompletionStream] = []
+        self._num_prompts = 0
         self._first = 0  # number of its first engine request
-        self._coming: asyncio.Queue[Piece | Problem] = asyncio.Queue()
+        self._queue: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
         self._deadline = asyncio.get_running_loop().call_later(
-            sessions.seconds, lambda: self.fail(self.late())
+            sessions.seconds, lambda: self.fail(self.timeout_error())
         )
 
-    def open(self, asked: Asked) -> None:
+    def submit(self, request: ParsedRequest) -> None:
         """Submit its prompts to the engine's next step."""
-        own, self.asked = self.sessions, asked
-        known = None if asked.top is None else own.tokens
-        self.written = [
-            Written(index, Detokenizer(own.tokenizer, asked.stop), known)
+        sessions = self.sessions
+        token_texts = None if request.top is None else sessions.token_texts
+        self.completions = [
+            CompletionStream(index, Detokenizer(sessions.tokenizer, request.stop), token_texts)
             for index in range(self.count)
         ]
-        numbers = [own.loop.submit(request) for request in asked.requests]
-        self._first = numbers[0]
-        own.by_number |= dict.fromkeys(numbers, self)
-        own.metrics.prompt.inc(asked.prompt_tokens)
+        numbers = [sessions.loop.submit(one) for one in request.requests]
+        self._first, self._num_prompts = numbers[0], len(numbers)
+        sessions.by_number |= dict.fromkeys(numbers, self)
+        sessions.metrics.prompt.inc(request.prompt_tokens)
 
-    def fail(self, problem: Problem) -> None:
-        """End with this error. A client that does not read it within LAST seconds is cut off: a
-        response that waits for its client would otherwise keep the place.
+    def fail(self, problem: ApiError) -> None:
+        """End with this error. The connection of a client that does not read it within ERROR_TIME
+        seconds is aborted: a response that waits for its client would keep its place.
         """
-        self._coming.put_nowait(problem)
+        self._queue.put_nowait(problem)
         if self._aborting is None:
-            self._aborting = asyncio.get_running_loop().call_later(LAST, self.abort)
+            self._aborting = asyncio.get_running_loop().call_later(ERROR_TIME, self.abort)
 
     def close(self) -> None:
-        """Cancel what has not ended, and free its place."""
+        """Cancel what is unfinished, and free its place."""
         self._deadline.cancel()
         if self._aborting is not None:
             self._aborting.cancel()
         self.sessions.open.discard(self)
-        for number in range(self._first, self._first + self._prompts):
+        for number in range(self._first, self._first + self._num_prompts):
             self.sessions.by_number.pop(number, None)
-            if any(one.finish is None for one in self._of(number)):
+            if any(one.finish is None for one in self._completions_of(number)):
                 self.sessions.loop.cancel(number)
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """Yield pieces as they come, until all completions have ended. Raises Problem."""
-        while any(one.finish is None for one in self.written) or not self._coming.empty():
-            found = [await self._coming.get()]
-            while not self._coming.empty():
-                found.append(self._coming.get_nowait())
-            for one in found:
-                if isinstance(one, Problem):
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """Yield deltas as they come, until all completions are finished. Raises ApiError."""
+        while any(one.finish is None for one in self.completions) or not self._queue.empty():
+            items = [await self._queue.get()]
+            while not self._queue.empty():
+                items.append(self._queue.get_nowait())
+            for one in items:
+                if isinstance(one, ApiError):
                     raise one
-            yield [one for one in found if isinstance(one, Piece)]
+            yield [one for one in items if isinstance(one, Delta)]
 
-    def take(self, chosen: NewToken) -> None:
-        """Take a sampled token, unless its completion has ended in a stop string."""
-        one = self._at(chosen.number, chosen.sample)
-        if one.finish is not None:
+    def add_token(self, token: NewToken) -> None:
+        """Add a sampled token, unless its completion has ended at a stop string."""
+        completion = self._completions_of(token.number)[token.sample]
+        if completion.finish is not None:
             return
         self.timer.token()
-        piece = one.add(chosen)
-        if piece is not None:
-            self._coming.put_nowait(piece)
-        if one.finish is not None:
-            self.sessions.loop.cancel(chosen.number, chosen.sample)
+        delta = completion.add(token)
+        if delta is not None:
+            self._queue.put_nowait(delta)
+        if completion.finish is not None:
+            self.sessions.loop.cancel(token.number, token.sample)
 
-    def end(self, ended: FinishedSequence) -> None:
-        """Take the end of a completion."""
-        one = self._at(ended.number, ended.sample)
-        self.of_prompts[one.index] = ended.prompt_logprobs
-        if one.finish is not None:
+    def finish(self, finished: FinishedSequence) -> None:
+        """Finish a completion, or fail if its logits are not finite."""
+        completion = self._completions_of(finished.number)[finished.sample]
+        completion.prompt_logprobs = finished.prompt_logprobs
+        if completion.finish is not None:
             return
-        if ended.finish_reason == "stop" or ended.finish_reason == "length":
-            self._coming.put_nowait(one.end(ended.finish_reason))
+        if finished.finish_reason == "stop" or finished.finish_reason == "length":
+            self._queue.put_nowait(completion.end(finished.finish_reason))
         else:
             self.fail(
-                Problem(
+                ApiError(
                     HTTPStatus.INTERNAL_SERVER_ERROR,
-                    f"the scores of new token {len(ended.tokens) + 1} are not finite: the model "
+                    f"the logits of new token {len(finished.tokens) + 1} are not finite: the model "
                     "has diverged, or needs --dtype float32",
                     retry=False,
                 )
             )
 
-    @property
-    def _prompts(self) -> int:
-        return 0 if self.asked is None else len(self.asked.requests)
+    def _completions_of(self, number: int) -> list[CompletionStream]:
+        """Return the completions of the prompt that is engine request `number`."""
+        samples = self.count // self._num_prompts
+        begin = (number - self._first) * samples
+        return self.completions[begin : begin + samples]
 
-    @property
-    def _samples(self) -> int:
-        return self.count // max(self._prompts, 1)
-
-    def _of(self, number: int) -> list[Written]:
-        """Completions of one of its prompts."""
-        begin = (number - self._first) * self._samples
-        return self.written[begin : begin + self._samples]
-
-    def _at(self, number: int, sample: int) -> Written:
-        return self._of(number)[sample]
-
-    def late(self) -> Problem:
+    def timeout_error(self) -> ApiError:
         """Return the error of a request over the time limit."""
-        return Problem(
+        return ApiError(
             HTTPStatus.GATEWAY_TIMEOUT,
-            f"the request has taken over {self.sessions.seconds:g} seconds, the server's limit",
+            f"the request has exceeded the server's time limit of {self.sessions.seconds:g} "
+            "seconds",
             code="timeout",
             retry=False,
         )
 
 
 class Sessions:
-    """All sessions of a server. Only the thread of its event loop calls it."""
+    """All sessions of a server. Called only by the thread of its event loop."""
 
     def __init__(
         self,
-        loop: Loop,
+        loop: EngineLoop,
         tokenizer: PreTrainedTokenizer,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         capacity: int,
         seconds: float,
     ):
-        """`capacity`: completions that run or wait at most; `seconds`: time limit of a request."""
+        """`capacity`: most completions that run or wait. `seconds`: time limit of a request."""
         self.loop, self.tokenizer, self.metrics = loop, tokenizer, metrics
         self.capacity, self.seconds = capacity, seconds
-        self.tokens = Tokens(tokenizer)
+        self.token_texts = TokenTexts(tokenizer)
         self.open: set[Session] = set()
         self.by_number: dict[int, Session] = {}
-        self.closed: Problem | None = None
-        """Error of further requests; None while the server takes them."""
-        metrics.watch(lambda: loop.load, lambda: self.taken)
+        self.closed: ApiError | None = None
+        """Error of further requests; None while the server admits them."""
+        metrics.register_gauges(lambda: loop.load, lambda: self.num_completions)
 
     @property
-    def taken(self) -> int:
-        """Completions of all requests."""
+    def num_completions(self) -> int:
+        """Number of completions of all open sessions, running or waiting."""
         return sum(session.count for session in self.open)
 
-    def place(self, count: int, abort: Callable[[], None]) -> Session:
-        """Return a session for `count` completions. Raises Problem if the queue is full."""
+    def admit(self, count: int, abort: Callable[[], None]) -> Session:
+        """Return a session for `count` completions. Raises ApiError if the queue is full (429)."""
         if self.closed is not None:
             raise self.closed
         if count > self.capacity:
-            raise Problem(
+            raise ApiError(
                 HTTPStatus.BAD_REQUEST,
-                f"{count:,} answers are asked for, and the server takes {self.capacity:,} at most",
+                f"{count:,} completions are requested, and the server takes at most "
+                f"{self.capacity:,}",
                 param="n",
             )
-        if self.taken + count > self.capacity:
-            raise Problem(
+        if self.num_completions + count > self.capacity:
+            raise ApiError(
                 HTTPStatus.TOO_MANY_REQUESTS,
-                f"{self.taken:,} answers are being written or wait, of {self.capacity:,} at most: "
-                "come again",
+                f"{self.num_completions:,} completions are running or waiting, of at most "
+                f"{self.capacity:,}: try again later",
                 code="queue_full",
             )
         session = Session(self, count, abort)
         self.open.add(session)
         return session
 
-    def tell(self, output: StepOutput) -> None:
+    def dispatch(self, output: StepOutput) -> None:
         """Hand the result of a step to its sessions."""
-        for chosen in output.new_tokens:
-            session = self.by_number.get(chosen.number)
+        for token in output.new_tokens:
+            session = self.by_number.get(token.number)
             if session is not None:
-                session.take(chosen)
-        for ended in output.finished:
-            session = self.by_number.get(ended.number)
-            if session is not None and ended.finish_reason != "cancelled":
-                session.end(ended)
+                session.add_token(token)
+        for finished in output.finished:
+            session = self.by_number.get(finished.number)
+            if session is not None and finished.finish_reason != "cancelled":
+                session.finish(finished)
 
-    def close(self, problem: Problem) -> None:
-        """Refuse further requests with this error."""
+    def close(self, problem: ApiError) -> None:
+        """Refuse further requests with this error; open ones go on."""
         self.closed = problem
 
-    def fail(self, problem: Problem) -> None:
+    def fail(self, problem: ApiError) -> None:
         """End all open sessions with this error, and refuse further requests."""
         self.close(problem)
         sessions: Iterable[Session] = list(self.open)

@@ -1,0 +1,87 @@
+"""Keyword arguments of the Python API to the configuration of the command of the same name: with
+the same checks, and errors that name the keyword.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dolmen.comparison.config import DiffConfig
+from dolmen.conversion.config import ConvertConfig, ExportConfig
+from dolmen.core.config import field_types, from_dict, option_types
+from dolmen.core.messages import BadInput, message, printable, python_spelling
+from dolmen.data.config import TokenConfig, TokenizeConfig
+from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
+from dolmen.families import families
+from dolmen.families.start import option_fields
+from dolmen.planning.config import DryrunConfig
+from dolmen.recipes.overrides import plain
+from dolmen.serving.config import GenerateConfig
+from dolmen.training.config import RunConfig
+from dolmen.training.request import Handling
+from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+
+@contextmanager
+def value_errors(keywords: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Within this context, bad input is raised as ValueError with the message of the command line,
+    in which options are written as keywords. `keywords`: option -> keyword, where they differ.
+    """
+    try:
+        yield
+    except (BadInput, ValueError, KeyError, OSError) as error:
+        raise ValueError(with_keywords(message(error), keywords or {})) from error
+
+
+def with_keywords(text: str, keywords: Mapping[str, str]) -> str:
+    """Replace the options in a message by the keywords of Python."""
+    options = _options()
+    names = {**{name: name for name in options}, **keywords}
+    return python_spelling(
+        printable(text), names, [n for n, kind in options.items() if kind is bool]
+    )
+
+
+@cache
+def _options() -> dict[str, Any]:
+    """Return every option of a command, with its type; a field of a model has None."""
+    known: dict[str, Any] = {"model.model_type": str}
+    for one in families().values():
+        known |= {f"model.{name}": None for name in option_fields(one)}
+    conversion = (ExportConfig, ConvertConfig, TokenizeConfig, VerifyConfig, DiffConfig)
+    vocabulary = (VocabTrainConfig, VocabMergeConfig, VocabExtendConfig)
+    others = (GenerateConfig, EvaluateConfig, DryrunConfig)
+    for cls in (Handling, RunConfig, *conversion, *vocabulary, *others):
+        known |= option_types(cls)
+    return known
+
+
+DATA_KEYWORDS = {f"data.{name}": name for name in field_types(TokenConfig)}
+"""Options of the section `data` -> top-level keywords."""
+
+
+def build_config(cls: type[T], excluded: Collection[str] = (), **keywords: Any) -> T:
+    """Build a configuration from keywords; those of its section `data` may be at the top level.
+
+    Raises ValueError for a keyword that is unknown or `excluded`, and for a value out of range.
+    """
+    types = field_types(cls)
+    data = field_types(types["data"]) if "data" in types else {}
+    values: dict[str, Any] = {}
+    data_values: dict[str, Any] = {}
+    for name, value in keywords.items():
+        if name in excluded:
+            raise ValueError(f"{name} is an option of the command only: leave it out")
+        if name in data and name not in types:
+            data_values[name] = plain(value)
+        elif name == "data" and name in types and isinstance(value, Mapping):
+            data_values |= value
+        else:
+            values[name] = plain(value)
+    return from_dict(cls, values | ({"data": data_values} if data_values else {}))

@@ -1,0 +1,80 @@
+"""The verbs that write models, tokens and vocabularies: convert, export, tokenize and vocab.
+
+dolmen convert SOURCE DESTINATION --to FORMAT
+dolmen export SOURCE --to DIR
+dolmen tokenize --data.path TEXT --data.tokenizer DIR --to PREFIX
+dolmen vocab train|merge|extend
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from dolmen.conversion.config import ConvertConfig, ExportConfig
+from dolmen.conversion.convert import convert, export_model
+from dolmen.core.messages import BadInput, Failed, escape, message, plural
+from dolmen.data.config import TokenizeConfig
+from dolmen.data.indexed_export import tokenize
+from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
+from dolmen.vocabulary.extend import extend
+from dolmen.vocabulary.merge import merge
+from dolmen.vocabulary.train import train
+
+
+def run_convert(options: ConvertConfig) -> int:
+    try:
+        print(convert(options, shown=True))
+    except Failed as error:
+        print(f"dolmen convert: {error}; nothing is left of it", file=sys.stderr)
+        return 1
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    return 0
+
+
+def run_export(options: ExportConfig) -> int:
+    try:
+        title = export_model(
+            options.source, Path(options.to), options.dtype, options.adapters, options.critic
+        )
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    print(f"wrote {escape(options.to)}, from {escape(title)}")
+    return 0
+
+
+def run_tokenize(options: TokenizeConfig) -> int:
+    try:
+        written = tokenize(options)
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    print(
+        f"wrote {escape(written.file)} and its .idx: {plural(written.tokens, 'token')} of "
+        f"{plural(written.documents, 'document')}, {written.dtype}"
+    )
+    return 0
+
+
+class VocabularyReport(Protocol):
+    """Result of a part of `dolmen vocab`."""
+
+    def lines(self) -> list[str]:
+        """Return the lines to print."""
+        ...
+
+
+VOCAB_STEPS: dict[type, Callable[[Any], VocabularyReport]] = {
+    VocabTrainConfig: train,
+    VocabMergeConfig: merge,
+    VocabExtendConfig: extend,
+}
+
+
+def run_vocab(options: VocabTrainConfig | VocabMergeConfig | VocabExtendConfig) -> int:
+    try:
+        report = VOCAB_STEPS[type(options)](options)
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    print(f"wrote {escape(options.to)}", *report.lines(), sep="\n")
+    return 0

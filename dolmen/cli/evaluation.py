@@ -1,0 +1,151 @@
+"""The verbs that measure and compare models: evaluate, diff and verify.
+
+dolmen evaluate SOURCE --data.path TEXT, or --tasks NAMES
+dolmen diff A B
+dolmen verify SOURCE [--against SOURCE2]    a short form; where the models differ, it runs diff
+                                            to name the first tensor that does
+"""
+
+import json
+import sys
+from functools import partial
+
+from dolmen.comparison.config import DiffConfig, DiffWork
+from dolmen.comparison.diff import THEIRS, diff, work
+from dolmen.conversion.source import open_alike
+from dolmen.core.config import to_dict
+from dolmen.core.filesystem import expand
+from dolmen.core.log import console
+from dolmen.core.mesh import Mesh
+from dolmen.core.messages import BadInput, Failed, message
+from dolmen.evaluation import tasks
+from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
+from dolmen.evaluation.perplexity import Windows, evaluate, load, prepared, tokenizer_of
+from dolmen.evaluation.verify import verify
+from dolmen.files import write
+from dolmen.launch import process
+from dolmen.model.layout import Layout
+from dolmen.serving import processes
+
+
+def run_evaluate(options: EvaluateConfig) -> int:
+    if not process.launched_here():
+        try:
+            check_json(options.json)
+        except ValueError as error:
+            raise BadInput(str(error)) from None
+    layout = processes.check_model(
+        "evaluate", [options.source], options.layout.layout, options.device, replicas=True
+    )
+    # the launcher has the tokens made and compared before it starts others; else one of each host
+    started = process.read_launch()
+    first = not process.launched_here() and (started is None or started.local_rank == 0)
+    try:
+        if options.tasks is not None:
+            tasks.check(options)
+        has_text = options.data.path or options.tasks is None
+        text = prepared(options, progress=first, verify=first) if has_text else None
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    return processes.run(
+        "evaluate",
+        to_dict(options),
+        layout,
+        options.device,
+        lambda mesh: _evaluate_on_mesh(options, text, mesh),
+    )
+
+
+def _evaluate_on_mesh(options: EvaluateConfig, text: Windows | None, mesh: Mesh) -> int:
+    loaded, screen, content = load(options, mesh), console(mesh.first), {}
+    if text is not None:
+        result = evaluate(loaded, text)
+        screen.print(result.table(options.source))
+        content |= result.as_dict()
+    if options.tasks is not None:
+        tokenizer = tokenizer_of(options, mesh)
+        scored = tasks.scores(loaded, tokenizer, options)
+        screen.print(tasks.table(scored))
+        content["tasks"] = scored
+    if mesh.first and options.json is not None:
+        save_json(content, options.json)
+    return 0
+
+
+def check_json(to: str | None) -> None:
+    """Raise ValueError for a file --json that exists already."""
+    if to is not None:
+        write.check_new("--json", to)
+
+
+def save_json(content: object, to: str, indent: int = 1) -> None:
+    """Write --json. Raises ValueError if the file cannot be written."""
+    try:
+        write.replace(expand(to), json.dumps(content, indent=indent) + "\n")
+    except OSError as error:
+        raise ValueError(f"--json {to}: {error.strerror}") from None
+
+
+def run_diff(options: DiffConfig | DiffWork) -> int:
+    if isinstance(options, DiffWork):  # a worker process that this verb has started
+        return process.run_worker(partial(_diff_worker, options))
+    try:
+        check_json(options.json)
+        report = diff(options)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    except Failed as error:
+        print(f"dolmen diff: {error}", file=sys.stderr)
+        return 1
+    screen = console(True)
+    screen.print(report.table())
+    screen.print(f"\n{report}", markup=False, highlight=False)
+    if options.json is not None:
+        try:
+            save_json(report.as_dict(), options.json, indent=2)
+        except ValueError as error:
+            raise BadInput(str(error)) from None
+    return 0 if report.ok else 1
+
+
+def _diff_worker(options: DiffWork) -> int:
+    work(options)
+    return 0
+
+
+def run_verify(options: VerifyConfig) -> int:
+    folders = [options.folder, *([options.against] if options.against else [])]
+    layout = processes.check_model("verify", folders, Layout(tp=options.layout.tp), options.device)
+
+    def work(mesh: Mesh) -> int:
+        source = open_alike(options.folder, mesh)
+        against = open_alike(options.against, mesh) if options.against else None
+        report = verify(source, against, mesh, length=options.length)
+        screen = console(mesh.first)
+        screen.print(report.table())
+        if not report.ok and mesh.size > 1:
+            screen.print(
+                f"\n`dolmen diff {_diff_command(options)}` names the first tensor that parts"
+            )
+        elif not report.ok:
+            screen.print(f"\n{diff(_diff_config(options))}", markup=False, highlight=False)
+        return 0 if report.ok else 1
+
+    return processes.run("verify", to_dict(options), layout, options.device, work)
+
+
+def _diff_config(options: VerifyConfig) -> DiffConfig:
+    """Return the options of `dolmen diff` that compare the same models tensor by tensor."""
+    against = f"{THEIRS}:{options.against or options.folder}"
+    return DiffConfig(
+        options.folder,
+        against,
+        until="backward",
+        length=options.length,
+        device=options.device,
+    )
+
+
+def _diff_command(options: VerifyConfig) -> str:
+    config = _diff_config(options)
+    return f"{config.first} {config.second} --a.layout.tp {options.layout.tp}"

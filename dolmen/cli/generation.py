@@ -1,0 +1,331 @@
+"""The verbs generate, chat and serve.
+
+dolmen generate SOURCE --prompt TEXT
+dolmen generate SOURCE --input FILE --output FILE
+dolmen chat MODEL
+dolmen serve MODEL
+"""
+
+import readline
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+
+from dolmen.conversion.source import open_alike, open_source, tokenizer_folder
+from dolmen.core.config import to_dict
+from dolmen.core.filesystem import expand
+from dolmen.core.log import say
+from dolmen.core.mesh import Mesh
+from dolmen.core.messages import BadInput, escape, message, plural
+from dolmen.data.tokenizer import load_tokenizer
+from dolmen.launch import process
+from dolmen.model.layout import Layout
+from dolmen.optim.optimizer import DTYPES
+from dolmen.rl import best_of_n
+from dolmen.serving import adapters, engine, offline, output_file, processes
+from dolmen.serving.chat import ChatSession
+from dolmen.serving.config import ChatConfig, GenerateConfig, ServeConfig
+from dolmen.serving.engine import Engine
+from dolmen.serving.generation import (
+    Detokenizer,
+    apply_generation_config,
+    check_stop,
+    check_text,
+    encode,
+)
+from dolmen.serving.request import Limits, Request
+
+
+def run_generate(options: GenerateConfig) -> int:
+    try:  # before any process, and before a model is read
+        options.of_tokens.check()
+        adapters.check_name(options.adapter, adapters.parse_adapters(options.adapters))
+        if options.input is not None:
+            offline.check_options(options)
+            if not process.launched_here():
+                if not options.resume:
+                    output_file.check_output(expand(options.output or ""), None, False, {}, "")
+                best_of_n.check(options)
+        for text in options.prompt:
+            check_text(text)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    split = options.layout
+    layout = processes.check_model(
+        "generate",
+        [options.folder],
+        Layout(tp=split.tp, pp=split.pp, dp=split.dp),
+        options.device,
+        replicas=True,
+        weights=options.weights,
+        adapters=options.adapters,
+    )
+    return (
+        _generate_file(options, layout)
+        if options.input is not None
+        else _generate_prompts(options, layout)
+    )
+
+
+def _generate_file(options: GenerateConfig, layout: Layout) -> int:
+    """Complete all rows of --input."""
+    started = process.read_launch()
+    # the launcher reads all rows, and refuses what is bad, before it starts others
+    first = not process.launched_here() and (started is None or started.rank == 0)
+    try:
+        job = offline.prepare(options, verbose=first, fresh=not process.launched_here())
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    if not job.unfinished:
+        rows = f"all {len(job.summary.places):,} rows"
+        say(f"{escape(options.output)} has {rows}: nothing is left to do", first)
+        return _choose_best(job) if first else 0
+
+    def work(mesh: Mesh) -> int:
+        offline.generate(job, mesh)
+        return 0
+
+    code = processes.run("generate", to_dict(options), layout, options.device, work)
+    return code or (_choose_best(job) if first else 0)
+
+
+def _choose_best(job: offline.Job) -> int:
+    """Write the best completion of each row to --best, once all rows are finished."""
+    if job.config.best is None:
+        return 0
+    try:
+        best = best_of_n.choose(job)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    print(
+        f"{escape(job.config.best)} has the best completion of {plural(best.rows, 'row')}: "
+        f"a reward of {best.reward:.4g}, of all samples {best.of_all:.4g}"
+    )
+    if best.failed:
+        say(
+            f"WARNING: {plural(best.failed, 'sample')} without a reward, and "
+            f"{plural(best.without, 'row')} without any, left out"
+        )
+    return 0
+
+
+def _generate_prompts(options: GenerateConfig, layout: Layout) -> int:
+    """Print the completions of --prompt."""
+    return processes.run(
+        "generate",
+        to_dict(options),
+        layout,
+        options.device,
+        lambda mesh: _print_completions(options, mesh),
+    )
+
+
+def _print_completions(options: GenerateConfig, mesh: Mesh) -> int:
+    source = open_alike(options.folder, mesh)
+    resolved, notes = apply_generation_config(options, source.generation_config)
+    for line in notes:
+        say(line, mesh.first)
+    tokenizer = load_tokenizer(tokenizer_folder(source), option="")
+    prompts = [encode(tokenizer, text, source.model) for text in options.prompt]
+    dtype = DTYPES[options.dtype] if options.dtype else None
+    model = engine.load_placed(source, mesh, dtype, options.weights)
+    low_rank = adapters.open_adapters(adapters.parse_adapters(options.adapters), source, mesh)
+    printer = CompletionPrinter(
+        [Detokenizer(tokenizer, options.stop) for _ in prompts], options.prompt, mesh.first
+    )
+    limits = Limits(tokens=options.max_batch_tokens)
+    ends, known = engine.stop_tokens(source), tokenizer.get_vocab().values()
+    with Engine(
+        model,
+        stop=ends,
+        known=known,
+        limits=limits,
+        mesh=mesh,
+        weights=options.weights,
+        adapters=adapters.place_adapters(low_rank, model, mesh),
+    ) as running:
+        for i, tokens in enumerate(prompts):
+            request = Request(tokens, resolved.of_tokens, i, options.seed, adapter=options.adapter)
+            running.add(request)
+        try:
+            while running.busy:
+                output = running.step()
+                for chosen in output.new_tokens:
+                    if printer.add(chosen.number, chosen.token):
+                        running.cancel(chosen.number)
+                engine.require_finite(output.finished)
+        finally:
+            printer.end()
+        if mesh.first:
+            print(running.usage, file=sys.stderr)  # not among the text
+    return 0
+
+
+class CompletionPrinter:
+    """Prints prompts and their completions on stdout: the first one as it is generated, the others
+    when all are finished.
+    """
+
+    def __init__(self, texts: Sequence[Detokenizer], prompts: Sequence[str], visible: bool):
+        self.texts, self.prompts, self.visible = texts, prompts, visible
+
+    def add(self, index: int, token: int) -> bool:
+        """Add a token of completion `index` and return whether a stop string was reached.
+
+        The prompt is printed with its first token, so nothing is printed when the request fails.
+        """
+        text = self.texts[index]
+        new = text.add(token)
+        if index == 0 and len(text.tokens) == 1:
+            self._print(self.prompts[0])
+        if index == 0:
+            self._print(new)
+        return text.stopped is not None
+
+    def end(self) -> None:
+        """Print what is held back of the first completion, and the other completions."""
+        for index, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
+            if text.tokens:
+                rest = text.end()
+                self._print((rest if index == 0 else prompt + text.whole) + "\n")
+
+    def _print(self, text: str) -> None:
+        if self.visible:
+            print(text, end="", flush=True)
+
+
+CHAT_HELP = """\
+/reset     start a new chat
+/retry     generate another reply to the last message
+/history   print all messages
+/help      print this help
+/exit      end the chat (or Ctrl-D)
+Ctrl-C     interrupt the reply
+End a line with \\ to continue the message in the next line."""
+
+
+def run_chat(options: ChatConfig) -> int:
+    layout = processes.check_model(
+        "chat", [options.folder], Layout(), options.device, weights=options.weights
+    )
+    try:
+        options.of_tokens.check()
+        check_stop(options.stop)
+        source = open_source(options.folder)
+        resolved, notes = apply_generation_config(options, source.generation_config)
+        resolved.of_tokens.check()
+        chat = ChatSession(source, load_tokenizer(tokenizer_folder(source), option=""), resolved)
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    for line in notes:
+        say(line)
+
+    def work(mesh: Mesh) -> int:
+        with chat.engine(mesh):
+            Terminal(chat).talk()
+        return 0
+
+    return processes.run("chat", to_dict(options), layout, options.device, work)
+
+
+class Terminal:
+    """The chat in a terminal: replies on stdout, everything else on stderr."""
+
+    def __init__(self, chat: ChatSession):
+        self.chat = chat
+        self.interactive = sys.stdin.isatty()
+        readline.set_auto_history(self.interactive)  # arrow keys recall earlier messages
+        self.commands: dict[str, Callable[[], None]] = {
+            "/reset": self._reset,
+            "/retry": self._retry,
+            "/history": self._history,
+            "/help": lambda: say(CHAT_HELP),
+        }
+
+    def talk(self) -> None:
+        """Reply to messages until /exit or the end of the input."""
+        say(CHAT_HELP, self.interactive)
+        for text in self._lines():
+            if text == "/exit":
+                return
+            if text in self.commands:
+                self.commands[text]()
+            elif text.startswith("/"):
+                say(f"there is no command {text.split()[0]}: /help lists the commands")
+            elif text:
+                self._print_reply(text)
+
+    def _lines(self) -> Iterator[str]:
+        while True:
+            try:
+                yield self._read()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                say("\n/exit or Ctrl-D ends the chat")
+
+    def _read(self) -> str:
+        """Read a message of one or several lines. Raises EOFError at the end of the input."""
+        lines = [input("> " if self.interactive else "")]
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
+            lines.append(input("  " if self.interactive else ""))
+        return "\n".join(lines).strip()
+
+    def _print_reply(self, text: str) -> None:
+        with process.handling({signal.SIGINT: lambda *_: self.chat.stop()}):
+            try:
+                for part in self.chat.reply(text):
+                    print(part, end="", flush=True)
+                print(flush=True)
+                if self.chat.truncated:
+                    limit = self.chat.config.of_tokens.max_new_tokens
+                    say(f"(the reply was cut at {limit:,} tokens: raise --max-new-tokens)")
+            except ValueError as error:
+                say(str(error))
+
+    def _reset(self) -> None:
+        self.chat.reset()
+        say("started a new chat")
+
+    def _retry(self) -> None:
+        text = self.chat.undo()
+        if text is None:
+            say("there is no message to reply to yet")
+        else:
+            self._print_reply(text)
+
+    def _history(self) -> None:
+        for message_ in self.chat.messages:
+            say(f"{message_['role']}: {message_['content']}")
+
+
+SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def run_serve(options: ServeConfig) -> int:
+    missing = [name for name in SERVER_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise BadInput(f"{missing[0]} is not installed: pip install 'dolmen[serve]'")
+    from dolmen.serving.http import server  # an extra
+
+    layout = processes.check_model(
+        "serve",
+        [options.folder],
+        Layout(tp=options.layout.tp),
+        options.device,
+        adapters=options.adapters,
+        weights=options.weights,
+    )
+    if not process.launched_here():
+        try:
+            server.check(options)
+        except (ValueError, KeyError, OSError) as error:
+            raise BadInput(message(error)) from None
+
+    def work(mesh: Mesh) -> int:
+        server.serve(options, mesh)
+        return 0
+
+    return processes.run("serve", to_dict(options), layout, options.device, work)

@@ -1,0 +1,97 @@
+"""The verbs that list what there is: recipes, families and show (the page of runs)."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from dolmen.cli.command import FamiliesOptions, RecipesOptions
+from dolmen.core.filesystem import expand
+from dolmen.core.log import console, size
+from dolmen.core.messages import BadInput, escape, message
+from dolmen.families import checked, families
+from dolmen.model import count
+from dolmen.recipes import RECIPES
+from dolmen.watching import server
+from dolmen.watching.config import ShowConfig
+from dolmen.watching.page import write_page
+
+
+def run_recipes(_: RecipesOptions) -> int:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("recipe", "parameters", "tokens per step", "what it is"):
+        table.add_column(name, justify="right" if name[0] in "pt" else "left")
+    for name, recipe in RECIPES.items():
+        run = recipe()
+        tokens = (
+            f"{run.train.global_batch_size * run.sequence_length:,}"
+            if run.model
+            else "set by options"
+        )
+        table.add_row(
+            name,
+            size(count.parameters(run.model.tree)) if run.model else "of --init",
+            tokens,
+            " ".join((recipe.__doc__ or "").split()),
+        )
+    console().print(table, width=80)
+    return 0
+
+
+WIDTH = 80
+FOOTNOTE = (
+    "Each is compared with a reference of the same random weights: hf, the class of\n"
+    "transformers, or plain, written from the published equations where there is none.\n"
+    "Columns are the largest differences over all cases, of logits in fp32 and of\n"
+    "gradients in float64, and the layouts with the gradients of one process. Cases\n"
+    "have the stated number of parameters at most. docs/reference/families.md lists every case,\n"
+    "and why a layout is refused."
+)
+
+
+def run_families(_: FamiliesOptions) -> int:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in (
+        "model_type",
+        "what it is",
+        "cases",
+        "reference",
+        "logits",
+        "gradients",
+        "layouts",
+    ):
+        table.add_column(name, justify="right" if name in ("cases", "logits") else "left")
+    for name in sorted(families()):
+        rows = checked.cases_of(name)
+        if not rows:
+            table.add_row(name, families()[name].title, "", "", "", "not measured", "")
+            continue
+        sizes = sorted(row.parameters for row in rows)
+        table.add_row(
+            name,
+            families()[name].title,
+            f"{len(rows)} of {size(sizes[-1])}",
+            " ".join(sorted({"plain" if row.against == checked.PLAIN else "hf" for row in rows})),
+            f"{checked.worst(rows, 'logits'):.0e}",
+            f"{checked.worst(rows, 'gradients_fp64'):.0e}",
+            " ".join(
+                part.split()[0] + (f" ({some})" if some else "")
+                for part, some in checked.layouts(rows).items()
+            ),
+        )
+    console().print(table, width=WIDTH)
+    console().print(FOOTNOTE, width=WIDTH, highlight=False)
+    return 0
+
+
+def run_show(options: ShowConfig) -> int:
+    folders = [expand(name) for name in options.runs]
+    try:
+        if options.serve:
+            server.serve(folders, options)
+        else:
+            print(f"wrote {escape(write_page(folders, Path(options.out)))}")
+    except KeyboardInterrupt:  # how a server is ended, and what a reader has asked for
+        return 0
+    except ValueError as error:
+        raise BadInput(message(error)) from None
+    return 0

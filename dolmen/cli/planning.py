@@ -1,0 +1,343 @@
+"""The verbs that predict a run: plan, dryrun and schedule.
+
+dolmen plan MODEL --cluster CLUSTER[:NODES]
+dolmen dryrun RECIPE|FILE.yaml --layout.tp 8 --ranks first,last
+dolmen schedule NAME --pp 4 --microbatches 8
+dolmen schedule search --costs measured.json
+"""
+
+import json
+from collections.abc import Iterator
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+from dolmen.core.filesystem import expand
+from dolmen.core.log import console, say
+from dolmen.core.messages import BadInput, escape, message, plural
+from dolmen.files import write
+from dolmen.parallel.schedule import SCHEDULES, Schedule, format_schedule, format_yaml
+from dolmen.parallel.simulation import (
+    Cost,
+    Simulation,
+    closed_form,
+    make_schedule,
+    read_schedule,
+    simulate_stages,
+)
+from dolmen.planning import answer, draw, outputs, search
+from dolmen.planning.action_lists import search as action_lists
+from dolmen.planning.action_lists.problem import Costs, from_file
+from dolmen.planning.action_lists.search import ShortestSchedule
+from dolmen.planning.config import DryrunRequest, PlanConfig, PlanRequest, ScheduleOptions
+from dolmen.planning.hardware import LOCAL, measured_at
+from dolmen.planning.inference import inference
+from dolmen.planning.plan import Plan
+from dolmen.planning.question import Question
+from dolmen.planning.report import write_report
+from dolmen.planning.search import add_fleets
+from dolmen.planning.steady_state import check_layout, uneven_stages
+from dolmen.recipes.overrides import load_run_to_plan
+
+
+def run_plan(options: PlanConfig) -> int:
+    try:
+        if options.measure:
+            return measure_local_cluster()
+        request = resolve_request(options)
+        outputs.check(request.options)
+        if request.options.inference:
+            return plan_inference(request)
+        question = Question.from_request(request)
+        plan = search.make_plan(question, request.options, progress=True)
+        print_plan(plan, request.options)
+        for line in write_files(question, plan, request.options):
+            if request.options.json != "-":
+                print(line)
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    return 0
+
+
+def measure_local_cluster() -> int:
+    """Measure this machine and write it as the cluster `local`."""
+    # torch takes a second to import, and no other plan needs it
+    from dolmen.planning.measure import measure
+
+    print(f"wrote {measure(measured_at())}: dolmen plan MODEL --cluster {LOCAL}")
+    return 0
+
+
+def resolve_request(options: PlanConfig) -> PlanRequest:
+    """Return the plan's options with its run. Raises ValueError without a model."""
+    if not options.model:
+        raise ValueError(
+            "name a model first: dolmen plan gpt3-175b --cluster dgx-a100:128 (dolmen recipes "
+            "lists them)"
+        )
+    return PlanRequest(options.model, load_run_to_plan(options.model), options)
+
+
+def print_plan(plan: Plan, options: PlanConfig) -> None:
+    """Print the table and the parts that `options` request, or JSON."""
+    save(answer.plan_dict(plan), options.json)
+    if options.json == "-":
+        return
+    screen = console()
+    screen.print(answer.title(plan))
+    screen.print(answer.table(plan))
+    lines = answer.notes(plan)
+    if options.tokens:
+        lines += answer.budget(plan)
+    if options.explain:
+        lines += answer.explanation(plan)
+    for line in lines:
+        print(line)
+    for line in answer.dry_run_lines(plan):
+        screen.print(line)
+
+
+def write_files(question: Question, plan: Plan, options: PlanConfig) -> Iterator[str]:
+    """Write --as-recipe and --report; yield a line for each file. Raises ValueError."""
+    if options.as_recipe is not None:
+        file = Path(options.as_recipe)
+        yield f"wrote {escape(file)}: {outputs.write_recipe(question, plan, file)}"
+    if options.report is not None:
+        try:
+            page = write_report(add_fleets(question, plan), Path(options.report))
+            yield f"wrote {escape(page)}"
+        except OSError as error:
+            raise ValueError(f"--report {options.report}: {error.strerror}") from None
+
+
+def plan_inference(request: PlanRequest) -> int:
+    """Print the table of layouts for inference, or JSON."""
+    options = request.options
+    found = inference(Question.from_request(request), options.batch, options.length)
+    save(answer.inference_dict(found), options.json)
+    if options.json != "-":
+        screen = console()
+        screen.print(answer.inference_title(found))
+        screen.print(answer.inference_table(found))
+    return 0
+
+
+def save(content: dict[str, Any], to: str | None) -> None:
+    """Write JSON to a file, or print it for '-'. Raises ValueError."""
+    if to is None:
+        return
+    text = json.dumps(content, indent=1) + "\n"
+    if to == "-":
+        print(text, end="")
+        return
+    try:
+        write.replace(Path(to), text)
+    except OSError as error:
+        raise ValueError(f"--json {to}: {error.strerror}") from None
+
+
+def run_dryrun(request: DryrunRequest) -> int:
+    try:
+        if request.options.json is not None:
+            write.check_new("--json", request.options.json)
+        check_layout(request)
+        # torch takes seconds to import: what cannot be run is refused before
+        say("loading torch ...")
+        from dolmen.planning import dryrun
+
+        report = dryrun.report(request, progress=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise BadInput(message(error)) from None
+    screen = console()
+    screen.print(report.title)
+    if note := uneven_stages(report.run):
+        screen.print(note)
+    screen.print(report.table())
+    if request.options.json is not None:
+        try:
+            write.replace(Path(request.options.json), json.dumps(report.as_dict(), indent=1) + "\n")
+        except OSError as error:
+            raise BadInput(f"--json {request.options.json}: {error.strerror}") from None
+    return 0
+
+
+SEARCH = "search"
+MAX_FORWARDS = 500_000  # listing them takes some seconds
+MAX_BOXES = 40_000  # drawing more takes over ten seconds and shows nothing
+# Messages are those of a run: its options -> those of `dolmen schedule`.
+OPTION_NAMES = {
+    "--layout.pp": "--pp",
+    "layout.pp": "pp",
+    "--layout.virtual-stages": "--virtual-stages",
+    "layout.virtual-stages": "virtual-stages",
+    "--train.global-batch-size, --train.microbatch-size": "--microbatches",
+    "but the run has": "but the options say",
+}
+
+
+def run_schedule(options: ScheduleOptions) -> int:
+    try:
+        if options.out:
+            write.check_new("--out", options.out)
+        cost = parse_cost(options)
+        times = Costs("options", cost._asdict())
+        if options.costs:
+            times = from_file(options.costs)
+        if options.schedule == SEARCH:
+            found, widths = search_schedule(options, times)
+            schedule, simulation = found.schedule, found.simulation
+        else:
+            found, widths, schedule = None, (), build_schedule(options)
+            simulation = simulate_stages(schedule, times.stage_costs(schedule))
+        if options.out:
+            write_out(schedule, simulation, expand(options.out))
+    except (ValueError, OSError) as error:
+        text = str(error)
+        for run_option, own_option in OPTION_NAMES.items():
+            text = text.replace(run_option, own_option)
+        raise BadInput(text) from None
+    idle_formula = None if options.costs else closed_form(schedule, cost)
+    print_report(schedule, simulation, idle_formula)
+    if found:
+        print(proof(found, widths))
+    if options.list:
+        print("\n" + format_schedule(schedule), end="")
+    if options.out:
+        print(f"wrote {escape(options.out)}")
+    return 0
+
+
+def search_schedule(
+    options: ScheduleOptions, times: Costs
+) -> tuple[ShortestSchedule, tuple[int, ...]]:
+    """Search the shortest schedule; also return the numbers of stages per rank that were
+    searched. Raises ValueError.
+    """
+    requested = {"pp": options.pp, "microbatches": options.microbatches}
+    requested["virtual-stages"] = options.virtual_stages
+    sizes = [d if a is None else a for a, d in zip(requested.values(), (4, 8, 1), strict=True)]
+    for name, value in zip(requested, sizes, strict=True):
+        if value < 1:
+            raise ValueError(f"--{name} ({value}) must be at least 1")
+    ranks, micros, chunks = sizes
+    memory = ranks if options.memory is None else options.memory
+    widths = (1, 2) if options.virtual_stages is None else (chunks,)
+    return action_lists.shortest_of(ranks, micros, widths, times, memory)
+
+
+def proof(found: ShortestSchedule, widths: tuple[int, ...]) -> str:
+    """Return a line with the lower bound of the span, and how close the schedule comes to it."""
+    span, nodes = found.simulation.span, f"; {found.nodes:,} nodes" if found.nodes else ""
+    gap = span / found.floor - 1
+    verdict = "optimal" if found.optimal else f"not proven optimal: a gap of {gap:.2%}"
+    like = "" if found.like == SEARCH else f"; the lists are those of {found.like}"
+    of = " or ".join(map(str, widths)) + (" stage" if widths == (1,) else " stages")
+    return f"lower bound {found.floor:.6g} of {of} per rank: {verdict}{nodes}{like}"
+
+
+def build_schedule(options: ScheduleOptions) -> Schedule:
+    """Build the named schedule or read its file; sizes that are not set are the file's, or small.
+    Raises ValueError.
+    """
+    if options.memory is not None:
+        raise ValueError(
+            f"--memory is an option of dolmen schedule {SEARCH} only: leave it out for "
+            f"{options.schedule}"
+        )
+    file = None if options.schedule in SCHEDULES else read_schedule(options.schedule)
+    default = (
+        (file.ranks, file.micros, file.chunks)
+        if file
+        else (4, 8, 2 if options.schedule in ("interleaved", "zero-bubble-v") else 1)
+    )
+    requested = (options.pp, options.microbatches, options.virtual_stages)
+    sizes = [d if a is None else a for a, d in zip(requested, default, strict=True)]
+    if prod(sizes) > MAX_FORWARDS:
+        raise ValueError(
+            f"{prod(sizes):,} forwards are too many to list ({MAX_FORWARDS:,}): use fewer "
+            "--microbatches"
+        )
+    return make_schedule(options.schedule, *sizes)
+
+
+def parse_cost(options: ScheduleOptions) -> Cost:
+    """Return the times of actions. Raises ValueError for a time that is not positive, and for
+    times in addition to --costs.
+    """
+    cost = Cost(options.forward, options.backward, options.input, options.weight, options.send)
+    default = Cost()._asdict()
+    for name, value in cost._asdict().items():
+        if options.costs and value != default[name]:
+            raise ValueError(f"--costs and --{name} both set times: use one of them")
+        if not isfinite(value) or value < 0 or value == 0 and name != "send":
+            raise ValueError(
+                f"--{name} ({value:g}) is not a valid time: use a number above 0"
+                + (", or 0" if name == "send" else "")
+            )
+    return cost
+
+
+def write_out(schedule: Schedule, simulation: Simulation, to: Path) -> None:
+    """Write the picture or the actions, as the suffix says. Raises ValueError for another suffix,
+    OSError if the file cannot be written.
+    """
+    match to.suffix:
+        case ".txt":
+            write.replace(to, format_schedule(schedule))
+        case ".yaml" | ".yml":
+            write.replace(to, format_yaml(schedule))
+        case ".svg" | ".png":
+            draw_picture(schedule, simulation, to)
+        case other:
+            raise ValueError(
+                f"--out {to} ends in {other or 'nothing'}: use .svg or .png for the picture, .txt "
+                f"or .yaml for the actions"
+            )
+
+
+def draw_picture(schedule: Schedule, simulation: Simulation, to: Path) -> None:
+    """Draw the schedule to a file. Raises ValueError for too many actions, and OSError."""
+    boxes = sum(map(len, schedule.actions))
+    if boxes > MAX_BOXES:
+        raise ValueError(
+            f"{boxes:,} actions are more than a picture can show ({MAX_BOXES:,}): use fewer "
+            f"--microbatches"
+        )
+    draw.gantt(simulation, schedule, to, schedule_title(schedule))
+
+
+def schedule_title(schedule: Schedule) -> str:
+    chunks = f", {schedule.chunks} virtual stages per rank" if schedule.chunks > 1 else ""
+    name = escape(Path(schedule.name).name)
+    ranks = plural(schedule.ranks, "rank")
+    micros = plural(schedule.micros, "microbatch", "microbatches")
+    return f"{name}: {ranks}, {micros}{chunks}"
+
+
+def print_report(schedule: Schedule, simulation: Simulation, idle: float | None) -> None:
+    """Print the table of ranks, and the bubble with its closed form where there is one."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("rank", "stages", "actions", "busy", "bubble", "live microbatches"):
+        table.add_column(name, justify="right")
+    for rank, (actions, busy, peak) in enumerate(
+        zip(schedule.actions, simulation.busy, simulation.peak, strict=True)
+    ):
+        stages = " ".join(str(schedule.stage_of(rank, chunk)) for chunk in range(schedule.chunks))
+        table.add_row(
+            str(rank),
+            stages,
+            f"{len(actions):,}",
+            f"{busy:.6g}",
+            f"{1 - busy / simulation.span:.2%}",
+            f"{peak:.4g}",
+        )
+    console().print(schedule_title(schedule))
+    console().print(table)
+    idle_time = max(simulation.span - busy for busy in simulation.busy)
+    formula = f" (closed form {idle:.6g})" if idle is not None else ""
+    print(
+        f"span {simulation.span:.6g}; idle {idle_time:.6g}{formula}: {simulation.bubble:.2%} of "
+        f"the span, {simulation.ratio:.2%} of the work"
+    )

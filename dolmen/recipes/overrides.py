@@ -1,0 +1,290 @@
+"""The run of a recipe, a YAML file or a RunConfig, and changes of its options: keywords of Python,
+nested mappings, or options of the command line. An unknown option, and a value of another type,
+raise ValueError.
+
+    load_run("sft")                         the run of a recipe or a file
+    build_request("sft", {"init": ...})     the same with changes, and how to run it
+"""
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from dolmen.core.config import Words, from_dict, from_words, option_types, unflatten
+from dolmen.core.filesystem import is_absent
+from dolmen.core.messages import brief, cut, did_you_mean
+from dolmen.families import Family, Model
+from dolmen.families import start as models
+from dolmen.families.unknown import TRAINING
+from dolmen.files import gate, kinds
+from dolmen.recipes import ON_THIS_MACHINE, RECIPES, WITH_INIT
+from dolmen.training.config import RunConfig
+from dolmen.training.request import Handling, Request, read_run
+from dolmen.training.spellings import suggestion
+
+
+def load_run(name: str, adapt: bool = True, init: str | None = None) -> RunConfig:
+    """Return the run of a recipe or a YAML file. Raises ValueError.
+
+    `adapt`: choose layout and dtype of a recipe for this machine, if it does so. `init`: the model
+    that will replace the recipe's own, for which some recipes have other options.
+    """
+    if name in RECIPES:
+        run = RECIPES[name]()
+        if init is not None and name in WITH_INIT:
+            run = WITH_INIT[name](run)
+        return ON_THIS_MACHINE[name](run) if adapt and name in ON_THIS_MACHINE else run
+    file = Path(name)
+    is_folder, is_file = (
+        os.path.isdir(file),
+        os.path.isfile(file),
+    )  # unlike Path.is_file, take a name of any length
+    if is_folder and (file / "config.yaml").is_file():
+        raise ValueError(f"{name} is a folder: dolmen train {file / 'config.yaml'} starts its run")
+    if is_folder:
+        raise ValueError(
+            f"{name} is a folder; if it is one of data: dolmen train pretrain --data.path {name}"
+        )
+    if not is_file:
+        hint = did_you_mean(name.lower(), RECIPES, f"recipes are {', '.join(RECIPES)}")
+        raise ValueError(f"{cut(name)} is neither a recipe nor a file: {hint}")
+    return read_run(file)
+
+
+def load_run_to_inspect(name: str) -> RunConfig:
+    """Return a run that is not started, for `plan` and `dryrun`. Raises ValueError.
+
+    `name` is a recipe (as on any machine), a YAML file, the folder of a run, or a folder with a
+    config.json, whose run has all defaults but the model.
+    """
+    folder = Path(name)
+    if name in RECIPES or not os.path.isdir(folder):
+        return load_run(name, adapt=False)
+    if (folder / "config.json").is_file():
+        model = Model.from_plain(gate.read_json(folder / "config.json", kinds.CONFIG))
+        return RunConfig(name=folder.resolve().name, model=model)
+    if (folder / "config.yaml").is_file():
+        return read_run(folder / "config.yaml")
+    raise ValueError(f"{cut(name)} has neither a config.json nor a config.yaml")
+
+
+def load_run_to_plan(name: str) -> RunConfig:
+    """Return `load_run_to_inspect(name)`. Raises ValueError also for a run without a model."""
+    run = load_run_to_inspect(name)
+    if run.model is None:
+        raise ValueError(
+            f"{cut(name)} has no model of its own: name a recipe that has one (dolmen recipes), a "
+            "folder with a config.json, or a YAML file"
+        )
+    return run
+
+
+def clear_length(run: RunConfig, names: Collection[str]) -> RunConfig:
+    """Unset the run's length if the options `names` (as in YAML) set one, and so the warm-up.
+
+    A length may be in steps, tokens or epochs: the recipe's own must not stay beside the new one.
+    """
+    train, optimizer = run.train, run.optimizer
+    if {"train.steps", "train.tokens", "train.epochs"} & set(names):
+        train = replace(train, steps=None, tokens=None, epochs=None)
+    if {"optimizer.warmup_steps", "optimizer.warmup_tokens"} & set(names):
+        optimizer = replace(optimizer, warmup_steps=0, warmup_tokens=None)
+    return replace(run, train=train, optimizer=optimizer)
+
+
+def resolve_init(run: RunConfig, init: str | None) -> RunConfig:
+    """Set the run's model: that of `init`, or else its own, or else that of its own init.
+
+    If the source is another run, it is pinned to its latest checkpoint, so that later reads find
+    the same one. A run with a model may lack its own init (it resumes without it). Raises
+    ValueError, KeyError or OSError.
+    """
+    source, has_model = init or run.init, run.model is not None and not init
+    if source is None or (has_model and is_absent(source)):
+        return run
+    # imports torch, and few runs have an init
+    from dolmen.conversion.source import open_source, pin_source
+
+    source = pin_source(source)
+    return replace(run, init=source, model=run.model if has_model else open_source(source).model)
+
+
+MODEL = "model."  # before the fields of a model
+MODEL_TYPE = "model.model_type"
+
+
+def build_request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -> Request:
+    """Return the run of a recipe, a YAML file or a RunConfig with `changes` of its options.
+
+    Names of options may have `-` for `_`, and `.` for a nested mapping. Fields of the model may be
+    Words of the command line. Raises ValueError, KeyError or OSError.
+    """
+    overrides = merge_overrides(flatten(changes))
+    if isinstance(source, RunConfig):
+        run, name = source, None
+    elif isinstance(source, (str, os.PathLike)):
+        name = os.fspath(source)
+        run = load_run(name, init=overrides.get("init"))
+    else:
+        raise ValueError(
+            f"the run is {brief(source)}: it must be the name of a recipe, a YAML file or a "
+            "RunConfig"
+        )
+    run = clear_length(run, overrides)
+    run = resolve_init(run, from_dict(RunConfig, {"init": overrides.pop("init", None)}).init)
+    kind = overrides.pop(MODEL_TYPE, None)
+    start = models.start_model(run.model, " ".join(kind) if isinstance(kind, Words) else kind)
+    overrides = resolve_aliases(overrides, start.model.family)
+    refuse_unknown(overrides, start.model.family)
+    model_fields = {name: overrides.pop(name) for name in [*overrides] if name.startswith(MODEL)}
+    handling = {f.name: overrides.pop(f.name) for f in fields(Handling) if f.name in overrides}
+    model = models.apply_options(
+        start, {name.removeprefix(MODEL): v for name, v in model_fields.items()}
+    )
+    changed = replace(from_dict(RunConfig, unflatten(overrides), run), model=model)
+    if "train.microbatch_size" not in overrides:
+        changed = drop_unfit_microbatch(changed, run)
+    return Request.of(changed, from_dict(Handling, handling), name)
+
+
+def drop_unfit_microbatch(changed: RunConfig, run: RunConfig) -> RunConfig:
+    """Return the `changed` run without the microbatch size of `run`, so that one is chosen, if
+    the changes give another layout or global batch that it does not divide. A config.yaml has the
+    size that was chosen for its layout, which nobody set.
+    """
+    size, layout, batch = run.train.microbatch_size, changed.layout, changed.train.global_batch_size
+    if size is None or (layout, batch) == (run.layout, run.train.global_batch_size):
+        return changed
+    rows = batch // (layout.dp or 1)
+    if rows % size == 0 and rows // size % layout.pp == 0:
+        return changed
+    return replace(changed, train=replace(changed.train, microbatch_size=None))
+
+
+def flatten(changes: Mapping[str, Any], section: str = "") -> list[tuple[str, Any]]:
+    """Return pairs (`section.option`, plain value) of nested mappings."""
+    pairs: list[tuple[str, Any]] = []
+    for key, value in changes.items():
+        name = f"{section}{key}".replace("-", "_")
+        if isinstance(value, Mapping):
+            pairs += flatten(value, f"{name}.")
+        else:
+            pairs.append((name, plain(value)))
+    return pairs
+
+
+def merge_overrides(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return name -> value. Raises ValueError where one name has two values."""
+    merged: dict[str, Any] = {}
+    for name, value in pairs:
+        # equal values only: a NaN differs from itself, and an array has no truth value
+        if name in merged and merged[name] != value:
+            raise ValueError(f"{name} is given twice, as {brief(merged[name])} and {brief(value)}")
+        merged[name] = value
+    return merged
+
+
+def plain(value: Any) -> Any:
+    """Convert to what YAML can hold: a path to text, numpy values to Python's, a tuple to a list.
+    A number that no float can hold is returned as it is, to be refused with its name.
+    """
+    match value:
+        case bool() | Words():
+            return value
+        case str():
+            return str.__str__(value)  # a subclass, such as an enum, is not written to YAML
+        case os.PathLike():
+            return os.fspath(value)
+        case Integral():
+            return int(value)
+        case Real():
+            with suppress(OverflowError):
+                return float(value)
+        case list() | tuple():
+            return [plain(one) for one in value]
+    return value
+
+
+def resolve_aliases(overrides: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Replace aliases of `model.*` options by the family's names.
+
+    Raises ValueError where two names of one option have different values.
+    """
+    resolved: dict[str, tuple[str, Any]] = {}
+    for name, value in overrides.items():
+        option = resolve_alias(name, family)
+        if isinstance(value, Words):
+            option, value = parse_words(option, value, family)
+        if option in resolved and resolved[option][1] != value:
+            alias, first = resolved[option]
+            raise ValueError(
+                f"{alias} ({first}) and {name} ({value}) are two names of one option: give one of "
+                "them"
+            )
+        resolved[option] = name, value
+    return {option: value for option, (_, value) in resolved.items()}
+
+
+def parse_words(name: str, words: Words, family: Family) -> tuple[str, Any]:
+    """Convert words of the command line to the type of their option; return its name and value.
+
+    `model.no_bias` is `model.bias` switched off. Words of an unknown option are returned as they
+    are. Raises ValueError.
+    """
+    types = option_types(RunConfig)
+    if name in types and name not in ("model", "name"):  # these two are Python's alone
+        return name, from_words(types[name], words, _flag(name))
+    if not name.startswith(MODEL):
+        return name, words
+    fields_of_model = models.option_fields(family)
+    *section, last = name.removeprefix(MODEL).split(".")
+    switch = ".".join([*section, last.removeprefix("no_")])
+    switch = family.names.get(switch, switch)
+    if last.startswith("no_") and not words and switch in fields_of_model:
+        return MODEL + switch, False
+    field = fields_of_model.get(name.removeprefix(MODEL))
+    return name, words if field is None else models.field_from_words(field, words, _flag(name))
+
+
+def _flag(name: str) -> str:
+    """Return an option as it is typed on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def resolve_alias(name: str, family: Family) -> str:
+    """Return the option that `name`, perhaps another family's or trainer's name, stands for."""
+    if not name.startswith(MODEL):
+        return name
+    path = name.removeprefix(MODEL)
+    if path in family.names:
+        return MODEL + family.names[path]
+    return TRAINING.get(path, f"--{name}").removeprefix("--").replace("-", "_")
+
+
+def option_names(family: Family) -> list[str]:
+    """Return the names of all options of a run whose model is of the family."""
+    model = [MODEL + name for name in models.option_fields(family)]
+    run = [name for name in option_types(RunConfig) if name != "model"]
+    return [*option_types(Handling), *run, MODEL_TYPE, *model]
+
+
+def refuse_unknown(overrides: Mapping[str, Any], family: Family) -> None:
+    """Raise ValueError for an unknown option, with the one that may be meant, and for a section
+    that is not a mapping.
+    """
+    names = option_names(family)
+    sections = {name.rpartition(".")[0] for name in names} - {""}
+    for name, value in overrides.items():
+        if name in sections and not isinstance(value, Words):
+            raise ValueError(f"{name} is {brief(value)}: it must be a mapping of options")
+        if name in names:
+            continue
+        near = suggestion(name.replace("_", "-"), [n.replace("_", "-") for n in names])
+        option = cut(name)
+        if isinstance(value, Words):
+            option, near = _flag(option), near or "dolmen train --help --all lists them"
+        raise ValueError(f"unknown option {option}" + (f": {near}" if near else ""))
