@@ -16,7 +16,7 @@ from models import Flat
 from spawning import Row
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from dolmen.core import device
+from dolmen.core import collectives, device
 from dolmen.core import mesh as meshes
 from dolmen.core import state as states
 from dolmen.core.mesh import SINGLE
@@ -202,6 +202,18 @@ def test_a_signal_is_told_with_the_other_numbers(monkeypatch):
         state, batch(), SINGLE, lambda: 15 if len(done) == 4 else 2, done.append
     )  # F0 B0 F1 B1: asked when all is queued
     assert told.signal == 15 and optimizer_step(state, batch(), SINGLE).signal == 0
+
+
+def test_the_signal_is_the_largest_of_all_ranks(monkeypatch):
+    """A rank that stopped for its own would leave the others waiting in the next step."""
+    reduce_scalar = collectives.reduce_scalar
+
+    def reduce(x, axis, kind="sum"):
+        return x + 15 if kind == "max" else reduce_scalar(x, axis, kind)
+
+    monkeypatch.setattr(collectives, "reduce_scalar", reduce)
+    state = made(Case(1), SINGLE, monkeypatch)
+    assert optimizer_step(state, batch(), SINGLE).signal == 15
 
 
 def test_one_kernel_and_a_loop_are_the_same_step(monkeypatch):
