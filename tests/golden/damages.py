@@ -134,7 +134,7 @@ def computed_otherwise(patch):
             use_reentrant=False,
         )
 
-    patch.setattr(block, "again", again)
+    patch.setattr(block, "recompute", again)
 
 
 def unrotated(patch):

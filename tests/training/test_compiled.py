@@ -117,7 +117,7 @@ def programs(case: Case, monkeypatch) -> int:
     compile = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self: compile(self, backend=backend))
     monkeypatch.setattr(vocabulary, "_compiled_chunk", lambda: vocabulary._chunk)
-    monkeypatch.setattr(vocabulary, "compiled", lambda: vocabulary.accumulate)
+    monkeypatch.setattr(vocabulary, "compile_accumulate", lambda: vocabulary.accumulate)
     torch.compiler.reset()
     monkeypatch.setattr(models.building, "choose_kernels", lambda *_: case.kernels)
     with meshes.process_group_context(None, torch.device("cpu")):
