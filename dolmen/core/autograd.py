@@ -71,5 +71,5 @@ def recompute(function: Callable, *args: Any) -> Any:
 
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Of the first run and of the one in backward, which a profile tells apart."""
+    """Return the contexts of the first run and of the run in backward, marked in a profile."""
     return nullcontext(), profiling.record_range("recompute")

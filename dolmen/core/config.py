@@ -56,7 +56,7 @@ Seed = Annotated[int, Field(ge=0, le=LARGEST)]
 NonNegative = Annotated[float, Field(ge=0)]
 AboveZero = Annotated[float, Field(gt=0)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
-"""From 0 to less than 1."""
+"""A float in [0, 1)."""
 Name = Annotated[str, Field(pattern=r"\S")]
 """Text that is not empty: as the value of a variable of a shell that was never set, it would be
 taken for the option's default, or for the current folder.
@@ -279,7 +279,7 @@ def _merge(cls: type, values: Any, default: Any, path: str) -> dict[str, Any]:
 
 
 def is_config(hint: Any) -> bool:
-    """Whether a type is a configuration class."""
+    """Return True for a configuration class."""
     return isinstance(hint, type) and hasattr(hint, "__pydantic_validator__")
 
 
@@ -324,7 +324,7 @@ def plain_type(hint: Any) -> Any:
 
 
 def is_optional(hint: Any) -> bool:
-    """Whether None is a value of a type."""
+    """Return True if None is a value of the type."""
     return type(None) in get_args(hint)
 
 

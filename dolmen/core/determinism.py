@@ -64,7 +64,7 @@ def _set_flags(
 
 
 def _explain(text: str) -> str | None:
-    """What torch's refusal means for a user; None: it is another."""
+    """Reword torch's determinism error for the user; None for any other error."""
     if found := NONE.search(text):
         return (
             f"train.deterministic: {found[1]} has no deterministic implementation on this device: "

@@ -36,7 +36,7 @@ def lock(file: int | IO, wait: bool = True, optional: bool = False) -> bool:
 
 
 def names_file(file: int | IO, path: Path) -> bool:
-    """Whether the open file is the one that `path` names."""
+    """Return True if the open file is the one that `path` names."""
     descriptor = file if isinstance(file, int) else file.fileno()
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
@@ -70,7 +70,7 @@ def expand(name: str | Path) -> Path:
 
 
 def may_be_hub_id(name: str) -> bool:
-    """Whether a name that is no path here can be meant for the hub: `name` or `org/name`; below a
+    """Return True if a name that is no local path can be a hub id: `name` or `org/name`; below a
     folder that exists it is a path that was misspelled.
     """
     word = r"[A-Za-z0-9][\w.-]*"
@@ -79,7 +79,7 @@ def may_be_hub_id(name: str) -> bool:
 
 
 def is_absent(name: str | Path) -> bool:
-    """Whether a name can be of a folder alone, and there is none."""
+    """Return True if a name can only be a folder, and there is none."""
     return not expand(name).is_dir() and not may_be_hub_id(str(name))
 
 

@@ -126,7 +126,7 @@ class Axis:
 
     @property
     def adds(self) -> bool:
-        """Whether ranks exchange parts of a reduce-scatter over it and each adds up its own; else
+        """True if ranks exchange parts of a reduce-scatter over it and each adds up its own; else
         the backend adds.
         """
         return self.gloo or self.reduction == "fixed"

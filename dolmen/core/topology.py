@@ -75,7 +75,7 @@ class Topology:
         return grid[axis], math.prod(grid[name] for name in inner)
 
     def index(self, axis: str, rank: int) -> int:
-        """Where `rank` stands on `axis`."""
+        """Return the coordinate of `rank` on `axis`."""
         size, distance = self._line(axis)
         return rank // distance % size
 

@@ -1,4 +1,4 @@
-"""What is sent between ranks, without autograd: the raw, asynchronous forms under the typed
+"""Communication between ranks without autograd: the raw, asynchronous forms under the typed
 collectives (core/collectives.py), and sends from one rank to another.
 
 A `start_*` returns at once; its result is waited for by `wait`, of a reduce-scatter by

@@ -134,7 +134,9 @@ class _Group:
         return self._judge(workers, result) if result.is_failed() else _End(0, True)
 
     def _environment(self, rank: int, attempt: int, port: int) -> dict[str, str]:
-        """Beside what this process has: what a worker reads (core/environment.py, process.py)."""
+        """Return the variables that a worker reads in addition to this process's
+        (core/environment.py, process.py).
+        """
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -150,7 +152,7 @@ class _Group:
         }
 
     def _judge(self, workers: "PContext", result: "RunProcsResult") -> _End:
-        """What a group that failed was about; tells its cause."""
+        """Print why a group failed, and return how it ended."""
         codes = {failure.exitcode for failure in result.failures.values()}
         if self.asked and codes <= STOPPED:
             return _End(128 + self.asked, True)
@@ -163,13 +165,13 @@ class _Group:
 
 
 def _write(file: Path, handed: Mapping[str, Any]) -> str:
-    """As YAML, of which a run's own config.yaml is made too: it has every float."""
+    """Write it as YAML, of which a run's own config.yaml is made too: it has every float."""
     file.write_text(yaml.safe_dump(dict(handed), sort_keys=False))
     return str(file)
 
 
 def _report(file: str) -> dict:
-    """What a worker left in its error file, empty if nothing readable."""
+    """Read a worker's error file; empty if there is nothing readable."""
     try:
         return gate.read_json(file, kinds.WORKER_ERROR)["message"]
     except gate.Refused:

@@ -1,4 +1,4 @@
-"""What a process of a run knows of who started it, and how it ends: our own launcher
+"""How a process of a run was started, and how it ends: our own launcher
 (launcher.py), torchrun, srun, or nobody.
 
 Under torchrun or srun, which set RANK or SLURM_PROCID, `dolmen` is a worker from the start; a
@@ -28,7 +28,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher() -> None:
-    """In a worker: have the kernel kill this process when what started it, our launcher or
+    """Let the kernel kill this process when what started it, our launcher or
     torchrun's agent, ends, however it ends. Before heavy imports.
     """
     if LAUNCHER not in os.environ and strings.RUN not in os.environ:
@@ -111,8 +111,8 @@ def one_store() -> bool:
 
 
 def job() -> str:
-    """What all starts by one launcher have in common and no other's have; empty where no launcher
-    started this process.
+    """Return an id that all restarts by one launcher share and no other has; empty where no
+    launcher started this process.
     """
     if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
         return ""

@@ -203,7 +203,7 @@ class Watch:
 
 
 def stands_in_collective(frame: FrameType | None) -> bool:
-    """Whether a thread that stands at `frame` waits for other ranks: among its innermost calls is
+    """Return True if a thread at `frame` waits for other ranks: among its innermost calls is
     one of torch.distributed.
     """
     for _ in range(4):
@@ -268,7 +268,7 @@ def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) ->
 
 
 def _is_sibling(row: dict) -> bool:
-    """Whether a rank's process lives here under the same launcher: its pid may have become a
+    """Return True if a rank's process lives here under the same launcher: its pid may have become a
     stranger's.
     """
     if row.get("host") != socket.gethostname() or row["parent"] != os.getppid():

@@ -26,8 +26,8 @@ ACTIVATIONS = {
 def clamped_swiglu(
     gate: Float[Tensor, "rows size"], up: Float[Tensor, "rows size"], alpha: float, limit: float
 ) -> Float[Tensor, "rows size"]:
-    """With a = min(gate, limit) and b = up between -limit and limit, a sigmoid(alpha a) (b + 1)
-    (GPT-OSS, 2508.10925).
+    """SwiGLU with clamped inputs: with a = min(gate, limit) and b = up between -limit and limit, a
+    sigmoid(alpha a) (b + 1) (GPT-OSS, 2508.10925).
     """
     gate = gate.clamp(max=limit)
     return gate * (gate * alpha).sigmoid() * (up.clamp(-limit, limit) + 1)

@@ -1,6 +1,6 @@
-"""Which kernels a model computes with: chosen once, where it is built, from the hardware, the dtype
-and the sizes. No layer asks a tensor for its device, so a fake or a CPU tensor takes the road of an
-H100 where one is named, and what a run will call can be said before it starts.
+"""The choice of the kernels that a model computes with, made once, where it is built, from the
+hardware, the dtype and the sizes. No layer asks a tensor for its device, so a fake or a CPU tensor
+takes the road of an H100 where one is named, and what a run will call can be said before it starts.
 """
 
 from collections.abc import Iterable
@@ -65,7 +65,7 @@ class Kernels:
     All take memory in proportion to queries + keys.
     """
     without: str = ""
-    """What these models ask of attention, in words, and flash, which would be chosen, lacks."""
+    """Attention features of the model, in words, that flash, which would be chosen, lacks."""
     grouped: Literal["loop", "grouped_mm"] = "loop"
     """The products of experts. loop: one per expert, whose rows the host counts. grouped_mm: one
     kernel for all, whose offsets stay on the device.

@@ -1,5 +1,5 @@
 """The options under `--optimizer`, and the learning-rate schedule: linear warm-up, then cosine,
-linear, wsd (2404.06395) or constant. Does not import torch.
+linear, wsd (2404.06395) or constant. Needs no torch.
 """
 
 import math

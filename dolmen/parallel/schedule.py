@@ -1,6 +1,6 @@
 """Pipeline schedules: a list of actions per rank, how they are written as text or YAML, and the
 five schedules that have a name, for any number of ranks and microbatches. docs/concepts/pipeline.md
-draws them and says which is for what. Does not import torch.
+draws them and says which is for what. Needs no torch.
 
     F3    forward of microbatch 3
     B3    its whole backward

@@ -2,7 +2,7 @@
 
 A schedule (schedule.py) is data with three readers: `pipeline.py` executes it, `simulate` here
 times it, and `planning/draw.py` draws the simulation. `check_schedule` finds a list that misses an
-action or deadlocks before any process starts. Does not import torch or know of processes.
+action or deadlocks before any process starts. Needs neither torch nor processes.
 """
 
 from collections.abc import Sequence

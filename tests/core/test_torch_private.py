@@ -30,14 +30,14 @@ HOUSE = Path(__file__).parents[2] / "dolmen/core/torch_private"
 CLAIMS: dict[str, Callable[[], object]] = {}
 # Names that another test is about
 ELSEWHERE = {
-    "spelled.LAZY_GLOO": "tests/core/test_groups.py::test_a_lazy_group_has_few_sockets",
-    "spelled.DYNAMO": "tests/training/test_compiled.py::"
+    "strings.LAZY_GLOO": "tests/core/test_groups.py::test_a_lazy_group_has_few_sockets",
+    "strings.DYNAMO": "tests/training/test_compiled.py::"
     "test_a_run_says_that_the_compiler_has_given_up",
-    "spelled.GAVE_UP": "tests/training/test_compiled.py::"
+    "strings.GAVE_UP": "tests/training/test_compiled.py::"
     "test_a_run_says_that_the_compiler_has_given_up",
-    "hub.as_stored": "tests/evaluation/test_verify.py::test_a_model_equals_transformers",
-    "hub.seen_attention": "tests/comparison/test_diff.py::test_both_sides_are_seen_inside",
-    "sharding.after_backward": "tests/golden/test_golden.py::"
+    "hub.revert_weight_names": "tests/evaluation/test_verify.py::test_a_model_equals_transformers",
+    "hub.observe_attention": "tests/comparison/test_diff.py::test_both_sides_are_seen_inside",
+    "sharding.run_final_callback": "tests/golden/test_golden.py::"
     "test_layout_never_changes_the_answer",  # its rows of zero-bubble
     "sharding.gather_as": "tests/golden/test_eight_bits.py::"
     "test_payloads_that_are_gathered_change_no_bit",
@@ -95,23 +95,23 @@ def _():
     assert arguments(backward) == "grad_out input normalized_shape rstd weight output_mask"
 
 
-@claim("compute.turned")
+@claim("compute.transpose_contiguous")
 def _():
     """Compiled, what is multiplied lies as it was asked for, and not as the compiler likes."""
     from torch._inductor.utils import run_and_get_code
 
     x, y = torch.randn(96, 64), torch.randn(96, 32)
-    compiled = torch.compile(lambda x, y: private("compute.turned")(x) @ y)
+    compiled = torch.compile(lambda x, y: private("compute.transpose_contiguous")(x) @ y)
     product, (code,) = run_and_get_code(compiled, x, y)
     torch.testing.assert_close(product, x.t() @ y)
     assert "(64, 96), (96, 1)" in code and "(64, 96), (1, 64)" not in code
-    assert private("compute.turned")(x).is_contiguous()
+    assert private("compute.transpose_contiguous")(x).is_contiguous()
 
 
-@claim("compute.laid_out", "compute.laid_out_product")
+@claim("compute.prepack_weight", "compute.prepacked_linear")
 def _():
     x, weight, bias = torch.randn(5, 96), torch.randn(64, 96), torch.randn(64)
-    laid_out, product = private("compute.laid_out"), private("compute.laid_out_product")
+    laid_out, product = private("compute.prepack_weight"), private("compute.prepacked_linear")
     got = product(x, laid_out(weight, 16), bias)  # fp32 alone: of bf16 a CPU with AVX2 has none
     torch.testing.assert_close(got, F.linear(x, weight, bias), atol=1e-4, rtol=0)
 
@@ -145,36 +145,36 @@ def _():
     assert private("compute.foreach_norm")(xs)[1].item() == pytest.approx(108**0.5)
 
 
-@claim("compute.profiles")
+@claim("compute.is_profiling")
 def _():
-    profiles = private("compute.profiles")
+    profiles = private("compute.is_profiling")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert profiles()
     assert not profiles()
 
 
-@claim("compute.half_is_fast", "compute.multiplies_tiles")
+@claim("compute.has_fast_bfloat16", "compute.has_amx")
 def _():
-    fast, tiles = private("compute.half_is_fast")(), private("compute.multiplies_tiles")()
+    fast, tiles = private("compute.has_fast_bfloat16")(), private("compute.has_amx")()
     assert isinstance(fast, bool) and isinstance(tiles, bool) and fast >= tiles
 
 
-@claim("compute.lays_out")
+@claim("compute.can_prepack")
 def _():
-    assert private("compute.lays_out")() == torch.backends.mkldnn.is_available()
+    assert private("compute.can_prepack")() == torch.backends.mkldnn.is_available()
 
 
-@claim("compute.writes")
+@claim("compute.version_of")
 def _():
     """Of what is written through a view too."""
     x = torch.zeros(2)
-    writes = private("compute.writes")
+    writes = private("compute.version_of")
     before = writes(x)
     x[0] = 1
     assert writes(x) > before
 
 
-@claim("compute.mark_dynamic", "compute.untraced")
+@claim("compute.mark_dynamic", "compute.disable_compile")
 def _():
     """Of a size that is marked there is one program for all; what is untraced is in none."""
     programs, seen = [], []
@@ -182,7 +182,7 @@ def _():
         private("compute.mark_dynamic"),
         lambda x: seen.append(torch.compiler.is_compiling()),
     )
-    untraced = private("compute.untraced")(tell)
+    untraced = private("compute.disable_compile")(tell)
 
     @torch.compile(backend=lambda graph, _: programs.append(graph) or graph.forward)
     def function(x):
@@ -197,11 +197,11 @@ def _():
     assert len(programs) == 1 and seen == [False] * 3
 
 
-@claim("compute.AdamW")
+@claim("compute.ViewAdamW")
 def _():
     seen = []
 
-    class Viewed(private("compute.AdamW")):
+    class Viewed(private("compute.ViewAdamW")):
         @staticmethod
         def view(x):
             seen.append(x)
@@ -272,23 +272,23 @@ def mesh_of_two():
         dist.destroy_process_group()
 
 
-@claim("watching.Fake", "watching.Dispatch")
+@claim("dispatch.Fake", "dispatch.Dispatch")
 def _():
     """A tensor without values has a storage of its size on its device, and operators are told."""
     seen = []
 
-    class Seeing(private("watching.Dispatch")):
+    class Seeing(private("dispatch.Dispatch")):
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             seen.append(str(operator.overloadpacket))
             return operator(*args, **(kwargs or {}))
 
-    with private("watching.Fake")(allow_non_fake_inputs=True), Seeing():
+    with private("dispatch.Fake")(allow_non_fake_inputs=True), Seeing():
         x = torch.ones(2**40) + torch.zeros(1)
     assert x.untyped_storage().nbytes() == 2**42 and x.device.type == "cpu"
     assert seen == ["aten.ones", "aten.zeros", "aten.add"]
 
 
-@claim("watching.join_fake", "watching.done", "watching.Arriving")
+@claim("dispatch.join_fake", "dispatch.completed_work", "dispatch.Arriving")
 def _():
     """Of a fake group nothing that is sent is ever complete, and what its functional collectives
     give is a wrapper.
@@ -298,14 +298,14 @@ def _():
         assert (dist.get_rank(), dist.get_world_size()) == (2, 4)
         x = torch.zeros(3)
         assert not dist.isend(x, 0).is_completed()
-        assert dist.Work.unbox(private("watching.done")()).is_completed()
+        assert dist.Work.unbox(private("dispatch.completed_work")()).is_completed()
         y = private("processes.all_reduce")(x, "sum", dist.group.WORLD)
-        assert type(y) is private("watching.Arriving")
+        assert type(y) is private("dispatch.Arriving")
     finally:
         dist.destroy_process_group()
 
 
-@claim("watching.number", "watching.number_in_backward")
+@claim("dispatch.next_sequence_number", "dispatch.backward_sequence_number")
 def _():
     """Nodes are numbered as forward makes them, and backward knows at which it is."""
     found = []
@@ -317,45 +317,45 @@ def _():
 
         @staticmethod
         def backward(ctx, g):
-            found.append(private("watching.number_in_backward")())
+            found.append(private("dispatch.backward_sequence_number")())
             return g
 
-    number = private("watching.number")
+    number = private("dispatch.next_sequence_number")
     x, first = torch.zeros(2, requires_grad=True), number()
     between = Node.apply(x), number()
     last = Node.apply(between[0])
     last.sum().backward()
     assert first <= found[1] < between[1] <= found[0] < number()
-    assert private("watching.number_in_backward")() is None
+    assert private("dispatch.backward_sequence_number")() is None
 
 
-@claim("watching.resizes")
+@claim("dispatch.observe_resizes")
 def _():
     seen, x = [], torch.zeros(4)
-    with private("watching.resizes")(lambda storage: seen.append(storage.nbytes())):
+    with private("dispatch.observe_resizes")(lambda storage: seen.append(storage.nbytes())):
         x.untyped_storage().resize_(0)
         x.untyped_storage().resize_(32)
     x.untyped_storage().resize_(16)
     assert seen == [0, 32]
 
 
-@claim("sharding.place_of", "sharding.held", "sharding.holding")
+@claim("sharding.local_shape_and_offset", "sharding.local_tensor", "sharding.dtensor_like")
 def _():
     tensors = import_module("torch.distributed.tensor")
     with mesh_of_two() as mesh:
         places = [tensors.Shard(0)]
-        shape, offset = private("sharding.place_of")(torch.Size([5, 2]), mesh, places)
+        shape, offset = private("sharding.local_shape_and_offset")(torch.Size([5, 2]), mesh, places)
         assert (tuple(shape), tuple(offset)) == ((3, 2), (0, 0))
         mine = torch.randn(3, 2)
         p = tensors.DTensor.from_local(
             mine, mesh, places, run_check=False, shape=torch.Size([5, 2]), stride=(2, 1)
         )
-        assert private("sharding.held")(p).data_ptr() == mine.data_ptr()
-        other = private("sharding.holding")(p, torch.zeros(3, 2))
+        assert private("sharding.local_tensor")(p).data_ptr() == mine.data_ptr()
+        other = private("sharding.dtensor_like")(p, torch.zeros(3, 2))
         assert (
             type(other) is type(p) and other.shape == p.shape and other.placements == p.placements
         )
-        assert private("sharding.held")(other).count_nonzero() == 0
+        assert private("sharding.local_tensor")(other).count_nonzero() == 0
 
 
 @claim("sharding.Record", "sharding.records", "sharding.gather_plain")
@@ -481,11 +481,11 @@ def what_files_before_torch_1_6_begin_with():
     assert private("checkpoints.MAGIC") == torch.serialization.MAGIC_NUMBER
 
 
-@claim("spelled.ERROR_FILE", "spelled.worker_error")
+@claim("strings.ERROR_FILE", "strings.worker_error")
 def _():
     elastic = "torch.distributed.elastic.multiprocessing"
-    assert private("spelled.ERROR_FILE") in source(f"{elastic}.api")
-    left = private("spelled.worker_error")("why", 3_000_000, final=True)
+    assert private("strings.ERROR_FILE") in source(f"{elastic}.api")
+    left = private("strings.worker_error")("why", 3_000_000, final=True)
     with NamedTemporaryFile("w") as file:
         json.dump(left, file)
         file.flush()
@@ -494,40 +494,40 @@ def _():
     assert failure.error_file_data == left and failure.error_file_data["message"]["final"]
 
 
-@claim("spelled.RESTARTS", "spelled.RUN", "spelled.ONE_STORE")
+@claim("strings.RESTARTS", "strings.RUN", "strings.ONE_STORE")
 def _():
     agent = source("torch.distributed.elastic.agent.server.local_elastic_agent")
     for name in ("RESTARTS", "RUN", "ONE_STORE"):
-        assert private(f"spelled.{name}") in agent
+        assert private(f"strings.{name}") in agent
 
 
-@claim("spelled.REDISTRIBUTE")
+@claim("strings.REDISTRIBUTE")
 def _():
-    name = private("spelled.REDISTRIBUTE")
+    name = private("strings.REDISTRIBUTE")
     assert logging.getLogger(name) is import_module(name).logger
 
 
-@claim("spelled.TORCH", "spelled.COLLECTIVES")
+@claim("strings.TORCH", "strings.COLLECTIVES")
 def _():
-    assert private("spelled.TORCH") in torch.__file__
+    assert private("strings.TORCH") in torch.__file__
     for waits in (dist.all_reduce, dist.barrier, private("processes.wait")):
-        assert private("spelled.COLLECTIVES") in inspect.unwrap(waits).__code__.co_filename
+        assert private("strings.COLLECTIVES") in inspect.unwrap(waits).__code__.co_filename
 
 
-@claim("spelled.COMPILED")
+@claim("strings.COMPILED")
 def _():
-    assert private("spelled.COMPILED") in source("torch._inductor.output_code")
+    assert private("strings.COMPILED") in source("torch._inductor.output_code")
 
 
-@claim("spelled.FSDP")
+@claim("strings.FSDP")
 def _():
-    assert private("spelled.FSDP") in source(
+    assert private("strings.FSDP") in source(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group"
     )
 
 
 # the compiler asks who compiles C++ here
-STARTS = {"compute.turned": pytest.mark.spawn}
+STARTS = {"compute.transpose_contiguous": pytest.mark.spawn}
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from torch._utils import _rebuild_tensor_v2
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 Place = _StorageInfo
-"""Where a part of a tensor lies: `relative_path`, `offset`, `length`. No public name; `.metadata`
-has one of each part. 2.11 to 2.13."""
+"""Storage location of a part of a tensor: `relative_path`, `offset`, `length`. No public name;
+`.metadata` has one of each part. 2.11 to 2.13.
+"""
 
 PICKLED = frozenset(
     ("torch.distributed.checkpoint.metadata", name)
@@ -25,11 +26,12 @@ PICKLED = frozenset(
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),  # of a name: torch.strided
 }
-"""What `.metadata` names of tensors, but for their dtypes. A release that names another class
-writes checkpoints that we refuse to read. 2.11 to 2.13."""
+"""Classes that `.metadata` names for tensors, but for their dtypes. A release that names another
+class writes checkpoints that we refuse to read. 2.11 to 2.13.
+"""
 
 NUMBERS = "/data/"
-"""In the name of the one entry of an archive of `torch.save` that holds a tensor's numbers,
+"""Part of the name of the one entry of an archive of `torch.save` that holds a tensor's numbers,
 uncompressed, at 64 bytes. 2.11 to 2.13."""
 
 TENSORS = frozenset(
@@ -43,11 +45,15 @@ none. 1.0 to 2.13."""
 PARAMETERS = frozenset(
     {("torch._utils", "_rebuild_parameter"), ("torch._utils", "_rebuild_parameter_with_state")}
 )
-"""Those where a parameter is: its tensor is the first argument. 1.0 to 2.13."""
+"""Functions that such a file names where a parameter is: its tensor is the first argument. 1.0 to
+2.13.
+"""
 
 MAGIC = 0x1950A86A20F9469CFC6C
-"""What the first pickle of a file from before torch 1.6 holds, which is no archive. All
+"""Number in the first pickle of a file from before torch 1.6, which is no archive. All
 releases."""
 
 rebuild = _rebuild_tensor_v2
-"""What our own files name for a tensor: it stands in their pickle by reference. 1.0 to 2.13."""
+"""Function that our own files name for a tensor: it stands in their pickle by reference. 1.0 to
+2.13.
+"""

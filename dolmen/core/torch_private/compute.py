@@ -19,14 +19,14 @@ flash_forward = torch.ops.aten._flash_attention_forward
 no flash kernel has. Called by position up to `return_debug_mask`. 2.11 to 2.13."""
 
 flash_backward = torch.ops.aten._flash_attention_backward
-"""Of either form, from the sum that forward has kept. 2.11 to 2.13."""
+"""Backward of either form, from the log-sum-exp of forward. 2.11 to 2.13."""
 
 cudnn_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 """cuDNN's attention with its log-sum-exp, which SDPA, which is public, keeps to itself. Called by
 position up to `return_debug_mask`. 2.11 to 2.13."""
 
 cudnn_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-"""From out and the log-sum-exp; bias and segments may be None. 2.11 to 2.13."""
+"""Backward from out and the log-sum-exp; bias and segments may be None. 2.11 to 2.13."""
 
 rms_norm = torch.ops.aten._fused_rms_norm
 """-> (normal, 1 / root mean square). `F.rms_norm`, which is public, gives the first alone, and its
@@ -36,17 +36,17 @@ rms_norm_backward = torch.ops.aten._fused_rms_norm_backward
 """2.11 to 2.13. Of a CPU torch has its definition alone."""
 
 softmax_backward = torch.ops.aten._softmax_backward_data
-"""From the softmax, in its dtype. torch has no public name for it. 2.11 to 2.13."""
+"""Gradient from the softmax, in its dtype. torch has no public name for it. 2.11 to 2.13."""
 
 foreach_add = torch._foreach_add  # pyright: ignore[reportPrivateImportUsage]
 """A kernel for many tensors. torch's optimizers are made of these, and it has no public name for
 them. 2.11 to 2.13."""
 
 foreach_add_ = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
-"""In place. 2.11 to 2.13."""
+"""Add many tensors in place. 2.11 to 2.13."""
 
 foreach_mul_ = torch._foreach_mul_  # pyright: ignore[reportPrivateImportUsage]
-"""In place; by a number, or by a tensor of one. 2.11 to 2.13."""
+"""Multiply in place; by a number, or by a tensor of one. 2.11 to 2.13."""
 
 foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 """The Euclidean norm of each. 2.11 to 2.13."""
@@ -69,7 +69,7 @@ def prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def can_prepack() -> bool:
-    """Whether `laid_out` is there: torch was built with oneDNN. 2.11 to 2.13."""
+    """Return True if `prepack_weight` works: torch was built with oneDNN. 2.11 to 2.13."""
     return torch.backends.mkldnn.is_available()
 
 
@@ -81,20 +81,22 @@ def version_of(x: Tensor) -> int:
 
 
 def is_profiling() -> bool:
-    """Whether a profile records: torch asks this flag before ranges of its own. 2.11 to 2.13."""
+    """Return True while a profile records: torch asks this flag before ranges of its own. 2.11 to
+    2.13.
+    """
     return profiler._is_profiler_enabled
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 by instructions of its own: `torch.cpu` tells nobody but
-    the compiler. 2.11 to 2.13.
+    """Return True if this CPU multiplies bfloat16 by instructions of its own: `torch.cpu` tells
+    nobody but the compiler. 2.11 to 2.13.
     """
     return torch.cpu._is_avx512_bf16_supported() or has_amx()
 
 
 def has_amx() -> bool:
-    """Whether this CPU has AMX, whose products are of tiles: `torch.cpu` tells nobody but the
-    compiler. 2.11 to 2.13.
+    """Return True if this CPU has AMX, whose products are of tiles: `torch.cpu` tells nobody but
+    the compiler. 2.11 to 2.13.
     """
     return torch.cpu._is_amx_tile_supported()
 

@@ -40,12 +40,16 @@ def completed_work() -> torch.ScriptObject:
 
 
 def next_sequence_number() -> int:
-    """That of the next node of autograd: they are counted as forward makes them. 2.11 to 2.13."""
+    """Return the sequence number of the next autograd node: they are counted as forward makes them.
+    2.11 to 2.13.
+    """
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def backward_sequence_number() -> int | None:
-    """That of the node which backward is at; None outside of it. 2.11 to 2.13."""
+    """Return the sequence number of the node that backward executes; None outside of it. 2.11 to
+    2.13.
+    """
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 

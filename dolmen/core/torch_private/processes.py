@@ -24,7 +24,7 @@ all_to_all = _functional.all_to_all_single
 """(x, rows to receive, rows to send, group); None: equally many. 2.11 to 2.13."""
 
 wait = _functional.wait_tensor
-"""What one of these has begun, arrived. 2.11 to 2.13."""
+"""Wait for the result of one of these. 2.11 to 2.13."""
 
 all_reduce_ = torch.ops._c10d_functional.all_reduce_
 """(x, op, name of the group): in x's memory, asynchronous. 2.11 to 2.13."""
@@ -51,8 +51,8 @@ def store(name: str) -> Store:
 
 
 def backends(group: dist.ProcessGroup) -> str:
-    """Of each kind of device: "cpu:gloo,cuda:nccl". `dist.get_backend` tells that of one. 2.11 to
-    2.13.
+    """Return the backend per device type: "cpu:gloo,cuda:nccl". `dist.get_backend` tells that of
+    one. 2.11 to 2.13.
     """
     return dist.distributed_c10d._world.pg_backend_config[group]
 

@@ -16,7 +16,7 @@ replicate = _replicate
 `torch.distributed._composable.replicate` is DDP's, which has other hooks. 2.11 to 2.13."""
 
 Record = FSDPParam
-"""What FSDP knows of a parameter: the shard (`sharded_param`), the copy gathered from it, and the
+"""FSDP's record of a parameter: the shard (`sharded_param`), the copy gathered from it, and the
 gradients of both. 2.11 to 2.13."""
 
 local_shape_and_offset = _utils.compute_local_shape_and_global_offset
@@ -25,9 +25,10 @@ too, from arithmetic alone. 2.11 to 2.13."""
 
 
 ReduceScatter = _fsdp_api.ReduceScatter
-"""What FSDP calls to reduce gradients where it is told to (`set_custom_reduce_scatter`, public; its
-class is not): `allocate(size, dtype, device)`, and a call with tensors of output and input, group
-and operation. 2.13; tried in no other."""
+"""Interface that FSDP calls to reduce gradients where it is told to (`set_custom_reduce_scatter`,
+public; its class is not): `allocate(size, dtype, device)`, and a call with tensors of output and
+input, group and operation. 2.13; tried in no other.
+"""
 
 
 def local_tensor(p: Any) -> Tensor:
@@ -46,7 +47,7 @@ def dtensor_like(p: Any, values: Tensor) -> Tensor:
 
 
 def records(unit: FSDPModule) -> list[Record]:
-    """Those of the parameters of a unit of FSDP. 2.11 to 2.13."""
+    """Return the records of the parameters of a unit of FSDP. 2.11 to 2.13."""
     kept = vars(unit._get_fsdp_state())
     # 2.11 has one group per unit
     groups = (
@@ -72,7 +73,7 @@ def gather_plain(record: Record, sum_gradient: Callable[[Tensor], Tensor] | None
 
 
 def run_final_callback(root: FSDPModule) -> None:
-    """What FSDP does when a backward has ended, called by hand: each unit is looked at once more,
+    """Call what FSDP does at the end of a backward: each unit is looked at once more,
     and what has come to its gradients since is added up, and reduced if it is their turn. 2.11 to
     2.13.
     """
@@ -80,8 +81,8 @@ def run_final_callback(root: FSDPModule) -> None:
 
 
 class One(float):
-    """What sums are divided by: nothing. `replicate` divides by its factor, 1 too, which would be a
-    pass over all gradients and a copy of them. 2.11 to 2.13 divide by `/` alone.
+    """A divisor of 1 that divides nothing. `replicate` divides by its factor, 1 too, which would be
+    a pass over all gradients and a copy of them. 2.11 to 2.13 divide by `/` alone.
     """
 
     @classmethod
@@ -96,7 +97,7 @@ def ranks(record: Record) -> int:
 
 
 def gathered_shape(record: Record) -> torch.Size:
-    """That of the plain copy which FSDP gathers of a parameter. 2.11 to 2.13."""
+    """Return the shape of the plain copy which FSDP gathers of a parameter. 2.11 to 2.13."""
     return record._orig_size
 
 

@@ -1,5 +1,5 @@
-"""What is known of torch by its text: names of variables, files, loggers and ranges. Imports
-nothing, so that help and the launcher do without torch.
+"""Names in torch that are known as text only: names of variables, files, loggers and ranges.
+Imports nothing, so that help and the launcher do without torch.
 """
 
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
@@ -22,18 +22,19 @@ makes one. 2.11 to 2.13."""
 
 
 def worker_error(text: str, microseconds: int, **facts: bool) -> dict:
-    """What a worker leaves in ERROR_FILE: torch's `ProcessFailure` reads message and extraInfo's
-    timestamp, and takes the `facts` of ours beside them. 2.11 to 2.13.
+    """Return what a worker writes to ERROR_FILE: torch's `ProcessFailure` reads message and
+    extraInfo's timestamp, and takes the `facts` of ours beside them. 2.11 to 2.13.
     """
     return {"message": {"message": text, "extraInfo": {"timestamp": str(microseconds)}, **facts}}
 
 
 TORCH = "/torch/"
-"""In the path of every file of torch's Python. All releases."""
+"""Part of the path of every file of torch's Python. All releases."""
 
 COLLECTIVES = "/torch/distributed/"
-"""In that of a file in which a process waits for others: the innermost calls of one that does are
-there. 2.11 to 2.13."""
+"""Part of the path of a file in which a process waits for others: the innermost calls of one that
+does are there. 2.11 to 2.13.
+"""
 
 REDISTRIBUTE = "torch.distributed.tensor._redistribute"
 """The logger that DTensor tells of gathers which it makes one after another. 2.13."""

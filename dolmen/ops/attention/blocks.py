@@ -34,7 +34,7 @@ SCORES = 2**20  # of one head at once, so that memory does not grow with length^
 
 
 class Rule(NamedTuple):
-    """From the products of queries and keys to their scores. Numbers and tensors alone, one after
+    """How query-key products become scores. Numbers and tensors alone, one after
     the other what the operators of blockwise.py take: `f(*rule)`, `Rule(*arguments)`.
     """
 
@@ -45,7 +45,7 @@ class Rule(NamedTuple):
     scale: float
     soft_cap: float | None
     slopes: Sequence[float] | None
-    """Of each head: those of the first key-value head, of the second, ..."""
+    """ALiBi slopes of each head: those of the first key-value head, of the second, ..."""
     window: int | None
     starts: Tensor | None
     """[batch, queries]: where each query's document begins, as an index among the keys."""
@@ -96,7 +96,7 @@ class ScoreRule(NamedTuple):
 def _blocks(
     q: Tensor, keys: int, rule: Rule
 ) -> Iterator[tuple[slice, tuple[slice, ScoreRule] | None]]:
-    """Of each block in order: its rows (query, head) of the products, and the keys that are
+    """Yield, per block in order, its rows (query, head) of the products, and the keys that are
     multiplied with them and how they are scored. None: no query of it sees any.
     """
     group, queries, device = rule.group, q.shape[1] // rule.group, q.device
@@ -135,8 +135,8 @@ def _runs(queries: int, keys: int, size: int, rule: Rule) -> Iterator[tuple[rang
 
 
 def _oldest(queries: int, size: int, rule: Rule) -> list[int]:
-    """Of each block, where the oldest document begins that a query of it belongs to: that of its
-    first query, in any sequence, as starts never fall.
+    """Return, per block, the start of the oldest document that a query of it belongs to: that of
+    its first query, in any sequence, as starts never fall.
     """
     # a fake tensor has no values: as if all began at 0
     if rule.host_starts is None or type(rule.host_starts) is not Tensor:
@@ -145,7 +145,7 @@ def _oldest(queries: int, size: int, rule: Rule) -> list[int]:
 
 
 def _furthest(blocks: list[range], keys: int, rule: Rule) -> list[int]:
-    """Of each block, before which key the prefixes end that a query of it sees: that of its last
+    """Return, per block, the end of the furthest prefix that a query of it sees: that of its last
     query, in any sequence, as reach never falls.
     """
     if rule.host_reach is None:
@@ -198,7 +198,9 @@ def _apply_soft_cap(qk: Tensor, how: ScoreRule) -> Tensor:
 
 
 def _scores(bounded: Tensor, how: ScoreRule) -> Tensor:
-    """Of what `_bounded` makes of products [n, rows, keys]; new, and -inf where not seen."""
+    """Return the scores from the `_apply_soft_cap` of products [n, rows, keys]; new, and -inf where
+    not seen.
+    """
     scores, mask = bounded, how.mask
     factor = how.scale if how.soft_cap is None else how.soft_cap
     if how.alibi is not None:
@@ -246,8 +248,8 @@ Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, ScoreRule], tuple[Tensor, T
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """What attention writes: like q, the strides too, where v's heads are as long. The compiler
-    calls it too, of sizes that are symbols: its shapes are compared in `forward`.
+    """Allocate the attention output: like q, the strides too, where v's heads are as long. The
+    compiler calls it too, of sizes that are symbols: its shapes are compared in `forward`.
     """
     if q.shape[-1] == v.shape[-1]:
         return torch.empty_like(q)

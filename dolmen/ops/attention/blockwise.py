@@ -55,7 +55,7 @@ def partial_backward(
 
 
 def _rule(q: Tensor, k: Tensor, at: Place) -> Rule:
-    """Of q and k, both [batch, length, heads, size], which lie at `at`."""
+    """Build the score rule of q and k, both [batch, length, heads, size], which lie at `at`."""
     attend = at.attend
     masks: tuple[Tensor | None, ...] = (None,) * 4
     if attend.documents is not None:
@@ -73,7 +73,7 @@ def _rule(q: Tensor, k: Tensor, at: Place) -> Rule:
 
 
 def _delta(g: Tensor, out: Tensor, log_sum: Tensor) -> Tensor:
-    """Of each row: see blocks.py. [..., 1], in log_sum's dtype."""
+    """Return sum(g * out) of each row: see blocks.py. [..., 1], in log_sum's dtype."""
     return (g.to(log_sum.dtype) * out).sum(-1, keepdim=True)
 
 

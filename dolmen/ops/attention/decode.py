@@ -31,7 +31,9 @@ class Pages:
     for each page, then as many for each of those in `shared`.
     """
     back: Int64[Tensor, "entries page"]
-    """From the query's own token back to each of the page's; below 0 where there is no token."""
+    """Distance from the query's own token back to each of the page's; below 0 where there is no
+    token.
+    """
     shared: Int64[Tensor, " shared"] | None = None
     """Pages shared by several sequences (common prefixes)."""
     _seen: dict[int | None, Tensor] = field(default_factory=dict)
@@ -93,8 +95,8 @@ def _one_sequence(
     attend: Attend,
     text: Alone,
 ) -> Float[Tensor, "1 heads value_size"]:
-    """Of one text there is nothing to scatter or gather: its keys are copied to lie together, and
-    what is computed is a softmax; 27 us for what takes 160 by pages.
+    """Attend for one sequence, where nothing is scattered or gathered: its keys are copied to lie
+    together, and what is computed is a softmax; 27 us for what takes 160 by pages.
     """
     first = 0 if attend.window is None else max(0, text.length - attend.window)
     keys, values = (
@@ -149,7 +151,7 @@ def _raw(
     attend: Attend,
     back: Int64[Tensor, "*_ keys"],
 ) -> Float[Tensor, "*entries kv_heads group keys"]:
-    """Of keys that are so far back, whether they are seen or not."""
+    """Return scores of keys `back` tokens back, whether they are seen or not."""
     kv_heads, group = products.shape[-3:-1]
     wide = products if products.dtype == torch.float64 else products.float()
     scores = wide * scale

@@ -18,8 +18,8 @@ from dolmen.ops.attention.spec import Attend, Attended, Keys, Queries, Values, s
 def attention(
     q: Queries, k: Keys, v: Values, attend: Attend, rows: Int64[Tensor, " queries"]
 ) -> Attended:
-    """As in `spec.Attention`; `rows` are the queries' indices in the sequence, whose keys are all
-    from 0 on. `attend.dropout` says what falls out.
+    """Compute `spec.Attention` with dropout; `rows` are the queries' indices in the sequence, whose
+    keys are all from 0 on. `attend.dropout` says what falls out.
     """
     assert attend.dropout is not None
     heads, size = q.shape[2:]
@@ -39,7 +39,9 @@ def attention(
 
 
 def _scores(scores: Tensor, attend: Attend, rows: Tensor, columns: Tensor) -> Tensor:
-    """Of scaled products [batch, heads, queries, keys], in fp32 or wider where they are changed."""
+    """Apply soft cap and ALiBi to scaled products [batch, heads, queries, keys], in fp32 or wider
+    where they are changed.
+    """
     if attend.plain:
         return scores
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

@@ -153,7 +153,7 @@ def _local_backward(
 
 
 def _call(q: Tensor, attend: Attend, cudnn: bool) -> FlashCall:
-    """Of all queries, with all keys before them: q before `_alike` has padded it."""
+    """Build the call of all queries and earlier keys; q is not yet padded by `_pad_heads`."""
     assert attend.plain and attend.mask == "causal", (
         "no soft cap, no slopes and no prefixes: ops/kernels.py chooses other kernels for them"
     )
@@ -224,9 +224,10 @@ def _pieces(
 def _band(
     queries: int, first: int, keys: int, offset: int, window: int | None
 ) -> tuple[tuple[slice, slice, tuple[int, int]], ...]:
-    """Of the rectangle of queries [0, queries) and keys [first, keys), what a window leaves: query
-    i is at key i + offset, beyond the last, so it sees keys j >= i + oldest. None, one or two
-    pieces, each of queries, keys, and the keys seen left and right of the diagonal.
+    """Return the parts of the rectangle of queries [0, queries) and keys [first, keys), what a
+    window leaves: query i is at key i + offset, beyond the last, so it sees keys j >= i + oldest.
+    None, one or two pieces, each of queries, keys, and the keys seen left and right of the
+    diagonal.
 
         keys   first .. keys
         query 0      x x x x         keys before `oldest`, and queries that see nothing, are cut

@@ -34,7 +34,7 @@ CAUSAL, ALL = (-1, 0), (-1, -1)
 
 
 class FlashCall(NamedTuple):
-    """What both operators take beside q, k and v. Numbers and tensors alone, one after the other
+    """Arguments of both operators beside q, k and v. Numbers and tensors alone, one after the other
     what ours below take: `f(*call)`, `Call(*arguments)`.
     """
 
@@ -47,20 +47,21 @@ class FlashCall(NamedTuple):
     right: int
     scale: float
     cudnn: bool
-    """Whether cuDNN's operators may compute it."""
+    """True if cuDNN's operators may compute it."""
 
     @staticmethod
     def of(run: Run | None, bounds: tuple[int, int], scale: float, cudnn: bool) -> "FlashCall":
-        """Of the segments of `run`, or of whole tensors, with the keys seen left and right of the
-        diagonal.
+        """Build the call of the segments of `run`, or of whole tensors, with the keys seen left and
+        right of the diagonal.
         """
         if run is None:
             return FlashCall(None, None, 0, *bounds, scale, cudnn)
         return FlashCall(run.queries, run.keys, run.longest.shape[0], *bounds, scale, cudnn)
 
     def fits_cudnn(self, queries: int, keys: int) -> bool:
-        """Whether cuDNN's operators are admitted and compute this call of so many queries and keys.
-        Single tokens are left to FlashAttention-2: cuDNN refuses some lengths of one.
+        """Return True if cuDNN's operators are admitted and can compute this call of so many
+        queries and keys. Single tokens are left to FlashAttention-2: cuDNN refuses some lengths of
+        one.
         """
         if not self.cudnn or self.queries is not None or min(queries, keys) < 2:
             return False
@@ -70,8 +71,8 @@ class FlashCall(NamedTuple):
     def options(
         self, q: Tensor, k: Tensor
     ) -> tuple[Tensor | None, Tensor | None, int, int, float, bool]:
-        """What torch's operators take in this order: segments, the longest of queries and of keys,
-        no dropout, and whether causal.
+        """Return the positional arguments of torch's operators: segments, the longest of queries
+        and of keys, no dropout, and whether causal.
         """
         causal = (self.left, self.right) == CAUSAL
         if self.queries is None:

@@ -1,5 +1,5 @@
-"""What attention a layer computes (`Attend`), and what a query sees: its own and earlier tokens, of
-its window and of its document, and of a prefix all.
+"""The attention of a layer (`Attend`), its backends' interface, and which keys a query sees: its
+own and earlier tokens, of its window and of its document, and of a prefix all.
 """
 
 import math
@@ -25,7 +25,7 @@ def seen(
     starts: Int64[Tensor, "batch queries"] | None = None,
     reach: Int64[Tensor, "batch queries"] | None = None,
 ) -> Bool[Tensor, "queries keys"] | Bool[Tensor, "batch queries keys"]:
-    """Which keys each query sees, with starts and reach by sequence.
+    """Return the mask of keys that each query sees, with starts and reach by sequence.
 
     rows, columns: indices in the sequence. A window counts the query itself. starts: index of the
     first token of the query's document; reach: of the first behind that document's prefix. So key j
@@ -59,7 +59,7 @@ class Run:
     length: int
     """Tokens of it in every sequence."""
     begins: tuple[tuple[int, ...], ...]
-    """Where the documents of each whole sequence begin, ascending, the first at 0."""
+    """Start of each document per whole sequence, ascending, the first at 0."""
     kept: Tensor | None
     """[keys of all segments] int64, on the device: of the keys [batch * stop] of all sequences to
     the run's end, those from where the first query's document begins. None: these are all.
