@@ -33,7 +33,7 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.killing import Kills, kill_one, logged, workers
-from dolmen.checkpoint.stream import locate, open_checkpoint
+from dolmen.checkpoint.reader import locate, open_checkpoint
 from dolmen.data.tokenizer import train_bpe
 
 KINDS = ("start-up", "step", "save")

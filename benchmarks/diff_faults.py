@@ -28,16 +28,15 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dolmen.comparison import ours, recording, theirs
+from dolmen.comparison import dolmen_side, recording, transformers_side
 from dolmen.comparison.compare import Side
-from dolmen.comparison.diff import compare_sides
-from dolmen.comparison.ours import DiffTask
+from dolmen.comparison.diff import Report, compare_sides
+from dolmen.comparison.dolmen_side import DiffTask
 from dolmen.comparison.recording import Recording, Tensors
-from dolmen.comparison.report import Report
 from dolmen.core import state, transfers
 from dolmen.core.mesh import SINGLE
 from dolmen.core.topology import Topology
-from dolmen.evaluation.theirs import draw
+from dolmen.evaluation.reference_model import random_tokens
 from dolmen.families import Model
 from dolmen.families.model import model_from_fields, replace_fields
 from dolmen.files.safetensors import Spec
@@ -270,14 +269,14 @@ def row_twice(patch: Patch) -> None:
 
 
 def half_a_block(patch: Patch) -> None:
-    right = ours.build.build
+    right = dolmen_side.build.build
 
     def built(*args, **options):
         model = right(*args, **options)
         data.units(model)[1].set_gradient_divide_factor(2.0)
         return model
 
-    patch.setattr(ours.build, "build", built)
+    patch.setattr(dolmen_side.build, "build", built)
 
 
 def unrotated(patch: Patch) -> None:
@@ -526,7 +525,7 @@ def wrong_source(fault: Fault) -> Held:
 
 @cache
 def right_asked(name: str) -> DiffTask:
-    windows = draw(61, (SEQUENCES, LENGTH + 1), None, 0).numpy()
+    windows = random_tokens(61, (SEQUENCES, LENGTH + 1), None, 0).numpy()
     return DiffTask(windows, OptimizerConfig(schedule="constant"), "update")
 
 
@@ -534,7 +533,7 @@ def right_asked(name: str) -> DiffTask:
 def beside(name: str, layouts: bool) -> Side:
     """Side B: transformers, or of layouts dolmen in one process."""
     source, asked = right_source(name), right_asked(name)
-    record = ours.record if layouts else theirs.record
+    record = dolmen_side.record if layouts else transformers_side.record
     where = SINGLE if layouts else SINGLE.device
     return side(record(source, asked, where), source, Topology())  # pyright: ignore[reportArgumentType]
 
@@ -549,7 +548,7 @@ def recorded(fault: Fault, mesh=SINGLE) -> Tensors:
         if fault.code is not None:
             fault.code(patch)
         asked, layout = fault.asked(right_asked(fault.model)), fault.layout or Layout(dp=1)
-        return ours.record(wrong_source(fault), asked, mesh, layout)
+        return dolmen_side.record(wrong_source(fault), asked, mesh, layout)
 
 
 def report(fault: Fault, tensors: Tensors) -> Report:

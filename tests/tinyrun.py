@@ -25,7 +25,7 @@ import yaml
 from matplotlib.figure import Figure
 
 import dolmen as package
-from dolmen.checkpoint.stream import open_checkpoint
+from dolmen.checkpoint.reader import open_checkpoint
 from dolmen.cli import main
 from dolmen.core.config import from_dict
 from dolmen.data.tokenizer import train_bpe

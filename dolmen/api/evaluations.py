@@ -7,13 +7,13 @@ from typing import Any
 from dolmen.api.options import DATA_KEYWORDS, build_config, value_errors
 from dolmen.comparison import diff as comparison
 from dolmen.comparison.config import DiffConfig
-from dolmen.comparison.report import Report as DiffReport
+from dolmen.comparison.diff import Report as DiffReport
 from dolmen.conversion.source import open_source
-from dolmen.evaluation import perplexity
+from dolmen.evaluation import model, perplexity
 from dolmen.evaluation import tasks as harness
 from dolmen.evaluation import verify as verification
-from dolmen.evaluation.compare import Report
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
+from dolmen.evaluation.verify import Report
 from dolmen.families import unknown
 
 COMMAND_ONLY = ("json", "device", "layout")
@@ -60,8 +60,8 @@ def evaluate_tasks(
         config = build_config(EvaluateConfig, COMMAND_ONLY, source=source, tasks=names, **options)
         harness.check(config)
         unknown.warn(open_source(config.source).model)
-        loaded = perplexity.load(config)
-        return harness.scores(loaded, perplexity.tokenizer_of(config), config)
+        loaded = model.load(config)
+        return harness.scores(loaded, model.tokenizer_of(config), config)
 
 
 def verify(folder: str | Path, against: str | Path | None = None, length: int = 64) -> Report:

@@ -14,8 +14,8 @@ from jaxtyping import Float
 
 from dolmen.api.options import build_config, value_errors
 from dolmen.conversion import hf
-from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source, open_source
+from dolmen.conversion.weights import check_whole
 from dolmen.core.messages import brief, choices, message, plural
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.families import set_fields, unknown

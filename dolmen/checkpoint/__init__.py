@@ -2,8 +2,7 @@
 
 store.py      `Checkpoints`: save in the background, load, keep the newest
 writer.py     copies tensors to host memory and writes them
-safe.py       the reader, which executes nothing
-stream.py     a checkpoint as a stream of whole tensors
+reader.py     the reader, which executes nothing; a checkpoint as a stream of whole tensors
 saved.py      what state.json keeps next to the tensors
 seal.py       digests of all files, written last and compared first
 metadata.py   the description of a DCP checkpoint

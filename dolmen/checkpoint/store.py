@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from dolmen.checkpoint import folders, seal
 from dolmen.checkpoint.folders import Damaged
-from dolmen.checkpoint.safe import Reader
+from dolmen.checkpoint.reader import Reader
 from dolmen.checkpoint.writer import Writer, pinned_for
 from dolmen.core.mesh import Mesh, background_group
 

@@ -20,7 +20,8 @@ from dolmen.core.mesh import Mesh
 from dolmen.core.messages import BadInput, Failed, message
 from dolmen.evaluation import tasks
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
-from dolmen.evaluation.perplexity import Windows, evaluate, load, prepared, tokenizer_of
+from dolmen.evaluation.model import load, tokenizer_of
+from dolmen.evaluation.perplexity import Windows, evaluate, prepared
 from dolmen.evaluation.verify import verify
 from dolmen.files import write
 from dolmen.launch import process

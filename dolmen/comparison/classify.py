@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from dolmen.comparison import taps
+from dolmen.comparison import recording
 from dolmen.comparison.compare import UNITS, Row, Side, flatten_rows, scores_of
 from dolmen.comparison.recording import Piece, Recorded
 
@@ -158,9 +158,9 @@ def _find_terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """A sum of forward's tensors with one term less, or one twice."""
     if row.stage != "forward":
         return
-    layer = taps.layer_of(row.name)
+    layer = recording.layer_of(row.name)
     for name in b.recording.names("forward"):
-        near = taps.layer_of(name) in (layer, None if not layer else layer - 1)
+        near = recording.layer_of(name) in (layer, None if not layer else layer - 1)
         other = b.recording.tensor("forward", name) if near and name != row.name else None
         if other is None or other.shape != x.shape:
             continue
@@ -174,9 +174,9 @@ def _find_terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
 
 def _find_exchange(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Another tensor of the same stage and layer."""
-    layer = taps.layer_of(row.name)
+    layer = recording.layer_of(row.name)
     for name in b.recording.names(row.stage):
-        if name == row.name or taps.layer_of(name) != layer:
+        if name == row.name or recording.layer_of(name) != layer:
             continue
         other, mine = (side.recording.tensor(row.stage, name) for side in (b, a))
         if other is None or other.shape != x.shape or mine is None:
@@ -191,7 +191,7 @@ def _find_permutation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fa
     """The same numbers in other places."""
     if x.ndim == 2 and x.shape[0] == x.shape[1] and _explains(x.t(), x, y):
         yield Fault("transposed", "A's is B's with rows and columns exchanged")
-    layer = taps.layer_of(row.name)
+    layer = recording.layer_of(row.name)
     activation = row.stage in ("forward", "backward")
     dims = range(x.ndim)
     for dim in dims:
@@ -251,7 +251,7 @@ def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
 
 def _find_rotation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Pairs of equal length that point elsewhere: what rope has turned by other angles."""
-    layer, word = taps.layer_of(row.name), taps.inside(row.name)
+    layer, word = recording.layer_of(row.name), recording.inside(row.name)
     if layer is None or word not in ("attn.query", "attn.key"):
         return
     size = side.tree.blocks[layer].mixer.head_size

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dolmen.comparison import taps
+from dolmen.comparison import recording
 from dolmen.comparison.recording import Piece, Recorded, Recording, Stage
 from dolmen.model import block
 from dolmen.model.spec import ModelSpec
@@ -193,7 +193,7 @@ def forward_order(a: Side, b: Side) -> list[str]:
     one, other = a.recording.names("forward"), set(b.recording.names("forward"))
     both = [name for name in one if name in other]
     place = {name: i for i, name in enumerate(both)}
-    return sorted(both, key=lambda name: (taps.place(name), place[name]))
+    return sorted(both, key=lambda name: (recording.place(name), place[name]))
 
 
 def _compare_forward(a: Side, b: Side) -> Iterator[Row]:
@@ -228,11 +228,11 @@ def _excuse_other_forms(b: Side, found: list[Row]) -> list[Row]:
 
 def _names_downstream(b: Side, name: str) -> list[str]:
     """The tensors that all of one goes through inside its layer, and the layer's own."""
-    number, word = taps.layer_of(name), taps.inside(name)
+    number, word = recording.layer_of(name), recording.inside(name)
     if number is None or word == "":
         return []
     layer = f"layers.{number}"
-    names = [f"{layer}.{one}" for one in taps.downstream(word)]
+    names = [f"{layer}.{one}" for one in recording.downstream(word)]
     before = b.recording.tensor("forward", f"layers.{number - 1}" if number else "embed")
     middle = b.recording.tensor("forward", f"{layer}.middle")
     # where mixer and mlp are side by side, what enters the mlp has not seen the mixer
@@ -257,7 +257,7 @@ def largest_score(side: Side, sums: str) -> float:
     differ by e of their size, a score differs by 2 e of it, and so does a probability, however
     small; 0 where they are not known.
     """
-    number = taps.layer_of(sums)
+    number = recording.layer_of(sums)
     assert number is not None
     q, k = (_heads(side, number, word) for word in ("query", "key"))
     if q is None or k is None:
@@ -280,7 +280,7 @@ def scores_of(side: Side, name: str) -> Tensor | None:
     """softmax(scale q k^T + mask) [sequences, heads, queries, keys] of a layer; None where its
     queries or keys are not known.
     """
-    number = taps.layer_of(name)
+    number = recording.layer_of(name)
     assert number is not None
     q, k = (_heads(side, number, word) for word in ("query", "key"))
     if q is None or k is None:
@@ -315,26 +315,26 @@ def _compare_backward(a: Side, b: Side, before: float, other_form: set[str]) -> 
     keyed: dict[tuple[Stage, str], tuple[int, int, int]] = {}
     for name in made:
         if name not in other_form:
-            keyed["backward", name] = (taps.place(name), place[name], 1)
+            keyed["backward", name] = (recording.place(name), place[name], 1)
     for name in trained:
         keyed["gradients", name] = (*_gradient_order(name, place), 0)
     allowed = Tolerance(a, b, before)
     for stage, name in sorted(keyed, key=lambda one: keyed[one], reverse=True):
         x, y = one[stage, name], other[stage, name]
         least = _least(whole, y) if stage == "gradients" else 0.0
-        sums = name.removesuffix(taps.inside(name)) + "attn.sums"
+        sums = name.removesuffix(recording.inside(name)) + "attn.sums"
         factor = 1.0
-        if stage == "backward" and taps.inside(name) in THROUGH_SCORES:
+        if stage == "backward" and recording.inside(name) in THROUGH_SCORES:
             factor = max(1.0, *(largest_score(side, sums) for side in (a, b)))
         yield allowed.admit(_row(stage, name, x, y, allowed.now(factor), least))
 
 
 def _gradient_order(parameter: str, place: dict[str, int]) -> tuple[int, int]:
     """Sort key of the gradient of a parameter: that of the tensor computed with it."""
-    tensor = taps.gradient_tensor(parameter)
+    tensor = recording.gradient_tensor(parameter)
     if tensor in place:
-        return taps.place(tensor), place[tensor]
-    return taps.place(parameter), -1
+        return recording.place(tensor), place[tensor]
+    return recording.place(parameter), -1
 
 
 def _compare_update(a: Side, b: Side, before: float) -> Iterator[Row]:

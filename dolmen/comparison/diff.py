@@ -1,37 +1,39 @@
-"""Finds the first tensor in which two programs of one model differ.
+"""Finds the first tensor in which two programs of one model differ, and reports it.
 
     A  dolmen, under any layout and dtype  \\   recordings    rows in the order    the first that
-    B  dolmen under another, or transformers /   of one step   of a step            parts, and how
+    B  dolmen under another, or transformers /   of one step   of a step            differs, and how
 
-Each side runs by itself, one of a single process in this one, and leaves what its ranks have seen
-(recording.py); a side of several processes is started by the launcher, and leaves it in files. So
-no mistake of one can be that of the other.
+Each side runs by itself and leaves what its ranks have recorded (recording.py): a side of one
+process runs in this one, a side of several is started by the launcher and leaves its recording in
+files. So no mistake of one side can affect the other.
 """
 
 import math
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.table import Table
 
-from dolmen.comparison import compare, ours, recording, theirs
-from dolmen.comparison.classify import classify
-from dolmen.comparison.compare import Side
+from dolmen.comparison import compare, dolmen_side, recording, transformers_side
+from dolmen.comparison.classify import Fault, classify
+from dolmen.comparison.compare import Row, Side
 from dolmen.comparison.config import DiffConfig, DiffWork, SideName
-from dolmen.comparison.ours import DiffTask
+from dolmen.comparison.dolmen_side import DiffTask
 from dolmen.comparison.recording import Recording
-from dolmen.comparison.report import FirstDifference, Report, operation
 from dolmen.conversion.hf_export import check_expressible
-from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source, open_source, pin_source
+from dolmen.conversion.weights import check_whole
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import BadInput, Failed, message, plural
 from dolmen.core.topology import Topology
-from dolmen.evaluation.theirs import draw, precise
+from dolmen.evaluation.reference_model import fp32_products, random_tokens
 from dolmen.families import compare_fields
 from dolmen.launch import launcher, process
 from dolmen.model.layout import Layout
@@ -40,6 +42,104 @@ from dolmen.objectives.objective import check_head
 from dolmen.optim.optimizer import DTYPES, master_dtype
 
 THEIRS, SEQUENCES, SEED, DEVICE = "transformers", 4, 0, "device"
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first difference between two programs."""
+
+    row: Row
+    operation: str
+    """The operation that computes the tensor."""
+    fault: Fault
+    processes: dict[str, int]
+    """Number of processes of side A and of side B."""
+
+    @property
+    def ranks(self) -> str:
+        """Ranks that hold something else than B as a whole, of the sides with several processes."""
+        sides = {
+            side: [rank for of, rank in self.row.ranks if of == side]
+            for side, number in self.processes.items()
+            if number > 1
+        }
+        return "; ".join(
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {side}"
+            for side, ranks in sides.items()
+            if ranks
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was compared, in the order of a step."""
+
+    title: str
+    rows: tuple[Row, ...]
+    parting: FirstDifference | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.parting is None
+
+    def __str__(self) -> str:
+        if self.parting is None:
+            return f"the same: {plural(len(self.rows), 'tensor')} compared"
+        row, fault = self.parting.row, self.parting.fault
+        lines = [
+            f"first to part: {describe_row(row)}",
+            f"    made by     {self.parting.operation}",
+            f"    looks like  {fault.kind}: {fault.text}",
+            f"    differs by  {row.difference:.3g}, allowed {row.allowed:.3g}",
+        ]
+        if self.parting.ranks:
+            lines.append(f"    on          {self.parting.ranks}")
+        if fault.axis:
+            lines.append(f"    axis        {fault.axis}")
+        return "\n".join(lines)
+
+    def table(self) -> Table:
+        """For a rich console: of weights, gradients and the update the worst tensor, of the layers
+        the residual stream, and of the layer that parts everything inside.
+        """
+        table = Table(
+            title=self.title,
+            title_justify="left",
+            caption="\n".join(self.notes) or None,
+            caption_justify="left",
+            box=None,
+            padding=(0, 2, 0, 0),
+            pad_edge=False,
+        )
+        for name in ("stage", "tensor", "difference", "allowed", "", ""):
+            table.add_column(name, overflow="fold")
+        for row, note in _shown_rows(self.rows, self.parting):
+            verdict = "ok" if row.ok else "PARTS" if _is_first(row, self.parting) else "differs"
+            allowed = "" if math.isinf(row.allowed) else f"{row.allowed:.2g}"
+            table.add_row(
+                row.stage, row.name, f"{row.difference:.2g}", allowed, verdict, note or row.note
+            )
+        return table
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values: what --json writes. What is no number, or without end, is null."""
+        found = self.parting
+        return {
+            "title": self.title,
+            "ok": self.ok,
+            "notes": list(self.notes),
+            "first": None
+            if found is None
+            else {
+                **_plain(found.row),
+                "operation": found.operation,
+                "kind": found.fault.kind,
+                "text": found.fault.text,
+                "axis": found.fault.axis,
+            },
+            "rows": [_plain(row) for row in self.rows],
+        }
 
 
 @dataclass(frozen=True)
@@ -113,9 +213,9 @@ def work(request: DiffWork) -> None:
     device = devices.choose_device(request.device, started, DEVICE)
     with meshes.process_group_context(started, device):
         devices.refuse_shared_gpus(device, DEVICE)
-        with precise():
+        with fp32_products():
             mesh = side.layout.mesh(device)
-            made = ours.record(
+            made = dolmen_side.record(
                 side.source, both.task, mesh, side.layout, side.rest, DTYPES[side.dtype]
             )
         recording.save(Path(request.folder), made, mesh.rank)
@@ -144,7 +244,7 @@ def open_sides(config: DiffConfig) -> SidePair:
     padding = [side.source.model.config.get("pad_token_id") for side in (a, b)]
     known = next((one for one in padding if one is not None), None)
     size = min(side.source.tree.vocab_size for side in (a, b))
-    windows = draw(size, (sequences, length + 1), known, SEED)
+    windows = random_tokens(size, (sequences, length + 1), known, SEED)
     return SidePair(a, b, DiffTask(windows.numpy(), config.optimizer.config, config.until))
 
 
@@ -192,12 +292,12 @@ def _record_side(side: OpenSide, both: SidePair, config: DiffConfig) -> Recordin
             side.title, sizes, dtype, side.rest, _record_in_processes(side, sizes.size, config)
         )
     device = devices.choose_device(config.device, None, DEVICE)
-    with precise():
+    with fp32_products():
         if side.theirs:
-            made = theirs.record(side.source, both.task, device, dtype)
+            made = transformers_side.record(side.source, both.task, device, dtype)
         else:
             mesh = replace(SINGLE, device=device)
-            made = ours.record(side.source, both.task, mesh, layout, side.rest, dtype)
+            made = dolmen_side.record(side.source, both.task, mesh, layout, side.rest, dtype)
     # norms and rope of transformers compute in float32 where all else is wider
     seen = torch.float32 if side.theirs and dtype == torch.float64 else dtype
     return Recording(side.title, sizes, seen, side.rest, made)
@@ -232,3 +332,76 @@ def _notes(both: SidePair) -> tuple[str, ...]:
         if both.length <= window < a.tree.max_position_embeddings
     ]
     return tuple(fields)
+
+
+AFTER = 4  # rows that are shown behind the first that parts: what it leads to
+
+
+def describe_row(row: Row) -> str:
+    """A tensor as a sentence names it."""
+    words = {
+        "backward": "the gradient that reaches {}",
+        "gradients": "the gradient of {}",
+        "numbers": "the {}",
+        "forward": "{}",
+    }
+    return words.get(row.stage, row.stage + " of {}").format(row.name)
+
+
+def operation(row: Row) -> str:
+    """Name the operation that computes the tensor of a row."""
+    match row.stage:
+        case "weights":
+            return "conversion, or loading"
+        case "forward":
+            return recording.operation(row.name)
+        case "backward":
+            return f"backward of what follows: {recording.operation(row.name)} is right forward"
+        case "gradients":
+            return f"weight gradient, or its sum over ranks: {row.name}"
+        case "numbers":
+            return "the sum over tokens, or over tensors and ranks"
+        case _:
+            return "the optimizer"
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    plain = {**asdict(row), "ok": row.ok, "ranks": [list(one) for one in row.ranks]}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in plain.items()
+    }
+
+
+def _is_first(row: Row, parting: FirstDifference | None) -> bool:
+    return parting is not None and row is parting.row
+
+
+def _shown_rows(
+    rows: tuple[Row, ...], parting: FirstDifference | None
+) -> Iterator[tuple[Row, str]]:
+    """(row, note) of what a table shows."""
+    layer = None if parting is None else recording.layer_of(parting.row.name)
+    left = math.inf
+    for stage in dict.fromkeys(row.stage for row in rows):
+        mine = [row for row in rows if row.stage == stage]
+        if stage in ("forward", "backward"):
+            chosen = [(r, "") for r in mine if _is_shown(r, layer, parting)]
+        elif any(_is_first(row, parting) for row in mine):
+            chosen = [(row, "") for row in mine if not row.ok]
+        else:
+            worst = max(mine, key=lambda r: math.inf if math.isnan(r.difference) else r.difference)
+            note = f"the worst of {len(mine)}" if len(mine) > 1 else ""
+            chosen = [(worst, note)]
+        for row, note in chosen:
+            if left > 0:
+                yield row, note
+            left = AFTER if _is_first(row, parting) else left - 1
+
+
+def _is_shown(row: Row, layer: int | None, parting: FirstDifference | None) -> bool:
+    """The residual stream, and inside the layer that parts all that is of the same stage."""
+    if recording.inside(row.name) in ("", *recording.OUTSIDE):
+        return True
+    same = parting is not None and recording.layer_of(row.name) == layer
+    return same and parting is not None and row.stage == parting.row.stage

@@ -13,12 +13,11 @@ from typing import Any
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.checkpoint import folders, stream
+from dolmen.checkpoint import folders, reader
 from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.checkpoint.saved import model_of, read_saved
-from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.sidecars import pad_vocabulary, with_special_tokens
-from dolmen.conversion.weights import Scales, Scaling
+from dolmen.conversion.weights import Scales, Scaling, WeightsAlone
 from dolmen.core.messages import plural
 from dolmen.families import Model, add_standard_fields, compare_fields, with_scalar_head
 from dolmen.files.safetensors import Spec
@@ -42,7 +41,7 @@ class RunCheckpoint(WeightsAlone):
     step: int
     own: Model
     """Model that was trained; `model` may be another one, to which its weights are given."""
-    checkpoint: stream.Checkpoint
+    checkpoint: reader.Checkpoint
     init: str | None
     """The model that its run began with."""
     part: str = ""
@@ -180,14 +179,14 @@ def newest(folder: Path) -> Path:
     """The checkpoint that a folder stands for: itself, or the newest whole one in it. Raises
     ValueError where there is none.
     """
-    return stream.locate(folder)
+    return reader.locate(folder)
 
 
 def open_run(folder: Path, model: Model | None = None) -> RunCheckpoint:
     """The checkpoint in a step folder, its weights as those of `model`, where one is given. Raises
     Damaged.
     """
-    checkpoint = stream.open_checkpoint(folder)
+    checkpoint = reader.open_checkpoint(folder)
     kept = read_saved(checkpoint.meta, folder)
     try:
         own, training = model_of(kept.run)

@@ -1,26 +1,36 @@
-"""Converts any source to a folder of a format that dolmen writes: one tensor in memory per thread,
-and proved by reading it back. Nothing stands at the destination until all of it does.
+"""Converts any source to a folder of a format that dolmen writes: one tensor in memory per thread.
+Nothing stands at the destination until all of it is written and proved.
+
+Proof. The written folder is opened again, by nothing but what it says of itself, and compared with
+the source: every tensor to the bit, then the logits. Both models compute on the same random tokens
+in fp32, from the numbers that were written, so all logits are equal to the bit. Where both models
+fit into memory they are computed whole, else a layer at a time, with one layer's weights in memory,
+comparing the hidden vectors after every layer.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Generator
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from rich.progress import MofNCompleteColumn
+from torch import Tensor
 
-from dolmen.conversion import checkpoint, hf_export, peft, proof, sidecars, unfinished
+from dolmen.conversion import checkpoint, hf_export, peft, sidecars, writing
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.hf import stated_dtype
-from dolmen.conversion.layer_pool import Advance, LayerPool, group_by_layer
 from dolmen.conversion.megatron import dist_export, export, names
-from dolmen.conversion.moments import Moments
 from dolmen.conversion.source import Source, cast_source, open_source
-from dolmen.conversion.weights import Scales
+from dolmen.conversion.weights import Moments, Scales, Tensors
+from dolmen.conversion.writing import Advance, LayerPool, group_by_layer
 from dolmen.core.log import bar
-from dolmen.core.messages import escape, plural
+from dolmen.core.messages import Failed, escape, plural
 from dolmen.families import unknown
+from dolmen.model import head
+from dolmen.model.decoder import Decoder
+from dolmen.model.split import PipelinePart, single_process
 from dolmen.optim.optimizer import DTYPES
 
 
@@ -106,21 +116,21 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
     _check_scales(source, scales, config.to)
     specs = source.specs  # checked here, before threads share the source
 
-    with unfinished.build_beside(target) as (part, sidecar_folder):
+    with writing.build_beside(target) as (part, sidecar_folder):
         with bar(f"writing {target}", writer.tensors, shown, MofNCompleteColumn()) as show:
             writer.write(part, LayerPool(config.threads, show))
         writer.write_sidecars(sidecar_folder)
         written = writer.open_written(part, sidecar_folder)
 
         def compare_layer(parameters: list[str], advance: Advance) -> None:
-            for _ in proof.compare_weights(source, written, {*parameters}):
+            for _ in compare_weights(source, written, {*parameters}):
                 advance(1)
 
         with bar("reading it back", len(specs), shown, MofNCompleteColumn()) as show:
             LayerPool(config.threads, show).run(compare_layer, group_by_layer(specs, str))
-        logits = proof.compare_logits(source, written)
-        report = "" if state is None else proof.compare_state(state, written)
-        report += proof.compare_scales(scales, written)
+        logits = compare_logits(source, written)
+        report = "" if state is None else compare_state(state, written)
+        report += compare_scales(scales, written)
         if config.to != "hf":
             hf_export.write_sidecar_files(source, sidecar_folder, dtype)
     count = plural(len(specs), "parameter")
@@ -216,3 +226,121 @@ WRITERS: dict[str, Callable[[Source, torch.dtype, Moments | None, ConvertConfig]
     "torch-dist": _make_torch_dist_writer,
 }
 """Constructors of writers by the name of a format."""
+
+
+TOKENS = 24
+
+
+ROOM = 2 * 2**30
+"""Bytes that both models may take in memory at once."""
+
+
+class Unlike(Failed):
+    """The written model differs from its source."""
+
+
+def compare_weights(
+    source: Tensors, written: Tensors, only: Collection[str] | None = None, of: str = ""
+) -> Generator[int, None, None]:
+    """Yields 1 for each parameter, or each of `only`, that is the same to the bit, in the dtype
+    that it is written in. Raises Unlike naming the first that is not, with the kind `of` which it
+    is.
+    """
+    specs = written.specs
+    if source.specs.keys() != specs.keys():
+        other = sorted(source.specs.keys() ^ specs.keys())
+        raise Unlike(f"what was written has other parameters than {source.where}: {other[:3]}")
+    for name, tensor in source.stream(only):
+        expected = tensor.to(specs[name].dtype)
+        if not _same(expected, written.read(name)):
+            raise Unlike(
+                f"{of}{name} reads back otherwise from {written.where} than it was written"
+            )
+        del tensor, expected
+        yield 1
+
+
+def compare_state(state: Moments, written: Source) -> str:
+    """Check that an optimizer's state is the same to the bit, dtypes too; return a report. Raises
+    Unlike.
+    """
+    found = written.moments
+    if found is None or found.step != state.step:
+        raise Unlike(f"{written.where} has not the optimizer of {state.step} updates")
+    kinds = {**found.kinds, "param": written.precise}
+    for kind, tensors in state.kinds.items():
+        specs = kinds[kind].specs
+        for name in found.kinds["exp_avg"].specs:
+            if specs[name] != tensors.specs[name]:
+                raise Unlike(f"{kind} of {name} is {specs[name].dtype} in {written.where}")
+        for _ in compare_weights(tensors, kinds[kind], of=f"{kind} of "):
+            pass
+    masters = " and fp32 masters" * ("param" in state.kinds)
+    return f"; AdamW's moments of {state.step} updates{masters} too"
+
+
+def compare_scales(scales: Scales, written: Source) -> str:
+    """Check that the scales of delayed scaling are the same to the bit; return a report. Raises
+    Unlike.
+    """
+    found = written.scaling
+    if found.keys() != scales.keys():
+        raise Unlike(f"{written.where} has scales of {len(found)} weights, not of {len(scales)}")
+    for name, one in scales.items():
+        if not all(_same(a, b) for a, b in zip(one, found[name], strict=True)):
+            raise Unlike(f"scales of {name} read back otherwise from {written.where}")
+    return f"; scales of {len(scales)} weights too" if scales else ""
+
+
+def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:
+    """How they were compared, in words. Raises Unlike naming the first layer whose hidden vectors
+    differ.
+    """
+    tree = source.tree
+    if tree.has_prefix_mask or tree.streams > 1:
+        return "logits not compared: their positions follow from special tokens"
+    need = 8 * sum(leaf.elements for leaf in tree.leaves.values())
+    step = tree.layers if need <= room else 1
+    length = min(TOKENS, tree.longest or TOKENS)
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(tree.vocab_size, (1, length), generator=draw)
+    dtypes = {name: spec.dtype for name, spec in written.specs.items()}
+    one = other = None
+    for start in range(0, tree.layers, step):
+        layers = range(start, min(start + step, tree.layers))
+        one = _run(source, layers, dtypes, tokens, one)
+        other = _run(written, layers, dtypes, tokens, other)
+        if not _same(one, other):
+            last = layers.stop == tree.layers
+            raise Unlike(
+                f"{'logits' if last else f'hidden vectors behind layer {start}'} of "
+                f"{written.where} are not those of {source.where}: largest difference "
+                f"{float((one - other).abs().max()):.1e}"
+            )
+    return "logits equal" + (" block by block" if step == 1 and tree.layers > 1 else "")
+
+
+def _run(
+    source: Source, layers: range, dtypes: dict[str, torch.dtype], tokens: Tensor, x: Tensor | None
+) -> Tensor:
+    """Run some layers on x, the first of them on tokens; the last layer returns logits."""
+    tree = source.tree
+    part = PipelinePart(layers, layers.start == 0, layers.stop == tree.layers)
+    with torch.device("meta"):
+        model = Decoder(tree, replace(single_process(tree.layers), parts=(part,)))
+    model = model.to(torch.float32).to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(source.read(name).to(dtypes[name]))
+        end: Any = head.compute_logits if part.last else None
+        return model(tokens, end, x=x)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """To the bit, so that what is no number equals itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(
+        one.contiguous().reshape(-1).view(torch.uint8),
+        other.contiguous().reshape(-1).view(torch.uint8),
+    )

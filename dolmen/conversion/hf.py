@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.conversion.moments import WeightsAlone
-from dolmen.conversion.weights import assemble
+from dolmen.conversion.weights import WeightsAlone, assemble
 from dolmen.core.filesystem import expand, is_absent
 from dolmen.core.messages import plural
 from dolmen.families import Model, WeightMap, replace_fields, special_tokens, weight_map

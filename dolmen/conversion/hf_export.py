@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dolmen.conversion import unfinished
+from dolmen.conversion import writing
 from dolmen.conversion.hf import (
     TOKENIZER_FILES,
     copy_tokenizer,
@@ -27,9 +27,9 @@ from dolmen.conversion.hf import (
     stated_dtype,
     tokenizer_files,
 )
-from dolmen.conversion.layer_pool import Advance, LayerPool, group_by_layer
 from dolmen.conversion.source import Source
 from dolmen.conversion.weights import Scales, join_stored
+from dolmen.conversion.writing import Advance, LayerPool, group_by_layer
 from dolmen.families import Model, edit, replace_fields, unknown, weight_map
 from dolmen.families.rules import StoredTensor
 from dolmen.files import safetensors
@@ -128,7 +128,7 @@ def save(
     check_target(folder, tokenizer_folder)
     folder, dtype = Path(folder), dtype or stated_dtype(model)
     specs = _specs(model, dtype)
-    with unfinished.build_beside(folder) as (part, words):
+    with writing.build_beside(folder) as (part, words):
         safetensors.write_tensors(part, specs, export_weights(model, full), shard_bytes)
         _write_sidecar_files(words, model, dtype, generation_config, tokenizer_folder)
 

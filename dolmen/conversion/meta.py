@@ -19,10 +19,9 @@ from torch import Tensor
 
 from dolmen.conversion import sidecars
 from dolmen.conversion.hf import FLOATS
-from dolmen.conversion.joined import Joined
 from dolmen.conversion.megatron.shares import Share, share
-from dolmen.conversion.moments import WeightsAlone
-from dolmen.conversion.weights import assemble
+from dolmen.conversion.sidecars import Joined
+from dolmen.conversion.weights import WeightsAlone, assemble
 from dolmen.core.messages import plural
 from dolmen.families import Model, edit
 from dolmen.families.rules import Paired, Rename, Rule, StoredTensor, entries

@@ -26,11 +26,10 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.conversion import peft_config, unfinished
+from dolmen.conversion import peft_config, writing
 from dolmen.conversion.checkpoint import RunCheckpoint
 from dolmen.conversion.hf import ADAPTER_FILES, copy_tokenizer, tokenizer_files
-from dolmen.conversion.moments import WeightsAlone
-from dolmen.conversion.weights import Scales
+from dolmen.conversion.weights import Scales, WeightsAlone
 from dolmen.core.filesystem import expand
 from dolmen.families import Model, weight_map
 from dolmen.families.rules import Rename, Transpose
@@ -207,7 +206,7 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
     }
     tensors = {theirs: run.read_adapter(ours).to(dtype) for ours, theirs in stored.items()}
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    with unfinished.build_beside(folder) as (part, words):
+    with writing.build_beside(folder) as (part, words):
         safetensors.write_tensors(part, specs, tensors.items())
         os.rename(part / safetensors.SAFETENSORS.single, part / WEIGHTS)
         (words / CONFIG).write_text(json.dumps(_config(run, form, modules), indent=2) + "\n")

@@ -19,10 +19,9 @@ from pathlib import Path
 from torch import Tensor
 
 from dolmen.conversion import hf, sidecars
-from dolmen.conversion.joined import Joined
 from dolmen.conversion.megatron.shares import Share
-from dolmen.conversion.moments import WeightsAlone
-from dolmen.conversion.weights import assemble
+from dolmen.conversion.sidecars import Joined
+from dolmen.conversion.weights import WeightsAlone, assemble
 from dolmen.core.messages import plural
 from dolmen.families import Model, WeightMap, weight_map
 from dolmen.families.rules import Split, StoredTensor

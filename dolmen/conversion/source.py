@@ -1,13 +1,19 @@
-"""A model with its weights, in whatever format they lie: what export, verify, generate, evaluate
-and --init read.
+"""Opens a model with its weights, in whatever format they are stored: what export, verify,
+generate, evaluate and --init read.
 
     open_source("path/to/model")                    a directory of transformers
     open_source("org/name")                         one of the hub, or of its cache
     open_source("runs/book")                        a run: its newest whole checkpoint
-    open_source("runs/book/checkpoints/step-...")   that one
+    open_source("runs/book/checkpoints/step-...")   that checkpoint
 
-A format is a class that is a Source, and a line of FORMATS. How a file names, joins or cuts
-parameters is known to the format alone: here they have our names and shapes.
+A format is a class that is a ModelSource, and a line of FORMATS. Only the format knows how a file
+names, joins or cuts parameters: here they have our names and shapes.
+
+Adapters that are stored separately from their base are opened with it:
+
+    open_adapters("fr-adapter", base)    a folder of PEFT's: checked against the base by names and
+                                         shapes
+    open_adapters("runs/fr", base)       a run: also by its model, and one of its frozen weights
 """
 
 import os
@@ -19,14 +25,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dolmen.conversion import checkpoint, hf, meta, peft, sat, unfinished
+from dolmen.conversion import checkpoint, hf, meta, peft, sat, writing
+from dolmen.conversion.checkpoint import RunCheckpoint
 from dolmen.conversion.megatron import dist, folders
 from dolmen.conversion.megatron import source as megatron
-from dolmen.conversion.moments import Moments, Tensors
-from dolmen.conversion.weights import Scales
+from dolmen.conversion.peft import LowRank
+from dolmen.conversion.weights import Moments, Scales, Tensors, check_whole
 from dolmen.core import consensus
 from dolmen.core.mesh import Mesh
-from dolmen.families import Model
+from dolmen.families import Model, compare_fields, training_fields
 from dolmen.model.spec import ModelSpec
 
 
@@ -175,7 +182,7 @@ def open_source(
     says.
     """
     folder = hf.resolve_model(name)
-    unfinished.check(folder)
+    writing.check(folder)
     format_ = _format(folder)
     source = format_.open(format_.newest(folder), model, vocab_size)
     if vocab_size not in (None, known := source.model.tree.vocab_size):
@@ -239,3 +246,67 @@ def _format(folder: Path) -> Format:
     held = f"holds {', '.join(names[:5])}{' ...' * (len(names) > 5)}" if names else "is empty"
     known = ", nor ".join(format_.title for format_ in FORMATS)
     raise ValueError(f"{folder} is neither {known}: it {held}")
+
+
+ROUNDED = (
+    1 / 128
+)  # of the largest: half a scale of eight bits (1 / 254), or of bf16 (1 / 256), twice
+
+
+@dataclass(frozen=True)
+class OfRun:
+    """A matrix of a run's adapters."""
+
+    run: RunCheckpoint
+    name: str
+
+    def read(self) -> Tensor:
+        return self.run.read_adapter(self.name)
+
+
+def open_adapters(name: str | Path, base: Source) -> LowRank:
+    """The adapters in a folder, or in that of a hub id, which are of the model of `base`. Raises
+    ValueError, with the folder, for what they are not.
+    """
+    folder = hf.resolve_model(name)
+    if peft.is_peft(folder):
+        return peft.read(folder, base.model)
+    if not checkpoint.is_run(folder):
+        raise ValueError(
+            f"{folder} has no adapters: give a folder that PEFT has written "
+            f"({peft.CONFIG}, {peft.WEIGHTS}), or a run with adapters"
+        )
+    return _from_run(checkpoint.open_run(checkpoint.newest(folder)), base)
+
+
+def pin_adapters(name: str | Path) -> str:
+    """Pin a run to its newest checkpoint, so that the same adapters are opened however often.
+    Raises ValueError.
+    """
+    folder = hf.resolve_model(name)
+    if peft.is_peft(folder) or not checkpoint.is_run(folder):
+        return str(name)
+    return str(checkpoint.newest(folder))
+
+
+def _from_run(run: RunCheckpoint, base: Source) -> LowRank:
+    form = run.adapter
+    if form is None:
+        raise ValueError(f"{run.where} has no adapters: it is of a run that trains all weights")
+    free, differing = training_fields(run.model), compare_fields(run.model, base.model)
+    if differences := [f"{n} is {a} there, {b} here" for n, a, b in differing if n not in free]:
+        raise ValueError(
+            f"{run.where} is of another model than {base.where}: {'; '.join(differences)}"
+        )
+    check_whole(run)
+    weight = min(form.targets)
+    theirs, ours = run.frozen(weight).double(), base.read(weight).double()
+    off = float((theirs - ours).abs().max() / ours.abs().max().clamp(min=torch.finfo().tiny))
+    if not off <= ROUNDED:
+        raise ValueError(
+            f"{run.where} has trained adapters beside other weights than those of {base.where}: "
+            f"{weight} is {off:.2g} of its largest value off, and rounding makes it up to "
+            f"{ROUNDED:.2g}; give the model that the run began with, {run.init}"
+        )
+    names = [name for weight in form.targets for name in peft.names(form, weight)]
+    return LowRank(form, {name: OfRun(run, name) for name in names})

@@ -1,12 +1,42 @@
-"""Weight rules (families/rules.py) applied to tensors, in both directions; and the scales of
-delayed scaling (parallel/quantized_product.py) by the names of weights, whatever the format.
+"""The algebra of conversion rules (families/rules.py) on tensors, and what converts by it: weights,
+AdamW's moments, and the scales of delayed scaling (parallel/quantized_product.py).
+
+Problem. A dozen formats store the same parameters under other names, fused, transposed, stacked or
+in another order. Each format needs import and export, and the two must be exact inverses.
+
+Idea. A rule is data: which stored tensor holds which of our parameters, and by which of a few
+invertible rearrangements. `split_stored` applies it (stored -> ours) and `join_stored` inverts it
+(ours -> stored), with one `case` per rule in each:
+
+    rule                stored tensor                        our parameters
+    Rename              w                                    w
+    Transpose(r)        w^T                                  those of r on w
+    Split(groups, n)    per group: n1 rows, n2 rows, ...     the n1 rows of all groups, the n2, ...
+    Bare(r)             without the prefix of the file       those of r
+    Paired(heads)       rope pairs as neighbours             rope pairs as halves of a head
+    Each(r)             [experts, ...]                       those of r on each expert, stacked
+    Stack               one tensor per expert                one tensor [experts, ...]
+
+For example a fused qkv of 2 groups with 2 query heads each is Split(groups=2, counts=(2, 1, 1)):
+
+    rows   q0 q1 k0 v0 | q2 q3 k1 v1    ->   q: q0 q1 q2 q3    k: k0 k1    v: v0 v1
+
+Invariants.
+- Rules move numbers and never change them. So they are linear, and hold for AdamW's moments and for
+  gradients as well as for weights, and comparison can rename transformers' tensors by them.
+- join_stored(rule, split_stored(rule, t)) is t to the bit, in both orders.
+- A rule knows whole tensors only. How ranks cut a stored tensor is the format's
+  (megatron/shares.py).
+- Results are views where the layout allows it; `assemble` reads one stored tensor at a time.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from dolmen.families.rules import (
@@ -20,6 +50,9 @@ from dolmen.families.rules import (
     StoredTensor,
     Transpose,
 )
+from dolmen.files.safetensors import Spec
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Scaling(NamedTuple):
@@ -141,3 +174,65 @@ def _read_stack(pieces: dict[int, str], read: Callable[[str], Tensor]) -> Tensor
         whole[i] = piece
     assert whole is not None
     return whole
+
+
+class Tensors(Protocol):
+    """One for each parameter of a model."""
+
+    @property
+    def where(self) -> Path:
+        """The folder that its tensors lie in."""
+        ...
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """Shape, and dtype as it is stored, of every parameter of the tree, in its order; no tensor
+        is read. Raises KeyError for tensors that are missing or have no place in the model,
+        ValueError for those that are mis-shaped or of a dtype that is not read, and for damaged
+        files.
+        """
+        ...
+
+    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole CPU tensor, as in `specs`) of every parameter, or of `only`, once, in the
+        order in which they lie. One stored tensor is in memory at a time if the caller lets go of
+        each. Checks first, as `specs` does, and raises ValueError for damage that is found later.
+        """
+        ...
+
+    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        """One parameter, as `stream` gives it. Raises KeyError where there is none, and as
+        `stream`.
+        """
+        ...
+
+
+def check_whole(*sources: Tensors) -> None:
+    """Looks at what is stored, and reads no tensor. Raises as `Tensors.specs`."""
+    for source in sources:
+        _ = source.specs
+
+
+@dataclass(frozen=True)
+class Moments:
+    """After `step` updates."""
+
+    step: int
+    kinds: Mapping[str, Tensors]
+    """Tensors of each trained parameter, by the names of MOMENTS."""
+
+
+class WeightsAlone:
+    """A source of which nothing but weights comes along."""
+
+    @property
+    def precise(self) -> Self:
+        return self
+
+    @property
+    def moments(self) -> None:
+        return None
+
+    @property
+    def scaling(self) -> Scales:
+        return {}

@@ -16,12 +16,12 @@ import xxhash
 
 from dolmen.core.log import say
 from dolmen.data.config import DataConfig
-from dolmen.data.corpus import identities, identity_of
-from dolmen.data.heldout import TextHash, all_validated, choose_held_out, union
-from dolmen.data.scratch import building, lock, remove_folder
+from dolmen.data.corpus import identities
 from dolmen.data.sources import Source
-from dolmen.data.tokenise import DOCUMENT, Column, pieces
+from dolmen.data.token_cache import building, identity_of, lock, remove_folder
+from dolmen.data.tokenise import DOCUMENT, Column, TextHash, pieces
 from dolmen.data.tokenizer import train_bpe
+from dolmen.data.validation_split import all_validated, choose_held_out, union
 from dolmen.files.gate import Refused, read_bytes, read_text
 from dolmen.files.kinds import TOKENIZER_FILES
 

@@ -1,24 +1,5 @@
-"""Tokenised corpora on disk, and the cache that holds them.
-
-Folders of the cache that hold what was made of files, under a hash of what decides it.
-
-    <cache>/corpora/<key>/
-        ...             files, as their form says
-        index.json      what they were made from, counts, size and digest of each, and a digest of
-                        itself
-
-`key` hashes the origin, in which each file that is read stands with its path, size, time of
-modification and time of change (`identity_of`). The time of change (ctime) moves with every write
-and cannot be set, so other text of the same size and time of modification is noticed without
-reading it again; where a file system does not keep it, only the other two tell. It also moves with
-chmod, chown, a new hard link and a restored backup: then the same is made once more.
-
-Whoever starts a run compares every byte with the digests (XXH3, 128 bits, 15 GB/s per core, so that
-reading the file decides), one process per host; the others check sizes. What differs is built
-again.
-
-Documents as tokens on disk, memory-mapped. Of text they are built once and reused until
-something they depend on changes:
+"""Tokenised corpora: documents as tokens on disk, memory-mapped. Text is tokenised once and reused
+until something that its tokens depend on changes (token_cache.py):
 
     tokens.bin      every document's tokens and its end-of-text token, little-endian uint16, or
                     uint32 if the tokenizer has more than 65,536 tokens
@@ -28,138 +9,33 @@ something they depend on changes:
     seams.npy       per piece of a document that was tokenised in several: index of the document,
                     tokens and bytes of the document up to the end of the piece
 
-What decides the tokens: the files (of a data set of the hub, each shard's), the text field, the
-tokenizer, the end-of-text id, FORMAT. Megatron's .bin is not built but read where it lies
+The tokens depend on the files (for a data set of the hub, each shard's), the text field, the
+tokenizer, the end-of-text id and FORMAT. Megatron's .bin is not rebuilt but read in place
 (indexed.py).
 """
 
 import hashlib
-import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from dolmen.core.log import bar, say
 from dolmen.core.messages import plural
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.mixture import TokenStream
-from dolmen.data.scratch import building, lock, remove_folder
 from dolmen.data.sources import Source
+from dolmen.data.token_cache import (
+    Form,
+    found_or_built,
+    identity_of,
+    write_index,
+)
 from dolmen.data.tokenise import load_hub, write_tokens
-from dolmen.files.gate import Kind, Refused, read_json
 from dolmen.files.kinds import CORPUS
-
-INDEX = "index.json"
-
-
-class Form(NamedTuple):
-    """What such a folder holds: the index, and these files."""
-
-    kind: Kind
-    files: tuple[str, ...]
-
-
-def found_or_built(
-    cache: Path,
-    origin: dict[str, Any],
-    form: Form,
-    build: Callable[[Path], None],
-    verify: bool,
-    progress: bool,
-) -> tuple[Path, dict[str, Any]]:
-    """The whole folder of `origin` and its index: the one there is, or else one that `build` fills.
-    With `verify` each cached byte is compared with its digest, else only sizes. Raises ValueError
-    where the cache cannot be written, and what `build` raises.
-    """
-    key = hashlib.blake2b(json.dumps(origin).encode(), digest_size=16).hexdigest()
-    folder = cache / "corpora" / key
-    try:
-        return folder, examined(folder, form, origin, verify)
-    except Refused as damage:
-        told = damage
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"cannot write the cache folder {cache}: {error}; use --data.cache"
-        ) from error
-    with lock(folder.with_suffix(".lock")):
-        try:  # another process may have built it meanwhile
-            return folder, examined(folder, form, origin, verify)
-        except Refused:
-            if folder.exists():
-                say(f"the cached tokens are damaged and made anew: {told}", progress)
-                remove_folder(folder)
-            with building(folder) as part:
-                build(part)
-            try:
-                return folder, examined(folder, form, origin, verify=False)
-            except Refused as error:
-                raise ValueError(
-                    f"could not write {folder} ({error}): remove it, or use another --data.cache"
-                ) from None
-
-
-def examined(folder: Path, form: Form, origin: Mapping[str, Any], verify: bool) -> dict[str, Any]:
-    """The index of a whole folder of the tokens of `origin`. Raises Refused, with the file that is
-    missing or damaged.
-    """
-    index = read_json(folder / INDEX, form.kind)
-    if index.pop("digest") != digest_of(index):
-        raise Refused(f"{folder / INDEX}: its digest differs")
-    if digest_of({name: index.get(name) for name in origin}) != digest_of(origin):
-        raise Refused(f"{folder / INDEX}: it is of another text, or of another tokenizer")
-    for name in form.files:
-        file = folder / name
-        size = file.stat().st_size if file.is_file() else -1
-        if size != index["sizes"].get(name):
-            raise Refused(f"{file}: {size} bytes, not {index['sizes'].get(name)}")
-        if verify and file_digest(file) != index["digests"].get(name):
-            raise Refused(f"{file}: its digest differs")
-    if index["largest"] >= index["vocabulary"]:
-        raise Refused(
-            f"{folder}: token {index['largest']} of a vocabulary of {index['vocabulary']}"
-        )
-    return index
-
-
-def write_index(
-    folder: Path, form: Form, index: dict[str, Any], digests: Mapping[str, str] | None = None
-) -> None:
-    """Writes the index of a folder that has its files; `digests` are those that are known."""
-    known = digests or {}
-    index = {
-        **index,
-        "sizes": {name: (folder / name).stat().st_size for name in form.files},
-        "digests": {name: known.get(name) or file_digest(folder / name) for name in form.files},
-    }
-    (folder / INDEX).write_text(json.dumps({**index, "digest": digest_of(index)}))
-
-
-def identity_of(file: Path) -> list:
-    """[path, bytes, time of modification, time of change] of a file; times in nanoseconds."""
-    found = file.stat()
-    return [str(file), found.st_size, found.st_mtime_ns, found.st_ctime_ns]
-
-
-def file_digest(file: Path) -> str:
-    """XXH3 of the content."""
-    found = xxhash.xxh3_128()
-    with open(file, "rb") as content:
-        while block := content.read(1 << 22):
-            found.update(block)
-    return found.hexdigest()
-
-
-def digest_of(index: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(index, sort_keys=True).encode())
-
 
 FORMAT = 2
 FORM = Form(CORPUS, ("tokens.bin", "offsets.npy", "documents.npy", "seams.npy"))

@@ -1,34 +1,177 @@
-"""Chats as tokens on disk, memory-mapped, built once and reused until something that they depend on
-changes (corpus.py):
+"""Rows of chats, preference pairs and completions as tokenised examples on disk.
+
+Chats come in the three forms in which they are published, told from each other by their fields:
+
+    messages        [{role, content}, ...], as chat templates take them
+    conversations   [{from, value}, ...], of ShareGPT: human, gpt, system, tool
+    instruction     with `output`, and optionally `input`, of Alpaca: one question and its answer
+
+A row may also have a `system` message and a `weight` for its loss. The tokens are memory-mapped,
+built once and reused until something that they depend on changes (token_cache.py):
 
     tokens.bin     the tokens of every example, little-endian uint16, or uint32 if the tokenizer has
                    more than 65,536 tokens
-    trained.bin    uint8 of each: whether it is trained
+    trained.bin    uint8 per token: whether it is trained on
     offsets.npy    int64 [examples + 1]: example i is tokens[offsets[i]:offsets[i + 1]]
-    weights.npy    float32 [examples]
-    hashes.npy     uint64 [examples], of tokens, by which some are held out
-    said.npy       float32 [examples], of the answer: see chats.py
+    weights.npy    float32 [examples]: weight of the example's loss
+    hashes.npy     uint64 [examples], of the tokens, which decide the validation split
+    said.npy       float32 [examples]: margin of a pair, or whether a completion is wanted (1 or -1)
 
-An example predicts each of its tokens but the first, so one of n tokens takes n - 1 places.
+An example predicts each of its tokens but the first, so one of n tokens takes n - 1 positions.
 """
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from dolmen.core.log import bar
-from dolmen.core.messages import plural
+from dolmen.core.messages import choices, plural
 from dolmen.data import tokenizer as tokenizers
-from dolmen.data.chats import Chat, chats, completions, pairs
 from dolmen.data.config import ChatRows
-from dolmen.data.corpus import Form, found_or_built, identities, write_index
+from dolmen.data.corpus import identities
 from dolmen.data.sources import Source
-from dolmen.data.template import MaskingStrategy, Template
-from dolmen.files.kinds import EXAMPLES
+from dolmen.data.template import ASSISTANT, Chat, MaskingStrategy, Template
+from dolmen.data.token_cache import Form, found_or_built, write_index
+from dolmen.data.tokenise import rows
+from dolmen.files import gate
+from dolmen.files.kinds import CHAT_ROWS, COMPLETION_ROW, EXAMPLES, PAIR_ROW
+
+# who speaks in ShareGPT, and in what was made after it
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "bot": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "model": ASSISTANT,
+    "function_call": ASSISTANT,
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+
+
+def chats(
+    source: Source, option: str = "--data.path", max_bytes: int | None = None
+) -> Iterator[Chat]:
+    """Of all rows of `source`, in order. Raises ValueError, with the row, for one that is no
+    chat.
+    """
+    for row, where in rows(source, option, max_bytes):
+        yield chat_of(row, where)
+
+
+def pairs(
+    source: Source, option: str = "--data.path", max_bytes: int | None = None
+) -> Iterator[Chat]:
+    """Of all rows of `source`, in order, the chat with the chosen answer and the one with the
+    rejected. Raises ValueError, with the row, for one that has no two answers.
+    """
+    for row, where in rows(source, option, max_bytes):
+        yield from pair_of(row, where)
+
+
+def completions(
+    source: Source, option: str = "--data.path", max_bytes: int | None = None
+) -> Iterator[Chat]:
+    """Of all rows of `source`, in order, the chat with the completion, or of a row with two answers
+    both, of which the chosen one is wanted. Raises as `pairs`.
+    """
+    for row, where in rows(source, option, max_bytes):
+        if row.get("completion") is None and row.get("chosen") is not None:
+            chosen, rejected = pair_of(row, where)
+            yield replace(chosen, said=1.0)
+            yield replace(rejected, said=-1.0)
+        else:
+            yield completion_of(row, where)
+
+
+def pair_of(row: dict[str, Any], where: str) -> tuple[Chat, Chat]:
+    """Raises Refused for a row without two answers, and where an answer has no prompt before it."""
+    row = {name: value for name, value in row.items() if value is not None}
+    gate.check_schema(row, where, PAIR_ROW)
+    margin = float(row.get("margin", 0.0))
+    chosen, rejected = (_answered(row, name, where) for name in ("chosen", "rejected"))
+    return replace(chosen, said=margin), replace(rejected, said=margin)
+
+
+def completion_of(row: dict[str, Any], where: str) -> Chat:
+    """Raises Refused for a row that has no completion, or does not say whether it is wanted, and
+    where there is no prompt before it.
+    """
+    row = {name: value for name, value in row.items() if value is not None}
+    gate.check_schema(row, where, COMPLETION_ROW)
+    return replace(_answered(row, "completion", where), said=1.0 if row["label"] else -1.0)
+
+
+def _answered(row: dict[str, Any], name: str, where: str) -> Chat:
+    """The prompt of a row, and the answer that is its field `name`."""
+    prompt = row.get("prompt", [])
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if row.get("system"):
+        prompt = [{"role": "system", "content": row["system"]}, *prompt]
+    answer = row[name]
+    if isinstance(answer, str):
+        answer = [{"role": ASSISTANT, "content": answer}]
+    # a whole chat, or what follows the prompt
+    whole = answer if answer[: len(prompt)] == prompt else [*prompt, *answer]
+    if len(whole) < 2 or whole[-1]["role"] != ASSISTANT:
+        raise gate.refuse(
+            where,
+            f"`{name}` is no answer of the assistant to a prompt: give `prompt`, or the whole "
+            "chat, which ends with the answer",
+        )
+    return Chat(whole, 1.0, where)
+
+
+def chat_of(row: dict[str, Any], where: str) -> Chat:
+    """Raises Refused for a row of no known form, and for one that is not what its form says."""
+    # a table has the columns of all its rows, and null where a row has no such field
+    row = {name: value for name, value in row.items() if value is not None}
+    form = next((name for name in CHAT_ROWS if name in row), None)
+    if form is None:
+        raise gate.refuse(
+            where,
+            f"no chat but keys {', '.join(str(name)[:40] for name in list(row)[:6])}: it needs "
+            "`messages`, `conversations`, or `instruction` and `output`",
+        )
+    gate.check_schema(row, where, CHAT_ROWS[form])
+    messages = {"messages": _spoken, "conversations": _shared, "instruction": _asked}[form](
+        row, where
+    )
+    if row.get("system"):
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    return Chat(messages, float(row.get("weight", 1.0)), where)
+
+
+def _spoken(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    return row["messages"]
+
+
+def _shared(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    made = []
+    for turn in row["conversations"]:
+        role = SPEAKERS.get(turn["from"].lower())
+        if role is None:
+            raise gate.refuse(
+                where, f"`from` is {turn['from']!r}: {choices(turn['from'], SPEAKERS)}"
+            )
+        made.append({"role": role, "content": turn.get("value") or ""})
+    return made
+
+
+def _asked(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    question = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
+    return [{"role": "user", "content": question}, {"role": ASSISTANT, "content": row["output"]}]
+
 
 FORMAT = 2
 FORM = Form(

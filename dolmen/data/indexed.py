@@ -15,7 +15,8 @@ import numpy as np
 import xxhash
 
 from dolmen.core.log import bar
-from dolmen.data.corpus import Corpus, Form, found_or_built, identity_of, write_index
+from dolmen.data.corpus import Corpus
+from dolmen.data.token_cache import Form, found_or_built, identity_of, write_index
 from dolmen.data.tokenise import DOCUMENT, SEAM
 from dolmen.files import indexed
 from dolmen.files.kinds import INDEXED

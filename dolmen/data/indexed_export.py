@@ -9,9 +9,8 @@ import numpy as np
 
 from dolmen.core.filesystem import expand
 from dolmen.data.config import DataConfig, TokenizeConfig
-from dolmen.data.corpora import open_corpus
 from dolmen.data.corpus import Corpus
-from dolmen.data.inputs import check_inputs
+from dolmen.data.inputs import check_inputs, open_corpus
 from dolmen.data.tokenizer import vocabulary_size
 from dolmen.files import indexed
 

@@ -1,5 +1,5 @@
-"""What the options of the data name, looked at before anything is written: what can be refused
-without reading all text is refused here.
+"""Checks and opens what the data options name, before anything is written: everything that can be
+refused without reading all text is refused here.
 """
 
 from collections import defaultdict
@@ -9,13 +9,14 @@ from typing import NamedTuple
 from dolmen.core.messages import plural
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.bpe import tokenizer_folder
-from dolmen.data.config import DataConfig
-from dolmen.data.corpus import file_digest
-from dolmen.data.heldout import all_validated
-from dolmen.data.indexed import check_indexed
+from dolmen.data.config import DataConfig, TokenConfig
+from dolmen.data.corpus import Corpus, join, open_text
+from dolmen.data.indexed import check_indexed, open_indexed
 from dolmen.data.readers import is_whole_file
 from dolmen.data.sources import Source, resolve_sources
+from dolmen.data.token_cache import file_digest
 from dolmen.data.tokenise import pieces
+from dolmen.data.validation_split import all_validated
 
 # how a tokenizer is named that came with the model
 OWN = "without --data.tokenizer,"
@@ -83,6 +84,39 @@ def check_inputs(
     return Inputs(
         sources, validation, loaded, tokenizers.end_of_text_id(loaded, config.end_of_text)
     )
+
+
+def open_corpus(
+    source: Source,
+    config: TokenConfig,
+    inputs: Inputs,
+    progress: bool = True,
+    option: str = "--data.path",
+    verify: bool = True,
+) -> Corpus:
+    """The tokens of `source`: those of its text from the cache or built into it, and then those of
+    its .bin. With `verify` each cached byte is compared with its digest, else only sizes.
+    ValueError if it holds no text, and for tokens that are none.
+    """
+    parts, tokenizer, cache = [], inputs.tokenizer, config.cache_folder
+    if source.text:
+        parts.append(
+            open_text(
+                source,
+                tokenizer,
+                inputs.end_of_text,
+                config.text_field,
+                cache,
+                config.workers,
+                progress,
+                option,
+                verify,
+            )
+        )
+    size = tokenizers.vocabulary_size(tokenizer)
+    for file in source.indexed:
+        parts.append(open_indexed(file, size, inputs.end_of_text, cache, progress, option, verify))
+    return join(source.name, parts)
 
 
 def check_chats(config: DataConfig, sources: tuple[Source, ...]) -> None:

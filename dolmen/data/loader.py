@@ -1,7 +1,18 @@
-"""The whole road from a DataConfig to a Loader: `prepare_loader`, whose cheap first part is
-`check_inputs`; and the loader of text by windows.
+"""Builds the loader of a run from its data options (`prepare_loader`, whose cheap first part is
+`check_inputs`), and the loader of text: windows of a mixture to train on, and validation text read
+once, from its first token to its last (`ValidationWindows`).
+
+    tokens    a b c . d e .                two documents; `.` is the end-of-text token
+    windows   .|a b c    c|. d e    e|. -  of 3 predictions: the token before |, and what it is to
+                                           predict; `-` is IGNORED
+
+In validation each token is predicted exactly once, the ends of documents too, from the tokens
+before it in its window; the first token of a document from an end of text. No window sees the one
+before it.
 """
 
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +21,15 @@ from dolmen.core.messages import plural
 from dolmen.core.rng import seed_of
 from dolmen.data import chat_loader
 from dolmen.data import tokenizer as tokenizers
+from dolmen.data.base_loader import Description, HeldOutRows, Loader
 from dolmen.data.batch import Batch
-from dolmen.data.batches import Description, HeldOutRows, Loader
-from dolmen.data.cloze import Cloze, of_tokenizer
 from dolmen.data.config import DataConfig
-from dolmen.data.corpora import open_corpus
-from dolmen.data.corpus import Corpus
-from dolmen.data.division import (
+from dolmen.data.corpus import Corpus, added
+from dolmen.data.inputs import Inputs, check_inputs, open_corpus
+from dolmen.data.masked_lm import Cloze, of_tokenizer
+from dolmen.data.mixture import TokenStream
+from dolmen.data.order import Order, data_sets, make_order
+from dolmen.data.validation_split import (
     Division,
     ValidationSplit,
     check_length,
@@ -25,10 +38,88 @@ from dolmen.data.division import (
     hold_out,
     whole_documents,
 )
-from dolmen.data.in_order import InOrder
-from dolmen.data.inputs import Inputs, check_inputs
-from dolmen.data.order import Order, data_sets, make_order
 from dolmen.model.spec import ModelSpec
+from dolmen.ops.loss import IGNORED
+
+
+class InOrder:
+    """`parts`, one after the other, in windows of `sequence_length` predictions. `boundary`: the
+    token behind which attention does not look; None: it looks at all of its window.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[ValidationSplit],
+        sequence_length: int,
+        boundary: int | None,
+        cloze: Cloze | None = None,
+    ):
+        """`cloze`: of a model that fills in masked tokens, which are predicted in place of all."""
+        self.parts, self.sequence_length, self.boundary = parts, sequence_length, boundary
+        self.cloze = cloze
+
+    @cached_property
+    def stream(self) -> TokenStream:
+        return TokenStream.join([part.stream for part in self.parts])
+
+    @property
+    def tokens(self) -> int:
+        """Predictions of a full reading: every token, the ends of documents included."""
+        return len(self.stream) if self.parts else 0
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes of the text, exactly; None where they are not known."""
+        return added([part.size for part in self.parts])
+
+    @property
+    def documents(self) -> int:
+        return sum(part.documents for part in self.parts)
+
+    @property
+    def windows(self) -> int:
+        return -(-self.tokens // self.sequence_length)
+
+    def batches(
+        self,
+        batch_size: int,
+        max_sequences: int | None = None,
+        first_row: int = 0,
+        rows: int | None = None,
+    ) -> Iterator[Batch]:
+        """All windows in order, `batch_size` at a time, or of each batch the `rows` rows from
+        `first_row`. With `max_sequences`, only that many windows, evenly spread. All batches are
+        full, the last one filled up with positions that are IGNORED.
+        """
+        windows, rows = self.windows, rows or batch_size
+        chosen = min(windows, max_sequences or windows)
+        padded = -(-chosen // batch_size) * batch_size
+        for first in range(first_row, padded, batch_size):
+            numbers = [
+                index * windows // chosen if index < chosen else windows
+                for index in range(first, first + rows)
+            ]
+            yield self._batch(np.stack([self.window(number) for number in numbers]), numbers)
+
+    def _batch(self, made: np.ndarray, numbers: list[int]) -> Batch:
+        if self.cloze is None:
+            return Batch.of_windows(made, self.boundary)
+
+        def other(row: int) -> np.ndarray:
+            return self.window((numbers[row] + self.windows // 2) % self.windows)
+
+        return self.cloze.batch(made, [f"held out {number}" for number in numbers], other)
+
+    def window(self, index: int) -> np.ndarray:
+        """int64 [sequence_length + 1], IGNORED behind the last token."""
+        length = self.sequence_length
+        window, start = np.full(length + 1, IGNORED, np.int64), index * length
+        real = min(length, self.tokens - start)
+        if real > 0:
+            # position -1 is the last: an end of text
+            window[: real + 1] = self.stream.read(start - 1, real + 1)
+        return window
+
 
 ELSEWHERE = 1 << 16  # samples, within which a text of elsewhere is found
 

@@ -256,3 +256,9 @@ def scramble(value: np.ndarray) -> np.ndarray:
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
+
+
+def normal(weights: Sequence[float]) -> list[float]:
+    """Each over the sum of all, as numpy rounds it."""
+    given = np.array(weights, np.float64)
+    return (given / np.sum(given)).tolist()

@@ -1,17 +1,39 @@
-"""In which order samples are read: what every order does, and the one that is asked for."""
+"""The order in which samples are read: `mixture.Mixture`, or that of Megatron-LM, so that a
+run goes through a corpus as Megatron-LM would (GPTDataset, BlendedDataset and helpers of
+megatron/core/datasets, 2026).
 
+    documents    every epoch's, concatenated, shuffled all together             3 0 1 0 2 1 3 2
+    their text   cut into samples of sequence_length + 1 tokens, each of which
+                 begins with the last token of the one before                  |0    |1    |2    |3
+    samples      shuffled                                                       2 0 3 1
+
+The sequences of a .bin are shuffled, whatever its documents are. The number of epochs follows from
+the number of samples that the whole run reads; if fewer than 80 % of the last epoch's samples are
+needed, its documents and samples are shuffled separately. All random numbers come from one
+RandomState(seed), documents first. So a run that is extended to more steps may have another order,
+and needs the same number of samples as before to have the same.
+
+In a mixture the next sample comes from the data set that is furthest behind its share, computed in
+float64; each data set has its own order, sized for its share of the run's samples plus 0.5 %.
+
+Memory per process: 12 bytes for each sequence and epoch, 4 per sample, and 2 per sample of a
+mixture.
+"""
+
+import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from jaxtyping import Int16, Int64
 
-from dolmen.data import megatron
+from dolmen.data import mixture, validation_split
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import Corpus
-from dolmen.data.division import Division
-from dolmen.data.mixture import Mixture, Part
+from dolmen.data.mixture import Mixture, Part, normal
 from dolmen.data.sources import Source
+from dolmen.data.validation_split import Division
 
 
 class Order(Protocol):
@@ -70,17 +92,17 @@ def make_order(
             "or --train.tokens"
         )
     weighted = sources[0].weight is not None
-    weights = megatron.normal([float(part.weight) for part in parts])
+    weights = mixture.normal([float(part.weight) for part in parts])
     wanted: Sequence[int | None] = [samples]
     if weighted:
-        wanted = megatron.shares(weights, samples)
+        wanted = shares(weights, samples)
     elif len(parts) > 1:
         wanted = [None] * len(parts)
     orders = []
     for corpus, count in zip(corpora, wanted, strict=True):
         (tokens,), (bounds,) = corpus.memory, corpus.sequences
-        (first, last), *_ = megatron.split_of(config.shares, len(bounds) - 1)
-        orders.append(megatron.Shuffled(tokens, bounds, first, last, sequence_length, count, seed))
+        (first, last), *_ = validation_split.split_of(config.shares, len(bounds) - 1)
+        orders.append(Shuffled(tokens, bounds, first, last, sequence_length, count, seed))
     if not weighted and len(parts) > 1:
         weights = [len(order) for order in orders]
         if samples > sum(weights):
@@ -89,7 +111,7 @@ def make_order(
                 f"{sum(weights):,} samples, and the run {samples:,}: give each a weight "
                 f"(1:{sources[0].name}), or use a smaller --train.steps"
             )
-    return megatron.MegatronOrder(parts, orders, weights, samples)
+    return MegatronOrder(parts, orders, weights, samples)
 
 
 def data_sets(config: DataConfig, sources: Sequence[Source]) -> Sequence[Source]:
@@ -109,3 +131,187 @@ def data_sets(config: DataConfig, sources: Sequence[Source]) -> Sequence[Source]
             )
         found += parts or [source]
     return found
+
+
+APART = 0.80  # of an epoch
+SURPLUS = 0.005
+
+
+class Epochs(NamedTuple):
+    """How often a data set is gone through."""
+
+    times: int
+    apart: bool
+    """Whether the last one is shuffled by itself."""
+    before: int
+    """Samples before the last one, where it is apart; else all."""
+    samples: int
+    """Of all epochs: at least as many as were asked for."""
+
+
+class Shuffled:
+    """The samples of one data set: sequences `first` to `last`, that one not included, of those
+    that begin at `bounds` in `tokens`.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        bounds: Int64[np.ndarray, " bounds"],
+        first: int,
+        last: int,
+        sequence_length: int,
+        samples: int | None,
+        seed: int,
+    ):
+        """For `samples` samples; None: of one epoch. ValueError for fewer tokens than a sample
+        has, and for a seed that numpy does not take.
+        """
+        if not 0 <= seed < 2**32:
+            raise ValueError(
+                f"train.seed is {seed}: for --data.order megatron it must be 0 to {2**32 - 1}"
+            )
+        size = int(bounds[last] - bounds[first])
+        self.tokens, self.bounds, self.sequence_length = tokens, bounds, sequence_length
+        self.per_epoch = (size - 1) // sequence_length
+        self.epochs = epochs_of(size, sequence_length, samples)
+        state, epochs = np.random.RandomState(seed), self.epochs
+        # documents of all epochs but one that is apart, then of that one
+        counts = [epochs.times - 1, 1] if epochs.apart else [epochs.times]
+        parts = [np.tile(np.arange(first, last, dtype=np.int32), count) for count in counts]
+        for part in parts:
+            state.shuffle(part)
+        self.order = np.concatenate(parts)
+        self.ends = np.cumsum(bounds[self.order + 1] - bounds[self.order])
+        kind = np.uint32 if epochs.samples < 2**32 - 2 else np.int64
+        places = [
+            np.arange(epochs.before, dtype=kind),
+            np.arange(epochs.before, epochs.samples, dtype=kind),
+        ]
+        for part in places[: len(parts)]:
+            state.shuffle(part)
+        self.shuffle = np.concatenate(places)
+
+    def __len__(self) -> int:
+        return len(self.shuffle)
+
+    def read(self, sample: int) -> Int64[np.ndarray, " window"]:
+        """Its sequence_length + 1 tokens."""
+        parts = [self.tokens[begin:end] for begin, end in self.places(sample)]
+        return np.concatenate(parts, dtype=np.int64, casting="unsafe")
+
+    def places(self, sample: int) -> list[tuple[int, int]]:
+        """Ranges of the tokens that it is read from; behind the last sample comes the first."""
+        position = int(self.shuffle[sample % len(self)]) * self.sequence_length
+        left, run = self.sequence_length + 1, int(np.searchsorted(self.ends, position, "right"))
+        out = []
+        while left:
+            document, end = int(self.order[run]), int(self.ends[run])
+            stop = int(self.bounds[document + 1])
+            begin = stop - (end - position)
+            take = min(left, stop - begin)
+            if take:
+                out.append((begin, begin + take))
+            left, position, run = left - take, position + take, run + 1
+        return out
+
+
+def epochs_of(tokens: int, sequence_length: int, samples: int | None) -> Epochs:
+    """Of `tokens` tokens per epoch. ValueError for fewer than one sample has."""
+    per_epoch = (tokens - 1) // sequence_length
+    if per_epoch < 1:
+        raise ValueError(
+            f"{tokens:,} tokens are fewer than one window of sequence_length + 1 "
+            f"({sequence_length + 1:,})"
+        )
+    count = 1 if samples is None else max(1, -(-(samples * sequence_length + 1) // tokens))
+    every = (count * tokens - 1) // sequence_length
+    before = ((count - 1) * tokens - 1) // sequence_length
+    wanted = every if samples is None else samples
+    apart = count > 1 and wanted - before < int(APART * per_epoch)
+    return Epochs(count, apart, before if apart else every, every)
+
+
+class MegatronOrder:
+    """What `Mixture` is, in Megatron's order: `parts` are read as `orders` say, by `weights`."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        orders: Sequence[Shuffled],
+        weights: Sequence[float],
+        samples: int,
+    ):
+        """`weights`: as `normal` gives them. `samples`: that the run will read; those behind begin
+        anew.
+        """
+        self.parts, self.orders, self.weights = parts, orders, weights
+        self.sequence_length = orders[0].sequence_length
+        self.sizes = [order.per_epoch for order in orders]
+        self.turns = blend(normal(weights), samples)
+        told = [
+            f"{one.times}{' with the last apart' * one.apart}"
+            for one in (order.epochs for order in orders)
+        ]
+        self.name = f"Megatron, epochs: {', '.join(told)}"
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """How often each data set has been read after `samples` samples."""
+        taken = self.counts(samples)
+        return {
+            part.name: n / size for part, n, size in zip(self.parts, taken, self.sizes, strict=True)
+        }
+
+    def counts(self, samples: int) -> list[int]:
+        """How many of the first `samples` samples each data set has."""
+        rounds, rest = divmod(samples, len(self.turns))
+        whole, part = (
+            np.bincount(turns, minlength=len(self.parts))
+            for turns in (self.turns, self.turns[:rest])
+        )
+        return (rounds * whole + part).tolist()
+
+    def windows(self, first: int, count: int) -> Int64[np.ndarray, "count window"]:
+        """Samples first .. first + count - 1."""
+        return np.stack([self.orders[which].read(n) for which, n in self.samples(first, count)])
+
+    def documents(self, first: int, count: int) -> list[str]:
+        """What samples first .. first + count - 1 were cut from, a line each: `source: sequences
+        a, b`, counted from 0.
+        """
+        lines = []
+        for which, sample in self.samples(first, count):
+            order = self.orders[which]
+            begins = [begin for begin, _ in order.places(sample)]
+            spans = np.searchsorted(order.bounds, begins, side="right") - 1
+            lines.append(f"{self.parts[which].name}: sequences {', '.join(map(str, spans))}")
+        return lines
+
+    def samples(self, first: int, count: int) -> list[tuple[int, int]]:
+        """(data set, which of its samples) of samples first .. first + count - 1."""
+        taken, out = self.counts(first), []
+        for sample in range(first, first + count):
+            which = int(self.turns[sample % len(self.turns)])
+            out.append((which, taken[which]))
+            taken[which] += 1
+        return out
+
+
+def shares(weights: Sequence[float], samples: int) -> list[int]:
+    """How many samples each data set is shuffled for, of `normal` weights."""
+    return [math.ceil(math.ceil(samples * weight) * (1 + SURPLUS)) for weight in weights]
+
+
+def blend(weights: Sequence[float], samples: int) -> Int16[np.ndarray, " samples"]:
+    """The data set of each sample, of `normal` weights: that which is furthest behind its share of
+    those before; of equals the first.
+    """
+    if len(weights) == 1:
+        return np.zeros(samples, np.int16)
+    taken, turns = [0] * len(weights), np.empty(samples, np.int16)
+    for sample in range(samples):
+        passed = max(float(sample), 1.0)
+        behind = [weight * passed - n for weight, n in zip(weights, taken, strict=True)]
+        turns[sample] = which = behind.index(max(behind))
+        taken[which] += 1
+    return turns

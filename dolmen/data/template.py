@@ -22,7 +22,6 @@ import numpy as np
 
 from dolmen.core.filesystem import expand
 from dolmen.core.time_limit import TimeLimitExceeded, limit_time
-from dolmen.data.chats import ASSISTANT, Chat
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate
 from dolmen.files.kinds import TEMPLATE_SIZE
@@ -49,6 +48,24 @@ TEMPLATES = {
         "{% if add_generation_prompt %}### Response:\n{% endif %}"
     ),
 }
+
+
+ASSISTANT = "assistant"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages as a chat template takes them, each with its `role` and `content`."""
+
+    messages: list[dict[str, Any]]
+    weight: float
+    """Of the loss of its tokens."""
+    where: str
+    """File and row, for a person."""
+    said: float = 0.0
+    """What its row says of the answer: of a pair by how much the chosen one is to be ahead, of a
+    completion whether it is wanted, 1 or -1.
+    """
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,10 +1,9 @@
-"""Cuts the documents of a source into pieces and tokenises them in threads.
-
-The documents of a source, each cut into the pieces in which it is tokenised.
-
-From the documents of a source to tokens on disk, in as many threads as there are cores.
+"""Cuts the documents of a source into pieces and tokenises them in as many threads as there are
+cores.
 """
 
+import hashlib
+import re
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,6 @@ import numpy as np
 import xxhash
 
 from dolmen.data import tokenizer as tokenizers
-from dolmen.data.heldout import TextHash
 from dolmen.data.readers import (
     PIECE,
     ROW_READERS,
@@ -31,6 +29,40 @@ from dolmen.data.readers import (
     table_rows,
 )
 from dolmen.data.sources import Source
+
+WHITE_SPACE = b" \t\n\r\v\f"
+
+
+# What else of Unicode is white space, in UTF-8; and two signs without width, U+200B and the byte
+# order mark U+FEFF.
+WIDE_SPACE = re.compile(
+    rb"\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8b\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80"
+    rb"|\xef\xbb\xbf"
+)
+
+
+class TextHash:
+    """`exact`, `words` (64 bits each, the same on every machine) and `size` in bytes of a document
+    that comes in `pieces`.
+    """
+
+    def __init__(self):
+        self._exact, self._words = hashlib.blake2b(digest_size=8), xxhash.xxh3_64()
+        self.size = self.pieces = 0
+
+    def update(self, text: bytes) -> None:
+        self._exact.update(text)
+        words = text.translate(None, WHITE_SPACE)
+        self._words.update(words if words.isascii() else WIDE_SPACE.sub(b"", words))
+        self.size, self.pieces = self.size + len(text), self.pieces + 1
+
+    @property
+    def exact(self) -> int:
+        return int.from_bytes(self._exact.digest(), "little")
+
+    @property
+    def words(self) -> int:
+        return self._words.intdigest()
 
 
 class Piece(NamedTuple):

@@ -24,9 +24,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from dolmen.core import consensus
 from dolmen.core.messages import did_you_mean
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.evaluation import rows, texts
+from dolmen.evaluation import model, perplexity
 from dolmen.evaluation.config import TasksConfig
-from dolmen.evaluation.perplexity import Loaded
+from dolmen.evaluation.model import Loaded
 from dolmen.serving.request import SamplingParams
 
 NEW_TOKENS = 256  # of an answer, where the task does not say, as of `hf`
@@ -85,9 +85,9 @@ class Harness(TemplateLM):
             read.append(np.array(text, np.int64))
             firsts.append(len(text) - len(continuation))
         lengths = np.array([len(text) for text in read])
-        asked = rows.Rows(lengths, np.array(firsts), read.__getitem__)
+        asked = perplexity.Rows(lengths, np.array(firsts), read.__getitem__)
         loaded = self.loaded
-        found = rows.foretold(loaded.model, asked, loaded.mesh, loaded.schedule)
+        found = perplexity.foretold(loaded.model, asked, loaded.mesh, loaded.schedule)
         greedy = found.likeliest == lengths - np.array(firsts)
         return list(zip(found.log_likelihoods.tolist(), greedy.tolist(), strict=True))
 
@@ -139,7 +139,7 @@ class Harness(TemplateLM):
         )
         prompts = [self.tok_encode(text)[-most:] for text in contexts]
         until = [text for text in until if text]
-        return texts.continued(self.loaded, self.tokenizer, prompts, options, until)
+        return model.generate_texts(self.loaded, self.tokenizer, prompts, options, until)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True

@@ -1,44 +1,76 @@
-"""How well a model predicts a text, over all of it. The documents of a corpus become rows of
-tokens: each whole, or in windows where it is longer.
+"""Measures how well a model predicts tokens, under any layout: perplexity and bits per byte of a
+corpus, and the log-likelihoods that lm_eval's tasks ask for.
 
-    document    a b c d e f g      windows of 4, by themselves      windows of 4, by steps of 2
+The documents of a corpus become rows of tokens: each document whole, or in windows where it is
+longer.
+
+    document    a b c d e f g      windows of 4                     windows of 4, stride 2
                                    a[b c d] e[f g]                  a[b c d]  c d[e f]  e f[g]
 
-In brackets: what is counted. By themselves the first token of each window is foretold by nothing,
-and is not counted; by steps of `stride` every token is but the first of the document, and each sees
-window - stride tokens or more. No special tokens are added, and none sees another document.
+In brackets: the tokens that are counted. Without overlap the first token of each window is
+predicted from nothing and is not counted; with a stride every token but the first of the document
+is counted, and each sees window - stride tokens or more. No special tokens are added, and no token
+sees another document.
 
-rows.py sums the loss of each row, under any layout.
+    row       a b c d e f          tokens of one text
+    input     a b c d e            without the last, which predicts nothing that is counted
+    counted           d e f        those from `first` on (3 here), each predicted from all before it
+
+Rows are read longest first, rows of about equal length together, padded at their ends, which no
+token before them sees; each rank of dp takes its share of every batch. A row's sums are over its
+own tokens, so neither the batch nor the layout decides them, except for the order of summation.
 """
 
 import math
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from jaxtyping import Float64, Int64
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
+from torch import Tensor
 
-from dolmen.conversion.source import Source, open_alike, open_source, tokenizer_folder
+from dolmen.conversion.source import Source, open_source, tokenizer_folder
+from dolmen.core import collectives, device
 from dolmen.core.log import bar
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.core.messages import plural
 from dolmen.data import inputs
+from dolmen.data.batch import Batch
 from dolmen.data.bpe import PREFIX
 from dolmen.data.config import DataConfig, TextConfig
-from dolmen.data.corpora import open_corpus
 from dolmen.data.corpus import Corpus
-from dolmen.data.tokenizer import PreTrainedTokenizer, check_vocabulary, load_tokenizer
-from dolmen.evaluation import rows
+from dolmen.data.inputs import open_corpus
+from dolmen.data.tokenizer import check_vocabulary
 from dolmen.evaluation.config import EvaluateConfig
-from dolmen.evaluation.rows import Rows
+from dolmen.evaluation.model import Loaded, check_foretells, load
 from dolmen.model.decoder import Decoder
 from dolmen.model.spec import ModelSpec
-from dolmen.optim.optimizer import DTYPES
+from dolmen.objectives import forward
+from dolmen.ops.loss import IGNORED
+from dolmen.ops.rope import PositionIds
 from dolmen.parallel import pipeline
+from dolmen.parallel.data import inference
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule
-from dolmen.serving import engine
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """`read(i)` gives row i, int64 [lengths[i]], of two tokens or more."""
+
+    lengths: Int64[np.ndarray, " rows"]
+    firsts: Int64[np.ndarray, " rows"]
+    """Of each row the index of the first token that is counted, 1 at least."""
+    read: Callable[[int], np.ndarray]
+
+    @property
+    def counted(self) -> int:
+        """Tokens that are counted, of all rows."""
+        return int((self.lengths - self.firsts).sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +130,108 @@ def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windo
     return Windows(rows, corpus.document_count, size, window, stride)
 
 
+TOKENS_AT_ONCE = 1 << 12  # that a rank reads in one forward: bounds activations
+
+
+class Foretold(NamedTuple):
+    """Of each row, over its counted tokens."""
+
+    log_likelihoods: Float64[np.ndarray, " rows"]
+    """Sum of their log-probabilities, in nats."""
+    likeliest: Int64[np.ndarray, " rows"]
+    """How many of them are the likeliest token of all where they stand."""
+
+
+class _Group(NamedTuple):
+    """Rows that are read at once."""
+
+    rows: Int64[np.ndarray, " group"]
+    length: int
+    """Tokens that are read of the longest."""
+    padded: int
+    """The same, as the layout divides it."""
+    each: int
+    """Rows per rank of dp, as the stages divide them."""
+
+
+def foretold(
+    model: Decoder,
+    rows: Rows,
+    mesh: Mesh,
+    schedule: Schedule | None = None,
+    reach: Callable[[int], None] = lambda done: None,
+) -> Foretold:
+    """The same on every rank of `mesh`, all of which call it with the same rows. `schedule`: of a
+    model whose stages lie on several ranks; its forwards are carried out. `reach` is told how many
+    counted tokens are done. The model is left as it was. Raises ValueError for a model that
+    foretells no next token.
+    """
+    check_foretells(model.tree)
+    order = pipeline.forward_only(schedule or make_schedule("1f1b", 1, 1))
+    sums = torch.zeros(2, len(rows.lengths), dtype=torch.float64, device=mesh.device)
+    done = 0
+    # a compiled block would be compiled again for every length
+    with inference(model), torch.compiler.set_stance("force_eager"):
+        for group in _groups(model, rows, mesh, order.micros):
+            own = group.rows[mesh.dp.rank * group.each : (mesh.dp.rank + 1) * group.each]
+            batch = _batch(model, rows, own, group)
+            found = forward.forward(model, batch, mesh, order, _end)
+            if found and len(own):
+                sums[:, torch.from_numpy(own)] = torch.cat(found, 1)[:, : len(own)]
+            done += int((rows.lengths - rows.firsts)[group.rows].sum())
+            reach(done)
+    # each row is on one rank of dp, each of its tokens on one of cp, and its end on one of pp
+    whole = collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size
+    likelihoods, likeliest = np.array(device.read_back(whole), np.float64).reshape(2, -1)
+    return Foretold(likelihoods, likeliest.astype(np.int64))
+
+
+def _groups(model: Decoder, rows: Rows, mesh: Mesh, micros: int) -> Iterator[_Group]:
+    """All rows, the longest first: the same on every rank. Where the length of a text tells how its
+    tokens are turned, those of a group have one length.
+    """
+    lengths = rows.lengths - 1
+    order = np.argsort(-lengths, kind="stable")
+    multiple = 2 * mesh.cp.size if mesh.cp.size > 1 else 1
+    multiple *= mesh.tp.size if model.tp.sequence else 1
+    at = 0
+    while at < len(order):
+        length = int(lengths[order[at]])
+        padded = -(-length // multiple) * multiple
+        left = len(order) - at
+        if model.tree.by_length:
+            left = int(np.searchsorted(-lengths[order[at:]], -length, side="right"))
+        most = min(TOKENS_AT_ONCE // padded, -(-left // mesh.dp.size))
+        each = -(-max(1, most) // micros) * micros
+        group = order[at : at + min(each * mesh.dp.size, left)]
+        yield _Group(group, length, padded, each)
+        at += len(group)
+
+
+def _batch(model: Decoder, rows: Rows, own: np.ndarray, group: _Group) -> Batch:
+    """The rows `own` of a group, and empty ones."""
+    tokens = np.zeros((group.each, group.padded), np.int64)
+    labels = np.full(tokens.shape, IGNORED, np.int64)
+    for place, row in enumerate(own):
+        text, first = rows.read(int(row)), int(rows.firsts[row])
+        tokens[place, : len(text) - 1] = text[:-1]
+        labels[place, first - 1 : len(text) - 1] = text[first:]
+    batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+    if group.padded > group.length and model.tree.blanks is None:
+        # what fills up is nothing that a table has positions for, or that makes a text longer
+        index = torch.arange(group.padded).clamp(max=group.length - 1)
+        ids = index.expand(len(tokens), 1, -1)
+        batch = replace(batch, positions=PositionIds.of(ids))
+    return batch.read_by(model.tree)
+
+
+def _end(hidden: Tensor, head: Any, part: Batch) -> Float64[Tensor, "2 sequences"]:
+    """Of this rank of cp's tokens of each sequence of a microbatch, the two sums."""
+    found, likeliest = head.log_probabilities_and_argmax(hidden, part.labels)
+    right = likeliest == head.here(part.labels)
+    return torch.stack((found.double().sum(1), right.double().sum(1)))
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Over all of a text."""
@@ -125,7 +259,7 @@ class Evaluation:
     """How documents are read, in words."""
 
     @classmethod
-    def of(cls, found: rows.Foretold, text: Windows) -> "Evaluation":
+    def of(cls, found: Foretold, text: Windows) -> "Evaluation":
         """From the sums over all of `text`."""
         nats = -math.fsum(found.log_likelihoods.tolist())
         loss = nats / text.tokens
@@ -167,41 +301,6 @@ class Evaluation:
         return table
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A model on the processes that compute with it, and what it does there."""
-
-    model: Decoder
-    mesh: Mesh
-    schedule: Schedule | None
-
-
-def load(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
-    """The model that is asked for, on the axes of `mesh`. Raises ValueError for what cannot be
-    loaded, and for a model that foretells no next token.
-    """
-    source = open_alike(asked.source, mesh)
-    rows.check_foretells(source.tree)
-    schedule = None
-    if mesh.pp.size > 1:
-        schedule = make_schedule("1f1b", mesh.pp.size, mesh.pp.size)
-        pipeline.connect(schedule, mesh)
-    dtype = DTYPES[asked.dtype] if asked.dtype else None
-    return Loaded(engine.load_decoder(source, mesh, dtype, schedule), mesh, schedule)
-
-
-def tokenizer_of(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> PreTrainedTokenizer:
-    """The tokenizer that is asked for, or the model's own. Raises ValueError where there is none,
-    or it is larger than the model's vocabulary.
-    """
-    source = open_alike(asked.source, mesh)
-    named = asked.data.tokenizer
-    option = "" if named is None else "--data.tokenizer"
-    tokenizer = load_tokenizer(named or tokenizer_folder(source), option=option)
-    check_vocabulary(tokenizer, source.tree.vocab_size, trained=True)
-    return tokenizer
-
-
 def prepared(asked: EvaluateConfig, progress: bool = True, verify: bool = True) -> Windows:
     """The text that is asked for, as `open_text`."""
     source = open_source(asked.source)
@@ -222,7 +321,7 @@ def open_text(
     vocabulary, windows over its positions.
     """
     model = source.tree
-    rows.check_foretells(model)
+    check_foretells(model)
     window, stride = window_of(model, window, stride)
     if (config.tokenizer or "").startswith(PREFIX):
         raise ValueError(
@@ -280,7 +379,7 @@ def evaluate(loaded: Loaded, text: Windows, progress: bool = True) -> Evaluation
     mesh = loaded.mesh
     title = f"evaluating {text.tokens:,} tokens in {plural(len(text.rows.lengths), 'window')}"
     with bar(title, text.tokens, progress and mesh.first, MofNCompleteColumn()) as reach:
-        found = rows.foretold(loaded.model, text.rows, mesh, loaded.schedule, reach)
+        found = foretold(loaded.model, text.rows, mesh, loaded.schedule, reach)
     evaluation = Evaluation.of(found, text)
     if not math.isfinite(evaluation.loss):
         raise ValueError(

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation.config import TasksConfig
-from dolmen.evaluation.perplexity import Loaded
+from dolmen.evaluation.model import Loaded
 
 Scores = Mapping[str, Mapping[str, float]]
 """Task -> metric, as lm_eval names both -> number."""

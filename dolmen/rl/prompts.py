@@ -14,16 +14,15 @@ import numpy as np
 from dolmen.core.messages import plural
 from dolmen.core.rng import seed_of
 from dolmen.data import tokenizer as tokenizers
+from dolmen.data.base_loader import Description, Loader
 from dolmen.data.batch import Batch
-from dolmen.data.batches import Description, Loader
 from dolmen.data.chat_loader import refuse_model
-from dolmen.data.chats import ASSISTANT, Chat
 from dolmen.data.config import DataConfig
 from dolmen.data.inputs import Inputs
 from dolmen.data.mixture import Part, TokenStream
 from dolmen.data.packing import shuffled
 from dolmen.data.sources import Source
-from dolmen.data.template import Template, template_of
+from dolmen.data.template import ASSISTANT, Chat, Template, template_of
 from dolmen.data.tokenise import first_lines
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import Model, special_tokens

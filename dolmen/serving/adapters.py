@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.conversion import adapters
+from dolmen.conversion import source
 from dolmen.conversion.peft import LowRank
 from dolmen.conversion.source import Source
 from dolmen.core import collectives, consensus
@@ -105,14 +105,14 @@ def open_adapters(
     """
 
     def pin() -> dict[str, str]:
-        return {name: adapters.pin_adapters(folder) for name, folder in folders.items()}
+        return {name: source.pin_adapters(folder) for name, folder in folders.items()}
 
     together = mesh is not None and mesh.size > 1 and len(folders) > 0
     found = consensus.run_on_rank_zero(pin) if together else folders
     out: dict[str, LowRank] = {}
     for name, folder in found.items():
         try:
-            out[name] = adapters.open_adapters(folder, base)
+            out[name] = source.open_adapters(folder, base)
             _check(out[name], base.tree, weights)
         except (ValueError, KeyError, OSError) as error:
             raise ValueError(f"adapter {name}: {message(error)}") from error

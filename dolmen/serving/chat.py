@@ -17,7 +17,7 @@ from typing import Any
 from dolmen.conversion.source import Source
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import plural
-from dolmen.data import chats
+from dolmen.data import template
 from dolmen.data.template import own_template
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.optim.optimizer import DTYPES
@@ -56,7 +56,7 @@ class ChatSession:
 
     def undo(self) -> str | None:
         """Remove the last user message and its reply; return the message, None if there is none."""
-        if not self.messages or self.messages[-1]["role"] != chats.ASSISTANT:
+        if not self.messages or self.messages[-1]["role"] != template.ASSISTANT:
             return None
         *self.messages, said, _ = self.messages
         return said["content"]
@@ -97,10 +97,10 @@ class ChatSession:
             yield written.end()
         finally:
             self._engine.cancel(number)
-            self.messages.append({"role": chats.ASSISTANT, "content": written.whole})
+            self.messages.append({"role": template.ASSISTANT, "content": written.whole})
 
     def _request(self, messages: list[dict[str, Any]]) -> Request:
-        tokens = self.template.prompt(chats.Chat(messages, 1.0, "the chat"))
+        tokens = self.template.prompt(template.Chat(messages, 1.0, "the chat"))
         params, tree = self.config.of_tokens, self.source.model.tree
         room = tree.max_position_embeddings - len(tokens) + 1
         if room < params.max_new_tokens:

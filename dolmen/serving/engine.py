@@ -29,8 +29,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from dolmen.conversion.hf import stated_dtype
-from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import Source, load_weights
+from dolmen.conversion.weights import check_whole
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
 from dolmen.families import special_tokens

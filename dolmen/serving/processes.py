@@ -7,8 +7,8 @@ run           start workers, or let this process join those of torchrun or SLURM
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from dolmen.conversion.moments import check_whole
 from dolmen.conversion.source import open_source
+from dolmen.conversion.weights import check_whole
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.environment import Launch

@@ -18,9 +18,8 @@ from typing import Any
 
 from dolmen.conversion.source import Source
 from dolmen.core.messages import plural
-from dolmen.data.chats import ASSISTANT, Chat
 from dolmen.data.readers import check_row_bytes, form, unpacked
-from dolmen.data.template import Template, own_template
+from dolmen.data.template import ASSISTANT, Chat, Template, own_template
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate
 from dolmen.files.gate import Refused

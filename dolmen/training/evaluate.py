@@ -36,11 +36,11 @@ from typing import Any
 
 from dolmen.checkpoint.saved import Validation
 from dolmen.core.mesh import Mesh
+from dolmen.data.base_loader import HeldOutRows, Loader
 from dolmen.data.batch import Batch
-from dolmen.data.batches import HeldOutRows, Loader
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.evaluation import tasks, texts
-from dolmen.evaluation.perplexity import Loaded
+from dolmen.evaluation import tasks
+from dolmen.evaluation.model import Loaded, generate_texts
 from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
 from dolmen.files import gate, write
 from dolmen.launch.watchdog import Watch
@@ -99,7 +99,7 @@ class RunEvaluator:
             stop=() if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,),
         )
         with self._generating_model(state) as loaded:
-            result = texts.continued(
+            result = generate_texts(
                 loaded, self.tokenizer, self.prompt_tokens, options, seed=config.seed
             )
         if self.file is not None:

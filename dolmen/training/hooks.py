@@ -17,7 +17,7 @@ from dolmen.core.device import describe_device
 from dolmen.core.log import size
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import cut, plural
-from dolmen.data.batches import Loader
+from dolmen.data.base_loader import Loader
 from dolmen.launch.watchdog import Watch
 from dolmen.model import count
 from dolmen.training import balance, loop, metrics, report

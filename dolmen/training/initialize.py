@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from dolmen.conversion.source import Source, cast_source, load_weights
 from dolmen.core.mesh import Mesh
+from dolmen.data.base_loader import Loader
 from dolmen.data.batch import Batch
-from dolmen.data.batches import Loader
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.spec import ModelSpec, ScalarHeadSpec

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dolmen.checkpoint.safe import Reader
+from dolmen.checkpoint.reader import Reader
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core import collectives, state
 from dolmen.core.mesh import Mesh, process_group

@@ -15,7 +15,7 @@ import xxhash
 from dolmen.conversion.source import Source
 from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
-from dolmen.data.batches import Loader
+from dolmen.data.base_loader import Loader
 from dolmen.data.packing import Rows
 from dolmen.files import gate, write
 from dolmen.model import build

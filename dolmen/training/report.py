@@ -12,7 +12,7 @@ from dolmen.core import state
 from dolmen.core.log import duration, gib, size
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import plural
-from dolmen.data.batches import Loader
+from dolmen.data.base_loader import Loader
 from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import master_dtype

@@ -20,7 +20,7 @@ from dolmen.conversion.source import Source, open_source, tokenizer_folder
 from dolmen.core.filesystem import is_absent
 from dolmen.data import inputs
 from dolmen.data import loader as data_loader
-from dolmen.data.batches import Loader
+from dolmen.data.base_loader import Loader
 from dolmen.data.config import DataConfig
 from dolmen.data.inputs import Inputs
 from dolmen.data.tokenizer import PreTrainedTokenizer

@@ -20,7 +20,7 @@ from dolmen.checkpoint.saved import Saved, Validation
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core import determinism
 from dolmen.core.mesh import Mesh
-from dolmen.data.batches import Loader
+from dolmen.data.base_loader import Loader
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate, write
 from dolmen.launch.watchdog import Watch

@@ -28,7 +28,7 @@ from dolmen.core import consensus
 from dolmen.core.config import changed_options, flatten, to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
-from dolmen.data.batches import Loader
+from dolmen.data.base_loader import Loader
 from dolmen.files import gate
 from dolmen.optim import optimizer as optim
 from dolmen.training.checks.folder import (

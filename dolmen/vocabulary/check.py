@@ -1,17 +1,102 @@
-"""What no tokenizer may do: turn text into nothing, or into tokens that are another text; and that
-one that was made is what it should be, as `transformers` opens it, beside sentencepiece itself.
+"""Checks of tokenizers: none may turn text into nothing or into tokens of another text, and a new
+one is compared with sentencepiece, as `transformers` opens it. Also counts characters and bytes per
+token of a text, streamed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import sentencepiece
 
 from dolmen.core.messages import brief, plural
+from dolmen.data.sources import Source, resolve_sources
+from dolmen.data.tokenise import pieces
 from dolmen.data.tokenizer import PreTrainedTokenizer, encoder, load_tokenizer
-from dolmen.vocabulary.folder import Vocabulary
-from dolmen.vocabulary.report import Text
+from dolmen.vocabulary.config import VocabText
+from dolmen.vocabulary.tokenizer_folder import Vocabulary
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text from any source."""
+
+    source: Source
+    field: str
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of its files, packed ones as they lie; None where some of it is of the hub."""
+        files = self.source.files
+        return None if self.source.hubs else sum(file.stat().st_size for file in files)
+
+    def pieces(self) -> Iterator[str]:
+        """All of it in order, in pieces that fit into memory. Raises ValueError for what cannot be
+        read.
+        """
+        for piece in pieces(self.source, self.field):
+            yield piece.text
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of a text that was cut by a tokenizer."""
+
+    tokens: int
+    characters: int
+    bytes: int
+
+    @property
+    def characters_per_token(self) -> float:
+        return self.characters / self.tokens
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.bytes / self.tokens
+
+    def __str__(self) -> str:
+        return (
+            f"{self.characters_per_token:.3f} characters and {self.bytes_per_token:.3f} bytes per "
+            f"token ({plural(self.tokens, 'token')})"
+        )
+
+
+def open_text(config: VocabText) -> Text | None:
+    """The text that is named, if any is; nothing of it is read. Raises ValueError, also for
+    weights, which have no meaning here, and for tokens.
+    """
+    if not config.path:
+        return None
+    sources = resolve_sources(config.path)
+    if sources[0].weight is not None:
+        raise ValueError("--data.path: weights make a mixture to train on: leave them out")
+    (source,) = sources
+    if source.indexed:
+        raise ValueError(
+            f"--data.path {source.indexed[0]} holds tokens, and a vocabulary is of text: give the "
+            "text that they were made of"
+        )
+    return Text(source, config.text_field)
+
+
+def count(tokenizer: PreTrainedTokenizer, text: Iterable[str], name: str) -> Counts:
+    """Over all pieces of a text, which `name` stands for. Raises ValueError where they have no
+    tokens.
+    """
+    encode, tokens, characters, size = encoder(tokenizer), 0, 0, 0
+    for piece in text:
+        tokens += len(encode(piece))
+        characters += len(piece)
+        size += len(piece.encode())
+    if not tokens:
+        raise ValueError(f"--data.path {name}: the text has no tokens")
+    return Counts(tokens, characters, size)
+
 
 SAMPLE = 16  # pieces of held-out text, of up to 2^18 characters each, that must come back
 UNLIKE = 0.01

@@ -28,11 +28,11 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from dolmen.conversion import hf_export, unfinished
+from dolmen.conversion import hf_export, writing
 from dolmen.conversion.hf import stated_dtype
-from dolmen.conversion.layer_pool import LayerPool
-from dolmen.conversion.moments import WeightsAlone
 from dolmen.conversion.source import Source, cast_source, open_source, pin_source
+from dolmen.conversion.weights import WeightsAlone
+from dolmen.conversion.writing import LayerPool
 from dolmen.core import state
 from dolmen.core.messages import brief, plural
 from dolmen.data.config import TextConfig
@@ -44,10 +44,9 @@ from dolmen.files import gate, kinds
 from dolmen.files.safetensors import Spec
 from dolmen.model.spec import ModelSpec
 from dolmen.model.spec.param import ParamSpec
-from dolmen.vocabulary.check import gives_back, probes
+from dolmen.vocabulary.check import Counts, Text, count, gives_back, open_text, probes
 from dolmen.vocabulary.config import VocabExtendConfig
-from dolmen.vocabulary.folder import Vocabulary, open_vocabulary, opened
-from dolmen.vocabulary.report import Counts, Text, count, open_text
+from dolmen.vocabulary.tokenizer_folder import Vocabulary, open_vocabulary, opened
 
 FILE = "extended.json"
 
@@ -144,7 +143,7 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
     measured = None if text is None else measure(asked.model, old, text, asked, progress)
     hf_export.check_expressible(found.model, source.tree)
     writer = hf_export.TransformersWriter(grown, dtype)
-    with unfinished.build_beside(to) as (part, sidecars):
+    with writing.build_beside(to) as (part, sidecars):
         writer.write(part, LayerPool())
         writer.write_sidecars(sidecars)
         write(sidecars, first, size, asked.init)

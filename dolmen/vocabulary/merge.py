@@ -1,45 +1,57 @@
-"""`dolmen vocab merge`: a tokenizer with the tokens of another one behind its own. Ids, scores and
-merges of the base stay as they are; what it has already is left out.
+"""`dolmen vocab merge`: appends the tokens of one tokenizer to another. Ids, scores and merges of
+the base stay as they are; tokens that it already has are left out.
 
     base            new tokens get
     unigram         the scores that they were learned with (both are log-probabilities)
     bpe             scores below all others, in order, so that the base's pieces are joined first
-    tokenizers      merges behind all others (chain.py), and ids behind special tokens too
+    tokenizers      merges after all others, and ids after special tokens too
 
-A text is cut by a BPE as by the base, and then joined further. What was written is opened again by
-`transformers`, and compared with sentencepiece itself, before it lies at the
-destination.
+A text is first cut as by the base BPE, then joined further. The result is opened again by
+`transformers` and compared with sentencepiece itself before it is moved to its destination.
+
+Which merges lead to a new token. A BPE begins with single characters and joins the pair that was
+learned first, until no neighbouring pair is known. Appending tokens leaves the base's pairs first,
+so every new token is a run of the base's tokens, and the merges that it was learned with may never
+apply:
+
+    new   (e5 a4) (a4a9 e6) ...      base   (a9 e6)      e5 a4 [a9 e6] b0 94
+
+Here the base joins a9 e6 before the new pair a4a9 e6 could be seen. So `add_tokens` asks the base
+to cut the token's own text, and adds a merge for each join from there on; an intermediate result
+that has no token yet becomes a token too.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from dolmen.conversion import hf_export, unfinished
+from dolmen.conversion import hf_export, writing
 from dolmen.core.log import bar, say
 from dolmen.core.messages import plural
 from dolmen.data.tokenizer import load_tokenizer
 from dolmen.files import gate, kinds, sentencepiece_model
 from dolmen.files.sentencepiece_model import VocabularyPiece
-from dolmen.vocabulary import tokenizer_json
-from dolmen.vocabulary.chain import LONGEST, Added, Concatenations, Merges, lead
-from dolmen.vocabulary.check import check_base, check_merged
+from dolmen.vocabulary.check import Counts, check_base, check_merged, count, open_text
 from dolmen.vocabulary.config import VocabMergeConfig
-from dolmen.vocabulary.folder import (
+from dolmen.vocabulary.tokenizer_folder import (
     JSON,
     MODELS,
+    TOKENIZER_CLASS,
     Vocabulary,
     fillers,
+    model_fields,
     open_vocabulary,
     opened,
+    sentencepiece_as_json,
     size,
+    special_tokens,
     splits,
 )
-from dolmen.vocabulary.report import Counts, count, open_text
 
 BESIDE = (
     "special_tokens_map.json",
@@ -47,9 +59,9 @@ BESIDE = (
     "chat_template.json",
     "chat_template.jinja",
 )
+
+
 CONFIG = "tokenizer_config.json"
-Files = dict[str, bytes | str | Mapping[str, Any]]
-"""Name -> content, of what is written; a mapping as JSON."""
 
 
 @dataclass
@@ -117,7 +129,7 @@ def merge(asked: VocabMergeConfig, progress: bool = True) -> Merged:
         grown, files = FORMS[base.form](base, wanted, reach)
     if not grown.tokens:
         raise ValueError(f"NEW {asked.new} has no token that BASE {asked.base} has not")
-    with unfinished.build_beside(to) as (part, words):
+    with writing.build_beside(to) as (part, words):
         write(part, files)
         _copy(base.where, part)
         check_merged(base, part, first, grown.tokens, text)
@@ -152,6 +164,112 @@ def wanted_of(base: Vocabulary, new: Vocabulary) -> Wanted:
     return found
 
 
+Files = dict[str, bytes | str | Mapping[str, Any]]
+"""Name -> content, of what is written; a mapping as JSON."""
+
+
+LONGEST = 512  # characters of a token: finding its merges takes the square of it
+
+
+class Pairs(Protocol):
+    """Which neighbours are joined, and which of them first."""
+
+    def rank(self, left: str, right: str) -> int | None:
+        """Lower is sooner; None: they are not joined."""
+        ...
+
+    def join(self, left: str, right: str) -> None:
+        """From now on they are, behind all others."""
+        ...
+
+
+@dataclass
+class Merges:
+    """Of `tokenizers`: a list of pairs."""
+
+    ranks: dict[tuple[str, str], int]
+
+    def rank(self, left: str, right: str) -> int | None:
+        return self.ranks.get((left, right))
+
+    def join(self, left: str, right: str) -> None:
+        self.ranks[left, right] = len(self.ranks)
+
+
+@dataclass
+class Concatenations:
+    """Of sentencepiece: all pairs that make a piece."""
+
+    ranks: dict[str, int]
+
+    def rank(self, left: str, right: str) -> int | None:
+        return self.ranks.get(left + right)
+
+    def join(self, left: str, right: str) -> None:
+        self.ranks[left + right] = len(self.ranks)
+
+
+def cut(parts: Iterable[str], pairs: Pairs) -> list[str]:
+    """What BPE makes of neighbours."""
+    found = list(parts)
+    while len(found) > 1:
+        ranked = [(pairs.rank(a, b), i) for i, (a, b) in enumerate(pairwise(found))]
+        known = [(rank, i) for rank, i in ranked if rank is not None]
+        if not known:
+            break
+        _, at = min(known)
+        found[at : at + 2] = [found[at] + found[at + 1]]
+    return found
+
+
+@dataclass
+class Added:
+    """What was added to a vocabulary."""
+
+    tokens: list[str] = field(default_factory=list)
+    """In order, those between among them."""
+    between: int = 0
+    """Of them those that lead to others, and that nobody asked for."""
+
+
+def lead(
+    wanted: Collection[str],
+    known: Collection[str],
+    pairs: Pairs,
+    reach: Callable[[int], None] = lambda done: None,
+) -> Added:
+    """Adds what is `wanted`, in order, to the `known` tokens; `pairs` gets what leads there, which
+    may join a token before its turn. `reach` is told how many are done.
+    """
+    have, left, added = set(known), set(wanted), Added()
+
+    def add(token: str) -> None:
+        if token not in have:
+            have.add(token)
+            added.tokens.append(token)
+            added.between += token not in left
+
+    def between(token: str) -> None:
+        if token not in left:  # or its turn comes, in order
+            add(token)
+
+    for done, token in enumerate(wanted, 1):
+        for character in token:
+            between(character)
+        parts = cut(token, pairs)
+        while len(parts) > 1:
+            named = [
+                i for i, (a, b) in enumerate(pairwise(parts)) if a + b in have or a + b in left
+            ]
+            at = named[0] if named else 0
+            pairs.join(parts[at], parts[at + 1])
+            between(parts[at] + parts[at + 1])
+            parts = cut(parts, pairs)
+        add(token)
+        reach(done)
+    return added
+
+
 Reach = Callable[[int], None]
 
 
@@ -180,15 +298,15 @@ def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Adde
     name = base.where.name if base.where.is_file() else _model_name(base.where)
     files: Files = {name if name in MODELS else MODELS[0]: content}
     if base.content is None:
-        files[JSON] = tokenizer_json.of_sentencepiece(merged)
+        files[JSON] = sentencepiece_as_json(merged)
         files[CONFIG] = {
-            **tokenizer_json.special(merged.pieces),
+            **special_tokens(merged.pieces),
             **_config(base.where),
-            "tokenizer_class": tokenizer_json.CLASS,
+            "tokenizer_class": TOKENIZER_CLASS,
         }
     else:
         whole = deepcopy(base.content)
-        whole["model"] |= tokenizer_json.vocabulary(merged.pieces, merged.kind == "bpe")
+        whole["model"] |= model_fields(merged.pieces, merged.kind == "bpe")
         files[JSON] = whole
         files[CONFIG] = _config(base.where)
     return grown, files
@@ -244,7 +362,7 @@ def _config(place: Path) -> dict[str, Any]:
     file = place / CONFIG
     if place.is_dir() and file.is_file():
         return gate.read_json(file, kinds.TOKENIZER_CONFIG)
-    return {"tokenizer_class": tokenizer_json.CLASS}
+    return {"tokenizer_class": TOKENIZER_CLASS}
 
 
 def _copy(place: Path, to: Path) -> None:

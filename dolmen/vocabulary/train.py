@@ -25,18 +25,30 @@ from pathlib import Path
 
 import sentencepiece
 
-from dolmen.conversion import hf_export, unfinished
+from dolmen.conversion import hf_export, writing
 from dolmen.core.log import bar, say
 from dolmen.core.messages import plural
 from dolmen.data.tokenise import seam
 from dolmen.data.tokenizer import load_tokenizer, train_bpe
 from dolmen.files import sentencepiece_model
-from dolmen.vocabulary import tokenizer_json
-from dolmen.vocabulary.check import check_sentencepiece, gives_back, lines_of
+from dolmen.vocabulary.check import (
+    Counts,
+    Text,
+    check_sentencepiece,
+    count,
+    gives_back,
+    lines_of,
+    open_text,
+)
 from dolmen.vocabulary.config import BYTES, FRAME, VocabTrainConfig
-from dolmen.vocabulary.folder import JSON, MODELS
 from dolmen.vocabulary.merge import CONFIG, write
-from dolmen.vocabulary.report import Counts, Text, count, open_text
+from dolmen.vocabulary.tokenizer_folder import (
+    JSON,
+    MODELS,
+    TOKENIZER_CLASS,
+    sentencepiece_as_json,
+    special_tokens,
+)
 
 TOLD = 1000  # lines, after which a bar moves
 LONGEST = 4000
@@ -141,7 +153,7 @@ def train(asked: VocabTrainConfig, progress: bool = True) -> Trained:
         sample = draw(text, asked.max_bytes, asked.seed, reach)
     check_size(asked, sample)
     say(f"learning {asked.size:,} tokens from {plural(sample.bytes, 'byte')}", progress)
-    with unfinished.build_beside(to) as (part, _):
+    with writing.build_beside(to) as (part, _):
         LEARN[asked.kind](asked, sample, part)
         made = load_tokenizer(str(part), "--to")
         lines = [line for one in sample.lines[:GIVEN_BACK] for line in lines_of(one)]
@@ -193,11 +205,11 @@ def _of_sentencepiece(asked: VocabTrainConfig, sample: Sample, folder: Path) -> 
         folder,
         {
             MODELS[0]: content,
-            JSON: tokenizer_json.of_sentencepiece(read),
+            JSON: sentencepiece_as_json(read),
             CONFIG: {
-                "tokenizer_class": tokenizer_json.CLASS,
+                "tokenizer_class": TOKENIZER_CLASS,
                 "clean_up_tokenization_spaces": False,
-                **tokenizer_json.special(read.pieces),
+                **special_tokens(read.pieces),
             },
         },
     )

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import Damaged
+from dolmen.checkpoint.reader import locate, open_checkpoint
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.core.mesh import SINGLE
 from dolmen.files import pickles
 

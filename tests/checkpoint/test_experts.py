@@ -8,8 +8,8 @@ import torch.distributed as dist
 from models import Flat, build, initialize
 from spawning import run_spawned
 
+from dolmen.checkpoint.reader import locate, open_checkpoint
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE
 from dolmen.model.layout import Layout

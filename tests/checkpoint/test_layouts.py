@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from worlds import Layout, Run, differing
 
+from dolmen.checkpoint.reader import locate, open_checkpoint
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.checkpoint.writer import Writer
 from dolmen.core.mesh import SINGLE
 from dolmen.files.safetensors import Spec

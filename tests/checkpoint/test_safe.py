@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from dolmen.checkpoint import folders
 from dolmen.checkpoint import metadata as descriptions
+from dolmen.checkpoint.reader import open_checkpoint
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.checkpoint.stream import open_checkpoint
 from dolmen.core.mesh import SINGLE
 
 

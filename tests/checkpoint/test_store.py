@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dolmen.checkpoint import folders
+from dolmen.checkpoint.reader import locate, open_checkpoint
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.checkpoint.stream import locate, open_checkpoint
 from dolmen.checkpoint.writer import Writer
 from dolmen.core.mesh import SINGLE
 

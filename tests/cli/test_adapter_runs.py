@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tinyrun import dolmen
 
 import dolmen as package
-from dolmen.conversion import adapters
+from dolmen.conversion import source
 from dolmen.conversion.source import open_source
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -210,10 +210,10 @@ def test_the_base_of_a_run_is_known_by_what_it_computes(run, wide, tmp_path):
         assert content[field] != value
         (other / "config.json").write_text(json.dumps(content | {field: value}))
         if said is None:
-            assert adapters.open_adapters(run[0], open_source(other)).form.rank == 2
+            assert source.open_adapters(run[0], open_source(other)).form.rank == 2
             continue
         with pytest.raises(ValueError, match=said):
-            adapters.open_adapters(run[0], open_source(other))
+            source.open_adapters(run[0], open_source(other))
 
 
 def test_a_run_on_weights_of_eight_bits(material, tmp_path):

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dolmen import cli
-from dolmen.conversion import hf_export, proof
+from dolmen.conversion import hf_export
+from dolmen.conversion.convert import Unlike
 from dolmen.families import Model
 
 LLAMA = dict(
@@ -123,9 +124,9 @@ def test_bad_input_is_one_line_and_nothing_is_written(case, kept, tmp_path, caps
 
 def test_another_model_is_a_failure(kept, tmp_path, capsys, monkeypatch):
     def unlike(*_):
-        raise proof.Unlike("logits of a are not those of b")
+        raise Unlike("logits of a are not those of b")
 
-    monkeypatch.setattr(proof, "compare_logits", unlike)
+    monkeypatch.setattr("dolmen.conversion.convert.compare_logits", unlike)
     code, out, err = convert(capsys, kept / "hf", tmp_path / "out", "--to", "megatron")
     assert code == 1 and "logits of a are not those of b; nothing is left of it" in err
     assert not any(tmp_path.iterdir())

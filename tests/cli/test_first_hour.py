@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import dolmen as package
 from dolmen.core.messages import choices
-from dolmen.data.batches import Loader
+from dolmen.data.base_loader import Loader
 from dolmen.families import Model
 from dolmen.families.unknown import unknown_fields_warning
 from dolmen.serving import engine

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from dolmen.comparison.classify import classify
 from dolmen.comparison.compare import Row, Side
+from dolmen.comparison.diff import Report
 from dolmen.comparison.recording import Piece, Recorded, Recording
-from dolmen.comparison.report import Report
 from dolmen.core.topology import Topology
 from dolmen.families.model import model_from_fields
 

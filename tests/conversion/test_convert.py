@@ -14,11 +14,11 @@ from laid import LOCAL, OF_2023, TE, How, lay
 from test_megatron_read import GPT2, LLAMA, VOCABULARY, built, parts
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dolmen.conversion import convert, proof
+from dolmen.conversion import convert
 from dolmen.conversion.config import ConvertConfig
-from dolmen.conversion.layer_pool import LayerPool, group_by_layer
 from dolmen.conversion.megatron import export, shares
 from dolmen.conversion.source import open_source
+from dolmen.conversion.writing import LayerPool, group_by_layer
 from dolmen.families import Model
 from dolmen.files.safetensors import Stored
 from dolmen.files.torch_files import TorchFileWriter
@@ -175,14 +175,14 @@ def test_a_layer_at_a_time(folders, monkeypatch):
     """Where both models do not fit, the same is compared behind every layer."""
     where, _ = folders
     source = open_source(where / "tied")
-    assert proof.compare_logits(source, source, room=0) == "logits equal block by block"
-    held, real = [], proof.Decoder.forward
+    assert convert.compare_logits(source, source, room=0) == "logits equal block by block"
+    held, real = [], convert.Decoder.forward
     monkeypatch.setattr(
-        proof.Decoder,
+        convert.Decoder,
         "forward",
         lambda self, *a, **k: held.append(len(self.layers)) or real(self, *a, **k),
     )
-    proof.compare_logits(source, source, room=0)
+    convert.compare_logits(source, source, room=0)
     assert held == [1] * 8
 
 
@@ -204,7 +204,7 @@ def test_one_tensor_per_thread_is_in_memory(format, folders, tmp_path, monkeypat
         return tensor
 
     monkeypatch.setattr(Stored, "read", read_alone)
-    monkeypatch.setattr(proof, "compare_logits", lambda *_: "logits equal")
+    monkeypatch.setattr(convert, "compare_logits", lambda *_: "logits equal")
     run(source, tmp_path / "out", format, **options)
     largest = 4 * 256 * 32  # the embedding with its padding, as ranks have it
     whole = sum(spec.nbytes for spec in open_source(where / "llama").specs.values())
@@ -283,14 +283,14 @@ def test_what_is_broken_off_leaves_nothing(folders, tmp_path, monkeypatch):
 def test_what_kill_leaves_opens_as_no_model(format, folders, tmp_path, monkeypatch):
     """As all lies there when everything is written and compared, by the name that it has then."""
     where, _ = folders
-    real = proof.compare_logits
+    real = convert.compare_logits
 
     def copied(*given):
         shutil.copytree(tmp_path / "a", tmp_path / "left")
         return real(*given)
 
     (tmp_path / "a").mkdir()
-    monkeypatch.setattr(convert.proof, "compare_logits", copied)
+    monkeypatch.setattr(convert, "compare_logits", copied)
     run(where / "tied", tmp_path / "a/out", format)
     assert open_source(tmp_path / "a/out").iteration in (None, 0)
     (left,) = (tmp_path / "left").iterdir()
@@ -311,7 +311,7 @@ def test_what_is_not_the_same_is_seen_and_not_left(folders, tmp_path, monkeypatc
         return real(shares.Share(self.dim), tensor, rank, size)
 
     monkeypatch.setattr(export.shares.Share, "cut", wrong)
-    with pytest.raises(proof.Unlike, match=r"layers\.\d\.mlp\.gate\.weight reads back otherwise"):
+    with pytest.raises(convert.Unlike, match=r"layers\.\d\.mlp\.gate\.weight reads back otherwise"):
         run(where / "llama", tmp_path / "out", "megatron", tp=2)
     assert not any(tmp_path.iterdir())
 
@@ -321,9 +321,9 @@ def test_other_logits_are_seen(folders, tmp_path):
     where, _ = folders
     source = open_source(where / "tied")
     other = open_source(where / "tied", Model(source.model.config | {"rms_norm_eps": 1e-5}))
-    for room, said in ((proof.ROOM, "logits of"), (0, "hidden vectors behind layer 0 of")):
-        with pytest.raises(proof.Unlike, match=f"{said} .* are not those of .*difference \\d"):
-            proof.compare_logits(source, other, room)
+    for room, said in ((convert.ROOM, "logits of"), (0, "hidden vectors behind layer 0 of")):
+        with pytest.raises(convert.Unlike, match=f"{said} .* are not those of .*difference \\d"):
+            convert.compare_logits(source, other, room)
 
 
 def test_padding_is_the_last_row_again(folders, tmp_path):

@@ -13,12 +13,12 @@ from rich.console import Console
 from test_megatron_read import GPT2, LLAMA, VOCABULARY, built
 from test_torch_dist import described, lay, parts, whole
 
-from dolmen.checkpoint.stream import open_checkpoint
-from dolmen.conversion import convert, proof
+from dolmen.checkpoint.reader import open_checkpoint
+from dolmen.conversion import convert
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.megatron import dist_export
-from dolmen.conversion.moments import MOMENTS
 from dolmen.conversion.source import cast_source, open_source
+from dolmen.conversion.weights import MOMENTS
 from dolmen.core.config import from_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
@@ -192,14 +192,14 @@ def test_what_is_written_otherwise_is_seen(laid, tmp_path, monkeypatch):
         honest(self, files, prefix, tensor + 1 if "exp_avg_sq" in prefix else tensor)
 
     monkeypatch.setattr(dist_export.StackPlace, "write", write)
-    with pytest.raises(proof.Unlike, match="exp_avg_sq of .* reads back otherwise"):
+    with pytest.raises(convert.Unlike, match="exp_avg_sq of .* reads back otherwise"):
         run(folder, tmp_path / "b", "torch-dist")
 
     def half(self, files, prefix, tensor):
         honest(self, files, prefix, tensor.to(torch.bfloat16) if prefix else tensor)
 
     monkeypatch.setattr(dist_export.StackPlace, "write", half)
-    with pytest.raises(proof.Unlike, match="exp_avg of .* is torch.bfloat16"):
+    with pytest.raises(convert.Unlike, match="exp_avg of .* is torch.bfloat16"):
         run(folder, tmp_path / "c", "torch-dist")
     assert not (tmp_path / "b").exists() and not (tmp_path / "c").exists()
 

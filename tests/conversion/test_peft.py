@@ -19,8 +19,8 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import save_file
 from tinyrun import dolmen
 
-from dolmen.conversion import adapters, peft_config
 from dolmen.conversion import peft as folders
+from dolmen.conversion import peft_config
 from dolmen.conversion.source import load_weights, open_source
 from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import BadInput
@@ -181,7 +181,7 @@ def test_adapters_may_be_a_hub_id(tmp_path, monkeypatch):
     fetched = {file.name for file in (tmp_path / "cache/org/fr").iterdir()}
     assert fetched == {folders.CONFIG, folders.WEIGHTS}
     there = folders.read(tmp_path / "adapter", source.model)
-    over = adapters.open_adapters("org/fr", open_source("org/base"))
+    over = source.open_adapters("org/fr", open_source("org/base"))
     assert over.form == there.form
     for weight in there.form.targets:
         merged = there.merge(weight, open_source(tmp_path / "base").read(weight))

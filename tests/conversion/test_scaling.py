@@ -33,7 +33,7 @@ def theirs(products: int, steps: int = 4) -> dict:
 @pytest.mark.parametrize("products", (1, 2))
 def test_what_transformer_engine_wrote(products, protocol):
     state = theirs(products)
-    found = scaling.read(pickle.dumps(state, protocol=protocol), WHERE)
+    found = scaling.read_extra_state(pickle.dumps(state, protocol=protocol), WHERE)
     assert len(found) == products
     for i, (history, scale) in enumerate(found):
         assert torch.equal(history[:, 0], state["amax_history_fwd"][:, 3 * i])  # input
@@ -60,13 +60,13 @@ class DelayedScaling:
     vars(module).update(Enum=Enum, dataclass=dataclass)
     exec(source, vars(module))
     state = {**theirs(1), "recipe": module.DelayedScaling()}
-    assert len(scaling.read(pickle.dumps(state), WHERE)) == 1
+    assert len(scaling.read_extra_state(pickle.dumps(state), WHERE)) == 1
 
 
 def test_written_is_read_to_the_bit():
     ours = [Scaling(torch.rand(5, 3), torch.rand(3)) for _ in range(3)]
-    state = scaling.write(ours)
-    for got, want in zip(scaling.read(state, WHERE), ours, strict=True):
+    state = scaling.write_extra_state(ours)
+    for got, want in zip(scaling.read_extra_state(state, WHERE), ours, strict=True):
         assert torch.equal(got.history, want.history) and torch.equal(got.scale, want.scale)
     # and by what Transformer Engine reads it with
     value = pickle.loads(state)
@@ -83,9 +83,9 @@ def test_several_of_ours_are_one_of_theirs():
 
 
 def test_a_module_without_scales_has_none():
-    assert scaling.read(b"", WHERE) == []
+    assert scaling.read_extra_state(b"", WHERE) == []
     other = {"recipe": 1, "extra_fp8_variables": {}}
-    assert scaling.read(pickle.dumps(other), WHERE) == []
+    assert scaling.read_extra_state(pickle.dumps(other), WHERE) == []
 
 
 class Evil(Enum):
@@ -105,7 +105,7 @@ class Evil(Enum):
 )
 def test_what_is_none_is_refused(state, said):
     with pytest.raises(Refused) as refused:
-        scaling.read(pickle.dumps(state), WHERE)
+        scaling.read_extra_state(pickle.dumps(state), WHERE)
     assert said in str(refused.value)
 
 
@@ -113,4 +113,4 @@ def test_what_is_cut_is_refused():
     state = pickle.dumps(theirs(2))
     for length in range(1, len(state), 7):
         with pytest.raises(Refused):
-            scaling.read(state[:length], WHERE)
+            scaling.read_extra_state(state[:length], WHERE)

@@ -15,11 +15,11 @@ from seals import seal_again
 from spawning import Row
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dolmen.checkpoint import stream
+from dolmen.checkpoint import reader
 from dolmen.checkpoint.folders import Damaged
+from dolmen.checkpoint.reader import Checkpoint
 from dolmen.checkpoint.saved import Saved
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.checkpoint.stream import Checkpoint
 from dolmen.conversion import hf, hf_export
 from dolmen.conversion.source import Source, load_weights, open_alike, open_source, pin_source
 from dolmen.core import consensus
@@ -135,13 +135,13 @@ def opened_alike() -> list[str]:
     run = Path(consensus.run_on_rank_zero(tempfile.mkdtemp))
     for step in (2, 4):
         save_at(Layout(tp=2, dp=1), mesh, run, MODELS["gpt2"], step)
-    real = stream.locate
+    real = reader.locate
     if not mesh.first:
-        stream.locate = lambda path: run / "checkpoints/step-00000002" if path == run else path
+        reader.locate = lambda path: run / "checkpoints/step-00000002" if path == run else path
     try:
         found = consensus.gather_objects(open_alike(run, mesh).where.name)
     finally:
-        stream.locate = real
+        reader.locate = real
     if mesh.first:
         shutil.rmtree(run)
     return found

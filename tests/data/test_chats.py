@@ -11,11 +11,11 @@ from test_sources import write_parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from dolmen.data.chats import Chat, chat_of, chats
 from dolmen.data.config import DataConfig
+from dolmen.data.examples import chat_of, chats
 from dolmen.data.packing import pack, pack_beside
 from dolmen.data.sources import resolve_sources
-from dolmen.data.template import TEMPLATES, Template
+from dolmen.data.template import TEMPLATES, Chat, Template
 from dolmen.data.tokenise import first_lines
 from dolmen.files.gate import Refused
 from dolmen.ops.loss import IGNORED

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from dolmen.data.batch import FOLLOWS, IGNORED
-from dolmen.data.cloze import Cloze, of_tokenizer
+from dolmen.data.masked_lm import Cloze, of_tokenizer
 
 CLS, SEP, MASK, PAD, FIRST, SIZE = 0, 1, 2, 3, 4, 104
 BEGINS = np.arange(SIZE) % 2 == 0  # words are an even token and the odd ones behind it

@@ -12,9 +12,8 @@ import datasets
 import numpy as np
 import pytest
 
-from dolmen.data import corpus as cached
 from dolmen.data import corpus as corpora
-from dolmen.data import scratch
+from dolmen.data import token_cache
 from dolmen.data.corpus import open_text
 from dolmen.data.mixture import TokenStream
 from dolmen.data.sources import resolve_sources
@@ -169,7 +168,7 @@ def test_an_index_that_says_other_numbers_is_not_believed(documents, built, tmp_
         open_(documents)
     index = {**index, "vocabulary": 200}
     index.pop("digest")
-    file.write_text(json.dumps({**index, "digest": cached.digest_of(index)}))
+    file.write_text(json.dumps({**index, "digest": token_cache.digest_of(index)}))
     assert open_(documents).memory[0].max() < 300 and len(builds) == 6
 
 
@@ -196,10 +195,10 @@ def test_what_a_killed_tokenisation_leaves_is_swept(documents, built, tmp_path):
         folder.mkdir(parents=True)
         (folder / "tokens.bin").write_bytes(b"12")
     for folder in (killed, alive, foreign):
-        (folder / scratch.MARK).touch()
+        (folder / token_cache.MARK).touch()
     (corpora_folder / f"{key}.lock").touch()
     (corpora_folder / "notes.lock").touch()
-    with open(alive / scratch.MARK, "r+") as held:
+    with open(alive / token_cache.MARK, "r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         open_(documents)
     left = {path.name for path in corpora_folder.iterdir()}
@@ -210,19 +209,19 @@ def test_what_a_killed_tokenisation_leaves_is_swept(documents, built, tmp_path):
 def test_a_file_of_somebody_in_a_left_folder_stays(tmp_path):
     folder = tmp_path / ("bpe-300-" + "0" * 24 + ".abcdefgh")
     (folder / "mine").mkdir(parents=True)
-    (folder / scratch.MARK).touch()
-    scratch.sweep(tmp_path)
+    (folder / token_cache.MARK).touch()
+    token_cache.sweep(tmp_path)
     assert (folder / "mine").is_dir()
 
 
 def test_a_build_is_under_its_lock_until_it_has_its_name(tmp_path):
     folder = tmp_path / ("0" * 32)
-    with scratch.building(folder) as part:
+    with token_cache.building(folder) as part:
         (part / "a").touch()
-        scratch.sweep(tmp_path)
+        token_cache.sweep(tmp_path)
         assert (part / "a").exists()
     assert [path.name for path in folder.iterdir()] == ["a"]
-    with pytest.raises(KeyError), scratch.building(tmp_path / ("1" * 32)):
+    with pytest.raises(KeyError), token_cache.building(tmp_path / ("1" * 32)):
         raise KeyError
     assert [path.name for path in tmp_path.iterdir()] == ["0" * 32]
 
@@ -274,12 +273,12 @@ def test_one_that_waited_for_a_lock_has_it(tmp_path):
     path, inside, done = tmp_path / ("0" * 32 + ".lock"), threading.Event(), threading.Event()
 
     def second():
-        with scratch.lock(path):
+        with token_cache.lock(path):
             inside.set()
             done.wait(10)
 
     thread = threading.Thread(target=second)
-    with scratch.lock(path):
+    with token_cache.lock(path):
         thread.start()
         assert not inside.wait(0.1)
     assert inside.wait(10)
@@ -305,22 +304,22 @@ def between(monkeypatch, flags, what):
 
 def test_a_sweep_takes_no_lock_file_that_is_open(tmp_path, monkeypatch):
     path = tmp_path / ("0" * 32 + ".lock")
-    between(monkeypatch, fcntl.LOCK_EX, lambda: scratch.sweep(tmp_path))
-    with scratch.lock(path):
+    between(monkeypatch, fcntl.LOCK_EX, lambda: token_cache.sweep(tmp_path))
+    with token_cache.lock(path):
         assert taken(path)
 
 
 def test_a_sweep_takes_no_lock_file_that_is_new(tmp_path, monkeypatch):
     """The sweep has opened the file of a process that then was done; the next has another."""
     path = tmp_path / ("0" * 32 + ".lock")
-    before, after = scratch.lock(path), scratch.lock(path)
+    before, after = token_cache.lock(path), token_cache.lock(path)
     before.__enter__()
     between(
         monkeypatch,
         fcntl.LOCK_EX | fcntl.LOCK_NB,
         lambda: (before.__exit__(None, None, None), after.__enter__()),
     )
-    scratch.sweep(tmp_path)
+    token_cache.sweep(tmp_path)
     assert path.exists() and taken(path)
     after.__exit__(None, None, None)
 
@@ -330,12 +329,12 @@ def test_one_at_a_time_is_inside(tmp_path):
 
     def enter():
         for _ in range(30):
-            with scratch.lock(path):
+            with token_cache.lock(path):
                 inside.append(1)
                 time.sleep(0.0005)
                 most.append(len(inside))
                 inside.pop()
-            scratch.sweep(tmp_path)
+            token_cache.sweep(tmp_path)
 
     threads = [threading.Thread(target=enter) for _ in range(4)]
     for thread in threads:

@@ -10,11 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from dolmen.data import ending as endings
-from dolmen.data.ending import cuts
-from dolmen.data.heldout import TextHash, choose_held_out
-from dolmen.data.tokenise import DOCUMENT
+from dolmen.data import validation_split
+from dolmen.data.tokenise import DOCUMENT, TextHash
 from dolmen.data.tokenizer import train_bpe
+from dolmen.data.validation_split import choose_held_out, cuts
 
 WORDS = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi".split()
@@ -287,7 +286,7 @@ def test_a_document_of_many_pieces_is_cut_between_two(tmp_path, load, monkeypatc
     monkeypatch.setattr("dolmen.data.tokenise.cut.__defaults__", (400,))
     text = prose("pieces", 6000)
     (tmp_path / "a.txt").write_text(text)
-    monkeypatch.setattr(endings, "cuts", None)
+    monkeypatch.setattr(validation_split, "cuts", None)
     loader = load(tmp_path / "a.txt", validation_fraction=0.1)
     (training,), held = sides(loader)
     held = held.removesuffix("<|endoftext|>")
@@ -297,7 +296,7 @@ def test_a_document_of_many_pieces_is_cut_between_two(tmp_path, load, monkeypatc
 
 def test_a_file_that_was_changed_under_the_cache(tmp_path, load, monkeypatch):
     (tmp_path / "a.txt").write_text(prose("a", 300))
-    monkeypatch.setattr(endings, "document", lambda *_: iter(["other text"]))
+    monkeypatch.setattr(validation_split, "document", lambda *_: iter(["other text"]))
     with pytest.raises(ValueError, match="the text changed after it was tokenised"):
         load(tmp_path / "a.txt")
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from dolmen.data import megatron
+from dolmen.data import order, validation_split
 from dolmen.data.config import DataConfig
 from dolmen.data.loader import changes
 
@@ -201,17 +201,17 @@ def test_what_the_order_cannot_have(data_set, load):
 
 def test_an_epoch_ends_one_token_early():
     """The last of 5 samples of 4 needs token 20 of 20, which is the first of the next epoch."""
-    assert megatron.epochs_of(20, 4, 5).times == 2 and megatron.epochs_of(21, 4, 5).times == 1
-    assert megatron.epochs_of(20, 4, None) == (1, False, 4, 4)
+    assert order.epochs_of(20, 4, 5).times == 2 and order.epochs_of(21, 4, 5).times == 1
+    assert order.epochs_of(20, 4, None) == (1, False, 4, 4)
 
 
 def test_a_share_has_a_surplus():
-    assert megatron.shares([0.7, 0.3], 1001) == [705, 303]  # 701 x 1.005, 301 x 1.005
+    assert order.shares([0.7, 0.3], 1001) == [705, 303]  # 701 x 1.005, 301 x 1.005
 
 
 def test_splits_are_rounded_as_theirs():
     """0.969 x 10 = 9.69 and 0.999 x 10 = 9.99 to whole sequences; 0.5 and 2.5 to even ones."""
-    assert megatron.split_of("969, 30, 1", 10) == [(0, 10), (10, 10), (10, 10)]
-    assert megatron.split_of("98 2", 1000) == [(0, 980), (980, 1000), (1000, 1000)]
-    assert megatron.split_of("1/1", 5) == [(0, 2), (2, 5), (5, 5)]
-    assert megatron.split_of(".5,.25,.25", 8) == [(0, 4), (4, 6), (6, 8)]
+    assert validation_split.split_of("969, 30, 1", 10) == [(0, 10), (10, 10), (10, 10)]
+    assert validation_split.split_of("98 2", 1000) == [(0, 980), (980, 1000), (1000, 1000)]
+    assert validation_split.split_of("1/1", 5) == [(0, 2), (2, 5), (5, 5)]
+    assert validation_split.split_of(".5,.25,.25", 8) == [(0, 4), (4, 6), (6, 8)]

@@ -23,7 +23,7 @@ from rich.console import Console
 
 import dolmen
 from dolmen.data.tokenizer import train_bpe
-from dolmen.evaluation import perplexity, rows
+from dolmen.evaluation import perplexity
 from dolmen.evaluation.perplexity import Windows
 
 one_thread = tinyrun.one_thread
@@ -142,7 +142,7 @@ def test_the_window_is_that_of_the_model(folder):
 
 def test_the_batch_does_not_matter(folder, monkeypatch):
     whole = evaluated(folder, window=7)
-    monkeypatch.setattr(rows, "TOKENS_AT_ONCE", 14)  # two windows of ten at a time
+    monkeypatch.setattr(perplexity, "TOKENS_AT_ONCE", 14)  # two windows of ten at a time
     in_parts = evaluated(folder, window=7)
     assert in_parts.tokens == whole.tokens
     assert in_parts.loss == pytest.approx(whole.loss, rel=1e-6)
@@ -156,7 +156,7 @@ def test_progress_counts_every_token(folder, monkeypatch, capsys):
         assert shown and total == COUNTED[7, 7]
         yield reached.append
 
-    monkeypatch.setattr(rows, "TOKENS_AT_ONCE", 14)
+    monkeypatch.setattr(perplexity, "TOKENS_AT_ONCE", 14)
     monkeypatch.setattr(perplexity, "bar", bar)
     text, cache = folder / "text", folder / "cache"
     dolmen.evaluate(folder / "model", text, window=7, cache=cache)
@@ -202,8 +202,8 @@ def test_the_table_fits_80_columns(folder):
 
 
 def test_a_perplexity_that_no_float_holds(folder):
-    found = rows.Foretold(np.array([-1e6]), np.array([0]))
-    one = rows.Rows(np.array([2]), np.array([1]), lambda row: np.zeros(2, np.int64))
+    found = perplexity.Foretold(np.array([-1e6]), np.array([0]))
+    one = perplexity.Rows(np.array([2]), np.array([1]), lambda row: np.zeros(2, np.int64))
     evaluation = perplexity.Evaluation.of(found, Windows(one, 1, 1, 2, 2))
     assert evaluation.perplexity == math.inf and evaluation.as_dict()["perplexity"] is None
 

@@ -11,8 +11,8 @@ from dolmen.conversion.source import load_weights, open_source
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import IGNORED, Batch
-from dolmen.evaluation import rows
-from dolmen.evaluation.rows import Rows, foretold
+from dolmen.evaluation import perplexity
+from dolmen.evaluation.perplexity import Rows, foretold
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model import build
 from dolmen.model.layout import Layout
@@ -141,7 +141,7 @@ def rows_of_transformers(name: str) -> tuple[list[float], list[int]]:
 def test_rows_are_foretold_as_transformers_does(folders, name, monkeypatch):
     """Whatever they are batched with. float32 against float64."""
     sums, likeliest = rows_of_transformers(name)
-    monkeypatch.setattr(rows, "TOKENS_AT_ONCE", 60)
+    monkeypatch.setattr(perplexity, "TOKENS_AT_ONCE", 60)
     found = foretold(load_decoder(open_source(folders[name])), ragged(), SINGLE)
     assert found.log_likelihoods == pytest.approx(sums, rel=1e-6)
     assert found.likeliest.tolist() == likeliest
@@ -153,9 +153,9 @@ def test_rows_fit_a_table_of_positions(folders, monkeypatch):
     text = torch.randint(VOCABULARY, (47,), generator=torch.Generator().manual_seed(1)).numpy()
     row = Rows(np.array([47]), np.array([1]), lambda row: text)
     want = foretold(model, row, SINGLE)
-    groups = rows._groups
+    groups = perplexity._groups
     filled = lambda *all: (group._replace(padded=50) for group in groups(*all))  # noqa: E731
-    monkeypatch.setattr(rows, "_groups", filled)
+    monkeypatch.setattr(perplexity, "_groups", filled)
     found = foretold(model, row, SINGLE)
     assert found.log_likelihoods == pytest.approx(want.log_likelihoods, rel=1e-6)
 

@@ -14,7 +14,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 import dolmen
-from dolmen.evaluation import perplexity, rows
+from dolmen.evaluation import model, perplexity
 from dolmen.evaluation import tasks as harnessed
 from dolmen.evaluation.config import EvaluateConfig
 from dolmen.evaluation.harness import Harness
@@ -191,11 +191,11 @@ def test_greedy_is_of_all_tokens(folder):
 
 def harness(folder):
     asked = EvaluateConfig(source=str(folder / "model"))
-    return Harness(perplexity.load(asked), perplexity.tokenizer_of(asked))
+    return Harness(model.load(asked), model.tokenizer_of(asked))
 
 
 def test_a_task_that_scores_too_much_at_once_is_refused(folder, monkeypatch):
     made = harness(folder)
-    monkeypatch.setattr(rows, "foretold", None)  # is not asked
+    monkeypatch.setattr(perplexity, "foretold", None)  # is not asked
     with pytest.raises(ValueError, match="65 tokens to be scored at once.*embeddings are 64"):
         made._loglikelihood_tokens([(None, [1], [2] * 65)])

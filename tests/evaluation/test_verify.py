@@ -16,8 +16,7 @@ from dolmen.core import mesh as meshes
 from dolmen.core.log import console
 from dolmen.data.config import TextConfig
 from dolmen.evaluation import perplexity
-from dolmen.evaluation.compare import Reference, Row, greedy_row
-from dolmen.evaluation.verify import _tokens, verify
+from dolmen.evaluation.verify import Reference, Row, _tokens, greedy_row, verify
 
 ROWS = ["logits", "loss", "gradient norm", "gradients", "greedy tokens"]
 

@@ -29,8 +29,7 @@ from dolmen.conversion import hf
 from dolmen.core.config import from_dict, to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.torch_private.checkpoints import Place
-from dolmen.data import corpus, readers
-from dolmen.data import corpus as keep
+from dolmen.data import corpus, readers, token_cache
 from dolmen.families import Model, find_family
 from dolmen.families.model import schema
 from dolmen.files import gate, indexed, kinds, tokenizer_files, torch_files
@@ -343,13 +342,15 @@ def cached(name: str) -> Subject:
             **{"tokens": 20, "documents": 1, "bytes": 40, "different": 1, "content": "c"},
             **{"vocabulary": 300, "largest": 255},
             "sizes": {part: (folder / part).stat().st_size for part in corpus.FORM.files},
-            "digests": {part: keep.file_digest(folder / part) for part in corpus.FORM.files},
+            "digests": {part: token_cache.file_digest(folder / part) for part in corpus.FORM.files},
         }
-        index["digest"] = keep.digest_of(index)
+        index["digest"] = token_cache.digest_of(index)
         (folder / "index.json").write_text(json.dumps(index))
         return folder / name
 
-    return Subject(make, lambda file: keep.examined(file.parent, corpus.FORM, {}, True), equal)
+    return Subject(
+        make, lambda file: token_cache.examined(file.parent, corpus.FORM, {}, True), equal
+    )
 
 
 # A checkpoint: under a seal.

@@ -15,8 +15,8 @@ from models import Flat, Tiny, build, initialize
 from spawning import run_spawned
 from table import FAMILIES, NEXT_TOKEN, OPTIMIZER, ROWS, SINGLE, STEPS, Layout, batches
 
+from dolmen.checkpoint.reader import open_checkpoint
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.checkpoint.stream import open_checkpoint
 from dolmen.core import state
 from dolmen.model.spec import ScalarHeadSpec
 from dolmen.model.training import Training

@@ -30,7 +30,7 @@ from trainer import IGNORED, Batch, Job, MuonJob, Result
 from transformers import PreTrainedTokenizerFast
 
 import dolmen
-from dolmen.checkpoint.stream import locate, open_checkpoint
+from dolmen.checkpoint.reader import locate, open_checkpoint
 from dolmen.conversion import hf_export
 from dolmen.data import loader
 from dolmen.data.config import DataConfig

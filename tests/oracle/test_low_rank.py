@@ -20,7 +20,7 @@ from rows import DATA, named
 from safetensors.torch import load_file
 
 import dolmen
-from dolmen.checkpoint.stream import locate, open_checkpoint
+from dolmen.checkpoint.reader import locate, open_checkpoint
 from dolmen.conversion import hf
 from dolmen.core import state
 from dolmen.families import weight_map

@@ -13,7 +13,7 @@ from spawning import Row
 from table import FAMILIES, Layout
 
 from dolmen.core.mesh import SINGLE
-from dolmen.data.batches import Description
+from dolmen.data.base_loader import Description
 from dolmen.rl.config import RolloutConfig
 from dolmen.rl.environment import EnvironmentTurn, MultiTurn
 from dolmen.rl.generation import GenerationModel

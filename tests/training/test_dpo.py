@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 from dolmen.conversion.source import open_source
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
-from dolmen.data.chats import pair_of
 from dolmen.data.config import DataConfig
+from dolmen.data.examples import pair_of
 from dolmen.data.loader import prepare_loader
 from dolmen.files.gate import Refused
 from dolmen.objectives.config import ObjectiveConfig

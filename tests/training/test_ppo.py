@@ -33,8 +33,8 @@ from dolmen.core.config import changed_options, to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.state import local_view
 from dolmen.data import loader as data_loader
+from dolmen.data.base_loader import Description
 from dolmen.data.batch import Batch
-from dolmen.data.batches import Description
 from dolmen.model.layout import Layout
 from dolmen.model.spec import ScalarHeadSpec
 from dolmen.ops.loss import IGNORED

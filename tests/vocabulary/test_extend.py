@@ -20,8 +20,8 @@ from dolmen.vocabulary.config import (
     VocabTrainConfig,
 )
 from dolmen.vocabulary.extend import extend
-from dolmen.vocabulary.folder import open_vocabulary, opened
 from dolmen.vocabulary.merge import merge
+from dolmen.vocabulary.tokenizer_folder import open_vocabulary, opened
 from dolmen.vocabulary.train import train
 
 SIZE = 460  # tokens of the old tokenizer

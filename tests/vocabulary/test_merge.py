@@ -10,9 +10,8 @@ from transformers import AutoTokenizer
 
 from dolmen.data.tokenizer import load_tokenizer, vocabulary_size
 from dolmen.files import sentencepiece_model
-from dolmen.vocabulary.chain import Concatenations, Merges, cut, lead
 from dolmen.vocabulary.config import VocabMergeConfig, VocabText
-from dolmen.vocabulary.merge import merge
+from dolmen.vocabulary.merge import Concatenations, Merges, cut, lead, merge
 
 PAIRS = (
     ("bpe", "bpe"),

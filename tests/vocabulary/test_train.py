@@ -9,8 +9,8 @@ from texts import CHINESE, ENGLISH
 from transformers import AutoTokenizer
 
 from dolmen.files import sentencepiece_model
+from dolmen.vocabulary.check import open_text
 from dolmen.vocabulary.config import VocabText, VocabTrainConfig
-from dolmen.vocabulary.report import open_text
 from dolmen.vocabulary.train import LONGEST, draw, train
 
 KINDS = ("unigram", "bpe", "byte-bpe")

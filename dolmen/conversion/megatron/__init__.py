@@ -4,10 +4,9 @@ saved them since its first release. docs/reference/formats.md draws them.
 
     names.py      which tensor holds which parameters, and what each generation calls it
     arguments.py  the command line that a checkpoint keeps <-> a tree of components
-    options.py    which options there are        latent.py   those of latent attention
+    options.py    which options there are
     shares.py     what a rank holds of a tensor, and the tensor of all ranks; grouped experts
-    scaling.py    `_extra_state`: scales of Transformer Engine
-    states.py     the weights that these belong to
+    scaling.py    `_extra_state`: scales of Transformer Engine, and the weights they belong to
     dist.py       torch_dist checkpoints, read                dist_export.py  written
     folders.py    where a checkpoint's ranks lie, and whether all do
     source.py     read: a Source           export.py  written

@@ -33,6 +33,7 @@ from dolmen.checkpoint.folders import METADATA
 from dolmen.checkpoint.metadata import Foreign, overlap, read_foreign
 from dolmen.conversion.megatron import folders, names
 from dolmen.conversion.megatron.folders import Sizes
+from dolmen.conversion.megatron.scaling import Kept, States
 from dolmen.conversion.megatron.source import (
     Checkpoint,
     Megatron,
@@ -41,7 +42,6 @@ from dolmen.conversion.megatron.source import (
     check_said,
     source_of,
 )
-from dolmen.conversion.megatron.states import Kept, States
 from dolmen.families import Model
 from dolmen.files import gate, kinds, torch_files
 from dolmen.files.safetensors import Spec, Stored

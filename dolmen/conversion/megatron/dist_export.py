@@ -25,13 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dolmen.checkpoint.folders import METADATA
-from dolmen.conversion.layer_pool import Advance, LayerPool, group_by_layer
-from dolmen.conversion.megatron import folders, names, scaling, shares, states
+from dolmen.conversion.megatron import folders, names, scaling, shares
 from dolmen.conversion.megatron.dist import BACKEND, COMMON, MARKER, open_torch_dist
 from dolmen.conversion.megatron.export import PRODUCT, VERSION, Plan
 from dolmen.conversion.megatron.source import Megatron
-from dolmen.conversion.moments import MOMENTS, Moments
-from dolmen.conversion.weights import Scales, Scaling, join_stored
+from dolmen.conversion.weights import MOMENTS, Moments, Scales, Scaling, join_stored
+from dolmen.conversion.writing import Advance, LayerPool, group_by_layer
 from dolmen.core.torch_private.checkpoints import Place
 from dolmen.families.rules import StoredTensor
 
@@ -112,7 +111,7 @@ class TorchDistWriter:
 
     @property
     def scales(self) -> Scales:
-        return states.share_scales(self.plan.scales, self.plan.entries)
+        return scaling.share_scales(self.plan.scales, self.plan.entries)
 
     @property
     def _name(self) -> str:
@@ -148,7 +147,7 @@ class TorchDistWriter:
         wide = torch.promote_types(self.dtype, torch.float32)
         whole = _read_entry(plan, entry, self.read, padding=True)
         lying.write(file, "", whole.to(wide if leaf.precise else self.dtype))
-        lying.states(file, len(whole), states.products(plan.scales, entry))
+        lying.states(file, len(whole), scaling.products(plan.scales, entry))
         del whole
         for kind, tensors in kinds.items() if leaf.trained else ():
             moment = _read_entry(plan, entry, tensors.read, padding=kind not in MOMENTS)
@@ -253,6 +252,6 @@ def _state(
     """The `_extra_state` of one of so many modules of that name, empty where nothing is known."""
     content = None
     if known:
-        content = torch.frombuffer(bytearray(scaling.write(known)), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(scaling.write_extra_state(known)), dtype=torch.uint8)
     shard = f"{'.'.join(map(str, index or (0,)))}_{'.'.join(map(str, count or (1,)))}"
     file.value(f"{module}_extra_state/shard_{shard}", [content])

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dolmen.conversion.layer_pool import Advance, LayerPool
-from dolmen.conversion.megatron import arguments, folders, names, scaling, shares, states
+from dolmen.conversion.megatron import arguments, folders, names, scaling, shares
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.names import Dialect
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.megatron.source import Megatron, open_megatron
 from dolmen.conversion.weights import Scales, Scaling, join_stored
+from dolmen.conversion.writing import Advance, LayerPool
 from dolmen.core.messages import divisor
 from dolmen.families.rules import StoredTensor
 from dolmen.files.safetensors import Spec
@@ -205,7 +205,7 @@ class Plan:
         for name, entry in self.entries.items():
             if not PRODUCT.fullmatch(name):
                 continue
-            known = states.products(self.scales, entry)
+            known = scaling.products(self.scales, entry)
             for place in self.places(name):
                 if not place.lies_on(pp, ep):
                     continue
@@ -215,7 +215,10 @@ class Plan:
                     found.setdefault(state, []).extend(known[i : i + 1])
         if pp == self.ranks.pp - 1:
             found[f"{self._key(self.ranks.virtual_stages - 1)}.output_layer._extra_state"] = []
-        return {name: scaling.write(known) if known else None for name, known in found.items()}
+        return {
+            name: scaling.write_extra_state(known) if known else None
+            for name, known in found.items()
+        }
 
     def values(self, pp: int, ep: int, dtype: torch.dtype, iteration: int) -> dict[str, Any]:
         """Content of the file of a rank there, with a Spec for each tensor."""
@@ -305,7 +308,7 @@ class MegatronWriter:
 
     @property
     def scales(self) -> Scales:
-        return states.share_scales(self.plan.scales, self.plan.entries)
+        return scaling.share_scales(self.plan.scales, self.plan.entries)
 
     @property
     def _name(self) -> str:

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from dolmen.conversion import sidecars
-from dolmen.conversion.joined import Joined
-from dolmen.conversion.megatron import arguments, folders, names, options, shares, states
+from dolmen.conversion.megatron import arguments, folders, names, options, scaling, shares
 from dolmen.conversion.megatron.folders import Sizes
+from dolmen.conversion.megatron.scaling import Kept, States
 from dolmen.conversion.megatron.shares import Share
-from dolmen.conversion.megatron.states import Kept, States
-from dolmen.conversion.moments import MOMENTS, Moments, check_whole
-from dolmen.conversion.weights import Scales, assemble
+from dolmen.conversion.sidecars import Joined
+from dolmen.conversion.weights import MOMENTS, Moments, Scales, assemble, check_whole
 from dolmen.core.messages import plural
 from dolmen.families import Model, edit
 from dolmen.families.differences import differences
@@ -186,7 +185,7 @@ def _shards(
                     held = torch_files.tensors(ranks[at][key], files[at])
                     held = shares.split_experts(held, hidden, experts)
                     here = max(here, _place(held, at, before, found))
-                    states.place(ranks[at][key], files[at], at, before, experts, kept)
+                    scaling.place(ranks[at][key], files[at], at, before, experts, kept)
             before += here
     return found, before
 
@@ -259,7 +258,7 @@ class Megatron(Joined):
 
     @cached_property
     def scaling(self) -> Scales:
-        return states.read(self.checkpoint.states, self._entries, self.tree)
+        return scaling.read_scales(self.checkpoint.states, self._entries, self.tree)
 
     def _replace_shards(self, shards: Mapping[str, Shards], moment: bool = False) -> "Megatron":
         """Other tensors of the same names and shapes."""

@@ -13,8 +13,7 @@ from typing import Any
 
 from dolmen.conversion.source import Source
 from dolmen.core.messages import plural
-from dolmen.data import chats
-from dolmen.data.template import Template
+from dolmen.data.template import Chat, Template
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate, kinds
 from dolmen.serving.config import ServeConfig
@@ -121,7 +120,7 @@ class RequestParser:
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
         messages = [_message(number, one) for number, one in enumerate(body.messages)]
         try:
-            tokens = self.template.prompt(chats.Chat(messages, 1.0, "messages"), tools)
+            tokens = self.template.prompt(Chat(messages, 1.0, "messages"), tools)
         except gate.Refused as error:
             raise bad_request(str(error), "messages") from None
         new_tokens = limits[0] if limits else self.new_tokens or self.max_length

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint.folders import Damaged
-from dolmen.checkpoint.safe import Reader
+from dolmen.checkpoint.reader import Reader
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.config import changed_options
 from dolmen.core.filesystem import expand

@@ -2,7 +2,7 @@
 and on adapters.
 """
 
-from dolmen.conversion.moments import check_whole
+from dolmen.conversion.weights import check_whole
 from dolmen.core.messages import plural
 from dolmen.families import compare_fields
 from dolmen.families.family import flag

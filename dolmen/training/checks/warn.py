@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from dolmen.core.messages import plural, printable
 from dolmen.data import tokenizer as tokenizers
-from dolmen.data.batches import Loader
+from dolmen.data.base_loader import Loader
 from dolmen.data.chat_loader import ChatLoader
 from dolmen.families.unknown import model_warnings
 from dolmen.serving.engine import stop_tokens

@@ -18,7 +18,7 @@ from dolmen.evaluation.validate import judges_pairs
 from dolmen.families import Model, weight_map
 
 
-def draw(
+def random_tokens(
     vocabulary: int, shape: tuple[int, int], padding: int | None, seed: int
 ) -> Int64[Tensor, "sequences window"]:
     """Random tokens, all but `padding`: transformers gives that row of the embedding no gradient
@@ -32,7 +32,7 @@ def draw(
     return windows + (windows >= padding % vocabulary)  # torch counts a negative one from the end
 
 
-def load(folder: Path, stated: Model, dtype: torch.dtype, device: torch.device) -> Any:
+def load_reference(folder: Path, stated: Model, dtype: torch.dtype, device: torch.device) -> Any:
     """Its model in a folder of the model `stated`: causal, or one that fills in tokens, and judges
     pairs of texts where its head does. `eager` is
     the attention nearest to the papers, but for Falcon, whose eager attention adds ALiBi twice, to
@@ -62,7 +62,7 @@ def load(folder: Path, stated: Model, dtype: torch.dtype, device: torch.device) 
     return model.to(device).eval()
 
 
-def asked(
+def logits_and_loss(
     network: Any, stated: Model, batch: Batch
 ) -> tuple[Float[Tensor, "sequences length vocabulary"], Float[Tensor, ""]]:
     """The logits of a batch of the model `stated`, and the mean of what it is judged by, in fp32 or
@@ -81,7 +81,7 @@ def asked(
 
 
 @contextmanager
-def precise() -> Iterator[None]:
+def fp32_products() -> Iterator[None]:
     """fp32 products in fp32: TF32 keeps 10 bits."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -92,7 +92,7 @@ def precise() -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bars and advice of transformers around our table; errors are shown."""
     from transformers import logging
 
@@ -107,7 +107,7 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def by_our_names(model: Model, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+def tensors_by_our_names(model: Model, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors under transformers' names -> the same under ours, by the rules that import weights:
     they are linear.
     """

@@ -1,9 +1,13 @@
-"""Reading a checkpoint that somebody else may have written: nothing in it is executed, no row is
+"""Reads a checkpoint that somebody else may have written: nothing in it is executed, and no row is
 read without need.
 
-Files of tensors are never unpickled: rows of this rank are read of each part (metadata.py).
-A part's checksum is verified where all its rows are read, which a resume at the same layout does;
-`partly` are the others, for `verify`. (torch.load reads each part whole, and verifies no checksum.)
+Files of tensors are never unpickled: this rank's rows are read from each stored part
+(metadata.py). A part's checksum is verified where all its rows are read, which a resume at the same
+layout does; `partly_read` lists the others, for `verify`. (torch.load reads each part whole, and
+verifies no checksum.)
+
+`Checkpoint` streams whole tensors, one in memory at a time, in one process without a process group:
+what export, verification and serving read.
 """
 
 import math
@@ -15,6 +19,8 @@ from contextlib import contextmanager
 from io import BufferedIOBase
 from pathlib import Path
 
+import torch
+from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -22,10 +28,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from dolmen.checkpoint import metadata, seal
+from dolmen.checkpoint import folders, metadata, seal
 from dolmen.checkpoint.folders import METADATA, Damaged
 from dolmen.checkpoint.metadata import Numbers, read_metadata, stored_tensors
 from dolmen.core.state import local_elements
+from dolmen.files.safetensors import Spec
 
 
 class Reader(FileSystemReader):
@@ -203,3 +210,66 @@ class Reader(FileSystemReader):
             metadata.compare(checksum, expected, index.fqn)
         else:
             self.partly.add(index)
+
+
+class Checkpoint:
+    """An open checkpoint: `meta` as it was saved, `specs` of all tensors (`model/NAME`,
+    `exp_avg/NAME`, ...).
+    """
+
+    def __init__(self, folder: Path):
+        self._reader = Reader(folder)
+        self._reader.check_files()
+        self.folder, self.meta = folder, self._reader.state
+        self.specs = {
+            name: Spec(tuple(t.size), t.properties.dtype) for name, t in self._reader.stored.items()
+        }
+
+    def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        """The whole tensor on the CPU. Raises KeyError for a name that is not there, Damaged for a
+        damaged file.
+        """
+        if name not in self.specs:
+            raise KeyError(
+                f"{self.folder} has no {name}, but {len(self.specs)} others, e.g. "
+                f"{list(self.specs)[:3]}"
+            )
+        tensor = torch.empty(self.specs[name].shape, dtype=self.specs[name].dtype)
+        self._reader.fill({name: tensor})
+        return tensor
+
+    def stream(self, kind: str = "model") -> Iterator[tuple[str, Tensor]]:
+        """(NAME, whole tensor, as in `specs`) of every `kind/NAME`; shapes, errors as `read`'s."""
+        for name in self.specs:
+            if name.startswith(f"{kind}/"):
+                yield name.removeprefix(f"{kind}/"), self.read(name)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in the step folder `folder` (see `locate`). Raises Damaged where it is
+    damaged or unsafe.
+    """
+    return Checkpoint(Path(folder))
+
+
+def locate(path: Path) -> Path:
+    """The step folder that `path` stands for: itself, or the newest whole one of a checkpoints
+    folder or of a run's.
+
+    Raises ValueError where there is none.
+    """
+    path = Path(path)
+    partial = path.name.endswith(folders.PARTIAL)
+    if folders.is_whole(path) or ((path / folders.STATE).is_file() and not partial):
+        return path
+    for folder in (path / "checkpoints", path):
+        if found := folders.list_checkpoints(folder):
+            return found[max(found)]
+    if (path / "checkpoints").is_dir():
+        lies = [entry.name for entry in sorted((path / "checkpoints").iterdir())]
+        what = f"in checkpoints/ is only {', '.join(lies[:3])}" if lies else "nothing is saved yet"
+        raise ValueError(f"{path} holds no whole checkpoint: {what}")
+    raise ValueError(
+        f"{path} holds no whole checkpoint: give a run's folder (with checkpoints/ in it), its "
+        "folder of checkpoints (with step-NNNNNNNN/ in it) or one of those"
+    )

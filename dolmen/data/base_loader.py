@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dolmen.data.batch import Batch
-from dolmen.data.cloze import Cloze
+from dolmen.data.masked_lm import Cloze
 from dolmen.data.mixture import Part
 from dolmen.data.tokenizer import PreTrainedTokenizer
 

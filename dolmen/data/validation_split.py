@@ -1,17 +1,40 @@
-"""Divides each source into training text and its validation split, and keeps copies of validation
-text out of training.
+"""The validation split: chooses the documents that are held out, divides each source into training
+text and validation text, and keeps copies of validation text out of training.
+
+Problem. The split must not move when the seed, the tokenizer or the order of files changes, and a
+text must not be both trained on and validated, however many sources hold a copy of it.
+
+Idea. Content decides. Each document has two hashes (tokenise.TextHash):
+
+    words    of its text without white space: two documents with the same words are copies,
+             whatever their line ends, indentation or last newline. Near duplicates are not found.
+    hash     of its bytes: where only the end of a document is held out, the copies to cut
+
+A document is held out when its words' hash, as a fraction of 2^64, is below the fraction: one
+decision for all copies in all sources. Additions move no other document, with two exceptions, both
+in sources of few documents:
+
+    a quarter     a chosen document is trained on while it is more than a quarter of any source: it
+                  is held out once that source has grown, and trained on again once a source is
+                  added of which it is more than a quarter
+    at least one  where no document of a source is chosen, the one with the smallest hash is taken
+                  instead, or the end of the longest, until the source grows
+
+The fate of a document and its copies:
 
     a document is    held out whole     held out at its end           in --data.validation
     training reads   nothing of it      the beginning of every        nothing of it
                      nor of its copies  copy with the same bytes
     validation reads its first copy     the end of its first copy     all of it, as it is given
 
-Which documents these are is decided by content (heldout.py), so every copy in every source has the
-same fate; validation reads a text once, in the first source that has it.
+Validation reads a text once, in the first source that has it. Megatron's order does not use the
+hashes: it splits by --data.split, in the order of sequences (`divide_by_split`).
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,11 +42,9 @@ import numpy as np
 
 from dolmen.core.messages import plural
 from dolmen.data.corpus import Corpus, added
-from dolmen.data.ending import Ending, ending
-from dolmen.data.heldout import Choice, all_validated, choose_held_out
-from dolmen.data.megatron import split_of
-from dolmen.data.mixture import TokenStream
+from dolmen.data.mixture import TokenStream, normal
 from dolmen.data.sources import Source
+from dolmen.data.tokenise import pieces
 from dolmen.data.tokenizer import PreTrainedTokenizer
 
 
@@ -50,6 +71,192 @@ class Division:
     validation: ValidationSplit | None
     notes: tuple[str, ...]
     """What is kept out of training that validation does not read either."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is held out. `whole`: words of the documents that are held out whole, uint64, sorted.
+    `cut`: {exact: words} of documents whose end is held out.
+    """
+
+    whole: np.ndarray
+    cut: dict[int, int]
+
+
+def choose_held_out(tables: Sequence[np.ndarray], fraction: float) -> Choice:
+    """From each source's documents, a table with the fields `bytes`, `hash` and `words`.
+
+    A document with more than a quarter of the bytes of a source, copies counted once, is never held
+    out whole, in no source. A source in which chance draws none gives the one of the others whose
+    words have the smallest hash; a source that has no others (one document, or a few large ones)
+    gives the end of its longest.
+    """
+    if not fraction:
+        return Choice(np.zeros(0, np.uint64), {})
+    large = union([large_words(table) for table in tables])
+    others = [table[~np.isin(table["words"], large)] for table in tables]
+    limit = np.uint64(int(fraction * 2**64))
+    chance = union([other["words"][other["words"] < limit] for other in others])
+    chosen, ends = [chance], []
+    for table, other in zip(tables, others, strict=True):
+        if np.isin(other["words"], chance).any():
+            continue
+        if len(other):
+            chosen.append(other["words"][[np.argmin(other["words"])]])
+        else:
+            longest = table[table["bytes"] == table["bytes"].max()]
+            record = longest[np.argmin(longest["hash"])]
+            ends.append((int(record["words"]), int(record["hash"])))
+    # of copies that differ in white space one is cut: two cuts need not be at the same word
+    return Choice(
+        union(chosen), {exact: words for words, exact in dict(sorted(ends)[::-1]).items()}
+    )
+
+
+def all_validated(name: str) -> ValueError:
+    """What is raised where nothing of the source `name` is left to train on."""
+    return ValueError(
+        f"all of --data.path {name} is also in --data.validation: give another --data.validation, "
+        "or leave it out"
+    )
+
+
+def large_words(table: np.ndarray) -> np.ndarray:
+    """Words of the documents with more than a quarter of the bytes, copies counted once, as large
+    as the largest of them.
+    """
+    words, which = np.unique(table["words"], return_inverse=True)
+    sizes = np.zeros(len(words), np.int64)
+    np.maximum.at(sizes, which, table["bytes"])
+    return words[sizes * 4 > sizes.sum()]
+
+
+def union(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The different values of all, sorted."""
+    return np.unique(np.concatenate([*parts, np.zeros(0, np.uint64)]))
+
+
+def split_of(text: str, count: int) -> list[tuple[int, int]]:
+    """Of `count` sequences those to train, to validate and to test on, as `first, behind the last`;
+    "99,1" is 99,1,0. ValueError for what are no shares, and where nothing is trained on.
+    """
+    words = [word for word in re.split(r"[,\s/]+", text.strip()) if word]
+    if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", w) for w in words):
+        raise ValueError(
+            f"data.split is {text!r}: it must be shares to train, validate and test on, as 969,30,1"
+        )
+    given = [float(word) for word in words] + [0.0] * (3 - len(words))
+    if not given[0]:
+        raise ValueError(f"data.split {text} leaves nothing to train on: its first share is 0")
+    marks = [0.0]
+    for share in normal(given):
+        marks.append(marks[-1] + share)
+    rounded = [int(round(mark * float(count))) for mark in marks]
+    return list(zip(rounded[:-1], rounded[1:], strict=True))
+
+
+PIECES = 8  # held-out pieces from which on a cut between two pieces misses the fraction by < 7 %
+
+
+class Ending(NamedTuple):
+    """`token`: the first held-out token, counted in the document; `bytes` of text from there."""
+
+    token: int
+    bytes: int
+
+
+def ending(
+    corpus: Corpus,
+    source: Source,
+    index: int,
+    fraction: float,
+    tokenizer: PreTrainedTokenizer,
+    text_field: str,
+) -> Ending:
+    """Where to hold out the last `fraction` of the tokens of document `index` of `source`, at least
+    one token and the end of text; at any token where nobody can know its bytes. Raises ValueError
+    if the text is not what was tokenised.
+    """
+    length = int(corpus.offsets[index + 1] - corpus.offsets[index])
+    size = int(corpus.documents["bytes"][index])
+    target = max(0, length - max(2, round(fraction * length)))
+    if corpus.byte_count is None:
+        return Ending(target, 0)
+    ends = seams(corpus, index, length, size)
+    # Text was tokenised in pieces, so between two of them nothing has to be read to know that a
+    # token ends where the text is cut. Where the pieces are too few, the one that has the target is
+    # read and tokenised once more, and cut between two tokens that share no character.
+    if len(ends) * fraction >= PIECES:
+        inner = ends[:-1]
+        token, byte = inner[np.argmin(np.abs(inner[:, 0] - target))]
+        return Ending(int(token), size - int(byte))
+    number = min(int(np.searchsorted(ends[:, 0], target, side="right")), len(ends) - 1)
+    begin, byte = map(int, ends[number - 1] if number else (0, 0))
+    text = next(islice(document(source, index, text_field), number, None), "")
+    places = cuts(tokenizer, text, target - begin)
+    if len(places) != ends[number, 0] - begin or len(text.encode()) != ends[number, 1] - byte:
+        raise ValueError(f"{source.name}: the text changed after it was tokenised; start again")
+    clean = [at for at, place in enumerate(places) if place is not None]
+    if not clean:
+        raise ValueError(
+            f"{source.name}: nothing can be held out of its longest document, as the tokenizer "
+            "does not tell where in the text a token begins: use --data.validation, or "
+            "--data.validation-fraction 0"
+        )
+    at = min(clean, key=lambda at: (abs(at - (target - begin)), -at))
+    return Ending(begin + at, size - byte - len(text[: places[at]].encode()))
+
+
+def seams(corpus: Corpus, index: int, length: int, size: int) -> np.ndarray:
+    """int64 [pieces, 2]: tokens and bytes of the document up to the end of each piece."""
+    own = corpus.seams[corpus.seams["document"] == index]
+    if not len(own):
+        return np.array([[length - 1, size]])
+    return np.stack([own["tokens"], own["bytes"]], 1)
+
+
+def document(source: Source, index: int, text_field: str) -> Iterator[str]:
+    """The pieces of document `index`."""
+    number = 0
+    for piece in pieces(source, text_field):
+        if number == index:
+            yield piece.text
+        number += piece.last
+        if number > index:
+            return
+
+
+def cuts(tokenizer: PreTrainedTokenizer, text: str, near: int) -> list[int | None]:
+    """Per token of `text`, the number of characters before it; None where the token before it ends
+    inside a character, and, for a tokenizer without offsets, far from token `near`.
+    """
+    if not tokenizer.is_fast:
+        return slow_cuts(tokenizer, text, near)
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    places, reached = [], 0
+    for start, stop in backend.encode(text, add_special_tokens=False).offsets:
+        # not `start`: some tokenizers leave a word's space out of its offsets
+        places.append(reached if start >= reached else None)
+        reached = max(reached, stop)
+    return places
+
+
+def slow_cuts(
+    tokenizer: PreTrainedTokenizer, text: str, near: int, reach: int = 8
+) -> list[int | None]:
+    """A cut is clean where what is before it and what is behind decode to the whole text."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    places: list[int | None] = [None] * len(ids)
+    for at in range(max(0, near - reach), min(len(ids), near + reach)):
+        before, behind = (
+            tokenizer.decode(part, clean_up_tokenization_spaces=False)
+            for part in (ids[:at], ids[at:])
+        )
+        if before + behind == text:
+            places[at] = len(before)
+    return places
 
 
 def hold_out(

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dolmen.comparison.ours import DiffTask
+from dolmen.comparison.dolmen_side import DiffTask
 from dolmen.comparison.recording import MOMENTS, Recorder, Tensors
 from dolmen.conversion.hf_export import transformers_folder
 from dolmen.conversion.source import Source
 from dolmen.conversion.weights import split_stored
 from dolmen.core.torch_private import hub
-from dolmen.evaluation import theirs
+from dolmen.evaluation import reference_model
 from dolmen.evaluation.validate import batch_of
 from dolmen.families import Model, weight_map
 from dolmen.families.rules import StoredTensor
@@ -43,14 +43,14 @@ def record(
     cannot load it; its update is that of torch.optim.AdamW. Raises as `as_transformers`.
     """
     recorder, model = Recorder(), source.model
-    with theirs.quiet(), transformers_folder(source) as folder:
-        network = theirs.load(folder, model, dtype, device)
+    with reference_model.quiet_transformers(), transformers_folder(source) as folder:
+        network = reference_model.load_reference(folder, model, dtype, device)
     named = dict(network.named_parameters())
     known = weight_map(model)
     # buffers too, such as the bias that balances a router; but no head that is the embedding
     stored = hub.revert_weight_names(network, network.state_dict())
     stored = {name: t for name, t in stored.items() if known.canonical(name) in known.entries}
-    weights = theirs.by_our_names(model, stored)
+    weights = reference_model.tensors_by_our_names(model, stored)
     for name, weight in weights.items():
         recorder.add_whole("weights", name, weight)
     if not task.reaches("forward"):
@@ -58,14 +58,16 @@ def record(
     batch = batch_of(model.tree, task.windows)
     gradients = task.reaches("backward")
     with torch.set_grad_enabled(gradients), _TransformersHooks(network, model, recorder, gradients):
-        logits, loss = theirs.asked(network, model, batch)
+        logits, loss = reference_model.logits_and_loss(network, model, batch)
         recorder.add_whole("forward", "logits", logits.flatten(0, 1))
         recorder.add_number("loss", loss.item())
         if gradients:
             loss.backward()
     if gradients:
         stored = hub.revert_weight_names(network, {n: p.grad for n, p in named.items()})
-        _record_update(recorder, model, task, weights, theirs.by_our_names(model, stored))
+        _record_update(
+            recorder, model, task, weights, reference_model.tensors_by_our_names(model, stored)
+        )
     return recorder.tensors
 
 

@@ -1,0 +1,204 @@
+"""Folders of the cache: what was tokenised from files, stored under a hash of what decides it.
+
+    <cache>/corpora/<key>/
+        ...             files, as the `FolderFormat` lists them
+        index.json      what they were made from, counts, size and digest of each, and a digest of
+                        itself
+
+The key. `key` hashes the origin, in which each file that is read stands with its path, size,
+modification time and change time (`identity_of`). The change time (ctime) moves with every write
+and cannot be set, so different text of the same size and modification time is noticed without
+reading it again; where a file system does not keep ctime, only the other two are compared. It also
+moves with chmod, chown, a new hard link and a restored backup: then the same text is tokenised once
+more.
+
+Verification. The process that starts a run compares every byte with the digests (XXH3, 128 bits,
+15 GB/s per core, so that reading the file decides), once per host; the others check sizes. A folder
+that differs is built again.
+
+Atomicity. A folder appears by one rename, whole or not at all. A builder holds a lock (flock) on
+the file MARK in its temporary folder for as long as it lives, so a temporary folder whose MARK
+nobody holds was left by a killed process and is removed by the next builder. Where a file system
+has no locks nothing is removed, and of several that build at once the first rename wins.
+"""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from dolmen.core import filesystem
+from dolmen.core.log import say
+from dolmen.files.gate import Kind, Refused, read_json
+
+INDEX = "index.json"
+
+
+class Form(NamedTuple):
+    """What such a folder holds: the index, and these files."""
+
+    kind: Kind
+    files: tuple[str, ...]
+
+
+def found_or_built(
+    cache: Path,
+    origin: dict[str, Any],
+    form: Form,
+    build: Callable[[Path], None],
+    verify: bool,
+    progress: bool,
+) -> tuple[Path, dict[str, Any]]:
+    """The whole folder of `origin` and its index: the one there is, or else one that `build` fills.
+    With `verify` each cached byte is compared with its digest, else only sizes. Raises ValueError
+    where the cache cannot be written, and what `build` raises.
+    """
+    key = hashlib.blake2b(json.dumps(origin).encode(), digest_size=16).hexdigest()
+    folder = cache / "corpora" / key
+    try:
+        return folder, examined(folder, form, origin, verify)
+    except Refused as damage:
+        told = damage
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot write the cache folder {cache}: {error}; use --data.cache"
+        ) from error
+    with lock(folder.with_suffix(".lock")):
+        try:  # another process may have built it meanwhile
+            return folder, examined(folder, form, origin, verify)
+        except Refused:
+            if folder.exists():
+                say(f"the cached tokens are damaged and made anew: {told}", progress)
+                remove_folder(folder)
+            with building(folder) as part:
+                build(part)
+            try:
+                return folder, examined(folder, form, origin, verify=False)
+            except Refused as error:
+                raise ValueError(
+                    f"could not write {folder} ({error}): remove it, or use another --data.cache"
+                ) from None
+
+
+def examined(folder: Path, form: Form, origin: Mapping[str, Any], verify: bool) -> dict[str, Any]:
+    """The index of a whole folder of the tokens of `origin`. Raises Refused, with the file that is
+    missing or damaged.
+    """
+    index = read_json(folder / INDEX, form.kind)
+    if index.pop("digest") != digest_of(index):
+        raise Refused(f"{folder / INDEX}: its digest differs")
+    if digest_of({name: index.get(name) for name in origin}) != digest_of(origin):
+        raise Refused(f"{folder / INDEX}: it is of another text, or of another tokenizer")
+    for name in form.files:
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else -1
+        if size != index["sizes"].get(name):
+            raise Refused(f"{file}: {size} bytes, not {index['sizes'].get(name)}")
+        if verify and file_digest(file) != index["digests"].get(name):
+            raise Refused(f"{file}: its digest differs")
+    if index["largest"] >= index["vocabulary"]:
+        raise Refused(
+            f"{folder}: token {index['largest']} of a vocabulary of {index['vocabulary']}"
+        )
+    return index
+
+
+def write_index(
+    folder: Path, form: Form, index: dict[str, Any], digests: Mapping[str, str] | None = None
+) -> None:
+    """Writes the index of a folder that has its files; `digests` are those that are known."""
+    known = digests or {}
+    index = {
+        **index,
+        "sizes": {name: (folder / name).stat().st_size for name in form.files},
+        "digests": {name: known.get(name) or file_digest(folder / name) for name in form.files},
+    }
+    (folder / INDEX).write_text(json.dumps({**index, "digest": digest_of(index)}))
+
+
+def identity_of(file: Path) -> list:
+    """[path, bytes, time of modification, time of change] of a file; times in nanoseconds."""
+    found = file.stat()
+    return [str(file), found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def file_digest(file: Path) -> str:
+    """XXH3 of the content."""
+    found = xxhash.xxh3_128()
+    with open(file, "rb") as content:
+        while block := content.read(1 << 22):
+            found.update(block)
+    return found.hexdigest()
+
+
+def digest_of(index: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(index, sort_keys=True).encode())
+
+
+MARK = ".dolmen-is-building"
+NAMES = re.compile(r"([0-9a-f]{32}|bpe-\d+-[0-9a-f]{24})\.(lock|[a-z0-9_]{8})")  # of ours alone
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Within, no other process is in the same; one that waits goes on after the first is done."""
+    descriptor = filesystem.open_locked(path, optional=True)
+    assert descriptor is not None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked (core/filesystem.py)
+        os.close(descriptor)
+
+
+@contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` that takes its name when the block ends well, unless another
+    was first; nothing is left of it otherwise.
+    """
+    sweep(folder.parent)
+    part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    try:
+        # locked before it has the name that others look for
+        with open(part / f"{MARK}.new", "w") as handle:
+            filesystem.lock(handle, optional=True)
+            os.rename(handle.name, part / MARK)
+            yield part
+            os.unlink(part / MARK)
+            with suppress(OSError):  # another process was first
+                os.rename(part, folder)
+    finally:
+        remove_folder(part)
+
+
+def sweep(parent: Path) -> None:
+    """Removes what killed processes have left in `parent`."""
+    for path in parent.iterdir():
+        if not NAMES.fullmatch(path.name) or path.is_symlink():
+            continue
+        mark = path / MARK if path.is_dir() else path
+        with suppress(OSError), open(mark, "r+") as handle:
+            if not filesystem.lock(handle, wait=False) or not filesystem.names_file(handle, mark):
+                continue
+            if path.is_dir():
+                remove_folder(path)
+            elif not mark.stat().st_size:
+                mark.unlink()
+
+
+def remove_folder(folder: Path) -> None:
+    """A folder of plain files, which ours are; what else is in it stays, and so the folder."""
+    with suppress(OSError):
+        # the mark last: what a kill leaves here is swept too
+        for file in sorted(folder.iterdir(), key=lambda file: file.name == MARK):
+            file.unlink()
+        folder.rmdir()

@@ -1,0 +1,94 @@
+"""Loads a model to evaluate it, and generates with it: answers to tasks, and samples of a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dolmen.conversion.source import open_alike, tokenizer_folder
+from dolmen.core.mesh import SINGLE, Mesh
+from dolmen.data.tokenizer import PreTrainedTokenizer, check_vocabulary, load_tokenizer
+from dolmen.evaluation.config import EvaluateConfig
+from dolmen.model import spec
+from dolmen.model.decoder import Decoder
+from dolmen.objectives.objective import check_head
+from dolmen.optim.optimizer import DTYPES
+from dolmen.parallel import pipeline
+from dolmen.parallel.schedule import Schedule
+from dolmen.parallel.simulation import make_schedule
+from dolmen.serving import engine
+from dolmen.serving.engine import Engine, require_finite
+from dolmen.serving.generation import Detokenizer
+from dolmen.serving.request import Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model on the processes that compute with it, and what it does there."""
+
+    model: Decoder
+    mesh: Mesh
+    schedule: Schedule | None
+
+
+def check_foretells(model: spec.ModelSpec) -> None:
+    """Raises ValueError for a model that has no probability of a next token."""
+    check_head("a loss of the next token", spec.LMHeadSpec, model)
+    if model.both_ways:
+        raise ValueError(
+            "the model sees both ways: it fills in masked tokens, and no token has a probability "
+            "of its own; use dolmen verify"
+        )
+
+
+def load(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
+    """The model that is asked for, on the axes of `mesh`. Raises ValueError for what cannot be
+    loaded, and for a model that foretells no next token.
+    """
+    source = open_alike(asked.source, mesh)
+    check_foretells(source.tree)
+    schedule = None
+    if mesh.pp.size > 1:
+        schedule = make_schedule("1f1b", mesh.pp.size, mesh.pp.size)
+        pipeline.connect(schedule, mesh)
+    dtype = DTYPES[asked.dtype] if asked.dtype else None
+    return Loaded(engine.load_decoder(source, mesh, dtype, schedule), mesh, schedule)
+
+
+def tokenizer_of(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> PreTrainedTokenizer:
+    """The tokenizer that is asked for, or the model's own. Raises ValueError where there is none,
+    or it is larger than the model's vocabulary.
+    """
+    source = open_alike(asked.source, mesh)
+    named = asked.data.tokenizer
+    option = "" if named is None else "--data.tokenizer"
+    tokenizer = load_tokenizer(named or tokenizer_folder(source), option=option)
+    check_vocabulary(tokenizer, source.tree.vocab_size, trained=True)
+    return tokenizer
+
+
+def generate_texts(
+    loaded: Loaded,
+    tokenizer: PreTrainedTokenizer,
+    prompts: Sequence[Sequence[int]],
+    options: SamplingParams,
+    until: Sequence[str] = (),
+    seed: int = 0,
+) -> list[str]:
+    """What follows each prompt, without the string of `until` that it ends at, if any. Every rank
+    calls it and has the same texts; those of dp write all of them. Raises ValueError for prompts
+    that the model cannot take.
+    """
+    texts = [Detokenizer(tokenizer, until) for _ in prompts]
+    with Engine(loaded.model, mesh=loaded.mesh) as engine:
+        for number, prompt in enumerate(prompts):  # numbered alike
+            engine.add(Request(prompt, options, id=number, seed=seed))
+        while engine.busy:
+            output = engine.step()
+            require_finite(output.finished)
+            for chosen in output.new_tokens:
+                text = texts[chosen.number]
+                text.add(chosen.token)
+                if text.stopped is not None:
+                    engine.cancel(chosen.number)
+    for text in texts:
+        text.end()
+    return [text.whole for text in texts]
