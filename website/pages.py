@@ -26,7 +26,7 @@ from dolmen.core.config import Mark, is_optional, plain_type  # noqa: E402
 from dolmen.planning.config import DryrunConfig  # noqa: E402
 from dolmen.recipes import RECIPES  # noqa: E402
 from dolmen.training.config import RunConfig  # noqa: E402
-from dolmen.training.request import Handling  # noqa: E402
+from dolmen.training.request import LaunchOptions  # noqa: E402
 
 PAGES = {
     "README.md": "index.md",
@@ -82,7 +82,7 @@ def option_groups(verb: str) -> list[OptionGroup]:
         own = tuple(option for option in first.options if option.name not in ("name", "model"))
         return [OptionGroup("", "", own), *sections]
     if verb in ("train", "dryrun"):
-        return groups({"train": Handling, "dryrun": DryrunConfig}[verb])
+        return groups({"train": LaunchOptions, "dryrun": DryrunConfig}[verb])
     verb, _, part = verb.partition(" ")
     return groups(find(PARTS[verb][1][part] if part else CONFIGS[verb]))
 

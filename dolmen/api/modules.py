@@ -10,7 +10,7 @@ from torch import Tensor
 from dolmen.core.mesh import Mesh
 from dolmen.parallel import styles
 from dolmen.training import modules
-from dolmen.training.modules import Stepped
+from dolmen.training.modules import ModuleStepMetrics
 
 
 def parallelize(
@@ -44,7 +44,7 @@ def step(
     mesh: Mesh,
     *,
     clip: float = 1.0,
-) -> Stepped:
+) -> ModuleStepMetrics:
     """Update a parallelized module once by any torch optimizer: backward, sum of gradients over dp,
     clipping of their global norm at `clip` (0: off), optimizer step.
 

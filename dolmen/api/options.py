@@ -19,7 +19,7 @@ from dolmen.planning.config import DryrunConfig
 from dolmen.recipes.overrides import plain
 from dolmen.serving.config import GenerateConfig
 from dolmen.training.config import RunConfig
-from dolmen.training.request import Handling
+from dolmen.training.request import LaunchOptions
 from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _options() -> dict[str, Any]:
     conversion = (ExportConfig, ConvertConfig, TokenizeConfig, VerifyConfig, DiffConfig)
     vocabulary = (VocabTrainConfig, VocabMergeConfig, VocabExtendConfig)
     others = (GenerateConfig, EvaluateConfig, DryrunConfig)
-    for cls in (Handling, RunConfig, *conversion, *vocabulary, *others):
+    for cls in (LaunchOptions, RunConfig, *conversion, *vocabulary, *others):
         known |= option_types(cls)
     return known
 

@@ -31,7 +31,7 @@ class RecipesOptions:
 RUNS = ("train", "dryrun")
 """Verbs whose options are those of a run and some of their own."""
 HANDED = {
-    "train": "dolmen.training.request.Request",
+    "train": "dolmen.training.request.TrainRequest",
     "diff": "dolmen.comparison.config.DiffWork",
 }
 """Classes that the launcher hands its workers, where it is not the verb's own."""

@@ -24,7 +24,7 @@ from dolmen.recipes import RECIPES
 from dolmen.recipes.overrides import MODEL_TYPE, build_request, load_run, load_run_to_inspect
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import check_folder
-from dolmen.training.request import Handling, Request
+from dolmen.training.request import LaunchOptions, TrainRequest
 
 if TYPE_CHECKING:
     from dolmen.planning.config import DryrunRequest
@@ -203,7 +203,7 @@ def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
     """Format the short help SHORT[kind] for the recipe `name`; `about` is its description."""
     short, page = SHORT[kind], "how-to/data.md" if kind == "pretrain" else "how-to/tuning.md"
     width = max(map(len, short.options)) + 2
-    values = to_dict(run) | to_dict(Handling()) | {"model": {"model_type": _family(run)}}
+    values = to_dict(run) | to_dict(LaunchOptions()) | {"model": {"model_type": _family(run)}}
     lines = []
     for option, words in short.options.items():
         value = _format_value(values, option)
@@ -292,13 +292,13 @@ ABOUT = "Train a model: a built-in recipe (dolmen recipes) or a YAML file, chang
 def extra_options(verb: str) -> type:
     """Return the class of the options that `train` or `dryrun` has besides those of a run."""
     if verb == "train":
-        return Handling
+        return LaunchOptions
     from dolmen.planning.config import DryrunConfig  # 15 ms to import, which `train` does not need
 
     return DryrunConfig
 
 
-def parse_run(verb: str, argv: list[str]) -> "Request | DryrunRequest":
+def parse_run(verb: str, argv: list[str]) -> "TrainRequest | DryrunRequest":
     """Parse a run and how to run it. Exits with 0 after --help, which opens no model and no
     device. Raises BadInput, ValueError, KeyError or OSError.
     """
@@ -316,9 +316,11 @@ def parse_run(verb: str, argv: list[str]) -> "Request | DryrunRequest":
     extra = {f.name: overrides.pop(f.name) for f in fields(cls) if f.name in overrides}
     if verb == "train":
         run = load_run(name, adapt=False, init=overrides.get("init"))
-        _check_out({*extra}, Request.of(run, Handling(out=extra.get("out")), name).out)
+        _check_out(
+            {*extra}, TrainRequest.from_config(run, LaunchOptions(out=extra.get("out")), name).out
+        )
         return build_request(name, overrides | extra)
-    if handling := [f.name for f in fields(Handling) if f.name in overrides]:
+    if handling := [f.name for f in fields(LaunchOptions) if f.name in overrides]:
         raise BadInput(f"unknown option --{handling[0]}: dolmen {verb} --help lists them")
     from dolmen.planning.config import DryrunRequest  # 15 ms to import, which `train` does not need
 
@@ -365,7 +367,7 @@ def _print_run_help(verb: str, words: list[str], argv: list[str]) -> None:
     raise SystemExit(0)
 
 
-def run_train(request: Request) -> int:
+def run_train(request: TrainRequest) -> int:
     # imports torch, which a mistyped option and --help do not wait for
     from dolmen.training import worker
 

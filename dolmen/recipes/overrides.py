@@ -23,7 +23,7 @@ from dolmen.families.unknown import TRAINING
 from dolmen.files import gate, kinds
 from dolmen.recipes import ON_THIS_MACHINE, RECIPES, WITH_INIT
 from dolmen.training.config import RunConfig
-from dolmen.training.request import Handling, Request, read_run
+from dolmen.training.request import LaunchOptions, TrainRequest, read_run
 from dolmen.training.spellings import suggestion
 
 
@@ -117,7 +117,9 @@ MODEL = "model."  # before the fields of a model
 MODEL_TYPE = "model.model_type"
 
 
-def build_request(source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]) -> Request:
+def build_request(
+    source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]
+) -> TrainRequest:
     """Return the run of a recipe, a YAML file or a RunConfig with `changes` of its options.
 
     Names of options may have `-` for `_`, and `.` for a nested mapping. Fields of the model may be
@@ -141,14 +143,14 @@ def build_request(source: str | os.PathLike | RunConfig, changes: Mapping[str, A
     overrides = resolve_aliases(overrides, start.model.family)
     refuse_unknown(overrides, start.model.family)
     model_fields = {name: overrides.pop(name) for name in [*overrides] if name.startswith(MODEL)}
-    handling = {f.name: overrides.pop(f.name) for f in fields(Handling) if f.name in overrides}
+    handling = {f.name: overrides.pop(f.name) for f in fields(LaunchOptions) if f.name in overrides}
     model = models.apply_options(
         start, {name.removeprefix(MODEL): v for name, v in model_fields.items()}
     )
     changed = replace(from_dict(RunConfig, unflatten(overrides), run), model=model)
     if "train.microbatch_size" not in overrides:
         changed = drop_unfit_microbatch(changed, run)
-    return Request.of(changed, from_dict(Handling, handling), name)
+    return TrainRequest.from_config(changed, from_dict(LaunchOptions, handling), name)
 
 
 def drop_unfit_microbatch(changed: RunConfig, run: RunConfig) -> RunConfig:
@@ -269,7 +271,7 @@ def option_names(family: Family) -> list[str]:
     """Return the names of all options of a run whose model is of the family."""
     model = [MODEL + name for name in models.option_fields(family)]
     run = [name for name in option_types(RunConfig) if name != "model"]
-    return [*option_types(Handling), *run, MODEL_TYPE, *model]
+    return [*option_types(LaunchOptions), *run, MODEL_TYPE, *model]
 
 
 def refuse_unknown(overrides: Mapping[str, Any], family: Family) -> None:

@@ -1,6 +1,9 @@
-"""How busy experts were in a step: the router's numbers in the metrics, and balancing without an
-auxiliary loss (2408.15664), where after each update a bias rises for every expert that had fewer
-tokens than the mean, and falls for every one that had more.
+"""Load of experts: router metrics, and load balancing without an auxiliary loss (2408.15664): after
+each update a routing bias rises for every expert with fewer tokens than the mean, and falls for
+every one with more.
+
+Tokens per expert are counted in backward, as gradients of a zero "tally" per layer: activation
+recomputation runs a forward twice, and backward once, so each token counts once.
 """
 
 from collections.abc import Mapping
@@ -35,8 +38,8 @@ def open_tallies(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, Router
 def local_tallies(
     model: Decoder, opened: Mapping[int, RouterLosses]
 ) -> Float64[Tensor, "layers experts_and_2"]:
-    """What this rank counted in a step, 0 elsewhere; of a dense model no layers. Its sum over the
-    world has all tokens, tp times.
+    """Return what this rank counted in a step, 0 for layers elsewhere; a dense model has no rows.
+    The sum over the world counts each token tp times.
     """
     tree = model.tree
     rows = tree.layers if tree.experts else 0
@@ -52,8 +55,7 @@ def local_tallies(
 def router_metrics(
     tree: ModelSpec, tallies: Float[Tensor, "layers experts_and_2"], sequences: int
 ) -> Float[Tensor, " names"]:
-    """The NAMES of the world's tallies, the same on every rank and of any layout; of a dense model
-    none:
+    """Return the metrics in NAMES from the world's tallies; none for a dense model:
 
     router/max_load     the busiest expert's tokens over the mean of its layer, in the worst layer:
                         1 to the number of experts
@@ -77,8 +79,8 @@ def _sparse(tree: ModelSpec) -> list[int]:
 def expert_loads(
     tree: ModelSpec, tallies: Float[Tensor, "layers experts_and_2"]
 ) -> dict[str, list[float]]:
-    """Of each sparse layer, by its number, each expert's tokens over the mean of its layer. The
-    host waits for the device.
+    """Return each expert's tokens over the mean of its layer, by layer number. The host waits for
+    the device.
     """
     layers = _sparse(tree) if tree.experts else []
     if not layers:
@@ -92,8 +94,8 @@ def expert_loads(
 def update_router_bias(
     model: Decoder, tallies: Float[Tensor, "layers experts_and_2"], update: bool
 ) -> None:
-    """Where a bias balances, move those of this rank's layers after an `update`, by the world's
-    tallies.
+    """Move the routing biases of this rank's layers by the world's tallies, after an `update`, with
+    --train.router.balance bias.
     """
     if not update or model.router.balance != "bias":
         return

@@ -1,4 +1,6 @@
-"""Where the batches of a run come from: its data, or what its own model draws (rollouts/)."""
+"""The batches of a run: its data, or rollouts of its own model, with the reference and reward
+models, environment and offloading that they need (rl/).
+"""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -34,19 +36,17 @@ from dolmen.training.config import RunConfig
 from dolmen.training.resolve import ResolvedRun
 from dolmen.training.state import TrainState
 
-DRAWN_BY = (
+ROLLOUT_OPTIONS = (
     *("critic", "data", "environment", "objective", "optimizer", "ppo", "reward", "rollout"),
     *("train", "pretraining", "tokenizer"),
 )
-"""What names of options, and of what is read (a loader's fingerprint), begin with where what is
-drawn follows from them.
-"""
+"""Prefixes of options, and of entries of a loader's fingerprint, that rollouts depend on."""
 CHOSEN = "train.microbatch_size"
-"""The option that is chosen for a layout: rollouts do not follow from it."""
+"""An option under `train` that depends on the layout, and that rollouts do not depend on."""
 
 
 class Batches(Protocol):
-    """What `train_steps` reads."""
+    """The batches that `train_steps` reads: yields (step, this rank's batch) from a step on."""
 
     def starting_at(
         self, step: int, rank: int = 0, ranks: int = 1
@@ -55,7 +55,7 @@ class Batches(Protocol):
 
 @contextmanager
 def _ending() -> Iterator[None]:
-    """Within, a completion without a reward ends the run: no mistake in its options."""
+    """Turn a RewardError within into Failed: it is not a mistake in the options."""
     try:
         yield
     except RewardError as error:
@@ -63,10 +63,10 @@ def _ending() -> Iterator[None]:
 
 
 def forget_other(out: Path, step: int, changed: Iterable[str]) -> None:
-    """Take away what a run drew after `step` that goes on from there with other options: answers,
-    rewards and what models said of them are of those that it had.
+    """Delete rollouts after `step` of a run that resumes from there with other options:
+    completions, rewards and log-probabilities are those of the old options.
     """
-    if any(line.startswith(DRAWN_BY) and not line.startswith(CHOSEN) for line in changed):
+    if any(line.startswith(ROLLOUT_OPTIONS) and not line.startswith(CHOSEN) for line in changed):
         delete_rollouts(out, range(step, sys.maxsize))
 
 
@@ -84,39 +84,41 @@ def rollout_batches(
     """
     run = resolved.config
     training = replace(run.training, dropout=0.0, fp8=None)
-    drawing = GenerationModel(
+    generator = GenerationModel(
         run.tree, training, mesh, run.rollout.tp or run.layout.tp, DTYPES[run.train.dtype]
     )
-    before = reference.initial_model(resolved, state, mesh) if run.needs_kl_reference else None
-    own_end = loader.tokenizer.eos_token_id
-    ends = set() if own_end is None else {int(own_end)}
+    reference_model = None
+    if run.needs_kl_reference:
+        reference_model = reference.initial_model(resolved, state, mesh)
+    eos_token_id = loader.tokenizer.eos_token_id
+    stop_ids = set() if eos_token_id is None else {int(eos_token_id)}
     if resolved.init is not None:
-        ends |= stop_tokens(resolved.init)
+        stop_ids |= stop_tokens(resolved.init)
     with (
-        make_reward(resolved, state, mesh) as judging,
+        make_reward(resolved, state, mesh) as reward,
         open_environment(run, loader, mesh) as turns,
         _ending(),
     ):
-        models = RolloutModels(state.model, drawing, before)
+        models = RolloutModels(state.model, generator, reference_model)
         setup = RolloutSetup(
             mesh,
             state.schedule,
-            frozenset(ends),
+            frozenset(stop_ids),
             run.sequence_length,
             run.train.seed,
             out,
             checkpoints.steps,
-            make_offloader(run, state, drawing, before, judging),
+            make_offloader(run, state, generator, reference_model, reward),
         )
         if state.critic is None:
-            yield RolloutBatches(run.rollout, loader, models, judging, setup, turns)
+            yield RolloutBatches(run.rollout, loader, models, reward, setup, turns)
             return
         critic = state.critic
         yield PPORolloutBatches(
             run.rollout,
             loader,
             models,
-            judging,
+            reward,
             setup,
             run.ppo,
             critic.state.model,
@@ -128,24 +130,24 @@ def rollout_batches(
 def make_offloader(
     run: RunConfig,
     state: TrainState,
-    drawing: GenerationModel,
+    generator: GenerationModel,
     reference: Decoder | None,
-    judging: CombinedReward,
+    reward: CombinedReward,
 ) -> Offloader:
-    """Where the models of a run wait, as it asks."""
+    """Return the offloader of the run's models; it does nothing with --rollout.offload none."""
     if run.rollout.offload == "none":
         return Offloader()
     learning = [state] if state.critic is None else [state, state.critic.state]
-    asked = judging.models if reference is None else [reference, *judging.models]
+    frozen = reward.models if reference is None else [reference, *reward.models]
     trained = [(one.model, one.optimizer) for one in learning]
-    return Offloader(offload_parts(drawing.mesh.device, trained, drawing.model, asked))
+    return Offloader(offload_parts(generator.mesh.device, trained, generator.model, frozen))
 
 
 @contextmanager
 def open_environment(
     run: RunConfig, loader: PromptLoader, mesh: Mesh
 ) -> Iterator[MultiTurn | None]:
-    """What --environment names, whose process runs within."""
+    """Yield the environment of --environment, if any; its worker process runs within."""
     if run.environment is None:
         yield None
         return
@@ -160,8 +162,8 @@ def make_reward(resolved: ResolvedRun, state: TrainState, mesh: Mesh) -> Combine
     for weight, name in parse_rewards(run.reward):
         if is_reward_model(name):
             model = reference.load_model(run, resolved.rewards[name], state, mesh)
-            judge = RewardModel(model, mesh, state.schedule, run.train.global_batch_size)
+            scorer = RewardModel(model, mesh, state.schedule, run.train.global_batch_size)
         else:
-            judge = make_reward_function(name, run.rollout.timeout_seconds)
-        parts.append(WeightedReward(name, weight, judge))
+            scorer = make_reward_function(name, run.rollout.timeout_seconds)
+        parts.append(WeightedReward(name, weight, scorer))
     return CombinedReward(parts, run.rollout.on_failure, mesh)

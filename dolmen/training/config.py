@@ -40,12 +40,13 @@ HANG_SECONDS = 1e8  # three years; clocks of the system count no more than 300
 
 @config("train.new-rows")
 class NewRowsConfig:
-    """Rows of embedding and head for tokens that a model was given (dolmen vocab extend)."""
+    """Training of the rows of embedding and head for new tokens (dolmen vocab extend)."""
 
     share: Below1 = 0.0
-    """Share of the steps, at the beginning, in which they learn alone; then all learns. 0: none."""
+    """Share of the steps, at the beginning, in which only these rows are trained. 0: none."""
     first: Positive | None = None
-    """Id of the first new token. Default: as `dolmen vocab extend` has written beside --init."""
+    """Id of the first new token. Default: the one that `dolmen vocab extend` recorded with --init.
+    """
 
 
 @config("train")
@@ -57,13 +58,13 @@ class TrainConfig:
     least 20 steps.
     """
     tokens: AboveZero | None = None
-    """In place of steps: tokens of all batches, the last one whole; 1e9 is a way to write it."""
+    """Length of the run in tokens, rounded up to whole batches, such as 1e9. Excludes steps."""
     epochs: AboveZero | None = None
-    """In place of steps: passes over the training data, of several sources over the one that lasts
-    longest.
+    """Length of the run in passes over the training data; with several sources, over the one that
+    lasts longest. Excludes steps.
     """
     seed: Seed = 0
-    """Initial weights and order of data depend on it alone."""
+    """Seed of initial weights and of the order of data."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Arithmetic of forward and backward; weights at rest and optimizer state are float32. All of
     float64 is float64, for a CPU: two runs that should be equal then differ by 1e-12, not 1e-6.
@@ -78,54 +79,53 @@ class TrainConfig:
     global_batch_size: Positive = 8
     """Sequences of one update, over all processes."""
     microbatch_size: Positive | None = None
-    """Sequences that a process computes at once; gradients accumulate over a batch. Unset: about
-    4,096 tokens.
+    """Sequences per forward of a process; gradients accumulate over the batch. Default: about 4,096
+    tokens.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPUs if any are visible, else the CPU; cpu never takes one; cuda refuses to
-    run where there is none.
+    """auto: GPUs if any are visible, else the CPU. cpu: never a GPU. cuda: an error without GPUs.
     """
     dropout: Below1 = 0.0
-    """Dropout after embedding, attention and feed-forward, and on attention probabilities; 0 unless
-    asked for, whatever the model's config.json says.
+    """Dropout after embedding, attention and feed-forward, and on attention probabilities. The
+    model's config.json does not change the default.
     """
     router: RouterTraining = RouterTraining()
     new_rows: NewRowsConfig = NewRowsConfig()
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on CPU)."""
     deterministic: bool = False
-    """On a GPU, only algorithms that give the same bits every time, so that a resumed run is the
-    same to the bit; slower. On a CPU that is always so.
+    """Use only deterministic algorithms on a GPU, so that a resumed run has the same bits; slower.
+    On a CPU results are always deterministic.
     """
     spike: Literal["none", "skip"] = "none"
-    """What a step does whose gradient norm is far over the usual. none: it updates as any other;
-    skip: it changes no parameter.
+    """Handling of gradient spikes. none: update as in any step. skip: do not update where the
+    gradient norm is over --train.spike-factor times its running median.
     """
     spike_factor: Annotated[float, Field(gt=1)] = 10.0
-    """Far over the usual: over so many times the median norm of the last 64 steps."""
+    """Factor over the median gradient norm of the last 64 steps that makes a spike."""
     max_skipped_steps: Positive = 10
-    """Steps skipped in a row, for a loss or gradient that is not finite or a spike, that end the
-    run; with float16 at least 40.
+    """Skipped steps in a row (loss or gradient not finite, or a spike) that end the run; with
+    float16 at least 40, as the loss scale is searched by skipping.
     """
     hang_seconds: Annotated[float, Field(gt=0, le=HANG_SECONDS)] | None = None
-    """Seconds without progress after which the rank that hangs is named, with its stack, and the
-    run ends; ten times as long at start-up. Unset: never.
+    """Seconds without progress after which the run ends and reports the hanging rank with its
+    stack; ten times as long at start-up. Default: never.
     """
 
     @property
     def training(self) -> Training:
-        """What acts inside the model."""
+        """Training options that act inside the model."""
         fp8 = None if self.precision is None else Fp8(self.precision, self.fp8)
         return Training(self.dropout, self.router, fp8=fp8)
 
     def __post_init__(self):
-        asked = [f.name for f in fields(self.fp8) if getattr(self.fp8, f.name) != f.default]
-        if asked and self.precision is None:
+        changed = [f.name for f in fields(self.fp8) if getattr(self.fp8, f.name) != f.default]
+        if changed and self.precision is None:
             raise ValueError(
-                f"train.fp8.{asked[0].replace('_', '-')} is set, and no product is rounded: set "
+                f"train.fp8.{changed[0].replace('_', '-')} is set, and no product is rounded: set "
                 "--train.precision, such as fp8-tensorwise"
             )
-        delayed = [name for name in asked if name in DELAYED]
+        delayed = [name for name in changed if name in DELAYED]
         if delayed and self.precision != "fp8-delayed":
             raise ValueError(
                 f"train.fp8.{delayed[0].replace('_', '-')} is of fp8-delayed, and train.precision "
@@ -135,7 +135,7 @@ class TrainConfig:
 
 @config("log")
 class LogConfig:
-    """What one sees."""
+    """Logging, validation and profiling."""
 
     verbose: bool = False
     """Also show kernels, the definition of MFU, the sources of a mixture and an example of the data
@@ -144,30 +144,29 @@ class LogConfig:
     every: Positive = 1
     """Steps between rows of metrics.jsonl, TensorBoard points and plain progress lines."""
     validate_every: Count | None = None
-    """Steps between validations; unset: ten per run; 0: none but the last. The last step is always
-    validated.
+    """Steps between validations; the last step is always validated. 0: only the last. Default: ten
+    validations per run.
     """
     profile: Positive | None = None
     """A step, counted from 1, to record: where its time went, by kind, as a table and a trace in
     `profile/` of the run's folder.
     """
     to: tuple[str, ...] = ("tensorboard",)
-    """Programs that get the numbers of metrics.jsonl too, with commas between them: tensorboard,
-    wandb, trackio (the last two: pip install 'dolmen[log]'), or none. Without a key W&B keeps them
-    on this machine.
+    """Experiment trackers that get the metrics, comma-separated: tensorboard, wandb, trackio (the
+    last two: pip install 'dolmen[log]'), or none. Without a key W&B logs offline.
     """
     validate_sources: bool = False
-    """Tell the validation loss of each source of --data.path by itself too, and before the first
-    step, in bits per byte as well: as of an old language beside a new one.
+    """Also validate each source of --data.path separately, before the first step too, in nats per
+    token and bits per byte.
     """
     validation_tokens: Count = 65536
-    """Held-out tokens a validation reads; the last one as many as the run has trained on, if those
-    are more. 0: all, always.
+    """Tokens that a validation reads; the last one reads as many as the run has trained on, if
+    those are more. 0: the whole validation split.
     """
 
     @property
     def programs(self) -> tuple[str, ...]:
-        """Those of `to`, one by one."""
+        """The trackers of `to`, one by one."""
         names = [name.strip() for part in self.to for name in part.split(",")]
         return () if names == ["none"] else tuple(dict.fromkeys(names))
 
@@ -178,7 +177,7 @@ class LogConfig:
 
 @config("finish")
 class FinishConfig:
-    """What a run does with its model when training ends."""
+    """Steps after training: export, verification, a sample."""
 
     export: bool = False
     """Write the model to `hf/` in the run's folder, for transformers."""
@@ -187,7 +186,7 @@ class FinishConfig:
     sample: str | None = None
     """A prompt to continue."""
     compressors: bool = False
-    """Put the validation loss in bits per byte beside gzip -9 and xz -9 of the held-out files."""
+    """Report gzip -9 and xz -9 of the validation files next to the loss in bits per byte."""
 
 
 @config()
@@ -197,8 +196,8 @@ class RunConfig:
     name: str = "pretrain"
     """Name of the run; its folder is runs/NAME unless --out says otherwise."""
     init: Name | None = None
-    """Where the weights to start from are: a transformers directory, a hub id, or one checkpoint of
-    another run. It decides the model.
+    """Initial weights: a transformers directory, a hub id, or a checkpoint of another run. They
+    determine the model.
     """
     model: Model | None = None
     """The model, as its config.json."""
@@ -207,18 +206,17 @@ class RunConfig:
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     reward: tuple[Name, ...] = ()
-    """What judges an answer that the model has drawn: `exact` (1 where it is the row's `answer`,
-    white space at the ends aside), `regex:PATTERN` (1 where that is found in it), `gsm8k` (1 where
-    its last number is that of the row's `answer`), `stub` (the share of its characters that are
-    vowels), `MODULE:FUNCTION`, which is called as function(prompt, completion, row) in a process of
-    its own, and gives a number, or the folder of a reward model, whose score it is. Several are
-    added up, each times its weight: `0.7:gsm8k 0.3:models/reward`.
+    """Reward of a completion: `exact` (1 if it equals the row's `answer`, up to surrounding white
+    space), `regex:PATTERN` (1 if the pattern is found), `gsm8k` (1 if its last number is that of
+    the row's `answer`), `stub` (share of vowels, for trying out a run), `MODULE:FUNCTION`, called
+    as function(prompt, completion, row) -> number in a worker process, or the folder of a reward
+    model. Several are summed with weights: `0.7:gsm8k 0.3:models/reward`.
     """
     environment: Name | None = None
-    """What answers the model in turns: `MODULE:FUNCTION`, called as function(prompt, turns, row) in
-    a process of its own when the model has ended its turn, where `turns` are the texts so far, the
-    last the model's. It gives what is said next, as it stands in the text, or None at the end. Its
-    tokens are not learned from, and count in --rollout.max-new-tokens.
+    """Environment of multi-turn rollouts: `MODULE:FUNCTION`, called as function(prompt, turns, row)
+    in a worker process after each turn of the model, where `turns` are the texts so far, the last
+    one the model's. It returns the next turn as it appears in the text, or None to end. Its tokens
+    are masked out of the loss, and count towards --rollout.max-new-tokens.
     """
     rollout: RolloutConfig = RolloutConfig()
     ppo: PPOConfig = PPOConfig()
@@ -252,7 +250,9 @@ class RunConfig:
 
     @cached_property
     def training(self) -> Training:
-        """What acts inside the model. Raises ValueError for an adapter that it cannot have."""
+        """Training options that act inside the model, adapters included. Raises ValueError for an
+        adapter that the model cannot have.
+        """
         return replace(self.train.training, adapter=self.adapter.of(self.known_model))
 
     @property
@@ -262,7 +262,7 @@ class RunConfig:
 
     @property
     def needs_kl_reference(self) -> bool:
-        """Whether what is drawn is compared with the model that the run begins with."""
+        """True if rollouts are compared with a reference model."""
         if self.objective.name == "ppo":
             return self.ppo.needs_reference
         return self.rollout.needs_reference
@@ -274,26 +274,24 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of a global batch."""
+        """Tokens of a global batch."""
         return self.train.global_batch_size * self.sequence_length
 
     @property
     def steps(self) -> int | None:
-        """That are asked for, in steps or in tokens; None where the data say how many there are."""
+        """Steps, as configured in steps or tokens; None where they depend on the data."""
         if self.train.steps is not None or self.train.tokens is None:
             return self.train.steps
         return math.ceil(self.train.tokens / self.tokens_per_step)
 
     @property
     def warmup_steps(self) -> float:
-        """In which the learning rate rises, whatever they are asked for in."""
+        """Steps of the learning-rate warm-up, as configured in steps or tokens."""
         tokens = self.optimizer.warmup_tokens
         return self.optimizer.warmup_steps if tokens is None else tokens / self.tokens_per_step
 
     def check_length(self) -> None:
-        """Raises ValueError for a sequence that is longer than the model's, of a run that has
-        one.
-        """
+        """Raise ValueError for a sequence length over the model's maximum."""
         most = self.tree.max_position_embeddings
         if self.sequence_length > most:
             raise ValueError(
@@ -302,7 +300,7 @@ class RunConfig:
             )
 
     def refuse_compiled(self) -> None:
-        """Raises ValueError for blocks that are compiled, of a schedule that splits backward."""
+        """Raise ValueError for compiled blocks with a schedule that splits backward."""
         if self.train.compile:
             raise ValueError(
                 f"train.compile and layout.schedule {self.layout.schedule} exclude each other: a "

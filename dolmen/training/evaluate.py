@@ -61,7 +61,7 @@ LARGEST = 2**20  # bytes of a file of prompts
 
 
 class RunEvaluator:
-    """Of one run."""
+    """Task scores and samples of a run while it trains."""
 
     def __init__(self, run: RunConfig, tokenizer: PreTrainedTokenizer, mesh: Mesh, out: Path):
         self.config, self.tokenizer, self.mesh = run.evaluate, tokenizer, mesh
@@ -77,7 +77,7 @@ class RunEvaluator:
         self.prompt_tokens = [encode(tokenizer, prompt, run.known_model) for prompt in self.prompts]
 
     def scores(self, state: TrainState) -> dict[str, float]:
-        """`tasks/TASK/METRIC` -> number, the same on every rank."""
+        """Return `tasks/TASK/METRIC` -> number, the same on every rank."""
         if not self.config.names:
             return {}
         with self._generating_model(state) as loaded:
@@ -89,7 +89,7 @@ class RunEvaluator:
         }
 
     def samples(self, state: TrainState) -> list[str]:
-        """What follows each prompt, which is written too."""
+        """Return the continuation of each prompt, and write it to samples.jsonl."""
         if not self.prompt_tokens:
             return []
         config = self.config
@@ -111,7 +111,7 @@ class RunEvaluator:
 
     @contextmanager
     def _generating_model(self, state: TrainState) -> Iterator[Loaded]:
-        """The model that is trained, where it lies; or its values, where it writes."""
+        """Yield the trained model in its layout, or a copy in a layout that can generate."""
         if self.generator is None:
             yield Loaded(state.model, self.mesh, state.schedule)
             return
@@ -127,8 +127,8 @@ class RunEvaluator:
 
 
 def _make_generator(run: RunConfig, mesh: Mesh) -> GenerationModel | None:
-    """In tp and pp of training, with one stage per rank, and all of a text on each rank; None where
-    training's own layout is that.
+    """Return a model for generation with training's tp and pp, one stage per rank and no cp; None
+    where training's own layout can generate.
     """
     layout = run.layout
     if layout.virtual_stages == 1 and layout.cp == 1:
@@ -139,7 +139,7 @@ def _make_generator(run: RunConfig, mesh: Mesh) -> GenerationModel | None:
 
 
 def read_prompts(file: str) -> list[str]:
-    """One per line; empty lines are none. Raises ValueError for a file that has none."""
+    """Return the prompts of a file, one per line. Raises ValueError for a file without any."""
     prompts = [line for line in gate.read_text(file, LARGEST).splitlines() if line.strip()]
     if not prompts:
         raise ValueError(f"--evaluate.samples {file}: no line has a prompt")
@@ -154,13 +154,13 @@ class Calibration:
     """Shares of all pairs, by bins of how sure the model is, from 1 / 2 to 1."""
 
     confident: tuple[float, ...]
-    """In each bin."""
+    """Share of all pairs in each bin."""
     right: tuple[float, ...]
-    """In each bin, and preferred as in the data."""
+    """Share of all pairs in each bin and ranked correctly."""
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> "Calibration":
-        """From those that objectives.reward.CalibratedRewardLoss names."""
+        """Make it from the metrics of objectives.reward.CalibratedRewardLoss."""
         confident, right = (
             [metrics[f"{name} {i}"] for i in range(BINS)] for name in ("sure", "right")
         )
@@ -168,8 +168,8 @@ class Calibration:
 
     @property
     def error(self) -> float:
-        """The mean over pairs of how far a bin's share of right ones is from its middle: the
-        expected calibration error, of the middle in the place of a bin's mean.
+        """The expected calibration error, with the middle of a bin in place of its mean confidence:
+        the mean over pairs of |accuracy of the bin - middle of the bin|.
         """
         return sum(
             abs(right - confident * bin_middle(i))
@@ -183,12 +183,12 @@ def bin_middle(index: int) -> float:
 
 
 def without_bins(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Those that are of no bin."""
+    """Return the metrics without those of bins."""
     return {n: value for n, value in metrics.items() if not n.startswith(("sure ", "right "))}
 
 
 def plot_calibration(calibration: Calibration, accuracy: float, title: str) -> bytes:
-    """A PNG."""
+    """Return the calibration diagram as a PNG."""
     # half a second to import, for one rank
     from matplotlib.figure import Figure
 
@@ -221,24 +221,24 @@ def plot_calibration(calibration: Calibration, accuracy: float, title: str) -> b
 
 @dataclass(frozen=True)
 class SourceValidation:
-    """A validation of each source, by its name."""
+    """The validation of each data source, by its name."""
 
     losses: dict[str, float] = field(default_factory=dict)
     """Nats per predicted token."""
     per_byte: dict[str, float] = field(default_factory=dict)
-    """Bits per byte; of a source whose bytes nobody knows there are none."""
+    """Bits per byte, of sources whose size in bytes is known."""
     before: dict[str, float] = field(default_factory=dict)
     """Bits per byte before the first step."""
 
     def row(self) -> dict[str, float]:
-        """For metrics.jsonl."""
+        """Return the metrics of a row of metrics.jsonl."""
         losses = {f"val_loss/{name}": value for name, value in self.losses.items()}
         return losses | {
             f"val_bits_per_byte/{name}": value for name, value in self.per_byte.items()
         }
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return a line of text per source."""
         return [
             describe_source(name, loss, self.per_byte.get(name), self.before.get(name))
             for name, loss in self.losses.items()
@@ -246,7 +246,7 @@ class SourceValidation:
 
 
 def describe_source(name: str, loss: float, per_byte: float | None, before: float | None) -> str:
-    """A line of a source; what is None is not known, or no news."""
+    """Return a line of text about a source; values that are None are left out."""
     line = f"{loss:.4f} on {name}"
     if per_byte is not None:
         line += f", {per_byte:.4f} bits per byte"
@@ -262,8 +262,8 @@ def validate_sources(
     before: Mapping[str, float],
     through: Callable[[Iterable[Batch]], Iterable[Batch]],
 ) -> SourceValidation:
-    """Each source's own validation, of at most so many windows; before the first step it is what
-    later ones are compared with. Every rank calls it. `through`: what batches go through.
+    """Validate each source, on at most `most` windows; before the first step the result is what
+    later ones are compared with. Every rank calls it. `through` wraps the iteration over batches.
     """
     losses, every = {}, loader.held_apart
     for name, held in every.items():
@@ -275,8 +275,8 @@ def validate_sources(
 
 
 def bits_per_byte(losses: Mapping[str, float], held: Mapping[str, HeldOutRows]) -> dict[str, float]:
-    """Of each source whose bytes are known: its nats per token times its tokens per byte, which are
-    those of all its held-out text; so it is exact where all of it was read.
+    """Return nats per token times tokens per byte / ln 2 of each source of known size. Tokens per
+    byte are those of its whole validation split, so the result is exact where all of it was read.
     """
     return {
         name: loss * held[name].tokens / size / math.log(2)
@@ -289,8 +289,8 @@ Through = Callable[[Iterable[Batch]], Iterable[Batch]]
 
 
 class Validator:
-    """Measures a run on its held-out text. `last` is the last validation there was, `kept` the last
-    whose loss was finite, which checkpoints keep: it knows what was measured before the first step.
+    """Validates a run. `last` is the last validation, `kept` the last with a finite loss:
+    checkpoints keep it, as it has the losses from before the first step.
     """
 
     def __init__(self, run: RunConfig, loader: Loader, mesh: Mesh, out: Path, watch: Watch):
@@ -300,12 +300,12 @@ class Validator:
         self.kept: Validation | None = None
 
     def begin(self, saved: Validation | None) -> None:
-        """With that of the run which goes on."""
+        """Start from the validation of the checkpoint that the run resumes from, if any."""
         self.last = self.kept = saved
 
     def measure(self, state: TrainState) -> tuple[dict[str, Any], list[str]]:
-        """What metrics.jsonl gets of it, and what a person is told. Every rank calls it; before the
-        first step it is what later ones are compared with.
+        """Validate; return a row of metrics.jsonl and lines of text. Every rank calls it. Before
+        the first step the result is what later ones are compared with.
         """
         most = self.most(state)
         through = partial(self.watch.through, phase="validate", patient=not state.step)
@@ -347,9 +347,9 @@ class Validator:
         return row, [first, *(f"  {line}" for line in each.lines())]
 
     def most(self, state: TrainState) -> int | None:
-        """Windows of held-out text that a validation at this step reads at most; None: all. The
-        last one reads as many tokens as the run has trained on, if those are more than the usual,
-        and one before the first step as the last one will.
+        """Return the most windows that a validation at this step reads; None: all. The last one
+        reads as many tokens as the run has trained on, if those are more than usual, and one before
+        the first step as many as the last one will, so that both are comparable.
         """
         tokens, length = self.run.log.validation_tokens, self.run.sequence_length
         if tokens == 0:
@@ -368,7 +368,7 @@ class Validator:
         return validate_sources(state, self.loader, self.mesh, most, before, through)
 
     def _write_calibration(self, result: Mapping[str, float]) -> float:
-        """The picture of how sure a reward model is; its error."""
+        """Write the calibration diagram of a reward model; return its calibration error."""
         made = Calibration.from_metrics(result)
         if self.mesh.first:
             folder.claim(self.out, CALIBRATION_FILE)
@@ -379,8 +379,8 @@ class Validator:
 
 
 def validation_objective(objective: Objective) -> Objective:
-    """Of text each token once, whatever it weighs, and of an encoder those that are masked; of
-    pairs what is trained to, and how sure a reward model is.
+    """Return the loss of validation: cross-entropy with weight 1 per token for text and encoders;
+    with calibration for reward models; else the training objective.
     """
     match objective:
         case PairwiseRewardLoss():

@@ -1,6 +1,4 @@
-"""What a run does with its model when training ends: export, comparison with transformers,
-compressors, a sample.
-"""
+"""The end of a run: export, verification against transformers, a sample, the summary."""
 
 import shlex
 from pathlib import Path
@@ -62,11 +60,11 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     source = open_model(folder)
     model = engine.load_decoder(source)
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    room = model.tree.max_position_embeddings - len(tokens)
-    asked = GenerateConfig(
-        folder=str(folder), max_new_tokens=min(96, room), temperature=0.7, top_p=0.95
+    max_new = model.tree.max_position_embeddings - len(tokens)
+    config = GenerateConfig(
+        folder=str(folder), max_new_tokens=min(96, max_new), temperature=0.7, top_p=0.95
     )
-    (new,) = generate_tokens(model, tokenizer, source, [tokens], asked)
+    (new,) = generate_tokens(model, tokenizer, source, [tokens], config)
     screen.print()
     screen.rule("a sample, temperature 0.7", align="left", characters="-")
     screen.print(prompt + tokenizer.decode(new, skip_special_tokens=True))
@@ -114,7 +112,7 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
         table.add_row(
             "transformers", same if report.ok else "THE EXPORTED DIRECTORY DIFFERS, see above"
         )
-    written = [name for name in (*folder.WRITTEN, *folder.BY_SOME) if (out / name).exists()]
+    written = [name for name in (*folder.WRITTEN, *folder.OPTIONAL) if (out / name).exists()]
     table.add_row("written", f"{out}/ {{{', '.join(written)}}}")
     table.add_row("next", _next(run, out))
     return table

@@ -1,8 +1,5 @@
-"""The folder of a run: what is written there, its lock, and what may be deleted.
-
-One run at a time in a folder: a file in it that a process holds while it trains.
-
-What a run writes into its folder, how that is deleted, and that nothing else ever is.
+"""The folder of a run: what is written there, its lock (one run at a time), and what --overwrite
+may delete.
 
     runs/NAME/.dolmen     the names, one per line, under which runs have written here:
                           `checkpoints`, `config.yaml`, `tokenizer`, ... and the
@@ -30,10 +27,10 @@ from dolmen.files import gate, kinds, write
 from dolmen.training.config import RunConfig
 
 
-def take(out: Path, patience: float = 0) -> int | None:
-    """Hold the run's folder until `free`, or until the process ends; None where the file system has
-    no locks. Raises Unusable if another run still holds it after `patience` seconds (the process
-    that a restart replaces may be dying), or if it cannot be held.
+def lock_folder(out: Path, patience: float = 0) -> int | None:
+    """Hold the run's folder until `unlock_folder`, or until the process ends; None where the file
+    system has no locks. Raises Unusable if another run still holds it after `patience` seconds (the
+    process that a restart replaces may be dying), or if it cannot be held.
 
     A file is locked, and not the folder: over NFS the lock of a folder is one of this host.
     """
@@ -55,8 +52,8 @@ def take(out: Path, patience: float = 0) -> int | None:
     return descriptor
 
 
-def free(out: Path, descriptor: int | None) -> None:
-    """Let go of what `take` gave, and leave no file behind."""
+def unlock_folder(out: Path, descriptor: int | None) -> None:
+    """Release the lock of `lock_folder`, and delete its file."""
     if descriptor is not None:
         if os.fstat(descriptor).st_size == 0:  # one of ours
             (out / LOCK).unlink(missing_ok=True)
@@ -76,109 +73,109 @@ EXPORTING = r"\.hf\.[a-z0-9_]{8}"
 
 
 @dataclass(frozen=True)
-class Form:
-    """What dolmen writes under one name."""
+class FileForm:
+    """The paths that dolmen writes under one name, as regular expressions."""
 
     files: str
-    """Their paths."""
+    """Paths of files."""
     folders: str = r"(?!)"  # none
-    """Its folders' paths."""
-    listed: str = "name"
-    """How the folder's list has it: by its `name`; by its `files` too, as a tokenizer may have any;
-    or `not`, as it is written before the list, or is it.
+    """Paths of folders."""
+    list_kind: str = "name"
+    """Its entries in the folder's list: its `name`; also its `files`, as a tokenizer may have any;
+    or `not`, for what is written before the list, and the list.
     """
 
 
 FORMS = {
-    "config.yaml": Form(r"config\.yaml(\.part)?"),
-    "metrics.jsonl": Form(r"metrics\.(jsonl(\.part)?|part|damaged(-\d+)?\.jsonl)"),
-    "history.jsonl": Form(r"history\.jsonl(\.part)?"),
-    "samples.jsonl": Form(r"samples\.jsonl(\.part)?"),
-    "loss.png": Form(r"loss\.png(\.part)?"),
-    "summary.json": Form(r"summary\.(json(\.part)?|part)"),
-    "tensorboard": Form(r"tensorboard/events\.out\.tfevents\.[^/]+", "tensorboard"),
-    "checkpoints": Form(
+    "config.yaml": FileForm(r"config\.yaml(\.part)?"),
+    "metrics.jsonl": FileForm(r"metrics\.(jsonl(\.part)?|part|damaged(-\d+)?\.jsonl)"),
+    "history.jsonl": FileForm(r"history\.jsonl(\.part)?"),
+    "samples.jsonl": FileForm(r"samples\.jsonl(\.part)?"),
+    "loss.png": FileForm(r"loss\.png(\.part)?"),
+    "summary.json": FileForm(r"summary\.(json(\.part)?|part)"),
+    "tensorboard": FileForm(r"tensorboard/events\.out\.tfevents\.[^/]+", "tensorboard"),
+    "checkpoints": FileForm(
         rf"checkpoints/({CHECKPOINT})/({folders.FILE.pattern})", rf"checkpoints(/({CHECKPOINT}))?"
     ),
-    "reference": Form(r"reference/[0-9a-f]{32}\.bin(\.part)?", "reference"),
-    "calibration.png": Form(r"calibration\.png(\.part)?"),
-    "tokenizer": Form(rf"tokenizer/({TOKENIZER})(\.part)?", "tokenizer", "files"),
-    "hf": Form(
+    "reference": FileForm(r"reference/[0-9a-f]{32}\.bin(\.part)?", "reference"),
+    "calibration.png": FileForm(r"calibration\.png(\.part)?"),
+    "tokenizer": FileForm(rf"tokenizer/({TOKENIZER})(\.part)?", "tokenizer", "files"),
+    "hf": FileForm(
         rf"(hf|{EXPORTING}/model)/({TOKENIZER}|{MODEL})", rf"hf|{EXPORTING}(/model)?", "files"
     ),
-    "profile": Form(
+    "profile": FileForm(
         r"profile/step-\d+/(trace-rank-\d+\.json\.gz|table\.(txt|json)|picture-rank-\d+\.png)"
         r"(\.part)?",
         r"profile(/step-\d+)?",
     ),
-    "rollouts": Form(
+    "rollouts": FileForm(
         r"rollouts/(\d{8}\.(safetensors|jsonl)(\.part)?|completions\.jsonl)", "rollouts"
     ),
-    "hang": Form(r"hang/rank-\d+\.((json|txt)(\.part)?|part)", "hang", "not"),
-    LIST: Form(r"\.dolmen(\.part)?", listed="not"),
-    LOCK: Form(r"\.dolmen-lock", listed="not"),
-    OWNER: Form(r"\.overwritten-by(\.part)?", listed="not"),
+    "hang": FileForm(r"hang/rank-\d+\.((json|txt)(\.part)?|part)", "hang", "not"),
+    LIST: FileForm(r"\.dolmen(\.part)?", list_kind="not"),
+    LOCK: FileForm(r"\.dolmen-lock", list_kind="not"),
+    OWNER: FileForm(r"\.overwritten-by(\.part)?", list_kind="not"),
 }
-"""By the first name of their paths."""
-BY_SOME = ("hf", "profile", "reference", "calibration.png", "samples.jsonl")
-"""What runs write that are told to."""
-WRITTEN = tuple(n for n, form in FORMS.items() if form.listed != "not" and n not in BY_SOME)
-"""What every run writes."""
+"""The forms of paths, by their first part."""
+OPTIONAL = ("hf", "profile", "reference", "calibration.png", "samples.jsonl")
+"""Names that a run writes only with some options."""
+WRITTEN = tuple(n for n, form in FORMS.items() if form.list_kind != "not" and n not in OPTIONAL)
+"""Names that every run writes."""
 
 
 class Unusable(ValueError):
-    """The run's folder cannot be used as asked; the message says why."""
+    """The run's folder cannot be used as requested; the message says why."""
 
 
 def claim(out: Path, *names: str) -> None:
-    """Say in the folder's list that dolmen writes these names, before it does."""
-    known = _listed(out) or set()
+    """Add names to the folder's list, before dolmen writes them."""
+    known = _read_list(out) or set()
     if new := [name for name in names if name not in known]:
         write.replace(out / LIST, "".join(f"{name}\n" for name in [*sorted(known), *new]))
 
 
 def claim_files(out: Path, name: str) -> None:
-    """Say in the list which files are in the folder `name`, which dolmen has just written."""
+    """Add the files of the folder `name`, which dolmen has just written, to the list."""
     claim(out, *(f"{name}/{path.name}" for path in sorted((out / name).iterdir())))
 
 
-def sorted_out(out: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """What in the folder dolmen wrote, and what it did not: (path relative to it, what it is),
-    sorted. Found in one walk, so that what is deleted is what was looked at.
+def split_by_owner(out: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return what dolmen wrote in the folder, and what it did not: sorted (relative path, "folder",
+    "file" or "link"). Found in one walk, so that what is deleted is what was checked.
     """
-    listed = _listed(out)
+    listed = _read_list(out)
     by_form = listed is None and is_run(out / "config.yaml")
 
     def is_ours(path: str, what: str) -> bool:
         kind = _kind(path, what)
         first, _, name = path.partition("/")
         known = FORMS.get(first)
-        if listed and what == "file" and known and known.listed == "files" and "/" not in name:
+        if listed and what == "file" and known and known.list_kind == "files" and "/" not in name:
             kind = first if path in listed else kind
         if kind is None:
             return False
         if listed is None:
-            return FORMS[kind].listed == "not" or (by_form and FORMS[kind].listed != "files")
-        return FORMS[kind].listed == "not" or kind in listed
+            return FORMS[kind].list_kind == "not" or (by_form and FORMS[kind].list_kind != "files")
+        return FORMS[kind].list_kind == "not" or kind in listed
 
     ours: list[tuple[str, str]] = []
-    strange: list[tuple[str, str]] = []
+    foreign: list[tuple[str, str]] = []
     for entry in sorted(_walk(out)):
-        (ours if is_ours(*entry) else strange).append(entry)
-    return ours, strange
+        (ours if is_ours(*entry) else foreign).append(entry)
+    return ours, foreign
 
 
-def strange(out: Path) -> list[tuple[str, str]]:
-    """What in the folder dolmen did not write."""
-    return sorted_out(out)[1]
+def foreign_entries(out: Path) -> list[tuple[str, str]]:
+    """Return the entries of the folder that dolmen did not write."""
+    return split_by_owner(out)[1]
 
 
-def refuse_strange(out: Path) -> list[tuple[str, str]]:
-    """What is in the folder. Raises Unusable where it holds what dolmen did not write."""
-    ours, others = sorted_out(out)
-    if found := [path for path, _ in others]:
+def require_own_files(out: Path) -> list[tuple[str, str]]:
+    """Return the entries of the folder. Raises Unusable where dolmen did not write all of them."""
+    ours, foreign = split_by_owner(out)
+    if found := [path for path, _ in foreign]:
         shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        shown += f" (no {LIST} says that dolmen wrote them)" if _listed(out) is None else ""
+        shown += f" (no {LIST} says that dolmen wrote them)" if _read_list(out) is None else ""
         raise Unusable(
             f"--overwrite deletes only what dolmen wrote, and {out} also holds {shown}: move "
             "it or delete it yourself, or give another --out"
@@ -186,17 +183,17 @@ def refuse_strange(out: Path) -> list[tuple[str, str]]:
     return ours
 
 
-def refuse_taken(out: Path, *some: str) -> None:
-    """Raises Unusable where a file of somebody else's has a name that a run will write; `some` are
-    those BY_SOME that it will. The tokenizer of a run that has no list is written over: by the same
+def check_names_free(out: Path, *some: str) -> None:
+    """Raise Unusable where a foreign file has a name that a run will write; `some` are the OPTIONAL
+    names that it will write. The tokenizer of a run that has no list is written over: by the same
     one.
     """
     names = {*WRITTEN, *some}
-    forms = [form for name, form in FORMS.items() if name not in BY_SOME or name in some]
-    again = _listed(out) is None and is_run(out / "config.yaml")
+    forms = [form for name, form in FORMS.items() if name not in OPTIONAL or name in some]
+    again = _read_list(out) is None and is_run(out / "config.yaml")
     taken = [
         path
-        for path, what in strange(out)
+        for path, what in foreign_entries(out)
         if (
             path.split("/")[0] in names  # or whatever it is, a link or a folder for a file
             or any(re.fullmatch(f"({form.files})|({form.folders})", path) for form in forms)
@@ -215,7 +212,7 @@ def clear_run(out: Path, owner: str = "") -> None:
     will not. Raises Unusable, with nothing deleted, where there is anything else. A kill in between
     leaves a folder that can be cleared: what shows whose it is goes last.
     """
-    ours = refuse_strange(out)
+    ours = require_own_files(out)
     last = [(name, "file") for name in ("config.yaml", LIST)]
     _delete(out, [entry for entry in ours if entry not in last])
     _delete(out, [entry for entry in last if entry in ours])
@@ -227,12 +224,13 @@ def remove_export(out: Path) -> None:
     """Delete the folder `hf` of an export before, if there is one. Raises Unusable, with nothing
     deleted, where it holds anything else.
     """
-    ours, others = (
-        [entry for entry in found if entry[0].split("/")[0] == "hf"] for found in sorted_out(out)
+    ours, foreign = (
+        [entry for entry in found if entry[0].split("/")[0] == "hf"]
+        for found in split_by_owner(out)
     )
-    if others:
+    if foreign:
         raise Unusable(
-            f"the model is not exported: {out}/{others[0][0]} was not written by dolmen; move it, "
+            f"the model is not exported: {out}/{foreign[0][0]} was not written by dolmen; move it, "
             f"and dolmen export {out} --to {out}/hf"
         )
     _delete(out, ours)
@@ -259,7 +257,7 @@ def _delete(out: Path, ours: list[tuple[str, str]]) -> None:
 
 
 def is_run(file: Path) -> bool:
-    """Whether this is the config.yaml of a run."""
+    """Return whether a file is the config.yaml of a run."""
     try:
         values = None if file.is_symlink() else gate.read_yaml(file, kinds.RUN)
     except gate.Refused:
@@ -269,7 +267,7 @@ def is_run(file: Path) -> bool:
 
 
 def _kind(path: str, what: str) -> str | None:
-    """Under which name of FORMS dolmen would write this; None: under none."""
+    """Return the name in FORMS that a path belongs to, or None."""
     if what == "link":
         return None
     for name, form in FORMS.items():
@@ -278,8 +276,8 @@ def _kind(path: str, what: str) -> str | None:
     return None
 
 
-def _listed(out: Path) -> set[str] | None:
-    """The names in the folder's list; None where there is none."""
+def _read_list(out: Path) -> set[str] | None:
+    """Return the names in the folder's list; None without a list."""
     file = out / LIST
     if file.is_symlink() or not file.is_file() or file.stat().st_size > 2**20:
         return None
@@ -320,7 +318,7 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
             f"--out {out}: {ground} cannot be written to ({error.strerror}): give another folder"
         ) from None
     if (out / LOCK).exists():
-        free(out, take(out))
+        unlock_folder(out, lock_folder(out))
     held = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
     owned = (out / LIST).exists() or is_run(out / "config.yaml")
     if held and not (owned or resume or overwrite):

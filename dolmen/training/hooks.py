@@ -25,7 +25,7 @@ from dolmen.training.checks import warn
 from dolmen.training.config import RunConfig
 from dolmen.training.evaluate import RunEvaluator, Validator
 from dolmen.training.loop import Hook, Stop
-from dolmen.training.metrics import Guarded, History, Logged
+from dolmen.training.metrics import HistoryFile, TrackedRun, TrackerThread
 from dolmen.training.mfu import Peak
 from dolmen.training.profile import Profile
 from dolmen.training.state import TrainState
@@ -34,7 +34,7 @@ from dolmen.training.step import StepMetrics
 SKIPS_SCALED = 40  # steps in a row that a search for the loss scale may skip, at least
 
 
-class Hooks:
+class TrainingHooks:
     """The periodic work of a run, as a table of (every, hook); numbers are shown and written by the
     first rank alone. `began`: when the run would have, by time.monotonic(), had it never stopped.
     """
@@ -54,7 +54,7 @@ class Hooks:
         began: float,
     ):
         self.stop = stop
-        self.most_skips = (
+        self.max_skips = (
             max(run.train.max_skipped_steps, SKIPS_SCALED)
             if state.scale.dynamic
             else run.train.max_skipped_steps
@@ -73,7 +73,7 @@ class Hooks:
         self.skipped_in_a_row, self.finite = 0, True
         self.disagreed = False  # trainer and generator have, which is said once
         self.record = metrics.MetricsFile(out / "metrics.jsonl", state.step) if mesh.first else None
-        self.history = History(out / metrics.HISTORY if mesh.first else None)
+        self.history = HistoryFile(out / metrics.HISTORY if mesh.first else None)
         self.first, self.tenth = state.step + 1, max(1, state.steps // 10)
         self.profile = Profile(run.log.profile, mesh, out)
         self.evaluator = (
@@ -85,11 +85,11 @@ class Hooks:
         self.writers = [] if self.record is None else [self.record, *self.programs]
         self.since, self.tokens_since = time.monotonic(), 0
 
-    def _programs(self, step: int) -> list[Guarded]:
+    def _programs(self, step: int) -> list[TrackerThread]:
         """Those that get the numbers too."""
-        asked = self.run
-        run = Logged(self.out, asked.name, self.run_id, step, to_dict(asked))
-        return [Guarded(name, run, self.line.say) for name in asked.log.programs]
+        run_config = self.run
+        run = TrackedRun(self.out, run_config.name, self.run_id, step, to_dict(run_config))
+        return [TrackerThread(name, run, self.line.say) for name in run_config.log.programs]
 
     def table(self) -> list[tuple[int, Hook]]:
         """(every so many steps, hook), in order."""
@@ -97,7 +97,7 @@ class Hooks:
         validating = self.tenth if every is None else every
         hooks = [(1, self.count), (self.run.log.every, self.log)]
         if self.run.log.profile is not None:
-            hooks.append((self.run.log.profile, self.tell_profile))
+            hooks.append((self.run.log.profile, self.write_profile))
         if self.loader.validation_tokens:
             hooks.append((validating, self.validate))
         if self.evaluator is not None:
@@ -116,13 +116,15 @@ class Hooks:
         self.skipped += m.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if m.skipped else 0
         self.finite = m.finite
-        if not self.disagreed and (told := warn.apart(self.run, self.loader.told, state.step - 1)):
+        if not self.disagreed and (
+            mismatch := warn.logprob_mismatch(self.run, self.loader.told, state.step - 1)
+        ):
             self.disagreed = True
-            self.line.say(f"WARNING: {told}")
+            self.line.say(f"WARNING: {mismatch}")
         if m.skipped:
             scale = f"; loss scale now {state.scale.value:g}" if state.scale.dynamic else ""
             self.line.say(f"step {state.step}: {self.reason(m)}, the step is skipped{scale}")
-        if self.skipped_in_a_row >= self.most_skips:
+        if self.skipped_in_a_row >= self.max_skips:
             raise FloatingPointError(self.too_many_skips(state))
 
     def reason(self, m: StepMetrics) -> str:
@@ -187,13 +189,13 @@ class Hooks:
         """
         if state.step != self.first and state.step % self.tenth:
             return
-        held = [round(gib, 4) for gib in metrics.gather_ranks(memory_gib(self.mesh), self.mesh)]
-        row: dict[str, object] = {"memory_gib": held}
+        per_rank = [round(gib, 4) for gib in metrics.gather_ranks(memory_gib(self.mesh), self.mesh)]
+        row: dict[str, object] = {"memory_gib": per_rank}
         if m.tallies is not None and (load := balance.expert_loads(self.run.tree, m.tallies)):
             row["router_load"] = load
         self.history.add(state.step, row)
 
-    def tell_profile(self, state: TrainState, m: StepMetrics) -> None:
+    def write_profile(self, state: TrainState, m: StepMetrics) -> None:
         """After the step that was profiled: where its time went."""
         if state.step != self.run.log.profile:
             return
@@ -231,8 +233,8 @@ class Hooks:
         if scores:
             for writer in self.writers:
                 writer.write({"step": state.step, **scores, "time": time.time()})
-            told = ", ".join(f"{name[6:]} {value:.4f}" for name, value in scores.items())
-            self.line.say(f"step {state.step}: {told}")
+            summary = ", ".join(f"{name[6:]} {value:.4f}" for name, value in scores.items())
+            self.line.say(f"step {state.step}: {summary}")
         if samples:
             first = " ".join(f"{self.evaluator.prompts[0]}{samples[0]}".split())
             self.line.say(f"step {state.step}: {cut(first)}")

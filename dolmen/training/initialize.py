@@ -157,34 +157,42 @@ def objective_of(run: RunConfig) -> Objective:
     """Return the loss of the run. A bidirectional model learns masked tokens, and, where its head
     says so, whether a text follows, which counts as the masked tokens of a sequence.
     """
-    asked = run.objective
-    same = asked.reference in (None, run.init)
-    if asked.name == "reward":
-        return PairwiseRewardLoss(asked.center_rewards_coefficient, asked.margin or 0.0)
-    if asked.loss_type == "simpo" or asked.loss_type == "orpo":
-        margin = SIMPO_MARGIN if asked.margin is None else asked.margin
-        return ReferenceFreePreference(asked.loss_type, asked.beta, margin, asked.label_smoothing)
-    if asked.loss_type == "kto":
-        weights = asked.desirable_weight, asked.undesirable_weight
-        return KTO(asked.beta, *weights, from_reference=same)
-    if asked.name == "dpo":
-        return DPO(asked.beta, asked.loss_type, asked.label_smoothing, asked.rpo_alpha, same)
-    if asked.name == "grpo":
-        how = run.rollout
-        return (GRPOWithEntropy if how.entropy_coef else GRPOLoss)(
-            how.loss_type,
-            how.importance_sampling_level,
-            how.clip_low,
-            how.clip_high,
-            how.beta,
-            how.temperature,
-            how.max_new_tokens,
-            how.entropy_coef,
+    options = run.objective
+    same = options.reference in (None, run.init)
+    if options.name == "reward":
+        return PairwiseRewardLoss(options.center_rewards_coefficient, options.margin or 0.0)
+    if options.loss_type == "simpo" or options.loss_type == "orpo":
+        margin = SIMPO_MARGIN if options.margin is None else options.margin
+        return ReferenceFreePreference(
+            options.loss_type, options.beta, margin, options.label_smoothing
         )
-    if asked.name == "ppo":
-        how = run.rollout
-        return (PPOWithEntropy if how.entropy_coef else PPOPolicyLoss)(
-            how.clip_low, how.clip_high, run.ppo.dual_clip, how.temperature, how.entropy_coef
+    if options.loss_type == "kto":
+        weights = options.desirable_weight, options.undesirable_weight
+        return KTO(options.beta, *weights, from_reference=same)
+    if options.name == "dpo":
+        return DPO(
+            options.beta, options.loss_type, options.label_smoothing, options.rpo_alpha, same
+        )
+    if options.name == "grpo":
+        rollout = run.rollout
+        return (GRPOWithEntropy if rollout.entropy_coef else GRPOLoss)(
+            rollout.loss_type,
+            rollout.importance_sampling_level,
+            rollout.clip_low,
+            rollout.clip_high,
+            rollout.beta,
+            rollout.temperature,
+            rollout.max_new_tokens,
+            rollout.entropy_coef,
+        )
+    if options.name == "ppo":
+        rollout = run.rollout
+        return (PPOWithEntropy if rollout.entropy_coef else PPOPolicyLoss)(
+            rollout.clip_low,
+            rollout.clip_high,
+            run.ppo.dual_clip,
+            rollout.temperature,
+            rollout.entropy_coef,
         )
     if not run.tree.both_ways:
         return CrossEntropy()

@@ -54,10 +54,10 @@ def collect_garbage(step: int) -> None:
         gc.collect(1)
 
 
-class _GaveUp(logging.Handler):
-    def __init__(self, say: Callable[[str], None]):
+class _RecompileLimitHandler(logging.Handler):
+    def __init__(self, report: Callable[[str], None]):
         super().__init__(logging.WARNING)
-        self.say = say
+        self.report = report
 
     def emit(self, record: logging.LogRecord) -> None:
         if not record.msg.startswith(strings.GAVE_UP):
@@ -65,18 +65,18 @@ class _GaveUp(logging.Handler):
         assert record.args is not None, record.msg
         limit, number, function, reason, *_ = record.args
         reason = str(reason).split("#")[0].strip()  # then follow the place and a stack
-        self.say(
+        self.report(
             f"WARNING: torch.compile gave up on {function} after {number} programs ({limit}): what "
             f"fits none of them runs uncompiled, and slower; the last differed in {reason}"
         )
 
 
 @contextmanager
-def report_recompile_limit(say: Callable[[str], None]) -> Iterator[None]:
-    """Within, torch.compile's limit on programs per function is told to `say`, one line each time
-    that it is hit.
+def report_recompile_limit(report: Callable[[str], None]) -> Iterator[None]:
+    """Within, torch.compile's limit on programs per function is told to `report`, one line each
+    time that it is hit.
     """
-    handler, logger = _GaveUp(say), logging.getLogger(strings.DYNAMO)
+    handler, logger = _RecompileLimitHandler(report), logging.getLogger(strings.DYNAMO)
     logger.addHandler(handler)
     try:
         yield
@@ -104,9 +104,11 @@ def _step(state: TrainState, batch: Batch, mesh: Mesh, signal: Callable[[], int]
     critic = state.critic.state
     # whose routers are its own
     read = replace(batch, experts=None).read_by(critic.model.tree)
-    beside = optimizer_step(critic, read, mesh)
-    told = optimizer_step(state, batch.read_by(state.model.tree), mesh, signal)
-    return replace(told, critic=beside, skipped=told.skipped or beside.skipped)
+    critic_metrics = optimizer_step(critic, read, mesh)
+    metrics = optimizer_step(state, batch.read_by(state.model.tree), mesh, signal)
+    return replace(
+        metrics, critic=critic_metrics, skipped=metrics.skipped or critic_metrics.skipped
+    )
 
 
 def train_steps(
@@ -117,20 +119,20 @@ def train_steps(
     stop: Stop,
     watch: Watch | None = None,
     around: Callable[[int], AbstractContextManager[object]] = nullcontext,
-    drawn: bool = False,
+    generates: bool = False,
 ) -> int:
-    """Train from state.step to state.steps; the signal that ended it early, else 0. `drawn`: a
+    """Train from state.step to state.steps; the signal that ended it early, else 0. `generates`: a
     model draws the batches, for which there is as much time as for the first.
 
     Step n, counted from 1, is made within around(n). After every step each hook whose `every`
     divides the number of steps made is called, and all are called after the last step, in order.
     """
-    hooks, beat, begun = list(hooks), watch.beat if watch else lambda *_: None, state.step
+    hooks, beat, first_step = list(hooks), watch.beat if watch else lambda *_: None, state.step
     beat(state.step, "the first batch", True)
     if state.step >= state.steps:
         return 0
     for _, batch in batches.starting_at(state.step, mesh.dp.rank, mesh.dp.size):
-        beat(state.step, "a step", state.step == begun)  # the first may compile
+        beat(state.step, "a step", state.step == first_step)  # the first may compile
         with around(state.step + 1):
             metrics = _step(state, batch, mesh, lambda: stop.signal)
         stopped = stop.agreed_signal = metrics.signal
@@ -141,5 +143,5 @@ def train_steps(
                 hook(state, metrics)
         if last:  # before the next batch, which a model may have to draw
             return stopped
-        beat(state.step, "the next batch", drawn)
+        beat(state.step, "the next batch", generates)
     raise AssertionError("batches never run out")

@@ -45,13 +45,13 @@ from dolmen.files import gate, kinds, write
 from dolmen.files.rows import Tail
 from dolmen.training.config import PROGRAMS
 
-PLACES = ("step", "time")
-"""Of a row, what says where its numbers belong."""
+POSITION_FIELDS = ("step", "time")
+"""Fields of a row that give its position, not a metric."""
 
 
 def read_metrics(file: Path) -> list[dict]:
-    """Rows of metrics.jsonl; from a line on that a crash has cut short or a disk has damaged, none.
-    Raises Refused where the place is taken by what is no file.
+    """Return the rows of metrics.jsonl up to the first damaged line. Raises Refused where the path
+    is not a file.
     """
     rows: list[dict] = []
     if not file.exists():
@@ -72,18 +72,18 @@ class MetricsFile:
 
     def __init__(self, file: Path, step: int):
         rows = read_metrics(file)
-        kept = [row for row in rows if row["step"] <= step] if step else []
+        kept_rows = [row for row in rows if row["step"] <= step] if step else []
         self.reached = max((row["step"] for row in rows), default=step)
         """The last step that had been told of before."""
         if file.exists() and sum(1 for _ in file.open("rb")) > len(rows) + 1:
-            beside = folders.free(file.with_suffix(".damaged.jsonl"))
-            with open(file, "rb") as old, open(beside, "xb") as copy:
+            damaged_copy = folders.free(file.with_suffix(".damaged.jsonl"))
+            with open(file, "rb") as old, open(damaged_copy, "xb") as copy:
                 shutil.copyfileobj(old, copy)
-        write.replace(file, "".join(json.dumps(row) + "\n" for row in kept))
+        write.replace(file, "".join(json.dumps(row) + "\n" for row in kept_rows))
         self.handle = write.append(file)
 
     def write(self, row: dict) -> None:
-        """What is not finite is null: JSON has no word for it."""
+        """Append a row; numbers that are not finite become null, as JSON has none."""
         row = {name: value if math.isfinite(value) else None for name, value in row.items()}
         self.handle.write(json.dumps(row, allow_nan=False) + "\n")
 
@@ -121,7 +121,7 @@ class TensorBoard:
     does again.
     """
 
-    told = ""
+    notice = ""
 
     def __init__(self, folder: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -130,7 +130,7 @@ class TensorBoard:
 
     def write(self, row: Mapping[str, float]) -> None:
         for name, value in row.items():
-            if name not in PLACES:
+            if name not in POSITION_FIELDS:
                 self.writer.add_scalar(name, value, row["step"])
 
     def write_completions(self, rows: Completions) -> None:
@@ -193,7 +193,7 @@ def _smooth(values: list[float]) -> list[float]:
 HISTORY = "history.jsonl"
 
 
-class History:
+class HistoryFile:
     """The file, opened to add rows; without one, of a rank that is not the first, nothing is
     written.
     """
@@ -215,7 +215,7 @@ class History:
 
 
 def _is_cut(file: Path) -> bool:
-    """Whether the last line has no end."""
+    """Return whether the last line has no newline."""
     with open(file, "rb") as stream:
         if stream.seek(0, os.SEEK_END) == 0:
             return False
@@ -224,16 +224,16 @@ def _is_cut(file: Path) -> bool:
 
 
 def run_id(file: Path, step: int) -> str:
-    """By which programs of others know the run that goes on from `step`: made at its first start,
-    and kept in its history.
+    """Return the identity of a run in experiment trackers: made at its first start, and read from
+    its history on resume.
     """
     rows = list(Tail(file, kinds.HISTORY_ROW).read()) if step else []
-    known = [row["run_id"] for row in rows if "run_id" in row]
-    return known[-1] if known else secrets.token_hex(8)
+    authorized = [row["run_id"] for row in rows if "run_id" in row]
+    return authorized[-1] if authorized else secrets.token_hex(8)
 
 
 def gather_ranks(value: float, mesh: Mesh) -> list[float]:
-    """What each rank brings, by rank; all ranks call it."""
+    """Return the value of each rank, by rank. Every rank calls it."""
     mine = torch.zeros(mesh.size, dtype=torch.float64, device=mesh.device)
     mine[mesh.rank] = value
     return device.read_back(collectives.reduce_scalar(mine, mesh.world))
@@ -241,29 +241,29 @@ def gather_ranks(value: float, mesh: Mesh) -> list[float]:
 
 PROJECT = "dolmen"
 FOLDER = "tensorboard"
-PATIENCE = 60.0
+CLOSE_SECONDS = 60.0
 """Seconds that a program has at the end of a run."""
-WAITING = 10_000
+MAX_QUEUED = 10_000
 """Rows that it may be behind."""
 
 
-class Logged(NamedTuple):
-    """What a program is told of a run as it begins."""
+class TrackedRun(NamedTuple):
+    """A run, as trackers know it."""
 
     out: Path
     name: str
     identity: str
     """The same in all starts of a run, and in no other (history.jsonl)."""
     step: int
-    """Where this start begins: rows of later steps, of the start before, come again."""
+    """The step from which the run resumes: rows of later steps are repeated."""
     config: Mapping[str, Any]
 
 
 class Logger(Protocol):
-    """A program that is given rows."""
+    """An experiment tracker."""
 
-    told: str
-    """What a user should know, or nothing."""
+    notice: str
+    """A message for the user, or an empty string."""
 
     def write(self, row: Mapping[str, float]) -> None: ...
 
@@ -275,23 +275,25 @@ class Logger(Protocol):
 class WandB:
     """Weights & Biases. Steps only rise in it: of what is made again, what it has stays."""
 
-    def __init__(self, run: Logged):
+    def __init__(self, run: TrackedRun):
         import wandb
 
         settings = wandb.setup().settings
-        asked = settings.mode != "online"  # which it is by itself
-        known = asked or wandb.login(prompt=False, verify=False)
+        chosen = settings.mode != "online"  # which it is by itself
+        authorized = chosen or wandb.login(prompt=False, verify=False)
         self.run = wandb.init(
             project=settings.project or PROJECT,
             name=run.name,
             id=run.identity,
-            resume="allow" if run.step and known and not asked else None,
-            mode=None if known else "offline",
+            resume="allow" if run.step and authorized and not chosen else None,
+            mode=None if authorized else "offline",
             config=dict(run.config),
             settings=wandb.Settings(console="off", silent=True),
         )
         where = self.run.settings.sync_dir
-        self.told = "" if known else f"wandb: there is no key, so this is kept: wandb sync {where}"
+        self.notice = (
+            "" if authorized else f"wandb: there is no key, so this is kept: wandb sync {where}"
+        )
 
     def write(self, row: Mapping[str, float]) -> None:
         self.run.log(_numbers(row), step=int(row["step"]))
@@ -310,9 +312,9 @@ class WandB:
 class Trackio:
     """trackio. Of what is made again it has both."""
 
-    told = ""
+    notice = ""
 
-    def __init__(self, run: Logged):
+    def __init__(self, run: TrackedRun):
         import trackio
 
         self.run = trackio.init(
@@ -341,24 +343,24 @@ class Trackio:
         trackio.finish()  # of itself, the run would be finished once more as Python ends
 
 
-def _board(run: Logged) -> Logger:
+def _board(run: TrackedRun) -> Logger:
     return TensorBoard(run.out / FOLDER, run.step)
 
 
-KNOWN: dict[str, Callable[[Logged], Logger]] = dict(
+TRACKERS: dict[str, Callable[[TrackedRun], Logger]] = dict(
     zip(PROGRAMS, (_board, WandB, Trackio), strict=True)
 )
 
 
-class Guarded:
+class TrackerThread:
     """One of KNOWN in a thread of its own: a run waits for none of them, but for PATIENCE seconds
-    at its end. `say` tells, once, why it gets no more.
+    at its end. `report` tells, once, why it gets no more.
     """
 
-    def __init__(self, name: str, run: Logged, say: Callable[[str], None]):
-        self.name, self.say = name, say
+    def __init__(self, name: str, run: TrackedRun, report: Callable[[str], None]):
+        self.name, self.report = name, report
         self.failed = False
-        self.rows: Queue[Mapping[str, float] | Completions | None] = Queue(WAITING)
+        self.rows: Queue[Mapping[str, float] | Completions | None] = Queue(MAX_QUEUED)
         self.thread = Thread(target=self._live, args=(run,), name=f"log to {name}", daemon=True)
         self.thread.start()
 
@@ -374,7 +376,7 @@ class Guarded:
         try:
             self.rows.put_nowait(row)
         except Full:
-            self._fail(f"it is {WAITING:,} rows behind")
+            self._fail(f"it is {MAX_QUEUED:,} rows behind")
 
     def close(self) -> None:
         if self.failed:
@@ -382,16 +384,16 @@ class Guarded:
         try:
             self.rows.put_nowait(None)
         except Full:
-            return self._fail(f"it is {WAITING:,} rows behind")
-        self.thread.join(PATIENCE)
+            return self._fail(f"it is {MAX_QUEUED:,} rows behind")
+        self.thread.join(CLOSE_SECONDS)
         if self.thread.is_alive():
-            self._fail(f"it has not ended within {PATIENCE:g} s")
+            self._fail(f"it has not ended within {CLOSE_SECONDS:g} s")
 
-    def _live(self, run: Logged) -> None:
+    def _live(self, run: TrackedRun) -> None:
         try:
-            logger = KNOWN[self.name](run)
-            if logger.told:
-                self.say(logger.told)
+            logger = TRACKERS[self.name](run)
+            if logger.notice:
+                self.report(logger.notice)
             while (row := self.rows.get()) is not None:
                 if isinstance(row, Mapping):
                     logger.write(row)
@@ -404,13 +406,13 @@ class Guarded:
     def _fail(self, why: str) -> None:
         if not self.failed:
             self.failed = True
-            self.say(
+            self.report(
                 f"WARNING: {self.name} gets no more of this run ({why}); metrics.jsonl has all"
             )
 
 
-def missing(names: Iterable[str]) -> list[str]:
-    """Those that are not installed."""
+def not_installed(names: Iterable[str]) -> list[str]:
+    """Return the trackers that are not installed."""
     return [name for name in names if find_spec(name) is None]
 
 
@@ -421,4 +423,4 @@ def _tables(rows: Completions) -> Iterator[tuple[int, Any]]:
 
 
 def _numbers(row: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name not in PLACES}
+    return {name: value for name, value in row.items() if name not in POSITION_FIELDS}

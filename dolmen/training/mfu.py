@@ -1,5 +1,5 @@
-"""What this device can do at most, the denominator of MFU: the rate of matrix products that is
-measured here, and the one its maker promises.
+"""Peak FLOP/s of a device, the denominator of MFU: the measured rate of matrix products, and the
+datasheet's.
 """
 
 import re
@@ -75,7 +75,7 @@ class Peak:
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Of this device, in the dtype that a step computes in. Measures for a quarter of a second."""
+    """Return the peak of this device in the dtype of a step; measures for a quarter of a second."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return Peak(matmul_peak(device, dtype), datasheet(name, dtype))
 

@@ -27,13 +27,13 @@ from dolmen.parallel import data
 NUMBERS = "numbers"
 
 
-class Stepped(NamedTuple):
-    """What a step tells, the same on every rank."""
+class ModuleStepMetrics(NamedTuple):
+    """Metrics of a step, the same on every rank."""
 
     loss: float
-    """Of the whole batch: the sum of all that ranks of dp gave."""
+    """Loss of the global batch: the sum over ranks of dp."""
     grad_norm: float
-    """Over all parameters of the whole module, before it was clipped."""
+    """Norm of all gradients of the module before clipping."""
 
 
 def adamw(module: nn.Module, config: OptimizerConfig) -> AdamW:
@@ -64,7 +64,7 @@ def step(
     loss: Float[Tensor, ""] | Iterable[Float[Tensor, ""]],
     mesh: Mesh,
     clip: float = 1.0,
-) -> Stepped:
+) -> ModuleStepMetrics:
     """Backward from this rank's share of the loss, which has been divided by the count of the whole
     batch, gradients summed over dp, the norm of all of them clipped at `clip` (0: not), update.
     Several losses, of microbatches, are gone through one by one, and their gradients cross dp once.
@@ -79,11 +79,11 @@ def step(
     norm = data.gradient_norm(parameters, mesh)
     if clip > 0:
         data.scale_gradients(parameters, (clip / (norm + 1e-6)).clamp(max=1.0))
-    told = torch.stack([collectives.reduce_scalar(total, mesh.dp), norm])
-    if told.isfinite().all():
+    numbers = torch.stack([collectives.reduce_scalar(total, mesh.dp), norm])
+    if numbers.isfinite().all():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return Stepped(*told.tolist())
+    return ModuleStepMetrics(*numbers.tolist())
 
 
 def _backward(module: nn.Module, loss: Tensor | Iterable[Tensor], mesh: Mesh) -> Float[Tensor, ""]:
@@ -95,10 +95,10 @@ def _backward(module: nn.Module, loss: Tensor | Iterable[Tensor], mesh: Mesh) ->
         return loss.detach().double()
     # which is the last one is known after it: gradients wait, as those of a split backward do
     reduction, total = data.Reduction(module, 0, True), None
-    for one in loss:
-        one.backward()
-        seen = one.detach().double()
-        total = seen if total is None else total + seen
+    for loss_part in loss:
+        loss_part.backward()
+        value = loss_part.detach().double()
+        total = value if total is None else total + value
     if total is None:
         raise ValueError("a step of no microbatch: give a loss, or several")
     reduction.after_weights(True)
@@ -118,7 +118,7 @@ def save(
     rank calls it. Raises ValueError for an optimizer that keeps anything but tensors and numbers of
     its parameters, and NotSaved.
     """
-    tensors, numbers = _kept(module, optimizer)
+    tensors, numbers = _checkpoint_state(module, optimizer)
     _store(folder, mesh, keep).save(step, tensors, {"step": step, NUMBERS: numbers}, wait=True)
 
 
@@ -137,17 +137,19 @@ def restore(
         return 0
     stored = set(store.together(newest, lambda: sorted(Reader(store.path(newest)).stored))[0])
     numbers = store.meta(newest).get(NUMBERS, {})
-    kept = {n for n in stored if not n.startswith(MODEL)} | {*numbers}
+    stored_state = {n for n in stored if not n.startswith(MODEL)} | {*numbers}
     before = dict(optimizer.state)
     try:
-        _begin(optimizer)
-        tensors, own = _kept(module, optimizer)
-        theirs, ours = ({_kind(n) for n in some} for some in (kept, {*tensors, *own}))
-        if kept and theirs != ours - {_kind(MODEL)}:
-            mine = f"{type(optimizer).__name__} keeps {sorted(ours - {_kind(MODEL)})}"
+        _initialize_state(optimizer)
+        tensors, local_numbers = _checkpoint_state(module, optimizer)
+        stored_kinds, own_kinds = (
+            {_kind(n) for n in some} for some in (stored_state, {*tensors, *local_numbers})
+        )
+        if stored_state and stored_kinds != own_kinds - {_kind(MODEL)}:
+            message = f"{type(optimizer).__name__} keeps {sorted(own_kinds - {_kind(MODEL)})}"
             raise ValueError(
-                f"{store.path(newest)} was saved with an optimizer that keeps {sorted(theirs)}, "
-                f"and {mine}: use the same one"
+                f"{store.path(newest)} was saved with an optimizer that keeps "
+                f"{sorted(stored_kinds)}, and {message}: use the same one"
             )
         # a parameter that no gradient has reached yet has no state
         store.load(newest, {n: t for n, t in tensors.items() if n in stored or n.startswith(MODEL)})
@@ -155,14 +157,14 @@ def restore(
         for p in optimizer.state.keys() - before.keys():  # begun here, and filled with nothing
             del optimizer.state[p]
         raise
-    for name, p in _named(module, optimizer).items():
-        mine = optimizer.state[p]
-        for kind in [*mine]:
+    for name, p in _parameter_names(module, optimizer).items():
+        restored = optimizer.state[p]
+        for kind in [*restored]:
             if f"{kind}/{name}" in numbers:
-                mine[kind] = numbers[f"{kind}/{name}"]
+                restored[kind] = numbers[f"{kind}/{name}"]
             elif f"{kind}/{name}" not in stored:
-                del mine[kind]
-        if not mine:
+                del restored[kind]
+        if not restored:
             del optimizer.state[p]
     return newest
 
@@ -172,26 +174,28 @@ def _kind(name: str) -> str:
 
 
 def _store(folder: str | Path, mesh: Mesh, keep: int = 0) -> Checkpoints:
-    """On one group of all ranks, however often it is made: each call waits for its own save."""
+    """Return the checkpoint store of a folder, on one shared process group of all ranks."""
     group = None
     if mesh.grid is not None:
         group = process_group(list(range(dist.get_world_size())), "dolmen checkpoints of modules")
     return Checkpoints(Path(folder), mesh, keep, group)
 
 
-def _named(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """What the optimizer updates, by its name in the module. Raises ValueError."""
+def _parameter_names(
+    module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, nn.Parameter]:
+    """Return the parameters that the optimizer updates, by name. Raises ValueError for others."""
     names = {p: name for name, p in module.named_parameters()}
-    found = [p for group in optimizer.param_groups for p in group["params"]]
-    if strange := [p for p in found if p not in names]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if strange := [p for p in parameters if p not in names]:
         raise ValueError(
-            f"{len(strange)} of {len(found)} parameters of the optimizer are none of the module's: "
-            "make it after dolmen.parallelize, which puts others in their place"
+            f"{len(strange)} of {len(parameters)} parameters of the optimizer are not "
+            "the module's: make it after dolmen.parallelize, which puts others in their place"
         )
-    return {names[p]: p for p in found}
+    return {names[p]: p for p in parameters}
 
 
-def _kept(
+def _checkpoint_state(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and numbers of a checkpoint, by name, at rest. Raises ValueError."""
@@ -201,7 +205,7 @@ def _kept(
     tensors = {f"{MODEL}{name}": p for name, p in module.named_parameters()}
     tensors |= {f"{MODEL}{name}": b for name, b in module.named_buffers() if name in saved}
     numbers: dict[str, Any] = {}
-    for name, p in _named(module, optimizer).items():
+    for name, p in _parameter_names(module, optimizer).items():
         for kind, value in optimizer.state.get(p, {}).items():
             whole = isinstance(value, Tensor) and (
                 value.ndim == 0
@@ -221,19 +225,19 @@ def _kept(
 
 
 @torch.no_grad()
-def _begin(optimizer: torch.optim.Optimizer) -> None:
+def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Let the optimizer make its state, by a step of length 0 with gradients of 0, so that a
     checkpoint has a place to be read into.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    held = [p.grad for p in parameters]
+    gradients = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     for p in parameters:
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    for p, grad in zip(parameters, held, strict=True):
+    for p, grad in zip(parameters, gradients, strict=True):
         p.grad = grad
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

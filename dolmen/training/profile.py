@@ -29,12 +29,12 @@ from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.messages import plural
 from dolmen.files import write
 from dolmen.training import folder, profile_table
-from dolmen.training.profile_table import Table
+from dolmen.training.profile_table import ProfileTable
 
 OPERATORS = 30  # the longest of them, in table.txt
 
 
-class Recording:
+class StepRecording:
     """torch.profiler over one step: what the CPU does, and the GPU if there is one. `start` may
     come a step early: the profiler's own start is then not in what is seen.
     """
@@ -85,7 +85,7 @@ class Recording:
             raise OSError(0, "it is cut short", f"the trace in {tempfile.gettempdir()}")
         return trace
 
-    def tabulate(self) -> tuple[Table, Mapping[str, list[float]]]:
+    def tabulate(self) -> tuple[ProfileTable, Mapping[str, list[float]]]:
         """The step by kind of work, and the seconds of each collective by kind."""
         return profile_table.tabulate(self.profiler.events() or ())
 
@@ -96,9 +96,9 @@ class Recording:
 
 
 @contextmanager
-def record(device: torch.device) -> Iterator[Recording]:
+def record(device: torch.device) -> Iterator[StepRecording]:
     """Record one step, the body; `tabulate` and `trace` read it afterwards."""
-    recording = Recording(device)
+    recording = StepRecording(device)
     with recording.step():
         yield recording
 
@@ -110,7 +110,7 @@ class Profile:
 
     def __init__(self, number: int | None, mesh: Mesh, out: Path):
         self.number, self.mesh, self.out = number, mesh, out
-        self.recording: Recording | None = None
+        self.recording: StepRecording | None = None
 
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
@@ -118,7 +118,7 @@ class Profile:
         if self.number is None or number not in (self.number - 1, self.number):
             yield
             return
-        self.recording = self.recording or Recording(self.mesh.device)
+        self.recording = self.recording or StepRecording(self.mesh.device)
         if number == self.number:
             with self.recording.step():
                 yield
@@ -127,7 +127,7 @@ class Profile:
             yield
 
     def close(self) -> None:
-        """Of a run that ends between the step before and the step."""
+        """Stop the profiler of a run that ends before the step that was to be profiled."""
         if self.recording is not None:
             self.recording.stop()
 
@@ -141,7 +141,7 @@ class Profile:
         mesh, failed = self.mesh, []
         table, durations = recording.tabulate()
         measured = {kind: sum(seconds) for kind, seconds in durations.items()}
-        table = table.with_waiting(measured, _least(durations, mesh))
+        table = table.split_waiting(measured, _least(durations, mesh))
         shown = mesh.dp.rank == mesh.cp.rank == mesh.tp.rank == 0
         with _collect_failure(failed):
             if mesh.first:
@@ -171,7 +171,7 @@ class Profile:
 
     def _tables(
         self,
-        tables: list[tuple[int, int, Table]],
+        tables: list[tuple[int, int, ProfileTable]],
         facts: Callable[[float], dict],
         operators: str,
         failed: list[str],

@@ -68,7 +68,7 @@ counts.
 
 
 @dataclass(frozen=True)
-class Row:
+class KindRow:
     """One kind of work: the seconds of the step that it accounts for, and how long it was `busy`
     (longer, where it ran beside other work).
     """
@@ -80,16 +80,18 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class ProfileTable:
     """The kinds of a step, the longest first; their seconds add up to `seconds`."""
 
     seconds: float
     gpu: bool
-    rows: tuple[Row, ...]
+    rows: tuple[KindRow, ...]
     recomputed: float
     """Seconds in which forward was computed a second time; the rows contain them."""
 
-    def with_waiting(self, measured: Mapping[str, float], least: Mapping[str, float]) -> "Table":
+    def split_waiting(
+        self, measured: Mapping[str, float], least: Mapping[str, float]
+    ) -> "ProfileTable":
         """Return the table with the waiting for other ranks as a row of its own.
 
         measured: seconds in the collectives of each kind on this rank
@@ -103,8 +105,8 @@ class Table:
             waiting += share * row.seconds
             seconds, busy = (1 - share) * row.seconds, (1 - share) * row.busy
             rows.append(replace(row, seconds=seconds, busy=busy))
-        rows += [Row(WAITING, waiting, 0, waiting)] if waiting else []
-        return replace(self, rows=_sorted(rows))
+        rows += [KindRow(WAITING, waiting, 0, waiting)] if waiting else []
+        return replace(self, rows=_sort_rows(rows))
 
     def lines(self) -> list[str]:
         """Format the table: `matrix products          61.2 %     823.0 ms    412 calls`."""
@@ -112,17 +114,17 @@ class Table:
         for row in self.rows:
             calls = f"{row.calls:7,} calls" if row.calls else ""
             hidden = row.busy - row.seconds
-            beside = f"; {1e3 * hidden:.1f} ms more beside other work" if hidden > 1e-4 else ""
+            overlap = f"; {1e3 * hidden:.1f} ms more beside other work" if hidden > 1e-4 else ""
             share = 100 * row.seconds / self.seconds
-            out.append(f"{row.kind:27}{share:5.1f} % {1e3 * row.seconds:10.1f} ms {calls}{beside}")
+            out.append(f"{row.kind:27}{share:5.1f} % {1e3 * row.seconds:10.1f} ms {calls}{overlap}")
         if self.recomputed:
             out.append(f"of these {1e3 * self.recomputed:.1f} ms were recomputation of forward")
         return out
 
 
 @dataclass
-class Work:
-    """What was busy in a step, by kind."""
+class WorkTally:
+    """Busy time and calls of a step, by kind of work."""
 
     busy: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: Counter[str] = field(default_factory=Counter)
@@ -145,7 +147,7 @@ def name_kind(name: str) -> str:
     return next((kind for kind, pattern in NAMES if re.search(pattern, name, re.I)), OTHER)
 
 
-def tabulate(events: Iterable[FunctionEvent]) -> tuple[Table, Mapping[str, list[float]]]:
+def tabulate(events: Iterable[FunctionEvent]) -> tuple[ProfileTable, Mapping[str, list[float]]]:
     """Group the events of one step (`torch.profiler.profile.events()`) by kind of work. Return the
     table and the seconds of each collective by kind. Raises ValueError where no step was recorded.
     """
@@ -163,25 +165,25 @@ def tabulate(events: Iterable[FunctionEvent]) -> tuple[Table, Mapping[str, list[
         seconds = work.busy
     length = step.time_range.elapsed_us() / 1e6
     idle = length - sum(seconds.values())
-    rows = [Row(kind, s, work.calls[kind], work.busy[kind]) for kind, s in seconds.items()]
-    rows.append(Row(IDLE, idle, 0, idle))
-    return Table(length, bool(kernels), _sorted(rows), work.recomputed), work.durations
+    rows = [KindRow(kind, s, work.calls[kind], work.busy[kind]) for kind, s in seconds.items()]
+    rows.append(KindRow(IDLE, idle, 0, idle))
+    return ProfileTable(length, bool(kernels), _sort_rows(rows), work.recomputed), work.durations
 
 
-def _sorted(rows: list[Row]) -> tuple[Row, ...]:
+def _sort_rows(rows: list[KindRow]) -> tuple[KindRow, ...]:
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
-def _cpu_work(host: list[FunctionEvent], thread: int) -> Work:
+def _cpu_work(host: list[FunctionEvent], thread: int) -> WorkTally:
     """Operators of the thread that makes the step, and the ranges of its collectives."""
-    work, kinds = Work(), _kinds(host)
+    work, kinds = WorkTally(), _kinds(host)
     for event in (event for event in host if event.thread == thread):
         kind = kinds[id(event)]
         if kind == OTHER and event.name.startswith(strings.COMPILED):
             kind = ELEMENTWISE  # loops of a compiled program have no names on a CPU
         moves = is_collective(kind)
         if moves or not event.is_user_annotation:  # between the operators of a range is Python
-            work.add(kind, event.self_cpu_time_total, _recomputed(event))
+            work.add(kind, event.self_cpu_time_total, _is_recomputed(event))
         if event.cpu_parent is None or kinds[id(event.cpu_parent)] != kind:
             work.calls[kind] += not event.name.endswith(" wait")
             if moves:
@@ -191,15 +193,15 @@ def _cpu_work(host: list[FunctionEvent], thread: int) -> Work:
 
 def _gpu_work(
     host: list[FunctionEvent], kernels: list[FunctionEvent], step: Interval
-) -> tuple[Work, dict[str, float]]:
+) -> tuple[WorkTally, dict[str, float]]:
     """Kernels by the operators that launched them, others, as of CUDA graphs, by their names; and
     the seconds of the step that each kind accounts for.
     """
-    launched = _launched(host)
-    work, times = Work(), defaultdict(list)
+    launch_kinds = _launch_kinds(host)
+    work, times = WorkTally(), defaultdict(list)
     for kernel in kernels:
         own, length = name_kind(kernel.name), kernel.time_range.elapsed_us()
-        known = launched.get((kernel.name, length))
+        known = launch_kinds.get((kernel.name, length))
         kind, recomputed = known.popleft() if known else (own, False)
         if is_collective(own) != is_collective(kind) or kind == OTHER:
             kind = own
@@ -220,16 +222,16 @@ def _gpu_work(
     return work, seconds
 
 
-def _launched(host: list[FunctionEvent]) -> dict[tuple[str, float], deque[tuple[str, bool]]]:
+def _launch_kinds(host: list[FunctionEvent]) -> dict[tuple[str, float], deque[tuple[str, bool]]]:
     """The kind of what launched each kernel, and whether it is recomputation, by the name and the
     duration of the kernel: torch says no more of a kernel under its operator.
     """
-    kinds, launched = _kinds(host), defaultdict(deque)
+    kinds, launch_kinds = _kinds(host), defaultdict(deque)
     for event in (e for e in host if not e.is_user_annotation):  # ranges repeat their kernels
         for kernel in event.kernels:
-            what = (kinds[id(event)], _recomputed(event))
-            launched[kernel.name, kernel.duration].append(what)
-    return launched
+            what = (kinds[id(event)], _is_recomputed(event))
+            launch_kinds[kernel.name, kernel.duration].append(what)
+    return launch_kinds
 
 
 def _union(spans: list[tuple[float, float]]) -> float:
@@ -241,7 +243,7 @@ def _union(spans: list[tuple[float, float]]) -> float:
     return total / 1e6
 
 
-def _recomputed(event: FunctionEvent | None) -> bool:
+def _is_recomputed(event: FunctionEvent | None) -> bool:
     while event is not None and event.name != RECOMPUTE:
         event = event.cpu_parent
     return event is not None

@@ -1,5 +1,5 @@
-"""What a person reads while training: the header (what is about to happen), the progress line,
-plain lines where no one watches a terminal.
+"""Console output of a run: the header before the first step, and the progress line (a live line on
+a terminal, else a plain line per logged step).
 """
 
 import time
@@ -28,7 +28,7 @@ SHOWN = {
     "rewards/accuracies": "{:.1%} of pairs right",
     "router/max_load": "max load {:.2f}",
 }
-"""Of metrics.jsonl what tells more than the loss, where a row has it."""
+"""Metrics that the progress line shows after the loss, where a row has them."""
 
 
 def header(
@@ -59,8 +59,8 @@ def header(
         ),
         (
             "run",
-            f"{how_long(state_, loader, tokens)}, {dtype}{precision}, "
-            f"lr {run.optimizer.lr:g} ({run.optimizer.schedule}, {warmup(run)} warm-up)",
+            f"{describe_length(state_, loader, tokens)}, {dtype}{precision}, "
+            f"lr {run.optimizer.lr:g} ({run.optimizer.schedule}, {describe_warmup(run)} warm-up)",
         ),
         ("out", out),
     ]
@@ -85,7 +85,7 @@ def _model(run: RunConfig) -> str:
 
 
 def _start(run: RunConfig, state_: TrainState) -> str:
-    """Where the weights come from, and which of them are frozen at first."""
+    """Describe the initial weights, and which of them are frozen at first."""
     start = run.init or f"random weights, seed {run.train.seed}"
     if state_.step:
         start = f"checkpoint of step {state_.step}"
@@ -109,20 +109,20 @@ def _details(
         ("kernels", kernels),
         *(("data" if i == 0 else "", line) for i, line in enumerate(loader.description.details)),
         ("peak", str(peak)),
-        ("MFU", arithmetic(run)),
+        ("MFU", describe_mfu(run)),
     ]
     if run.training.fp8 is not None:
         calibrated = any(delayed.begun for delayed in state_.model.delayed().values())
         scales = "; scales are those of --init" if calibrated and not state_.step else ""
-        rows.append(("fp8", f"{run.training.fp8}; {rounded(run)}{scales}"))
+        rows.append(("fp8", f"{run.training.fp8}; {describe_fp8(run)}{scales}"))
     if run.training.adapter is not None:
-        rows.append(("adapters", adapters(run)))
-    if reproducible := bits(run, mesh):
+        rows.append(("adapters", describe_adapters(run)))
+    if reproducible := describe_reproducibility(run, mesh):
         rows.append(("bits", reproducible))
     return rows
 
 
-def how_long(state_: TrainState, loader: Loader, tokens: int) -> str:
+def describe_length(state_: TrainState, loader: Loader, tokens: int) -> str:
     """The steps that are left, their tokens and their passes over the data, of `tokens` a step."""
     left = size(float(tokens) * (state_.steps - state_.step))
     before, after = loader.epochs(state_.step), loader.epochs(state_.steps)
@@ -131,32 +131,33 @@ def how_long(state_: TrainState, loader: Loader, tokens: int) -> str:
     return f"steps {state_.step} to {state_.steps}, {left} tokens, {several}{passes[-1]:.3g} epochs"
 
 
-def warmup(run: RunConfig) -> str:
-    """Steps of it, and tokens where they were asked for."""
+def describe_warmup(run: RunConfig) -> str:
+    """Describe the warm-up in steps, and in tokens where it is configured so."""
     tokens = run.optimizer.warmup_tokens
     return f"{run.warmup_steps:g}" + ("" if tokens is None else f" ({size(tokens)} tokens)")
 
 
-def rounded(run: RunConfig) -> str:
-    """How much of the model is multiplied in eight bits."""
+def describe_fp8(run: RunConfig) -> str:
+    """Describe the share of the model's products that is computed in eight bits."""
     leaves = run.trained.leaves.values()
-    own = sum(leaf.products for leaf in leaves if leaf.fp8 is not None)
-    every = sum(leaf.products for leaf in leaves)
-    return f"{own / every:.0%} of the multiply-adds of its matrices, all else in {run.train.dtype}"
+    rounded = sum(leaf.products for leaf in leaves if leaf.fp8 is not None)
+    total = sum(leaf.products for leaf in leaves)
+    share = f"{rounded / total:.0%} of the multiply-adds of its matrices"
+    return f"{share}, all else in {run.train.dtype}"
 
 
-def adapters(run: RunConfig) -> str:
+def describe_adapters(run: RunConfig) -> str:
     """Describe the adapters, and the memory that int8 saves for the frozen weights."""
-    own, every = count.trainable_parameters(run.trained), count.parameters(run.trained)
+    trained, total = count.trainable_parameters(run.trained), count.parameters(run.trained)
     where = ", ".join(run.adapter.targets)
     return (
-        f"rank {run.adapter.rank}, alpha {run.adapter.alpha:g}, on {where}: {size(own)} of "
-        f"{size(every)} parameters are trained ({own / every:.2%})" + held(run)
+        f"rank {run.adapter.rank}, alpha {run.adapter.alpha:g}, on {where}: {size(trained)} of "
+        f"{size(total)} parameters are trained ({trained / total:.2%})" + describe_int8(run)
     )
 
 
-def held(run: RunConfig) -> str:
-    """Of weights in eight bits, what all ranks together hold of them, and would."""
+def describe_int8(run: RunConfig) -> str:
+    """Describe the memory of int8 weights over all ranks, and what they would take otherwise."""
     leaves = run.trained.leaves.values()
     wide = master_dtype(run.train.dtype).itemsize
     was = sum(leaf.elements for leaf in leaves if leaf.int8) * wide
@@ -166,8 +167,8 @@ def held(run: RunConfig) -> str:
     return f"; of the others {size(was, 'B')} are held in int8, in {size(now, 'B')}"
 
 
-def arithmetic(run: RunConfig) -> str:
-    """What MFU counts, and what others do."""
+def describe_mfu(run: RunConfig) -> str:
+    """Describe the FLOP that MFU counts, and how other programs count."""
     ours = count.training_flops_per_token(run.trained, run.sequence_length)
     full = count.training_flops_per_token(run.trained, run.sequence_length, "full")
     return (
@@ -176,8 +177,8 @@ def arithmetic(run: RunConfig) -> str:
     )
 
 
-def bits(run: RunConfig, mesh: Mesh) -> str | None:
-    """Whether a run on a GPU is the same to the bit if made again; None on a CPU, where it is."""
+def describe_reproducibility(run: RunConfig, mesh: Mesh) -> str | None:
+    """Describe whether a run on a GPU is reproducible to the bit; None on a CPU, where it is."""
     if mesh.device.type != "cuda":
         return None
     if run.train.deterministic:
@@ -239,7 +240,7 @@ class ProgressLine:
             self.task = self.progress.add_task("starting", total=steps, completed=step, numbers="")
 
     def show(self, row: dict) -> None:
-        """`row` as in metrics.jsonl."""
+        """Show a row of metrics.jsonl."""
         done = row["step"] - self.start
         left = (time.monotonic() - self.began) / max(1, done) * (self.steps - row["step"])
         numbers = (
@@ -261,7 +262,7 @@ class ProgressLine:
             )
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self.console.print(text)
 
     def close(self) -> None:
@@ -270,7 +271,7 @@ class ProgressLine:
 
 
 def _mfu(row: dict) -> str:
-    """Of the datasheet's peak where there is one, and of the measured one."""
+    """Format MFU relative to the datasheet's peak, where there is one, and to the measured one."""
     measured = f"{row['mfu_measured']:.1%} of measured"
     if "mfu_datasheet" in row:
         return f"MFU {row['mfu_datasheet']:.1%} of datasheet, {measured}"

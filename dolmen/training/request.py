@@ -1,5 +1,5 @@
-"""The request for a run, from the command line or Python: its configuration, and what is done with
-its folder and its processes; and runs as YAML files. Without torch.
+"""A request to train, from the command line or Python: the run's options, its folder and processes;
+and runs as YAML files. Imports no torch.
 """
 
 from dataclasses import replace
@@ -12,42 +12,44 @@ from dolmen.training.config import RunConfig
 
 
 @config()
-class Handling:
-    """What is done with a run, which its configuration does not say."""
+class LaunchOptions:
+    """Folder and processes of a run: options that do not change what is trained."""
 
     out: Name | None = None
-    """Folder of the run. Default: that of the config.yaml of a run, else runs/NAME."""
+    """Folder of the run. Default: that of the given config.yaml, else runs/NAME."""
     resume: bool = False
-    """Go on from the newest whole checkpoint in --out; at any other layout too."""
+    """Resume from the newest complete checkpoint in --out, in any layout."""
     overwrite: bool = False
-    """Throw away the run that --out holds."""
+    """Delete the run in --out and start again."""
     nproc: Positive | None = None
-    """Processes to start on this machine. Default: as many as the layout needs; the GPUs that are
-    visible.
+    """Processes to start on this machine. Default: the layout's size; without --layout.dp, the
+    visible GPUs.
     """
     max_restarts: Count = 0
-    """Times to start the processes again after a failure; the run goes on by itself from its newest
-    whole checkpoint.
-    """
+    """Restarts after a failure; the run resumes by itself from its newest complete checkpoint."""
 
 
 @config()
-class Request:
-    """A run that is to be made. The launcher hands it to its workers as a file."""
+class TrainRequest:
+    """A request to train a run. The launcher hands it to its workers as a file."""
 
     config: RunConfig
-    handling: Handling
-    """With the folder filled in."""
+    handling: LaunchOptions
+    """Launch options, with the folder filled in."""
     source: str | None = None
     """The recipe or YAML file that it comes from; None: a RunConfig of Python's."""
 
     @classmethod
-    def of(cls, config: RunConfig, handling: Handling, source: str | None) -> "Request":
-        """Kept where `handling` says, else beside the config.yaml of a run that `source` is, else
-        in runs/NAME.
+    def from_config(
+        cls, config: RunConfig, handling: LaunchOptions, source: str | None
+    ) -> "TrainRequest":
+        """Make the request, with the folder filled in: that of `handling`, else that of the
+        config.yaml that is the `source`, else runs/NAME.
         """
-        own = Path(source or "").parent if _is_of_run(source) else Path("runs", config.name)
-        return cls(config, replace(handling, out=handling.out or str(own)), source)
+        default_out = (
+            Path(source or "").parent if _is_run_config(source) else Path("runs", config.name)
+        )
+        return cls(config, replace(handling, out=handling.out or str(default_out)), source)
 
     @property
     def out(self) -> Path:
@@ -56,8 +58,8 @@ class Request:
         return Path(self.handling.out)
 
 
-def _is_of_run(source: str | None) -> bool:
-    """Whether a YAML file is the config.yaml of a run's folder."""
+def _is_run_config(source: str | None) -> bool:
+    """Return whether a YAML file is the config.yaml of a run's folder."""
     file = Path(source or "")
     return file.name == "config.yaml" and (file.parent / "checkpoints").is_dir()
 
@@ -83,22 +85,24 @@ NOT_ACTING = (
 """Sections that do nothing where all of them is as by default."""
 
 
-def acting(config: RunConfig) -> dict[str, Any]:
+def acting_options(config: RunConfig) -> dict[str, Any]:
     """Return the options that act, as plain values: neither those that are None by default and so,
     nor sections of what the run does not do. What is left out is the default.
     """
     values, default = to_dict(config), to_dict(RunConfig())
     for path in NOT_ACTING:
         section, _, name = path.rpartition(".")
-        there, before = (each[section] if section else each for each in (values, default))
-        if there[name] == before[name]:
-            del there[name]
+        options, default_options = (
+            each[section] if section else each for each in (values, default)
+        )
+        if options[name] == default_options[name]:
+            del options[name]
     sections = [(values, default)]
-    sections += [(one, default[name]) for name, one in values.items() if name != "model"]
-    for section, before in sections:
+    sections += [(section, default[name]) for name, section in values.items() if name != "model"]
+    for section, default_options in sections:
         if isinstance(section, dict):
             for name in [name for name, value in section.items() if value is None]:
-                if before[name] is None:
+                if default_options[name] is None:
                     del section[name]
     return values
 
@@ -108,5 +112,5 @@ def write_config(out: Path, config: RunConfig) -> None:
     import yaml  # 15 ms, which no help owes
 
     out.mkdir(parents=True, exist_ok=True)
-    text = gate.seal_yaml(yaml.safe_dump(acting(config), sort_keys=False))
+    text = gate.seal_yaml(yaml.safe_dump(acting_options(config), sort_keys=False))
     write.replace(out / "config.yaml", text)

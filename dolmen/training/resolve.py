@@ -58,7 +58,7 @@ class ResolvedRun:
 
     @property
     def inherits_moments(self) -> bool:
-        """Whether the optimizer starts with the moments of the initial model."""
+        """True if the optimizer starts with the moments of the initial model."""
         return self.config.optimizer.from_init and not self.init_is_gone
 
     @property
@@ -75,7 +75,10 @@ def open_model(name: str | Path, model: Model | None = None) -> Source:
 
 
 def resolve(
-    config: RunConfig, processes: int | None, own: Path | None = None, reads_init: bool = True
+    config: RunConfig,
+    processes: int | None,
+    checkpoint: Path | None = None,
+    reads_init: bool = True,
 ) -> ResolvedRun:
     """Open what the run reads, for `processes` (None: as many as the layout says). `own`: the
     newest checkpoint of a run that resumes, read in place of initial models that were deleted.
@@ -84,21 +87,23 @@ def resolve(
     """
     config = resolve_model(config, processes)
 
-    def present(name: str | None) -> str | Path | None:
-        return own if own is not None and name is not None and is_absent(name) else name
+    def or_checkpoint(name: str | None) -> str | Path | None:
+        return (
+            checkpoint if checkpoint is not None and name is not None and is_absent(name) else name
+        )
 
-    init, critic = present(config.init), present(config.critic.init)
+    init, critic = or_checkpoint(config.init), or_checkpoint(config.critic.init)
     rewards: dict[str, Source] = {}
     if config.objective.uses_rollouts:
-        named = [name for _, name in parse_rewards(config.reward) if is_reward_model(name)]
-        rewards = {name: open_model(name) for name in named}
+        names = [name for _, name in parse_rewards(config.reward) if is_reward_model(name)]
+        rewards = {name: open_model(name) for name in names}
     stored = open_model(init) if init is not None and (reads_init or rewards) else None
     reference = config.objective.reference
     ppo = config.objective.name == "ppo"
     resolved = ResolvedRun(
         config,
         stored,
-        None if stored is None or init is None else as_model(stored, init, config.known_model),
+        None if stored is None or init is None else reopen_as(stored, init, config.known_model),
         open_model(critic) if critic is not None and ppo else stored,
         None if reference is None else open_model(reference),
         rewards,
@@ -126,7 +131,7 @@ def resolve_model(config: RunConfig, processes: int | None) -> RunConfig:
     return replace(config, train=train)
 
 
-def as_model(stored: Source, name: str | Path, model: Model) -> Source:
+def reopen_as(stored: Source, name: str | Path, model: Model) -> Source:
     """Return the source `stored`, opened from `name`, with its weights read as those of the run's
     `model`. A reward model may start from a model with logits: all but its head is read.
     """
@@ -145,9 +150,9 @@ def fill_in(resolved: ResolvedRun) -> ResolvedRun:
     """
     config, rows = resolved.config, resolved.config.train.new_rows
     if config.objective.name == "reward":
-        named = config.data.tokenizer or resolved.tokenizer
+        tokenizer = config.data.tokenizer or resolved.tokenizer
         config = replace(
-            config, model=pad_vocabulary(config.known_model, named, "--data.tokenizer")
+            config, model=pad_vocabulary(config.known_model, tokenizer, "--data.tokenizer")
         )
     if rows.share and rows.first is None and resolved.init is not None:
         rows = replace(rows, first=extend.first_new(resolved.init.where))
@@ -193,7 +198,7 @@ def open_data(resolved: ResolvedRun, progress: bool, verify: bool) -> Data:
             data, None, config.tree.vocab_size, config.sequence_length, verify=False
         )
     except (ValueError, OSError) as error:
-        raise ValueError(_of_pretraining(str(error))) from None
+        raise ValueError(_rename_path_option(str(error))) from None
     return Data(opened, text)
 
 
@@ -218,7 +223,7 @@ def load_data(resolved: ResolvedRun, data: Data, progress: bool, verify: bool) -
         options = pretraining_config(config, data.inputs.tokenizer)
         return loader.beside(load_text(config, options, data.pretraining, progress, verify))
     except (ValueError, OSError) as error:
-        raise ValueError(_of_pretraining(str(error))) from None
+        raise ValueError(_rename_path_option(str(error))) from None
 
 
 def load_text(
@@ -294,7 +299,7 @@ def fill_in_length(config: RunConfig, loader: Loader) -> RunConfig:
     return replace(config, train=replace(train, **length))
 
 
-def _of_pretraining(reason: str) -> str:
+def _rename_path_option(reason: str) -> str:
     """Return an error about --data.path as one about the option that has the pretraining text."""
-    own, other = "--ppo.pretraining-path", "--data.path"
-    return reason.replace(other, own) if other in reason else f"{own}: {reason}"
+    checkpoint, other = "--ppo.pretraining-path", "--data.path"
+    return reason.replace(other, checkpoint) if other in reason else f"{checkpoint}: {reason}"

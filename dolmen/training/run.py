@@ -31,7 +31,7 @@ from dolmen.training.batches import Batches
 from dolmen.training.checks.run import check_profile
 from dolmen.training.checks.warn import warnings
 from dolmen.training.config import RunConfig
-from dolmen.training.hooks import Hooks
+from dolmen.training.hooks import TrainingHooks
 from dolmen.training.initialize import make_critic, make_pretraining, make_state
 from dolmen.training.loop import Stop, report_recompile_limit, train_steps
 from dolmen.training.request import write_config
@@ -44,7 +44,7 @@ from dolmen.training.resolve import (
     resolve,
     run_steps,
 )
-from dolmen.training.start import Start, changes_since, on_first_rank, require_same_data, resume
+from dolmen.training.start import StartMode, changes_since, on_first_rank, require_same_data, resume
 from dolmen.training.state import NewRows, TrainState
 
 
@@ -79,8 +79,8 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class _Job:
-    """What all parts of a run in one process share. `began`: when it would have, by
-    time.monotonic(), had it never stopped.
+    """The parts of a run in one process. `began` is its start by time.monotonic(), moved back by
+    the seconds of earlier starts.
     """
 
     resolved: ResolvedRun
@@ -88,7 +88,7 @@ class _Job:
     out: Path
     mesh: Mesh
     console: Console
-    start: Start
+    start: StartMode
     stop: Stop
     watch: Watch
     checkpoints: Checkpoints
@@ -107,7 +107,7 @@ def run_training(
     *,
     resumed: bool = False,
     overwrite: bool = False,
-    start: Start | None = None,
+    start: StartMode | None = None,
     stop: Stop | None = None,
     watch: Watch | None = None,
     prepared: Prepared | None = None,
@@ -116,7 +116,7 @@ def run_training(
     is quiet on all but one. `start` says more than `resumed` and `overwrite` and is taken instead
     of them; `prepared` is `config`, resolved by this process before.
     """
-    began, start = time.monotonic(), start or Start(resumed, overwrite)
+    began, start = time.monotonic(), start or StartMode(resumed, overwrite)
     with determinism.deterministic_mode(config.train.deterministic):
         resolved, loader = prepared or prepare(config, out, mesh, start)
         job = _Job(
@@ -137,12 +137,12 @@ def run_training(
         state = make_initial(job)
         references = {}
         if resolved.config.objective.needs_reference:
-            references = reference.compare(resolved, state, loader, mesh, out)
+            references = reference.add_reference_logprobs(resolved, state, loader, mesh, out)
         with _lock(job):
             return _train(job, state, references)
 
 
-def prepare(config: RunConfig, out: Path, mesh: Mesh, start: Start) -> Prepared:
+def prepare(config: RunConfig, out: Path, mesh: Mesh, start: StartMode) -> Prepared:
     """Open what a checked run reads, in a process of it; who starts a run has verified the data."""
     own = checkpoint_to_resume(out, start.resumed)
     resolved = resolve(config, mesh.size, own)
@@ -165,9 +165,9 @@ def make_initial(job: _Job) -> TrainState:
 
 @contextmanager
 def _lock(job: _Job) -> Iterator[None]:
-    """Within, no other run writes into the folder."""
+    """Hold the lock of the run's folder within."""
     patience = 60 if job.start.restarted else 0
-    held = on_first_rank(job.mesh, lambda: folder.take(job.out, patience))
+    held = on_first_rank(job.mesh, lambda: folder.lock_folder(job.out, patience))
     if job.mesh.first and held is None:
         job.console.print(
             f"WARNING: the file system of {job.out} has no locks: nothing keeps a second run out "
@@ -177,7 +177,7 @@ def _lock(job: _Job) -> Iterator[None]:
         yield
     finally:
         if job.mesh.first:
-            folder.free(job.out, held)
+            folder.unlock_folder(job.out, held)
 
 
 def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -> Outcome:
@@ -236,7 +236,7 @@ def write_inputs(job: _Job, references: Mapping[str, np.ndarray]) -> None:
     write_config(job.out, job.config)
     write_tokenizer(job.out, job.loader.tokenizer)
     if references:
-        reference.keep(job.out, references)
+        reference.store(job.out, references)
 
 
 def write_tokenizer(out: Path, tokenizer: PreTrainedTokenizer) -> None:
@@ -251,14 +251,14 @@ def write_tokenizer(out: Path, tokenizer: PreTrainedTokenizer) -> None:
     folder.claim_files(out, "tokenizer")
 
 
-def _open_hooks(job: _Job, state: TrainState, saved: Saved | None) -> Hooks:
+def _open_hooks(job: _Job, state: TrainState, saved: Saved | None) -> TrainingHooks:
     """Print the header and the warnings, and open the files of the run."""
     config, loader, mesh, console, out = job.config, job.loader, job.mesh, job.console, job.out
     peak = mfu.peak(mesh.device, DTYPES[config.train.dtype])
     console.print(report.header(config, state, loader, mesh, peak, str(out)))
     for warning in warnings(job.resolved, loader, state.step, state.steps):
         console.print(f"WARNING: {warning}")
-    hooks = Hooks(
+    hooks = TrainingHooks(
         config,
         state,
         loader,
@@ -278,7 +278,7 @@ def _open_hooks(job: _Job, state: TrainState, saved: Saved | None) -> Hooks:
     return hooks
 
 
-def _run_steps(job: _Job, state: TrainState, hooks: Hooks) -> int:
+def _run_steps(job: _Job, state: TrainState, hooks: TrainingHooks) -> int:
     """Make the steps that are left; return the signal that stopped them early, or 0."""
     signal = 0
     with _open_batches(job, state) as read:
@@ -297,7 +297,7 @@ def _run_steps(job: _Job, state: TrainState, hooks: Hooks) -> int:
                     job.stop,
                     job.watch,
                     hooks.profile.around,
-                    drawn=job.config.objective.uses_rollouts,
+                    generates=job.config.objective.uses_rollouts,
                 )
         job.watch.beat(state.step, "the last save", patient=True)
     return signal
@@ -341,7 +341,7 @@ def length_option(config: RunConfig) -> str:
 
 
 def summary(outcome: Outcome, out: Path) -> None:
-    """What `finish` and a reader need to know of how the run ended, as summary.json."""
+    """Write summary.json: how the run ended, which `finish` reads."""
     row = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(outcome).items()

@@ -292,8 +292,9 @@ CRITIC = "critic."  # before those of the critic, which few runs have
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """What to say after `unknown option --NAME`, where `known` are the names of the verb's options;
-    empty where nothing is near. Names are without dashes before them, and `-` between words.
+    """Return what follows `unknown option --NAME` in a message, where `known` are the names of the
+    verb's options; empty where nothing is near. Names are without dashes before them, and `-`
+    between words.
     """
     last = name.rpartition(".")[2]
     if name in HOW or last in HOW:
@@ -351,8 +352,8 @@ def _near(last: str, known: Collection[str]) -> list[str]:
 
 
 def _of_families(options: Collection[str], known: Collection[str]) -> str:
-    """Of the first of these that is an option of a model of another family: what it is called here,
-    or else which families have it. Empty where none has.
+    """Return, for the first of these that is an option of another model family, its name in this
+    one, or else the families that have it. Empty where none has.
     """
     for option in options:
         path = option.removeprefix(MODEL).removeprefix("no-").replace("-", "_")

@@ -1,14 +1,25 @@
-"""Starts or resumes a run, decided by all ranks together.
+"""Start or resume of a run, agreed on by all ranks.
 
-Going on from the newest whole checkpoint of a run's folder, and saying what changed since.
+Ranks may see different files, options, code or restart counts, and a rank that resumed while
+another started would hang in its first collective, or train on other weights. So before anything is
+read they compare options, versions and a hash of the code (`rank_facts`), and decide together:
 
-How a run starts, settled by all ranks together: that they agree on what to do, and whether this
-is a first start or one more of the same run, after a failure.
+    first start    as --resume and --overwrite request; a folder that holds a run is an error
+    restart        if any rank's launcher counts one: from the newest complete checkpoint, or an
+                   older one if that is damaged. --overwrite was obeyed by the first start; the
+                   folder records by which job, as a kill may have come before
 
-    first start    as --resume and --overwrite say; what is in the way is refused
-    a restart      by any rank's launcher (its count is > 0): from the newest whole checkpoint, or
-                   an older one if that is damaged; --overwrite was obeyed by the first start: the
-                   folder says by whom, for a kill may have come before
+What is restored, and from where:
+
+    model, moments, fp8 scales, critic    tensors of the checkpoint, resharded to the layout of now
+    step, updates, tokens, samples        its state.json; the data loader continues at the sample
+    loss scale, norms of the spike policy its state.json, so that the next step decides as before
+    random numbers                        functions of seed and step: nothing is stored
+    learning rate                         function of step and total steps: follows the options
+    rollouts of the current iteration     rollouts/STEP.safetensors of the folder
+
+So a resumed run repeats the bits of one that never stopped. What changed since the checkpoint
+(options, data) is printed line by line and kept in history.jsonl.
 """
 
 from collections.abc import Callable
@@ -39,7 +50,7 @@ from dolmen.training.checks.folder import (
 )
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import OWNER, Unusable, check_folder
-from dolmen.training.request import Request
+from dolmen.training.request import TrainRequest
 from dolmen.training.resolve import fill_in_length
 from dolmen.training.state import TrainState
 
@@ -82,8 +93,8 @@ def resume(
 
 
 def changes_since(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
-    """Which options and data differ from those of the checkpoint, a line each, and each once: the
-    data's fingerprint holds some options too.
+    """Return the options and data that differ from those of the checkpoint, a line each. An option
+    that is part of the data's fingerprint is listed once.
     """
     # a section that checkpoints of before do not have was as it is by default
     options = changed_options(
@@ -123,10 +134,10 @@ def load_newest(
 def _load(
     step: int, state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console
 ) -> Saved:
-    def kept() -> Saved:
+    def read() -> Saved:
         return saved_state.read_saved(checkpoints.meta(step), checkpoints.path(step))
 
-    saved = checkpoints.together(step, kept)[0]
+    saved = checkpoints.together(step, read)[0]
     check_same_model(saved.run, run, step)
     check_same_optimizer(saved.run, run, step)
     if (saved.critic is None) != (state.critic is None):
@@ -135,15 +146,17 @@ def _load(
             f"the checkpoint of step {step} holds {holds}, and objective.name is "
             f"{run.objective.name}: go on as it began, or give another --out"
         )
-    wanted, scaling, now = state.tensors(), state.scaling(), to_dict(run.train)
+    count_processes, scaling, now = state.tensors(), state.scaling(), to_dict(run.train)
     if all(saved.run["train"].get(name) == now[name] for name in ("precision", "fp8")):
         for delayed in state.delayed():
             delayed.begun = delayed.begun or saved.updates > 0
     else:  # of another recipe, or none: scales begin as at a first step
-        wanted = {name: tensor for name, tensor in wanted.items() if name not in scaling}
+        count_processes = {
+            name: tensor for name, tensor in count_processes.items() if name not in scaling
+        }
         for delayed in state.delayed():
             delayed.forget()
-    checkpoints.load(step, wanted, state.names())
+    checkpoints.load(step, count_processes, state.names())
     return saved
 
 
@@ -151,8 +164,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a run does with what its folder holds. `owner` is written there when it is emptied."""
+class StartMode:
+    """How a run starts. `owner` is written into the folder when it is emptied."""
 
     resumed: bool = False
     overwrite: bool = False
@@ -161,15 +174,15 @@ class Start:
 
     @property
     def how(self) -> str:
-        """In a word, of history.jsonl."""
+        """The kind of start, for history.jsonl."""
         if self.restarted:
             return "restarted"
         return "resumed" if self.resumed else "new"
 
 
-def facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -> dict[str, object]:
-    """What must be the same on every rank: options, code, versions. Where the cache lies and who
-    fills it may differ.
+def rank_facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -> dict[str, object]:
+    """Return what must be the same on every rank: options, code, versions. The cache folder and its
+    workers may differ.
     """
     options = flatten({k: v for k, v in to_dict(run).items() if v is not None})
     for name in ("data.cache", "data.workers"):
@@ -187,15 +200,17 @@ def facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -> dic
 
 
 def agree_on_start(
-    request: Request, *, restarts: int, job: str, checked: bool, refusal: str | None = None
-) -> Start:
+    request: TrainRequest, *, restarts: int, job: str, checked: bool, refusal: str | None = None
+) -> StartMode:
     """Called by all ranks right after joining. `restarts`, `job`: as the launcher of this rank
     tells; `checked`: it has checked the folder before the first start. Raises ValueError on every
     rank, with the same words, if the ranks differ, if one refuses (`refusal`), or if the folder
     does.
     """
     out, resume, overwrite = request.out, request.handling.resume, request.handling.overwrite
-    consensus.require_same(facts(request.config, out, refusal, resume=resume, overwrite=overwrite))
+    consensus.require_same(
+        rank_facts(request.config, out, refusal, resume=resume, overwrite=overwrite)
+    )
     if refusal:
         raise ValueError(refusal)
     # after a failure on one host only its count is sure to rise
@@ -204,9 +219,9 @@ def agree_on_start(
     if not restarted:
         if not checked:
             consensus.run_on_rank_zero(lambda: _check(request))
-        return Start(resume, overwrite, False, owner)
+        return StartMode(resume, overwrite, False, owner)
     goes_on = not overwrite or consensus.run_on_rank_zero(lambda: bool(set(jobs) & _owners(out)))
-    return Start(resumed=goes_on, overwrite=not goes_on, restarted=True, owner=owner)
+    return StartMode(resumed=goes_on, overwrite=not goes_on, restarted=True, owner=owner)
 
 
 def on_first_rank(mesh: Mesh, work: Callable[[], T]) -> T:
@@ -238,7 +253,7 @@ def require_same_data(loader: Loader, mesh: Mesh) -> None:
         raise Unusable(str(error)) from None
 
 
-def _check(request: Request) -> None:
+def _check(request: TrainRequest) -> None:
     handling = request.handling
     check_folder(request.out, handling.resume, handling.overwrite)
     if handling.overwrite:

@@ -49,24 +49,22 @@ from dolmen.training.config import NewRowsConfig
 
 @dataclass(frozen=True)
 class NewRows:
-    """Which rows, and how long."""
+    """The new rows of the vocabulary, and the steps in which only they are trained."""
 
     first: int
     """Id of the first new token."""
     until: int
-    """Steps in which they learn alone."""
+    """The first step in which everything is trained."""
 
     @classmethod
     def from_config(cls, config: NewRowsConfig, steps: int) -> "NewRows | None":
-        """Those of a run of `steps` steps, one of them at least; None where all learn at once."""
+        """Return the frozen phase of a run of `steps` steps, at least one; None without it."""
         if not config.share or config.first is None:
             return None
         return cls(config.first, max(1, round(config.share * steps)))
 
     def mask_gradients(self, model: Decoder) -> None:
-        """Of all gradients those of new rows, the others are taken away: after backward, on every
-        rank.
-        """
+        """Remove all gradients but those of new rows; after backward, on every rank."""
         leaves = model.held()
         for name, p in model.named_parameters():
             if p.grad is None:
@@ -79,7 +77,7 @@ class NewRows:
 
 
 def step_without_decay(optimizer: Optimizer) -> None:
-    """A step of the optimizer without weight decay: rows without a gradient stay to the bit."""
+    """Step the optimizer without weight decay, so that rows without a gradient keep their bits."""
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0
@@ -89,8 +87,8 @@ def step_without_decay(optimizer: Optimizer) -> None:
 
 
 def reset_optimizer(optimizer: Optimizer) -> None:
-    """As before its first update: what rows have learned alone says nothing of the others' moments,
-    and the count of updates that corrects them is one for a whole table.
+    """Reset moments and step count: old rows have no moments yet, and the count that corrects their
+    bias is shared by the whole table.
     """
     optim.prime(optimizer)
     for group in optimizer.param_groups:
@@ -101,18 +99,22 @@ def reset_optimizer(optimizer: Optimizer) -> None:
 
 
 WINDOW = 64  # steps remembered
-LEAST = 16  # of them, before anything is a spike: a run's start is no usual
+LEAST = 16  # steps before anything is a spike: norms at the start of a run are no baseline
 
 
 class SpikePolicy:
-    """`factor` times the median is a spike; None: nothing is."""
+    """Skips steps whose gradient norm is over `factor` times the median norm of the last WINDOW
+    steps, skipped ones included: a lasting change becomes usual after half a window, and a single
+    giant, which would spoil a mean, does not count (PaLM, 2204.02311, skipped some hundred batches
+    around each spike by hand). None: nothing is a spike. Pure, and the same on every rank.
+    """
 
     def __init__(self, factor: float | None = None):
         self.factor, self.norms = factor, deque(maxlen=WINDOW)
 
     def allow(self, norm: float) -> bool:
-        """Whether a step of this gradient norm may change parameters; remembers it, if it is
-        finite. One that is not is refused.
+        """Return whether a step with this gradient norm may update, and remember a finite norm. A
+        norm that is not finite may not.
         """
         if not math.isfinite(norm):
             return False
@@ -125,19 +127,19 @@ class SpikePolicy:
         return not spike
 
     def state(self) -> list[float]:
-        """What a checkpoint keeps, so that a resumed run decides as one never stopped; exact in
-        JSON.
+        """Return what a checkpoint keeps, exact in JSON: a resumed run decides as one that never
+        stopped.
         """
         return list(self.norms)
 
     def load(self, norms: list[float]) -> None:
-        """Go on from `state()`."""
+        """Restore `state()`."""
         self.norms = deque(norms, maxlen=WINDOW)
 
 
 @dataclass
 class TrainState:
-    """Everything that changes while training, and what it needs to change."""
+    """Everything that training changes, and what an update needs."""
 
     model: Decoder
     optimizer: Optimizer
@@ -150,14 +152,14 @@ class TrainState:
     spike: SpikePolicy = field(default_factory=SpikePolicy)
     step: int = 0  # steps made, and the index of the next batch
     updates: int = 0  # those of them that were not skipped
-    # what the optimizer's count of updates is over these: of the run whose moments it began with;
-    # less than 0 where it has begun anew since
+    # difference of the optimizer's step count to `updates`: over 0 with moments of another run,
+    # below 0 after a reset (NewRows)
     inherited: int = 0
     tokens: int = 0  # real tokens trained on
-    warmup: float | None = None  # steps in which the learning rate rises; None: as `config` says
+    warmup: float | None = None  # steps of learning-rate warm-up; None: that of `config`
     lr_step_offset: float = 0.0  # steps of the current batch size that smaller or larger ones read
     objective: Objective = CrossEntropy()
-    new_rows: NewRows | None = None  # which learn alone at first
+    new_rows: NewRows | None = None  # rows that the frozen phase trains
     critic_warmup_steps: int = 0  # at the start, in which only the critic is updated
     critic: "Critic | None" = None
     pretraining: "PretrainingLoss | None" = None
@@ -227,9 +229,9 @@ class Critic:
     """
 
     state: TrainState
-    """Of a model of the policy's shape that ends in one number for each token."""
+    """The state of a model of the policy's shape with a scalar head."""
     coefficient: KLController
-    """Of the KL in rewards, for the next iteration."""
+    """The KL coefficient of rewards in the next iteration."""
 
     def save(self) -> SavedCritic:
         """Return what a checkpoint keeps of it, tensors aside."""

@@ -39,17 +39,17 @@ from dolmen.training.config import RunConfig
 from dolmen.training.finish import finish
 from dolmen.training.folder import Unusable, check_folder
 from dolmen.training.loop import Stop
-from dolmen.training.request import Request
+from dolmen.training.request import TrainRequest
 from dolmen.training.resolve import checkpoint_to_resume, load_data, open_data, resolve
 from dolmen.training.run import Prepared, run_training, summary
-from dolmen.training.start import Start, agree_on_start
+from dolmen.training.start import StartMode, agree_on_start
 
 Guard = Callable[[Callable[[], int]], int]
 
 
-def run(request: Request, guarded: Guard = lambda work: work()) -> int:
-    """Train as asked; the exit code. `guarded` calls what this process itself does of the run, and
-    decides about its exceptions. Raises BadInput for what is refused before that.
+def run(request: TrainRequest, guarded: Guard = lambda work: work()) -> int:
+    """Train as requested; return the exit code. `guarded` calls what this process itself does of
+    the run, and decides about its exceptions. Raises BadInput for what is refused before that.
     """
     started = process.read_launch()
     if started is None:
@@ -59,13 +59,13 @@ def run(request: Request, guarded: Guard = lambda work: work()) -> int:
     return _join(request, started, guarded)
 
 
-def _start_processes(request: Request, guarded: Guard) -> int:
+def _start_processes(request: TrainRequest, guarded: Guard) -> int:
     """Train in this process, which nobody started, or in workers that it starts."""
     try:
         device = devices.choose_device(request.config.train.device, None, DEVICE)
     except ValueError as error:
         raise BadInput(str(error)) from None
-    processes = wanted(request.config, request.handling.nproc)
+    processes = count_processes(request.config, request.handling.nproc)
     prepared = prepare(request, processes)
     request = replace(request, config=prepared.resolved.config)
     world, restarts = request.config.layout.world, request.handling.max_restarts
@@ -75,7 +75,7 @@ def _start_processes(request: Request, guarded: Guard) -> int:
     return code or finish(request.config, request.out)
 
 
-def _join(request: Request, started: Launch, guarded: Guard) -> int:
+def _join(request: TrainRequest, started: Launch, guarded: Guard) -> int:
     """Train in a process that a launcher started. The others, who wait, are told its refusal."""
     device, refusal, prepared = devices.CPU, None, None
     try:
@@ -90,9 +90,9 @@ def _join(request: Request, started: Launch, guarded: Guard) -> int:
     return guarded(lambda: worker(request, started, device, prepared, refusal))
 
 
-def wanted(config: RunConfig, nproc: int | None) -> int | None:
-    """Processes to start: --nproc, else what the layout says, else the visible GPUs (a multiple of
-    tp x cp x pp), else what those need.
+def count_processes(config: RunConfig, nproc: int | None) -> int | None:
+    """Return the processes to start: --nproc, else what the layout says, else the visible GPUs (a
+    multiple of tp x cp x pp), else what those need.
     """
     if nproc is not None:
         return nproc
@@ -117,7 +117,7 @@ def try_functions(config: RunConfig) -> None:
 
 
 def prepare(
-    request: Request, processes: int | None, starts: bool = True, verify: bool = True
+    request: TrainRequest, processes: int | None, starts: bool = True, verify: bool = True
 ) -> Prepared:
     """Resolve and check the run, and tokenize its data. `starts`: this process starts the others,
     so the run's folder and the devices of this machine are looked at too. `verify`: try the
@@ -160,7 +160,7 @@ OUTSIDE = (
 
 
 def worker(
-    request: Request,
+    request: TrainRequest,
     started: Launch | None,
     device: torch.device,
     prepared: Prepared | None = None,
@@ -180,7 +180,7 @@ def worker(
         determinism.deterministic_mode(same),  # NCCL asks when its groups are made
         process.stop_handler(lambda got: setattr(stop, "signal", max(stop.signal, got))),
         meshes.process_group_context(started, device, limit),
-        explained(out),
+        explain_errors(out),
     ):
         start = _start(request, started, device, refusal)
         if start.resumed != request.handling.resume:
@@ -219,9 +219,9 @@ def worker(
 
 
 def _start(
-    request: Request, started: Launch | None, device: torch.device, refusal: str | None
-) -> Start:
-    """What all ranks agree to begin with, each on a device of its own. Raises BadInput."""
+    request: TrainRequest, started: Launch | None, device: torch.device, refusal: str | None
+) -> StartMode:
+    """Return how the run starts, agreed on by all ranks. Raises BadInput."""
     try:
         start = agree_on_start(
             request,
@@ -237,7 +237,7 @@ def _start(
 
 
 @contextmanager
-def explained(out: Path) -> Iterator[None]:
+def explain_errors(out: Path) -> Iterator[None]:
     """Within, an error that is no mistake of ours (damage, a full disk, a loss that is no number)
     becomes one sentence that says what is saved. Mistakes of ours keep their traceback.
     """

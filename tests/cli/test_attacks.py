@@ -67,7 +67,7 @@ def test_a_run_that_never_has_a_finite_gradient_fails(material, tmp_path):
 
 
 def test_two_runs_in_one_folder(material, run):
-    held = folder.take(run)
+    held = folder.lock_folder(run)
     try:
         second = command("train", run / "config.yaml", "--resume", "--train.steps", 9)
     finally:

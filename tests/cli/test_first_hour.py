@@ -26,15 +26,15 @@ from dolmen.training.checks.warn import (
     APART,
     apart,
     batch_over_epoch,
-    little_held_out,
-    never_at_full_rate,
+    small_validation_split,
     unused_rows,
+    warmup_over_run,
 )
 from dolmen.training.finish import _next, _summary
 
 
 class Held:
-    """A loader, as far as `little_held_out` looks."""
+    """A loader, as far as `small_validation_split` looks."""
 
     unit, global_batch_size = "token", 1
     validation_share = Loader.validation_share
@@ -106,7 +106,7 @@ def test_the_warning_of_a_warm_up_names_what_would_do(run, material):
     words = ("--optimizer.warmup-steps", 40)
     assert "WARNING" not in dolmen("train", run / "config.yaml", "--resume", *words).out
     config = material.config(optimizer={"warmup_steps": 40})
-    assert "set --optimizer.warmup-steps 11 or less" in never_at_full_rate(config, 12)
+    assert "set --optimizer.warmup-steps 11 or less" in warmup_over_run(config, 12)
 
 
 def test_a_folder_is_no_recipe(material, run):
@@ -266,9 +266,11 @@ def test_little_held_out_text_is_told(material, tmp_path):
         assert result.code == 0 and ("WARNING" in found) == (said is not None), found
         assert said is None or said in found, found
     run = material.config(data={"validation_fraction": 0.25})
-    assert "(0.40% of the text, 25.00% asked for)" in little_held_out(run, Held(80, 19920))
-    assert "use a larger --data.validation-fraction" in little_held_out(run, Held(999, 19001))
-    assert little_held_out(run, Held(1000, 19000)) is None  # a fifth of a quarter
+    assert "(0.40% of the text, 25.00% asked for)" in small_validation_split(run, Held(80, 19920))
+    assert "use a larger --data.validation-fraction" in small_validation_split(
+        run, Held(999, 19001)
+    )
+    assert small_validation_split(run, Held(1000, 19000)) is None  # a fifth of a quarter
 
 
 def test_a_batch_over_an_epoch_is_told(material):

@@ -30,7 +30,7 @@ from dolmen.launch import launcher
 from dolmen.training import folder as lock
 from dolmen.training import loop, worker
 from dolmen.training import run as train_run
-from dolmen.training.checks.warn import never_at_full_rate
+from dolmen.training.checks.warn import warmup_over_run
 from dolmen.training.folder import LOCK, Unusable
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -334,7 +334,7 @@ def test_a_warm_up_longer_than_the_run_is_told(material, tmp_path):
     )
     assert rows(tmp_path / "run")[-1]["lr"] == 0.0005
     exact = material.config(optimizer={"lr": 0.01, "warmup_steps": 40})
-    assert never_at_full_rate(exact, 40) is None and never_at_full_rate(exact, 39)
+    assert warmup_over_run(exact, 40) is None and warmup_over_run(exact, 39)
 
 
 # ---- a full disk

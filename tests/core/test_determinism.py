@@ -267,6 +267,14 @@ def test_the_environment_is_given_back_and_the_users_stays(monkeypatch):
 def test_the_header_says_whether_bits_are_the_same():
     gpu, plain = SimpleNamespace(device=torch.device("cuda", 0)), RunConfig()
     asked = RunConfig(train=TrainConfig(deterministic=True))
-    assert report.bits(plain, SINGLE) is None and report.bits(asked, SINGLE) is None
-    assert "from run to run and after a resume; --train.deterministic" in report.bits(plain, gpu)
-    assert report.bits(asked, gpu).startswith("the same every time, and after a resume")
+    assert (
+        report.describe_reproducibility(plain, SINGLE) is None
+        and report.describe_reproducibility(asked, SINGLE) is None
+    )
+    assert (
+        "from run to run and after a resume; --train.deterministic"
+        in report.describe_reproducibility(plain, gpu)
+    )
+    assert report.describe_reproducibility(asked, gpu).startswith(
+        "the same every time, and after a resume"
+    )

@@ -28,7 +28,7 @@ from dolmen.objectives.preference import DPO
 from dolmen.ops.loss import IGNORED
 from dolmen.recipes import RECIPES
 from dolmen.training import initialize, reference
-from dolmen.training.checks.warn import never_ends
+from dolmen.training.checks.warn import no_eos_learned
 from dolmen.training.folder import Unusable
 from dolmen.training.resolve import resolve
 
@@ -136,7 +136,7 @@ def test_answers_that_end_no_text_are_warned_of(pairs, template, warned):
     loader = prepare_loader(
         data, str(pairs / "model"), 300, 96, 4, 0, model=config.tree, progress=False
     )
-    told = never_ends(resolve(config, 1), loader)
+    told = no_eos_learned(resolve(config, 1), loader)
     assert (told is not None) == warned
     assert not warned or "answers end with '>' (token " in told and "--stop" in told
 
@@ -172,7 +172,7 @@ def test_the_reference_is_the_start(pairs, tmp_path):
     """Its log-probabilities of all answers, as transformers has them; 0 of prompts."""
     config, loader = made(pairs)
     state = initialize.make_state(resolve(config, 1), SINGLE, 4)
-    reference.compare(resolve(config, 1), state, loader, SINGLE, tmp_path)
+    reference.add_reference_logprobs(resolve(config, 1), state, loader, SINGLE, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(pairs / "model", dtype=torch.float32)
     seen, held = set(), set()
     for step in range(8):
@@ -193,26 +193,28 @@ def test_another_reference(pairs, tmp_path):
     other.save_pretrained(tmp_path / "other")
     asked, _ = made(pairs, reference=str(tmp_path / "other"))
     state = initialize.make_state(resolve(config, 1), SINGLE, 4)
-    reference.compare(resolve(config, 1), state, loader, SINGLE, tmp_path)
+    reference.add_reference_logprobs(resolve(config, 1), state, loader, SINGLE, tmp_path)
     own = loader.mixture.numbers["reference"]
-    reference.compare(resolve(asked, 1), state, loader, SINGLE, tmp_path)
+    reference.add_reference_logprobs(resolve(asked, 1), state, loader, SINGLE, tmp_path)
     assert np.abs(loader.mixture.numbers["reference"] - own).max() > 0.1
     # kept under a hash of the model: that of another is not read, nor one that is damaged
-    known = reference.compare(resolve(config, 1), state, loader, SINGLE, tmp_path)
-    reference.keep(tmp_path, known)
+    known = reference.add_reference_logprobs(resolve(config, 1), state, loader, SINGLE, tmp_path)
+    reference.store(tmp_path, known)
     with mock.patch.object(reference, "_of_rows", side_effect=AssertionError):
-        again = reference.compare(resolve(config, 1), state, loader, SINGLE, tmp_path)
+        again = reference.add_reference_logprobs(
+            resolve(config, 1), state, loader, SINGLE, tmp_path
+        )
         assert all(np.array_equal(again[key], known[key]) for key in known)
         with pytest.raises(AssertionError):
-            reference.compare(resolve(asked, 1), state, loader, SINGLE, tmp_path)
+            reference.add_reference_logprobs(resolve(asked, 1), state, loader, SINGLE, tmp_path)
         for file in (tmp_path / "reference").iterdir():
             file.write_bytes(file.read_bytes()[:-1] + b"x")
         with pytest.raises(AssertionError):
-            reference.compare(resolve(config, 1), state, loader, SINGLE, tmp_path)
+            reference.add_reference_logprobs(resolve(config, 1), state, loader, SINGLE, tmp_path)
     with pytest.raises(Unusable, match="is gone, and objective.name dpo compares with it"):
         gone = made(pairs)[0]
         run = replace(resolve(gone, 1), init_is_gone=True)
-        reference.compare(run, state, loader, SINGLE, tmp_path)
+        reference.add_reference_logprobs(run, state, loader, SINGLE, tmp_path)
     larger = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**{**tinyrun.MODEL, "vocab_size": 310})
     )

@@ -50,7 +50,7 @@ def old(run: Path) -> Path:
 
 
 def test_all_that_a_run_writes_is_known(run):
-    assert not folder.strange(run)
+    assert not folder.foreign_entries(run)
     folder.clear_run(run, "me")
     assert os.listdir(run) == [folder.OWNER] and (run / folder.OWNER).read_text() == "me"
 
@@ -59,7 +59,7 @@ def test_a_run_of_before_is_known_by_its_forms(run):
     """Its profile has a picture too, which is no longer drawn."""
     (run / "profile" / "step-2").mkdir(parents=True, exist_ok=True)
     (run / "profile" / "step-2" / "picture-rank-0.png").write_text("a picture")
-    assert not folder.strange(old(run))
+    assert not folder.foreign_entries(old(run))
     folder.clear_run(run)
     assert not os.listdir(run)
 
@@ -172,8 +172,8 @@ def test_names_of_ours_that_dolmen_has_not_written_stay(run):
     with pytest.raises(Unusable, match="model is not exported: .*/hf was not written by dolmen"):
         folder.remove_export(run)
     with pytest.raises(Unusable, match="would write over hf"):
-        folder.refuse_taken(run, "hf")
-    folder.refuse_taken(run)
+        folder.check_names_free(run, "hf")
+    folder.check_names_free(run)
 
 
 def test_a_clearing_cut_short_goes_on(run, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_clearing_cut_short_goes_on(run, monkeypatch):
                 try:
                     folder.clear_run(copy)
                 except KeyboardInterrupt:
-                    folder.refuse_strange(copy)
+                    folder.require_own_files(copy)
             folder.clear_run(copy)
             assert not os.listdir(copy)
 
@@ -314,7 +314,7 @@ def test_what_is_no_file_of_ours_is_refused_by_name(run, tmp_path, name, instead
     if instead == "a folder" and (folder._kind(name, "folder") or name == "hang"):
         return
     with pytest.raises(Unusable, match=f"would write over (.*, )?{name}[,/]"):
-        folder.refuse_taken(run, "hf")
+        folder.check_names_free(run, "hf")
 
 
 def test_a_resume_through_links_is_refused(run, tmp_path):

@@ -125,7 +125,7 @@ def test_a_run_leaves_the_collector_as_it_was(was, material, tmp_path, monkeypat
         if state.step == 2:
             raise ZeroDivisionError
 
-    monkeypatch.setattr(hooks.Hooks, "log", log)
+    monkeypatch.setattr(hooks.TrainingHooks, "log", log)
     thresholds, before = gc.get_threshold(), gc.isenabled()
     try:
         (gc.enable if was else gc.disable)()

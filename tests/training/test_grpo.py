@@ -132,7 +132,7 @@ def test_what_is_off_is_told_with_what_can_be_done(name, dtype, cap, told, words
         objective=ObjectiveConfig(name),
         rollout=RolloutConfig(importance_sampling_cap=cap),
     )
-    said = warn.apart(run, told, 3)
+    said = warn.logprob_mismatch(run, told, 3)
     assert (said is None) == (words is None)
     for word in words or ():
         assert word in said

@@ -6,22 +6,22 @@ from models import Flat
 from dolmen.files import kinds
 from dolmen.files.rows import Tail
 from dolmen.training import balance
-from dolmen.training.metrics import History
+from dolmen.training.metrics import HistoryFile
 
 
 def test_rows_stay_whole_after_one_that_was_cut_short(tmp_path):
     file = tmp_path / "history.jsonl"
-    first = History(file)
+    first = HistoryFile(file)
     first.add(1, {"saved": True})
     first.close()
     file.write_text(file.read_text() + '{"step": 2, "ti')
     tail = Tail(file, kinds.HISTORY_ROW)
     assert [row["step"] for row in tail.read()] == [1] and tail.refused == 0  # it may still come
-    again = History(file)
+    again = HistoryFile(file)
     again.add(2, {"begun": "resumed"})
     assert [row["step"] for row in tail.read()] == [2] and tail.refused == 1
     again.close()
-    none = History(None)
+    none = HistoryFile(None)
     none.add(3, {"saved": True})
     none.close()
     assert [row["step"] for row in Tail(file, kinds.HISTORY_ROW).read()] == [1, 2]

@@ -14,20 +14,20 @@ from tinyrun import dolmen, rows
 
 from dolmen.training import metrics
 from dolmen.training.config import LogConfig
-from dolmen.training.metrics import Guarded, Logged
+from dolmen.training.metrics import TrackedRun, TrackerThread
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
 
 @pytest.fixture
-def run(tmp_path) -> Logged:
-    return Logged(tmp_path, "tiny", "0123456789abcdef", 0, {"name": "tiny"})
+def run(tmp_path) -> TrackedRun:
+    return TrackedRun(tmp_path, "tiny", "0123456789abcdef", 0, {"name": "tiny"})
 
 
 class Program:
     """One that fails where it is told to."""
 
-    told = ""
+    notice = ""
 
     def __init__(self, fails: str):
         self.fails, self.calls = fails, []
@@ -52,12 +52,12 @@ class Program:
 def test_a_program_that_fails_gets_no_more_and_is_told_once(run, monkeypatch, fails):
     said, made = [], []
 
-    def make(_: Logged) -> Program:
+    def make(_: TrackedRun) -> Program:
         made.append(Program(fails))
         return made[0]
 
-    monkeypatch.setitem(metrics.KNOWN, "wandb", make)
-    guarded = Guarded("wandb", run, said.append)
+    monkeypatch.setitem(metrics.TRACKERS, "wandb", make)
+    guarded = TrackerThread("wandb", run, said.append)
     for step in (1, 2):
         guarded.write({"step": step})
     guarded.close()
@@ -80,8 +80,8 @@ COMPLETION = {
 
 def test_completions_come_before_the_row_that_follows(run, monkeypatch):
     made = Program("")
-    monkeypatch.setitem(metrics.KNOWN, "wandb", lambda _: made)
-    guarded = Guarded("wandb", run, print)
+    monkeypatch.setitem(metrics.TRACKERS, "wandb", lambda _: made)
+    guarded = TrackerThread("wandb", run, print)
     guarded.write_completions([COMPLETION, COMPLETION])
     guarded.write({"step": 4})
     guarded.close()
@@ -136,7 +136,7 @@ def test_wandb_asks_for_no_key(run, monkeypatch, mode, key, step, want):
     made = metrics.WandB(run._replace(step=step))
     assert (asked[0]["mode"], asked[0]["resume"]) == want
     assert (asked[0]["project"], asked[0]["id"]) == ("dolmen", run.identity)
-    assert ("wandb sync here" in made.told) == (want[0] == "offline")
+    assert ("wandb sync here" in made.notice) == (want[0] == "offline")
     made.write({"step": 4, "time": 1.0, "loss": 2.0})
     failed = {name: value for name, value in COMPLETION.items() if name != "reward"}
     made.write_completions([COMPLETION, failed, {**COMPLETION, "step": 7}])
@@ -152,10 +152,10 @@ def test_wandb_asks_for_no_key(run, monkeypatch, mode, key, step, want):
 def test_a_run_waits_for_no_program(run, monkeypatch):
     """One that hangs as it begins, and whose rows are too many then."""
     go, said = threading.Event(), []
-    monkeypatch.setitem(metrics.KNOWN, "trackio", lambda _: go.wait())
-    monkeypatch.setattr(metrics, "PATIENCE", 0.01)
-    monkeypatch.setattr(metrics, "WAITING", 2)
-    slow, full = (Guarded("trackio", run, said.append) for _ in range(2))
+    monkeypatch.setitem(metrics.TRACKERS, "trackio", lambda _: go.wait())
+    monkeypatch.setattr(metrics, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(metrics, "MAX_QUEUED", 2)
+    slow, full = (TrackerThread("trackio", run, said.append) for _ in range(2))
     slow.close()
     for step in range(4):
         full.write({"step": step})

@@ -88,5 +88,5 @@ def test_what_is_drawn_has_as_much_time_as_the_first_batch(made, drawn):
     beats = []
     watch = SimpleNamespace(beat=lambda step, phase, patient=False: beats.append((phase, patient)))
     state = SimpleNamespace(step=0, steps=2, model=SimpleNamespace(tree=None), critic=None)
-    train_steps(state, Batches(), SINGLE, [], Stop(), watch, drawn=drawn)
+    train_steps(state, Batches(), SINGLE, [], Stop(), watch, generates=drawn)
     assert ("the first batch", True) in beats and ("the next batch", drawn) in beats

@@ -105,7 +105,7 @@ def test_both_are_named_in_the_line_and_the_header():
     row = {"mfu_measured": 0.551, "mfu_datasheet": 0.412}
     assert report._mfu(row) == "MFU 41.2% of datasheet, 55.1% of measured"
     assert report._mfu({"mfu_measured": 0.551}) == "MFU 55.1% of measured"
-    told = report.arithmetic(replace(RunConfig(), model=RECIPES["llama-8b"]().model))
+    told = report.describe_mfu(replace(RunConfig(), model=RECIPES["llama-8b"]().model))
     assert told == (
         "of 45.43 GFLOP per token, attention to the keys that queries see; with all keys, as "
         "torchtitan counts, 45.83: 1.009 times the MFU"
@@ -134,7 +134,7 @@ def test_the_peak_is_that_of_all_ranks():
 def test_a_run_of_several_ranks_divides_by_all_of_them(found, material, tmp_path, monkeypatch):
     """The hooks of one of four: the step's tokens are those of all."""
     written = []
-    made = hooks.Hooks.__new__(hooks.Hooks)
+    made = hooks.TrainingHooks.__new__(hooks.TrainingHooks)
     made.mesh = replace(SINGLE, world=Axis("world", 4, 1))
     made.peak, made.flops = Peak(MEASURED, PROMISED), FLOPS
     made.since, made.tokens_since, made.skipped, made.began = 10.0, 640, 0, 2.0

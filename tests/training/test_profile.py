@@ -37,7 +37,7 @@ def test_what_it_leaves(done):
     out, _ = done
     names = {path.name for path in (out / "profile" / "step-3").iterdir()}
     assert names == {"trace-rank-0.json.gz", "table.txt", "table.json"}
-    assert "profile" in (out / folder.LIST).read_text().split() and not folder.strange(out)
+    assert "profile" in (out / folder.LIST).read_text().split() and not folder.foreign_entries(out)
 
 
 def test_the_trace_is_of_one_step_and_its_events_are_nested(done):
@@ -108,9 +108,9 @@ def test_overwrite_deletes_it_and_nothing_else(done):
 
 def test_somebody_elses_folder_is_in_the_way_only_if_it_would_be_written_to(tmp_path):
     (tmp_path / "profile").mkdir()
-    folder.refuse_taken(tmp_path)
+    folder.check_names_free(tmp_path)
     with pytest.raises(folder.Unusable, match="would write over profile"):
-        folder.refuse_taken(tmp_path, "profile")
+        folder.check_names_free(tmp_path, "profile")
 
 
 @pytest.mark.parametrize("number", [0, -3])
@@ -133,11 +133,11 @@ def test_a_step_that_never_comes_is_refused(material, tmp_path):
 
 def test_a_run_that_goes_on_after_it_says_so(material):
     run = material.config(log={"profile": 4})
-    assert warn.never_profiled(run, 3, 6) is None
-    assert warn.never_profiled(run, 4, 6) == (
+    assert warn.profile_out_of_range(run, 3, 6) is None
+    assert warn.profile_out_of_range(run, 4, 6) == (
         "log.profile (4) is not profiled: the run goes from step 5 to 6; set --log.profile 6"
     )
-    assert "from step 1 to 3; set --log.profile 2" in warn.never_profiled(run, 0, 3)
+    assert "from step 1 to 3; set --log.profile 2" in warn.profile_out_of_range(run, 0, 3)
 
 
 def test_the_first_step_and_one_that_fails(tmp_path):

@@ -278,7 +278,7 @@ def test_waiting_for_others_is_what_a_collective_took_beyond_the_least():
     assert measured == pytest.approx(
         {"collectives tp": 100, "collectives fsdp": 20, "collectives edp": 10}
     )
-    found = found.with_waiting(measured, {"collectives tp": 25.0})
+    found = found.split_waiting(measured, {"collectives tp": 25.0})
     got = {row.kind: (1e6 * row.seconds, 1e6 * row.busy) for row in found.rows}
     assert got["collectives tp"] == pytest.approx((10, 25))
     assert got[WAITING] == pytest.approx((30, 30))

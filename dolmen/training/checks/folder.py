@@ -33,7 +33,7 @@ def check_overwrite(run: RunConfig, out: Path, source: str | None) -> None:
                 f"--overwrite would delete {path}, which this run reads: give another --out"
             )
     if out.is_dir():
-        folder.refuse_strange(out)
+        folder.require_own_files(out)
 
 
 def _read_by(run: RunConfig, source: str | None) -> set[Path]:
@@ -41,15 +41,15 @@ def _read_by(run: RunConfig, source: str | None) -> set[Path]:
     models = (run.init, run.critic.init, run.objective.reference)
     rewards = [name for _, name in parse_rewards(run.reward) if is_reward_model(name)]
     data = (run.data.tokenizer, run.data.template, str(run.data.cache_folder))
-    asked = (run.evaluate.samples, run.evaluate.tasks_path)
-    given = (*models, *rewards, *data, *asked, run.layout.schedule, source)
+    evaluation = (run.evaluate.samples, run.evaluate.tasks_path)
+    named_paths = (*models, *rewards, *data, *evaluation, run.layout.schedule, source)
     entries = sources.resolve_sources(run.data.path)
     if run.ppo.pretraining_path:
         entries += sources.resolve_sources(run.ppo.pretraining_path, "--ppo.pretraining-path")
     if run.data.validation is not None:
         entries += sources.resolve_sources([run.data.validation], "--data.validation")
     files = [file for entry in entries for file in entry.paths]
-    return {expand(name).resolve() for name in (*given, *files) if name is not None}
+    return {expand(name).resolve() for name in (*named_paths, *files) if name is not None}
 
 
 def check_resume(run: RunConfig, out: Path) -> None:
@@ -58,7 +58,7 @@ def check_resume(run: RunConfig, out: Path) -> None:
     and where the place of metrics.jsonl is taken.
     """
     if out.is_dir():
-        folder.refuse_taken(
+        folder.check_names_free(
             out,
             *["hf"] * run.finish.export,
             *["profile"] * (run.log.profile is not None),
@@ -74,18 +74,18 @@ def check_resume(run: RunConfig, out: Path) -> None:
     try:
         reader = Reader(saved.path(step))
         reader.check_files()
-        found = saved_state.read_saved(reader.state, saved.path(step))
+        checkpoint_state = saved_state.read_saved(reader.state, saved.path(step))
     except Damaged as error:
         raise saved.damage_error(step, error) from None
-    check_same_model(found.run, run, step)
-    check_same_optimizer(found.run, run, step)
+    check_same_model(checkpoint_state.run, run, step)
+    check_same_optimizer(checkpoint_state.run, run, step)
     if run.train.steps is not None and step > run.train.steps:
         raise folder.Unusable(
             f"the checkpoint is of step {step}, --train.steps is {run.train.steps}: give more, or "
             f"export it (dolmen export {out} --to model/)"
         )
-    if run.train.tokens is not None and found.samples * run.sequence_length > run.train.tokens:
-        read = found.samples * run.sequence_length
+    read = checkpoint_state.samples * run.sequence_length
+    if run.train.tokens is not None and read > run.train.tokens:
         raise folder.Unusable(
             f"the checkpoint of step {step} has read {read:,} tokens, --train.tokens is "
             f"{run.train.tokens:,g}: give more, or export it (dolmen export {out} --to model/)"
@@ -121,8 +121,8 @@ def check_same_optimizer(saved: dict, run: RunConfig, step: int) -> None:
 
 
 def _structure(model: Model, training: Training) -> dict:
-    """What must not change on resume: the fields that fix the tree, less what only training or its
-    start uses, whether routers have a bias, and the adapters.
+    """Return what must not change on resume: the fields that fix parameters and forward pass,
+    whether routers have a bias, and the adapters.
     """
     free = training_fields(model)
     fields = {n: v for n, v in model.family.write(model.tree).items() if n not in free}
@@ -131,12 +131,12 @@ def _structure(model: Model, training: Training) -> dict:
         "model": {"model_type": model.model_type, "ends in": str(model.tree.head), **fields}
         if isinstance(model.tree.head, ScalarHeadSpec)
         else {"model_type": model.model_type, **fields},
-        "adapter": _of_adapter(training.adapter),
+        "adapter": adapter_fields(training.adapter),
         "train": {"router": {"balance": "bias" if biased else "loss or none"}},
     }
 
 
-def _of_adapter(adapter: LoraSpec | None) -> dict:
+def adapter_fields(adapter: LoraSpec | None) -> dict:
     """Its targets by the last part of our names."""
     if adapter is None:
         return {"rank": None}

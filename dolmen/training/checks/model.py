@@ -109,9 +109,11 @@ def check_adapter(run: RunConfig) -> None:
     """
     if run.training.adapter is None:
         return
-    asked = f"adapter.rank ({run.adapter.rank}) freezes all weights but those of adapters"
+    prefix = f"adapter.rank ({run.adapter.rank}) freezes all weights but those of adapters"
     if run.init is None:
-        raise ValueError(f"{asked}, and without a model to start from they are random: give --init")
+        raise ValueError(
+            f"{prefix}, and without a model to start from they are random: give --init"
+        )
     if run.adapter.frozen == "int8" and run.training.fp8 is not None:
         raise ValueError(
             "adapter.frozen int8 holds the weights in eight bits that train.precision would round "
@@ -119,11 +121,11 @@ def check_adapter(run: RunConfig) -> None:
         )
     if run.optimizer.name == "muon":
         raise ValueError(
-            f"{asked}, and optimizer.name muon is for the matrices that are frozen: use "
+            f"{prefix}, and optimizer.name muon is for the matrices that are frozen: use "
             "--optimizer.name adamw"
         )
     if run.train.router.balance == "bias":
         raise ValueError(
-            f"{asked}, and train.router.balance bias moves the biases of routers: use "
+            f"{prefix}, and train.router.balance bias moves the biases of routers: use "
             "--train.router.balance loss, or none"
         )

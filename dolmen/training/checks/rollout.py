@@ -33,8 +33,8 @@ def check_rollout(resolved: ResolvedRun) -> None:
     """
     run = resolved.config
     rewarded = bool(run.reward) or (run.objective.name == "grpo" and run.rollout.distills)
-    asked = [run.objective.uses_rollouts, run.data.rows == "prompts", rewarded]
-    if not any(asked):
+    requirements = [run.objective.uses_rollouts, run.data.rows == "prompts", rewarded]
+    if not any(requirements):
         if run.environment is not None:
             raise ValueError(f"environment is {run.environment}: use dolmen train grpo, or ppo")
         if run.rollout != RolloutConfig():
@@ -42,12 +42,12 @@ def check_rollout(resolved: ResolvedRun) -> None:
                 "rollout is of answers that the model draws: use dolmen train grpo, or ppo"
             )
         return
-    if all(asked[:2]) and not rewarded:
+    if all(requirements[:2]) and not rewarded:
         raise ValueError(
             f"{run.objective.name} needs --reward: exact, gsm8k, stub, regex:PATTERN, "
             "MODULE:FUNCTION or the folder of a reward model"
         )
-    if not all(asked):
+    if not all(requirements):
         raise ValueError(
             f"objective.name {run.objective.name}, data.rows {run.data.rows} and reward "
             f"{' '.join(run.reward) or 'none'} do not belong together: grpo and ppo are of "
@@ -56,7 +56,7 @@ def check_rollout(resolved: ResolvedRun) -> None:
         )
     _check_rewards(resolved)
     if run.objective.name == "grpo":
-        check_compared(run.rollout)
+        check_group_size(run.rollout)
     if run.rollout.distills and (run.reward or run.objective.reference is None):
         raise ValueError(
             "rollout.advantage-estimator distillation learns from what --objective.reference "
@@ -129,20 +129,18 @@ def _check_layout(run: RunConfig) -> None:
         raise ValueError(f"of --rollout.tp {tp}: {error}") from None
 
 
-def check_compared(asked: RolloutConfig) -> None:
-    """Raises ValueError where answers are compared with others, and there are none."""
-    if asked.num_generations < 2 and asked.advantage_estimator in GROUP_ESTIMATORS:
+def check_group_size(config: RolloutConfig) -> None:
+    """Raise ValueError where an estimator needs groups, and a group is one completion."""
+    if config.num_generations < 2 and config.advantage_estimator in GROUP_ESTIMATORS:
         raise ValueError(
-            f"rollout.num-generations is {asked.num_generations}: an answer is compared with "
-            "others to its "
-            "prompt, so it must be at least 2 (--rollout.advantage-estimator reinforce-plus-plus "
-            "compares none)"
+            f"rollout.num-generations ({config.num_generations}) must be at least 2: "
+            f"rollout.advantage-estimator {config.advantage_estimator} compares completions of a "
+            "prompt; use reinforce-plus-plus for single completions"
         )
-    if asked.num_generations < 2 and asked.max_resamples:
+    if config.num_generations < 2 and config.max_resamples:
         raise ValueError(
-            f"rollout.max-resamples ({asked.max_resamples}) draws groups of equal rewards again, "
-            "and with "
-            f"rollout.num-generations {asked.num_generations} each is one: set "
+            f"rollout.max-resamples ({config.max_resamples}) resamples groups of equal rewards, "
+            f"and with rollout.num-generations {config.num_generations} every group is one: set "
             "--rollout.max-resamples 0, or more generations"
         )
 

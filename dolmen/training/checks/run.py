@@ -268,7 +268,7 @@ def validate_computation(resolved: ResolvedRun) -> None:
 
 def check_programs(config: RunConfig) -> None:
     """Raises ValueError where a program that is to get numbers is not installed."""
-    if lacking := metrics.missing(config.log.programs):
+    if lacking := metrics.not_installed(config.log.programs):
         raise ValueError(
             f"log.to has {lacking[0]}, which is not installed: pip install 'dolmen[log]', or leave "
             "it out of --log.to"

@@ -1,4 +1,4 @@
-"""What a run is warned of before its first step: it can be done, and is hardly what was meant."""
+"""Warnings before the first step, of what can be done but is hardly intended."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from dolmen.serving.engine import stop_tokens
 from dolmen.training.config import RunConfig
 from dolmen.training.resolve import ResolvedRun
 
-APART = "rollout/logprob_difference_over_tolerance"
+MISMATCH = "rollout/logprob_difference_over_tolerance"
 LOOKED_AT = 100  # answers
 UNUSED_SHARE, UNUSED_ROWS = 0.1, 128  # more is no padding: published models pad to 128 at most
 
@@ -22,24 +22,24 @@ def warnings(resolved: ResolvedRun, loader: Loader, step: int, steps: int) -> li
     run = resolved.config
     if step >= steps:
         return []
-    found = [
-        never_at_full_rate(run, steps),
-        little_held_out(run, loader),
+    message = [
+        warmup_over_run(run, steps),
+        small_validation_split(run, loader),
         batch_over_epoch(run, loader),
-        never_profiled(run, step, steps),
-        nothing_replayed(run, loader),
-        not_told_apart(run, loader),
-        never_ends(resolved, loader),
+        profile_out_of_range(run, step, steps),
+        no_replay_source(run, loader),
+        one_validation_source(run, loader),
+        no_eos_learned(resolved, loader),
         *model_warnings(run.known_model),
     ]
     if run.init is None and step == 0:  # a trained model keeps its size
         tokens = tokenizers.vocabulary_size(loader.tokenizer)
-        found.append(unused_rows(run.tree.vocab_size, tokens))
-    return [line for line in found if line]
+        message.append(unused_rows(run.tree.vocab_size, tokens))
+    return [line for line in message if line]
 
 
-def never_at_full_rate(run: RunConfig, steps: int) -> str | None:
-    """What to warn of where the warm-up is longer than the run of `steps` steps; else None."""
+def warmup_over_run(run: RunConfig, steps: int) -> str | None:
+    """Return a warning where the warm-up is longer than the run of `steps` steps, or None."""
     warmup, lr = math.ceil(run.warmup_steps), run.optimizer.lr
     if warmup <= steps:
         return None
@@ -64,8 +64,8 @@ def batch_over_epoch(run: RunConfig, loader: Loader) -> str | None:
     )
 
 
-def nothing_replayed(run: RunConfig, loader: Loader) -> str | None:
-    """What to warn of where a model learns tokens of a new language, and reads nothing else."""
+def no_replay_source(run: RunConfig, loader: Loader) -> str | None:
+    """Return a warning where a model learns tokens of a new language from one source, or None."""
     if not run.train.new_rows.share or len(loader.mixture.parts) > 1:
         return None
     return (
@@ -74,37 +74,37 @@ def nothing_replayed(run: RunConfig, loader: Loader) -> str | None:
     )
 
 
-def not_told_apart(run: RunConfig, loader: Loader) -> str | None:
-    """What to warn of where the loss of each source was asked for, and what is held out is of
-    none.
+def one_validation_source(run: RunConfig, loader: Loader) -> str | None:
+    """Return a warning where losses per source are requested, and the validation split is not per
+    source, or None.
     """
     if not run.log.validate_sources or loader.held_apart or len(loader.mixture.parts) < 2:
         return None
-    of_one = run.data.validation is not None
+    single = run.data.validation is not None
     return (
         "log.validate-sources tells the validation loss of each source of data.path, and "
         + (
             "data.validation is one text for all"
-            if of_one
+            if single
             else "fewer than two of them have held-out text"
         )
         + ": "
-        + ("leave it out" if of_one else "set a larger --data.validation-fraction")
+        + ("leave it out" if single else "set a larger --data.validation-fraction")
     )
 
 
-def never_ends(resolved: ResolvedRun, loader: Loader) -> str | None:
-    """Return a warning where no completion that is learned ends with an EOS token: what the model
-    writes goes on behind it.
+def no_eos_learned(resolved: ResolvedRun, loader: Loader) -> str | None:
+    """Return a warning where no trained completion ends with an EOS token, so that generation would
+    not stop, or None.
     """
     run = resolved.config
     learned = run.objective.name in ("tokens", "dpo") and run.data.masking_strategy != "all"
     if not isinstance(loader, ChatLoader) or not learned or resolved.init is None:
         return None
-    ends = stop_tokens(resolved.init) | {loader.tokenizer.eos_token_id}
+    eos_tokens = stop_tokens(resolved.init) | {loader.tokenizer.eos_token_id}
     examples = loader.mixture.examples
     last = [examples.last_learned(int(i)) for i in loader.mixture.chosen[:LOOKED_AT]]
-    if ends & {*last}:
+    if eos_tokens & {*last}:
         return None
     shown = printable(loader.tokenizer.decode([last[0]]))
     return (
@@ -115,8 +115,8 @@ def never_ends(resolved: ResolvedRun, loader: Loader) -> str | None:
     )
 
 
-def never_profiled(run: RunConfig, step: int, steps: int) -> str | None:
-    """What to warn of where a run that goes on does not come to the step to be profiled."""
+def profile_out_of_range(run: RunConfig, step: int, steps: int) -> str | None:
+    """Return a warning where a resumed run does not reach the step to be profiled, or None."""
     number = run.log.profile
     if number is None or step < number <= steps:
         return None
@@ -127,7 +127,7 @@ def never_profiled(run: RunConfig, step: int, steps: int) -> str | None:
 
 
 def unused_rows(vocab_size: int, tokens: int) -> str | None:
-    """What to warn of where the embedding has many rows that the tokenizer's `tokens` leave out."""
+    """Return a warning where many rows of the embedding have no token, or None."""
     unused = vocab_size - tokens
     if unused <= max(UNUSED_ROWS, UNUSED_SHARE * vocab_size):
         return None
@@ -137,38 +137,40 @@ def unused_rows(vocab_size: int, tokens: int) -> str | None:
     )
 
 
-def little_held_out(run: RunConfig, loader: Loader) -> str | None:
-    """What to warn of where the validation says little: a fifth of the share that was asked for, or
-    less than one batch. None also where nothing is to be held out.
+def small_validation_split(run: RunConfig, loader: Loader) -> str | None:
+    """Return a warning where the validation split is less than a fifth of the requested share, or
+    less than one batch; None also without a validation split.
     """
     held, unit = loader.validation_tokens, loader.unit
     share, batch = loader.validation_share(run.sequence_length)
     by_hash = run.data.validation is None and run.data.order == "dolmen"
-    asked = run.data.validation_fraction if by_hash else 0.0
-    if not held or (held >= batch and share >= asked / 5):
+    requested = run.data.validation_fraction if by_hash else 0.0
+    if not held or (held >= batch and share >= requested / 5):
         return None
-    what = "text" if unit == "token" else f"{unit}s"
-    told = f" ({share:.2%} of the {what}, {asked:.2%} asked for)" if asked else ""
-    knob = "a larger --data.validation-fraction, or give --data.validation" if asked else "more"
+    share_text = "text" if unit == "token" else f"{unit}s"
+    shares = f" ({share:.2%} of the {share_text}, {requested:.2%} asked for)" if requested else ""
+    option = (
+        "a larger --data.validation-fraction, or give --data.validation" if requested else "more"
+    )
     return (
-        f"the validation text has {plural(held, unit)}{told}, and a batch {batch:,}: its "
-        f"loss says little; use {knob}" + ("" if asked else " text in --data.validation")
+        f"the validation text has {plural(held, unit)}{shares}, and a batch {batch:,}: its "
+        f"loss says little; use {option}" + ("" if requested else " text in --data.validation")
     )
 
 
-def apart(run: RunConfig, told: Mapping[str, float], step: int) -> str | None:
-    """What to warn of where trainer and generator say unlike log-probabilities of what was drawn
-    after `step`, by the numbers of a phase; None where they agree, or nothing is drawn.
+def logprob_mismatch(run: RunConfig, metrics: Mapping[str, float], step: int) -> str | None:
+    """Return a warning where the log-probabilities of trainer and generator differ by more than the
+    tolerance, by the metrics of the iteration after `step`; None where they agree.
     """
-    of_allowed = told.get(APART, 0.0)
-    if of_allowed <= 1:  # and not where it is no number
+    ratio = metrics.get(MISMATCH, 0.0)
+    if ratio <= 1:  # and not where it is no number
         return None
-    found = f"after step {step} trainer and generator disagree: a log-probability is "
-    if math.isnan(of_allowed):
-        return f"{found}no number ({APART}), and nothing can be learned from it"
-    found += (
-        f"{of_allowed:.3g} times as far off as is allowed ({APART}), all of them by "
-        f"{told['rollout/logprob_difference']:.2g} in the mean"
+    message = f"after step {step} trainer and generator disagree: a log-probability is "
+    if math.isnan(ratio):
+        return f"{message}no number ({MISMATCH}), and nothing can be learned from it"
+    message += (
+        f"{ratio:.3g} times as far off as is allowed ({MISMATCH}), all of them by "
+        f"{metrics['rollout/logprob_difference']:.2g} in the mean"
     )
     if run.train.dtype in ("bfloat16", "float16"):
         capped = run.objective.name != "grpo" or run.rollout.importance_sampling_cap is not None
@@ -176,11 +178,11 @@ def apart(run: RunConfig, told: Mapping[str, float], step: int) -> str | None:
             "" if capped else "--rollout.importance-sampling-cap 2 weighs each token by that, and "
         )
         return (
-            f"{found}. Rounding to {run.train.dtype} alone does so: {weighed}--train.dtype float32 "
-            "shows whether there is more"
+            f"{message}. Rounding to {run.train.dtype} alone does so: {weighed}--train.dtype "
+            "float32 shows whether there is more"
         )
     return (
-        f"{found}. In {run.train.dtype} nothing but a fault does so, and what is learned is not "
+        f"{message}. In {run.train.dtype} nothing but a fault does so, and what is learned is not "
         "what was drawn: look whether the number grows with the steps (weights that draw are "
         "stale: compare --rollout.tp 1), with the length of answers (positions, or the cache), or "
         "with the layout (compare one process), and whether `dolmen verify` of the export agrees"
