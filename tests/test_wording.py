@@ -12,11 +12,11 @@ import pytest
 from test_house import files, nodes
 
 LIMITS = {
-    "fragments": 310,
-    "participles": 60,
-    "prepositions": 84,
-    "shared class names": 40,
-    "private words": 504,
+    "fragments": 208,
+    "participles": 48,
+    "prepositions": 75,
+    "shared class names": 29,
+    "private words": 391,
 }
 FRAGMENTS = set(
     """of what that those as with by in whether which where whose on from between behind

@@ -23,9 +23,9 @@ from dolmen.families import Model
 from dolmen.families.unknown import unknown_fields_warning
 from dolmen.serving import engine
 from dolmen.training.checks.warn import (
-    APART,
-    apart,
+    MISMATCH,
     batch_over_epoch,
+    logprob_mismatch,
     small_validation_split,
     unused_rows,
     warmup_over_run,
@@ -292,10 +292,10 @@ def test_a_batch_over_an_epoch_is_told(material):
 
 def test_trainer_and_generator_that_disagree_are_told_with_what_to_look_at(material):
     def told(off: float, dtype: str) -> str:
-        numbers = {APART: off, "rollout/logprob_difference": 0.01}
-        return apart(material.config(train={"dtype": dtype}), numbers, 6) or ""
+        numbers = {MISMATCH: off, "rollout/logprob_difference": 0.01}
+        return logprob_mismatch(material.config(train={"dtype": dtype}), numbers, 6) or ""
 
-    assert apart(material.config(), {}, 6) is None and not told(1.0, "float32")
+    assert logprob_mismatch(material.config(), {}, 6) is None and not told(1.0, "float32")
     assert "after step 6 trainer and generator disagree" in told(1.1, "float32")
     assert "--rollout.tp 1" in told(3, "float32") and "is 3 times as far" in told(3, "float32")
     assert "Rounding to bfloat16 alone" in told(300, "bfloat16")

@@ -108,7 +108,7 @@ def test_weights_that_are_stale_are_seen(prompts, tmp_path, monkeypatch):
     assert rows(tmp_path / "run")[-1]["rollout/logprob_difference_over_tolerance"] > 10
 
 
-OFF = {warn.APART: 3.0, "rollout/logprob_difference": 2e-4}
+OFF = {warn.MISMATCH: 3.0, "rollout/logprob_difference": 2e-4}
 CAP = "--rollout.importance-sampling-cap 2"
 
 
@@ -119,8 +119,8 @@ CAP = "--rollout.importance-sampling-cap 2"
         ("grpo", "bfloat16", 3.0, OFF, ("Rounding to bfloat16 alone",)),
         ("ppo", "float16", None, OFF, ("Rounding to float16 alone",)),
         ("ppo", "float64", None, OFF, ("In float64 nothing but a fault",)),
-        ("grpo", "bfloat16", None, {**OFF, warn.APART: math.nan}, ("is no number",)),
-        ("grpo", "bfloat16", None, {**OFF, warn.APART: 1.0}, None),
+        ("grpo", "bfloat16", None, {**OFF, warn.MISMATCH: math.nan}, ("is no number",)),
+        ("grpo", "bfloat16", None, {**OFF, warn.MISMATCH: 1.0}, None),
         ("tokens", "bfloat16", None, {}, None),
     ],
 )

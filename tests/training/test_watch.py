@@ -11,7 +11,7 @@ import pytest
 from dolmen.core.messages import Failed
 from dolmen.launch import watchdog as watches
 from dolmen.launch.watchdog import Watch, verdict
-from dolmen.training.worker import explained
+from dolmen.training.worker import explain_errors
 
 
 def row(passed: int, waits: bool = False) -> dict:
@@ -120,7 +120,7 @@ def test_a_link_in_its_place_is_not_followed(tmp_path, passes):
     watch = Watch(tmp_path / "hang", 0, 1, 9.0, [].append)
     with (
         pytest.raises(Failed, match="hang: it is a link or a file, no folder. "),
-        explained(tmp_path),
+        explain_errors(tmp_path),
         watch.watching(),
     ):
         pass
