@@ -1,4 +1,4 @@
-"""From sources to batches: text, chats, pairs, prompts and Megatron's data sets.
+"""Sources to batches: text, chats, pairs, prompts and Megatron's data sets.
 
 Sources and tokens
     sources.py            entries of `--data.path`: files, folders, hub ids

@@ -23,7 +23,7 @@ class Mixed(Protocol):
     @property
     def parts(self) -> Sequence[Part]: ...
     def documents(self, first: int, count: int) -> list[str]:
-        """What these samples were cut from, a line each."""
+        """Return the documents that these samples were cut from, a line each."""
         ...
 
     def epochs(self, samples: int) -> dict[str, float]:
@@ -32,7 +32,7 @@ class Mixed(Protocol):
 
 
 class HeldOutRows(Protocol):
-    """What is validated on, in order."""
+    """Validation rows, in order."""
 
     @property
     def tokens(self) -> int:
@@ -41,7 +41,7 @@ class HeldOutRows(Protocol):
 
     @property
     def bytes(self) -> int | None:
-        """Of the text, exactly; None where they are not known."""
+        """Bytes of the text, exactly; None where they are not known."""
         ...
 
     def batches(
@@ -64,7 +64,7 @@ class Description:
     training: str
     validation: str = "none"
     changes: tuple[str, ...] = ()
-    """What was left out, cut off or kept out of training."""
+    """Notes on text that was left out, cut off or kept out of training."""
     details: tuple[str, ...] = ()
     """The sources of a mixture and one example, which `--log.verbose` shows."""
 
@@ -113,8 +113,8 @@ class Loader(ABC):
         self.ahead = samples - step * self.global_batch_size
 
     def documents(self, step: int) -> list[str]:
-        """Which documents the rows of global batch `step` were cut from, a line each: `source:
-        documents a..b`.
+        """Return which documents the rows of global batch `step` were cut from, a line each:
+        `source: documents a..b`.
         """
         lines = self.mixture.documents(self.first(step), self.global_batch_size)
         return lines if len(lines) <= 16 else [*lines[:16], f"and {len(lines) - 16} more rows"]
@@ -165,7 +165,7 @@ class Loader(ABC):
 
     @property
     def unit(self) -> str:
-        """What is predicted, one by one."""
+        """Name of one prediction: token or answer."""
         return "token"
 
     @property
@@ -185,7 +185,7 @@ class Loader(ABC):
 
     @property
     def held_apart(self) -> dict[str, HeldOutRows]:
-        """What is validated on of each source, by its name; empty where it is of one."""
+        """Validation rows of each source, by its name; empty where there is one source."""
         return {}
 
     @property
@@ -194,7 +194,7 @@ class Loader(ABC):
         return ()
 
     def fingerprint(self) -> dict[str, str]:
-        """What decides the batches, by content and not by path: equal here and on another
-        machine.
+        """Return everything that decides the batches, by content and not by path: equal here and on
+        another machine.
         """
         return self.identity

@@ -33,16 +33,16 @@ class Batch:
     tokens: Int64[Tensor, "sequences length"]
     labels: Int64[Tensor, "sequences length"]
     documents: Documents | None = None
-    """Of each window; None: it is one, without a prefix."""
+    """Documents of each window; None: a window is one document, without a prefix."""
     positions: PositionIds | None = None
     """None: a token's is its index in the window."""
     weights: Float[Tensor, "sequences length"] | None = None
-    """Of each token's loss, finite and not negative; None: 1. One of 0 is as good as a label that
-    is IGNORED.
+    """Weight of each token's loss, finite and not negative; None: 1. One of 0 is as good as a label
+    that is IGNORED.
     """
     numbers: Mapping[str, Float[Tensor, "sequences length"]] = field(default_factory=dict)
-    """What else an objective must know of each token, by name, such as its log-probability in
-    another model.
+    """Further numbers that an objective needs of each token, by name, such as its log-probability
+    in another model.
     """
     experts: Int64[Tensor, "sequences length choices"] | None = None
     """Experts of each token, of all MoE layers (model/routing_replay.py); None: routers choose."""
@@ -51,9 +51,9 @@ class Batch:
     def of_windows(
         cls, windows: Int64[np.ndarray, "sequences window"], end_of_text: int | None = None
     ) -> "Batch":
-        """From windows of length + 1 consecutive tokens; IGNORED marks where the text has
-        ended. With `end_of_text`, a document begins at the window's first token and after each end
-        of text.
+        """Make a batch of windows of length + 1 consecutive tokens; IGNORED marks where the text
+        has ended. With `end_of_text`, a document begins at the window's first token and after each
+        end of text.
         """
         whole = torch.from_numpy(windows)
         tokens = whole[:, :-1]
@@ -147,8 +147,8 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """Of all predictions asked for: what the sum of losses is divided by, over all ranks. Of a
-        batch on the CPU. Raises ValueError for weights that are no weights.
+        """Sum of the weights of all predictions: the divisor of the sum of losses, over all ranks.
+        Of a batch on the CPU. Raises ValueError for weights that are no weights.
         """
         if self.weights is None:
             return self.real_tokens

@@ -82,7 +82,7 @@ def tokenizer_folder(
 
 
 def _whole(folder: Path) -> bool:
-    """Whether the folder has the files that were written."""
+    """Return whether the folder has the files that were written."""
     try:
         return read_text(folder / DIGEST, 64) == _digest(folder)
     except Refused:

@@ -55,8 +55,8 @@ def prepare(
     verify: bool,
     model: ModelSpec | None,
 ) -> ChatLoader:
-    """From chats to batches. Raises ValueError for chats that cannot be trained on, and for a model
-    that is not taught by them.
+    """Build the loader of chats. Raises ValueError for chats that cannot be trained on, and for a
+    model that is not taught by them.
     """
     refuse_model(config, model)
     template = template_of(inputs.tokenizer, config.template)
@@ -197,7 +197,7 @@ def opened(
 
 
 def identify(config: DataConfig, examples: Examples, judge: Examples | None) -> dict[str, str]:
-    """What chats are trained on, and what is validated on, by content."""
+    """Return the training and validation chats, identified by content."""
     return {
         "data 1": f"{len(examples):,} chats, hash {examples.content}",
         "validation": (
@@ -351,8 +351,8 @@ def with_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
 
 
 def useful(examples: Examples, say: Say) -> np.ndarray:
-    """Of each pair, whether it says anything: two answers that differ, with a token each; where a
-    number is said of the end, two whose ends are read.
+    """Return for each pair whether it can be trained on: two answers that differ, with a token
+    each; where a number is said of the end, two whose ends are read.
     """
     each = examples.predictions() > 0
     if say == "end":
@@ -361,7 +361,7 @@ def useful(examples: Examples, say: Say) -> np.ndarray:
 
 
 def equal(examples: Examples) -> np.ndarray:
-    """Of each pair, whether its answers are."""
+    """Return for each pair whether its answers are equal, [pairs]."""
     return examples.hashes[0::2] == examples.hashes[1::2]
 
 

@@ -1,6 +1,4 @@
-"""What to train on or to evaluate, and how its text becomes tokens: the options that the command
-line shows under `--data`.
-"""
+"""Options of `--data`: the text to train on or to evaluate, and how it is tokenised."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -59,7 +57,7 @@ class TokenizeConfig:
     """
 
     to: Name
-    """What the two files are named, before .bin and .idx; neither may exist."""
+    """Name of the two files, before .bin and .idx; neither may exist."""
     data: TokenConfig = TokenConfig()
 
 
@@ -83,15 +81,15 @@ class DataConfig(TextConfig):
     all sources are held out together. Of a single document, the end is held out.
     """
     order: Literal["dolmen", "megatron"] = "dolmen"
-    """In which order samples are read: ours, by windows, or that of Megatron-LM, which depends on
-    --train.steps and holds out by --data.split.
+    """Order in which samples are read: dolmen's, by windows, or that of Megatron-LM, which depends
+    on --train.steps and holds out by --data.split.
     """
     masked_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the tokens of a sequence that a model which fills in masked ones (BERT, RoBERTa) is
     to fill in, by whole words.
     """
     rows: Literal["text", "chats", "pairs", "completions", "prompts"] = "text"
-    """What rows of files and of the hub hold. chats: `messages`, ShareGPT's `conversations` or
+    """Content of the rows of files and of the hub. chats: `messages`, ShareGPT's `conversations` or
     Alpaca's `instruction` and `output`, told apart by these fields; a `weight` multiplies the loss
     of a row. They are packed whole into sequences, and none sees another. pairs: `prompt`, and two
     answers to it, `chosen` and `rejected`, as text or messages, and maybe a `margin`. completions:
@@ -103,7 +101,7 @@ class DataConfig(TextConfig):
     template.
     """
     masking_strategy: Literal["assistant", "last", "all"] = "assistant"
-    """What of a chat is learned: the turns of the assistant, the last of them, or all."""
+    """Turns of a chat that are trained on: those of the assistant, the last of them, or all."""
     packing: bool = True
     """Several chats in a sequence, where they fit; else one in each."""
     max_row_bytes: Positive = 4 * 2**20

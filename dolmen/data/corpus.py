@@ -47,13 +47,13 @@ class Corpus:
 
     name: str
     files: Sequence[Path]
-    """Those that are documents."""
+    """Files that are documents."""
     memory: Sequence[np.ndarray]
     """Tokens, memory-mapped; documents lie in one of them, one behind the other, and in those of
     the next.
     """
     sequences: Sequence[np.ndarray]
-    """Of each of `memory`, the first token of each sequence, and their number: its documents, or
+    """For each of `memory`, the first token of each sequence, and their number: its documents, or
     the parts that a .bin has them in.
     """
     offsets: np.ndarray
@@ -65,13 +65,13 @@ class Corpus:
     seams: np.ndarray
     """SEAM."""
     byte_count: int | None
-    """Of text, exactly; None where some is known by its tokens alone."""
+    """Bytes of text, exactly; None where some is known by its tokens only."""
     content: str
     """Hash of all text."""
     different_count: int
     """Documents, copies counted once."""
     notes: tuple[str, ...] = ()
-    """What to tell of it, a line each."""
+    """Notes for the header of a run, a line each."""
 
     @property
     def token_count(self) -> int:
@@ -92,7 +92,7 @@ class Corpus:
 
     @property
     def last_tokens(self) -> np.ndarray:
-        """Of each document, int64."""
+        """Last token of each document, int64 [documents]."""
         bases = np.cumsum([0] + [len(tokens) for tokens in self.memory])
         at = self.offsets[1:] - 1
         found = np.empty(len(at), np.int64)
@@ -200,7 +200,7 @@ def provenance(
 
 
 def identities(source: Source, option: str) -> dict[str, list]:
-    """Which text the source is, as JSON, found without reading it: `identity_of` each file, and of
+    """Identify the text of the source, as JSON, without reading it: `identity_of` each file, and of
     each data set of the hub [name, rows, `identity_of` each shard].
     """
     hubs = []

@@ -61,8 +61,8 @@ SPEAKERS = {
 def chats(
     source: Source, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Chat]:
-    """Of all rows of `source`, in order. Raises ValueError, with the row, for one that is no
-    chat.
+    """Yield the chat of each row of `source`, in order. Raises ValueError, with the row, for one
+    that is no chat.
     """
     for row, where in rows(source, option, max_bytes):
         yield chat_of(row, where)
@@ -71,7 +71,7 @@ def chats(
 def pairs(
     source: Source, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Chat]:
-    """Of all rows of `source`, in order, the chat with the chosen answer and the one with the
+    """Yield of each row of `source`, in order, the chat with the chosen answer and the one with the
     rejected. Raises ValueError, with the row, for one that has no two answers.
     """
     for row, where in rows(source, option, max_bytes):
@@ -81,8 +81,8 @@ def pairs(
 def completions(
     source: Source, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Chat]:
-    """Of all rows of `source`, in order, the chat with the completion, or of a row with two answers
-    both, of which the chosen one is wanted. Raises as `pairs`.
+    """Yield of each row of `source`, in order, the chat with the completion, or of a row with two
+    answers both, of which the chosen one is wanted. Raises as `pairs`.
     """
     for row, where in rows(source, option, max_bytes):
         if row.get("completion") is None and row.get("chosen") is not None:
@@ -183,7 +183,7 @@ READERS = {"chats": chats, "pairs": pairs, "completions": completions}
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Of one source, none longer than `longest`: the end of one that is, is cut off."""
+    """Examples of one source, truncated to `longest` tokens."""
 
     name: str
     tokens: np.ndarray
@@ -209,11 +209,11 @@ class Examples:
         return int(self.tokens[span][np.flatnonzero(self.trained[span] > 0)[-1]])
 
     def places(self) -> np.ndarray:
-        """Of each example, how many places it takes."""
+        """Positions that each example takes, [examples]."""
         return np.minimum(np.diff(self.offsets), self.longest) - 1
 
     def predictions(self) -> np.ndarray:
-        """Of each, how many of its tokens are trained: none where it weighs nothing."""
+        """Number of trained tokens of each example, [examples]; 0 where its weight is 0."""
         before = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
         first = np.minimum(self.offsets[:-1] + 1, self.offsets[1:])  # the first is not predicted
         end = np.minimum(self.offsets[1:], self.offsets[:-1] + self.longest)
@@ -221,12 +221,12 @@ class Examples:
 
     @property
     def long(self) -> np.ndarray:
-        """Of each, whether it is too long."""
+        """True for each example that is truncated, [examples]."""
         return np.diff(self.offsets) > self.longest
 
     @property
     def weighted(self) -> bool:
-        """Whether they differ in what they weigh, but for those that weigh nothing."""
+        """True if examples have other weights than 0 and 1."""
         return bool(((self.weights != 0) & (self.weights != 1)).any())
 
 
@@ -242,8 +242,9 @@ def open_examples(
     rows: ChatRows = "chats",
     max_row_bytes: int | None = None,
 ) -> Examples:
-    """From the cache or built into it; of pairs two examples each. Raises
-    ValueError where there are no chats, or where none or all of their tokens would be trained.
+    """Open the examples of a source, from the cache or built into it; a pair is two examples.
+    Raises ValueError where there are no chats, or where none or all of their tokens would be
+    trained.
     """
     tokenizer = template.tokenizer
     origin = {

@@ -18,7 +18,7 @@ BLOCK = 1 << 20  # tokens that are written at once
 
 
 class Tokenized(NamedTuple):
-    """What was written."""
+    """The written data set."""
 
     file: Path
     """The .bin; its .idx lies beside it."""

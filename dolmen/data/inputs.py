@@ -23,7 +23,7 @@ OWN = "without --data.tokenizer,"
 
 
 class Inputs(NamedTuple):
-    """What `check_inputs` has found in order."""
+    """Inputs that `check_inputs` has accepted."""
 
     sources: tuple[Source, ...]
     validation: Source | None
@@ -158,8 +158,8 @@ def look_at(source: Source, text_field: str, least: int, option: str) -> str:
 
 
 def same_files(source: Source, judge: Source) -> bool:
-    """Whether each file of `source` is one of `judge` too, by its bytes; what has another size is
-    not read, nor what is the same file.
+    """Return whether each file of `source` is also one of `judge`, by its bytes; what has another
+    size is not read, nor what is the same file.
     """
     if source.hubs:
         return False

@@ -183,7 +183,7 @@ class TextLoader(Loader):
 
 
 def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """What differs between two fingerprints, a line each."""
+    """Return the differences between two fingerprints, a line each."""
     return [
         f"{name}: {before.get(name, 'none')} -> {after.get(name, 'none')}"
         for name in sorted(before.keys() | after.keys())
@@ -203,7 +203,7 @@ def prepare_loader(
     steps: int | None = None,
     model: ModelSpec | None = None,
 ) -> Loader:
-    """From options to batches: check, tokenise or find in the cache, hold out, mix or pack.
+    """Build the loader: check, tokenise or open from the cache, split, mix or pack.
     `verify`: try the tokenizer's expressions and compare the cache with its digests, once per host.
     `steps`: of the whole run, where they are known. `model`: what reads the batches; one that sees
     both ways is given masked tokens to fill in.
@@ -296,7 +296,7 @@ def make_cloze(
 def divide_corpora(
     config: DataConfig, inputs: Inputs, corpora: list[Corpus], judge: Corpus | None
 ) -> tuple[list[Division], list[ValidationSplit]]:
-    """What of each corpus is trained on, and what is validated on: all of `judge`, the text of
+    """Divide each corpus into training text and validation split: all of `judge`, the text of
     --data.validation, if there is one, else a fraction of the documents.
     """
     if config.order == "megatron":
@@ -315,7 +315,7 @@ def divide_corpora(
 def identify(
     config: DataConfig, mixture: Order, corpora: list[Corpus], judge: Corpus | None
 ) -> dict[str, str]:
-    """What text is trained on, in which order, and what is validated on, by content."""
+    """Return training text, order and validation split, identified by content."""
     drawn = f"{config.validation_fraction:g} of the documents held out, drawn by their words"
     if config.order == "megatron":
         drawn = f"split {config.shares}"

@@ -43,11 +43,11 @@ class Cloze:
     mask: int
     padding: int
     begins: Bool[np.ndarray, " vocabulary"]
-    """Whether a token is the first of a word."""
+    """True for tokens that begin a word."""
     ordinary: Int64[np.ndarray, " ids"]
     """Ids that are no special tokens: they may be masked, and random ones are drawn of them."""
     fraction: float
-    """Of a text's tokens, how many are to be filled in."""
+    """Share of a text's tokens that are masked."""
     pairs: bool
     seed: int
 
@@ -62,7 +62,7 @@ class Cloze:
         names: Sequence[Hashable],
         other: Callable[[int], Text],
     ) -> Batch:
-        """Of texts of `text` tokens, IGNORED behind the end of one, each with a name of its own;
+        """Mask texts of `text` tokens, IGNORED after the end of one, each with a name of its own;
         `other(row)` is a text of elsewhere.
         """
         made = [self._row(row, text, names[row], other) for row, text in enumerate(texts)]
@@ -126,8 +126,8 @@ class Cloze:
 def of_tokenizer(
     tokenizer: PreTrainedTokenizer, sequence_length: int, fraction: float, pairs: bool, seed: int
 ) -> Cloze:
-    """By the special tokens of a tokenizer, and what its pieces look like. Raises ValueError for
-    one that has no such tokens, and for sequences without room for text.
+    """Make the collator of a tokenizer, from its special tokens and the form of its pieces. Raises
+    ValueError for one that has no such tokens, and for sequences without room for text.
     """
     if sequence_length < 8:
         raise ValueError(

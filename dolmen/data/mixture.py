@@ -90,7 +90,7 @@ class TokenStream:
         return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
     def places(self, start: int, count: int) -> list[tuple[int, int, int]]:
-        """What `read` reads, as (which memory, first token, token after the last)."""
+        """Return the ranges that `read` reads, as (index of the memory, first token, end)."""
         # `ends` are positions in the stream, so the range of a position is found by bisection; from
         # there on ranges follow one another, past the last the first again
         out, left, position = [], count, start % len(self)
@@ -155,8 +155,8 @@ class Mixture:
         return out
 
     def documents(self, first: int, count: int) -> list[str]:
-        """What samples first .. first + count - 1 were cut from, a line each: `source: documents
-        a..b`, counted from 0.
+        """Return what samples first .. first + count - 1 were cut from, a line each: `source:
+        documents a..b`, counted from 0.
         """
         lines = [""] * count
         for row, source, start in self.places(first, count):
@@ -231,7 +231,7 @@ def take(weights: Sequence[int], taken: Sequence[int], count: int) -> list[int]:
 
 
 def permute_index(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Where a permutation of 0 .. size - 1, chosen by `key`, sends each `index`; int64 like it."""
+    """Map each `index` by the permutation of 0 .. size - 1 that `key` selects; int64."""
     # A network of 2 x half bits permutes at most 4 x size values. What lands outside is sent on
     # until it is inside: that follows the one cycle it lies on, so no two meet, and takes fewer
     # than 4 turns on average.

@@ -52,7 +52,7 @@ class Order(Protocol):
     def sequence_length(self) -> int: ...
     @property
     def name(self) -> str:
-        """What a run is told of it; empty for ours."""
+        """Name for the header of a run; empty for dolmen's order."""
         ...
 
     def windows(self, first: int, count: int) -> np.ndarray:
@@ -60,7 +60,7 @@ class Order(Protocol):
         ...
 
     def documents(self, first: int, count: int) -> list[str]:
-        """What these samples were cut from, a line each."""
+        """Return the documents that these samples were cut from, a line each."""
         ...
 
     def epochs(self, samples: int) -> dict[str, float]:
@@ -142,11 +142,11 @@ class Epochs(NamedTuple):
 
     times: int
     apart: bool
-    """Whether the last one is shuffled by itself."""
+    """True if the last epoch is shuffled separately."""
     before: int
     """Samples before the last one, where it is apart; else all."""
     samples: int
-    """Of all epochs: at least as many as were asked for."""
+    """Samples of all epochs: at least as many as requested."""
 
 
 class Shuffled:
@@ -217,7 +217,7 @@ class Shuffled:
 
 
 def epochs_of(tokens: int, sequence_length: int, samples: int | None) -> Epochs:
-    """Of `tokens` tokens per epoch. ValueError for fewer than one sample has."""
+    """Count the epochs of `tokens` tokens each. ValueError for fewer than one sample has."""
     per_epoch = (tokens - 1) // sequence_length
     if per_epoch < 1:
         raise ValueError(
@@ -233,7 +233,9 @@ def epochs_of(tokens: int, sequence_length: int, samples: int | None) -> Epochs:
 
 
 class MegatronOrder:
-    """What `Mixture` is, in Megatron's order: `parts` are read as `orders` say, by `weights`."""
+    """Megatron's order of samples, with the interface of `Mixture`: `parts` are read as `orders`
+    say, by `weights`.
+    """
 
     def __init__(
         self,
@@ -276,8 +278,8 @@ class MegatronOrder:
         return np.stack([self.orders[which].read(n) for which, n in self.samples(first, count)])
 
     def documents(self, first: int, count: int) -> list[str]:
-        """What samples first .. first + count - 1 were cut from, a line each: `source: sequences
-        a, b`, counted from 0.
+        """Return what samples first .. first + count - 1 were cut from, a line each: `source:
+        sequences a, b`, counted from 0.
         """
         lines = []
         for which, sample in self.samples(first, count):

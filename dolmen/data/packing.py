@@ -86,7 +86,7 @@ class _Units:
         self.fuller[more] |= 1 << less
 
     def take(self, long: int, short: int) -> int | None:
-        """Those with the least room that have so much, taken out; None: none have."""
+        """Remove and return the unit with the least room that fits both; None if none does."""
         fitting = self.emptier >> long
         while fitting:
             more = long + lowest(fitting)
@@ -108,13 +108,13 @@ def lowest(bits: int) -> int:
 
 
 Say = Literal["next", "end"]
-"""What of an example has a label: each token but the first, which the one before it is to foretell;
-or, of all that are read, the last, where a model says one number of the whole.
+"""Labelled tokens of an example: "next" is each token but the first, predicted from those before
+it; "end" is the last one only, for models with a scalar head.
 """
 
 
 def shuffled(number: int, size: int, seed: int) -> int:
-    """Which of `size` rows is read as number `number`: in each epoch all, in another order."""
+    """Return which of `size` rows is read as number `number`: each epoch is a new permutation."""
     epoch, within = divmod(number, size)
     return int(permute_index(np.array([within]), size, seed_of(seed, "row", epoch))[0])
 
@@ -170,7 +170,7 @@ class Rows:
 
     @property
     def tokens(self) -> int:
-        """Those that have a label."""
+        """Number of labelled tokens."""
         if self.say == "end":
             return len(self.chosen)
         return int(self.examples.predictions()[self.chosen].sum())
@@ -200,7 +200,7 @@ class Rows:
         first_row: int = 0,
         rows: int | None = None,
     ) -> Iterator[Batch]:
-        """As HeldOutRows.batches; the last one is filled up with rows of nothing."""
+        """Yield batches as HeldOutRows.batches; the last one is padded with empty rows."""
         rows, together = rows or batch_size, self.together
         units = len(self.rows) // together
         chosen = min(units, max(1, (max_sequences or len(self.rows)) // together))

@@ -125,12 +125,12 @@ def form(file: Path) -> str | None:
 
 
 def is_whole_file(file: Path) -> bool:
-    """Whether the file is one document, as it lies on the disk."""
+    """Return whether the file is one document, uncompressed."""
     return form(file) in TEXT and file.suffix.lower() not in PACKED
 
 
 def looks_like_text(file: Path) -> bool:
-    """Whether a file begins like UTF-8 text."""
+    """Return whether a file begins with UTF-8 text."""
     try:
         with unpacked(file) as stream:
             head = stream.read(4096)

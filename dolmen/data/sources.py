@@ -89,13 +89,13 @@ class Found:
         self.bytes_skipped += file.stat().st_size
 
     def left_out(self, folder: Path, cache: Path | None) -> bool:
-        """Whether `folder` is one that dolmen has written, and remembers it."""
+        """Return whether dolmen has written `folder`, and remember it."""
         if folder not in self.folders:
             self.folders[folder] = ours(folder, cache)
         return bool(self.folders[folder])
 
     def notes(self) -> list[str]:
-        """What was left out, a line each."""
+        """Return notes on what was left out, a line each."""
         found = [f"{folder} ({why})" for folder, why in sorted(self.folders.items()) if why]
         told = found[:4] + ([f"{len(found) - 4} more such folders"] if len(found) > 4 else [])
         kinds = [f"{count:,} {kind}" for kind, count in self.skipped.most_common(6) if count]
@@ -105,7 +105,7 @@ class Found:
 
 
 def ours(folder: Path, cache: Path | None) -> str:
-    """What dolmen has written `folder` as, empty if it has not."""
+    """Name what dolmen has written in `folder`; empty if nothing."""
     if cache is not None and cache.exists() and folder.exists() and folder.samefile(cache):
         return "the token cache"
     if (folder / "tokens.bin").exists() and (folder / "index.json").exists():
@@ -130,7 +130,7 @@ class Source:
     files: tuple[Path, ...]
     hubs: tuple[str, ...]
     left_out: tuple[str, ...] = ()
-    """What folders and globs hold and is not read, a line each, for a person."""
+    """Notes on files in folders and globs that are not read, a line each."""
     indexed: tuple[Path, ...] = ()
 
     @property
@@ -140,7 +140,7 @@ class Source:
 
     @property
     def text(self) -> bool:
-        """Whether some of it is text."""
+        """True if some of it is text."""
         return bool(self.files or self.hubs)
 
     def only_text(self) -> "Source":
@@ -252,7 +252,7 @@ def named_indexed(path: Path) -> Path | None:
 
 
 def is_hub_id(entry: str) -> bool:
-    """Whether a path that does not exist can be meant for the hub: `name`, `org/name`, either with
+    """Return whether a path that does not exist can be a hub id: `name`, `org/name`, either with
     `:config`. One with the suffix of a file is a path that was misspelled.
     """
     known = form(Path(entry)) or Path(entry).suffix in (BIN, IDX)

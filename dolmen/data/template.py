@@ -59,12 +59,11 @@ class Chat:
 
     messages: list[dict[str, Any]]
     weight: float
-    """Of the loss of its tokens."""
+    """Weight of the loss of its tokens."""
     where: str
     """File and row, for a person."""
     said: float = 0.0
-    """What its row says of the answer: of a pair by how much the chosen one is to be ahead, of a
-    completion whether it is wanted, 1 or -1.
+    """Label of the row: the margin of a pair, or whether a completion is wanted (1 or -1).
     """
 
 
@@ -76,11 +75,11 @@ class Template:
     text: str
     """Jinja."""
     seconds: float = SECONDS
-    """That it may take to write a chat: a loop in it can be without end."""
+    """Time limit for rendering a chat: a loop in a template can be endless."""
 
     @property
     def marks(self) -> bool:
-        """Whether it says itself what is generated."""
+        """True if the template marks generated text itself."""
         return MARK.search(self.text) is not None
 
     def tokens(self, chat: Chat, train_on: MaskingStrategy) -> tuple[np.ndarray, np.ndarray]:
@@ -181,7 +180,9 @@ class Template:
         )
 
     def _rendered(self, chat: Chat, render: Callable[[], Any]) -> Any:
-        """What `render` returns. Raises Refused for a chat that the template cannot write."""
+        """Return the result of `render`. Raises Refused for a chat that the template cannot
+        write.
+        """
         from jinja2.exceptions import TemplateError
 
         try:

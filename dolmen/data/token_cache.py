@@ -42,7 +42,7 @@ INDEX = "index.json"
 
 
 class Form(NamedTuple):
-    """What such a folder holds: the index, and these files."""
+    """Files of a cache folder: the index, and these."""
 
     kind: Kind
     files: tuple[str, ...]

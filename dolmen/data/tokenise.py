@@ -141,7 +141,7 @@ def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]
 
 
 def seam(text: str, low: int, high: int) -> int:
-    """Where to cut in (low, high]: at the last line that is not indented, where byte-level
+    """Find where to cut in (low, high]: at the last line that is not indented, where byte-level
     tokenizers begin a word anyway, so that no token changes; else at a line, else before a space,
     else at `high`.
     """
@@ -179,7 +179,7 @@ SEAM = np.dtype([("document", "<i8"), ("tokens", "<i8"), ("bytes", "<i8")])
 
 
 class Written(NamedTuple):
-    """What `write_tokens` has written: each document's end [documents], DOCUMENT [documents], SEAM
+    """Result of `write_tokens`: each document's end [documents], DOCUMENT [documents], SEAM
     [pieces], the largest token and the digest of tokens.bin.
     """
 

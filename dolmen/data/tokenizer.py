@@ -44,7 +44,7 @@ BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 
 def bytes_of(token: str) -> bytes | None:
-    """Those that a token of bytes stands for; None of one that is of characters."""
+    """Return the bytes that a byte-level token stands for; None for a token of characters."""
     if numbered := NUMBERED.fullmatch(token):
         return bytes([int(numbered[1], 16)])
     if any(letter not in BYTES for letter in token):
@@ -61,7 +61,7 @@ WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+[ \t]
 
 
 class PreTrainedTokenizer(Protocol):
-    """What is used of a tokenizer of `transformers`, which takes seconds to import."""
+    """Interface that is used of a tokenizer of `transformers`, which takes seconds to import."""
 
     eos_token: str | None
     eos_token_id: int | None

@@ -60,7 +60,7 @@ class ValidationSplit:
     """The files that it consists of, or () unless each document is a whole file."""
     note: str
     name: str = ""
-    """Of the source."""
+    """Name of the source."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Division:
     training: TokenStream
     validation: ValidationSplit | None
     notes: tuple[str, ...]
-    """What is kept out of training that validation does not read either."""
+    """Notes on text that is neither trained on nor validated."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is held out. `whole`: words of the documents that are held out whole, uint64, sorted.
-    `cut`: {exact: words} of documents whose end is held out.
+    """Documents that are held out. `whole`: words of the documents that are held out whole, uint64,
+    sorted. `cut`: {exact: words} of documents whose end is held out.
     """
 
     whole: np.ndarray
@@ -84,7 +84,8 @@ class Choice:
 
 
 def choose_held_out(tables: Sequence[np.ndarray], fraction: float) -> Choice:
-    """From each source's documents, a table with the fields `bytes`, `hash` and `words`.
+    """Choose held-out documents from each source's table, with the fields `bytes`, `hash` and
+    `words`.
 
     A document with more than a quarter of the bytes of a source, copies counted once, is never held
     out whole, in no source. A source in which chance draws none gives the one of the others whose
@@ -114,7 +115,7 @@ def choose_held_out(tables: Sequence[np.ndarray], fraction: float) -> Choice:
 
 
 def all_validated(name: str) -> ValueError:
-    """What is raised where nothing of the source `name` is left to train on."""
+    """Return the error to raise where nothing of the source `name` is left to train on."""
     return ValueError(
         f"all of --data.path {name} is also in --data.validation: give another --data.validation, "
         "or leave it out"
@@ -137,8 +138,8 @@ def union(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def split_of(text: str, count: int) -> list[tuple[int, int]]:
-    """Of `count` sequences those to train, to validate and to test on, as `first, behind the last`;
-    "99,1" is 99,1,0. ValueError for what are no shares, and where nothing is trained on.
+    """Divide `count` sequences into those to train, validate and test on, as `first, behind the
+    last`; "99,1" is 99,1,0. ValueError for what are no shares, and where nothing is trained on.
     """
     words = [word for word in re.split(r"[,\s/]+", text.strip()) if word]
     if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", w) for w in words):
@@ -173,9 +174,9 @@ def ending(
     tokenizer: PreTrainedTokenizer,
     text_field: str,
 ) -> Ending:
-    """Where to hold out the last `fraction` of the tokens of document `index` of `source`, at least
-    one token and the end of text; at any token where nobody can know its bytes. Raises ValueError
-    if the text is not what was tokenised.
+    """Find where to cut off the last `fraction` of the tokens of document `index` of `source`, at
+    least one token and the end of text; at any token where nobody can know its bytes. Raises
+    ValueError if the text is not what was tokenised.
     """
     length = int(corpus.offsets[index + 1] - corpus.offsets[index])
     size = int(corpus.documents["bytes"][index])

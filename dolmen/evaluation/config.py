@@ -1,4 +1,4 @@
-"""What `verify` and `evaluate` may be told. Without torch."""
+"""Options of `verify` and `evaluate`. Imports no torch."""
 
 from dataclasses import asdict
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ class VerifyConfig:
     one checkpoint in it; a Megatron checkpoint, or Meta's files of a Llama.
     """
     against: str | None = None
-    """What transformers loads. Default: the same."""
+    """Model that transformers loads. Default: the same."""
     length: int = 64
     """Tokens of the random sequences."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -45,7 +45,7 @@ class Axes:
 
     @property
     def layout(self) -> Layout:
-        """As a run has it."""
+        """Layout of these sizes, as a run has it."""
         return Layout(**asdict(self))
 
 
@@ -58,7 +58,7 @@ class TasksConfig:
     num_fewshot: Count | None = None
     """Examples before each question. Default: what the task says."""
     limit: AboveZero | None = None
-    """Of each task at most so many questions, or, below 1, such a share of them."""
+    """Most questions of each task, or, below 1, the share of them."""
     apply_chat_template: bool = False
     """Put questions as a user's turns, by the tokenizer's chat template."""
     tasks_path: Name | None = None
@@ -70,13 +70,13 @@ class TasksConfig:
 
     @property
     def names(self) -> list[str]:
-        """Of the tasks."""
+        """Names of the tasks."""
         return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
 
 
 @config("evaluate", kw_only=True)
 class DuringConfig(TasksConfig):
-    """What a run is judged by while it trains: tasks of lm_eval (pip install 'dolmen[tasks]'), and
+    """Evaluation of a run while it trains: tasks of lm_eval (pip install 'dolmen[tasks]'), and
     what it writes after some prompts.
     """
 
@@ -89,9 +89,10 @@ class DuringConfig(TasksConfig):
     max_new_tokens: Positive = 64
     """Most tokens of a sample; an end of text ends it earlier."""
     temperature: NonNegative = 0.0
-    """Of samples: 0 takes the likeliest token; 1 draws from the model's own distribution."""
+    """Sampling temperature: 0 takes the likeliest token; 1 draws from the model's own distribution.
+    """
     seed: int = 0
-    """Of the draws of samples, which are the same ones at every step."""
+    """Seed of the samples, the same at every step."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -103,7 +104,7 @@ class DuringConfig(TasksConfig):
 
     @property
     def asked(self) -> bool:
-        """Whether anything is."""
+        """True if anything is evaluated."""
         return self.tasks is not None or self.samples is not None
 
 

@@ -32,7 +32,7 @@ from dolmen.serving.request import SamplingParams
 NEW_TOKENS = 256  # of an answer, where the task does not say, as of `hf`
 
 Pair = tuple[Any, list[int], list[int]]
-"""What lm_eval knows a request by, the tokens before, and those that are scored."""
+"""Request of lm_eval: its key, the tokens before, and those that are scored."""
 
 
 class Harness(TemplateLM):
@@ -52,7 +52,7 @@ class Harness(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """Token before a text that has no context."""
         begin = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if begin is None else begin
 
@@ -109,7 +109,7 @@ class Harness(TemplateLM):
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
-        """Those that are asked for alike run in one batch."""
+        """Generate; requests with equal options run in one batch."""
         answers = [""] * len(requests)
         alike: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -153,7 +153,7 @@ class Harness(TemplateLM):
 
 
 def known(asked: TasksConfig) -> TaskManager:
-    """Where the tasks that are asked for lie. Raises ValueError for one that is nowhere."""
+    """Find the requested tasks. Raises ValueError for one that is nowhere."""
     own = TaskManager(include_path=asked.tasks_path, include_defaults=False)
     if asked.tasks_path is not None and all(name in own.all_tasks for name in asked.names):
         return own
@@ -192,7 +192,7 @@ def scores(
 
 
 def _numbers(found: Any) -> dict[str, dict[str, float]]:
-    """Of what lm_eval gives, those that are metrics."""
+    """Return the metrics among lm_eval's results."""
     return {
         task: {
             name: float(value)

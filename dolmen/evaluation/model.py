@@ -73,9 +73,9 @@ def generate_texts(
     until: Sequence[str] = (),
     seed: int = 0,
 ) -> list[str]:
-    """What follows each prompt, without the string of `until` that it ends at, if any. Every rank
-    calls it and has the same texts; those of dp write all of them. Raises ValueError for prompts
-    that the model cannot take.
+    """Generate the completion of each prompt, without the string of `until` that it ends at, if
+    any. Every rank calls it and has the same texts; those of dp write all of them. Raises
+    ValueError for prompts that the model cannot take.
     """
     texts = [Detokenizer(tokenizer, until) for _ in prompts]
     with Engine(loaded.model, mesh=loaded.mesh) as engine:

@@ -64,7 +64,7 @@ class Rows:
 
     lengths: Int64[np.ndarray, " rows"]
     firsts: Int64[np.ndarray, " rows"]
-    """Of each row the index of the first token that is counted, 1 at least."""
+    """Index of the first counted token of each row, at least 1."""
     read: Callable[[int], np.ndarray]
 
     @property
@@ -75,12 +75,12 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Those of a corpus."""
+    """Rows of a corpus, cut into windows."""
 
     rows: Rows
     documents: int
     bytes: int | None
-    """Of all text, exactly; None where tokens alone are known."""
+    """Bytes of all text, exactly; None where only tokens are known."""
     window: int
     stride: int
 
@@ -101,7 +101,7 @@ class Windows:
 
 
 def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windows:
-    """Of at most `window` tokens, the next `stride` behind the one before; the ends of text that
+    """Cut documents into windows of at most `window` tokens, `stride` apart; the ends of text that
     close documents are left out. Raises ValueError where no token is counted.
     """
     starts = corpus.offsets[:-1]
@@ -134,7 +134,7 @@ TOKENS_AT_ONCE = 1 << 12  # that a rank reads in one forward: bounds activations
 
 
 class Foretold(NamedTuple):
-    """Of each row, over its counted tokens."""
+    """Predictions of each row, over its counted tokens."""
 
     log_likelihoods: Float64[np.ndarray, " rows"]
     """Sum of their log-probabilities, in nats."""
@@ -226,7 +226,7 @@ def _batch(model: Decoder, rows: Rows, own: np.ndarray, group: _Group) -> Batch:
 
 
 def _end(hidden: Tensor, head: Any, part: Batch) -> Float64[Tensor, "2 sequences"]:
-    """Of this rank of cp's tokens of each sequence of a microbatch, the two sums."""
+    """Return the two sums over this cp rank's tokens of each sequence of a microbatch."""
     found, likeliest = head.log_probabilities_and_argmax(hidden, part.labels)
     right = likeliest == head.here(part.labels)
     return torch.stack((found.double().sum(1), right.double().sum(1)))
@@ -249,7 +249,7 @@ class Evaluation:
     tokens: int
     """Tokens counted."""
     bytes: int | None
-    """Of the text, exactly; None where tokens alone are known."""
+    """Bytes of the text, exactly; None where only tokens are known."""
     documents: int
     window: int
     """Tokens that are read at once, at most."""
@@ -260,7 +260,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, found: Foretold, text: Windows) -> "Evaluation":
-        """From the sums over all of `text`."""
+        """Make the evaluation from the sums over all of `text`."""
         nats = -math.fsum(found.log_likelihoods.tolist())
         loss = nats / text.tokens
         return cls(
@@ -277,7 +277,7 @@ class Evaluation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """What --json writes; a perplexity that no float holds is null."""
+        """Return the values that --json writes; an infinite perplexity is null."""
         finite = self.perplexity if math.isfinite(self.perplexity) else None
         told = {field.name: getattr(self, field.name) for field in fields(self)}
         return told | {"perplexity": finite}
@@ -373,7 +373,7 @@ def measured(
 
 
 def evaluate(loaded: Loaded, text: Windows, progress: bool = True) -> Evaluation:
-    """What a model makes of `text`. Every rank calls it and gets the same. Raises ValueError for a
+    """Evaluate a model on `text`. Every rank calls it and gets the same. Raises ValueError for a
     loss that is not finite.
     """
     mesh = loaded.mesh

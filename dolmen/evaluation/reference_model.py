@@ -1,4 +1,4 @@
-"""What transformers makes of a model: its own program, loaded without any code of the folder, and
+"""The reference model: transformers' own implementation, loaded without any code of the folder, and
 its tensors under our names.
 """
 

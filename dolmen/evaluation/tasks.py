@@ -29,7 +29,7 @@ def check(asked: TasksConfig) -> None:
 
 
 def scores(loaded: Loaded, tokenizer: PreTrainedTokenizer, asked: TasksConfig) -> Scores:
-    """Those of harness.scores."""
+    """Return the scores of harness.scores."""
     from dolmen.evaluation import harness  # an extra, and seconds to import
 
     return harness.scores(loaded, tokenizer, asked)

@@ -30,7 +30,7 @@ from dolmen.parallel.simulation import make_schedule
 
 
 def batch_of(tree: ModelSpec, windows: Int64[np.ndarray, "sequences window"]) -> Batch:
-    """Of tokens and one more of each sequence: next tokens are to be said, or, by an encoder, the
+    """Make the batch of these windows: the labels are the next tokens, or, for an encoder, the
     tokens themselves, and of every second sequence that its second text follows the first.
     """
     if not tree.both_ways:
@@ -44,8 +44,8 @@ def batch_of(tree: ModelSpec, windows: Int64[np.ndarray, "sequences window"]) ->
 
 
 def objective_of(tree: ModelSpec, batch: Batch) -> Objective:
-    """Of all tokens and, once per sequence, of pairs: the sum of two means, as transformers has
-    it.
+    """Return the pretraining loss: over all tokens, and over pairs once per sequence, the sum of
+    two means, as transformers has it.
     """
     if not judges_pairs(tree):
         return CrossEntropy()
@@ -53,7 +53,7 @@ def objective_of(tree: ModelSpec, batch: Batch) -> Objective:
 
 
 def judges_pairs(tree: ModelSpec) -> bool:
-    """Whether the head says of two texts that the second follows."""
+    """Return whether the head predicts if the second of two texts follows the first."""
     return tree.both_ways and tree.head.follows
 
 
@@ -61,7 +61,7 @@ NEXT_TOKEN = CrossEntropy()
 
 
 class Losses(NamedTuple):
-    """Over all batches of all ranks."""
+    """Mean losses over all batches of all ranks."""
 
     loss: float
     """Nats per predicted token, or what another objective's loss is of what that counts."""
@@ -70,10 +70,10 @@ class Losses(NamedTuple):
     nats: float
     """Sum of the losses."""
     metrics: dict[str, float] = {}
-    """What the objective tells beside it."""
+    """Further metrics of the objective."""
 
     def bits_per_byte(self, size: int) -> float:
-        """Where the tokens are those of `size` bytes of text."""
+        """Return the bits per byte where the tokens are `size` bytes of text."""
         return self.nats / size / math.log(2)
 
 
@@ -115,7 +115,7 @@ def mean_loss(
 def _sums(
     model: Decoder, batch: Batch, mesh: Mesh, order: Schedule, objective: Objective
 ) -> Tensor:
-    """What this rank computes of one batch: what is told, and the sum of the losses."""
+    """Return this rank's sums over one batch: metrics, then the losses."""
     total = torch.zeros(len(objective.names) + 1, dtype=torch.float64, device=mesh.device)
     for judged in forward.forward(model, batch, mesh, order, objective):
         total += torch.stack((*judged.metrics, judged.total.detach()))

@@ -54,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What was compared, and how it came out; only the first rank knows the notes of rows."""
+    """Results of `verify`; only the first rank knows the notes of rows."""
 
     title: str
     rows: tuple[Row, ...]
@@ -91,7 +91,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Reference:
-    """What transformers says."""
+    """Results of transformers."""
 
     logits: Tensor  # [sequences, length, vocab]
     loss: float
@@ -116,7 +116,7 @@ class _Tokens:
         return self.windows[:, : self.prompt]
 
     def batch(self, tree: ModelSpec) -> Batch:
-        """What is read and is to be said."""
+        """Return the batch of these windows."""
         return batch_of(tree, self.windows.cpu().numpy())
 
 
@@ -199,8 +199,8 @@ def _tokens(tree: ModelSpec, length: int, device: torch.device, padding: int | N
 def _ask_transformers(
     folder: Path, stated: Model, tokens: _Tokens, device: torch.device, gradients: bool
 ) -> Reference:
-    """Of a folder of the model `stated`. Labels are shifted by transformers itself, but for those
-    of a model that fills in tokens.
+    """Run transformers on a folder of the model `stated`. Labels are shifted by transformers
+    itself, but for those of a model that fills in tokens.
     """
     from transformers import GenerationConfig  # 2.4 s to import: not owed by `--help`
 

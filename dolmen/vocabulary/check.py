@@ -45,7 +45,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a text that was cut by a tokenizer."""
+    """Sizes of a tokenised text."""
 
     tokens: int
     characters: int
@@ -188,8 +188,8 @@ def probes(tokenizer: PreTrainedTokenizer) -> list[str]:
 
 
 def lines_of(text: str) -> list[str]:
-    """Those of a text that say something, without the spaces around them, of which tokenizers that
-    put one before each text lose some.
+    """Return the lines of a text that are not blank, without the spaces around them, of which
+    tokenizers that put one before each text lose some.
     """
     return [line for line in map(str.strip, text.splitlines()) if line]
 

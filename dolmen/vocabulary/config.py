@@ -1,4 +1,4 @@
-"""What `dolmen vocab` may be told. Without torch."""
+"""Options of `dolmen vocab`. Imports no torch."""
 
 from typing import Annotated, Literal
 
@@ -43,7 +43,7 @@ class VocabTrainConfig:
     it. It bounds the memory that is used.
     """
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """What is drawn depends on it alone."""
+    """Seed of the sample of text."""
 
     def __post_init__(self):
         least = BYTES + (1 if self.kind == "byte-bpe" else FRAME + 1)
@@ -92,7 +92,7 @@ class VocabExtendConfig:
     for the token; random: as a new model's; zero.
     """
     seed: Seed = 0
-    """What is random depends on it alone."""
+    """Seed of random rows."""
     data: VocabText = VocabText()
     """Held-out text, of which the loss per byte and characters per token are told, before and
     after.

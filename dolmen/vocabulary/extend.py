@@ -88,7 +88,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Extended:
-    """What was done."""
+    """Result of `extend`."""
 
     old: int
     """Tokens before: the first id that is new."""
@@ -191,10 +191,10 @@ def _pieces(
 
 @dataclass(frozen=True)
 class Rows:
-    """What the rows of new tokens hold, of any parameter with a row for each token."""
+    """Values of the rows of new tokens, for any parameter with a row for each token."""
 
     first: int
-    """Of the ids that the model has no row for, or none that was trained."""
+    """First id that the model has no trained row for."""
     pieces: Mapping[int, Sequence[int]]
     asked: VocabExtendConfig
 
@@ -217,7 +217,7 @@ class Rows:
         return whole
 
     def _means(self, whole: Tensor, old: Tensor, ids: Tensor) -> None:
-        """In fp32, or wider where the rows are."""
+        """Fill new rows with means, in fp32, or wider where the rows are."""
         wide = torch.promote_types(old.dtype, torch.float32)
         for some in ids.split(AT_ONCE):
             each = [self.pieces[number] for number in some.tolist()]
@@ -287,7 +287,7 @@ def measure(
     asked: VocabExtendConfig,
     progress: bool,
 ) -> Measured:
-    """What the model of that name makes of the held-out text. Raises ValueError as `dolmen
+    """Evaluate the model of that name on the held-out text. Raises ValueError as `dolmen
     evaluate`.
     """
     counts = count(tokenizer, text.pieces(), text.name)

@@ -69,9 +69,9 @@ class Wanted:
     """The tokens of the new vocabulary, as the base would write them."""
 
     tokens: dict[str, float | None] = field(default_factory=dict)
-    """In order, with their scores."""
+    """Tokens in order, with their scores."""
     had: int = 0
-    """Of the base already."""
+    """Number of tokens that the base already has."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Reason -> how many cannot be the base's."""
 
@@ -81,18 +81,18 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge did."""
+    """Result of a merge."""
 
     base: int
     """Tokens before: the first id that is new."""
     added: int
     between: int
-    """Of those added: that others are merged of, and that neither vocabulary had."""
+    """Number of added tokens that only lead to others, which neither vocabulary had."""
     had: int
     left_out: Mapping[str, int]
     before: Counts | None
     after: Counts | None
-    """Of the held-out text, where one is given."""
+    """Counts of the held-out text, where one is given."""
 
     @property
     def size(self) -> int:
@@ -144,7 +144,7 @@ def merge(asked: VocabMergeConfig, progress: bool = True) -> Merged:
 
 
 def wanted_of(base: Vocabulary, new: Vocabulary) -> Wanted:
-    """What of `new` the base can be given."""
+    """Select the tokens of `new` that the base can have."""
     found, have, parts = Wanted(), {*base.learned, *base.added.values()}, splits(base)
     for token, score in new.learned.items():
         meaning = new.meaning(token)
@@ -172,20 +172,20 @@ LONGEST = 512  # characters of a token: finding its merges takes the square of i
 
 
 class Pairs(Protocol):
-    """Which neighbours are joined, and which of them first."""
+    """The pairs of neighbours that a BPE joins, and their order."""
 
     def rank(self, left: str, right: str) -> int | None:
         """Lower is sooner; None: they are not joined."""
         ...
 
     def join(self, left: str, right: str) -> None:
-        """From now on they are, behind all others."""
+        """Append the pair to those that are joined."""
         ...
 
 
 @dataclass
 class Merges:
-    """Of `tokenizers`: a list of pairs."""
+    """Pairs of `tokenizers`: a list."""
 
     ranks: dict[tuple[str, str], int]
 
@@ -198,7 +198,7 @@ class Merges:
 
 @dataclass
 class Concatenations:
-    """Of sentencepiece: all pairs that make a piece."""
+    """Pairs of sentencepiece: all that make a piece."""
 
     ranks: dict[str, int]
 
@@ -210,7 +210,7 @@ class Concatenations:
 
 
 def cut(parts: Iterable[str], pairs: Pairs) -> list[str]:
-    """What BPE makes of neighbours."""
+    """Join neighbours as BPE does."""
     found = list(parts)
     while len(found) > 1:
         ranked = [(pairs.rank(a, b), i) for i, (a, b) in enumerate(pairwise(found))]
@@ -224,12 +224,12 @@ def cut(parts: Iterable[str], pairs: Pairs) -> list[str]:
 
 @dataclass
 class Added:
-    """What was added to a vocabulary."""
+    """Tokens that were added to a vocabulary."""
 
     tokens: list[str] = field(default_factory=list)
-    """In order, those between among them."""
+    """Added tokens in order, intermediate ones included."""
     between: int = 0
-    """Of them those that lead to others, and that nobody asked for."""
+    """Number of intermediate tokens, which were not requested."""
 
 
 def lead(
@@ -366,7 +366,7 @@ def _config(place: Path) -> dict[str, Any]:
 
 
 def _copy(place: Path, to: Path) -> None:
-    """What stays as it is."""
+    """Copy files that stay as they are."""
     for name in BESIDE if place.is_dir() else ():
         if (place / name).is_file():
             shutil.copyfile(place / name, to / name)

@@ -48,15 +48,15 @@ JSON = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the files of a tokenizer say. Values are not to be written into."""
+    """Content of a tokenizer's files. Values are not to be written into."""
 
     where: Path
     """Its folder, or its tokenizer.model."""
     form: Form
     model: SentencePieceModel | None
-    """Of the form sentencepiece."""
+    """Model of the form sentencepiece; None for others."""
     content: dict[str, Any] | None
-    """Of the others: the tokenizer.json; of sentencepiece, if it has one."""
+    """The tokenizer.json; of sentencepiece, if it has one."""
 
     @property
     def kind(self) -> str:
@@ -158,7 +158,7 @@ def fillers(model: SentencePieceModel, added: Mapping[int, str]) -> list[Vocabul
 
 
 def opened(vocabulary: Vocabulary, option: str) -> PreTrainedTokenizer:
-    """As a tokenizer of `transformers`. Raises ValueError."""
+    """Open it as a tokenizer of `transformers`. Raises ValueError."""
     if vocabulary.content is not None or vocabulary.model is None:
         return load_tokenizer(str(vocabulary.where), option, probe=False)
     from transformers import PreTrainedTokenizerFast
@@ -185,7 +185,7 @@ def splits(vocabulary: Vocabulary) -> Callable[[str], int]:
 
 
 def form_of(content: dict[str, Any]) -> Form | None:
-    """Of a tokenizer.json that is a BPE without marks at the ends of words; None of any other."""
+    """Return the form of a tokenizer.json; None unless it is a BPE without marks at word ends."""
     model = content["model"]
     marks = ("continuing_subword_prefix", "end_of_word_suffix")
     if model.get("type") != "BPE" or any(model.get(mark) for mark in marks):
@@ -195,7 +195,7 @@ def form_of(content: dict[str, Any]) -> Form | None:
 
 
 def _has(step: Any, kind: str) -> bool:
-    """Whether a step of a tokenizer.json is of that type, or a part of it is."""
+    """Return whether a step of a tokenizer.json, or a part of it, is of that type."""
     if isinstance(step, list):
         return any(_has(one, kind) for one in step)
     if not isinstance(step, dict):
@@ -215,7 +215,8 @@ def size(vocabulary: Vocabulary) -> int:
 
 SPECIAL = (UNKNOWN, CONTROL)
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
-"""Of `transformers`: takes a tokenizer.json as it is, where classes of a family build their own."""
+"""Class of `transformers` that takes a tokenizer.json as it is; those of a family build their own.
+"""
 
 
 def sentencepiece_as_json(model: SentencePieceModel) -> dict[str, Any]:
@@ -265,7 +266,7 @@ def merges_of_pieces(pieces: Sequence[VocabularyPiece]) -> list[list[str]]:
 
 
 def special_tokens(pieces: Sequence[VocabularyPiece]) -> dict[str, str]:
-    """Which pieces stand for what, by the names that sentencepiece gives them."""
+    """Return the special tokens, by the names that sentencepiece gives them."""
     known = {"<s>": "bos_token", "</s>": "eos_token", "<pad>": "pad_token"}
     found = {known[p.text]: p.text for p in pieces if p.kind == CONTROL and p.text in known}
     (unknown,) = (piece.text for piece in pieces if piece.kind == UNKNOWN)

@@ -62,7 +62,7 @@ class Sample:
     lines: list[str]
     """Each of what is left of it without the line's end."""
     bytes: int
-    """Of the lines."""
+    """Bytes of the lines."""
     whole: int
     """Bytes of all text that was read."""
     characters: frozenset[str]
@@ -97,7 +97,7 @@ def draw(
 
 
 def _lines(text: Text) -> Iterator[str]:
-    """Those that say something, each within LONGEST bytes."""
+    """Yield the lines that are not blank, each within LONGEST bytes."""
     most = LONGEST // 4  # a character has up to 4 bytes
     for piece in text.pieces():
         for line in piece.splitlines():
@@ -111,7 +111,7 @@ def _lines(text: Text) -> Iterator[str]:
 
 
 COVERAGE = 0.9995
-"""Of all characters of the text, those that get a piece of their own: sentencepiece's default, made
+"""Share of the characters of the text that get a piece of their own: sentencepiece's default, made
 for Chinese and Japanese. The others are bytes.
 """
 GIVEN_BACK = 1000  # lines that are cut and put together again
@@ -119,7 +119,7 @@ GIVEN_BACK = 1000  # lines that are cut and put together again
 
 @dataclass(frozen=True)
 class Trained:
-    """What was learned."""
+    """Result of `train`."""
 
     kind: str
     size: int
@@ -128,7 +128,7 @@ class Trained:
     learned_from: int
     """Bytes of it."""
     counts: Counts
-    """Of what was learned from."""
+    """Counts of the text that was learned from."""
 
     def lines(self) -> list[str]:
         """For a person."""
@@ -216,7 +216,7 @@ def _of_sentencepiece(asked: VocabTrainConfig, sample: Sample, folder: Path) -> 
 
 
 def _reason(asked: VocabTrainConfig, error: str) -> str:
-    """What sentencepiece says, in a line and with our options."""
+    """Translate an error of sentencepiece to one line with our options."""
     if found := re.search(r"value <= (\d+)", error):
         return (
             f"--size is {asked.size:,}, and the text has {int(found[1]):,} pieces: use --size "
