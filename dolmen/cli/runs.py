@@ -29,17 +29,17 @@ from dolmen.training.request import LaunchOptions, TrainRequest
 if TYPE_CHECKING:
     from dolmen.planning.config import DryrunRequest
 
-INIT = {"init": "model to start from: a folder, a hub id or a run"}
+INIT = {"init": "initial model: a folder, a hub id or a run"}
 LENGTH = {
     "train.epochs": "passes over the data; or --train.steps, or --train.tokens",
     "train.sequence-length": "tokens per sequence; unset, 512 or the model's maximum",
     "train.global-batch-size": "sequences per update",
-    "train.microbatch-size": "sequences per forward on each process; fewer take less memory",
+    "train.microbatch-size": "sequences per forward and process; fewer take less memory",
 }
 ROLLOUTS = {
     "train.steps": "number of updates; unset, one pass over the prompts",
     "train.global-batch-size": "completions per update",
-    "train.microbatch-size": "sequences per forward on each process; fewer take less memory",
+    "train.microbatch-size": "sequences per forward and process; fewer take less memory",
 }
 RATE = {"optimizer.lr": "peak learning rate; ten times as much for adapters"}
 ADAPTER = {"adapter.rank": "train LoRA of this rank in place of all weights"}
@@ -47,13 +47,13 @@ MACHINE = {
     "train.dtype": "compute dtype: float32, bfloat16 or float16",
     "layout.tp": "tensor parallelism: processes that share every layer",
 }
-EXPORT = {"finish.export": "write the final model as a transformers directory, OUT/hf"}
+EXPORT = {"finish.export": "write a transformers directory at the end, OUT/hf"}
 OUT = {"out": "folder of the run; unset, runs/NAME"}
 COMPLETIONS = {
     "rollout.max-new-tokens": "most tokens of a completion",
-    "rollout.temperature": "sampling temperature, applied to log-probabilities in the loss too",
+    "rollout.temperature": "sampling temperature, also of the log-probabilities in the loss",
 }
-REWARD = {"reward": "gsm8k, exact, regex:X, stub, MODULE:FUNCTION or a reward model"}
+REWARD = {"reward": "gsm8k, exact, regex:X, MODULE:FUNCTION or a reward model"}
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ SHORT = {
         {
             **INIT,
             "data.path": "rows with `chosen` and `rejected`, and a `prompt`",
-            "objective.margin": "margin of the chosen score over the rejected one; unset, 0",
-            "objective.center-rewards-coefficient": "weight of the penalty on scores far from 0",
+            "objective.margin": "score margin of the chosen answer; unset, 0",
+            "objective.center-rewards-coefficient": "penalty on scores far from 0",
             "data.validation-fraction": "share of the pairs in the validation split",
             **LENGTH,
             **RATE,
@@ -128,7 +128,7 @@ SHORT = {
             **INIT,
             "data.path": "rows with `chosen` and `rejected`, and a `prompt`",
             "objective.loss-type": "sigmoid, ipo, hinge, robust, sppo, exo, simpo, orpo, kto",
-            "objective.beta": "weight of the reference model; smaller lets the policy move further",
+            "objective.beta": "smaller lets the policy move further from the reference",
             "objective.reference": "reference model; unset, the initial model",
             **LENGTH,
             **RATE,
@@ -148,7 +148,7 @@ SHORT = {
             "rollout.num-generations": "completions per prompt (the group)",
             **COMPLETIONS,
             "rollout.loss-type": "grpo, bnpo, dr-grpo, dapo, gspo or cispo",
-            "rollout.beta": "weight of the KL divergence from the reference model in the loss",
+            "rollout.beta": "weight of the KL from the reference model in the loss",
             **ROLLOUTS,
             **RATE,
             **ADAPTER,
@@ -166,7 +166,7 @@ SHORT = {
             "critic.init": "initial critic; unset, a copy of the model",
             **COMPLETIONS,
             "rollout.epochs": "passes over each rollout batch",
-            "ppo.kl-coef": "weight of the KL divergence from the reference model in the reward",
+            "ppo.kl-coef": "weight of the KL from the reference model in the reward",
             **ROLLOUTS,
             "train.steps": "number of updates",
             **RATE,
@@ -207,7 +207,7 @@ def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
     lines = []
     for option, words in short.options.items():
         value = _format_value(values, option)
-        note = " (required)" if option in short.required and not value else value and f" [{value}]"
+        note = " (needed)" if option in short.required and not value else value and f" [{value}]"
         lines.append(f"  --{option:{width}}{words}{note}")
     return "\n".join(
         [

@@ -493,7 +493,7 @@ def test_a_recipe_of_tuning_has_a_short_help(name):
     example = SHORT[name].example.format(name=name)
     assert max(map(len, shown.out.splitlines())) <= 100 and example in shown.out
     recipe = to_dict(RECIPES[name]())
-    assert "(required)" in shown.out
+    assert "(needed)" in shown.out
     assert f"[{recipe['optimizer']['lr']:g}]" in shown.out
     assert f"[{recipe['train']['global_batch_size']}]" in shown.out
     words = shlex.split(example)
