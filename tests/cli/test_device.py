@@ -132,7 +132,7 @@ def test_train_starts_nothing_on_too_few_gpus(machine, material, tmp_path, monke
 def test_a_run_starts_a_process_per_gpu(machine, material, gpus, device, processes):
     machine(gpus)
     config = material.config(train={"device": device})
-    assert (job.wanted(config, None) or 1) == processes
+    assert (job.count_processes(config, None) or 1) == processes
 
 
 @pytest.mark.parametrize("verb", ("verify", "generate", "evaluate"))

@@ -254,7 +254,7 @@ def test_who_loses_the_race_for_a_folder_is_told_in_one_line(
     for module in (runs, worker):
         monkeypatch.setattr(module, "check_folder", lambda *_, **__: None)
     (tmp_path / "run").mkdir()
-    held = lock.take(tmp_path / "run")
+    held = lock.lock_folder(tmp_path / "run")
     said = f"{tmp_path}/run is in use by another run: wait for it, or give another --out\n"
     try:
         one = dolmen("train", material.file, "--out", tmp_path / "run")
@@ -262,24 +262,24 @@ def test_who_loses_the_race_for_a_folder_is_told_in_one_line(
         two = dolmen("train", material.file, "--out", tmp_path / "run", *TWO)
         assert two.code == 2 and os.listdir(tmp_path / "run") == [LOCK]
     finally:
-        lock.free(tmp_path / "run", held)
+        lock.unlock_folder(tmp_path / "run", held)
     assert not os.listdir(tmp_path / "run")
 
 
 def test_a_lock_is_that_of_the_file_that_is_there(tmp_path, monkeypatch):
     """Freed between a second one's look and its lock: it takes the new file, and a third waits."""
-    flock, first = fcntl.flock, lock.take(tmp_path)
+    flock, first = fcntl.flock, lock.lock_folder(tmp_path)
 
     def freed(descriptor, how):
         monkeypatch.setattr(fcntl, "flock", flock)
-        lock.free(tmp_path, first)
+        lock.unlock_folder(tmp_path, first)
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", freed)
-    second = lock.take(tmp_path, 10)
+    second = lock.lock_folder(tmp_path, 10)
     with pytest.raises(Unusable, match="in use by another run"):
-        lock.take(tmp_path)
-    lock.free(tmp_path, second)
+        lock.lock_folder(tmp_path)
+    lock.unlock_folder(tmp_path, second)
     assert not os.listdir(tmp_path)
 
 

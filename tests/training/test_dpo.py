@@ -211,7 +211,7 @@ def test_another_reference(pairs, tmp_path):
             file.write_bytes(file.read_bytes()[:-1] + b"x")
         with pytest.raises(AssertionError):
             reference.add_reference_logprobs(resolve(config, 1), state, loader, SINGLE, tmp_path)
-    with pytest.raises(Unusable, match="is gone, and objective.name dpo compares with it"):
+    with pytest.raises(Unusable, match="is gone, and objective.name dpo has it as reference model"):
         gone = made(pairs)[0]
         run = replace(resolve(gone, 1), init_is_gone=True)
         reference.add_reference_logprobs(run, state, loader, SINGLE, tmp_path)

@@ -222,7 +222,7 @@ def test_what_is_never_told_apart_is_drawn_again_so_often_as_is_asked(prompts, t
         ),
         (
             ("--rollout.num-generations", 1),
-            "at least 2 (--rollout.advantage-estimator reinforce-plus-plus compares none)",
+            "must be at least 2: rollout.advantage-estimator grpo compares completions of a",
         ),
         (("--rollout.top-k", 5), "rollout.top-k"),
         (("--reward", "0:stub"), "a weight over 0"),

@@ -63,7 +63,9 @@ def all_metrics() -> set[str]:
     """Every name that a row of metrics.jsonl can have, by what makes the rows."""
     names = {name for one in OBJECTIVES for name in (*one.names, step.PRETRAINING)}
     found = {name if "/" in name else f"objective/{name}" for name in names}
-    found |= keys_of(hooks.Hooks.log, hooks.Hooks.validate, hooks.Hooks.evaluate)
+    found |= keys_of(
+        hooks.TrainingHooks.log, hooks.TrainingHooks.validate, hooks.TrainingHooks.evaluate
+    )
     found |= keys_of(mfu.Peak.utilization, evaluate.Validator.measure)
     found |= keys_of(evaluate.RunEvaluator.scores, evaluate.SourceValidation.row) | {*balance.NAMES}
     made = keys_of(environment.MultiTurn, iteration, rewards.CombinedReward, rollout)

@@ -55,7 +55,7 @@ class Trained:
 
     def kept(self) -> dict[str, Tensor]:
         """All that a checkpoint has, whole."""
-        tensors, _ = modules._prepacked(self.module, self.optimizer)
+        tensors, _ = modules._checkpoint_state(self.module, self.optimizer)
         return {name: state.gather_full(t).clone() for name, t in tensors.items()}
 
 
