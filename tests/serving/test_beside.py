@@ -97,7 +97,7 @@ def test_pages_are_shared_by_samples_of_one_request_alone():
         while engine.busy:
             engine.step()
             table, running = engine._runner.cache.table, engine._scheduler.running
-            for texts in table.shared(table.pages).values():
+            for texts in table.shared_pages(table.pages).values():
                 assert len({running[text].number for text in texts}) == 1
                 shared += len(texts)
     assert shared
@@ -232,8 +232,8 @@ def test_what_cannot_be_multiplied_by_itself_is_refused():
     for weight, message in (
         (expert, "adapts the experts of"),
         ("layers.1.attn.kv_b.weight", "latent attention"),
-        ("head.weight", f"adapts head.weight, {ignored}"),
-        ("layers.1.mlp.router.weight", f"adapts layers.1.mlp.router.weight, {ignored}"),
+        ("head.weight", f"adapts head.weight; {ignored}"),
+        ("layers.1.mlp.router.weight", f"adapts layers.1.mlp.router.weight; {ignored}"),
         ("embed.weight", ignored),
         ("final_norm.weight", ignored),
     ):
