@@ -211,7 +211,7 @@ def hold_the_rest(row: Row, dtype: str, got: Result, out: Path, made: Material) 
     for tensors in (got.weights, got.first, got.second):
         assert {t.dtype for t in tensors.values()} == {rest}
     if adapter.has_place(row.job):
-        exported = adapter.export_config(out)
+        exported = adapter.exported(out)
         assert exported.keys() == got.weights.keys()
         assert all(torch.equal(t, got.weights[n].float()) for n, t in exported.items())
     loss, tokens = got.validation

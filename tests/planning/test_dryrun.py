@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from spawning import LedgerRow as Case
+from spawning import Row as Case
 from tinyrun import dolmen
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor

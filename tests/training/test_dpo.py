@@ -200,7 +200,7 @@ def test_another_reference(pairs, tmp_path):
     # kept under a hash of the model: that of another is not read, nor one that is damaged
     known = reference.add_reference_logprobs(resolve(config, 1), state, loader, SINGLE, tmp_path)
     reference.store(tmp_path, known)
-    with mock.patch.object(reference, "_of_rows", side_effect=AssertionError):
+    with mock.patch.object(reference, "_compute_rows", side_effect=AssertionError):
         again = reference.add_reference_logprobs(
             resolve(config, 1), state, loader, SINGLE, tmp_path
         )
