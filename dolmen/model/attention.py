@@ -71,7 +71,10 @@ class CoreAttention(nn.Module):
     def forward(
         self, q: Queries, k: Keys, v: Values, given: LayerInputs, sinks: Sinks | None = None
     ) -> Attended:
-        """softmax(scale q k^T) v."""
+        """Return softmax(scale q k^T) v for this rank's tokens, [batch, length, heads, value size];
+        recomputed in backward under selective recomputation. `sinks`: one learned score per head
+        that weighs no value.
+        """
         if self.selective:
             return recompute(self._sums, q, k, v, given, sinks)
         return self._sums(q, k, v, given, sinks)
@@ -80,6 +83,10 @@ class CoreAttention(nn.Module):
     def _sums(
         self, q: Tensor, k: Tensor, v: Tensor, given: LayerInputs, sinks: Tensor | None
     ) -> Tensor:
+        """Compute attention with the mask of `given.documents` and, if `given.noise` is set,
+        dropout of the probabilities, by context parallelism's ring or gather. k and v are first
+        expanded to one head per query head where groups are unequal.
+        """
         if self.kv_head_of_query is not None:
             k, v = (_per_query(t, self.kv_head_of_query, 2) for t in (k, v))
         noise, dropped = given.noise, None
@@ -96,8 +103,9 @@ class CoreAttention(nn.Module):
         documents: Documents | None,
         sinks: Sinks | None = None,
     ) -> Attended:
-        """Attend the new tokens of cached sequences of equal length to all of their keys
-        [sequences, length, kv_heads, size]. No axis splits these; no dropout.
+        """Attend q, the new tokens of cached sequences of equal length, to all their keys and
+        values [sequences, length, kv_heads, size]; `documents` has their prefixes. Runs on this
+        rank alone: without context parallelism and without dropout.
         """
         if self.kv_head_of_query is not None:
             k, v = (_per_query(t, self.kv_head_of_query, 2) for t in (k, v))
@@ -111,22 +119,25 @@ class CoreAttention(nn.Module):
         pages: Pages | Alone,
         sinks: Sinks | None = None,
     ) -> Float[Tensor, "texts heads value_size"]:
-        """Attend the last token of each sequence to keys in the paged KV cache."""
+        """Attend the last token of each sequence (decode) to its keys and values in the paged KV
+        cache; `pages` is the block table, or `Alone` for one sequence.
+        """
         if self.kv_head_of_query is not None:
             k, v = (_per_query(t, self.kv_head_of_query, 1) for t in (k, v))
         return decode.one_query(q, k, v, self.attend._replace(sinks=sinks), pages)
 
 
 def _per_query(x: Tensor, heads: Sequence[int], dim: int) -> Tensor:
-    """x with its kv_heads at `dim` -> with queries' heads there: the key-value head of each query.
-    By views, as an index would be copied to a GPU, which the host waits for.
+    """Return x with one head per query head at `dim`: head i is a copy of x's head `heads[i]`. Made
+    of views, because an index tensor would be copied to the GPU, and the host would wait.
     """
     return torch.cat([x.narrow(dim, head, 1) for head in heads], dim)
 
 
 class Attention(Branch):
-    """x [batch * length / cp, hidden] I@tp (or S(0)@tp) -> the same. `cache`, where given, is this
-    layer's keys and values so far.
+    """Grouped-query attention over this rank's heads: x [batch * length / cp, hidden] I@tp (or
+    S(0)@tp) -> the same shape and placement. With a KV `cache`, new keys and values are appended to
+    it and attention reads all cached ones.
     """
 
     def __init__(self, attention: spec.AttentionSpec, leaves: ParamSpecs, setting: ModuleContext):
@@ -136,6 +147,8 @@ class Attention(Branch):
         self.head_size = attention.head_size
         self.extra_key_dims = attention.head_sizes[0] - self.head_size
         size = self.tp.axis.size
+        # k and v are replicated, and a rank uses some of their rows, where tp does not divide the
+        # kv heads
         self.whole_kv = attention.kv_heads % size != 0
         self.heads = attention.heads // size
         group = attention.heads // attention.kv_heads
@@ -145,9 +158,12 @@ class Attention(Branch):
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
         equal = used == _equal_groups(used[0], self.kv_heads, self.heads)
         attend = self.attend(attention)._replace(first_head=self.first_head)
+        # unequal groups, such as queries 2..4 of groups of 3: kernels cannot say them, so keys are
+        # repeated
         self.scores = CoreAttention(attend, setting, None if equal else [u - used[0] for u in used])
         self.clip = attention.clip
         self.pairs = positions.pairs(attention.positions)
+        # first row and number of rows of k and v that this rank multiplies
         first, rows = (n * self.head_size for n in (self.kv_first, self.kv_heads))
         mine = partial(_rows, first=first, count=rows) if self.whole_kv else local
         self.q = ColumnParallelLinear(select_prefix(leaves, "q"))
@@ -162,6 +178,9 @@ class Attention(Branch):
 
     @staticmethod
     def attend(mixer: spec.AttentionSpec) -> Attend:
+        """Return the kind of attention (causal or prefix mask, window, scale, soft cap, ALiBi
+        slopes) over all heads of the model. A bidirectional mask is a prefix mask here.
+        """
         slopes = positions.slopes(mixer.positions, mixer.heads)
         # to see both ways is a prefix of all: Decoder makes it one
         mask = "causal" if mixer.mask == "causal" else "prefix"
@@ -174,10 +193,12 @@ class Attention(Branch):
 
     @property
     def columns(self) -> list[Linear]:
+        """Column-parallel weights that multiply x: q, k, v, in this order."""
         return [self.q.linear(), self.k.linear(), self.v.linear()]
 
     @property
     def row(self) -> RowParallelLinear:
+        """Output projection, which is row-parallel."""
         return self.o
 
     def inner(
@@ -186,6 +207,10 @@ class Attention(Branch):
         given: LayerInputs,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
+        """Return the heads' attention outputs [tokens, heads * head_size] from the q, k, v
+        `products`: norm, clipping, rope, Qwen's query scaling and Falcon's key bias are applied
+        first.
+        """
         q, k, v = (
             y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size) for y in products
         )
@@ -195,9 +220,11 @@ class Attention(Branch):
         if given.cos is not None and given.sin is not None:
             q, k = (rope.rotate(t, given.cos, given.sin, *self.pairs) for t in (q, k))
         if given.growth is not None:
+            # Qwen's log-n: logarithm of the position to the base of the trained length
             q = q * given.growth.to(q.dtype)
         if given.steps is not None:
             steps = given.steps.narrow(2, self.first_head, self.heads)
+            # Falcon's ALiBi as 8 extra dims of q and k, so that any kernel computes it
             q, k = score_bias.append_key_bias(q, k, steps, self.extra_key_dims)
         sinks = None if self.sinks is None else local(self.sinks.weight)
         if cache is None:
@@ -211,24 +238,29 @@ class Attention(Branch):
         return y.reshape(-1, self.heads * self.head_size)
 
     def _normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return q and k after their norms: per head with shared weights, per head with own
+        weights, or over the width of all heads (with a sum over tp); unchanged without norms.
+        """
         if self.q_norm is None or self.k_norm is None:
             return q, k
         if self.norm_of == "heads":
             return self.q_norm(q), self.k_norm(k)
         if self.norm_of == "each head":
             return self.q_norm(q), self.k_norm(k, self._local_kv_rows)
+        # "width": mean square over all heads of all ranks of tp, one sum of 2 numbers per token
         weights = local(self.q_norm.weight), local(self.k_norm.weight)
         return rms_norm_over_width(q, k, *weights, self.q_norm.eps, self.tp.axis)
 
 
 def _rows(p: Tensor, first: int, count: int) -> Tensor:
-    """So many rows of what this rank has of a parameter."""
+    """Return rows `first` to `first + count` of this rank's part of a parameter."""
     return local(p).narrow(0, first, count)
 
 
 def _equal_groups(first: int, kv_heads: int, heads: int) -> list[int]:
-    """The key-value head of each query where each serves the same number of queries, as grouped
-    attention assumes.
+    """Return the key-value head of each of `heads` queries, counted from `first`, if every
+    key-value head served equally many, as grouped attention assumes; an empty list if kv_heads does
+    not divide heads.
     """
     return (
         [first + i // -(-heads // kv_heads) for i in range(heads)] if heads % kv_heads == 0 else []
@@ -236,8 +268,9 @@ def _equal_groups(first: int, kv_heads: int, heads: int) -> list[int]:
 
 
 class LatentAttention(Component):
-    """x [batch * length / cp, hidden] I@tp (or S(0)@tp) -> the same. `cache`, where given, is this
-    layer's latents and rope keys so far.
+    """Multi-head latent attention: x [batch * length / cp, hidden] I@tp (or S(0)@tp) -> the same
+    shape and placement. With a KV `cache`, the latents and rope keys of new tokens are appended to
+    it.
     """
 
     def __init__(
@@ -262,15 +295,24 @@ class LatentAttention(Component):
 
     @staticmethod
     def attend(mixer: spec.LatentAttentionSpec) -> Attend:
+        """Return the kind of attention of this mixer, over all heads: causal, with the spec's
+        softmax scale.
+        """
         return Attend(scale=mixer.scale)
 
     def forward(
         self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
+        """Return the mixer's output for x. Without `cache` keys and values of all heads are
+        expanded from the latents; with one, latent and rope key are cached, and `cache` chooses
+        absorbed or expanded attention.
+        """
         q = self._queries(x, given)
         down = self._down(x, self.kv_a)
         latent, key = down.split((self.spec.kv_rank, self.spec.positions.size), -1)
+        # the cache keeps the normed latent: kv_rank + rope numbers per token instead of all heads
         latent = self.kv_a_norm(latent)
+        # one rope key for all heads; under sequence parallelism gathered before it is rotated
         key = self.tp.enter(key).view(given.batch, -1, 1, self.spec.positions.size)
         key = self._apply_rope(key, given)
         if cache is None:
@@ -283,14 +325,21 @@ class LatentAttention(Component):
         return self.o(y.reshape(-1, self.heads * self.spec.value_size))
 
     def _down(self, x: Tensor, linear: ParameterModule) -> Tensor:
-        """The product of this rank's part of the residual stream with what is whole."""
+        """Multiply this rank's tokens of x by a down projection (q_a or kv_a), which every tp rank
+        stores whole; nothing is communicated.
+        """
         return tensor.products(x, [linear.linear()], self.tp)[0]
 
     def _columns(self, x: Tensor, linear: ColumnParallelLinear) -> tuple[Tensor, ...]:
+        """Multiply x by one column-parallel weight, entering tensor parallelism (copy, or
+        all-gather of tokens under sequence parallelism); returns a tuple of one product.
+        """
         return tensor.columns(x, [linear.linear()], self.tp)
 
     def _queries(self, x: Tensor, given: LayerInputs) -> Tensor:
-        """[batch, length, heads, nope + rope], turned."""
+        """Return this rank's queries [batch, length, heads, nope + rope size], the rope part
+        rotated; through the low-rank latent q_a, q_b if the spec has a q_rank.
+        """
         if self.spec.q_rank is None:
             (q,) = self._columns(x, self.q)
         else:
@@ -300,22 +349,25 @@ class LatentAttention(Component):
         return torch.cat((nope, self._apply_rope(turned, given)), -1)
 
     def _apply_rope(self, x: Tensor, given: LayerInputs) -> Tensor:
+        """Rotate x [batch, length, heads, rope size] by its tokens' positions."""
         assert given.cos is not None and given.sin is not None
         return rope.rotate(x, given.cos, given.sin, *pairs(self.spec.positions))
 
     def _expand_kv(self, kv: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all heads: kv what kv_b makes, [tokens, heads * (nope + value)], key
-        [batch, length, 1, rope] -> [batch, length, heads, nope + rope] and [..., value].
+        """Return keys [batch, length, heads, nope + rope] and values [batch, length, heads, value]
+        of all heads from kv, the output of kv_b [tokens, heads * (nope + value)], and the shared
+        rope key [batch, length, 1, rope].
         """
         kv = kv.view(*key.shape[:2], self.heads, self.spec.nope_size + self.spec.value_size)
         nope, v = kv.split((self.spec.nope_size, self.spec.value_size), -1)
         return torch.cat((nope, key.expand(-1, -1, self.heads, -1)), -1), v
 
     def _attend_sequences(self, q: Tensor, kept: Tensor, documents: Documents | None) -> Tensor:
-        """Attend the new tokens of cached sequences of equal length: kept [sequences, length, 1,
-        latent + rope].
+        """Attend q, the new tokens of cached sequences of equal length, to `kept` [sequences,
+        length, 1, latent + rope]: keys and values are expanded from the cached latents.
         """
         latent, key = kept.split((self.spec.kv_rank, self.spec.positions.size), -1)
+        # latents are replicated over tp, so kv_b multiplies them without communication
         flat = latent.reshape(-1, self.spec.kv_rank)
         (kv,) = tensor.products(flat, [self.kv_b.linear()], self.tp)
         return self.scores.attend_sequences(q, *self._expand_kv(kv, key), documents)
@@ -326,6 +378,7 @@ class LatentAttention(Component):
         sum of p (W_v c) = W_v (sum of p c). kept [pages, 1, page, latent + rope] -> [sequences,
         heads, value].
         """
+        # [heads, nope + value, kv_rank]: rows of W_k and then of W_v of each head
         weight = self.kv_b.linear().merged(q.dtype).view(self.heads, -1, self.spec.kv_rank)
         of_k, of_v = weight.split((self.spec.nope_size, self.spec.value_size), 1)
         nope, turned = q.split((self.spec.nope_size, self.spec.positions.size), -1)

@@ -53,8 +53,8 @@ C = TypeVar("C", bound=Component)
 
 
 class TransformerBlock(nn.Module, Generic[C]):
-    """x [batch * length, hidden] -> the same. Its norms and branches are registered in the order
-    of the arrangement; `leaves` are the block's parameters.
+    """One layer: x [batch * length, hidden] -> the same shape. Norms and branches are registered in
+    the order of the arrangement; `leaves` are the block's parameters.
     """
 
     takes: type[Component] = Component
@@ -83,6 +83,9 @@ class TransformerBlock(nn.Module, Generic[C]):
     def forward(
         self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
+        """Return the layer's output. Under full recomputation only x is kept for backward, unless a
+        KV `cache` is used.
+        """
         return (
             recompute(self.compute, x, given)
             if self.recompute_all and cache is None
@@ -92,16 +95,22 @@ class TransformerBlock(nn.Module, Generic[C]):
     def compute(
         self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
-        """Return the layer's output; backward repeats it under full recomputation."""
+        """Return the layer's output for x; subclasses implement the arrangement of norms, mixer and
+        mlp here.
+        """
         raise NotImplementedError
 
     def apply_dropout(
         self, y: Float[Tensor, "here hidden"], given: LayerInputs, site: int
     ) -> Float[Tensor, "here hidden"]:
-        """Apply dropout, where it acts, to what is added to the residual stream."""
+        """Apply dropout to a branch output y before it is added to the residual stream; unchanged
+        without `given.noise`. `site` numbers the place in the layer, so that each has its own mask.
+        """
         if given.noise is None:
             return y
         assert given.rows is not None
+        # the mask depends on key, layer, site and the token's index in the global batch: the same
+        # in every layout and when recomputed
         return elementwise.residual(
             y, self.dropout, given.noise, given.noise.site(site), given.rows
         )
@@ -111,15 +120,18 @@ class TransformerBlock(nn.Module, Generic[C]):
         return [*self.attn.units(), *self.mlp.units()]
 
     def compile_static(self) -> None:
-        """torch.compile of all of it, or of those of its two layers whose shapes are known."""
+        """Compile the block with torch.compile; if mixer or mlp has data-dependent shapes (an MoE
+        layer), compile the static ones of the two only.
+        """
         layers = [self.attn, self.mlp]
+        # compiling the whole block around a data-dependent shape would recompile per batch
         static = [layer for layer in layers if layer.static]
         for module in static if len(static) < len(layers) else [self]:
             module.compile()
 
 
 class SequentialBlock(TransformerBlock[Component]):
-    """spec.Sequential: mixer, then mlp."""
+    """Mixer, then mlp, each added to the residual stream (spec.SequentialResidual)."""
 
     norms = ("attn_norm", "attn_post_norm", "mlp_norm", "mlp_post_norm")
     attn_norm: Norm | None
@@ -142,12 +154,18 @@ class SequentialBlock(TransformerBlock[Component]):
     def compute(
         self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
+        """Apply the mixer branch and then the mlp branch."""
+
         def mixer(y: Tensor) -> Tensor:
+            """Return attention's output, normalised ("output", "sandwich") and with dropout."""
             y = self.attn(y, given, cache)
             y = y if self.attn_post_norm is None else self.attn_post_norm(y)
             return self.apply_dropout(y, given, elementwise.MIXER)
 
         def mlp(y: Tensor) -> Tensor:
+            """Return the feed-forward output, normalised ("output", "sandwich") and with
+            dropout.
+            """
             y = self.mlp(y, given)
             y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
             return self.apply_dropout(y, given, elementwise.MLP)
@@ -160,11 +178,12 @@ class SequentialBlock(TransformerBlock[Component]):
         branch: Callable[[Tensor], Tensor],
         norm: Norm | None,
     ) -> Float[Tensor, "here hidden"]:
-        """Add a branch to the residual stream; `norm` stands before the branch or, with "post",
-        behind the sum.
+        """Return scale_r * residual + scale_b * branch(y). `norm` is applied before the branch, or
+        to the sum where norms are "post"; None: no norm.
         """
         around = self.arrangement
         post = around.norms == "post"
+        # y is the branch input; with residual "normed" it is the residual, too
         y = x if norm is None or post else norm(x)
         added = _scale(branch(y), around.branch_scale)
         x = _scale(y if around.residual == "normed" else x, around.residual_scale) + added
@@ -172,6 +191,7 @@ class SequentialBlock(TransformerBlock[Component]):
 
 
 def _scale(y: Tensor, scale: float) -> Tensor:
+    """Return scale * y; y itself for a scale of 1."""
     return y if scale == 1 else scale * y
 
 
@@ -197,17 +217,21 @@ class ParallelBlock(TransformerBlock[Branch]):
     def compute(
         self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
+        """Return x plus the sum of both branches; dropout is applied to their sum."""
         both, (attn, mlp) = [self.attn, self.mlp], self.enter_branches(x)
         results = [
             self.attn.inner_with_hooks(attn, given, cache),
             self.mlp.inner_with_hooks(mlp, given),
         ]
+        # one all-reduce (or reduce-scatter) for both branches
         return x + self.apply_dropout(leave(both, results), given, elementwise.MLP)
 
     def enter_branches(
         self, x: Float[Tensor, "here hidden"]
     ) -> Sequence[Sequence[Float[Tensor, "tokens _"]]]:
-        """The products with the columns of the mixer, and with those of the mlp."""
+        """Return the column-parallel products of the normed x: first the mixer's, then the
+        mlp's.
+        """
         if self.norm is not None:
             return enter([self.attn, self.mlp], self.norm(x))
         return [*enter([self.attn], self.attn_norm(x)), *enter([self.mlp], self.mlp_norm(x))]
@@ -218,27 +242,29 @@ MLPS = {spec.MLPSpec: MLP, spec.MoESpec: MoE}
 HEADS = {spec.LMHeadSpec: LMHead, spec.ScalarHeadSpec: ScalarHead}
 BLOCKS = {spec.SequentialResidual: SequentialBlock, spec.ParallelResidual: ParallelBlock}
 
-# What a tree can say and no module computes: any other value is refused.
+# Spec class -> field -> the only value that a module computes; others raise an error.
 ONLY: dict[type, dict[str, Any]] = {}
 
 
 def build_block(
     block: spec.BlockSpec, leaves: ParamSpecs, setting: ModuleContext
 ) -> TransformerBlock:
-    """The module of a block, of whose parameters are `leaves`."""
+    """Build the module of a block from its spec; `leaves` are the block's parameters, without its
+    prefix.
+    """
     mixer = MIXERS[type(block.mixer)](block.mixer, select_prefix(leaves, "attn"), setting)
     mlp = MLPS[type(block.mlp)](block.mlp, select_prefix(leaves, "mlp"), setting)
     return BLOCKS[type(block.arrangement)](block, leaves, setting, mixer, mlp)
 
 
 def attention_kinds(model: spec.ModelSpec) -> list[Attend]:
-    """Return the kind of attention of each layer."""
+    """Return the kind of attention (mask, window, scale, ALiBi) of each layer, in order."""
     return [MIXERS[type(block.mixer)].attend(block.mixer) for block in model.blocks]
 
 
 def check_supported(model: spec.ModelSpec) -> None:
-    """Raises ValueError for a component, a value of one, or a block of some that nothing here
-    computes.
+    """Raise ValueError if the model has an arrangement its mixer or mlp does not fit, or a field
+    value listed in ONLY that no module computes.
     """
     for block in model.blocks:
         _check_arrangement(block)
@@ -253,6 +279,9 @@ def check_supported(model: spec.ModelSpec) -> None:
 
 
 def _check_arrangement(block: spec.BlockSpec) -> None:
+    """Raise ValueError if the arrangement requires branches (parallel blocks do) and the mixer's or
+    mlp's module is not one.
+    """
     takes = BLOCKS[type(block.arrangement)].takes
     for component, module in (
         (block.mixer, MIXERS[type(block.mixer)]),
@@ -266,7 +295,7 @@ def _check_arrangement(block: spec.BlockSpec) -> None:
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """Every component under a value of the tree, itself included."""
+    """Yield `value` and, depth first, every dataclass inside its fields and tuples."""
     if isinstance(value, tuple):
         for one in value:
             yield from _inside(one)

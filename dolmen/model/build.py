@@ -46,8 +46,8 @@ def build(
     compile: bool = False,
     hardware: Hardware | None = None,
 ) -> Decoder:
-    """The decoder on `mesh`, or this rank's stages of it, allocated, its values not yet set: what
-    `place` has placed.
+    """Build the decoder, or this rank's stages of it, on `mesh`, with memory allocated and values
+    not yet set: `place` and then `allocate`, with the same parameters.
     """
     placed = place(
         tree,
@@ -64,7 +64,9 @@ def build(
 
 
 def allocate(model: Decoder, device: torch.device) -> Decoder:
-    """Memory for what `place` has placed, without values."""
+    """Allocate uninitialised memory on `device` for a model that `place` made on meta, and set up
+    fp8 scaling state and fp8 all-gather. Returns the same model.
+    """
     model.to_empty(device=device)
     for delayed in model.delayed().values():
         delayed.on(device)
@@ -86,24 +88,29 @@ def place(
     hardware: Hardware | None = None,
     stages: Sequence[range] | None = None,
 ) -> Decoder:
-    """The same without memory: all parameters are on meta.
+    """Build the decoder on meta and shard it over `mesh`: split over tp and ep, cast, optionally
+    compile, then FSDP. No memory is allocated.
 
-    `layout` says how it is split over the axes of `mesh`; None builds for inference, split over tp
-    alone. `schedule` places the stages; None: there is one. `training`: knobs that act inside.
-    `dtype` is that of parameters at rest, `compute` (default: the same) that of the copies a step
-    works with. Kernels are chosen for `hardware` (default: the mesh's device): H100 lets a CPU take
-    the road of one. `stages`: the layers of each (default: balanced). Raises ValueError where the
-    layout does not divide the model.
+    `layout` says how the model is split over the axes of `mesh`; None builds for inference, split
+    over tp only, without FSDP. `schedule` assigns pipeline stages to ranks; None: one stage.
+    `stages`: the layers of each stage (default: balanced). `training`: dropout, router, adapter and
+    fp8 options. `dtype`: of stored parameters; `compute` (default: the same): of the copies a step
+    computes with. `compile`: use torch.compile. Kernels are chosen for `hardware` (default: the
+    mesh's device); naming an H100 lets a CPU plan what an H100 would run. Raises ValueError where
+    the layout does not divide the model.
     """
     hardware = hardware or Hardware.of(mesh.device)
     kernels = choose_kernels(training.apply_to(tree), mesh, compute or dtype, hardware)
     parts = split_model(mesh, tree.layers, layout or Layout(), schedule, kernels, stages)
+    # a 70B model costs no memory here, and its checks cost seconds
     with torch.device("meta"):
         model = Decoder(tree, parts, training).to(dtype)
     for name, leaf in model.held().items():
         if leaf.precise:
             p = model.get_parameter(name)
+            # router bias and int8 scales: bf16 would lose their small steps
             p.data = p.data.to(torch.promote_types(dtype, torch.float32))
+    # None: compute in the dtype of the parameters
     model.compute = compute
     state.distribute(model, model.plan(), mesh)
     if compile:
@@ -119,9 +126,12 @@ def place(
 def choose_kernels(
     tree: ModelSpec, mesh: Mesh, compute: torch.dtype, hardware: Hardware
 ) -> Kernels:
-    """The kernels of a rank of `mesh`, whose step computes in `compute`."""
+    """Return the kernels that a rank of `mesh` uses on `hardware`, for products in dtype `compute`:
+    chosen by head sizes, expert widths, attention kinds and fp8.
+    """
     experts = {leaf for leaf in tree.leaves.values() if leaf.stacked}
     widths = {width for leaf in experts for width in leaf.held({"tp": mesh.tp.size})[1:]}
+    # flash kernels have an upper bound on the head size
     longest = max(size for b in tree.blocks for size in b.mixer.head_sizes)
     attends = block.attention_kinds(tree)
     one_by_one = tree.fp8 is not None or any(leaf.int8 for leaf in experts)
@@ -129,8 +139,8 @@ def choose_kernels(
 
 
 def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
-    """Initial values from the seed alone, as each leaf says, of all parameters but those `loaded`;
-    a layout never changes a value.
+    """Set initial values of all parameters but those named in `loaded`. Each value depends on the
+    seed, the parameter's name and its spec only, never on the layout.
     """
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -138,6 +148,7 @@ def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
                 continue
             leaf = model.tree.leaves[name]
             if leaf.int8 or magnitude_name(name) in model.tree.leaves:
+                # the whole weight: its scale, or DoRA's row norms, follow from full rows
                 whole = torch.empty(leaf.shape, device=p.device)
                 _initialize_param(whole, name, seed, model.tree)
                 _write(model, name, whole)
@@ -146,6 +157,9 @@ def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
 
 
 def _initialize_param(p: Tensor, name: str, seed: int, tree: ModelSpec) -> None:
+    """Fill p, or this rank's part of it, as the spec's `initial` says: normal, uniform within 1 /
+    sqrt(inputs), ones or zeros; "beside" leaves it, as it is derived from another parameter.
+    """
     leaf = tree.leaves[name]
     match leaf.initial:
         case "normal":
@@ -161,16 +175,19 @@ def _initialize_param(p: Tensor, name: str, seed: int, tree: ModelSpec) -> None:
 
 
 def load(model: nn.Module, stream: Callable[[Callable[[str, Tensor], None]], None]) -> None:
-    """Fill the model from `stream`, which calls write(name, full tensor) for every parameter, one
-    tensor at a time; of one that is held in eight bits what it is rounded from, with the scale
-    that follows from it, or both as they are. DoRA's lengths follow from a weight, until they are
-    written.
+    """Fill the model from `stream`, which calls write(name, full tensor) once per parameter. An
+    int8 weight may be given in floating point, and is then quantised with its scale, or as int8
+    values and scale. DoRA magnitudes are set to the row norms of each floating-point weight, unless
+    they are written later themselves.
     """
     with torch.no_grad():
         stream(lambda name, value: _write(model, name, value))
 
 
 def _write(model: nn.Module, name: str, value: Tensor) -> None:
+    """Write this rank's part of a full tensor into parameter `name`, quantising to int8 and
+    deriving DoRA's magnitude where the model has them.
+    """
     p = model.get_parameter(name)
     lengths = value
     if p.dtype == torch.int8 and value.is_floating_point():
@@ -191,8 +208,9 @@ def load_inference_weights(
     weights: Weights,
     stream: Callable[[Callable[[str, Tensor], None]], None],
 ) -> Decoder:
-    """Fill a model from `place` by `stream` (see `load`), keeping matrices only in the packed form
-    `weights`. Embeddings and norms stay as they are. CPU only.
+    """Fill a model from `place` by `stream` (see `load`), keeping the matrices of linears only in
+    the packed format `weights` and freeing their plain form. Embeddings and norms stay plain.
+    Returns the same model. CPU only.
     """
     model.alone = weights
     alone = {
@@ -205,6 +223,7 @@ def load_inference_weights(
             part.to_empty(device=mesh.device, recurse=False)
     for delayed in model.delayed().values():
         delayed.on(mesh.device)
+    # tensors that each packed module still waits for
     coming = {
         name: {own for own, _ in part.named_parameters(recurse=False)}
         for name, part in alone.items()
@@ -212,6 +231,9 @@ def load_inference_weights(
     begun: set[str] = set()
 
     def through(write: Callable[[str, Tensor], None], name: str, value: Tensor) -> None:
+        """Write one tensor; allocate its module at the module's first tensor, and pack and free it
+        after its last.
+        """
         owner, _, own = name.rpartition(".")
         if owner not in alone:
             return write(name, value)

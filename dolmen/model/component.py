@@ -63,8 +63,9 @@ class LayerCache(Protocol):
         of_pages: PagedAttention,
         of_texts: SequenceAttention,
     ) -> Float[Tensor, "tokens heads value_size"]:
-        """Keep what the mixer has `new` of each token, such as keys and values, and attend to what
-        is kept of the same text, by either function. No autograd.
+        """Append the keys and values (or latents) in `new` to the cache, and return the attention
+        of q over all cached tokens of each token's sequence. `of_pages` computes sequences with one
+        new token (decode), `of_texts` those with several (prefill). No autograd.
         """
         ...
 
@@ -85,7 +86,7 @@ class ForwardCache(Protocol):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text, with those that are read."""
+        """Length of the longest sequence in tokens, the new ones included."""
         ...
 
     @property
@@ -105,7 +106,9 @@ class RouterLosses(NamedTuple):
 
 
 class PositionInputs(NamedTuple):
-    """Position inputs of a layer, per sequence or for all (batch 1)."""
+    """Position inputs of a layer: rope tables, key bias and query factor, per sequence or shared by
+    all (batch 1).
+    """
 
     cos: Float[Tensor, "batch length 1 half"] | None = None
     """Cosines of rope's angles; None: no rope."""
@@ -148,7 +151,10 @@ class LayerInputs(NamedTuple):
         balance: RouterLosses | None,
         routes: Routes | None = None,
     ) -> "LayerInputs":
-        """The same for layer `number`, which knows its positions as `where`."""
+        """Return these inputs for layer `number`: with its position inputs `where`, its router
+        losses, its forced experts and routing callback from `routes`, and noise keyed by the layer
+        number.
+        """
         here = self._replace(**where._asdict(), balance=balance)
         if routes is not None:
             here = here._replace(
@@ -156,6 +162,7 @@ class LayerInputs(NamedTuple):
             )
         if self.noise is None:
             return here
+        # a tensor, so that one compiled block serves all layers
         layer = device.scalar_tensor(number, torch.int64, self.noise.key.device)
         return here._replace(noise=self.noise._replace(layer=layer))
 
@@ -170,8 +177,8 @@ class ModuleContext:
 
 
 class Component(nn.Module):
-    """A mixer, x [batch * length / cp, hidden] I@tp (or S(0)@tp) -> the same, by `forward(x, given,
-    cache)`; or an mlp, by `forward(x, given)`.
+    """A mixer, called as `forward(x, given, cache)`, or an mlp, called as `forward(x, given)`: x
+    [batch * length / cp, hidden] I@tp (or S(0)@tp) -> the same shape and placement.
     """
 
     @property
@@ -199,15 +206,16 @@ class Component(nn.Module):
 
 
 class Passthrough(nn.Module):
-    """Hands on what it is given: a place for hooks, where what passes is no module's result."""
+    """The identity: a module on which hooks can see values that are no module's result."""
 
     def forward(self, x: Any) -> Any:
+        """Return x."""
         return x
 
 
 class Branch(Component):
-    """A mixer or an mlp of dense matrices. Hooks of `products` and `result` see what `inner` is
-    given and what it makes, however the branch is arranged.
+    """A mixer or mlp made of one column-parallel and one row-parallel product. Hooks on `products`
+    and `result` see the input and the output of `inner` in every arrangement of the block.
     """
 
     tp: TensorParallel
@@ -232,8 +240,9 @@ class Branch(Component):
         given: LayerInputs,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
-        """The products of x with the columns, each [tokens, out_i / tp] S(1)@tp -> [tokens, inputs
-        of the row / tp] S(1)@tp.
+        """Compute what is between the two products: from the products of x with the columns, each
+        [tokens, out_i / tp] S(1)@tp, return the input of the row-parallel product, [tokens, in /
+        tp] S(1)@tp.
         """
         raise NotImplementedError
 
@@ -243,12 +252,17 @@ class Branch(Component):
         given: LayerInputs,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
-        """`inner`, seen by hooks."""
+        """Return `inner` of the products, passing input and output through the hook modules
+        `products` and `result`.
+        """
         return self.result(self.inner(self.products(products), given, cache))
 
     def forward(
         self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
+        """Return row(inner(columns x)): one collective on the way in (under sequence parallelism,
+        or in backward) and one on the way out.
+        """
         (products,) = enter([self], x)
         return self.row(self.inner_with_hooks(products, given, cache))
 
@@ -259,15 +273,19 @@ class Branch(Component):
         together with other sums.
         """
         y = self.inner_with_hooks(tensor.products(x, self.columns, self.tp), given)
+        # x has entered already: `products`, not `columns`
         return tensor.part_of_rows(y, self.row.linear(), self.tp)
 
 
 def enter(
     branches: Sequence[Branch], x: Float[Tensor, "here hidden"]
 ) -> list[tuple[Float[Tensor, "tokens _"], ...]]:
-    """The products of x, I@tp (or S(0)@tp), with the columns of each branch."""
+    """Return the products of x, I@tp (or S(0)@tp), with the columns of each branch, by one
+    collective for all: a list with one tuple of products per branch.
+    """
     columns = [branch.columns for branch in branches]
     products = tensor.columns(x, [one for ones in columns for one in ones], branches[0].tp)
+    # regroup the flat list of products by branch
     ends = list(accumulate(map(len, columns)))
     return [products[end - len(ones) : end] for ones, end in zip(columns, ends, strict=True)]
 
@@ -275,5 +293,7 @@ def enter(
 def leave(
     branches: Sequence[Branch], results: Sequence[Float[Tensor, "tokens _"]]
 ) -> Float[Tensor, "here hidden"]:
-    """The sum of the branches, I@tp (or S(0)@tp), of the result of each one's `inner`."""
+    """Return the sum of the branches' outputs, I@tp (or S(0)@tp), from the `results` of their
+    `inner`: row-parallel products are added as partial sums and reduced by one collective.
+    """
     return tensor.rows(results, [branch.row.linear() for branch in branches], branches[0].tp)

@@ -9,27 +9,27 @@ from dolmen.model.spec.block import Mixer
 
 
 def parameters(tree: ModelSpec) -> int:
-    """Number of parameters; a tied head counts once."""
+    """Return the number of parameters; a tied head counts once."""
     return sum(leaf.elements for leaf in tree.leaves.values())
 
 
 def trainable_parameters(tree: ModelSpec) -> int:
-    """Number of parameters that are trained."""
+    """Return the number of parameters that are trained: with LoRA, those of the adapters."""
     return sum(leaf.elements for leaf in tree.leaves.values() if leaf.trained)
 
 
 def training_flops_per_token(
     tree: ModelSpec, sequence_length: int, attention: Literal["causal", "full"] = "causal"
 ) -> float:
-    """FLOPs per token of forward and backward: 2 per multiply-add, backward twice forward, nothing
-    for recomputation.
+    """Return the FLOPs per token of forward and backward: 2 per multiply-add, backward twice
+    forward, nothing for recomputation.
 
-    Matrices: 6 * their elements, of experts those that compute the token, the head's once more
-    where it is the embedding; of frozen ones, which have no gradient, 4. Attention: 12 * heads *
-    head_dim * keys per layer, with keys the mean number a causal query sees, (sequence + 1) / 2, or
-    what a sliding window leaves of it. `full` counts as if every query saw the whole sequence, as
-    torchtitan does; so does PaLM (2204.02311, appendix B: 6 N + 12 L H Q T), whose N has the
-    embedding too.
+    Matrices: 6 FLOPs per element (4 if frozen, without a weight gradient); experts count as far as
+    they compute the token, and a tied head once more for the head. Attention: 12 * heads * head_dim
+    * keys per layer, where keys is the mean number a causal query sees, (sequence + 1) / 2, or what
+    a sliding window leaves of it. `attention` "full" counts as if every query saw the whole
+    sequence, as torchtitan and PaLM do (2204.02311, appendix B: 6 N + 12 L H Q T; its N has the
+    embedding too).
     """
     matrices = sum(leaf.products * (6.0 if leaf.trained else 4.0) for leaf in tree.leaves.values())
     return matrices + attention_flops_per_token(tree, sequence_length, attention)
@@ -38,9 +38,12 @@ def training_flops_per_token(
 def attention_flops_per_token(
     tree: ModelSpec, sequence_length: int, attention: Literal["causal", "full"] = "causal"
 ) -> float:
-    """The part of `training_flops_per_token` that is not of matrices."""
+    """Return the attention scores' part of `training_flops_per_token`: q k^T and the weighted sum
+    of v, forward and backward.
+    """
 
     def keys(mixer: Mixer) -> float:
+        """Return the mean number of keys a query of this mixer sees."""
         if attention == "full" or mixer.mask == "both":
             return sequence_length
         return _mean_keys(sequence_length, mixer.window)
@@ -86,9 +89,11 @@ def activation_bytes_per_layer(
     e = element_bytes
     h = tree.hidden_size
     tokens = batch * sequence_length / cp
+    # part of the residual stream that a rank has
     stream = 1 / tp if sequence_parallel else 1.0
     if recompute == "full":
         return tokens * e * h * stream
+    # fp32 rstd per token, and for LayerNorm the mean
     statistics = 8 if block.norm.kind == "layernorm" else 4
     around = block.arrangement
     outside = around.streams * e * h + around.norm_count * statistics
@@ -102,6 +107,7 @@ def activation_bytes_per_layer(
         numbers = 2 if width else per_head * (heads + kv_heads)
         # what the weight of each head multiplies is kept too
         inside += (2 if own else 1) * e * (q + k) + 4 * numbers
+    # clamp keeps its input for the mask of its gradient
     if attention.clip is not None:
         inside += e * (q + 2 * k)
     if recompute == "none" and dropout:  # k, v once per query head; then eq. 1's 5 a s
@@ -115,8 +121,8 @@ def activation_bytes_per_layer(
 
 
 def _kv_heads(attention: AttentionSpec, tp: int) -> float:
-    """Key-value heads that a rank multiplies and attends to; where tp cuts a group of queries
-    unevenly, one for each query.
+    """Return the number of key-value heads that a rank multiplies and attends to: kv_heads / tp
+    where tp divides them, otherwise 1 if its queries share one head, or one per query.
     """
     if attention.kv_heads % tp == 0:
         return attention.kv_heads / tp
@@ -125,5 +131,9 @@ def _kv_heads(attention: AttentionSpec, tp: int) -> float:
 
 
 def _mean_keys(length: int, window: int | None) -> float:
+    """Return the mean over the positions of a sequence of `length` of the keys a causal query sees,
+    at most `window` (None: no limit).
+    """
     w = min(length, window or length)
+    # the first w queries see 1, 2, ..., w keys, all later ones w
     return (w * (w + 1) / 2 + (length - w) * w) / length

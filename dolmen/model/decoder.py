@@ -80,21 +80,23 @@ HEAD_MODULES = ("final_norm", "project_out", "head", "score", "transform", "pool
 
 
 class Decoder(nn.Module):
-    """The model, or this rank's stages of it. Build it on meta, place it (`plan`), shard it, then
-    initialise or load it: see model/build.py.
+    """The model, or this rank's pipeline stages of it. It is built on meta, placed (`plan`),
+    sharded, and then initialised or loaded: see model/build.py.
 
-    forward(tokens)      -> the last hidden vectors
-    forward(tokens, end) -> what `end` makes of them and the head
+    `forward(tokens)` returns the last hidden vectors; `forward(tokens, end)` returns the head
+    function `end` of them.
     """
 
     def __init__(
         self, tree: ModelSpec, split: ModelSplit | None = None, training: Training = Training()
     ):
-        """`split` None: all of it, in one process. Raises ValueError where the split does not
-        divide the model, and for what no module computes.
+        """Build the modules of this rank; `split` None: the whole model in one process. Raises
+        ValueError where the split does not divide the model, and for a component that no module
+        computes.
         """
         super().__init__()
         tree, split = training.apply_to(tree), split or single_process(tree.layers)
+        # checks come before any module: a wrong layout should fail in milliseconds
         check_supported(tree)
         self.sizes = {"tp": split.tp.axis.size, "ep": split.ep.size}
         check_sharding(tree.leaves, self.sizes)
@@ -115,11 +117,11 @@ class Decoder(nn.Module):
         self._add_head()
         self.compiled = False
         self.compute: torch.dtype | None = None  # None: in the dtype of the parameters
-        self.alone: Weights | None = None  # what is held of weights that have gone (alone.py)
+        self.alone: Weights | None = None  # format of packed weights that were freed
 
     def _add_embedding(self) -> None:
-        """Make the modules before the first block. One is None where the model has none of its
-        kind, and on a rank without the first stage. A tied embedding is also on the last stage.
+        """Set the modules before the first block. A module is None if the model has none of its
+        kind, and on ranks without the first stage. A tied embedding is also on the last stage.
         """
         tree, tp, first = self.tree, self.tp, self.split.first
         embedding, leaves = tree.embedding, tree.leaves
@@ -140,14 +142,18 @@ class Decoder(nn.Module):
         self.types = self._positions_table("types", types)
 
     def _positions_table(self, name: str, table: PositionTable | None) -> PositionEmbedding | None:
+        """Build the embedding table `name` (positions, second stream, or token types); None if the
+        model has none, and on ranks without the first stage.
+        """
         own = select_prefix(self.tree.leaves, name)
         return PositionEmbedding(table, own) if self.split.first and table and own else None
 
     def _add_head(self) -> None:
-        """Make the modules behind the last block. One is None where the model has none of its
-        kind, and on a rank without the last stage.
+        """Set the modules after the last block. A module is None if the model has none of its kind,
+        and on ranks without the last stage.
         """
         tree, tp, last, kernels = self.tree, self.tp, self.split.last, self.split.kernels
+        # no leaves: no module, on ranks without the last stage as in models without one
         own = {name: select_prefix(tree.leaves, name) if last else {} for name in HEAD_MODULES}
         self.final_norm = (
             Norm(tree.final_norm, own["final_norm"], kernels) if last and tree.final_norm else None
@@ -165,9 +171,9 @@ class Decoder(nn.Module):
         self.follows = ReplicatedLinear(own["follows"], tp) if own["follows"] else None
 
     def compile_parts(self) -> None:
-        """torch.compile of what repeats: each block, and the loss of a chunk of tokens; and of the
-        final norm. Before sharding over dp. Of a block where how many rows an expert gets is read,
-        only attention.
+        """Compile, with torch.compile, each block and the final norm, and set `compiled` so that
+        the loss of a chunk of tokens is compiled too. Call before sharding over dp. Of a block with
+        data-dependent expert counts only attention is compiled.
         """
         for block in self.local_blocks():
             block.compile_static()
@@ -176,8 +182,9 @@ class Decoder(nn.Module):
         self.compiled = True
 
     def prepack(self, weights: Weights) -> None:
-        """How weights are held for products without gradients, until `at_rest`
-        (layers.Parameters); on a GPU as they are.
+        """Let every linear use a packed copy of its weight, in the format `weights`, for products
+        without gradients, until `at_rest`. Does nothing if the kernels use no packed form (on a
+        GPU).
         """
         if not self.split.kernels.lays_out:
             return
@@ -185,19 +192,22 @@ class Decoder(nn.Module):
             module.prepack(weights)
 
     def at_rest(self, keep: bool) -> None:
-        """Weights are multiplied as they are; `keep` what was laid out, while they are the same."""
+        """Stop using packed copies of weights. `keep`: retain them for the next `prepack`, which
+        reuses those whose weights are unchanged.
+        """
         for module in self._parts():
             module.at_rest(keep)
 
     def set_multi_lora(self, several: Mapping[str, MultiLora]) -> None:
-        """Adapters beside weights, by the names of these, until there are others or none ({});
-        where no gradient is kept (layers.Parameters).
+        """Set the multi-LoRA adapters of weights, by weight name; weights that are not named have
+        none, and {} removes all. They act only without gradients.
         """
         for name, module in self.named_modules():
             if isinstance(module, ParameterModule):
                 module.set_multi_lora(several.get(f"{name}.weight"))
 
     def _parts(self) -> list[ParameterModule]:
+        """Return every module that owns parameters."""
         return [module for module in self.modules() if isinstance(module, ParameterModule)]
 
     def held(self) -> dict[str, ParamSpec]:
@@ -225,13 +235,15 @@ class Decoder(nn.Module):
         }
 
     def plan(self) -> dict[str, Places]:
-        """Parameter name -> placement on tp, of experts on (ep, tp): what the sharder carries out
-        and the memory planner counts.
+        """Return each parameter's placement: on tp, or, for experts, on (ep, tp). The sharder
+        carries it out and the memory planner counts by it.
         """
         return {name: placements(leaf, self.sizes) for name, leaf in self.held().items()}
 
     def partial(self) -> set[str]:
-        """Names of the parameters whose gradient on tp is a partial sum."""
+        """Return the names of the parameters whose gradient on each tp rank is a partial sum, which
+        has to be all-reduced over tp.
+        """
         return {name for name, leaf in self.held().items() if is_partial(leaf, self.tp)}
 
     def units(self) -> list[Unit]:
@@ -239,8 +251,9 @@ class Decoder(nn.Module):
         return [unit for block in self.local_blocks() for unit in (*block.units(), Unit(block))]
 
     def ahead(self) -> list[list[list[nn.Module]]]:
-        """Return what to prefetch (data.prefetch): for each stage, each block's units in the order
-        of use. Empty if forward stops to read the device.
+        """Return the order in which ZeRO-3 prefetches: for each stage, for each block, its modules
+        in order of use. Empty if a block's forward reads values back from the device (dynamic MoE),
+        which would stall prefetching.
         """
         if all(block.mlp.static for block in self.local_blocks()):
             return []
@@ -250,16 +263,18 @@ class Decoder(nn.Module):
         ]
 
     def local_blocks(self) -> list[TransformerBlock]:
-        """The layers of all stages of this rank."""
+        """Return the blocks of all of this rank's stages, in order of layer number."""
         return [cast(TransformerBlock, block) for block in self.layers.values()]
 
     def blocks(self, part: int) -> list[TransformerBlock]:
-        """The layers of one of this rank's stages."""
+        """Return the blocks of this rank's stage `part`, in order."""
         return [cast(TransformerBlock, self.layers[str(i)]) for i in self.split.parts[part].layers]
 
     @property
     def tied_apart(self) -> nn.Parameter | None:
-        """The weight that this rank shares with the other end of the pipeline."""
+        """The tied embedding weight if first and last stage are on different ranks, so that its
+        gradients must be summed over both; otherwise None.
+        """
         return (
             self.embed.weight
             if self.split.tied_apart and self.tree.head.tied and self.embed is not None
@@ -267,7 +282,9 @@ class Decoder(nn.Module):
         )
 
     def boundary(self, batch: int, length: int) -> Float[Tensor, "here hidden"]:
-        """An empty residual stream of this rank, as it crosses stages."""
+        """Return an uninitialised tensor [tokens, hidden] of the shape and dtype that crosses
+        pipeline stages: `batch` * `length` tokens / cp, and / tp under sequence parallelism.
+        """
         tokens = (
             batch
             * length
@@ -283,8 +300,10 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the computation."""
-        if self.alone is not None:  # weights that have gone are on meta, and what is left a CPU's
+        """Device of the computation: that of the parameters, or the CPU if weights were freed after
+        packing (`load_inference_weights`), as those are on meta.
+        """
+        if self.alone is not None:  # freed weights are on meta; only a CPU frees them
             return torch.device("cpu")
         return next(self.parameters()).device
 
@@ -294,9 +313,10 @@ class Decoder(nn.Module):
         positions: Int64[Tensor, "streams b s"],
         lengths: Int64[Tensor, "#b #s"] | None = None,
     ) -> dict[tuple[AttentionPositions | None, int], PositionInputs]:
-        """Return what each kind of layer of a stage needs of `positions` [streams, b, s] (b = 1: of
-        all sequences), in fp32 or wider; `lengths`: of the sequence of each token, if a layer needs
-        it.
+        """Return rope tables and ALiBi biases for stage `part`, one `PositionInputs` per distinct
+        (positions spec, heads), in fp32 or wider. `positions` [streams, b, s] are per sequence, or
+        shared by all (b = 1); `lengths`: length of each token's sequence, for length-dependent
+        scalings.
         """
         dtype = torch.promote_types(self.compute or dtype_of(self), torch.float32)
         mixers = [self.tree.blocks[i].mixer for i in self.split.parts[part].layers]
@@ -318,21 +338,25 @@ class Decoder(nn.Module):
         part: int = 0,
         routes: Routes | None = None,
     ) -> Any:
-        """tokens are the same on every rank of tp and cp. Of a pipeline, the stage `part` of this
-        rank: `x` is what the stage before gave, [b * s / cp, hidden] (/ tp under sequence
-        parallelism), and so is the result of all but the last, whose is what `end` makes of the
-        last hidden vectors, these without one.
+        """Run the stage `part` of this rank on `tokens` [b, s], which are the same on every rank of
+        tp and cp.
 
-        `noise` is required while training with dropout, and unused otherwise. `documents` and
-        `positions`: of the whole sequences. With a `cache` (corpus.py), which holds the keys and
-        values of the tokens before these, b is 1, and the tokens of several texts follow one
-        another. `balance`: of each layer of experts; `routes`: which of them tokens go to.
+        The first stage embeds the tokens; others take `x`, the output of the stage before, [b * s /
+        cp, hidden] (/ tp under sequence parallelism). Returns the residual stream in the same
+        shape; the last stage returns `end`, a head function, of the last hidden vectors, or these
+        if `end` is None.
+
+        `noise` is required in training mode with dropout, and unused otherwise. `documents` and
+        `positions` are those of whole sequences. With a KV `cache` b is 1, and the new tokens of
+        several sequences follow one another. `balance`: router losses of each MoE layer; `routes`:
+        forced or recorded experts (routing replay).
         """
         here = self.split.parts[part]
         given = self._layer_inputs(tokens, noise, documents)
         ids = self._positions(tokens, cache, positions)
         y = self._embed_tokens(tokens, ids, given) if here.first else x
         assert y is not None, "a stage that is not the first is given x"
+        # once per forward and kind of layer: 2 tables for Gemma 3's 26 to 62 layers
         known = self.where(part, ids, self._lengths(tokens, cache, positions))
         for i, block in zip(here.layers, self.blocks(part), strict=True):
             kept = None if cache is None else cache.layers[i]
@@ -342,10 +366,12 @@ class Decoder(nn.Module):
         return self._apply_head(y, len(tokens), end) if here.last else y
 
     def _embed_tokens(self, tokens: Tensor, positions: Tensor, given: LayerInputs) -> Tensor:
-        """Return the input of the first block for tokens [b, s] at `positions` [streams, b, s /
-        cp], or [streams, 1, s / cp] for all.
+        """Return the input of the first block: token embeddings, plus learned positions and types,
+        then the embedding norm and dropout. `positions` [streams, b, s / cp] are per sequence, or
+        [streams, 1, s / cp] for all; the result is [tokens, hidden].
         """
         assert self.embed is not None
+        # this cp rank's tokens (zigzag); tp ranks then add up their rows of the vocabulary
         x = self.embed(self.split.cp.split(tokens, 1).reshape(-1))
         if self.project_in is not None:
             x = self.project_in(x)
@@ -369,14 +395,16 @@ class Decoder(nn.Module):
         return x
 
     def _apply_head(self, x: Tensor, batch: int, end: HeadFunction | None) -> Any:
-        """Apply the final norm and the head function to the output of the last block. Inside
-        forward, because ZeRO frees the head after it.
+        """Return `end` of the normed output of the last block and the model's head; the normed
+        hidden vectors if `end` is None. Called inside forward, because ZeRO frees the head's
+        gathered weight after it. `batch`: number of sequences.
         """
         hidden = x if self.final_norm is None else self.final_norm(x)
         if self.project_out is not None:
             hidden = self.project_out(hidden)
         if end is None:
             return hidden
+        # embed is tied also on the last stage, where its copy is `tied_apart`
         table = self.embed if self.tree.head.tied else self.head or self.score
         assert table is not None
         bias = None if self.head is None else self.head.bias
@@ -394,15 +422,18 @@ class Decoder(nn.Module):
         return end(hidden, head)
 
     def _next_sentence_logits(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "here 2"]:
-        """See Head.follows of the tree."""
+        """Return BERT's two next-sentence logits of each token's last hidden vector, W tanh(pooler
+        x): only the first token's are meant to be used.
+        """
         assert self.pooler is not None and self.follows is not None
         return self.follows(self.pooler(x).tanh())
 
     def _layer_inputs(
         self, tokens: Tensor, noise: elementwise.Noise | None, documents: Documents | None
     ) -> LayerInputs:
-        """Return the inputs that all layers share. Raises ValueError for prefixes that no layer of
-        the model uses.
+        """Return the inputs shared by all layers: this cp rank's documents, dropout noise and token
+        indices. For a bidirectional model a document's prefix is all of it. Raises ValueError for
+        prefixes in the batch that no layer uses.
         """
         batch, length = tokens.shape
         cp = self.split.cp
@@ -421,8 +452,9 @@ class Decoder(nn.Module):
     def _positions(
         self, tokens: Tensor, cache: ForwardCache | None, positions: PositionIds | None
     ) -> Int64[Tensor, "streams _ here"]:
-        """Return the positions of this rank's tokens, per sequence or for all. Raises ValueError
-        for positions that the model does not have.
+        """Return the positions of this rank's tokens, per sequence or for all: from the cache, from
+        `positions`, or 0, 1, 2, ... Raises ValueError for sequences longer than the position table,
+        and where the number of position streams is not the model's.
         """
         length, most, known = tokens.shape[1], self.tree.longest, self.tree.streams
         longest = length if positions is None else positions.longest
@@ -467,8 +499,9 @@ class Decoder(nn.Module):
     def _noise(
         self, noise: elementwise.Noise | None, length: int
     ) -> tuple[elementwise.Noise | None, Tensor | None]:
-        """`noise` where dropout acts, and the index in the global batch of each token of this
-        rank's residual stream.
+        """Return (`noise`, index in the global batch of each token of this rank's residual stream);
+        (None, None) in eval mode or without dropout. Raises ValueError if dropout needs noise and
+        none is given.
         """
         if not self.training or self.dropout == 0:
             return None, None
@@ -478,5 +511,6 @@ class Decoder(nn.Module):
                 f"--train.dropout 0"
             )
         index = self.split.cp.indices(length, noise.sequences.device)
+        # of the whole batch, so that dropout does not depend on the layout
         rows = noise.sequences[:, None] * length + index
         return noise, tensor.local_tokens(rows.reshape(-1), self.tp)

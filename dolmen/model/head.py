@@ -15,7 +15,7 @@ Invariants. A head function runs inside the model's forward, where ZeRO has gath
 inputs per token (labels, weights) are of whole sequences and equal on every rank; results per token
 are of this cp rank's part of each sequence, [sequences, here], and the same on all ranks of tp.
 What cp ranks compute from gathered values is the same on each, so it counts 1 / cp on each
-(`divide_over_cp`).
+(`shared`).
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ from dolmen.parallel.vocabulary import linear_cross_entropy
 
 
 class HeadTransform(ReplicatedLinear):
-    """norm(act(W x + b))."""
+    """BERT's head transform norm(act(W x + b)), replicated over tp."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class HeadTransform(ReplicatedLinear):
         self.norm = Norm(transform.norm, select_prefix(leaves, "norm"), kernels)
 
     def forward(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "here hidden"]:
+        """Return norm(act(W x + b)) of this rank's tokens."""
         return self.norm(self.act(super().forward(x)))
 
 
@@ -96,36 +97,41 @@ class ModelHead:
         per_token: Float[Tensor, "sequences _"],
         document: Int64[Tensor, "sequences length"],
     ) -> Float[Tensor, "sequences length"]:
-        """The sum over all tokens of each document of a sequence, those of other ranks of cp among
-        them: R@cp, as each goes on to compute the same; what comes of it is to be `shared`.
-        `document`: which of its sequence's each token is of.
+        """Return, at index d of each sequence, the sum of `per_token` over all tokens of document
+        d, those on other cp ranks included. `document` [sequences, length]: document number of each
+        token. R@cp: every rank continues with the same sums, so scale the result by `shared`.
         """
         axis = self.split.cp.axis
         none = per_token.new_zeros(document.shape)
         found = none.scatter_add(1, self.here(document), per_token)
+        # all-reduce forward; `copy` sums the gradients of all cp ranks in backward
         return collectives.copy(collectives.all_reduce_(found, axis), axis)
 
     def whole(
         self, per_token: Float[Tensor, "sequences here"]
     ) -> Float[Tensor, "sequences length"]:
-        """Gather a value per token over cp, for all tokens of each sequence. R@cp: every rank
-        continues with the same, so scale the result by `divide_over_cp`.
+        """Gather a value per token over cp, for all tokens of each sequence, in order. R@cp: every
+        rank continues with the same values, so scale the result by `shared`.
         """
         axis = self.split.cp.axis
         if axis.size == 1:
             return per_token
         length = per_token.shape[1] * axis.size
         places = self.split.cp.indices(length, per_token.device)
+        # zigzag: a rank's tokens are two pieces of the sequence, so a plain all-gather would
+        # misplace them
         spread = per_token.new_zeros(len(per_token), length).index_copy(1, places, per_token)
         return collectives.copy(collectives.all_reduce_(spread, axis), axis)
 
     def shared(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """This rank's share of what all ranks of cp have computed alike: they are added up."""
+        """Return total / cp: this rank's share of a loss that every cp rank computes identically,
+        as the losses of ranks are summed.
+        """
         return total / self.split.cp.axis.size
 
 
 class LMHead(ModelHead):
-    """A row of the weight for each token of the vocabulary, S(0)@tp."""
+    """LM head: one weight row per vocabulary token, sharded by rows over tp (S(0)@tp)."""
 
     @cached_property
     def rows(self) -> Float[Tensor, "rows hidden"]:
@@ -168,8 +174,8 @@ class LMHead(ModelHead):
         labels: Int64[Tensor, "sequences length"],
         weights: Float[Tensor, "sequences length"] | None = None,
     ) -> Float[Tensor, ""]:
-        """The sum over this rank's tokens whose label is not IGNORED, each times its weight; logits
-        are never whole.
+        """Return the sum of cross-entropy over this rank's tokens whose label is not IGNORED, each
+        times its weight in `weights` (None: 1). Logits are computed in chunks of tokens.
         """
         return linear_cross_entropy(
             self.scale_hidden(hidden),
@@ -203,8 +209,8 @@ class LMHead(ModelHead):
         labels: Int64[Tensor, "sequences length"],
         temperature: float = 1.0,
     ) -> tuple[Float[Tensor, "sequences here"], Float[Tensor, "sequences here"]]:
-        """`log_probabilities`, and the entropy of each token's distribution, 0 where its label is
-        IGNORED.
+        """Return `log_probabilities` and the entropy, in nats, of each token's distribution; both 0
+        where the label is IGNORED.
         """
         found, entropy = self._evaluate_labels(
             log_probabilities_and_entropy, hidden, labels, temperature
@@ -214,8 +220,8 @@ class LMHead(ModelHead):
     def log_probabilities_and_argmax(
         self, hidden: Float[Tensor, "_ hidden"], labels: Int64[Tensor, "sequences length"]
     ) -> tuple[Float[Tensor, "sequences here"], Int64[Tensor, "sequences here"]]:
-        """`log_probabilities`, and the likeliest token of all in the place of each label; without
-        gradients.
+        """Return `log_probabilities`, and for each label the token id of the highest logit at its
+        place; without gradients.
         """
         found, likeliest = self._evaluate_labels(log_probabilities_and_argmax, hidden, labels)
         return found.view(self.sequences, -1), likeliest.view(self.sequences, -1)
@@ -223,7 +229,10 @@ class LMHead(ModelHead):
     def _evaluate_labels(
         self, judge: Callable[..., Any], hidden: Tensor, labels: Tensor, temperature: float = 1.0
     ) -> Any:
-        """Call `judge`, a function of parallel/log_probabilities.py, for this rank's tokens."""
+        """Return `judge`, a function of parallel/log_probabilities.py, of this rank's tokens and
+        their labels, with hidden vectors divided by `temperature`. Raises ValueError for a
+        temperature other than 1 with a soft cap.
+        """
         made, bias = self.scale_hidden(hidden), self.bias
         if temperature != 1:
             if self.tree.head.soft_cap is not None:
@@ -232,6 +241,7 @@ class LMHead(ModelHead):
                     f"({self.tree.head.soft_cap}): use 1"
                 )
             made = made / temperature
+            # (W h + b) / T = W (h / T) + b / T, where a soft cap would not be linear
             bias = None if bias is None else bias / temperature
         return judge(
             made,
@@ -246,17 +256,19 @@ class LMHead(ModelHead):
 
 
 class ScalarHead(ModelHead):
-    """One row, whole on every rank."""
+    """Scalar head (reward or value): one weight row, replicated over tp."""
 
     def values(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here"]:
-        """The number of each of this rank's tokens, in fp32 or wider."""
+        """Return the scalar of each of this cp rank's tokens [sequences, here], in fp32 or wider,
+        the same on every rank of tp.
+        """
         tp = self.split.tp
         (own,) = tensor.products(hidden, [Linear(self.weight)], tp)
         wide = own[:, 0].to(torch.promote_types(own.dtype, torch.float32))
         return tensor.gather_token_values(wide, tp).view(self.sequences, -1)
 
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Tensor:
-        """Raises ValueError: there are none."""
+        """Raise ValueError: a scalar head has no logits."""
         raise ValueError(
             "the model ends in one number for each token, a reward or a value, and foretells no "
             "token: give one with logits"
@@ -268,14 +280,17 @@ HeadFunction = Callable[[Tensor, Any], Any]
 
 
 def compute_logits(hidden: Tensor, head: LMHead | ScalarHead) -> Tensor:
-    """The end of a model that is read: logits of this rank's vocabulary."""
+    """Head function that returns the logits of this rank's rows of the vocabulary."""
     return head.logits(hidden)
 
 
 def cross_entropy_function(labels: Int64[Tensor, "sequences length"]) -> HeadFunction:
-    """The end of a model that is measured: the sum of the losses of `labels`, already shifted."""
+    """Return a head function that computes the summed cross-entropy of `labels` [sequences,
+    length], already shifted by one.
+    """
 
     def end(hidden: Tensor, head: LMHead) -> Tensor:
+        """Return the summed cross-entropy of this rank's tokens."""
         return head.cross_entropy(hidden, labels)
 
     return end

@@ -30,7 +30,10 @@ from dolmen.parallel.tensor import Adapter, Linear, TensorParallel
 
 
 def placements(leaf: ParamSpec, sizes: Mapping[str, int]) -> Places:
-    """How a parameter lies on tp, or of an expert on (ep, tp), which have so many ranks."""
+    """Return a parameter's placement: on tp, or, for an expert's parameter, on (ep, tp). `sizes`:
+    ranks of each axis. A dim whose units the axis does not divide is replicated if its spec allows
+    that.
+    """
     on = {
         cut.axis: Shard(cut.dim) if cut.splits(sizes[cut.axis]) else Replicate()
         for cut in leaf.shards
@@ -40,7 +43,9 @@ def placements(leaf: ParamSpec, sizes: Mapping[str, int]) -> Places:
 
 
 def is_partial(leaf: ParamSpec, tp: TensorParallel) -> bool:
-    """Return whether the gradient of a parameter is a partial sum over tp."""
+    """Return whether each tp rank has only a partial sum of a parameter's gradient, to be
+    all-reduced over tp; never for a parameter sharded over tp.
+    """
     if any(cut.axis == "tp" and cut.splits(tp.axis.size) for cut in leaf.shards):
         return False
     return {"own": False, "residual": tp.residual_partial, "branch": tp.branch_partial}[
@@ -49,8 +54,8 @@ def is_partial(leaf: ParamSpec, tp: TensorParallel) -> bool:
 
 
 def fp8_rounding(leaf: ParamSpec) -> Rounding | None:
-    """How the products of a weight are rounded, with the state that this needs, not yet anywhere;
-    None where they are not.
+    """Return how a weight's products are rounded to fp8: the recipe, which dim tp splits, and
+    delayed-scaling state (not yet on a device); None if the weight is not multiplied in fp8.
     """
     if leaf.fp8 is None:
         return None
@@ -73,12 +78,13 @@ def _prepack(one: Linear, weights: Weights) -> Linear:
 
 
 def _freed_message(weights: Weights) -> str:
+    """Return the start of the error message for uses of a weight that was freed after packing."""
     return f"the model was opened to multiply by {weights} weights alone: open it again"
 
 
 class ParameterModule(nn.Module):
-    """Owns what `leaves` names: a weight, a bias where there is one, and of adapters
-    (dolmen/model/spec/lora.py) the two matrices of one, and the scale of a weight in eight bits.
+    """Owns the parameters in `leaves`: a weight, perhaps a bias, LoRA's A and B, DoRA's magnitude,
+    and an int8 weight's scale.
     """
 
     weight: nn.Parameter
@@ -91,13 +97,16 @@ class ParameterModule(nn.Module):
     """True if the weight is used by `linear` only."""
 
     def __init__(self, leaves: ParamSpecs, mine: Callable[[Tensor], Tensor] = local):
-        """`mine`: of what has rows of outputs, those that this rank multiplies by."""
+        """`mine` selects, of a tensor with one row per output, the rows this rank multiplies by;
+        the default is its local shard.
+        """
         super().__init__()
         self.local_rows = mine
         self.bias = self.lora_A = self.lora_B = self.lora_magnitude = self.weight_scale = None
         self.lora_scale = leaves["lora_B"].scale if "lora_B" in leaves else 1.0
         cuts = leaves["weight"].shards if "lora_B" in leaves else ()
         inputs = len(leaves["weight"].shape) - 1 if "lora_B" in leaves else 0
+        # a row-parallel weight: A is split with it, and A x is a partial sum over tp
         self.over_inputs = any(cut.axis == "tp" and cut.dim == inputs for cut in cuts)
         self.rounding = fp8_rounding(leaves["weight"]) if "weight" in leaves else None
         self._prepack_as: Weights | None = None
@@ -106,6 +115,7 @@ class ParameterModule(nn.Module):
         self._multi_lora: MultiLora | None = None
         self._local_multi_lora: MultiLora | None = None
         for name, leaf in leaves.items():
+            # full shape, on meta (build.py): sharding replaces it by this rank's part
             made = torch.empty(leaf.shape, dtype=torch.int8 if leaf.int8 else None)
             setattr(self, name, nn.Parameter(made, requires_grad=leaf.trained))
 
@@ -127,6 +137,9 @@ class ParameterModule(nn.Module):
         self._multi_lora, self._local_multi_lora = several, None
 
     def _fastest(self) -> Linear:
+        """Return the freed packed form, a packed copy (made at first use), or the plain weight,
+        whichever is available. Raises ValueError if the weight was freed and gradients are enabled.
+        """
         if self._freed is not None:
             if torch.is_grad_enabled():
                 raise ValueError(
@@ -143,9 +156,9 @@ class ParameterModule(nn.Module):
         return self._prepacked[1]
 
     def free_weight(self, weights: Weights) -> None:
-        """For good, `linear` gives what multiplies faster, made now, and the weight's own memory is
-        free: its shape stays, on meta, whose numbers nobody can read. As before, where nothing
-        multiplies faster.
+        """Replace the weight permanently by its packed form and free its memory: the parameter
+        keeps its shape on meta, without values. Adapters are merged into the packed form. Does
+        nothing if the weight cannot be packed.
         """
         one = _prepack(self._linear(), weights)
         if one.laid_out is None:
@@ -163,24 +176,30 @@ class ParameterModule(nn.Module):
         """
         if self._freed is not None and self._freed[0] != weights:
             raise ValueError(f"{_freed_message(self._freed[0])}, and {weights} ones are asked for")
+        # an optimizer step has changed the weight since
         if self._prepacked is not None and self._prepacked[0] != self._state(weights):
             self._prepacked = None
         self._prepack_as = weights
 
     def at_rest(self, keep: bool) -> None:
-        """No more; `keep` what was made, for the next time."""
+        """Stop using packed copies. `keep`: retain the copy for the next `prepack`, which reuses it
+        if the weight is unchanged; otherwise free it.
+        """
         self._prepack_as = None
         if not keep:
             self._prepacked = None
 
     def _state(self, weights: Weights) -> tuple[object, ...]:
-        """Another, when one of its tensors has changed."""
+        """Return a key that changes whenever a tensor of the module is written or replaced: the
+        packing format, and address and version counter of each tensor.
+        """
         held = (self.weight, self.bias, self.lora_A, self.lora_B)
         own = [p for p in (*held, self.lora_magnitude, self.weight_scale) if p is not None]
         # what is written is what a DTensor holds, and not the DTensor
         return weights, *((p.data_ptr(), compute.version_of(p)) for p in map(local_view, own))
 
     def _linear(self) -> Linear:
+        """Return the local weight, bias, adapter, fp8 rounding and int8 scale, without packing."""
         mine = self.local_rows
         bias = None if self.bias is None else mine(self.bias)
         adapter = None
@@ -193,16 +212,16 @@ class ParameterModule(nn.Module):
 
 
 class ColumnParallelLinear(ParameterModule):
-    """Parameters of a column-parallel linear, W split over its outputs; `tensor.columns` multiplies
-    by it.
+    """Parameters of a column-parallel linear, W split over its outputs. Has no forward:
+    `tensor.columns` multiplies by several of them at once.
     """
 
     only_multiplies = True
 
 
 class RowParallelLinear(ParameterModule):
-    """y = x W^T + b, W split over its inputs: x S(1)@tp -> y I@tp, or S(0)@tp under sequence
-    parallelism.
+    """Row-parallel linear y = x W^T + b, W split over its inputs: x S(1)@tp -> y I@tp, or S(0)@tp
+    under sequence parallelism.
     """
 
     only_multiplies = True
@@ -212,11 +231,16 @@ class RowParallelLinear(ParameterModule):
         self.tp = tp
 
     def forward(self, x: Float[Tensor, "tokens in"]) -> Float[Tensor, "here out"]:
+        """Return the product summed over tp by an all-reduce, or by a reduce-scatter over tokens
+        under sequence parallelism; the bias is added after the sum.
+        """
         return tensor.rows([x], [self.linear()], self.tp)
 
 
 class Norm(ParameterModule):
-    """RMSNorm or LayerNorm over the last dim."""
+    """RMSNorm or LayerNorm over the last dim; with a weight [heads, size], over each head with its
+    own weight.
+    """
 
     def __init__(self, norm: spec.NormSpec, leaves: ParamSpecs, kernels: Kernels):
         super().__init__(leaves)
@@ -234,6 +258,7 @@ class Norm(ParameterModule):
                 return F.layer_norm(x, (x.shape[-1],), None, None, self.eps)
             weight = mine(self.weight)
             if weight.ndim == 2:
+                # per-head LayerNorm (Cohere, StableLM)
                 return F.layer_norm(x, (x.shape[-1],), None, None, self.eps) * weight
             if not self.centres:
                 return rms_norm(x, weight, self.eps, self.kernel, self.zero_centred)
@@ -242,8 +267,8 @@ class Norm(ParameterModule):
 
 
 class Embedding(ParameterModule):
-    """The vocabulary-parallel table, times its scale: tokens [n] -> [n, hidden] I@tp, or S(0)@tp.
-    Its weight may serve as the head too, without the scale.
+    """Vocabulary-parallel embedding, times its scale: tokens [n] -> [n, hidden] I@tp, or S(0)@tp. A
+    tied head uses the same weight without the scale.
     """
 
     def __init__(self, embedding: spec.EmbeddingSpec, leaves: ParamSpecs, tp: TensorParallel):
@@ -251,6 +276,7 @@ class Embedding(ParameterModule):
         self.vocab_size, self.scale, self.tp = embedding.rows, embedding.scale, tp
 
     def forward(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "here hidden"]:
+        """Return the scaled embeddings of tokens, which are the same on every rank of tp."""
         x = vocabulary.embed(tokens, local(self.weight), self.vocab_size, self.tp)
         if self.scale == 1:
             return x
@@ -259,19 +285,20 @@ class Embedding(ParameterModule):
 
 
 class PositionEmbedding(ParameterModule):
-    """A learned table of positions (GPT-2): positions [n] -> [n, hidden]."""
+    """Learned position embedding (GPT-2), replicated over tp: positions [n] -> [n, hidden]."""
 
     def __init__(self, table: spec.PositionTable, leaves: ParamSpecs):
         super().__init__(leaves)
         self.offset = table.offset
 
     def forward(self, positions: Int[Tensor, " here"]) -> Float[Tensor, "here hidden"]:
+        """Return the table's rows of `positions`; row `offset` belongs to position 0."""
         return F.embedding(positions + self.offset, local(self.weight))
 
 
 class ReplicatedLinear(ParameterModule):
-    """y = x W^T + b of this rank's tokens, both whole on every rank: x I@tp (or S(0)@tp) -> the
-    same.
+    """y = x W^T + b of this rank's tokens, with W and b stored whole on every rank of tp: x I@tp
+    (or S(0)@tp) -> the same.
     """
 
     only_multiplies = True
@@ -281,4 +308,5 @@ class ReplicatedLinear(ParameterModule):
         self.tp = tp
 
     def forward(self, x: Float[Tensor, "here in"]) -> Float[Tensor, "here out"]:
+        """Return the product; nothing is communicated."""
         return tensor.products(x, [self.linear()], self.tp)[0]

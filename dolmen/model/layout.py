@@ -74,7 +74,7 @@ class Layout:
 
     @property
     def inner(self) -> int:
-        """Processes of one replica of dp."""
+        """Number of processes of one data-parallel replica: pp x cp x tp."""
         return self.pp * self.cp * self.tp
 
     @property
@@ -88,6 +88,7 @@ class Layout:
         """
         if processes and self.dp is None:
             self._check_divides(processes)
+        # without processes: the least dp for which ep divides dp x cp
         dp = self.dp or (
             processes // self.inner if processes else math.lcm(self.ep, self.cp) // self.cp
         )
@@ -111,7 +112,9 @@ class Layout:
         return replace(self, dp=dp)
 
     def _check_divides(self, processes: int) -> None:
-        """Raises ValueError where no dp makes up the processes."""
+        """Raise ValueError, with the options to change, if pp x cp x tp does not divide
+        `processes`.
+        """
         if processes % self.inner == 0:
             return
         sizes = {name: getattr(self, name) for name in ("tp", "cp", "pp")}
@@ -129,8 +132,8 @@ class Layout:
         )
 
     def mesh(self, device: "torch.device", timeout: timedelta | None = None) -> "Mesh":
-        """The mesh of the joined process group, whose collectives take at most `timeout`. Raises
-        ValueError if this layout is not of its size.
+        """Build the device mesh of the current process group, whose collectives fail after
+        `timeout`. Raises ValueError if the group does not have this layout's size.
         """
         # torch takes a second to import: a layout is data, and `--help` shows it
         from dolmen.core.mesh import build_mesh
@@ -147,7 +150,9 @@ class Layout:
         )
 
     def make_schedule(self, global_batch_size: int, microbatch_size: int) -> Schedule:
-        """The action lists of one step. Raises ValueError where there can be none."""
+        """Return the pipeline schedule (action lists) of one step, with as many microbatches as the
+        batch sizes give. Raises ValueError if the schedule does not exist for them.
+        """
         return make_schedule(
             self.schedule,
             self.pp,
@@ -158,8 +163,9 @@ class Layout:
     def check(
         self, model: ModelSpec, sequence_length: int, global_batch_size: int, microbatch_size: int
     ) -> None:
-        """Raises ValueError, with the numbers and the knob, where this layout does not divide the
-        model or the batch.
+        """Raise ValueError, with the numbers and the option to change, if this layout does not
+        divide the model, the batch, the sequence length or the tokens of a microbatch, or has no
+        such schedule.
         """
         self.check_model(model)
         dp = self.dp or 1
@@ -182,6 +188,7 @@ class Layout:
                 f"({microbatch_size}): set --train.microbatch-size "
                 f"{divisor(rank_batch, near=microbatch_size)}"
             )
+        # 2 x cp: zigzag gives each rank an early and a late piece, so that causal work is equal
         if self.cp > 1 and sequence_length % (2 * self.cp):
             raise ValueError(
                 f"context parallelism cuts a sequence of {sequence_length} tokens into 2 x cp "
@@ -199,7 +206,9 @@ class Layout:
         self.make_schedule(global_batch_size, microbatch_size)
 
     def check_model(self, model: ModelSpec) -> None:
-        """The same of the model alone."""
+        """Raise ValueError if this layout does not divide the model: recomputed layers, experts, tp
+        shards, and at most layers + 2 pipeline stages.
+        """
         if (self.recompute_layers or 0) > model.layers:
             raise ValueError(
                 f"layout.recompute-layers ({self.recompute_layers}) is over num_hidden_layers "
@@ -216,6 +225,9 @@ class Layout:
             )
 
     def _check_experts(self, model: ModelSpec) -> None:
+        """Raise ValueError if ep is over 1 for a model without experts, or does not divide
+        dp x cp.
+        """
         shared = (self.dp or 1) * self.cp
         if self.ep > 1 and not model.experts:
             raise ValueError(
@@ -239,12 +251,13 @@ class Split:
 
 
 def balance(layers: int, stages: int) -> list[range]:
-    """The layers of each stage. Embedding and head weigh as a layer each: of these layers + 2
-    things in a row every stage gets as many as any other, or one more. The first is the first to
-    have one more, then the last, as an end takes less time than a layer: layers that stages divide
-    are divided evenly, where one stage of 3 among 63 of 2 would hold up all others. Raises
-    ValueError where a stage would get none.
+    """Return the layers of each pipeline stage. Embedding and head count as one layer each: of the
+    layers + 2 units every stage gets an equal number, or one more. The first stage is the first to
+    get one more, then the last, because embedding and head take less time than a layer: so layers
+    that stages divide are divided evenly, where one stage of 3 layers among 63 of 2 would hold up
+    all others. Raises ValueError if there are more stages than units.
     """
+    # embedding, layers, head
     things = layers + 2
     if stages > things:
         raise ValueError(

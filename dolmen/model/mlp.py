@@ -60,7 +60,9 @@ from dolmen.parallel.tensor import Linear
 
 
 class MLP(Branch):
-    """x [tokens, hidden] I@tp (or S(0)@tp) -> the same."""
+    """Dense feed-forward layer: x [tokens, hidden] I@tp (or S(0)@tp) -> the same; down(act(gate x)
+    * up x), or down(act(up x)) without a gate.
+    """
 
     def __init__(self, mlp: spec.MLPSpec, leaves: ParamSpecs, setting: ModuleContext):
         super().__init__()
@@ -71,11 +73,13 @@ class MLP(Branch):
 
     @property
     def columns(self) -> list[Linear]:
+        """Column-parallel weights that multiply x: gate (if there is one) and up."""
         ins = [self.up] if self.gate is None else [self.gate, self.up]
         return [one.linear() for one in ins]
 
     @property
     def row(self) -> RowParallelLinear:
+        """Down projection, which is row-parallel."""
         return self.down
 
     def inner(
@@ -84,15 +88,16 @@ class MLP(Branch):
         given: LayerInputs,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
+        """Return act(gate) * up, or act(up), from the products of x: [tokens, width / tp]."""
         first, *rest = products
         hidden = self.act(first)
         return hidden * rest[0] if rest else hidden
 
 
 class Router(ParameterModule):
-    """Logits of every expert, in fp32 whatever the model computes in, and the choice: x [n, H] R@tp
-    -> [n, E], Routing, by the experts that are `chosen`, where any are. `bias`, where there is one,
-    is moved by training/balance.py and not by gradients.
+    """Router of an MoE layer: x [n, hidden] R@tp -> logits of every expert [n, experts], in fp32 or
+    wider, and the Routing (chosen experts and weights). Its balance `bias` affects the choice
+    alone, and is moved by training/balance.py, not by gradients.
     """
 
     def __init__(self, experts: spec.MoESpec, leaves: ParamSpecs):
@@ -104,7 +109,12 @@ class Router(ParameterModule):
     def forward(
         self, x: Float[Tensor, "n hidden"], chosen: Int64[Tensor, "n k"] | None = None
     ) -> tuple[Float[Tensor, "n experts"], moe.Routing]:
+        """Return the logits and the routing of x. `chosen` [n, k] forces the experts (routing
+        replay); weights are computed from the logits in either case.
+        """
         wide = torch.promote_types(self.weight.dtype, torch.float32)
+        # fp32: in bf16, 8 bits of mantissa, two of 256 logits are often equal, and top-k is
+        # arbitrary
         logits = F.linear(x.to(wide), local(self.weight).to(wide))
         if self.logits is not None and self.logits.bias is not None:
             logits = logits + local(self.logits.bias).to(wide)
@@ -143,6 +153,9 @@ class Experts(nn.Module):
     def forward(
         self, rows: Float[Tensor, "m hidden"], groups: moe.Groups
     ) -> Float[Tensor, "m hidden"]:
+        """Return the experts' outputs for `rows`, sorted by expert into `groups`: [m, hidden], a
+        partial sum over tp.
+        """
         gate, up = (
             self._grouped_linear(rows, one.linear(), groups) for one in (self.gate, self.up)
         )
@@ -152,7 +165,9 @@ class Experts(nn.Module):
         return self._grouped_linear(self.gated(gate, up), down, groups)
 
     def _grouped_linear(self, rows: Tensor, linear: Linear, groups: moe.Groups) -> Tensor:
-        """Products with the weight of each row's expert, with its adapter, and its bias."""
+        """Multiply each row by its expert's weight (rounded to fp8 or int8 if the weight is), then
+        add the LoRA adapter, apply DoRA's gain, and add the bias.
+        """
         product, adapter = self.tp.product(linear), linear.adapter
         if product is None:
             y = moe.grouped_linear(rows, linear.weight, groups)
@@ -160,8 +175,10 @@ class Experts(nn.Module):
             assert not isinstance(groups, Tensor), "kernels.choose has chosen a loop"
             y = expert.rounded_linear(rows, linear.weight, groups, product)
         if adapter is not None:
+            # y += scale B (A x), each row with its own expert's A and B
             h = moe.grouped_linear(rows, adapter.down, groups)
             y = y.add_(moe.grouped_linear(h * adapter.scale, adapter.up, groups))
+            # DoRA: y * m / |W + scale B A|, a factor per expert and output
             gain = adapter.gain(linear.whole(rows.dtype), self.tp.axis)
             if gain is not None:
                 y = y * moe.grouped_bias(torch.zeros_like(y), gain.to(y.dtype), groups)
@@ -181,7 +198,9 @@ def _gated_activation(
 
 
 class MoE(Component):
-    """x [batch * length / cp, H] I@tp (or S(0)@tp) -> the same."""
+    """Mixture-of-experts layer, with a shared expert if the spec has one: x [batch * length / cp,
+    hidden] I@tp (or S(0)@tp) -> the same.
+    """
 
     def __init__(self, experts: spec.MoESpec, leaves: ParamSpecs, setting: ModuleContext):
         super().__init__()
@@ -198,6 +217,8 @@ class MoE(Component):
         self.kernel = split.kernels.grouped == "grouped_mm"
         self.router = Router(experts, select_prefix(leaves, "router"))
         self.experts = Experts(experts, select_prefix(leaves, "experts"), split)
+        # computed by every token; entered and left together with the experts, so it costs no
+        # collective
         shared = experts.shared
         self.shared = (
             None if shared is None else MLP(shared, select_prefix(leaves, "shared"), setting)
@@ -208,18 +229,29 @@ class MoE(Component):
 
     @property
     def static(self) -> bool:
+        """True if no shape depends on the routing and the host reads nothing back: experts are on
+        this rank (ep 1) and multiplied by the grouped_mm kernel, not by a loop over experts.
+        """
         return self.kernel and self.ep.size == 1
 
     @property
     def balance_bias(self) -> Float[Tensor, " experts"] | None:
+        """Balance bias of the router [experts]; None if the router has none."""
         return self.router.bias
 
     def units(self) -> list[Unit]:
+        """Return the FSDP units of the layer: the router, kept in fp32 or wider, and the experts,
+        sharded over edp.
+        """
         return [Unit(self.router, precise=True), Unit(self.experts, experts=True)]
 
     def forward(
         self, x: Float[Tensor, "here hidden"], given: LayerInputs
     ) -> Float[Tensor, "here hidden"]:
+        """Route the tokens, dispatch them to the ranks of their experts, compute, combine, and add
+        the shared expert. Calls `given.on_routing` with the chosen experts [n, k], and adds the
+        router losses to the gradient if `given.balance` is set.
+        """
         x = self.tp.enter(x)
         logits, routing = self.router(x, given.forced_experts)
         if given.on_routing is not None:
@@ -227,6 +259,7 @@ class MoE(Component):
         weights = routing.weights
         if given.balance is not None and torch.is_grad_enabled():
             weights = self._add_router_losses(logits, routing, given.batch, given.balance)
+        # n k rows, sorted by expert: those of one expert are one matrix product
         order = moe.sort(routing.experts, self.number)
         rows, trip = expert.dispatch(moe.spread(x, order), order.counts, self.ep, self.kernel)
         rows = expert.combine(self.experts(rows, trip.groups), trip, self.ep)
@@ -247,27 +280,30 @@ class MoE(Component):
     def _add_router_losses(
         self, logits: Tensor, routing: moe.Routing, batch: int, balance: RouterLosses
     ) -> Tensor:
-        """The routing weights, through which the auxiliary losses of `batch` sequences enter the
-        gradient and the tally.
+        """Return the routing weights, unchanged in value: through them the balance and z losses of
+        `batch` sequences enter the gradient, and the expert counts enter the tally (see
+        `_RouterLossGradient`).
 
         Every rank of tp computes the same losses, and the gradients of x and of the router are
         summed over tp: each gives its part. Only counts need the whole sequence: under cp the
         losses are sums over this rank's tokens.
         """
         length = len(logits) // batch * self.cp.axis.size
+        # counts of this rank's tokens, [batch, experts]
         here = moe.sequence_counts(routing.experts, batch, self.number)
         uneven = moe.balance_loss(
             routing.probabilities, collectives.reduce_scalar(here, self.cp.axis), length, self.k
         )
         z = moe.z_loss(logits, length)
+        # each rank of tp adds 1 / tp of the loss, and the sum over tp makes it whole
         loss = (self.balance * uneven + self.z * z) / self.tp.axis.size
         found = torch.cat([here.sum(0).double(), torch.stack((uneven, z)).detach().double()])
         return _RouterLossGradient.apply(routing.weights, loss, balance.scale, found, balance.tally)
 
 
 class _RouterLossGradient(TypedFunction):
-    """The identity on `weights`. Backward sends `scale` into `loss` and `found` into the tally:
-    once per microbatch, however often forward was run.
+    """The identity on `weights`. Backward gives `loss` the gradient `scale`, and `tally` the
+    gradient `found` (counts and loss values): once per microbatch, however often forward was run.
     """
 
     @staticmethod
@@ -279,11 +315,15 @@ class _RouterLossGradient(TypedFunction):
         found: Tensor,
         tally: Tensor,
     ) -> Tensor:
+        """Return `weights`; save `scale` and `found` for backward."""
         ctx.kept = loss.dtype
         ctx.save_for_backward(scale, found)
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Context[torch.dtype], g: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor]:
+        """Return the gradients: g for weights, `scale` for loss, `found` for tally, None for the
+        other two.
+        """
         scale, found = ctx.saved_tensors
         return g, scale.to(ctx.kept), None, None, found

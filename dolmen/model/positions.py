@@ -72,6 +72,7 @@ def frequencies(
     on the length of a sequence, for each of `lengths` (None: for short sequences).
     """
     if r.halved:
+        # ChatGLM-6B and GLM-130B were trained with fp16 frequencies
         inv = rope.inverse_frequencies(r.size // r.streams, r.theta, device).half().to(dtype)
     else:
         inv = rope.inverse_frequencies(r.size // r.streams, r.theta, device, dtype)
@@ -90,9 +91,12 @@ def tables(
     lengths: Int[Tensor, "#b #s"] | None = None,
     training: bool = False,
 ) -> PositionInputs:
-    """Return cos and sin in `dtype`, times rope's attention factor, stream after stream, or ALiBi
-    key biases, of `positions` per sequence, or of all (b = 1). `lengths`: of the sequence of each
-    token; `training`: inference-only scaling is off.
+    """Return the position inputs of a layer of `heads` heads with positions spec `p`: rope's cos
+    and sin in `dtype`, times the attention factor, streams concatenated; or Falcon's ALiBi key
+    biases; or empty (no positions, and ALiBi by slopes).
+
+    `positions` are per sequence, or of all (b = 1). `lengths`: length of each token's sequence, for
+    scalings that depend on it. `training` turns inference-only scaling (Qwen) off.
     """
     match p:
         case spec.RopeSpec(scaling=spec.QwenScaling()) if training:
@@ -115,7 +119,9 @@ def tables(
 def _growth(
     scaling: RopeScaling | None, positions: Int[Tensor, "b s"], dtype: torch.dtype
 ) -> Float[Tensor, "b s 1 1"] | None:
-    """Return the factor of queries at `positions`; None: 1."""
+    """Return Qwen's log-n factor of the queries at `positions`; None where the scaling has none
+    (factor 1).
+    """
     match scaling:
         case spec.QwenScaling(original, _, True):
             return rope.log_n(positions, original).to(dtype)[..., None, None]
@@ -123,7 +129,9 @@ def _growth(
 
 
 def pairs(p: AttentionPositions | None) -> tuple[bool, int]:
-    """Return whether rope's pairs are neighbours (2i, 2i + 1), and the position streams."""
+    """Return (True if rope's pairs are neighbours (2i, 2i + 1), number of position streams);
+    (False, 1) without rope.
+    """
     match p:
         case spec.RopeSpec():
             return p.interleaved, p.streams

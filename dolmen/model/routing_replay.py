@@ -30,6 +30,9 @@ class Routes:
     """(layer, experts [n, k]) -> nothing; called where a layer has routed."""
 
     def listener(self, layer: int) -> Callable[[Tensor], None] | None:
+        """Return a callback for layer `layer` that passes its experts [n, k] to `on_routing`; None
+        if nobody listens.
+        """
         told = self.on_routing
         return None if told is None else lambda experts: told(layer, experts)
 
@@ -47,7 +50,9 @@ def choice_slices(tree: ModelSpec) -> dict[int, slice]:
 def replay_routes(
     tree: ModelSpec, split: ModelSplit, experts: Int64[Tensor, "sequences length choices"]
 ) -> Routes:
-    """Return the routes of a microbatch from the recorded choices of all its tokens."""
+    """Return Routes that force this cp rank's tokens of a microbatch to the experts recorded for
+    all its tokens, one row of choices per token.
+    """
     here = split.cp.split(experts, 1)
     return Routes(
         {i: here[..., own].flatten(0, 1).contiguous() for i, own in choice_slices(tree).items()}
@@ -62,11 +67,13 @@ def gather_routes(
     shape: tuple[int, int],
     micros: int,
 ) -> Int64[Tensor, "sequences length choices"]:
-    """The choices of all tokens of a batch of that `shape` [sequences, length], on every rank of
-    tp, cp and pp, from those that this rank has been told by (microbatch, layer).
+    """Return the recorded choices of all tokens of a batch of `shape` [sequences, length] in
+    `micros` microbatches, the same on every rank of tp, cp and pp. `kept`: this rank's records by
+    (microbatch, layer).
     """
     own, rows = choice_slices(tree), shape[0] // micros
     choices = max(one.stop for one in own.values())
+    # zeros where another rank has the token or the layer, so that sums put the pieces together
     whole = torch.zeros((*shape, choices), dtype=torch.int64, device=mesh.device)
     index = split.cp.indices(shape[1], mesh.device)
     for (micro, layer), experts in kept.items():

@@ -31,13 +31,15 @@ class Recompute:
     layers: frozenset[int] = frozenset()
 
     def of(self, layer: int) -> str:
-        """The `kind` of a layer, by its number in the whole model."""
+        """Return the kind of recomputation of a layer, given its number in the whole model."""
         return self.kind if layer in self.layers else "none"
 
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """Everything that differs between ranks in the text of the model."""
+    """How one rank takes part in the model: mesh axes, how tp and cp communicate, its pipeline
+    stages, recomputation and kernels.
+    """
 
     tp: TensorParallel
     cp: ContextParallel
@@ -53,7 +55,7 @@ class ModelSplit:
 
     @property
     def layers(self) -> list[int]:
-        """All layers of this rank, in order."""
+        """Numbers of all layers of this rank, in order."""
         return sorted(i for part in self.parts for i in part.layers)
 
     @property
@@ -75,13 +77,15 @@ def split_model(
     kernels: Kernels = Kernels(),
     stages: Sequence[range] | None = None,
 ) -> ModelSplit:
-    """This rank's share of a model of `layers` layers, whose stages lie as `schedule` places them
-    (None: all are here), to be computed with `kernels`. `stages`: the layers of each, None where
-    they are balanced.
+    """Return this rank's share of a model of `layers` layers. `schedule` assigns stages to ranks
+    (None: all on this one); `stages`: the layers of each stage (None: balanced); `kernels`: the
+    kernels its modules use. The first `layout.recompute_layers` layers of each stage are
+    recomputed.
     """
     stages = stages or balance(layers, schedule.stages if schedule else 1)
 
     def part(stage: int) -> PipelinePart:
+        """Return the PipelinePart of a stage by its number."""
         return PipelinePart(stages[stage], stage == 0, stage == len(stages) - 1)
 
     here = (
@@ -91,6 +95,7 @@ def split_model(
     )
     parts = tuple(part(stage) for stage in here)
     recomputed = frozenset(i for p in parts for i in list(p.layers)[: layout.recompute_layers])
+    # zero-bubble schedules compute weight gradients later, as actions of their own
     later = Deferred() if schedule is not None and schedule.splits_backward else None
     return ModelSplit(
         TensorParallel(
@@ -113,5 +118,5 @@ def split_model(
 
 
 def single_process(layers: int) -> ModelSplit:
-    """All of the model, in one process."""
+    """Return the split of a model with `layers` layers that keeps all of it in one process."""
     return split_model(SINGLE, layers)

@@ -41,8 +41,8 @@ class Training:
     """How products of matrices are rounded; None: they are not."""
 
     def apply_to(self, tree: ModelSpec) -> ModelSpec:
-        """The model that is trained: with its adapters, rounded products, and where a bias
-        balances, every router has one.
+        """Return the spec that is trained: `tree` with adapters, fp8 rounding, and, where balance
+        is "bias", a balance bias in every router.
         """
         if self.adapter is not None:
             tree = replace(tree, adapter=self.adapter)

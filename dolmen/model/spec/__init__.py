@@ -135,13 +135,14 @@ class ModelSpec:
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
-        """Every layer, in order."""
+        """Every layer's block, in order; runs are repeated."""
         return tuple(b for run in self.runs for _ in range(run.repeat) for b in run.blocks)
 
     @cached_property
     def leaves(self) -> ParamSpecs:
-        """Every parameter by its full name, in the order of the model: the names that weight rules
-        and checkpoints speak.
+        """Spec of every parameter by its full name, in the order of the model; with LoRA adapters,
+        int8 scales and fp8 marks where the spec has them. Weight rules and checkpoints use these
+        names.
         """
         hidden, stream = self.hidden_size, ResidualStream(self.hidden_size, self.layers)
         leaves = self.embedding.leaves(hidden, self.head.tied)
@@ -162,7 +163,7 @@ class ModelSpec:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding and of the head, tokens."""
+        """Vocabulary size: rows of the embedding and of the head."""
         return self.embedding.rows
 
     @property
@@ -172,7 +173,7 @@ class ModelSpec:
 
     @property
     def layers(self) -> int:
-        """How many blocks there are."""
+        """Number of layers."""
         return len(self.blocks)
 
     @property
@@ -197,7 +198,7 @@ class ModelSpec:
 
     @property
     def streams(self) -> int:
-        """Number of position streams, with one more for token types."""
+        """Number of position streams, token types counted as one more."""
         known = (self.embedding.positions, *(block.mixer.positions for block in self.blocks))
         own = max((p.streams for p in known if p is not None), default=1)
         return own + (self.embedding.types is not None)
@@ -218,6 +219,8 @@ class ModelSpec:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of a sequence that a learned table has positions for; None: there is no table."""
+        """Longest sequence, in tokens, that the learned position table has rows for; None if there
+        is no table.
+        """
         table = self.embedding.positions
         return None if table is None else table.length

@@ -29,7 +29,7 @@ NormOf = Literal["heads", "each head", "width"]
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """softmax(scale q k^T + what the positions add) v."""
+    """Grouped-query attention: softmax(scale q k^T + ALiBi) v."""
 
     heads: int
     kv_heads: int
@@ -62,6 +62,9 @@ class AttentionSpec:
     """Each head has a learned score that weighs no value, as in GPT-OSS (2508.10925)."""
 
     def __post_init__(self):
+        """Raise ValueError for kv heads that do not divide heads, a window below 1, a norm that is
+        not computed, a bidirectional window, and ALiBi with keys after the query.
+        """
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"num_attention_heads ({self.heads}) is not divisible by num_key_value_heads "
@@ -97,13 +100,14 @@ class AttentionSpec:
 
     @property
     def words(self) -> str:
-        """For a person."""
+        """Description for messages, such as "32 heads, 8 kv heads"."""
         kv = f", {plural(self.kv_heads, 'kv head')}" if self.kv_heads != self.heads else ""
         return f"{plural(self.heads, 'head')}{kv}"
 
     def leaves(self, stream: ResidualStream) -> ParamSpecs:
-        """k and v are whole on every rank where tp does not divide their heads: a rank multiplies
-        the rows of the heads that its queries use.
+        """Return the parameters of q, k, v, o, norms and sinks. k and v are stored whole on every
+        rank if tp does not divide their heads; a rank then multiplies by the rows of the heads that
+        its queries use.
         """
         hidden = stream.hidden_size
         q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
@@ -123,14 +127,15 @@ class AttentionSpec:
         return leaves
 
     def _norms(self, norm: NormSpec, of_q: ShardSpec, of_kv: ShardSpec) -> ParamSpecs:
-        """Return the norms of q and k. A norm over the whole width shards k without sharing heads,
-        as its mean is over each head once.
+        """Return the parameters of the q and k norms. A norm over the whole width ("width")
+        requires that tp divides the kv heads, as its mean counts each head once.
         """
         if self.qk_norm_of == "heads":
             one = norm.leaves(self.head_size, gradient="branch")
             return {**add_prefix("q_norm", one), **add_prefix("k_norm", one)}
         if self.qk_norm_of == "width":
             q = norm.leaves(self.heads * self.head_size, shards=(of_q,))
+            # shared heads would be counted by several ranks in the mean square
             of_kv = replace(of_kv, or_replicate=False)
             k = norm.leaves(self.kv_heads * self.head_size, shards=(of_kv,))
         else:
@@ -139,15 +144,17 @@ class AttentionSpec:
         return {**add_prefix("q_norm", q), **add_prefix("k_norm", k)}
 
     def products(self, keys: float) -> float:
-        """Multiply-adds per token of scores and of their sum of values, for a query that sees so
-        many `keys`.
+        """Return the multiply-adds per token of q k^T and of the weighted sum of values, for a
+        query that sees `keys` keys.
         """
         return 2 * self.heads * self.head_size * keys
 
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """softmax(scale q k^T) v, causal, where q and k are [nope | rope] and the latter is turned."""
+    """Multi-head latent attention: softmax(scale q k^T) v, causal, where q and k are [nope | rope]
+    and only the rope part is rotated.
+    """
 
     heads: int
     q_rank: int | None
@@ -192,17 +199,17 @@ class LatentAttentionSpec:
 
     @property
     def mask(self) -> Literal["causal", "prefix", "both"]:
-        """Who sees whom: see `Attention`."""
+        """Attention mask, as in `AttentionSpec`: always causal."""
         return "causal"
 
     @property
     def words(self) -> str:
-        """For a person."""
+        """Description for messages, such as "128 heads of a latent of 512"."""
         return f"{plural(self.heads, 'head')} of a latent of {self.kv_rank}"
 
     def leaves(self, stream: ResidualStream) -> ParamSpecs:
-        """Return the parameters. Down projections and their norms are replicated over tp: see
-        dolmen/model/attention.py.
+        """Return the parameters. Down projections and their norms are replicated over tp, up
+        projections and o sharded by heads: see dolmen/model/attention.py.
         """
         hidden, knob = stream.hidden_size, "num_attention_heads"
         of_heads = ShardSpec("tp", 0, self.heads, knob)
@@ -226,6 +233,9 @@ class LatentAttentionSpec:
         }
 
     def _queries(self, hidden: int, q: int, of_heads: ShardSpec) -> ParamSpecs:
+        """Return the parameters of q: one matrix, or a down projection, norm and up projection if
+        q_rank is set. `q`: outputs of all heads.
+        """
         if self.q_rank is None:
             return add_prefix("q", column_parallel(q, hidden, False, of_heads))
         return {
@@ -235,15 +245,15 @@ class LatentAttentionSpec:
         }
 
     def products(self, keys: float) -> float:
-        """Multiply-adds per token of scores and of their sum of values, for a query that sees so
-        many `keys`.
+        """Return the multiply-adds per token of q k^T and of the weighted sum of values, for a
+        query that sees `keys` keys; heads expanded, as in training.
         """
         return self.heads * (self.head_size + self.value_size) * keys
 
 
 def _replicated(out: int, inp: int, bias: bool) -> ParamSpecs:
-    """Weight [out, inp] and bias of a product of the residual stream that every rank of tp stores
-    whole.
+    """Return weight [out, inp], and bias [out] if `bias`, of a linear that every rank of tp stores
+    whole and applies to its tokens of the residual stream.
     """
     leaves = {"weight": ParamSpec((out, inp), "matrix", gradient="residual", products=out * inp)}
     if bias:

@@ -36,24 +36,24 @@ class SequentialResidual:
 
     @classmethod
     def deepnorm(cls, alpha: float) -> "SequentialResidual":
-        """y = norm(x); x = alpha y + branch(y)."""
+        """Return DeepNorm's arrangement: y = norm(x); x = alpha y + branch(y)."""
         return cls(residual="normed", residual_scale=alpha)
 
     @property
     def norm_count(self) -> int:
-        """Norms of a block."""
+        """Number of norms of a block."""
         return len(self.modules) - 2
 
     @property
     def streams(self) -> int:
-        """Tensors as wide as the residual stream that backward needs of a block: the inputs of
-        its norms and of its column-parallel layers.
+        """Number of tensors of the residual stream's width that backward needs of a block: the
+        inputs of its norms and of its column-parallel layers.
         """
         return 2 + self.norm_count
 
     @property
     def additions(self) -> int:
-        """Times that a branch is added to the residual stream, each with dropout of its own."""
+        """Number of times a branch is added to the residual stream, each with its own dropout."""
         return 2
 
     @property
@@ -71,13 +71,15 @@ class SequentialResidual:
 
 @dataclass(frozen=True)
 class ParallelResidual:
-    """Mixer and mlp side by side, with one norm for both or one each."""
+    """Mixer and mlp of the same input, their sum added to the residual stream; one norm for both,
+    or one each.
+    """
 
     norms: Literal[1, 2] = 1
 
     @property
     def norm_count(self) -> int:
-        """Norms of a block."""
+        """Number of norms of a block."""
         return self.norms
 
     @property
@@ -108,7 +110,7 @@ Mixer = AttentionSpec | LatentAttentionSpec
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One layer, which adds to the residual stream what its mixer and its mlp make of it."""
+    """One layer: mixer and mlp, their norms, and how both are added to the residual stream."""
 
     mixer: Mixer
     mlp: MLPSpec | MoESpec
@@ -117,7 +119,7 @@ class BlockSpec:
     arrangement: Arrangement = SequentialResidual()
 
     def leaves(self, stream: ResidualStream) -> ParamSpecs:
-        """Parameters by name, in the order of the arrangement."""
+        """Return the block's parameters by name, in the order of the arrangement."""
         norm = self.norm.leaves(stream.hidden_size)
         branches = {"attn": self.mixer.leaves(stream), "mlp": self.mlp.leaves(stream)}
         leaves: ParamSpecs = {}
@@ -128,18 +130,21 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """`blocks`, one after another, `repeat` times."""
+    """A sequence of blocks, repeated `repeat` times: Llama is one block x 32, Gemma 2 two blocks x
+    13.
+    """
 
     blocks: tuple[BlockSpec, ...]
     repeat: int
 
 
 def group_repeats(blocks: Sequence[BlockSpec]) -> tuple[LayerRun, ...]:
-    """The one way to say these layers: the shortest pattern that makes all of them if repeated, and
-    otherwise equal neighbours together.
+    """Return the layers as runs, in a canonical form: one run of the shortest pattern that yields
+    all of them when repeated, otherwise one run per group of equal neighbours.
     """
     layers = tuple(blocks)
     for period in range(1, len(layers) // 2 + 1):
+        # equal to itself shifted by `period`: the pattern repeats
         if len(layers) % period == 0 and layers[period:] == layers[:-period]:
             return (LayerRun(layers[:period], len(layers) // period),)
     return tuple(LayerRun((block,), len(list(same))) for block, same in groupby(layers))

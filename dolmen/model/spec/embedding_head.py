@@ -29,7 +29,9 @@ class EmbeddingSpec:
     """
 
     def leaves(self, hidden: int, tied: bool) -> ParamSpecs:
-        """`tied`: it is the head's weight too, which multiplies."""
+        """Return the parameters before the first block: token table, project_in, norm, position and
+        type tables. `tied`: the table is the head's weight too, so it counts multiply-adds.
+        """
         width = self.width or hidden
         products = self.rows * width if tied else 0
         weight = ParamSpec(
@@ -51,19 +53,19 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class HeadTransformSpec:
-    """norm(act(W x + b)), of the last hidden vectors before they are multiplied (BERT)."""
+    """BERT's transform of the last hidden vectors before the head: norm(act(W x + b))."""
 
     activation: Activation
     norm: NormSpec
 
     def leaves(self, hidden: int) -> ParamSpecs:
-        """Whole on every rank of tp."""
+        """Return weight, bias and norm parameters, replicated over tp."""
         return {**replicated_linear(hidden, hidden), **add_prefix("norm", self.norm.leaves(hidden))}
 
 
 @dataclass(frozen=True)
 class LMHeadSpec:
-    """LM head: multiplies the last hidden vector of a token, to logits over the vocabulary."""
+    """LM head: maps the last hidden vector of a token to logits over the vocabulary."""
 
     tied: bool = False
     """Its weight is the embedding's."""
@@ -85,7 +87,9 @@ class LMHeadSpec:
     """
 
     def leaves(self, rows: int, hidden: int) -> ParamSpecs:
-        """No weight where the embedding's is used."""
+        """Return the head's parameters: weight [rows, hidden] (none if tied to the embedding),
+        bias, transform and next-sentence head.
+        """
         cuts = (vocabulary_shard(rows),)
         weight = ParamSpec((rows, hidden), "head", cuts, products=rows * hidden)
         return {
@@ -103,8 +107,8 @@ class LMHeadSpec:
 
 @dataclass(frozen=True)
 class ScalarHeadSpec:
-    """Scalar head: one number for each token, a reward or a value. transformers' `score` with one
-    label and no bias.
+    """Scalar head: one number per token, a reward or a value; transformers' `score` with one label
+    and no bias.
     """
 
     tied: ClassVar[bool] = False
@@ -115,7 +119,9 @@ class ScalarHeadSpec:
     follows: ClassVar[bool] = False
 
     def leaves(self, rows: int, hidden: int) -> ParamSpecs:
-        """Whole on every rank of tp, where it sees the tokens of the residual stream."""
+        """Return the weight [1, hidden], replicated over tp; `rows` is unused. Trained together
+        with adapters, as no stored model has it.
+        """
         score = ParamSpec(
             (1, hidden), "head", gradient="residual", products=hidden, train_with_adapters=True
         )
@@ -123,12 +129,16 @@ class ScalarHeadSpec:
 
 
 def replicated_matrix(out: int, inp: int) -> ParamSpec:
-    """A matrix that every rank of tp stores whole, for its own tokens of the residual stream."""
+    """Return the spec of a weight [out, inp] that every rank of tp stores whole and applies to its
+    own tokens of the residual stream; its gradient is partial under sequence parallelism.
+    """
     return ParamSpec((out, inp), "matrix", gradient="residual", products=out * inp)
 
 
 def replicated_linear(out: int, inp: int) -> ParamSpecs:
-    """The same and its bias."""
+    """Return the specs "weight" [out, inp] and "bias" [out] of a linear that every rank of tp
+    stores whole.
+    """
     return {
         "weight": replicated_matrix(out, inp),
         "bias": ParamSpec((out,), "bias", gradient="residual", initial="zeros"),
@@ -136,5 +146,7 @@ def replicated_linear(out: int, inp: int) -> ParamSpecs:
 
 
 def vocabulary_shard(rows: int) -> ShardSpec:
-    """Return the shard over tp of a table with a row for each token."""
+    """Return the split over tp of a table with one row per vocabulary token; ranks may get unequal
+    numbers of rows.
+    """
     return ShardSpec("tp", 0, rows, VOCABULARY, uneven=True)

@@ -25,7 +25,7 @@ from dolmen.model.spec.param import (
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Over the last dim."""
+    """A norm over the last dim."""
 
     kind: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     eps: float = 1e-5
@@ -37,6 +37,9 @@ class NormSpec:
     """The weight is stored less 1: y = x / rms(x) * (1 + w), and starts at 0 (Gemma)."""
 
     def __post_init__(self):
+        """Raise ValueError for an eps that is negative or not finite, and for combinations that no
+        kernel computes.
+        """
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"a norm's eps is {self.eps!r}: it must be finite and not negative")
         if not self.affine and (self.bias or self.kind != "layernorm"):
@@ -66,7 +69,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """Over the features of each token by itself."""
+    """A dense feed-forward layer, of each token by itself."""
 
     size: int
     """Width inside."""
@@ -77,14 +80,17 @@ class MLPSpec:
 
     @property
     def experts(self) -> int:
-        """How many a router chooses from."""
+        """Number of experts a router chooses from: 0, as the layer is dense."""
         return 0
 
     def with_balance_bias(self) -> "MLPSpec":
-        """The same with a router whose choice a bias balances; here is none."""
+        """Return the spec unchanged: a dense layer has no router to balance."""
         return self
 
     def leaves(self, stream: ResidualStream) -> ParamSpecs:
+        """Return the parameters of gate (if gated) and up, column-parallel, and of down,
+        row-parallel.
+        """
         hidden, knob = stream.hidden_size, "intermediate_size"
         inner = column_parallel(self.size, hidden, self.bias, ShardSpec("tp", 0, self.size, knob))
         down = row_parallel(
@@ -120,7 +126,9 @@ class RouterSpec:
     """Weight of the balance loss that its config.json states; --train.router can say otherwise."""
 
     def leaves(self, experts: int, hidden: int) -> ParamSpecs:
-        """Whole on every rank of tp, which weighs by it what is a partial sum."""
+        """Return the router's weight [experts, hidden] and biases, replicated over tp. Its output
+        multiplies partial sums, so gradients are partial over tp.
+        """
         shape = (experts, hidden)
         leaves = {
             "weight": ParamSpec(shape, "router", gradient="branch", products=experts * hidden)
@@ -156,8 +164,9 @@ class ClampedSwiGLU:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """y = sum over a token's experts of weight * expert(x), beside what is shared. Raises
-    ValueError, with the numbers and the option, for a choice of experts that cannot be made.
+    """Mixture of experts: y = sum over a token's experts of weight * expert(x), plus the shared
+    expert. Raises ValueError, with the numbers and the option, for a choice of experts that cannot
+    be made.
     """
 
     number: int
@@ -177,6 +186,9 @@ class MoESpec:
     """Biases of each expert's matrices."""
 
     def __post_init__(self):
+        """Raise ValueError for more experts per token than experts, impossible groups, and a shared
+        expert that is not computed.
+        """
         if not 1 <= self.per_token <= self.number:
             raise ValueError(
                 f"num_experts_per_tok ({self.per_token}) must lie in 1 to num_experts "
@@ -189,6 +201,9 @@ class MoESpec:
             raise ValueError("a gate of what experts share, and nothing is shared")
 
     def _check_groups(self) -> None:
+        """Raise ValueError if the groups do not divide the experts, or the groups chosen per token
+        do not hold enough experts.
+        """
         router, number = self.router, self.number
         groups, kept = router.groups, router.groups_per_token
         if number % groups:
@@ -214,14 +229,15 @@ class MoESpec:
 
     @property
     def experts(self) -> int:
-        """How many a router chooses from."""
+        """Number of experts the router chooses from."""
         return self.number
 
     def with_balance_bias(self) -> "MoESpec":
-        """The same with a router whose choice a bias balances."""
+        """Return the spec with a balance bias in its router."""
         return replace(self, router=replace(self.router, bias=True))
 
     def leaves(self, stream: ResidualStream) -> ParamSpecs:
+        """Return the parameters of router, stacked experts, shared expert and its gate."""
         hidden = stream.hidden_size
         inner = self._stacked_matrix(self.size, hidden, 1)
         down = self._stacked_matrix(hidden, self.size, 2, stream.out_scale)
@@ -236,18 +252,22 @@ class MoESpec:
 
     @staticmethod
     def _gate(hidden: int) -> ParamSpecs:
-        """Like a router whole on every rank of tp, where it multiplies a partial sum."""
+        """Return the shared expert's gate [1, hidden], replicated over tp; it multiplies a partial
+        sum, so its gradient is partial.
+        """
         return {"weight": ParamSpec((1, hidden), "router", gradient="branch", products=hidden)}
 
     def _stacked_matrix(self, out: int, inp: int, dim: int, std_scale: float = 1.0) -> ParamSpec:
-        """One matrix of every expert: [experts, out, inp], experts cut over ep, `dim` over tp."""
+        """Return the spec of one matrix of every expert, [experts, out, inp]: experts sharded over
+        ep, `dim` over tp.
+        """
         cuts = self._shards(dim)
         shape, products = (self.number, out, inp), self.per_token * out * inp
         return ParamSpec(shape, "expert", cuts, std_scale=std_scale, products=products)
 
     def _biases(self, hidden: int) -> ParamSpecs:
-        """One of every expert: [experts, out]. That of `down` is whole on every rank of tp, where
-        it joins what is a partial sum.
+        """Return the experts' biases, each [experts, out]. That of `down` is replicated over tp,
+        where it is added to a partial sum.
         """
         of_experts, of_inner = self._shards(1)
         inner = ParamSpec((self.number, self.size), "bias", (of_experts, of_inner), initial="zeros")

@@ -28,8 +28,8 @@ ADAPTED = ("matrix", "expert")
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """An adapter on each weight of `targets`, by full names. Nothing else is trained, except what
-    every run has to begin anew, as no stored model has it (`Leaf.with_adapters`: a scalar head).
+    """LoRA adapters on the weights named in `targets`. Nothing else is trained, except parameters
+    with `train_with_adapters` (a scalar head), which no stored model has.
     """
 
     rank: int
@@ -43,12 +43,12 @@ class LoraSpec:
 
     @property
     def scale(self) -> float:
-        """Factor of B A x."""
+        """Factor of B A x: alpha / rank, or alpha / sqrt(rank) with `scaling` "root"."""
         return self.alpha / (self.rank if self.scaling == "rank" else math.sqrt(self.rank))
 
     def beside(self, leaves: ParamSpecs) -> ParamSpecs:
-        """The parameters of a model, frozen, and those of the adapters, each after its weight.
-        Raises KeyError for a target that is none of them.
+        """Return the parameters of a model, frozen, with those of the adapters (and int8 scales)
+        after each weight. Raises KeyError for a target that is no parameter.
         """
         if left := sorted(self.targets - leaves.keys()):
             raise KeyError(f"{len(left)} targets of adapters are no parameters, e.g. {left[:3]}")
@@ -67,13 +67,13 @@ class LoraSpec:
 
     @staticmethod
     def pair(weight: str) -> tuple[str, str]:
-        """The names of A and B of a weight."""
+        """Return the parameter names of A and B of a weight."""
         module = weight.removesuffix("weight")
         return f"{module}lora_A", f"{module}lora_B"
 
     def magnitude(self, weight: ParamSpec) -> ParamSpec:
-        """Return DoRA's magnitude, the lengths of a weight's rows: a gain, not decayed, as that of
-        a norm.
+        """Return the spec of DoRA's magnitude [out], the row norms of a weight. Like a norm's gain
+        it is not decayed.
         """
         inputs = len(weight.shape) - 1
         return ParamSpec(
@@ -85,7 +85,9 @@ class LoraSpec:
         )
 
     def scales(self, weight: ParamSpec) -> ParamSpec:
-        """The scale of a weight [out, in], or of stacked ones [experts, out, in]."""
+        """Return the spec of the int8 scales of a weight: [out], or [experts, out] for stacked
+        ones; not trained, fp32.
+        """
         return ParamSpec(
             weight.shape[:-1],
             "scale",
@@ -96,7 +98,9 @@ class LoraSpec:
         )
 
     def down(self, weight: ParamSpec) -> ParamSpec:
-        """A of a weight [out, in], or of stacked ones [experts, out, in]."""
+        """Return the spec of A [rank, in] of a weight [out, in], or [experts, rank, in] of stacked
+        ones.
+        """
         *experts, out, inp = weight.shape
         return ParamSpec(
             (*experts, self.rank, inp),
@@ -108,7 +112,9 @@ class LoraSpec:
         )
 
     def up(self, weight: ParamSpec) -> ParamSpec:
-        """B of the same."""
+        """Return the spec of B [out, rank] of a weight [out, in], or [experts, out, rank] of
+        stacked ones.
+        """
         *experts, out, inp = weight.shape
         return ParamSpec(
             (*experts, out, self.rank),
@@ -122,14 +128,15 @@ class LoraSpec:
 
 
 def magnitude_name(weight: str) -> str:
-    """The name of DoRA's lengths of the rows of a weight."""
+    """Return the parameter name of the DoRA magnitude of a weight."""
     return f"{weight.removesuffix('weight')}lora_magnitude"
 
 
 def scale_name(weight: str) -> str:
-    """The name of the scale of a weight in eight bits."""
+    """Return the parameter name of the scales of an int8 weight."""
     return f"{weight}_scale"
 
 
 def _shards_dim(weight: ParamSpec, dim: int) -> bool:
+    """Return whether some mesh axis splits `dim` of the weight."""
     return any(cut.dim == dim for cut in weight.shards)

@@ -39,8 +39,8 @@ VOCABULARY = "vocab_size"  # the knob of a cut between rows of tokens
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How one dim of a parameter is split over a mesh axis: `units` equal pieces of it may not be
-    parted further, such as the heads of a query projection.
+    """How one dim of a parameter is split over a mesh axis: into its `units`, equal indivisible
+    pieces such as the heads of a query projection.
     """
 
     axis: Literal["tp", "ep"]
@@ -61,8 +61,8 @@ class ShardSpec:
         return not self.or_replicate or self.units % size == 0
 
     def check(self, size: int) -> None:
-        """Raises ValueError, with the numbers and the knob, where an axis of `size` ranks cannot
-        split the dim as it must.
+        """Raise ValueError, with the numbers and the option, if an axis of `size` ranks does not
+        divide the units, or, for an uneven split, leaves a rank without a row.
         """
         if self.uneven and (size - 1) * -(-self.units // size) >= self.units:
             raise ValueError(
@@ -78,7 +78,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter, by the name that it has in its component."""
+    """One parameter; its name is the key in `ParamSpecs`, relative to its component."""
 
     shape: tuple[int, ...]
     role: Role
@@ -113,7 +113,7 @@ class ParamSpec:
 
     @property
     def elements(self) -> int:
-        """Numbers that it has, on all ranks together."""
+        """Number of elements, of all ranks together."""
         return math.prod(self.shape)
 
     @property
@@ -123,7 +123,7 @@ class ParamSpec:
 
     @property
     def decays(self) -> bool:
-        """True if weight decay applies: to matrices and tables, not to norms and biases."""
+        """True if weight decay applies: by role, to everything but norms and biases."""
         return self.role not in ("norm", "bias")
 
     @property
@@ -132,8 +132,8 @@ class ParamSpec:
         return any(cut.option == VOCABULARY for cut in self.shards)
 
     def held(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape that a rank holds, where each axis has so many ranks (1, where not named); of
-        an uneven cut the largest.
+        """Return the shape of a rank's part, given the number of ranks per axis (1 for axes not in
+        `sizes`); of an uneven split that of the largest part.
         """
         shape = list(self.shape)
         for cut in self.shards:
@@ -162,8 +162,8 @@ class ResidualStream:
 
 
 def check_sharding(leaves: ParamSpecs, sizes: Mapping[str, int]) -> None:
-    """Raises ValueError, with the numbers and the knob, where axes of these sizes cannot split a
-    parameter as it must be split.
+    """Raise ValueError, with the numbers and the option, if a parameter cannot be split over axes
+    of these sizes.
     """
     for leaf in leaves.values():
         for cut in leaf.shards:
@@ -171,12 +171,14 @@ def check_sharding(leaves: ParamSpecs, sizes: Mapping[str, int]) -> None:
 
 
 def add_prefix(prefix: str, leaves: ParamSpecs) -> ParamSpecs:
-    """The same under `prefix.`"""
+    """Return the specs with `prefix.` before each name."""
     return {f"{prefix}.{name}": leaf for name, leaf in leaves.items()}
 
 
 def select_prefix(leaves: ParamSpecs, prefix: str) -> ParamSpecs:
-    """The inverse of `within`: those under `prefix.`, without it."""
+    """Return the specs whose names start with `prefix.`, with it removed: the inverse of
+    `add_prefix`.
+    """
     start = f"{prefix}."
     return {
         name.removeprefix(start): leaf for name, leaf in leaves.items() if name.startswith(start)
@@ -186,7 +188,9 @@ def select_prefix(leaves: ParamSpecs, prefix: str) -> ParamSpecs:
 def column_parallel(
     out: int, inp: int, bias: bool, cut: ShardSpec, gradient: Gradient = "own"
 ) -> ParamSpecs:
-    """Weight [out, inp] and bias of a column-parallel linear; `gradient` where it is whole."""
+    """Return the specs of weight [out, inp], and bias [out] if `bias`, of a column-parallel linear;
+    `gradient`: type of the gradient where `cut` replicates it.
+    """
     leaves = {"weight": ParamSpec((out, inp), "matrix", (cut,), gradient, products=out * inp)}
     if bias:
         leaves["bias"] = ParamSpec((out,), "bias", (cut,), gradient, "zeros")
@@ -194,8 +198,8 @@ def column_parallel(
 
 
 def row_parallel(out: int, inp: int, bias: bool, cut: ShardSpec, std_scale: float) -> ParamSpecs:
-    """Weight [out, inp] of a row-parallel linear, and its bias, which is added once the partial
-    sums are.
+    """Return the specs of weight [out, inp], and bias [out] if `bias`, of a row-parallel linear.
+    The bias is replicated over tp, as it is added after the sum.
     """
     weight = ParamSpec((out, inp), "matrix", (cut,), std_scale=std_scale, products=out * inp)
     leaves = {"weight": weight}
@@ -208,7 +212,10 @@ LAYER = re.compile(r"layers\.(\d+)\.(?:attn|mlp)\..*weight")
 
 
 def mark_fp8(leaves: ParamSpecs, layers: int, recipe: Fp8) -> ParamSpecs:
-    """The parameters of a model of so many layers, with what `recipe` rounds."""
+    """Return the specs with the recipe on every weight multiplied in fp8: matrices and experts of
+    attention and mlp, but for the first and last layers that the recipe excludes. `layers`: number
+    of layers.
+    """
     inner = range(recipe.config.first_layers, layers - recipe.config.last_layers)
     return {
         name: replace(leaf, fp8=recipe) if _inside(name, leaf, inner) else leaf
@@ -217,13 +224,17 @@ def mark_fp8(leaves: ParamSpecs, layers: int, recipe: Fp8) -> ParamSpecs:
 
 
 def _inside(name: str, leaf: ParamSpec, layers: range) -> bool:
+    """Return whether a parameter is a matrix or expert weight of attention or mlp in one of
+    `layers`.
+    """
     found = LAYER.fullmatch(name)
     return found is not None and leaf.role in ("matrix", "expert") and int(found[1]) in layers
 
 
 def check_fp8_sharding(leaves: ParamSpecs, sizes: Mapping[str, int]) -> None:
-    """Raises ValueError, with the numbers and the knob, where tp would cut a block that shares a
-    scale, or a part of what is rounded as one.
+    """Raise ValueError, with the numbers and the option, if tp would cut a block of elements that
+    shares one fp8 scale, or replicate a weight so that ranks would round different parts of its
+    gradient.
     """
     tp = sizes["tp"]
     for name, leaf in leaves.items():
@@ -246,8 +257,8 @@ def check_fp8_sharding(leaves: ParamSpecs, sizes: Mapping[str, int]) -> None:
 
 
 def check_fp8_tokens(recipe: Fp8, tokens: Mapping[str, int]) -> None:
-    """Raises ValueError where a rank's part of the tokens, by what cuts them, ends inside a block
-    that shares a scale of the weight gradient.
+    """Raise ValueError if a rank's number of tokens is no multiple of the block that shares an fp8
+    scale in the weight gradient. `tokens`: name of what splits them -> tokens of a rank.
     """
     if not recipe.rounds("weight-gradient"):
         return

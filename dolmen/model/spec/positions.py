@@ -40,7 +40,9 @@ class LongRopeScaling:
 
     @property
     def reprefill_beyond(self) -> int | None:
-        """Tokens that a text is turned otherwise beyond, all of it; None: there is no one such."""
+        """Length in tokens beyond which all of a sequence is rotated by other factors, so that its
+        cache must be prefilled again; None for scalings without such a length.
+        """
         return self.original_max_position_embeddings
 
 
@@ -114,8 +116,8 @@ class YarnScaling:
 
 
 def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
-    """0.1 mscale ln(factor) + 1 (Peng et al., eq. 22): what YaRN multiplies queries and keys by,
-    each once; 1 where nothing is extended.
+    """Return 0.1 mscale ln(factor) + 1 (Peng et al., eq. 22), by which YaRN multiplies queries and
+    keys each; 1 if the context is not extended.
     """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
@@ -125,7 +127,7 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LengthScaling
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Pairs of each head are turned by position * theta^(-2i / size)."""
+    """Rotary positions: pair i of each head is rotated by position * theta^(-2i / size)."""
 
     extra_key_dims: ClassVar[int] = 0
     """Numbers that keys carry beside their own."""
@@ -145,6 +147,9 @@ class RopeSpec:
     """The angles per position are rounded to half precision, whatever the model computes in."""
 
     def __post_init__(self):
+        """Raise ValueError for a size that is no whole pairs per stream, and a theta that is
+        negative or not finite.
+        """
         if self.size % 2:
             raise ValueError(
                 f"head_dim ({self.size}) is odd, rope rotates pairs: set --model.head-dim to an "
@@ -165,7 +170,7 @@ class RopeSpec:
 
     @property
     def reprefill_beyond(self) -> int | None:
-        """See LongRope."""
+        """Length beyond which a cached sequence must be prefilled again: see `LongRopeScaling`."""
         return self.scaling.reprefill_beyond if isinstance(self.scaling, LengthScaling) else None
 
     @property
@@ -176,8 +181,8 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class AlibiSpec:
-    """score(i, j) += slope_h * (j - i), a slope per head: falling powers of 2, between two powers
-    of two heads those of the lower and every other one of the upper.
+    """ALiBi: score(i, j) += slope_h * (j - i). Slopes are falling powers of 2; for a number of
+    heads between two powers of 2, those of the lower one and every other one of the upper.
     """
 
     extra_key_dims: ClassVar[int] = 0
@@ -222,7 +227,9 @@ class PositionTable:
     """A token that is not counted, whose own position is -1 (RoBERTa); None: all are counted."""
 
     def leaves(self, hidden: int) -> ParamSpecs:
-        """Whole on every rank of tp."""
+        """Return the table (two, for two streams), replicated over tp: [offset + length (+ 1),
+        hidden].
+        """
         shape = (self.offset + self.length + self.streams - 1, hidden)
         table = ParamSpec(shape, "embedding", gradient="residual")
         names = ("positions.weight", "block_positions.weight")[: self.streams]
@@ -233,7 +240,7 @@ NEVER = 1 << 40  # an index that no text has
 
 
 class PositionSpan(NamedTuple):
-    """How the tokens of one text stand, by their indices in it."""
+    """Prefix and position streams of one sequence, stated by token indices."""
 
     prefix: int = 0
     """So many first tokens see one another."""
@@ -245,8 +252,9 @@ class PositionSpan(NamedTuple):
 
 
 def prefix_span(length: int, streams: int) -> PositionSpan:
-    """Return the positions of a sequence that is all prefix, without special tokens: with two
-    streams the first stays at the prefix's last token after it, with one it is the index.
+    """Return the positions of a sequence of `length` tokens that is all prefix (a prompt without
+    special tokens): tokens generated after it are causal. With two streams the first stays at the
+    prefix's last index for them, and the second counts 1, 2, ...
     """
     return (
         PositionSpan(length)
@@ -257,7 +265,7 @@ def prefix_span(length: int, streams: int) -> PositionSpan:
 
 @dataclass(frozen=True)
 class BlankMask:
-    """A kind of token that marks a blank."""
+    """A mask token that marks the blank to be filled."""
 
     name: str
     token: int | None
@@ -281,7 +289,7 @@ class BlankInfilling:
     nearest: bool = False
 
     def check(self) -> None:
-        """Raises ValueError where nobody has said which tokens they are."""
+        """Raise ValueError if the id of <sop>, or of every mask token, is unknown."""
         if self.start is None or all(mask.token is None for mask in self.masks):
             missing = [] if self.start is not None else ["sop"]
             if all(mask.token is None for mask in self.masks):
@@ -296,7 +304,10 @@ class BlankInfilling:
             )
 
     def span(self, tokens: Sequence[int]) -> PositionSpan:
-        """Return prefix and positions of a sequence. Raises as `check`."""
+        """Return prefix and position streams of a sequence of token ids; plain causal positions if
+        it has no <sop>, or no mask token before it. Raises ValueError if the special tokens are
+        unknown.
+        """
         self.check()
         if self.start not in tokens:
             return PositionSpan()
