@@ -78,10 +78,14 @@ class CustomValue(ABC):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        """Validate fields of this type by `_validate` alone (pydantic's hook)."""
         return core_schema.no_info_plain_validator_function(cls._validate)
 
     @classmethod
     def _validate(cls, value: Any) -> Self:
+        """Return an instance as it is, anything else through `from_plain`; a ValueError becomes
+        pydantic's error of kind `plain`, which `describe_error` words.
+        """
         try:
             return value if isinstance(value, cls) else cls.from_plain(value)
         except ValueError as error:
@@ -90,12 +94,16 @@ class CustomValue(ABC):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def config(section: str = "", *, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
-    """A decorator that makes a configuration class, whose options are in a `section`."""
+    """Return a decorator that makes a class a frozen, validated configuration class. `section`:
+    prefix of its options in error messages (`layout` -> layout.tp).
+    """
 
     def decorate(cls: type[T]) -> type[T]:
         annotations = get_annotations(cls)
+        # the shared rules are added here, so that a class states only its own bounds
         cls.__annotations__ = {name: strict_type(hint) for name, hint in annotations.items()}
         unchecked: Any = cls
+        # pydantic's strict mode would refuse a dict for a nested section
         unchecked.__get_pydantic_core_schema__ = classmethod(_from_mapping)
         made: Any = checked_dataclass(frozen=True, kw_only=kw_only, config=STRICT)(unchecked)
         made.SECTION = section
@@ -106,22 +114,28 @@ def config(section: str = "", *, kw_only: bool = False) -> Callable[[type[T]], t
 
 
 def _from_mapping(cls: type, source: Any, handler: Any) -> Any:
-    """The schema of a class that takes a mapping as well as an instance."""
+    """Return pydantic's schema of a class, relaxed to take a mapping as well as an instance."""
     return {**handler(source), "strict": False}
 
 
 def _construct(_config_self: Any, *args: Any, **kwargs: Any) -> None:
-    """`__init__` of a configuration class."""
+    """Validate and set the fields: `__init__` of a configuration class. Raises ValueError that
+    names the option.
+    """
     cls = type(_config_self)
     try:
         given = ArgsKwargs(args, kwargs)
         cls.__pydantic_validator__.validate_python(given, self_instance=_config_self)
     except ValidationError as error:
+        # the first error alone: later ones often follow from it
         raise ValueError(describe_error(error.errors()[0], cls, cls.SECTION)) from None
 
 
 def strict_type(hint: Any) -> Any:
-    """A type with the rules that hold for all options of it."""
+    """Return a type hint with the rules that all options of it share, applied inside unions and
+    tuples too: finite floats, integers up to 2^53, text that UTF-8 can write, no bool as a
+    literal's 0 or 1.
+    """
     kind, inside = get_origin(hint), get_args(hint)
     if kind is Annotated:
         return Annotated[(strict_type(inside[0]), *inside[1:])]
@@ -131,22 +145,24 @@ def strict_type(hint: Any) -> Any:
         return Annotated[(tuple[(strict_type(inside[0]), ...)], BeforeValidator(_as_tuple))]
     if kind is Literal:
         return Annotated[hint, BeforeValidator(_refuse_bool)]
+    # a field without a range would let NaN and infinity through
     if hint is float:
         return Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False)]
     if hint is str:
         return Annotated[str, AfterValidator(_refuse_surrogates)]
+    # above 2^53 a count would round where it meets a float
     if hint is int:
         return Annotated[int, Field(ge=-MOST, le=MOST)]
     return hint
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """A list as a tuple; one value as a tuple of it."""
+    """Return a list as a tuple, and a single value as a tuple of one."""
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _as_number(value: Any) -> Any:
-    """Text that is a number, as one."""
+    """Return text that is a number as a float (YAML reads 1e-3 as text); any other value unchanged."""
     if isinstance(value, str):
         with suppress(ValueError):
             return float(value)
@@ -154,7 +170,7 @@ def _as_number(value: Any) -> Any:
 
 
 def _refuse_surrogates(value: str) -> str:
-    """Text that UTF-8 can write."""
+    """Return the text; raise pydantic's error where UTF-8 cannot write it (lone surrogates)."""
     if not value.isascii():
         try:
             value.encode()
@@ -164,7 +180,7 @@ def _refuse_surrogates(value: str) -> str:
 
 
 def _refuse_bool(value: Any) -> Any:
-    """True is not 1."""
+    """Return the value; raise pydantic's error for a bool, as True == 1 would match a literal 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("literal_bool", "")
     return value
@@ -188,8 +204,11 @@ KINDS = {
 
 
 def describe_error(error: ErrorDetails, cls: type, section: str) -> str:
-    """A message for an error of pydantic: the option, its value, and what it must be."""
+    """Return the message of a pydantic error: the option with its section, its value, and what it
+    must be. `cls` is the configuration class, `section` its prefix.
+    """
     kind, context = error["type"], error.get("ctx", {})
+    # integers in `loc` are positions in a tuple: the option is the same
     path = [str(part) for part in error["loc"] if not isinstance(part, int)]
     option = cut(".".join([*([section] if section else []), *path]).replace("_", "-"))
     value = error["input"]
@@ -199,6 +218,7 @@ def describe_error(error: ErrorDetails, cls: type, section: str) -> str:
         return f"{option}: {context['text']}"
     if kind == "unexpected_keyword_argument":
         return _unknown(option, path[-1], [*field_types(_type_at(cls, path[:-1]))])
+    # a scalar or a list where a section is expected
     if kind.startswith("dataclass"):
         return f"{option or 'the configuration'} must be a mapping of options, not {brief(value)}"
     option = option if "." in option else f"--{option}"
@@ -210,12 +230,15 @@ def describe_error(error: ErrorDetails, cls: type, section: str) -> str:
         return f"{option} is {brief(value)}: {choices(str(value), get_args(_type_at(cls, path)))}"
     if kind == "string_unicode":
         return f"{option} is {cut(ascii(value))}: UTF-8 cannot write it"
+    # what we have no words for keeps pydantic's message
     must = BOUNDS[kind].format(**context) if kind in BOUNDS else KINDS.get(kind, error["msg"])
     return f"{option} is {brief(value)}: it must be {must}"
 
 
 def _type_at(cls: type, path: Sequence[str]) -> Any:
-    """The type of the option, or of each of its values, at a path."""
+    """Return the type of the option at a path of field names below `cls`; of a tuple, its elements'
+    type.
+    """
     hint: Any = cls
     for name in path:
         hint = plain_type(field_types(hint)[name])
@@ -223,22 +246,26 @@ def _type_at(cls: type, path: Sequence[str]) -> Any:
 
 
 def _unknown(option: str, name: str, known: Sequence[str]) -> str:
+    """Return the message for an unknown option `name`, with the nearest of the known names."""
     hint = did_you_mean(name, known, f"known are {', '.join(known)}", most=1)
     return f"unknown option {option}: {hint}"
 
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Field -> its type."""
+    """Return the type hint of each field by its name, annotations included; cached."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Plain values only, tuples as lists: what YAML and JSON can hold."""
+    """Return a configuration as nested dicts of plain values, tuples as lists: what YAML and JSON
+    can hold.
+    """
     return _plain_value(config)
 
 
 def _plain_value(value: Any) -> Any:
+    """Return any value of a configuration as plain values, recursively."""
     if isinstance(value, CustomValue):
         return value.plain()
     if dataclasses.is_dataclass(value):
@@ -249,9 +276,9 @@ def _plain_value(value: Any) -> Any:
 
 
 def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "") -> T:
-    """A `cls` from a mapping; keys left out keep the value of `default` (or the class's own).
-    Raises ValueError with the path of the key: unknown (with the nearest name), of the wrong type
-    or out of its range.
+    """Construct a `cls` from a mapping, whose keys may have dashes; keys left out keep the value of
+    `default` (or the class's own). Raises ValueError with the path of the key: unknown (with the
+    nearest name), of the wrong type or out of its range.
     """
     merged = _merge(cls, values, default, path)
     try:
@@ -261,7 +288,9 @@ def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "
 
 
 def _merge(cls: type, values: Any, default: Any, path: str) -> dict[str, Any]:
-    """The fields of `default` with `values` over them, by their names in Python."""
+    """Return the fields of `default` overridden by `values`, sections merged recursively; keys
+    become Python names. Raises ValueError for an unknown key or values that are no mapping.
+    """
     if not isinstance(values, dict):
         raise ValueError(
             f"{path or 'the configuration'} must be a mapping of options, not {brief(values)}"
@@ -272,6 +301,7 @@ def _merge(cls: type, values: Any, default: Any, path: str) -> dict[str, Any]:
         name, where = str(key).replace("-", "_"), cut(f"{path}.{key}" if path else str(key))
         if name not in known:
             raise ValueError(_unknown(where, name, [*known]))
+        # a section that is given as a mapping changes only the keys it names
         section = plain_type(known[name])
         unflatten = is_config(section) and isinstance(value, dict)
         found[name] = _merge(section, value, found.get(name), where) if unflatten else value
@@ -284,10 +314,13 @@ def is_config(hint: Any) -> bool:
 
 
 def option_types(cls: type, section: str = "") -> dict[str, Any]:
-    """The options of a configuration class and its sections: `layout.tp` -> its type."""
+    """Return the type of each option by its full name (`layout.tp`), those of nested sections
+    included.
+    """
     found: dict[str, Any] = {}
     for name, hint in field_types(cls).items():
         inside = plain_type(hint)
+        # an optional section is one option: None or a whole mapping
         if is_config(inside) and not is_optional(hint):
             found |= option_types(inside, f"{section}{name}.")
         else:
@@ -296,7 +329,7 @@ def option_types(cls: type, section: str = "") -> dict[str, Any]:
 
 
 class Mark(Enum):
-    """How the command line takes an option, beside its type: Annotated[str, Mark.POSITIONAL]."""
+    """How the command line reads an option, apart from its type: Annotated[str, Mark.POSITIONAL]."""
 
     POSITIONAL = "a word without the option's name before it"
     REPEATED = "one word at a time, and the option several times"
@@ -304,17 +337,17 @@ class Mark(Enum):
 
 @dataclasses.dataclass(frozen=True)
 class ValueOptional:
-    """An option that may stand without its value, and then has this one."""
+    """Marks an option that may stand without a value, and then has this one."""
 
     value: str
 
 
 class Words(tuple[str, ...]):
-    """Words of the command line for an option whose type is not known yet."""
+    """Raw command-line words of an option whose type is not known yet."""
 
 
 def plain_type(hint: Any) -> Any:
-    """A type without what is said of it besides, and without None."""
+    """Return the bare type of a hint: without annotations, and without None."""
     if get_origin(hint) is typing.Annotated:
         return plain_type(get_args(hint)[0])
     if get_origin(hint) in (typing.Union, types.UnionType):
@@ -332,11 +365,14 @@ WORDED = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
 def from_words(hint: Any, words: Sequence[str], option: str) -> Any:
-    """The value of a type that the words after an option are. Raises ValueError."""
+    """Parse the words after a command-line option as a value of type `hint`: `None` if optional, no
+    words as True for a bool, several for a tuple. Raises ValueError that names `option`.
+    """
     hint = get_args(hint)[0] if get_origin(hint) is typing.Annotated else hint
     kind = plain_type(hint)
     if is_optional(hint) and [*words] == ["None"]:
         return None
+    # `--flag` alone means True
     if not words and kind is bool:
         return True
     if not words:
@@ -349,6 +385,9 @@ def from_words(hint: Any, words: Sequence[str], option: str) -> Any:
 
 
 def _from_word(kind: Any, word: str, option: str, expected: str, hint: Any) -> Any:
+    """Parse one word as `kind`. `expected`: what the error says it must be; `hint`: the full type,
+    which may allow None. Raises ValueError.
+    """
     if get_origin(kind) is typing.Literal:
         known = {str(one): one for one in get_args(kind)}
         if word not in known:
@@ -362,9 +401,12 @@ def _from_word(kind: Any, word: str, option: str, expected: str, hint: Any) -> A
 
 
 def flatten(values: dict, path: str = "") -> dict[str, Any]:
-    """Nested options as `section.option: value`."""
+    """Return nested options as one dict by dotted name (`section.option: value`), names prefixed
+    with `path`; an empty mapping is kept as a value.
+    """
     out = {}
     for key, value in values.items():
+        # an empty section has no option to stand for it
         if isinstance(value, dict) and value:
             out |= flatten(value, f"{path}{key}.")
         else:
@@ -373,7 +415,7 @@ def flatten(values: dict, path: str = "") -> dict[str, Any]:
 
 
 def unflatten(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by `section.option` as a mapping of sections: the inverse of `flatten`."""
+    """Return options by dotted name as nested mappings: the inverse of `flatten`."""
     made: dict[str, Any] = {}
     for name, value in said.items():
         *sections, last = name.split(".")
@@ -385,8 +427,8 @@ def unflatten(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_options(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
-    """Lines `section.option: old -> new` for what changed between two configurations as plain
-    values.
+    """Return lines `section.option: old -> new` for each option that differs between two
+    configurations as plain values, recursively.
     """
     lines = []
     for key in {**old, **new}:
@@ -399,8 +441,8 @@ def changed_options(old: dict[str, Any], new: dict[str, Any], path: str = "") ->
 
 
 def refuse_unreadable(where: str, value: Any) -> None:
-    """Raises ValueError for what a YAML file would not give back of plain values: an integer that
-    64 bits do not hold, a number that is none, text that UTF-8 cannot write.
+    """Raise ValueError for a plain value that YAML would not read back the same, at any depth: an
+    integer beyond 64 bits, NaN, text that UTF-8 cannot write. `where` names the option.
     """
     if isinstance(value, dict):
         for key, inside in value.items():

@@ -42,11 +42,12 @@ PAD = 64 << 20  # bytes by which the heap grows at least
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees. Does nothing where the C library is not
-    glibc.
+    """Tune glibc's allocator so that this process keeps memory it frees instead of returning it to
+    the kernel. Does nothing where the C library is not glibc.
     """
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
+        # never mmap, never trim the top of the heap, and grow it by 64 MiB at a time
         for what, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, PAD)):
             mallopt(what, value)
 
@@ -57,8 +58,9 @@ _read_back: ContextVar[ReadBack | None] = ContextVar("answer", default=None)
 
 
 def read_back(x: Shaped[Tensor, "..."], rows: int | None = None) -> Any:
-    """The values of x as (nested) lists, or a number; the host waits for the device. `rows`: where
-    x counts rows, how many there are of each way that it counts them, which is known without it.
+    """Return the values of x as (nested) lists, or a number for a scalar; the host waits for the
+    device. `rows`: if x counts rows per group, how many rows there are in all, so that
+    `replace_read_back` can answer without values.
     """
     answer = _read_back.get()
     return x.tolist() if answer is None else answer(x, rows)
@@ -66,7 +68,9 @@ def read_back(x: Shaped[Tensor, "..."], rows: int | None = None) -> Any:
 
 @contextmanager
 def replace_read_back(answer: ReadBack) -> Iterator[None]:
-    """Within, tensors have no values, and `answer` says what is read."""
+    """Within, tensors have no values (fake tensors), and `read_back` returns what `answer(tensor,
+    rows)` does.
+    """
     token = _read_back.set(answer)
     try:
         yield
@@ -77,18 +81,19 @@ def replace_read_back(answer: ReadBack) -> Iterator[None]:
 def scalar_tensor(
     value: int | float, dtype: torch.dtype, device: torch.device
 ) -> Shaped[Tensor, ""]:
-    """A number that the host knows, written by a kernel. `torch.tensor` would copy it, and wait
-    until all that is queued before the copy is done.
+    """A scalar tensor of a number that the host knows, written by a kernel. `torch.tensor` would
+    copy it, and wait until all that is queued before the copy is done.
     """
     return torch.full((), value, dtype=dtype, device=device)
 
 
 def to_device(x: Shaped[Tensor, "*shape"], device: torch.device) -> Shaped[Tensor, "*shape"]:
-    """x of the CPU on `device`, copied while the host and the device go on; x itself, where it is
-    there.
+    """Copy a CPU tensor to `device` asynchronously, through pinned memory on CUDA: the host does
+    not wait. Returns x itself if it is there already.
     """
     if x.device.type == device.type:
         return x.to(device)
+    # a copy from pageable memory would be synchronous
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -99,15 +104,16 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(asked: DeviceChoice = "auto") -> int:
-    """GPUs that this process may use."""
+    """Return how many GPUs this process may use: 0 if `asked` is cpu or CUDA is not available."""
     return torch.cuda.device_count() if asked != "cpu" and torch.cuda.is_available() else 0
 
 
 def choose_device(
     asked: DeviceChoice, launch: Launch | None, option: str, env: Mapping[str, str] = os.environ
 ) -> torch.device:
-    """The device of this process, as the table says. Raises ValueError with the numbers and
-    `option`, the name of the knob.
+    """Return the device of this process, by the table above. Raises ValueError, which names
+    `option` and the numbers, where cuda is requested and no GPU is visible, or their number fits no
+    row.
     """
     local, here = (launch.local_rank, launch.local_world_size) if launch else (0, 1)
     here = max(here, local + 1)
@@ -120,6 +126,7 @@ def choose_device(
         )
     if count == 0:
         return CPU
+    # row 2 of the table: one GPU per local rank
     if count >= here:
         return torch.device("cuda", local)
     if count == 1:
@@ -130,8 +137,8 @@ def choose_device(
 def require_gpus(
     asked: DeviceChoice, processes: int, option: str, env: Mapping[str, str] = os.environ
 ) -> None:
-    """Before this process starts `processes` others, which will see the GPUs that it sees. Raises
-    ValueError where those are fewer.
+    """Check that the visible GPUs suffice before starting `processes` workers, which will see the
+    same ones; none is fine, unless `asked` is cuda. Raises ValueError.
     """
     choose_device(asked, None, option, env)
     count = visible_gpus(asked)
@@ -140,6 +147,9 @@ def require_gpus(
 
 
 def _too_few(processes: int, count: int, option: str, env: Mapping[str, str]) -> str:
+    """Return the error message for fewer visible GPUs (`count`) than `processes`, with what to
+    change.
+    """
     are = "is" if count == 1 else "are"
     return (
         f"{plural(processes, 'process', 'processes')} on this machine, but "
@@ -149,17 +159,21 @@ def _too_few(processes: int, count: int, option: str, env: Mapping[str, str]) ->
 
 
 def _visibility(env: Mapping[str, str]) -> str:
+    """Return ` (CUDA_VISIBLE_DEVICES=...)` for a message, empty where the variable is not set."""
     return f" ({VISIBLE}={env[VISIBLE]})" if VISIBLE in env else ""
 
 
 def _no_gpu_reason() -> str:
+    """Say why there is no GPU: torch without CUDA, or none visible."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     return "no GPU is visible"
 
 
 def describe_device(device: torch.device, asked: DeviceChoice) -> str:
-    """The device of this process, and why this one, for the header."""
+    """Describe this process's device for the run's header: the GPU's name and index, or the CPU's
+    threads and why it is the CPU.
+    """
     if device.type == "cuda":
         seen = plural(visible_gpus(), "GPU")
         return f"{torch.cuda.get_device_name(device)} ({device} of {seen} visible per process)"
@@ -168,7 +182,7 @@ def describe_device(device: torch.device, asked: DeviceChoice) -> str:
 
 
 def gpu_id(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
-    """A name that no other GPU of this machine has, nor another part (MIG) of the same GPU; empty
+    """Return an id unique to this GPU on its machine (its UUID), or to this MIG part of one; empty
     for the CPU.
     """
     if device.type == "cpu":
@@ -180,8 +194,8 @@ def gpu_id(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
 
 
 def refuse_shared_gpus(device: torch.device, option: str) -> None:
-    """Called by all ranks when they have joined. Raises ValueError, the same on every rank, where
-    two have one GPU, or some have a GPU and others none.
+    """Raise ValueError, the same on every rank, if two ranks share one GPU, or some have a GPU and
+    others none. Collective: called by all ranks once they have joined.
     """
     everyone = consensus.gather_objects((socket.gethostname(), gpu_id(device)))
     without = [rank for rank, (_, name) in enumerate(everyone) if not name]
@@ -193,6 +207,7 @@ def refuse_shared_gpus(device: torch.device, option: str) -> None:
             f"{len(without)} of {plural(len(everyone), 'rank')} have no GPU, such as rank {rank} "
             f"on {everyone[rank][0]}: make one visible to each, or use --{option} cpu for all"
         )
+    # host and id together: ids are unique on one machine alone
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, where in enumerate(everyone):
         ranks.setdefault(where, []).append(rank)

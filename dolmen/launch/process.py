@@ -28,8 +28,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher() -> None:
-    """Let the kernel kill this process when what started it, our launcher or
-    torchrun's agent, ends, however it ends. Before heavy imports.
+    """Have the kernel kill this process when its launcher (ours, or torchrun's agent) ends in any
+    way. Call before heavy imports.
     """
     if LAUNCHER not in os.environ and strings.RUN not in os.environ:
         return
@@ -37,18 +37,21 @@ def die_with_launcher() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, of this pid, ends, however it ends."""
+    """Have the kernel kill this process when its parent, process `parent`, ends in any way; exits
+    at once if it already has.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before the kernel was asked
         os._exit(1)
 
 
 def safely() -> list[str]:
-    """For `python -m`, which imports from the working directory before all else: that may be of
-    somebody else's files, such as a model's. Where this process imports from it, so do those that
-    it starts.
+    """Return the options for `python -m` in child processes: `-P`, which keeps the working
+    directory (which may hold somebody else's files) off the import path, unless this process
+    imports from it itself.
     """
     here = os.path.realpath(os.getcwd())
+    # a checkout on the path: children must import the same one
     return [] if here in map(os.path.realpath, sys.path) else ["-P"]
 
 
@@ -58,8 +61,8 @@ def cores() -> int:
 
 
 def threads(processes: int) -> str:
-    """OMP_NUM_THREADS of one of so many processes on this machine: as the user has set it, or else
-    its part of the cores.
+    """Return OMP_NUM_THREADS for one of `processes` on this machine: the user's setting, else an
+    equal share of the cores.
     """
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes)))
 
@@ -78,8 +81,8 @@ def launched_here() -> bool:
 
 
 def run_file() -> Path | None:
-    """The file in which our own launcher hands this worker what was asked of it, and checked there;
-    None where words say it.
+    """Path of the file in which our own launcher hands this worker its checked configuration; None
+    where the command line has it.
     """
     return Path(os.environ[HANDED]) if HANDED in os.environ else None
 
@@ -97,15 +100,15 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def restarts() -> int:
-    """How often the launcher of this process has started its group again: ours and torchrun's
-    --max-restarts, SLURM's requeue.
+    """Return how often this process group has been restarted: by our launcher, torchrun's
+    --max-restarts, or SLURM's requeue.
     """
     return max(int(os.environ.get(name) or 0) for name in (strings.RESTARTS, "SLURM_RESTART_COUNT"))
 
 
 def one_store() -> bool:
-    """Return True if the ranks meet in a store that outlives a restart: torchrun's. Ours makes a
-    new one each time.
+    """Return True if the rendezvous store outlives a restart, as torchrun's does. Ours makes a new
+    one each time.
     """
     return not launched_here() and os.environ.get(strings.ONE_STORE) == "True"
 
@@ -122,16 +125,18 @@ def job() -> str:
     if named != "none":
         return f"run {named}"
     launcher = os.getppid()
+    # field 22 of stat: when the launcher started, as its pid may be used again
     began = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
     return f"{socket.gethostname()} {launcher} {began}"
 
 
 @contextmanager
 def stop_handler(handler: Callable[[int], None]) -> Iterator[None]:
-    """Call handler(SIGINT or SIGTERM) when this worker is to save and stop. Enter
-    before joining the others: then either all ranks know what to do with the request, or none has
-    begun.
+    """Call handler(SIGINT or SIGTERM) when this worker should save and stop. Our own launcher
+    forwards these two as SIGUSR1 and SIGUSR2. Enter before joining the other ranks: then either all
+    ranks can act on the request, or none has started.
     """
+    # Ctrl-C reaches every process of a terminal, so workers ignore it and hear the launcher
     asking = (
         (signal.SIGUSR1, signal.SIGUSR2) if launched_here() else (signal.SIGINT, signal.SIGTERM)
     )
@@ -141,8 +146,8 @@ def stop_handler(handler: Callable[[int], None]) -> Iterator[None]:
 
 
 def obey_interrupts() -> None:
-    """Make Ctrl-C (SIGINT) end this process from its start, also where a shell has started it in
-    the background and so has it ignored. A worker hears its launcher instead.
+    """Let Ctrl-C (SIGINT) end this process from its start, also where a background shell has it
+    ignored. No-op for our launcher's workers, which it signals itself.
     """
     here = threading.current_thread() is threading.main_thread() and not launched_here()
     if here and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -151,8 +156,8 @@ def obey_interrupts() -> None:
 
 @contextmanager
 def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Install the signal handlers inside, and restore the previous ones; where this is not the main
-    thread, nothing changes: Python hears signals nowhere else.
+    """Install these signal handlers inside, and restore the previous ones on leaving. No-op off the
+    main thread, where Python does not handle signals.
     """
     main = threading.current_thread() is threading.main_thread()
     before = {s: signal.signal(s, handler) for s, handler in handlers.items()} if main else {}
@@ -164,8 +169,8 @@ def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 
 def run_worker(work: Callable[[], int]) -> int:
-    """Run a worker's work. An exception goes to the launcher, which prints the first one, or to
-    stderr where there is none of ours; the exit code is then 1, or 2 for BadInput.
+    """Run a worker's work and return its exit code. An exception goes to our launcher, which prints
+    the first one, or else to stderr, and ends the process: exit code 2 for BadInput, else 1.
     """
     try:
         return work()
@@ -189,8 +194,8 @@ def run_worker(work: Callable[[], int]) -> int:
 
 
 def end(text: str, code: int = 1, **facts: bool) -> NoReturn:
-    """End this process at once: `text` goes to our launcher, with `facts` (final, hang), or to
-    stderr where there is none.
+    """End this process at once with exit code `code`: `text` goes to our launcher, with `facts`
+    (final, hang), or to stderr where there is none.
     """
     if launched_here():
         with open(os.environ[strings.ERROR_FILE], "w") as f:

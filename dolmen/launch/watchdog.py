@@ -37,16 +37,16 @@ MAIN, ALL = "main thread", "all threads:"  # headings in rank-N.txt
 
 
 def network_limit(seconds: float | None) -> timedelta | None:
-    """How long a collective may take where a hang is named after `seconds`: longer than the watch
-    ever waits, and looks at the others, so that it names the rank first; a quarter is that margin.
-    Never shorter than torch's own; None, where nothing is watched: torch's own.
+    """Return the timeout for collectives where a hang is reported after `seconds`: 1.25 times the
+    longest the watch waits, so that it names the rank before torch gives up, and never less than
+    torch's own. None where nothing is watched: torch's default.
     """
     return None if seconds is None else timedelta(seconds=max(TORCH, 1.25 * PATIENT * seconds))
 
 
 class Watch:
-    """Watches this process's main thread once started; `fail(text)` ends the process. `seconds`
-    None: watches nothing.
+    """Watches this process's main thread once started; `fail(text)` ends the process with a report.
+    `seconds` without progress count as a hang; None: watches nothing.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Watch:
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def beat(self, step: int, phase: str, patient: bool = False) -> None:
-        """The main thread passes a point that all ranks pass: `phase` begins, at `step`
-        steps made.
+        """Record progress: the main thread passes a point that all ranks pass, and `phase` starts
+        after `step` steps. `patient`: the next point may take PATIENT times as long.
         """
         self.step = step
         self.phase = phase
@@ -81,7 +81,9 @@ class Watch:
         self.since = time.monotonic()
 
     def through(self, items: Iterable[T], phase: str, patient: bool = False) -> Iterator[T]:
-        """`items`, each one progress. `patient`: with the first."""
+        """Yield `items`, recording progress (`beat`) in `phase` at each. `patient`: allow the first
+        item PATIENT times as long.
+        """
         for item in items:
             self.beat(self.step, phase, patient)
             patient = False
@@ -89,7 +91,9 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator["Watch"]:
-        """Within, the main thread is watched."""
+        """Within, a thread watches the main thread and writes this rank's heartbeat file; both of
+        its files are removed on leaving, unless stacks were dumped.
+        """
         if self.seconds is None:
             yield self
             return
@@ -111,13 +115,18 @@ class Watch:
                 self.folder.rmdir()  # by the last, unless there are stacks in it
 
     def _file(self, rank: int | None = None, kind: str = "json") -> Path:
+        """Path of a rank's heartbeat (`json`) or stacks (`txt`); None: this rank's."""
         return self.folder / f"rank-{self.rank if rank is None else rank}.{kind}"
 
     def _run(self) -> None:
+        """Body of the watching thread: write a heartbeat each quarter of `seconds` (at most 30 s),
+        until stopped, or until nothing has moved for the limit: then `_expired`.
+        """
         assert self.seconds is not None  # `watching` starts no thread without
         period, last = min(self.seconds / 4, 30), time.monotonic()
         while not self.done.wait(period):
             now, limit = time.monotonic(), self.seconds * (PATIENT if self.patient else 1)
+            # the second: this thread did not run for as long, so the whole process was stopped
             if now - self.since > limit or now - last > self.seconds + period:
                 return self._expired(period)  # late, or it was stopped
             last = now
@@ -126,7 +135,9 @@ class Watch:
             self._tell()
 
     def _tell(self) -> None:
-        """Write this rank's file anew. A full disk must not end a run by this."""
+        """Write this rank's heartbeat file anew. Ignores OSError: a full disk must not end a run by
+        this.
+        """
         self.tick += 1
         row = {
             "host": socket.gethostname(),
@@ -143,7 +154,10 @@ class Watch:
             write.replace(self._file(), json.dumps(row), lasting=False)
 
     def _expired(self, period: float) -> None:
-        """Nothing has moved: leave the stacks, look at the others twice, name one, end."""
+        """Report a hang: dump all stacks, read the other ranks' heartbeats twice to see who still
+        ticks, continue and end stopped siblings, and call `fail` with the verdict. `period`:
+        seconds between heartbeats.
+        """
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):
             print(
@@ -154,6 +168,7 @@ class Watch:
             traceback.print_stack(sys._current_frames()[self.main], file=self.log)
             print(ALL, file=self.log, flush=True)
             faulthandler.dump_traceback(self.log, all_threads=True)
+        # a live rank's tick moves between two reads, whatever its main thread does
         before = self._others()
         for _ in range(4):  # the others' next ticks come within a period
             self._tell()
@@ -166,9 +181,11 @@ class Watch:
         ]
         siblings = [now[r]["pid"] for r in silent if _is_sibling(now[r])]
         for pid in siblings:
+            # a process stopped by SIGSTOP can dump its stack only once it runs again
             _send(pid, signal.SIGCONT)
         if siblings:
             time.sleep(2 * period)  # to leave its stack, now that it can
+        # the main thread has moved on meanwhile: no hang after all
         if self.done.is_set():
             return
         text = verdict(now, silent, {r: self._stack(r) for r in now})
@@ -177,6 +194,7 @@ class Watch:
         self.fail(f"{text}\n(stacks of all ranks that could leave one: {self.folder})")
 
     def _others(self) -> dict[int, dict]:
+        """Return every rank's last heartbeat; {} for a file that is missing or unreadable."""
         found = {}
         for rank in range(self.ranks):
             try:
@@ -186,8 +204,8 @@ class Watch:
         return found
 
     def _stack(self, rank: int) -> str:
-        """The newest stack that a rank has left, of its main thread where it could tell, less what
-        torch does between the calls of others; empty if none.
+        """Return the newest main-thread stack in a rank's file (of all threads where it could not
+        tell which is main), without torch's inner frames and at most 12 long; empty if none.
         """
         try:
             text = gate.read_text(self._file(rank, "txt"), kinds.STACKS_BYTES)
@@ -203,8 +221,8 @@ class Watch:
 
 
 def stands_in_collective(frame: FrameType | None) -> bool:
-    """Return True if a thread at `frame` waits for other ranks: among its innermost calls is
-    one of torch.distributed.
+    """Return True if a thread at `frame` waits for other ranks: one of its four innermost calls is
+    in torch.distributed or in our collectives.
     """
     for _ in range(4):
         if frame is None:
@@ -219,12 +237,15 @@ def stands_in_collective(frame: FrameType | None) -> bool:
 
 
 def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) -> str:
-    """Who hangs, by what every rank last told (empty: nothing) and which ranks' processes are
-    `silent`.
+    """Return the report of who hangs and how, with stacks. `rows`: each rank's last heartbeat
+    (empty: none); `silent`: ranks whose heartbeat stands still; `stacks`: by rank. Blamed are the
+    silent; else, of the ranks that passed fewest points, those not in a collective; else all of
+    these.
     """
     told = {r: row for r, row in rows.items() if row and r not in silent}
     least = min((row["passed"] for row in told.values()), default=0)
     behind = [r for r, row in told.items() if row["passed"] == least]
+    # a rank that waits in a collective is a victim, not the cause
     free = [r for r in behind if not told[r]["waits"]]
     if silent:
         named = silent
@@ -268,8 +289,8 @@ def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) ->
 
 
 def _is_sibling(row: dict) -> bool:
-    """Return True if a rank's process lives here under the same launcher: its pid may have become a
-    stranger's.
+    """Return True if a heartbeat's process runs on this machine under the same launcher, which its
+    current parent proves: its pid may have been reused by a stranger.
     """
     if row.get("host") != socket.gethostname() or row["parent"] != os.getppid():
         return False
@@ -283,5 +304,6 @@ def _is_sibling(row: dict) -> bool:
 
 
 def _send(pid: int, what: signal.Signals) -> None:
+    """Send a signal to a process; ignore one that is gone or not ours."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, what)

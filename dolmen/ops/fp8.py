@@ -40,9 +40,9 @@ SMALLEST_SCALE = 2.0**-126
 def quantise(
     x: Float[Tensor, "*shape"], *, format: Format, granularity: Granularity, axis: int = -1
 ) -> tuple[Shaped[Tensor, "*shape"], Float[Tensor, "..."]]:
-    """x as (payload, scale): payload of x's shape in the format's dtype; scale fp32, with one
-    number for a tensor, shape (), else of x's shape with a block to each element, the last one
-    smaller where blocks do not divide the dim. `axis` is the dim that scales are shared along.
+    """Return x as (payload, scale): payload in x's shape and the format's dtype; scale in fp32,
+    shape () for a tensor, else x's shape with one number per block (the last block smaller where
+    blocks do not divide the dim). `axis` is the dim that scales are shared along.
     """
     scale = scale_of(amax(x, granularity, axis), format, granularity)
     return quantise_with_scale(x, scale, format, granularity, axis), scale
@@ -56,7 +56,7 @@ def dequantise(
     axis: int = -1,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "*shape"]:
-    """The inverse of `quantise`: payload times scale, in fp32, then in `dtype`."""
+    """Return payload times scale, computed in fp32 and cast to `dtype`: the inverse of `quantise`."""
     # of all 256 payloads what each stands for: a CPU takes 39 us to look up 49,152 of them, and 222
     # to convert each
     every = torch.arange(256, dtype=torch.uint8, device=payload.device)
@@ -66,14 +66,15 @@ def dequantise(
 
 
 def amax(x: Float[Tensor, "*shape"], granularity: Granularity, axis: int) -> Float[Tensor, "..."]:
-    """The largest |x| of each scale, fp32, as `quantise` shapes scales; 0 of nothing, infinite
-    where one is NaN (of which backends that compare numbers of ranks make what they like). Where x
-    is a part, the largest over the parts is that of the whole.
+    """Return the largest |x| per scale, fp32, shaped as `quantise` shapes scales: 0 of nothing,
+    infinite where x has NaN (a maximum over ranks may drop NaN). The maximum of the parts' results
+    is that of the whole.
     """
     return _largest(x.detach(), granularity, axis).nan_to_num(torch.inf, torch.inf)
 
 
 def _largest(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
+    """Return the largest |x| per scale in fp32, NaN where x has one; 0 for an empty x."""
     if granularity == "tensor":
         return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
     apart = _split_blocks(x, granularity, axis)
@@ -96,8 +97,8 @@ def scale_of(
 
 
 def _power_above(x: Tensor) -> Tensor:
-    """The smallest power of two that is not under x, a normal number of fp32; NaN where x is not
-    finite, as E8M0 has no infinity.
+    """Return the smallest power of two that is at least x, a normal number of fp32; NaN where x is
+    not finite, as E8M0 has no infinity.
     """
     bits = x.view(torch.int32)
     exponent = (bits + 0x7FFFFF) & 0x7F800000  # its own where the mantissa is 0, else the next
@@ -126,7 +127,9 @@ def _apply_scale(
     axis: int,
     op: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """x, which is changed, each element by its scale."""
+    """Apply `op` (multiply or divide, in place) to each element of x and its scale; returns x in
+    its shape.
+    """
     if granularity in ("tensor", "row"):
         return op(x, scale)
     done = op(
@@ -138,7 +141,7 @@ def _apply_scale(
 
 
 def _split_blocks(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
-    """Each dim of x as two: blocks, and the elements of one, the last filled up with 0."""
+    """View each dim of x as (blocks, elements of a block), the last block padded with 0."""
     sizes = _block(x, granularity, axis)
     padding = [n for size, dim in zip(sizes, x.shape, strict=True) for n in (-dim % size, 0)]
     if any(padding):
@@ -149,7 +152,7 @@ def _split_blocks(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
 
 
 def _block(x: Tensor, granularity: Granularity, axis: int) -> list[int]:
-    """How many elements share a scale along each dim of x, where not all do."""
+    """Return how many elements share a scale along each dim of x; not for one scale per tensor."""
     sizes = [1] * x.ndim
     match granularity:
         case "row":

@@ -32,7 +32,9 @@ class Hardware:
 
     @staticmethod
     def of(device: torch.device) -> "Hardware":
-        """Describe a device of this machine."""
+        """Describe a device of this machine: a GPU's compute capability and name, or whether the
+        CPU has AMX.
+        """
         if device.type != "cuda":
             return Hardware("cpu", tiles=has_amx())
         name = torch.cuda.get_device_name(device)
@@ -55,8 +57,8 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Kernels:
-    """One choice per place where the hardware decides. The defaults are a CPU's: right
-    everywhere.
+    """The kernel chosen at each place where hardware decides. The defaults are a CPU's, which are
+    right everywhere.
     """
 
     attention: Literal["blocks", "flash", "cudnn"] = "blocks"
@@ -100,7 +102,9 @@ class Kernels:
     """Prepack weights for a CPU where no gradient is kept (parallel/inference_linear.py)."""
 
     def describe(self, experts: bool) -> str:
-        """List the kernels: `attention by flash, norms fused, ...`; those of experts on demand."""
+        """Return the kernels in words for the run's header: `attention by flash, norms fused, ...`.
+        `experts`: include how experts' products are computed.
+        """
         lacking = f" (flash has no {self.without})" if self.without else ""
         grouped = f"experts by {self.grouped}, " if experts else ""
         return (
@@ -119,24 +123,27 @@ def choose(
     fp8: Fp8 | None = None,
     one_by_one: bool = False,
 ) -> Kernels:
-    """The kernels of a model that computes in `dtype`. `head_dim`: the longest head, be it of
-    queries or of values. `widths`: rows and columns of the matrices of its experts as one rank
-    holds them; none without experts. `attends`: what the attention of its layers is; none where
-    it is causal and scores are products times a number. `fp8`: how products are rounded.
-    `one_by_one`: products of experts are, as those of eight bits are.
+    """Return the kernels of a model that computes in `dtype`. `head_dim`: the longest head, of
+    queries or values. `widths`: rows and columns of a rank's expert matrices; none without experts.
+    `attends`: each layer's attention; empty if all are plain causal. `fp8`: how products are
+    rounded. `one_by_one`: experts are multiplied one at a time, as 8-bit products need.
     """
+    # a CPU's defaults; only AMX changes one of them
     if hardware.kind == "cpu":
         return Kernels(turned=hardware.tiles and dtype == torch.bfloat16)
     widths = tuple(widths)
+    # flash first: cuDNN is an alternative only where flash's operators apply too
     flash = _flash(hardware, dtype, head_dim)
     fused = "cudnn" if _cudnn(hardware, head_dim) else "flash"
     without = " and no ".join(_beyond_flash(tuple(attends))) if flash else ""
     return Kernels(
+        # one layer that flash lacks a feature for sends all layers to blocks
         attention=fused if flash and not without else "blocks",
         without=without,
         grouped="grouped_mm"
         if widths and not one_by_one and _grouped_mm(hardware, dtype, widths)
         else "loop",
+        # 2^28 fp32 logits are 1 GiB; fewer chunks mean fewer launches
         logits_at_once=1 << 28,
         squares="whole",
         norm="fused",
@@ -146,27 +153,30 @@ def choose(
 
 
 def _flash(hardware: Hardware, dtype: torch.dtype, head_dim: int) -> bool:
-    """FlashAttention-2 as torch has it: half precision, Ampere or later, heads of whole 16 bytes up
-    to 256; above 192 its backward does not fit the shared memory of 8.6 to 8.9 and of 12.x.
+    """Return True if torch's FlashAttention-2 supports this: half precision, Ampere or later, heads
+    of whole 16 bytes up to 256; up to 192 on 8.6 to 8.9 and 12.x, whose shared memory its backward
+    exceeds above.
     """
+    # consumer and inference cards: 100 KiB of shared memory, not 164 and more
     small = (8, 6) <= hardware.capability <= (8, 9) or hardware.capability >= (12, 0)
     return (
         hardware.capability >= (8, 0)
         and dtype in HALF
+        # 8 half-precision numbers are 16 bytes, the width of one load
         and head_dim % 8 == 0
         and head_dim <= (192 if small else 256)
     )
 
 
 def _cudnn(hardware: Hardware, head_dim: int) -> bool:
-    """cuDNN's attention where `_flash` holds: Hopper and Blackwell of data centres, heads of up to
-    128, for which its backward is there.
+    """Return True if cuDNN's attention is the faster one where `_flash` holds: data-centre Hopper
+    and Blackwell, heads of up to 128, for which it has a backward.
     """
     return hardware.capability[0] in (9, 10) and head_dim <= 128
 
 
 def _beyond_flash(attends: tuple[Attend, ...]) -> list[str]:
-    """List the features of these layers that torch's FlashAttention operators lack."""
+    """Return the features of these layers, in words, that torch's FlashAttention operators lack."""
     asked = {
         "soft cap": any(attend.soft_cap is not None for attend in attends),
         "ALiBi": any(attend.slopes is not None for attend in attends),
@@ -176,22 +186,23 @@ def _beyond_flash(attends: tuple[Attend, ...]) -> list[str]:
 
 
 def _scaled_mm(hardware: Hardware, dtype: torch.dtype, fp8: Fp8) -> bool:
-    """F.scaled_mm as ops are called here: one scale for each tensor from Ada on, one for each row
-    on Hopper, whose result is bfloat16.
+    """Return True if F.scaled_mm computes this recipe: one scale per tensor from Ada (8.9) on, one
+    per row on Hopper (9.0), results in bfloat16 alone.
     """
     least = {"tensor": (8, 9), "row": (9, 0)}.get(fp8.granularity("input"))
     return least is not None and hardware.capability >= least and dtype == torch.bfloat16
 
 
 def _grouped_mm(hardware: Hardware, dtype: torch.dtype, widths: tuple[int, ...]) -> bool:
-    """F.grouped_mm where it is one kernel that reads nothing, and right: bfloat16 on Hopper, rows
-    of whole 16 bytes. Its documentation says 8.0 or later, but the kernel is for 9.x and 10.x; on
-    others it copies the offsets to the host, once per product (native/GroupedMMUtils.h), where a
-    loop reads once per layer. On 10.x it leaves rubbish in the gradient of an expert without rows
-    (pytorch#172439).
+    """Return True if F.grouped_mm is a single kernel without a host sync, and right: bfloat16 on
+    Hopper, rows of whole 16 bytes. Its documentation says 8.0 or later, but the kernel is for 9.x
+    and 10.x; on others it copies the offsets to the host, once per product
+    (native/GroupedMMUtils.h), where a loop reads once per layer. On 10.x it leaves garbage in the
+    gradient of an expert without rows (pytorch#172439).
     """
     return (
         hardware.capability[0] == 9
         and dtype == torch.bfloat16
+        # rows start at multiples of 16 bytes
         and all(width % 8 == 0 for width in widths)
     )

@@ -43,8 +43,8 @@ def master_dtype(dtype: str) -> torch.dtype:
 
 @dataclass
 class LossScale:
-    """A dynamic scale: halved when a gradient overflows, doubled after `patience` steps without.
-    Constant 1 unless dynamic.
+    """A dynamic loss scale: halved (not below 1) when a gradient overflows, doubled after
+    `patience` steps without. Constant 1 unless `dynamic`.
     """
 
     dynamic: bool
@@ -54,13 +54,18 @@ class LossScale:
 
     @staticmethod
     def of(dtype: str) -> "LossScale":
+        """Return a dynamic scale that starts at 2^16 for float16, else the constant 1."""
         return LossScale(True, 2.0**16) if dtype == "float16" else LossScale(False)
 
     def update(self, finite: bool) -> None:
+        """Adapt the scale after a step; `finite`: its gradients had no overflow. No-op unless
+        dynamic.
+        """
         if not self.dynamic:
             return
         if not finite:
             self.value, self.good_steps = max(1.0, self.value / 2), 0
+        # 2,000 steps is the interval of 1710.03740's implementations (Apex, torch.amp)
         elif self.good_steps + 1 == self.patience:
             self.value, self.good_steps = self.value * 2, 0
         else:
@@ -80,8 +85,8 @@ KINDS: dict[Rule, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "muon"
 
 
 class AdamW(compute.ViewAdamW):
-    """Parameters and their state are DTensors at rest, what a step computes with is this rank's
-    part of them.
+    """AdamW whose parameters and state rest as DTensors, while a step computes with this rank's
+    plain shards.
     """
 
     view = staticmethod(state.local)
@@ -96,13 +101,16 @@ class CombinedOptimizer:
         self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         for rule in rules:
             self.state.update(rule.state)
+            # what `prime` and `load` write here is what each optimizer's step reads
             rule.state = self.state  # one table
 
     def step(self) -> None:
+        """Make one step of each optimizer."""
         for rule in self.rules:
             rule.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters."""
         for rule in self.rules:
             rule.zero_grad(set_to_none)
 
@@ -111,17 +119,21 @@ Optimizer = AdamW | CombinedOptimizer
 
 
 def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optimizer:
-    """Build the optimizer over the trainable parameters, by the role of each."""
+    """Build the optimizer over the trainable parameters: AdamW, or Muon for matrices and experts
+    with AdamW for the rest, its state allocated (`prime`).
+    """
     if config.name == "adamw":
         return adamw(model, config)
     rules = RULES[config.name]
     by: dict[Rule, dict[str, nn.Parameter]] = {"adamw": {}, "muon": {}}
     leaves = model.held()
     for name, p in _trainable(model).items():
+        # the rule follows the parameter's role, never its name or shape
         by[rules[leaves[name].role]][name] = p
     made: list[torch.optim.Optimizer] = []
     if by["muon"]:
         made.append(muon.Muon(by["muon"].values(), config, mesh))
+    # a stage without trainable parameters still gets an (empty) AdamW
     if by["adamw"] or not made:
         made.append(_adamw(by["adamw"], leaves, config))
     together = CombinedOptimizer(*made)
@@ -130,19 +142,20 @@ def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optim
 
 
 def adamw(model: Decoder, config: OptimizerConfig) -> AdamW:
-    """AdamW over the parameters that require a gradient."""
+    """Build AdamW over the parameters that require a gradient, without allocating its state."""
     return _adamw(_trainable(model), model.held(), config)
 
 
 def _trainable(model: Decoder) -> dict[str, nn.Parameter]:
+    """Parameters that require a gradient, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _adamw(
     trained: Mapping[str, nn.Parameter], leaves: Mapping[str, ParamSpec], config: OptimizerConfig
 ) -> AdamW:
-    """Build AdamW with two groups: what decays, as its leaf says, and what does not (norms,
-    biases).
+    """Build AdamW with two groups: parameters that decay, as their specs in `leaves` say, and those
+    that do not (norms, biases).
     """
     groups = [
         {
@@ -173,17 +186,18 @@ def prime(optimizer: Optimizer) -> None:
         for p in group["params"]:
             if not optimizer.state[p]:
                 optimizer.state[p] = {
+                    # fused AdamW wants its step count on the parameter's device
                     "step": torch.zeros((), dtype=torch.float32, device=p.device),
                     **{kind: torch.zeros_like(p) for kind in group["kinds"]},
                 }
 
 
 def tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Everything a checkpoint keeps, by name: `model/NAME`, `exp_avg/NAME`, `momentum/NAME`, each
-    of its leaf's shape and at rest. Call `prime` first.
+    """Return every tensor that a checkpoint keeps, by name: `model/NAME`, `exp_avg/NAME`,
+    `momentum/NAME`, each in its parameter's shape and sharding. Call `prime` first.
 
     Raises KeyError if a trained parameter has no state: the model then shows gathered copies, not
-    what is at rest. The step count is not here: it is one number, kept as JSON and put back by
+    its shards. The step count is not here: it is one number, kept as JSON and put back by
     `set_step`.
     """
     kinds = {p: group["kinds"] for group in optimizer.param_groups for p in group["params"]}
@@ -201,8 +215,9 @@ def load(
     kind: str,
     stream: Callable[[Collection[str]], Iterable[tuple[str, Tensor]]],
 ) -> None:
-    """Fill one kind of state from `stream(names of parameters)`, of (name, whole tensor). Call
-    `prime` first. Raises KeyError for a parameter that it does not give.
+    """Fill one `kind` of optimizer state (such as exp_avg) from `stream(parameter names)`, which
+    yields (name, unsharded tensor). Call `prime` first. Raises KeyError for a parameter that the
+    stream leaves out.
     """
     kept = optimizer.state
     wanted = {
@@ -211,13 +226,16 @@ def load(
         if p.requires_grad and kind in kept[p]
     }
     for name, value in stream(list(wanted)):
+        # each rank keeps its shard of the unsharded tensor
         state.write_region(wanted.pop(name), value)
     if wanted:
         raise KeyError(f"no {kind} of {len(wanted)} parameters, e.g. {sorted(wanted)[:3]}")
 
 
 def names(leaves: ParamSpecs, name: Name) -> set[str]:
-    """Names of all tensors that a checkpoint of a whole model keeps, of whatever stage."""
+    """Return the names of all tensors that a checkpoint of the whole model keeps, over all pipeline
+    stages, for the optimizer called `name`.
+    """
     trained = {
         f"{kind}/{n}"
         for n, leaf in leaves.items()

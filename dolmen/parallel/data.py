@@ -44,8 +44,9 @@ PIECE = 1 << 14  # gradient elements whose squares are added in fp32
 
 @dataclass(frozen=True)
 class Unit:
-    """A module whose parameters are gathered and reduced together. `experts`: over edp, not fsdp.
-    `precise`: it computes in the dtypes its parameters rest in.
+    """A module whose parameters are gathered and reduced together. `experts`: sharded over edp, not
+    fsdp. `precise`: computes in the dtypes its parameters are stored in, not in the model's compute
+    dtype.
     """
 
     module: nn.Module
@@ -109,7 +110,9 @@ def shard_model(
 
 
 class _InOrder(sharding.ReduceScatter):
-    """FSDP's reduce-scatter as all others (core/transfers.py), in the order that the axis says."""
+    """FSDP's reduce-scatter through core/transfers.py, which adds up ranks in the axis's fixed
+    order.
+    """
 
     def __init__(self, axis: Axis):
         self.axis = axis
@@ -117,6 +120,7 @@ class _InOrder(sharding.ReduceScatter):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        """Allocate a communication buffer for FSDP."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -127,6 +131,9 @@ class _InOrder(sharding.ReduceScatter):
         op: object,
         async_op: bool = False,
     ) -> None:
+        """Reduce-scatter `input_tensor` into `output_tensor`, synchronously; FSDP's `group` and
+        `op` are those of the axis.
+        """
         arriving = transfers.start_reduce_scatter(input_tensor, self.axis)
         output_tensor.copy_(transfers.finish_reduce_scatter(arriving, self.axis))
 
@@ -144,6 +151,7 @@ class _Alone(sharding.ReduceScatter):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
+        """Return a new buffer on odd calls and the same one again on even calls."""
         if self.filled is not None:
             out, self.filled = self.filled, None
             return out
@@ -184,8 +192,8 @@ def _even(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:
 
 
 def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
-    """Let the units of each of `blocks`, in the order of forward, be gathered one block ahead, both
-    ways: all of the next block before anything of this one is computed.
+    """Let FSDP gather all units of the next of `blocks` (in the order of forward) before anything
+    of this one is computed, in forward and, in reverse order, in backward.
 
     By itself a unit is gathered when the host reaches it, which is early where the host runs ahead.
     In a block of experts it stops to read the device, and the gathering of experts would begin when
@@ -249,14 +257,17 @@ class Reduction:
         self.root.set_is_last_backward(False)
 
     def _cross(self, modules: Iterable[FSDPModule], now: bool) -> None:
-        """Set whether each of `modules`, not its submodules, reduces and reshards in backward."""
+        """Set whether each of `modules`, not its submodules, reduces its gradients and frees its
+        gathered parameters in backward.
+        """
         for unit in modules:
             unit.set_requires_gradient_sync(now, recurse=False)
             unit.set_reshard_after_backward(now, recurse=False)
 
     def before_backward(self, chunk: Iterable[nn.Module], last_of_chunk: bool, last: bool) -> None:
-        """Called before each backward that computes weight gradients, through the modules of
-        `chunk`: whether none comes after it through them, and through any.
+        """Set which units reduce in the coming backward; call before each one that computes weight
+        gradients. `chunk`: the modules it goes through. `last_of_chunk`: no later backward of this
+        step goes through them; `last`: none follows in this step at all.
         """
         if self.root is None:
             return
@@ -270,8 +281,8 @@ class Reduction:
         self.root.set_is_last_backward(last)
 
     def after_weights(self, last: bool) -> None:
-        """Called after weight gradients were computed outside a backward, which FSDP has not seen:
-        its last hook, called by hand, adds them up in fp32, and where they are the last, reduces.
+        """Accumulate weight gradients computed outside a backward (split backward) in fp32, by
+        calling FSDP's final hook by hand; with `last`, reduce all of them.
         """
         if self.root is None:
             return
@@ -288,8 +299,8 @@ class Reduction:
 
 
 def sum_over(p: nn.Parameter, axis: Axis) -> None:
-    """Sum p's gradient over the owners of p on `axis`, in place; all of them hold the same part of
-    it.
+    """Sum p's gradient over the ranks of `axis`, in place. For a parameter stored on several of
+    them (tied embedding and head, partial sums on tp): all hold the same shard of it.
     """
     assert p.grad is not None
     collectives.sum_(state.local_view(p.grad), axis)
@@ -310,9 +321,9 @@ def gradient_norm(
     twice: nn.Parameter | None = None,
     squares: Literal["pieces", "whole"] = Kernels().squares,
 ) -> Float64[Tensor, ""]:
-    """Euclidean norm of the logical gradient, the same on every rank: each element is
-    counted once. `twice` is a parameter that two stages own. `squares`: ops/kernels.py says how
-    they are added.
+    """Euclidean norm of the model's global gradient, fp64, the same on every rank: each element is
+    counted once, however often it is replicated. `twice`: a parameter that two stages own (tied
+    embedding), counted half on each. `squares`: how they are added, see ops/kernels.py.
 
     On CPU, torch adds squares one by one in fp32 (30 M elements: 1.7e-3 off), so pieces are added
     in fp64. On a GPU its norm is a tree, and one call is a kernel for many tensors: the number of
@@ -336,7 +347,7 @@ def gradient_norm(
 
 
 def _piece_norms(gradient: Tensor) -> Float[Tensor, " pieces"]:
-    """Return the norm of each PIECE of its elements, in any order. Whole pieces are rows of one
+    """Return the fp32 norm of each PIECE elements of a gradient. All full pieces are rows of one
     matrix, so one call has all of them on all threads (33 M elements 13.6 ms, on two threads 6.6; a
     call each 18.5).
     """
@@ -347,7 +358,7 @@ def _piece_norms(gradient: Tensor) -> Float[Tensor, " pieces"]:
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Float[Tensor, ""]) -> None:
-    """Multiply all gradients by a number, in place: clipping, and undoing a loss scale."""
+    """Multiply all gradients by `factor`, in place: for clipping, and undoing a loss scale."""
     parts = [state.local_view(p.grad) for p in parameters if p.grad is not None]
     if not parts:  # of a stage where all is frozen
         return

@@ -73,10 +73,11 @@ BLOCK = fp8.BLOCKS[GRANULARITY]
 
 
 def gather_payloads(model: nn.Module, recipes: Mapping[str, Fp8]) -> list[str]:
-    """Let `model`, allocated and split by `data.shard_model`, gather payloads of the weights that
-    `recipes` (by name) rounds, where both products take the same one and no shard cuts a block; the
-    names of those.
+    """Make FSDP all-gather 8-bit payloads and scales, not values, of each weight in `recipes` (by
+    parameter name) whose products share one payload and whose shards cut no block. `model` is
+    allocated and split by `data.shard_model`. Returns the names of the weights changed.
     """
+    # FSDP knows parameters as objects; recipes know them by name
     names = {p: name for name, p in model.named_parameters()}
     found = []
     for record in (record for unit in units(model) for record in sharding.records(unit)):
@@ -94,8 +95,8 @@ def one_payload(recipe: Fp8) -> bool:
 
 
 def has_whole_blocks(record: sharding.Record) -> bool:
-    """Return True if a parameter is gathered in bf16 from several ranks with as many whole blocks
-    each.
+    """Return True if a parameter is gathered in bf16 from several ranks whose shards each hold the
+    same number of uncut 128 x 128 blocks.
     """
     ranks, whole = sharding.ranks(record), sharding.gathered_shape(record)
     if (
@@ -109,8 +110,8 @@ def has_whole_blocks(record: sharding.Record) -> bool:
 
 
 def quantise_shard(shard: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
-    """Quantise one rank's shard: payloads [..., rows, in] and scales [..., rows / 128, in / 128],
-    or values.
+    """Return what one rank sends of its shard: (payloads [..., rows, in], scales [..., rows / 128,
+    in / 128]) while `module` trains, else its values in bf16 alone.
     """
     values = shard.to(torch.bfloat16)
     if not module.training:
@@ -119,7 +120,9 @@ def quantise_shard(shard: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
 
 
 def dequantise_gathered(parts: Sequence[Tensor]) -> Tensor:
-    """The copy of what all ranks have sent, in bf16."""
+    """Return the gathered weight in bf16: payload times scale, or values where `quantise_shard`
+    sent those.
+    """
     if len(parts) == 1:
         return parts[0]
     payload, scale = parts
@@ -163,7 +166,7 @@ class Delayed:
         """Whether there has been an update, so that there are scales."""
 
     def on(self, device: torch.device) -> None:
-        """Its tensors, of a run before its first step."""
+        """Allocate the history, scales and running maxima on `device`, as before the first step."""
         self.history: Float[Tensor, "steps *experts 3"] = torch.zeros(
             self.recipe.config.amax_history, *self.shape, device=device
         )
@@ -184,25 +187,33 @@ class Delayed:
     def begin(
         self, history: Float[Tensor, "known *experts 3"], scale: Float[Tensor, "*experts 3"]
     ) -> None:
-        """Continue from another run's history, its latest steps."""
+        """Resume from a checkpoint's history, its latest steps if it is longer than this one, and
+        its scales.
+        """
         steps = min(len(history), len(self.history)) - 1  # the first entry: the step under way
+        # histories are aligned at their newest entries: the lengths may differ
         self.history[len(self.history) - steps :].copy_(history[len(history) - steps :])
         self.scale.copy_(scale)
         self.begun = True
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors of a checkpoint, by kind: the same on all ranks that hold the layer."""
+        """Tensors a checkpoint keeps, by kind (`amax_history`, `fp8_scale`): the same on all ranks
+        that hold the layer.
+        """
         return {HISTORY: self.history, SCALE: self.scale}
 
     def note(self, operand: Operand, first: int, amaxes: Sequence[Tensor]) -> None:
-        """Keep what was the largest of an operand; of the experts from `first` on."""
+        """Raise this step's running maxima of |operand| to `amaxes`, one per expert from index
+        `first` on (or one for a dense weight).
+        """
+        # a maximum: recomputed activations and further microbatches may note it twice
         place = self._of(self.now, operand, first, len(amaxes))
         torch.maximum(place, torch.stack(list(amaxes)).view_as(place), out=place)
 
     def scales(self, operand: Operand, first: int, number: int) -> list[Tensor] | None:
-        """Return the scales of an operand's payloads, for `number` experts; None: there has been
-        no step.
+        """Return the scales that `number` experts from `first` on divide an operand by; None before
+        the first update.
         """
         if not self.begun:
             return None
@@ -210,16 +221,20 @@ class Delayed:
 
     @staticmethod
     def _of(values: Tensor, operand: Operand, first: int, number: int) -> Tensor:
+        """View of `values` [*experts, 3] for one operand and `number` experts from `first` on."""
         mine = values[..., OPERANDS.index(operand)]
         return mine if mine.ndim == 0 else mine.narrow(0, first, number)
 
     def enter(self, amaxes: Float[Tensor, "*experts 3"], updates: int) -> None:
-        """The step has updated: what was the largest of it, on any rank, is an entry. `updates`:
-        those that the run has made before it.
+        """Append a step's maxima over all ranks to the history, and every `scale_interval` updates
+        recompute the scales from it: largest number of the format / 2^margin / maximum. `updates`:
+        the run's updates before this one. An operand whose maximum is 0 or not finite keeps its
+        scale.
         """
         config = self.recipe.config
         self.history[0] = amaxes
         found = self.history.amax(0) if config.amax_compute == "max" else amaxes
+        # entry 0 moves to the end as the newest; the oldest moves to 0 and is cleared
         self.history.copy_(self.history.roll(-1, 0))
         self.history[0] = 0
         self.now.zero_()
@@ -236,8 +251,9 @@ class Delayed:
 
 
 def end_step(states: Iterable[Delayed], mesh: Mesh, updates: int | None) -> None:
-    """After a step that has updated, the first after so many `updates`: an entry for each of this
-    stage's, of all ranks that hold the stage. None: it was skipped, and leaves none.
+    """Enter a step's maxima, reduced over tp and fsdp, into the history of each of this stage's
+    `states`; collective. `updates`: the run's updates before this one; None: the step was skipped,
+    and its maxima are dropped.
     """
     states = list(states)
     if updates is None:
@@ -245,6 +261,7 @@ def end_step(states: Iterable[Delayed], mesh: Mesh, updates: int | None) -> None
             state.now.zero_()
     if not states or updates is None:
         return
+    # one collective per axis for all layers of the stage, not one per weight
     found = torch.cat([state.now.flatten() for state in states])
     for axis in (mesh.tp, mesh.fsdp):
         found = collectives.reduce_scalar(found, axis, "max")
@@ -266,7 +283,9 @@ class Rounding:
     def on(
         self, axes: ProductAxes, kernel: Literal["rounded", "scaled_mm"], first: int
     ) -> "Fp8Product":
-        """The product, over these axes, of the experts from `first` on."""
+        """Return the products whose scales are shared over `axes`, for the experts from index
+        `first` on.
+        """
         return Fp8Product(self, axes, kernel, first)
 
 
@@ -309,7 +328,7 @@ class Fp8Product:
     def output(
         self, xs: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> list[Float[Tensor, "tokens out"]]:
-        """x W^T."""
+        """Return the output x W^T of each pair, its factors rounded as the recipe says."""
         if not self.rounding.recipe.rounds("output"):
             return [F.linear(x, w) for x, w in zip(xs, weights, strict=True)]
         x = self.rounded(xs, "input", 1)
@@ -318,7 +337,7 @@ class Fp8Product:
     def input_gradient(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> list[Float[Tensor, "tokens in"]]:
-        """g W."""
+        """Return the input gradient g W of each pair, its factors rounded as the recipe says."""
         if not self.rounding.recipe.rounds("input-gradient"):
             return [g @ w for g, w in zip(grads, weights, strict=True)]
         g = self.rounded(grads, "gradient", 1)
@@ -327,7 +346,9 @@ class Fp8Product:
     def weight_gradient(
         self, grads: Sequence[Tensor], xs: Sequence[Tensor]
     ) -> list[Float[Tensor, "out in"]]:
-        """g^T x."""
+        """Return the weight gradient g^T x of each pair, its factors rounded as the recipe says;
+        unrounded for experts where scales are per block.
+        """
         recipe = self.rounding.recipe
         # Blocks would be of the rows of experts, which come in another order, and begin elsewhere,
         # on each layout.
@@ -337,7 +358,10 @@ class Fp8Product:
         return self._products(g, self.rounded(xs, "input", 0), grads[0].dtype)
 
     def rounded(self, parts: Sequence[Tensor], operand: Operand, along: int) -> Operands:
-        """A side of a product that adds up over dim `along` of it."""
+        """Quantise one operand's matrices for a product that adds up over their dim `along`. Scales
+        come from the largest |x| over the ranks that share them, or from history (delayed scaling),
+        which also records this step's maxima.
+        """
         recipe, delayed = self.rounding.recipe, self.rounding.delayed
         granularity, format = recipe.granularity(operand), recipe.format(operand)
         own = [fp8.amax(part, granularity, along) for part in parts]
@@ -351,6 +375,7 @@ class Fp8Product:
         else:
             # nothing is sent; and what is not finite here makes its scale NaN, as elsewhere
             scales = [scale + one * 0 for scale, one in zip(known, own, strict=True)]
+        # each payload is x / scale, clamped and rounded to 8 bits
         payloads = [
             fp8.quantise_with_scale(part, scale, format, granularity, along)
             for part, scale in zip(parts, scales, strict=True)
@@ -358,17 +383,21 @@ class Fp8Product:
         return Operands(payloads, scales, granularity, along)
 
     def _over_ranks(self, own: list[Tensor], operand: Operand, along: int) -> list[Tensor]:
-        """The largest of all ranks that have a part of what shares a scale."""
+        """Return the largest |x| of each scale over all ranks that hold a part of what shares it
+        (`own`: this rank's). Blocks are never cut, so theirs are returned without a collective.
+        """
         dims = DIMS[operand]
         match self.rounding.recipe.granularity(operand):
             case "tensor":
                 over = [axis for dim in dims for axis in self.axes.of(dim)]
+            # a row's scale spans the contracted dim alone
             case "row":
                 over = list(self.axes.of(dims[along]))
             case _:
                 return own
         if not over:
             return own
+        # one message for all experts
         flat = torch.cat([one.flatten() for one in own])
         for axis in over:
             flat = collectives.reduce_scalar(flat, axis, "max")
@@ -376,11 +405,14 @@ class Fp8Product:
         return [part.view_as(one) for part, one in zip(parts, own, strict=True)]
 
     def _products(self, left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:
-        """left right^T, each by the dim that it adds up over."""
+        """Return left right^T of each pair in `dtype`, both contracted over their dim `along`: by
+        torch's scaled_mm where chosen and sizes fit, else of dequantised values in fp32.
+        """
         if self.kernel == "scaled_mm" and left.fits and right.fits:
             return _scaled_mm_products(left, right, dtype)
         sides = zip(left.values(dtype), right.values(dtype), strict=True)
         return [
+            # `along` is 1 for [rows, contracted] and 0 for [contracted, rows]
             torch.mm(a if left.along else a.t(), b.t() if right.along else b).to(dtype)
             for a, b in sides
         ]
@@ -397,14 +429,14 @@ class Int8Product:
     def output(
         self, xs: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> list[Float[Tensor, "tokens out"]]:
-        """x W^T."""
+        """Return the output x W^T of each pair."""
         factors = zip(xs, weights, self._scales, strict=True)
         return [int8.output(x, w, scale) for x, w, scale in factors]
 
     def input_gradient(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> list[Float[Tensor, "tokens in"]]:
-        """g W."""
+        """Return the input gradient g W of each pair."""
         factors = zip(grads, weights, self._scales, strict=True)
         return [int8.input_gradient(g, w, scale) for g, w, scale in factors]
 
@@ -416,6 +448,7 @@ class Int8Product:
 
     @property
     def _scales(self) -> Sequence[Tensor]:
+        """Scales [out] of each matrix: of the one there is, or of every expert."""
         return [self.scale] if self.scale.ndim == 1 else self.scale.unbind()
 
 
@@ -424,7 +457,9 @@ Product = Fp8Product | Int8Product
 
 
 def _scaled_mm_products(left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:
-    """The same by torch's scaled products, which take rows that add up over the last dim."""
+    """Compute `_products` by F.scaled_mm on the payloads. The kernel contracts the last dim of both
+    sides, so a side that adds up over dim 0 is transposed first.
+    """
     kinds = {"tensor": ScalingType.TensorWise, "row": ScalingType.RowWise}
     kind = kinds[left.granularity]
     sides = [
@@ -432,5 +467,6 @@ def _scaled_mm_products(left: Operands, right: Operands, dtype: torch.dtype) -> 
         for a, sa, b, sb in zip(*left[:2], *right[:2], strict=True)
     ]
     if left.granularity == "row":
+        # scaled_mm wants row scales as [m, 1] and [1, n]
         sides = [(a, b, sa.view(-1, 1), sb.view(1, -1)) for a, b, sa, sb in sides]
     return [F.scaled_mm(a, b.t(), sa, kind, sb, kind, output_dtype=dtype) for a, b, sa, sb in sides]

@@ -57,6 +57,7 @@ class Deferred:
         self.products: list[Callable[[], None]] = []
 
     def add(self, product: Callable[[], None]) -> None:
+        """Queue `product`, which computes a weight gradient and adds it to its parameter's."""
         self.products.append(product)
 
     def take(self) -> list[Callable[[], None]]:
@@ -83,8 +84,9 @@ class Adapter(NamedTuple):
     """True if tp cuts the inputs of the weight, so that a rank has a part of each row."""
 
     def merged(self, weight: Float[Tensor, "*experts out in"]) -> Float[Tensor, "*experts out in"]:
-        """W + scale B A, its rows of DoRA's lengths, the one weight that computes the same. Of
-        whole rows.
+        """Return W + scale B A, each row rescaled to DoRA's length if the adapter has a magnitude:
+        one weight that computes what W and the adapter do. `weight` must hold whole rows (tp does
+        not cut its inputs).
         """
         gain = self.gain(weight)
         turned = weight + self.scale * (self.up @ self.down)
@@ -93,12 +95,14 @@ class Adapter(NamedTuple):
     def gain(
         self, weight: Float[Tensor, "*experts out in"], tp: Axis | None = None
     ) -> Float[Tensor, "*experts out"] | None:
-        """Return DoRA's factor of the outputs of W + scale B A, in fp32 or wider: their lengths are
-        constants in the gradient. None of an adapter without. `tp` adds up rows that it cuts.
+        """Return DoRA's factor of each output, magnitude / ||row of W + scale B A||, in fp32 or
+        wider; None if the adapter has no magnitude. The row lengths are constants in the gradient
+        (2402.09353, section 4.3), and are summed over `tp` where tp cuts the rows.
         """
         if self.magnitude is None:
             return None
         with torch.no_grad():
+            # squares of bf16 rows of 4,096 numbers would lose their small terms
             wide = torch.promote_types(weight.dtype, torch.float32)
             turned = weight.to(wide) + self.scale * (self.up.to(wide) @ self.down.to(wide))
             squares = turned.square().sum(-1)
@@ -124,13 +128,17 @@ class Linear(NamedTuple):
     """Further adapters, of which each token has one or none, where no gradient is kept."""
 
     def whole(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
-        """The weight alone, as numbers of a dtype."""
+        """Return the weight in `dtype` without its adapter: dequantised if it is stored in 8 bits,
+        else as it is.
+        """
         return (
             self.weight if self.scale is None else int8.dequantise(self.weight, self.scale, dtype)
         )
 
     def merged(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
-        """The weight that x of a dtype is multiplied by, the adapter's part with it."""
+        """Return one weight that computes what the weight and its adapter do together; `dtype` is
+        that of x, which an 8-bit weight is dequantised to.
+        """
         weight = self.whole(dtype)
         return weight if self.adapter is None else self.adapter.merged(weight)
 
@@ -168,14 +176,15 @@ class TensorParallel:
 
     @property
     def branch_partial(self) -> bool:
-        """The same of one used inside a block, on this rank's heads (q and k norms, shared k,
-        v).
+        """True if the gradient of a replicated weight used inside a block, on this rank's heads (q
+        and k norms, shared k, v), is a partial sum.
         """
         return self.axis.size > 1
 
     def product(self, linear: Linear) -> Product | None:
-        """Return the product for a weight in eight bits, or for one whose factors are rounded: they
-        are while it is trained. None: torch's own product.
+        """Return the product that replaces torch's for this weight: `Int8Product` for one stored in
+        8 bits, `Fp8Product` while training with rounded factors (over the axes that split the
+        weight), else None.
         """
         if linear.scale is not None:
             return Int8Product(linear.scale)
@@ -184,17 +193,20 @@ class TensorParallel:
             return None
         tokens, mine = self.tokens, (self.axis,)
         match rounding.cut:
+            # a row-parallel weight [out, in / tp]: scales along `in` need the maximum over tp
             case "inputs":
                 axes = ProductAxes(tokens, inputs=mine)
             case "outputs":
                 axes = ProductAxes(tokens, outputs=mine)
+            # a weight whole on every rank: under sequence parallelism tp splits its tokens
             case _:
                 axes = ProductAxes((*tokens, *mine) if self.gathers else tokens)
         return rounding.on(axes, self.fp8, self.first_expert)
 
     def enter(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
-        """I -> R, or S(0) -> R under sequence parallelism, where `columns` is not what is
-        entered.
+        """Bring the residual stream into a block, with autograd: all-gather its tokens (S(0) -> R)
+        under sequence parallelism, else a copy whose backward is an all-reduce (I -> R). `columns`
+        does this by itself.
         """
         return (
             collectives.all_gather(x, 0, self.axis)
@@ -203,13 +215,13 @@ class TensorParallel:
         )
 
     def entered(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
-        """The same without autograd, in functions that have a backward of their own."""
+        """Return what `enter` does, without autograd: for functions with a backward of their own."""
         return _gather_tokens(x, self.axis if self.gathers else None)
 
     def leave(self, y: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "here hidden"]:
-        """P -> I, in y's memory, or P -> S(0) under sequence parallelism. y is the sum or product
-        just made, which nothing else reads. Raises ValueError where tp does not divide the tokens
-        that it shards.
+        """Sum a block's partial outputs over tp, with autograd: all-reduce in y's memory (P -> I),
+        or reduce-scatter of tokens (P -> S(0)) under sequence parallelism. y must be a temporary
+        that nothing else reads. Raises ValueError where tp does not divide the tokens.
         """
         return (
             collectives.reduce_scatter(y, 0, self.axis)
@@ -218,8 +230,9 @@ class TensorParallel:
         )
 
     def start_back(self, dx: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "arriving hidden"]:
-        """The backward of `enter`, begun: P -> I, in dx's memory, or P -> S(0) under sequence
-        parallelism.
+        """Start the backward of `enter` on a partial dx, asynchronously: all-reduce in dx's memory,
+        or reduce-scatter of tokens under sequence parallelism. `finish_back` takes what this
+        returns.
         """
         if self.axis.size == 1:
             return dx
@@ -228,7 +241,9 @@ class TensorParallel:
         return transfers.start_all_reduce_(dx, self.axis)
 
     def finish_back(self, dx: Float[Tensor, "arriving hidden"]) -> Float[Tensor, "here hidden"]:
-        """Wait for the result of `start_back`."""
+        """Wait for the collective of `start_back`; return the summed dx: all tokens, or this rank's
+        under sequence parallelism.
+        """
         if self.axis.size == 1:
             return dx
         return (
@@ -272,6 +287,9 @@ class _Linear(TypedFunction):
     def forward(
         ctx: Context[_Call], x: Tensor, call: _Call, *weights_and_biases: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return y_i for each weight; keep x only if a weight gradient will need it, and weights
+        only if dX will.
+        """
         ctx.kept = call
         number = len(call.products)
         weights, biases = weights_and_biases[:number], weights_and_biases[number:]
@@ -282,6 +300,9 @@ class _Linear(TypedFunction):
 
     @staticmethod
     def backward(ctx: Context[_Call], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, of each weight and of each bias; those of deferred weights are
+        queued in `tp.later` instead.
+        """
         # What is sent hides behind what is multiplied, so the order of these lines is the overlap:
         #   x is gathered again      while dX is computed, which does not need it
         #   dX is reduced            while all dW and db are computed, as many operations again
@@ -290,6 +311,7 @@ class _Linear(TypedFunction):
         wants_dx, wants_dw, wants_db = _needed_gradients(ctx)
         dx: Tensor | None = None
         dw: list[Tensor | None] = [None] * len(call.products)
+        # x S(0)@tp -> whole: dW needs every token, dX none of x
         gathering = (
             transfers.start_all_gather(x, axis) if axis is not None and any(wants_dw) else None
         )
@@ -321,17 +343,20 @@ def _needed_gradients(ctx: Context[_Call]) -> tuple[bool, tuple[bool, ...], tupl
 
 
 def _gather_tokens(x: Tensor, axis: Axis | None) -> Tensor:
+    """All-gather x along its tokens over `axis` and wait; x itself where `axis` is None."""
     return x if axis is None else transfers.wait(transfers.start_all_gather(x, axis), axis)
 
 
 def _products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], call: _Call
 ) -> tuple[Tensor, ...]:
+    """Return x W^T + b of each weight, by its 8-bit product where it has one."""
     ys: list[Tensor] = []
     for w, b, product in zip(weights, biases, call.products, strict=True):
         if product is None:
             ys.append(F.linear(x, w, b))
             continue
+        # lists of one: 8-bit products also serve stacked experts, one matrix each
         (y,) = product.output([x], [w])
         ys.append(y if b is None else y.add_(b))
     return tuple(ys)
@@ -340,7 +365,7 @@ def _products(
 def _input_gradient(
     grads: Sequence[Tensor], weights: Sequence[Tensor], products: Sequence[Product | None]
 ) -> Tensor:
-    """The sum of g W, in the memory of the first."""
+    """Return the sum over i of g_i W_i, accumulated in place in the first product's memory."""
     dx: Tensor | None = None
     for g, w, product in zip(grads, weights, products, strict=True):
         if product is not None:
@@ -355,9 +380,9 @@ def _input_gradient(
 
 
 def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callable[[], None]:
-    """Return a function that computes the gradients of those weights that are deferred and not
-    frozen, from the gradients of their products and x, this rank's part of it where there is an
-    axis to gather it over.
+    """Return a function that computes the gradients of the deferred weights that are not frozen,
+    and adds them to the weights' .grad. It holds x as this rank has it, and gathers its tokens when
+    called.
     """
     weights = [w for w in call.deferred if w.requires_grad]
     wanted = [
@@ -367,6 +392,7 @@ def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callab
     ]
 
     def run() -> None:
+        # gathered again: under sequence parallelism only this rank's tokens were kept
         whole = _gather_tokens(x, call.gather)
         torch.autograd.backward(weights, _rounded_or_not(wanted, whole, call.tp.turned))
 
@@ -376,7 +402,9 @@ def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callab
 def _rounded_or_not(
     grads: Sequence[tuple[Tensor, Product | None]], x: Tensor, turned: bool
 ) -> list[Tensor]:
-    """g^T x of each, as what multiplies by its weight says."""
+    """Return the weight gradient g^T x for each (gradient, product): by its 8-bit product, or
+    torch's where that is None. `turned`: see `weight_products`.
+    """
     plain = iter(weight_products([g for g, product in grads if product is None], x, turned))
     return [
         next(plain) if product is None else product.weight_gradient([g], [x])[0]
@@ -385,11 +413,15 @@ def _rounded_or_not(
 
 
 def weight_products(grads: Sequence[Tensor], x: Tensor, turned: bool) -> list[Tensor]:
-    """g^T x for each of `grads`."""
+    """Return the weight gradient g^T x [out, in] for each of `grads` [tokens, out]. `turned`:
+    transpose one factor into contiguous memory first, the narrower of x and all `grads` together
+    (ops/kernels.py says where that is faster).
+    """
     if not turned:
         return [g.t() @ x for g in grads]
     if sum(g.shape[1] for g in grads) <= x.shape[1]:
         return [compute.transpose_contiguous(g) @ x for g in grads]
+    # one transposed x serves all products: (x^T g)^T = g^T x
     turned_x = compute.transpose_contiguous(x)
     return [(turned_x @ g).t() for g in grads]
 
@@ -397,7 +429,9 @@ def weight_products(grads: Sequence[Tensor], x: Tensor, turned: bool) -> list[Te
 def _linear(
     x: Tensor, linears: Sequence[Linear], tp: TensorParallel, enters: bool
 ) -> tuple[Tensor, ...]:
-    """The products of x, entered once for all of them and for what their adapters make of it."""
+    """Return the products of x with `linears` and their adapters, x entered once for all. `enters`:
+    x comes from the residual stream. Breaks a compiled graph where factors are rounded.
+    """
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         if any(one.rounding is not None for one in linears):
             return _uncompiled(x, linears, tp, enters)
@@ -407,7 +441,12 @@ def _linear(
 def _multiply_linears(
     x: Tensor, linears: Sequence[Linear], tp: TensorParallel, enters: bool
 ) -> tuple[Tensor, ...]:
+    """Compute `_linear`: base and adapter-down products share one input, then each adapter's up
+    product is added and DoRA's gain applied. Prepacked and multi-LoRA weights take the inference
+    path.
+    """
     if any(one.laid_out is not None or one.several is not None for one in linears):
+        # inference: nothing is kept for a backward, so x enters by a bare all-gather
         whole = tp.entered(x) if enters else x
         return tuple(_read(whole, one, tp) for one in linears)
     weights = [one.weight for one in linears]
@@ -418,6 +457,7 @@ def _multiply_linears(
     ]
     biases = [one.bias if gain is None else None for one, gain in zip(linears, gains, strict=True)]
     adapters = [(i, one.adapter) for i, one in enumerate(linears) if one.adapter is not None]
+    # A x shares the input of W x, so it rides on the same all-gather; B is applied after
     downs = [adapter.down for _, adapter in adapters]
     none = [None] * len(downs)
     how = [*(tp.product(one) for one in linears), *none]
@@ -435,12 +475,15 @@ def _multiply_linears(
 
 
 def _apply_gain(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+    """Return y gain + bias: DoRA scales outputs before their bias."""
     y = y * gain.to(y.dtype)
     return y if bias is None else y + bias
 
 
 def _read(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
-    """A product of what has entered, without gradients."""
+    """Return x W^T + b for inference, by the prepacked weight where there is one, plus what each
+    token's adapter adds (multi-LoRA). x has entered.
+    """
     if one.several is not None:
         # an adapter may turn rows of outputs (DoRA), and leaves the bias as it is
         y = one.several.added(_read(x, one._replace(bias=None, several=None), tp), x)
@@ -463,6 +506,9 @@ def _multiply(
     tp: TensorParallel,
     enters: bool,
 ) -> tuple[Tensor, ...]:
+    """Return x W_i^T + b_i, by torch's own autograd where nothing is sent, deferred, transposed or
+    in 8 bits, else by `_Linear`. `how`: the 8-bit product of each weight, or None.
+    """
     enters = enters and tp.axis.size > 1
     defers = (
         tp.later is not None
@@ -482,7 +528,7 @@ def _multiply(
 def columns(
     x: Float[Tensor, "here in"], linears: Sequence[Linear], tp: TensorParallel
 ) -> tuple[Float[Tensor, "tokens _"], ...]:
-    """Column-parallel products that share one input, [tokens, out_i / tp] for each of local weight
+    """Column-parallel products that share one input: [tokens, out_i / tp] for each of local weight
     [out_i / tp, in].
 
     x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; the outputs are S(1)@tp.
@@ -493,9 +539,9 @@ def columns(
 def products(
     x: Float[Tensor, "tokens in"], linears: Sequence[Linear], tp: TensorParallel
 ) -> tuple[Float[Tensor, "tokens _"], ...]:
-    """Products that share one input and send nothing, [tokens, out_i] for each of weight [out_i,
-    in]: columns of what was entered before, or weights that every rank stores whole, of its own
-    tokens.
+    """Products that share one input and send nothing: [tokens, out_i] for each of weight [out_i,
+    in]. For column-parallel weights whose input has entered, or for weights that every rank stores
+    whole and applies to its own tokens.
     """
     return _linear(x, linears, tp, enters=False)
 
@@ -503,8 +549,8 @@ def products(
 def part_of_rows(
     x: Float[Tensor, "tokens _"], linear: Linear, tp: TensorParallel
 ) -> Float[Tensor, "tokens out"]:
-    """A row-parallel product that has not left, P@tp, and so without its bias: x [tokens, in / tp],
-    S(1)@tp, and weight [out, in / tp], S(1)@tp.
+    """A row-parallel product before its reduction over tp: a partial sum [tokens, out], P@tp,
+    without the bias. x is [tokens, in / tp] and the weight [out, in / tp], both S(1)@tp.
     """
     return products(x, [linear._replace(bias=None)], tp)[0]
 
@@ -512,7 +558,9 @@ def part_of_rows(
 def rows(
     xs: Sequence[Float[Tensor, "tokens _"]], linears: Sequence[Linear], tp: TensorParallel
 ) -> Float[Tensor, "here out"]:
-    """The sum of row-parallel products, as `leave` says, once for all of them, and their biases."""
+    """Return the sum of row-parallel products, reduced over tp once for all of them (`leave`), plus
+    their biases.
+    """
     parts = [part_of_rows(x, one, tp) for x, one in zip(xs, linears, strict=True)]
     y = tp.leave(reduce(add, parts))
     for one in linears:
@@ -523,8 +571,8 @@ def rows(
 def local_tokens(
     per_token: Shaped[Tensor, " tokens *rest"], tp: TensorParallel
 ) -> Shaped[Tensor, " here *rest"]:
-    """Select this rank's tokens of a per-token tensor, as the residual stream has them: all, or
-    S(0)@tp.
+    """Select this rank's tokens of a per-token tensor, as the residual stream has them: all (I@tp),
+    or S(0)@tp under sequence parallelism.
     """
     return collectives.local_part(per_token, 0, tp.axis) if tp.gathers else per_token
 
@@ -532,12 +580,13 @@ def local_tokens(
 def gather_token_values(
     per_token: Float[Tensor, " here"], tp: TensorParallel
 ) -> Float[Tensor, " tokens"]:
-    """The inverse: I or S(0)@tp -> I@tp, with autograd. Each rank gives its own and zeros for the
-    others', whose sum has a gradient that each rank takes its part of; what `enter` gathers is R,
-    of which every rank's gradient would be added.
+    """Gather the tokens that `local_tokens` selects, S(0)@tp -> I@tp, with autograd. Each rank pads
+    its own with zeros and all are summed, so each rank's gradient is its part of the sum's; an
+    all-gather as in `enter` (R) would add up every rank's gradient.
     """
     if not tp.gathers:
         return per_token
+    # rank r of n puts its tokens at [r here, (r + 1) here) among zeros
     axis, here = tp.axis, per_token.shape[0]
     padding = (axis.rank * here, (axis.size - 1 - axis.rank) * here)
     return collectives.all_reduce_(F.pad(per_token, padding), axis)

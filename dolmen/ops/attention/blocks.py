@@ -34,8 +34,8 @@ SCORES = 2**20  # of one head at once, so that memory does not grow with length^
 
 
 class Rule(NamedTuple):
-    """How query-key products become scores. Numbers and tensors alone, one after
-    the other what the operators of blockwise.py take: `f(*rule)`, `Rule(*arguments)`.
+    """How query-key products become scores. Holds only numbers and tensors, so that it unpacks into
+    the arguments of blockwise.py's operators: `f(*rule)`, `Rule(*arguments)`.
     """
 
     group: int
@@ -96,8 +96,9 @@ class ScoreRule(NamedTuple):
 def _blocks(
     q: Tensor, keys: int, rule: Rule
 ) -> Iterator[tuple[slice, tuple[slice, ScoreRule] | None]]:
-    """Yield, per block in order, its rows (query, head) of the products, and the keys that are
-    multiplied with them and how they are scored. None: no query of it sees any.
+    """Yield, per block of queries in order, its rows (query, head) of Q, and the keys to multiply
+    them with and how to score the products; None in place of both where no query of it sees any
+    key.
     """
     group, queries, device = rule.group, q.shape[1] // rule.group, q.device
     least = WHOLE if rule.starts is None else BLOCK
@@ -123,8 +124,8 @@ def _blocks(
 
 
 def _runs(queries: int, keys: int, size: int, rule: Rule) -> Iterator[tuple[range, range]]:
-    """The queries of each block of `size`, and the keys from the first to the last that they see;
-    an empty range where they see none.
+    """Yield the queries of each block of `size`, and the keys from the first to the last that one
+    of them sees; an empty range where they see none.
     """
     blocks = [range(first, min(first + size, queries)) for first in range(0, queries, size)]
     seen = zip(_oldest(queries, size, rule), _furthest(blocks, keys, rule), strict=True)
@@ -156,7 +157,9 @@ def _furthest(blocks: list[range], keys: int, rule: Rule) -> list[int]:
 
 
 def _shared_mask(queries: int, keys: int, rule: Rule, device: torch.device) -> Tensor:
-    """0 or -inf for the last queries, and for as many of the last keys as these may see."""
+    """Return the additive mask (0 or -inf) of the largest block, whose last query is at the last
+    key; smaller blocks take its last rows and columns.
+    """
     if rule.window is not None:
         keys = min(keys, queries + rule.window - 1)
     allowed = visible(queries, keys, rule.window, device)
@@ -164,7 +167,9 @@ def _shared_mask(queries: int, keys: int, rule: Rule, device: torch.device) -> T
 
 
 def _mask(queries: range, keys: range, rule: Rule, device: torch.device) -> Tensor | None:
-    """0 or -inf for these queries and keys; None where every query sees every key."""
+    """Return the additive mask (0 or -inf) of these queries and keys; None where every query sees
+    every key.
+    """
     starts, reach, window = rule.starts, rule.reach, rule.window
     first, stop = queries.start + rule.offset, queries.stop + rule.offset
     if (
@@ -184,7 +189,9 @@ def _mask(queries: range, keys: range, rule: Rule, device: torch.device) -> Tens
 
 
 def _distances(queries: range, keys: range, rule: Rule, like: Tensor) -> Tensor:
-    """[queries, 1, keys], in the dtype of `like`: from each query's own key to each key."""
+    """Return key index minus query index, [queries, 1, keys], in the dtype of `like`: ALiBi's
+    distances, 0 or negative for earlier keys.
+    """
     first, stop = queries.start + rule.offset, queries.stop + rule.offset
     at = torch.arange(first, stop, device=like.device, dtype=like.dtype)
     columns = torch.arange(keys.start, keys.stop, device=like.device, dtype=like.dtype)
@@ -192,14 +199,16 @@ def _distances(queries: range, keys: range, rule: Rule, like: Tensor) -> Tensor:
 
 
 def _apply_soft_cap(qk: Tensor, how: ScoreRule) -> Tensor:
-    """tanh(scale qk / soft_cap) where there is a cap, else qk; in fp32 or wider."""
+    """Return tanh(scale qk / soft_cap) where there is a cap (without its outer factor), else qk; in
+    fp32 or wider.
+    """
     qk = qk if qk.dtype == torch.float64 else qk.float()
     return qk if how.soft_cap is None else (qk * (how.scale / how.soft_cap)).tanh_()
 
 
 def _scores(bounded: Tensor, how: ScoreRule) -> Tensor:
-    """Return the scores from the `_apply_soft_cap` of products [n, rows, keys]; new, and -inf where
-    not seen.
+    """Return the scores [n, rows, keys] from products that `_apply_soft_cap` has bounded: scaled,
+    with ALiBi added, -inf where not seen; a new tensor.
     """
     scores, mask = bounded, how.mask
     factor = how.scale if how.soft_cap is None else how.soft_cap
@@ -218,8 +227,8 @@ def _scores(bounded: Tensor, how: ScoreRule) -> Tensor:
 
 
 def exponentials(qk: Tensor, how: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
-    """qk [n, rows, keys] -> exp(scores - maximum) in qk's dtype, its sum [n, rows, 1], and log(sum)
-    + maximum: 0, 0 and -inf where nothing is seen.
+    """Return exp(scores - maximum) of products qk [n, rows, keys] in qk's dtype, its row sums [n,
+    rows, 1], and the log of the sums of exp(scores). Rows that see nothing have 0, 0 and -inf.
     """
     s = _scores(_apply_soft_cap(qk, how), how)
     maximum = s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)
@@ -231,7 +240,9 @@ def exponentials(qk: Tensor, how: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
 def gradient(
     qk: Tensor, dp: Tensor, log_sum: Tensor, delta: Tensor, how: ScoreRule
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities, and the gradient of qk from theirs, dp: both [n, rows, keys] in qk's dtype."""
+    """Return the probabilities, recomputed from qk and log_sum, and the gradient of qk, from the
+    probabilities' gradient `dp` and `delta`: both [n, rows, keys] in qk's dtype.
+    """
     bounded = _apply_soft_cap(qk, how)
     p = _scores(bounded, how).sub_(log_sum).exp_()
     bend = None if how.soft_cap is None else 1 - bounded.square()  # the derivative of tanh
@@ -248,8 +259,8 @@ Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, ScoreRule], tuple[Tensor, T
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """Allocate the attention output: like q, the strides too, where v's heads are as long. The
-    compiler calls it too, of sizes that are symbols: its shapes are compared in `forward`.
+    """Allocate the attention output [..., value size]: with q's strides where v's heads are as
+    long. Also called by torch.compile with symbolic sizes, so its shapes are compared in `forward`.
     """
     if q.shape[-1] == v.shape[-1]:
         return torch.empty_like(q)
@@ -265,8 +276,9 @@ def forward(
 ) -> tuple[
     Float[Tensor, "n rows value_size"], Float[Tensor, "n rows 1"], Float[Tensor, "n rows 1"]
 ]:
-    """-> weighted, as the product of its blocks is rounded; total, 1 where no key is seen; log_sum.
-    The latter in fp32 or wider.
+    """Return the attention output before its division, and what divides it: weighted = exp(S -
+    maximum) V in q's dtype; total, the row sums (1 where no key is seen); log_sum, the log of the
+    sum of exp(S). The latter two are fp32 or wider.
     """
     log_sum = torch.empty_like(q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32))
     weighted, total = empty_out(q, v), torch.empty_like(log_sum)
@@ -295,7 +307,10 @@ def backward(
 ) -> tuple[
     Float[Tensor, "n rows size"], Float[Tensor, "n keys size"], Float[Tensor, "n keys value_size"]
 ]:
-    """dq like q; dk and dv in log_sum's dtype."""
+    """Return (dq, dk, dv) of attention from the output's gradient g, recomputing the probabilities
+    block by block from log_sum; delta is the row sum of g times out. dq has q's dtype; dk and dv
+    are accumulated over blocks in log_sum's (fp32 or wider).
+    """
     dq = torch.empty_like(q)
     dk = torch.zeros_like(k, dtype=log_sum.dtype)
     dv = torch.zeros_like(v, dtype=log_sum.dtype)

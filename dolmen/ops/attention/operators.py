@@ -34,8 +34,8 @@ CAUSAL, ALL = (-1, 0), (-1, -1)
 
 
 class FlashCall(NamedTuple):
-    """Arguments of both operators beside q, k and v. Numbers and tensors alone, one after the other
-    what ours below take: `f(*call)`, `Call(*arguments)`.
+    """Arguments of both operators after q, k and v. Holds only numbers and tensors, so that it
+    unpacks into the arguments of the opaque operators below: `f(*call)`, `FlashCall(*arguments)`.
     """
 
     queries: Tensor | None
@@ -51,8 +51,9 @@ class FlashCall(NamedTuple):
 
     @staticmethod
     def of(run: Run | None, bounds: tuple[int, int], scale: float, cudnn: bool) -> "FlashCall":
-        """Build the call of the segments of `run`, or of whole tensors, with the keys seen left and
-        right of the diagonal.
+        """Build the call for the segments of `run`, or for whole tensors where it is None.
+        `bounds`: keys seen left and right of the diagonal, -1 for all; `cudnn`: admit cuDNN's
+        operators.
         """
         if run is None:
             return FlashCall(None, None, 0, *bounds, scale, cudnn)
@@ -66,6 +67,7 @@ class FlashCall(NamedTuple):
         if not self.cudnn or self.queries is not None or min(queries, keys) < 2:
             return False
         bounds = (self.left, self.right)
+        # cuDNN's causal mask is anchored at the first key, ours at the last: equal if square
         return bounds == ALL or (bounds == CAUSAL and queries == keys)
 
     def options(
@@ -86,7 +88,9 @@ def forward(
     v: Float[Tensor, "*keys kv_heads size"],
     call: FlashCall,
 ) -> tuple[Float[Tensor, "*queries heads size"], Float[Tensor, "..."], Tensor]:
-    """-> out, the kernel's log_sum, and its random state."""
+    """Return out, log_sum as the kernel lays it out, and the kernel's random state (unused: nothing
+    is dropped).
+    """
     if call.fits_cudnn(q.shape[1], k.shape[1]):
         out, log_sum = _cudnn_forward(q, k, v, call)
         return out, log_sum, no_state(q)
@@ -117,8 +121,9 @@ def backward(
     Float[Tensor, "*keys kv_heads size"],
     Float[Tensor, "*keys kv_heads size"],
 ]:
-    """dq, dk, dv of this call's keys, from out and log_sum (as the kernel lays it out) over all
-    keys. The kernel reads the random state (two numbers) even though nothing is dropped.
+    """Return dq, dk, dv for these keys, from the output and log_sum (as the kernel lays it out) of
+    attention over all keys. The kernel reads the random state (two numbers) even though nothing is
+    dropped.
     """
     repeatable = torch.are_deterministic_algorithms_enabled()
     if call.fits_cudnn(q.shape[1], k.shape[1]) and not repeatable:
@@ -140,7 +145,9 @@ def backward(
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
-    """out [batch, queries, heads, size] and log_sum [batch, heads, queries] of a call that fits."""
+    """Return out [batch, queries, heads, size] and log_sum [batch, heads, queries] by cuDNN; the
+    call must fit (`fits_cudnn`).
+    """
     by_head = (t.transpose(1, 2) for t in (q, k, v))  # cuDNN reads any strides
     causal = call.right == 0
     out, log_sum, *_ = compute.cudnn_forward(
@@ -152,8 +159,8 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Te
 def _cudnn_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, call: FlashCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of a call that fits. The operator's random state is not read, as nothing is
-    dropped, and it has neither a bias nor segments.
+    """Return dq, dk, dv by cuDNN; the call must fit. The operator's random state is not read, as
+    nothing is dropped, and it has neither a bias nor segments.
     """
     by_head = (t.transpose(1, 2) for t in (g, q, k, v, out))
     state, causal = log_sum.new_empty(0, dtype=torch.int64), call.right == 0
@@ -178,6 +185,9 @@ _CALL += "float scale, bool cudnn"
     schema=f"(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor, Tensor)",
 )
 def opaque_forward(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `forward` as one operator that torch.compile does not look into; `call` is an unpacked
+    FlashCall.
+    """
     return forward(q, k, v, FlashCall(*call))
 
 
@@ -197,12 +207,16 @@ def opaque_backward(
     state: Tensor,
     *call: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `backward` as one operator that torch.compile does not look into; `call` is an unpacked
+    FlashCall.
+    """
     return backward(g, q, k, v, out, log_sum, state, FlashCall(*call))
 
 
 @opaque_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
     queries = FlashCall(*call).queries
+    # log_sum's layout: [heads, tokens] of segments, else [batch, heads, queries]
     shape = (q.shape[1], q.shape[0]) if queries is not None else (len(q), q.shape[2], q.shape[1])
     return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32), no_state(q)
 
@@ -213,25 +227,29 @@ def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, T
 
 
 def no_state(q: Tensor) -> Tensor:
-    """The random state where nothing is dropped: two zeros, as torch.nn.attention.varlen has it."""
+    """Return the kernel's random state where nothing is dropped: two zeros, as
+    torch.nn.attention.varlen has it.
+    """
     return torch.zeros(2, dtype=torch.uint64, device=q.device)
 
 
 class Flash(TypedFunction):
-    """q, k, v, sinks [heads] or None, and a Call, one after the other. Kept for backward: these,
-    out, one number per query and head, and 16 bytes.
+    """Autograd of fused attention: q, k, v, sinks [heads] or None, and an unpacked FlashCall. Kept
+    for backward: these, out, one number per query and head, and 16 bytes.
     """
 
     @staticmethod
     def forward(
         ctx: Context[FlashCall], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *call: Any
     ) -> Tensor:
+        """Return the attention output, sinks included."""
         own = FlashCall(*call)
         if torch.compiler.is_compiling():
             out, log_sum, state = opaque_forward(q, k, v, *own)
         else:
             out, log_sum, state = forward(q, k, v, own)
         if sinks is not None:
+            # a sink only rescales: the kernel runs without it, and log_sum then includes it
             out, by_query = join_sinks(out, log_sum.transpose(-1, -2), sinks)
             log_sum = by_query.transpose(-1, -2)
         ctx.save_for_backward(q, k, v, sinks, out, log_sum, state, own.queries, own.keys)
@@ -241,6 +259,7 @@ class Flash(TypedFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context[FlashCall], g: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v and the sinks."""
         q, k, v, sinks, out, log_sum, state, queries, keys = ctx.saved_tensors
         call = ctx.kept._replace(queries=queries, keys=keys)
         if torch.compiler.is_compiling():

@@ -18,9 +18,10 @@ from dolmen.ops.attention.spec import Attended, Keys, Place, Queries, Values
 
 
 def definition(q: Queries, k: Keys, v: Values, attend: Attend = Attend()) -> Attended:
-    """`spec.Attention.attention`, by autograd, in the dtype of q: float64 where it is a reference.
-    Memory O(batch heads queries keys). It reads the fields of `attend` by itself, and calls none of
-    the methods that backends do: what these get wrong, it does not.
+    """Compute `spec.Attention.attention` by its definition, with autograd, in the dtype of q:
+    float64 where it is a reference. Memory O(batch heads queries keys). It reads the fields of
+    `attend` by itself, and calls none of the methods that backends do: what these get wrong, it
+    does not.
     """
     group = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(group, 2) for t in (k, v))
@@ -48,7 +49,9 @@ def definition(q: Queries, k: Keys, v: Values, attend: Attend = Attend()) -> Att
 
 @dataclass(frozen=True)
 class Case:
-    """Two or more sequences of `length` tokens."""
+    """Shapes and attention of one comparison: sequences of `length` tokens, with or without
+    documents.
+    """
 
     length: int = 192
     heads: int = 4
@@ -81,11 +84,13 @@ class Case:
 
     @property
     def whole(self) -> spec.Documents | None:
-        """Documents of the whole sequences, on the host."""
+        """`Documents` of the unsplit sequences, on the host; None without documents."""
         return None if self.starts is None else spec.Documents.of(self.starts, self.reach)
 
     def _starts_and(self, more: tuple[tuple[int, ...], ...]) -> Int64[Tensor, "batch length"]:
-        """Return each token's document start plus the document's number in `more`."""
+        """Return, per token, its document's start plus the number that `more` has for that
+        document.
+        """
         assert self.documents is not None
         rows = [
             [sum(lengths[:i]) + own[i] for i, n in enumerate(lengths) for _ in range(n)]
@@ -164,21 +169,21 @@ Road = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def gradients(road: Road, q: Queries, k: Keys, v: Values, g: Attended) -> list[Tensor]:
-    """out, dq, dk, dv, by autograd."""
+    """Return out, dq, dk, dv of `road(q, k, v)` by autograd, g being the output's gradient."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     out = road(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, g)]
 
 
 def reference_gradients(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """out, dq, dk, dv in float64, of the inputs as `dtype` rounds them."""
+    """Return the exact out, dq, dk, dv in float64, of inputs rounded to `dtype` first."""
     q, k, v, g = (t.double() for t in case.tensors(dtype, device))
     attend = _attend(case, 0, case.length, device)
     return gradients(lambda q, k, v: definition(q, k, v, attend), q, k, v, g)
 
 
 def run_whole(backend: str, case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """out, dq, dk, dv of whole sequences."""
+    """Return out, dq, dk, dv of a backend in one call over whole sequences."""
     by, attend = BACKENDS[backend], _attend(case, 0, case.length, device)
     return gradients(lambda q, k, v: by.attention(q, k, v, attend), *case.tensors(dtype, device))
 
@@ -186,8 +191,9 @@ def run_whole(backend: str, case: Case, dtype: torch.dtype, device: torch.device
 def run_gathered(
     backend: str, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
 ) -> list[Tensor]:
-    """The same a chunk of queries at a time, against all keys before its end, and with prefixes
-    all.
+    """Return out, dq, dk, dv of a backend called once per chunk of queries, as context parallelism
+    with gathered keys does: against all keys up to the chunk's end, or all keys where there are
+    prefixes.
     """
     by, n = BACKENDS[backend], case.length // chunks
     attends = [(mine, _attend(case, mine.start, n, device)) for mine in _slices(case.length, n)]
@@ -208,7 +214,9 @@ def run_gathered(
 def run_ring(
     backend: str, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
 ) -> list[Tensor]:
-    """The same by pieces, of a chunk of queries and one of keys, merged by their log-sums."""
+    """Return out, dq, dk, dv of a backend called once per pair of query chunk and key chunk, as
+    ring attention does, merged by their log-sums.
+    """
     by, n = BACKENDS[backend], case.length // chunks
     q, k, v, g = case.tensors(dtype, device)
     out, dq, dk, dv = (torch.zeros_like(t, dtype=torch.float64) for t in (g, q, k, v))
@@ -224,6 +232,7 @@ def run_ring(
         for t, at in place:
             grads = by.partial_backward(g[:, mine], q[:, mine], k[:, t], v[:, t], final, at)
             for total, grad in zip((dq[:, mine], dk[:, t], dv[:, t]), grads, strict=True):
+                # each pair adds its share: dq over key chunks, dk and dv over query chunks
                 total += grad
     return [t.to(dtype) for t in (out, dq, dk, dv)]
 
@@ -234,8 +243,8 @@ ROADS = {"whole": run_whole, "gathered": run_gathered, "ring": run_ring}
 def errors(
     backend: str, case: Case, dtype: torch.dtype, device: torch.device, road: str = "whole"
 ) -> dict[str, float]:
-    """The norm of the difference from the definition over its own: of out, dq, dk and dv, each by
-    `road`, one of ROADS. Not a number where anything is not.
+    """Return the relative error (norm of the difference from the definition over the definition's
+    norm) of out, dq, dk and dv; NaN where anything is. `road`: one of ROADS.
     """
     got, want = ROADS[road](backend, case, dtype, device), reference_gradients(case, dtype, device)
     return {
@@ -245,11 +254,14 @@ def errors(
 
 
 def _slices(length: int, n: int) -> Iterator[slice]:
+    """Yield consecutive slices of n tokens over `length`."""
     return (slice(i, i + n) for i in range(0, length, n))
 
 
 def _attend(case: Case, first: int, length: int, device: torch.device, back: bool = True) -> Attend:
-    """Return the `Attend` of the queries [first, first + length)."""
+    """Return the attention of the queries [first, first + length), with the run that flash's
+    kernels need. `back`: see `spec.run`.
+    """
     run_whole = case.whole
     if run_whole is None:
         return case.attend

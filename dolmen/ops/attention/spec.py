@@ -25,7 +25,8 @@ def seen(
     starts: Int64[Tensor, "batch queries"] | None = None,
     reach: Int64[Tensor, "batch queries"] | None = None,
 ) -> Bool[Tensor, "queries keys"] | Bool[Tensor, "batch queries keys"]:
-    """Return the mask of keys that each query sees, with starts and reach by sequence.
+    """Return the mask of keys that each query may attend to, by sequence if starts or reach are
+    given.
 
     rows, columns: indices in the sequence. A window counts the query itself. starts: index of the
     first token of the query's document; reach: of the first behind that document's prefix. So key j
@@ -43,7 +44,9 @@ def seen(
 def visible(
     queries: int, keys: int, window: int | None, device: torch.device
 ) -> Bool[Tensor, "queries keys"]:
-    """`seen` of one document, where the last query is at the last key; keys are counted from 0."""
+    """Return the mask `seen` of a single document whose last query is at the last key; keys are
+    counted from 0.
+    """
     rows = torch.arange(keys - queries, keys, device=device)
     return seen(rows, torch.arange(keys, device=device), window)
 
@@ -86,6 +89,7 @@ class Run:
         at = sum(begin <= self.first for begin in own)  # documents up to that of the first query
         if own[at - 1] >= k_start + keys:
             return 0, 0
+        # where the document of the first query ends, at most the run's end
         end = own[at] if at < len(own) else self.first + self.length
         return min(self.length, end - self.first), max(0, own[at - 1] - k_start)
 
@@ -118,7 +122,9 @@ class Documents:
         return Documents(starts, starts, (), reach, reach)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Documents":
-        """The same of what `change` makes of each tensor of tokens, [batch, length]."""
+        """Apply `change` to each tensor of tokens [batch, length] (starts and reach, on device and
+        host); runs stay.
+        """
         starts, host_starts = change(self.starts), change(self.host_starts)
         reach, host_reach = (
             None if t is None else change(t) for t in (self.reach, self.host_reach)
@@ -126,28 +132,33 @@ class Documents:
         return Documents(starts, host_starts, self.runs, reach, host_reach)
 
     def on(self, device: torch.device) -> "Documents":
-        """The same, made on the host, for tokens on `device`; the host does not wait for it."""
+        """Copy starts and reach from the host to `device`, asynchronously; the host's copies stay."""
         reach = None if self.reach is None else to_device(self.reach, device)
         return replace(self, starts=to_device(self.starts, device), reach=reach)
 
     def part(self, tokens: slice, run: int = 0) -> "Documents":
-        """Select these tokens, which are the run numbered `run`."""
+        """Select a slice of tokens, which is the run numbered `run`."""
         return replace(self.map_tensors(lambda t: t[:, tokens]), runs=self.runs[run : run + 1])
 
     @property
     def both_ways(self) -> "Documents":
-        """The same where all tokens of a document see one another."""
+        """Bidirectional attention: documents whose prefix is the whole document, so all its tokens
+        see one another.
+        """
         ends = document_ends(self.host_starts)
         return replace(self, reach=to_device(ends, self.starts.device), host_reach=ends)
 
     @property
     def causal(self) -> "Documents":
-        """The same without prefixes."""
+        """Causal attention: the same documents without prefixes."""
         return self if self.reach is None else replace(self, reach=None, host_reach=None)
 
     @property
     def furthest(self) -> int:
-        """No token sees a key at this index or behind it that is not its own or an earlier one."""
+        """End (exclusive) of the furthest prefix in the batch: no token sees a key at or behind it
+        except its own and earlier ones. 0 without prefixes; sys.maxsize where tensors are fake and
+        have no values.
+        """
         if self.host_reach is None:
             return 0
         # a fake tensor has no values: as if all were seen
@@ -159,8 +170,11 @@ class Documents:
 def document_ends(
     starts: Int64[Tensor, "sequences length"],
 ) -> Int64[Tensor, "sequences length"]:
-    """Index of the first token behind each token's document, from where these start."""
+    """Return the index of the first token behind each token's document, from each token's document
+    start.
+    """
     ends = torch.full_like(starts, starts.shape[1])
+    # a document's last token knows its end; a minimum from the right spreads it
     ends[:, :-1] = torch.where(starts[:, 1:] > starts[:, :-1], starts[:, 1:], ends[:, :-1])
     return ends.flip(1).cummin(1).values.flip(1)
 
@@ -177,20 +191,23 @@ def run(
     device: torch.device,
     back: bool = True,
 ) -> Run:
-    """Build the run of tokens [first, first + length) of every sequence. `back`: their keys begin
-    where the first token's document does, and are picked from all from 0 on; else their own are
-    their keys.
+    """Build the `Run` of tokens [first, first + length) of every sequence. `begins`: document
+    starts per sequence. `back`: keys start where the first token's document does, and are picked
+    from all keys from 0 on; else the run's own tokens are its keys.
     """
     queries, keys, kept, stop = [], [], [], first + length
     for own in begins:
         inner = [begin for begin in own if first < begin < stop]
         lengths = [b - a for a, b in zip([first, *inner], [*inner, stop], strict=True)]
+        # keys of the first query's document that lie before the run
         before = first - max(begin for begin in own if begin <= first) if back else 0
         queries += lengths
         keys += [lengths[0] + before, *lengths[1:]]
+        # each sequence has `stop` keys in the flattened [batch * stop]
         kept.append((first - before + len(kept) * stop, (len(kept) + 1) * stop))
     bounds = torch.tensor([queries, keys], dtype=torch.int32).cumsum(1, dtype=torch.int32)
     bounds = to_device(F.pad(bounds, (1, 0)), device)
+    # rounded up to 128, so that fewer lengths differ
     longest = torch.empty((-(-max(keys) // 128) * 128, 0), device=device)
     picked = None
     if back and first > 0:
@@ -233,20 +250,24 @@ class Attend(NamedTuple):
     """[heads of these queries]: of each a score that weighs no value (score_bias.py); or None."""
 
     def of(self, documents: Documents | None, dropout: Dropout | None = None) -> "Attend":
-        """Add a microbatch's documents and dropout."""
+        """Return this attention with a microbatch's documents and dropout; prefixes are dropped
+        where the mask is causal.
+        """
         if documents is not None and self.mask == "causal":
             documents = documents.causal
         return self._replace(documents=documents, dropout=dropout)
 
     def part(self, tokens: slice, run: int) -> "Attend":
-        """The same of these queries alone, which are the run numbered `run`."""
+        """Return the attention of a slice of the queries, which is the run numbered `run`."""
         if self.documents is None:
             return self
         return self._replace(documents=self.documents.part(tokens, run))
 
     @property
     def plain(self) -> bool:
-        """Scores are products times a number, as every kernel has them."""
+        """True if scores are products times a number (no soft cap, no ALiBi), as every kernel
+        computes them.
+        """
         return self.soft_cap is None and self.slopes is None
 
     def scale_of(self, size: int) -> float:
@@ -254,8 +275,8 @@ class Attend(NamedTuple):
         return 1 / math.sqrt(size) if self.scale is None else self.scale
 
     def scaled(self, size: int) -> "Attend":
-        """The same with its scale as a number: that of heads of `size`, whatever else queries and
-        keys come to carry, or are padded to.
+        """Fix the scale as a number, that of heads of `size`, so that padding or extending queries
+        and keys later does not change it.
         """
         return self._replace(scale=self.scale_of(size))
 
@@ -277,7 +298,7 @@ class Attend(NamedTuple):
 
     @property
     def furthest(self) -> int:
-        """See `Documents`."""
+        """End (exclusive) of the furthest prefix (`Documents.furthest`); 0 without documents."""
         return 0 if self.documents is None else self.documents.furthest
 
 
@@ -302,8 +323,8 @@ LogSum = Float[Tensor, "batch queries heads"]
 
 
 class Attention(Protocol):
-    """One way to compute it, without dropout; `dolmen.ops.attention.BACKENDS` has them by their
-    names in Kernels.
+    """Interface of an attention backend, without dropout; `dolmen.ops.attention.BACKENDS` has them
+    by their names in Kernels.
     """
 
     @staticmethod
