@@ -162,7 +162,9 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _as_number(value: Any) -> Any:
-    """Return text that is a number as a float (YAML reads 1e-3 as text); any other value unchanged."""
+    """Return text that is a number as a float (YAML reads 1e-3 as text), any other
+    value unchanged.
+    """
     if isinstance(value, str):
         with suppress(ValueError):
             return float(value)
@@ -329,7 +331,7 @@ def option_types(cls: type, section: str = "") -> dict[str, Any]:
 
 
 class Mark(Enum):
-    """How the command line reads an option, apart from its type: Annotated[str, Mark.POSITIONAL]."""
+    """How the command line reads an option, besides its type: Annotated[str, Mark.POSITIONAL]."""
 
     POSITIONAL = "a word without the option's name before it"
     REPEATED = "one word at a time, and the option several times"

@@ -59,8 +59,8 @@ _read_back: ContextVar[ReadBack | None] = ContextVar("answer", default=None)
 
 def read_back(x: Shaped[Tensor, "..."], rows: int | None = None) -> Any:
     """Return the values of x as (nested) lists, or a number for a scalar; the host waits for the
-    device. `rows`: if x counts rows per group, how many rows there are in all, so that
-    `replace_read_back` can answer without values.
+    device. `rows`: if x counts rows per group, the total that each such count adds up to, from
+    which `replace_read_back` can answer where tensors have no values.
     """
     answer = _read_back.get()
     return x.tolist() if answer is None else answer(x, rows)

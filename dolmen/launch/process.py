@@ -136,7 +136,7 @@ def stop_handler(handler: Callable[[int], None]) -> Iterator[None]:
     forwards these two as SIGUSR1 and SIGUSR2. Enter before joining the other ranks: then either all
     ranks can act on the request, or none has started.
     """
-    # Ctrl-C reaches every process of a terminal, so workers ignore it and hear the launcher
+    # our launcher catches both and passes them on as user signals, to all of its workers alike
     asking = (
         (signal.SIGUSR1, signal.SIGUSR2) if launched_here() else (signal.SIGINT, signal.SIGTERM)
     )

@@ -215,7 +215,7 @@ class TensorParallel:
         )
 
     def entered(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
-        """Return what `enter` does, without autograd: for functions with a backward of their own."""
+        """Return what `enter` does, without autograd; for functions with their own backward."""
         return _gather_tokens(x, self.axis if self.gathers else None)
 
     def leave(self, y: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "here hidden"]:

@@ -132,7 +132,9 @@ class Documents:
         return Documents(starts, host_starts, self.runs, reach, host_reach)
 
     def on(self, device: torch.device) -> "Documents":
-        """Copy starts and reach from the host to `device`, asynchronously; the host's copies stay."""
+        """Copy starts and reach from the host to `device` asynchronously; the host's
+        copies stay.
+        """
         reach = None if self.reach is None else to_device(self.reach, device)
         return replace(self, starts=to_device(self.starts, device), reach=reach)
 
