@@ -21,8 +21,9 @@ NAMES = ("router/max_load", "router/aux_loss", "router/z_loss")
 
 
 def open_tallies(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, RouterLosses]:
-    """What the sparse layers of this rank are given in a step, by their numbers; `scale`: see
-    Balance.
+    """Return the router losses object of each sparse layer of this rank, by layer number, with a
+    zero tally whose gradient will count tokens. `scale` multiplies the gradients of auxiliary
+    losses (loss scale / sequences of the global batch).
     """
     number = model.tree.experts + 2
     return {
@@ -38,8 +39,9 @@ def open_tallies(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, Router
 def local_tallies(
     model: Decoder, opened: Mapping[int, RouterLosses]
 ) -> Float64[Tensor, "layers experts_and_2"]:
-    """Return what this rank counted in a step, 0 for layers elsewhere; a dense model has no rows.
-    The sum over the world counts each token tp times.
+    """Return what this rank counted in a step: tokens per expert, and the sums of balance loss and
+    z-loss; 0 for layers of other stages, no rows for a dense model. The sum over the world counts
+    each token tp times.
     """
     tree = model.tree
     rows = tree.layers if tree.experts else 0
@@ -72,15 +74,15 @@ def router_metrics(
 
 
 def _sparse(tree: ModelSpec) -> list[int]:
-    """Numbers of the layers that have experts."""
+    """Return the numbers of the layers that have experts."""
     return [i for i, block in enumerate(tree.blocks) if block.mlp.experts]
 
 
 def expert_loads(
     tree: ModelSpec, tallies: Float[Tensor, "layers experts_and_2"]
 ) -> dict[str, list[float]]:
-    """Return each expert's tokens over the mean of its layer, by layer number. The host waits for
-    the device.
+    """Return each expert's tokens relative to the mean of its layer, by layer number as text; empty
+    for a dense model. The host waits for the device.
     """
     layers = _sparse(tree) if tree.experts else []
     if not layers:
@@ -94,8 +96,9 @@ def expert_loads(
 def update_router_bias(
     model: Decoder, tallies: Float[Tensor, "layers experts_and_2"], update: bool
 ) -> None:
-    """Move the routing biases of this rank's layers by the world's tallies, after an `update`, with
-    --train.router.balance bias.
+    """Move the routing biases of this rank's layers towards balance, in place, by the world's
+    tallies. Does nothing for a skipped step (`update` False) and without --train.router.balance
+    bias.
     """
     if not update or model.router.balance != "bias":
         return
@@ -107,6 +110,8 @@ def update_router_bias(
 
 
 def _move(bias: Tensor, load: Tensor, rate: float) -> None:
-    """bias += rate * sign(mean load - load), of this rank's part; both [E]."""
+    """Add rate * sign(mean load - load) to the bias [experts], in place, for this rank's part;
+    `load` [experts].
+    """
     with torch.no_grad():
         state.local_view(bias).add_((load.mean() - load).sign()[state.region(bias)], alpha=rate)

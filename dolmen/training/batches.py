@@ -48,14 +48,18 @@ CHOSEN = "train.microbatch_size"
 class Batches(Protocol):
     """The batches that `train_steps` reads: yields (step, this rank's batch) from a step on."""
 
-    def starting_at(
-        self, step: int, rank: int = 0, ranks: int = 1
-    ) -> Iterator[tuple[int, Batch]]: ...
+    def starting_at(self, step: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[int, Batch]]:
+        """Yield (step, rows of the global batch for `rank` of `ranks`), from `step` on, without
+        end.
+        """
+        ...
 
 
 @contextmanager
 def _ending() -> Iterator[None]:
-    """Turn a RewardError within into Failed: it is not a mistake in the options."""
+    """Context manager that turns a RewardError into Failed, which ends the run without a traceback
+    or a restart.
+    """
     try:
         yield
     except RewardError as error:
@@ -63,8 +67,8 @@ def _ending() -> Iterator[None]:
 
 
 def forget_other(out: Path, step: int, changed: Iterable[str]) -> None:
-    """Delete rollouts after `step` of a run that resumes from there with other options:
-    completions, rewards and log-probabilities are those of the old options.
+    """Delete the rollouts after `step` if an option that they depend on is in `changed`, lines of
+    "option: old -> new": completions, rewards and log-probabilities are of the old options.
     """
     if any(line.startswith(ROLLOUT_OPTIONS) and not line.startswith(CHOSEN) for line in changed):
         delete_rollouts(out, range(step, sys.maxsize))
@@ -79,8 +83,9 @@ def rollout_batches(
     out: Path,
     checkpoints: Checkpoints,
 ) -> Iterator[RolloutBatches]:
-    """Yield batches of completions that the model of `state` samples. Within, the processes of
-    reward functions and of the environment run.
+    """Context manager: yield the batches of completions that the model of `state` samples (with a
+    critic those of PPO). Worker processes of reward functions and environment run within. Raises
+    Failed where a reward fails and the run is to stop.
     """
     run = resolved.config
     training = replace(run.training, dropout=0.0, fp8=None)
@@ -134,7 +139,7 @@ def make_offloader(
     reference: Decoder | None,
     reward: CombinedReward,
 ) -> Offloader:
-    """Return the offloader of the run's models; it does nothing with --rollout.offload none."""
+    """Return the offloader of the run's models; with --rollout.offload none it moves nothing."""
     if run.rollout.offload == "none":
         return Offloader()
     learning = [state] if state.critic is None else [state, state.critic.state]
@@ -147,7 +152,9 @@ def make_offloader(
 def open_environment(
     run: RunConfig, loader: PromptLoader, mesh: Mesh
 ) -> Iterator[MultiTurn | None]:
-    """Yield the environment of --environment, if any; its worker process runs within."""
+    """Context manager: yield the generator of multi-turn completions of --environment, whose worker
+    process runs within; None without one.
+    """
     if run.environment is None:
         yield None
         return
@@ -157,7 +164,9 @@ def open_environment(
 
 
 def make_reward(resolved: ResolvedRun, state: TrainState, mesh: Mesh) -> CombinedReward:
-    """Return what --reward names; reward models in the layout of the one that is trained."""
+    """Return the weighted sum of the rewards in --reward. Reward models are loaded in the layout of
+    the trained model.
+    """
     run, parts = resolved.config, []
     for weight, name in parse_rewards(run.reward):
         if is_reward_model(name):

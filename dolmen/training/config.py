@@ -262,7 +262,7 @@ class RunConfig:
 
     @property
     def needs_kl_reference(self) -> bool:
-        """True if rollouts are compared with a reference model."""
+        """True if rollouts are compared with a reference model (KL penalty, or distillation)."""
         if self.objective.name == "ppo":
             return self.ppo.needs_reference
         return self.rollout.needs_reference

@@ -61,7 +61,9 @@ LARGEST = 2**20  # bytes of a file of prompts
 
 
 class RunEvaluator:
-    """Task scores and samples of a run while it trains."""
+    """Task scores (lm-evaluation-harness) and sample continuations of a run while it trains. Its
+    methods are called by every rank; the first rank opens and writes samples.jsonl.
+    """
 
     def __init__(self, run: RunConfig, tokenizer: PreTrainedTokenizer, mesh: Mesh, out: Path):
         self.config, self.tokenizer, self.mesh = run.evaluate, tokenizer, mesh
@@ -77,7 +79,9 @@ class RunEvaluator:
         self.prompt_tokens = [encode(tokenizer, prompt, run.known_model) for prompt in self.prompts]
 
     def scores(self, state: TrainState) -> dict[str, float]:
-        """Return `tasks/TASK/METRIC` -> number, the same on every rank."""
+        """Return {"tasks/TASK/METRIC": value} of the tasks in --evaluate.tasks, the same on every
+        rank; empty without tasks. Harness metrics lose their suffix ",none".
+        """
         if not self.config.names:
             return {}
         with self._generating_model(state) as loaded:
@@ -89,7 +93,9 @@ class RunEvaluator:
         }
 
     def samples(self, state: TrainState) -> list[str]:
-        """Return the continuation of each prompt, and write it to samples.jsonl."""
+        """Return the continuation of each prompt of --evaluate.samples, and append a row for each
+        to samples.jsonl (first rank). Empty without prompts.
+        """
         if not self.prompt_tokens:
             return []
         config = self.config
@@ -111,7 +117,9 @@ class RunEvaluator:
 
     @contextmanager
     def _generating_model(self, state: TrainState) -> Iterator[Loaded]:
-        """Yield the trained model in its layout, or a copy in a layout that can generate."""
+        """Context manager: yield the trained model itself where its layout can generate, else a
+        copy of its current weights in one that can, whose memory is released at the end.
+        """
         if self.generator is None:
             yield Loaded(state.model, self.mesh, state.schedule)
             return
@@ -122,6 +130,7 @@ class RunEvaluator:
             generator.release()
 
     def close(self) -> None:
+        """Close samples.jsonl, if this rank has opened it."""
         if self.file is not None:
             self.file.close()
 
@@ -139,7 +148,9 @@ def _make_generator(run: RunConfig, mesh: Mesh) -> GenerationModel | None:
 
 
 def read_prompts(file: str) -> list[str]:
-    """Return the prompts of a file, one per line. Raises ValueError for a file without any."""
+    """Return the lines of a file that are not blank: one prompt each. Raises ValueError where there
+    is none.
+    """
     prompts = [line for line in gate.read_text(file, LARGEST).splitlines() if line.strip()]
     if not prompts:
         raise ValueError(f"--evaluate.samples {file}: no line has a prompt")
@@ -160,7 +171,9 @@ class Calibration:
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> "Calibration":
-        """Make it from the metrics of objectives.reward.CalibratedRewardLoss."""
+        """Return it from the metrics "sure I" and "right I" of bin I that CalibratedRewardLoss
+        computes.
+        """
         confident, right = (
             [metrics[f"{name} {i}"] for i in range(BINS)] for name in ("sure", "right")
         )
@@ -178,17 +191,24 @@ class Calibration:
 
 
 def bin_middle(index: int) -> float:
-    """How sure the model is in the middle of a bin."""
+    """Return the confidence in the middle of bin `index` of BINS, which divide [1 / 2, 1]
+    evenly.
+    """
     return 0.5 + (index + 0.5) / (2 * BINS)
 
 
 def without_bins(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics without those of bins."""
+    """Return a copy of the metrics without those of the calibration bins ("sure I" and "right I" of
+    bin I), which only the calibration diagram needs.
+    """
     return {n: value for n, value in metrics.items() if not n.startswith(("sure ", "right "))}
 
 
 def plot_calibration(calibration: Calibration, accuracy: float, title: str) -> bytes:
-    """Return the calibration diagram as a PNG."""
+    """Return the calibration diagram as a PNG: accuracy over confidence, a mark for each bin that
+    is not empty, its area growing with the bin's share of pairs. `accuracy` is that of all pairs,
+    for the title.
+    """
     # half a second to import, for one rank
     from matplotlib.figure import Figure
 
@@ -231,14 +251,16 @@ class SourceValidation:
     """Bits per byte before the first step."""
 
     def row(self) -> dict[str, float]:
-        """Return the metrics of a row of metrics.jsonl."""
+        """Return the entries of a row of metrics.jsonl: val_loss/SOURCE in nats per token, and
+        val_bits_per_byte/SOURCE.
+        """
         losses = {f"val_loss/{name}": value for name, value in self.losses.items()}
         return losses | {
             f"val_bits_per_byte/{name}": value for name, value in self.per_byte.items()
         }
 
     def lines(self) -> list[str]:
-        """Return a line of text per source."""
+        """Return a line of text per source, for the console."""
         return [
             describe_source(name, loss, self.per_byte.get(name), self.before.get(name))
             for name, loss in self.losses.items()
@@ -246,7 +268,10 @@ class SourceValidation:
 
 
 def describe_source(name: str, loss: float, per_byte: float | None, before: float | None) -> str:
-    """Return a line of text about a source; values that are None are left out."""
+    """Return a line of text about a source's validation: `loss` in nats per token, `per_byte` in
+    bits per byte and `before`, the same before the first step. What is None or has not changed is
+    left out.
+    """
     line = f"{loss:.4f} on {name}"
     if per_byte is not None:
         line += f", {per_byte:.4f} bits per byte"
@@ -262,8 +287,12 @@ def validate_sources(
     before: Mapping[str, float],
     through: Callable[[Iterable[Batch]], Iterable[Batch]],
 ) -> SourceValidation:
-    """Validate each source, on at most `most` windows; before the first step the result is what
-    later ones are compared with. Every rank calls it. `through` wraps the iteration over batches.
+    """Return the validation loss of each source that has a validation split, over at most `most`
+    windows (None: all), and bits per byte except for masked LM.
+
+    `before` has the bits per byte from before the first step, by source; the result carries them
+    on, and a validation at step 0 returns its own in their place. `through` wraps the iteration
+    over batches (progress for the watchdog). Every rank calls it.
     """
     losses, every = {}, loader.held_apart
     for name, held in every.items():
@@ -289,8 +318,10 @@ Through = Callable[[Iterable[Batch]], Iterable[Batch]]
 
 
 class Validator:
-    """Validates a run. `last` is the last validation, `kept` the last with a finite loss:
-    checkpoints keep it, as it has the losses from before the first step.
+    """Validates a run: loss, metrics, losses per source, calibration.
+
+    `last` is the result of the last validation, `kept` that of the last one with a finite loss,
+    which checkpoints store. Both carry the losses per source from before the first step.
     """
 
     def __init__(self, run: RunConfig, loader: Loader, mesh: Mesh, out: Path, watch: Watch):
@@ -304,8 +335,12 @@ class Validator:
         self.last = self.kept = saved
 
     def measure(self, state: TrainState) -> tuple[dict[str, Any], list[str]]:
-        """Validate; return a row of metrics.jsonl and lines of text. Every rank calls it. Before
-        the first step the result is what later ones are compared with.
+        """Validate the model. Return a row of metrics.jsonl and the lines of text to print: total,
+        then one per source. Every rank calls it.
+
+        Side effects: sets `last`, and `kept` if the loss is finite; a reward model's
+        calibration.png is written. Metrics that mean nothing yet (before the first update) are left
+        out, and bits per byte are known only where the whole validation split was read.
         """
         most = self.most(state)
         through = partial(self.watch.through, phase="validate", patient=not state.step)
@@ -315,6 +350,7 @@ class Validator:
         shown = without_bins(result.metrics)
         if len(shown) < len(result.metrics):
             shown["calibration_error"] = self._write_calibration(result.metrics)
+        # without an update policy and reference are one model: margins are 0, accuracies are chance
         for name in {*objective.names} - {*meaningful_metrics(objective, state.updates)}:
             del shown[name]
         loss, tokens = result.loss, result.tokens
@@ -322,6 +358,7 @@ class Validator:
         held = self.loader.validation_tokens
         size = self.loader.validation_bytes
         bits = result.bits_per_byte(size) if tokens == held and size is not None else None
+        # bits per byte divide by the bytes of the whole split, so a part of its tokens gives none
         self.last = Validation(
             state.step, loss, tokens, held, bits, each.losses, each.per_byte, each.before
         )
@@ -347,28 +384,35 @@ class Validator:
         return row, [first, *(f"  {line}" for line in each.lines())]
 
     def most(self, state: TrainState) -> int | None:
-        """Return the most windows that a validation at this step reads; None: all. The last one
-        reads as many tokens as the run has trained on, if those are more than usual, and one before
-        the first step as many as the last one will, so that both are comparable.
+        """Return the largest number of windows that the validation at this step reads; None: all.
+        Usually --log.validation-tokens (0: all). The validation after the last step reads at least
+        as many tokens as the run has trained on, and the one before the first step as many as the
+        last one will, so that the two can be compared.
         """
         tokens, length = self.run.log.validation_tokens, self.run.sequence_length
         if tokens == 0:
             return None
         if state.step in (0, state.steps):
             trained = state.tokens if state.step else self.loader.first(state.steps) * length
+            # rounded up: at least so many tokens
             return -(-max(tokens, trained) // length)
         return max(1, tokens // length)
 
     def _validate_sources(
         self, state: TrainState, most: int | None, through: Through
     ) -> SourceValidation:
+        """Return the validation per source, with the bits per byte from before the first step taken
+        from the last validation; empty without --log.validate-sources.
+        """
         if not self.run.log.validate_sources:
             return SourceValidation()
         before = {} if self.last is None else self.last.sources_before
         return validate_sources(state, self.loader, self.mesh, most, before, through)
 
     def _write_calibration(self, result: Mapping[str, float]) -> float:
-        """Write the calibration diagram of a reward model; return its calibration error."""
+        """Write calibration.png of a reward model (first rank); return its expected calibration
+        error.
+        """
         made = Calibration.from_metrics(result)
         if self.mesh.first:
             folder.claim(self.out, CALIBRATION_FILE)
@@ -379,8 +423,9 @@ class Validator:
 
 
 def validation_objective(objective: Objective) -> Objective:
-    """Return the loss of validation: cross-entropy with weight 1 per token for text and encoders;
-    with calibration for reward models; else the training objective.
+    """Return the loss that validation computes: cross-entropy with weight 1 per token for text and
+    encoders; the training loss with calibration bins for reward models; else the training objective
+    itself.
     """
     match objective:
         case PairwiseRewardLoss():

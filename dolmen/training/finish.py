@@ -19,8 +19,9 @@ from dolmen.training.resolve import open_model
 
 
 def finish(run: RunConfig, out: Path) -> int:
-    """Close a run in one process, from what it left on disk; 1 if the exported model is not the
-    same in transformers.
+    """Export, verify, sample and print the summary of a run that has ended, in one process, from
+    its files in `out`. Return the exit code: 1 if the exported model differs from the one in
+    transformers.
     """
     screen = console()
     outcome = gate.read_json(out / "summary.json", kinds.SUMMARY)
@@ -42,6 +43,9 @@ def finish(run: RunConfig, out: Path) -> int:
 
 
 def _export(out: Path, to: Path) -> None:
+    """Export the newest checkpoint of the run in `out` to the folder `to`, in place of an earlier
+    export. Raises Failed where that folder holds files that dolmen did not write.
+    """
     try:
         folder.remove_export(out)
     except folder.Unusable as error:
@@ -52,6 +56,9 @@ def _export(out: Path, to: Path) -> None:
 
 
 def _sample(screen: Console, folder: Path, prompt: str) -> None:
+    """Print a continuation of `prompt` by the exported model in `folder`: at most 96 tokens,
+    temperature 0.7.
+    """
     from dolmen.serving import engine
     from dolmen.serving.config import GenerateConfig
     from dolmen.serving.generation import generate_tokens
@@ -72,6 +79,9 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
 
 
 def _validation(run: RunConfig, outcome: dict) -> str:
+    """Describe the last validation of the run for the summary: loss with its unit, how much of the
+    validation split was read, and after which step. `outcome` is summary.json.
+    """
     read, held, step = (outcome[n] for n in ("val_tokens", "held_out_tokens", "val_step"))
     tokens = f"{read:,}" if read == held else f"{read:,} of {held:,}"
     when = "" if step == outcome["steps"] else f", after step {step}"
@@ -84,6 +94,10 @@ def _validation(run: RunConfig, outcome: dict) -> str:
 
 
 def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
+    """Return the table that a run ends with: duration, validation losses, bits per byte (with those
+    of gzip and xz), result of the verification (`report`, None without), files written, next
+    command.
+    """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -119,7 +133,9 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
 
 
 def _next(run: RunConfig, out: Path) -> str:
-    """The command that most will want now, as a shell takes it."""
+    """Return the shell command that most users need next: export, GRPO with a reward model, chat or
+    generate.
+    """
     if not (out / "hf").exists():
         return f"dolmen export {shlex.quote(str(out))} --to model/"
     if run.objective.name == "reward":

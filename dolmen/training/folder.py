@@ -28,11 +28,12 @@ from dolmen.training.config import RunConfig
 
 
 def lock_folder(out: Path, patience: float = 0) -> int | None:
-    """Hold the run's folder until `unlock_folder`, or until the process ends; None where the file
-    system has no locks. Raises Unusable if another run still holds it after `patience` seconds (the
-    process that a restart replaces may be dying), or if it cannot be held.
+    """Lock the run's folder until `unlock_folder` or the end of the process; return the descriptor
+    of the lock file, or None where the file system has no locks. Raises Unusable if another run
+    still holds the lock after `patience` seconds (the process that a restart replaces may be
+    dying), or if the lock file cannot be opened.
 
-    A file is locked, and not the folder: over NFS the lock of a folder is one of this host.
+    The lock is on a file, not on the folder: over NFS a lock on a folder is local to the host.
     """
     end = time.monotonic() + patience
     try:
@@ -53,7 +54,7 @@ def lock_folder(out: Path, patience: float = 0) -> int | None:
 
 
 def unlock_folder(out: Path, descriptor: int | None) -> None:
-    """Release the lock of `lock_folder`, and delete its file."""
+    """Release the lock of `lock_folder` and delete its file; nothing for None."""
     if descriptor is not None:
         if os.fstat(descriptor).st_size == 0:  # one of ours
             (out / LOCK).unlink(missing_ok=True)
@@ -128,25 +129,31 @@ class Unusable(ValueError):
 
 
 def claim(out: Path, *names: str) -> None:
-    """Add names to the folder's list, before dolmen writes them."""
+    """Add names to the list of what dolmen wrote in a folder, before writing them."""
     known = _read_list(out) or set()
     if new := [name for name in names if name not in known]:
         write.replace(out / LIST, "".join(f"{name}\n" for name in [*sorted(known), *new]))
 
 
 def claim_files(out: Path, name: str) -> None:
-    """Add the files of the folder `name`, which dolmen has just written, to the list."""
+    """Add each file in the folder `out/name`, which dolmen has just written, to the folder's
+    list.
+    """
     claim(out, *(f"{name}/{path.name}" for path in sorted((out / name).iterdir())))
 
 
 def split_by_owner(out: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return what dolmen wrote in the folder, and what it did not: sorted (relative path, "folder",
-    "file" or "link"). Found in one walk, so that what is deleted is what was checked.
+    """Return the entries that dolmen wrote in a folder and those that it did not: two sorted lists
+    of (relative path, "folder", "file" or "link"). The folder is walked once, so that what is
+    deleted is what was checked.
     """
     listed = _read_list(out)
     by_form = listed is None and is_run(out / "config.yaml")
 
     def is_ours(path: str, what: str) -> bool:
+        """Return whether dolmen wrote an entry: it has a known form and its name is in the list;
+        without a list, in a run's folder, the form alone decides.
+        """
         kind = _kind(path, what)
         first, _, name = path.partition("/")
         known = FORMS.get(first)
@@ -154,6 +161,7 @@ def split_by_owner(out: Path) -> tuple[list[tuple[str, str]], list[tuple[str, st
             kind = first if path in listed else kind
         if kind is None:
             return False
+        # no list: a run from before lists, or a copy without hidden files
         if listed is None:
             return FORMS[kind].list_kind == "not" or (by_form and FORMS[kind].list_kind != "files")
         return FORMS[kind].list_kind == "not" or kind in listed
@@ -166,12 +174,16 @@ def split_by_owner(out: Path) -> tuple[list[tuple[str, str]], list[tuple[str, st
 
 
 def foreign_entries(out: Path) -> list[tuple[str, str]]:
-    """Return the entries of the folder that dolmen did not write."""
+    """Return the entries of the folder that dolmen did not write, as (relative path, kind of
+    entry).
+    """
     return split_by_owner(out)[1]
 
 
 def require_own_files(out: Path) -> list[tuple[str, str]]:
-    """Return the entries of the folder. Raises Unusable where dolmen did not write all of them."""
+    """Return all entries of the folder, as (relative path, kind of entry). Raises Unusable where
+    dolmen did not write every one of them.
+    """
     ours, foreign = split_by_owner(out)
     if found := [path for path, _ in foreign]:
         shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
@@ -184,9 +196,9 @@ def require_own_files(out: Path) -> list[tuple[str, str]]:
 
 
 def check_names_free(out: Path, *some: str) -> None:
-    """Raise Unusable where a foreign file has a name that a run will write; `some` are the OPTIONAL
-    names that it will write. The tokenizer of a run that has no list is written over: by the same
-    one.
+    """Raise Unusable where a file that dolmen did not write has a name that the run will write:
+    those of WRITTEN, and of OPTIONAL those in `some`. The tokenizer of a run without a list is
+    exempt, as the same one is written again.
     """
     names = {*WRITTEN, *some}
     forms = [form for name, form in FORMS.items() if name not in OPTIONAL or name in some]
@@ -208,9 +220,10 @@ def check_names_free(out: Path, *some: str) -> None:
 
 
 def clear_run(out: Path, owner: str = "") -> None:
-    """Delete what dolmen wrote in a run's folder, and then say in it who has: `owner`'s restarts
-    will not. Raises Unusable, with nothing deleted, where there is anything else. A kill in between
-    leaves a folder that can be cleared: what shows whose it is goes last.
+    """Delete what dolmen wrote in a run's folder, then record the jobs in `owner` there, so that
+    their restarts do not delete again. Raises Unusable, with nothing deleted, where the folder
+    holds anything else. The config and the list go last: a deletion that was killed can be
+    repeated.
     """
     ours = require_own_files(out)
     last = [(name, "file") for name in ("config.yaml", LIST)]
@@ -221,8 +234,8 @@ def clear_run(out: Path, owner: str = "") -> None:
 
 
 def remove_export(out: Path) -> None:
-    """Delete the folder `hf` of an export before, if there is one. Raises Unusable, with nothing
-    deleted, where it holds anything else.
+    """Delete the folder `hf` of an earlier export, if there is one. Raises Unusable, with nothing
+    deleted, where it holds files that dolmen did not write.
     """
     ours, foreign = (
         [entry for entry in found if entry[0].split("/")[0] == "hf"]
@@ -237,8 +250,9 @@ def remove_export(out: Path) -> None:
 
 
 def _delete(out: Path, ours: list[tuple[str, str]]) -> None:
-    """Delete the files in this order, but for the lock, which its holder deletes; then the folders.
-    Raises Unusable where one is not empty then: somebody has written into it since.
+    """Delete entries of the folder: files in the order of `ours` except the lock, which its holder
+    deletes, then the folders. Raises Unusable where a folder is not empty then, as something was
+    written into it meanwhile; `hang` may be, as all ranks write there.
     """
     for path, what in ours:
         if what == "file" and path != LOCK:
@@ -257,7 +271,9 @@ def _delete(out: Path, ours: list[tuple[str, str]]) -> None:
 
 
 def is_run(file: Path) -> bool:
-    """Return whether a file is the config.yaml of a run."""
+    """Return whether a file holds the config of a run: readable YAML with a run's sections, and no
+    link. The file's name does not matter.
+    """
     try:
         values = None if file.is_symlink() else gate.read_yaml(file, kinds.RUN)
     except gate.Refused:
@@ -267,7 +283,9 @@ def is_run(file: Path) -> bool:
 
 
 def _kind(path: str, what: str) -> str | None:
-    """Return the name in FORMS that a path belongs to, or None."""
+    """Return the name in FORMS whose form a relative path has, or None. `what` is the kind of
+    entry: "folder", "file" or "link", which has none.
+    """
     if what == "link":
         return None
     for name, form in FORMS.items():
@@ -277,7 +295,9 @@ def _kind(path: str, what: str) -> str | None:
 
 
 def _read_list(out: Path) -> set[str] | None:
-    """Return the names in the folder's list; None without a list."""
+    """Return the names in the folder's list of what dolmen wrote; None without a readable list of
+    at most 1 MiB.
+    """
     file = out / LIST
     if file.is_symlink() or not file.is_file() or file.stat().st_size > 2**20:
         return None
@@ -285,8 +305,9 @@ def _read_list(out: Path) -> set[str] | None:
 
 
 def _walk(folder: Path, below: str = "") -> Iterator[tuple[str, str]]:
-    """(path relative to `folder`, "folder", "file" or "link") of everything in it but what lies in
-    folders that dolmen would not make. "link" is whatever is neither of the others.
+    """Yield (path relative to `folder`, kind of entry) of everything below it, in order. Folders
+    that dolmen would not create are yielded and not entered; whatever is neither file nor folder is
+    a "link".
     """
     with os.scandir(folder / below) as entries:
         found = sorted(entries, key=lambda entry: entry.name)
@@ -301,8 +322,9 @@ def _walk(folder: Path, below: str = "") -> Iterator[tuple[str, str]]:
 
 
 def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
-    """Raises ValueError for a folder that holds something, unless told what to do with it, and for
-    one that cannot be written to.
+    """Raise ValueError for a folder `out` that holds something, unless --resume or --overwrite says
+    what to do with it; for both options together; for one that is in use; and for one that cannot
+    be written to. Creates and deletes a temporary file to see that.
     """
     if resume and overwrite:
         raise ValueError(

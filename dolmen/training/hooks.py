@@ -35,8 +35,11 @@ SKIPS_SCALED = 40  # steps in a row that a search for the loss scale may skip, a
 
 
 class TrainingHooks:
-    """The periodic work of a run, as a table of (every, hook); numbers are shown and written by the
-    first rank alone. `began`: when the run would have, by time.monotonic(), had it never stopped.
+    """The periodic work of a run, as a table of (every, hook). Every rank calls each hook, as some
+    contain collectives; the first rank alone prints and writes.
+
+    `began` is the start of the run by time.monotonic(), moved back by the seconds of earlier
+    starts.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class TrainingHooks:
         self.disagreed = False  # trainer and generator have, which is said once
         self.record = metrics.MetricsFile(out / "metrics.jsonl", state.step) if mesh.first else None
         self.history = HistoryFile(out / metrics.HISTORY if mesh.first else None)
+        # steps between validations, evaluations and rows per rank, where no option says
         self.first, self.tenth = state.step + 1, max(1, state.steps // 10)
         self.profile = Profile(run.log.profile, mesh, out)
         self.evaluator = (
@@ -86,13 +90,17 @@ class TrainingHooks:
         self.since, self.tokens_since = time.monotonic(), 0
 
     def _programs(self, step: int) -> list[TrackerThread]:
-        """Those that get the numbers too."""
+        """Start the thread of each experiment tracker of --log.to, for a run that starts at
+        `step`.
+        """
         run_config = self.run
         run = TrackedRun(self.out, run_config.name, self.run_id, step, to_dict(run_config))
         return [TrackerThread(name, run, self.line.say) for name in run_config.log.programs]
 
     def table(self) -> list[tuple[int, Hook]]:
-        """(every so many steps, hook), in order."""
+        """Return the hooks as (every so many steps, hook), in the order in which they are
+        called.
+        """
         every = self.run.log.validate_every
         validating = self.tenth if every is None else every
         hooks = [(1, self.count), (self.run.log.every, self.log)]
@@ -111,7 +119,10 @@ class TrainingHooks:
         ]
 
     def count(self, state: TrainState, m: StepMetrics) -> None:
-        """Raises FloatingPointError after too many skipped steps in a row."""
+        """Count tokens and skipped steps; print why a step was skipped, and once that trainer and
+        generator disagree on log-probabilities. Raises FloatingPointError after `max_skips` skipped
+        steps in a row.
+        """
         self.tokens_since += m.tokens
         self.skipped += m.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if m.skipped else 0
@@ -128,7 +139,9 @@ class TrainingHooks:
             raise FloatingPointError(self.too_many_skips(state))
 
     def reason(self, m: StepMetrics) -> str:
-        """Why a step was skipped."""
+        """Return the reason why a step was skipped, as text: a loss or gradient that is not finite,
+        or a gradient norm over the spike threshold, of the critic or of the model.
+        """
         if m.critic is not None and m.critic.skipped:
             return f"of the critic {self.reason(m.critic)}"
         if not math.isfinite(m.loss):
@@ -141,6 +154,9 @@ class TrainingHooks:
         )
 
     def too_many_skips(self, state: TrainState) -> str:
+        """Return the error message of a run that ends because steps were skipped, with the
+        documents of its last batch.
+        """
         batch = "\n  ".join(self.loader.documents(state.step - 1))
         return (
             f"the last {plural(self.skipped_in_a_row, 'step')}, up to step {state.step}, were "
@@ -150,6 +166,10 @@ class TrainingHooks:
         )
 
     def log(self, state: TrainState, m: StepMetrics) -> None:
+        """Append a row to metrics.jsonl and to the trackers, and show it in the progress line:
+        losses, tokens per second and MFU since the last row, peak memory, epochs read. Sampled
+        completions go to the trackers before it.
+        """
         now = time.monotonic()
         rate = self.tokens_since / max(1e-9, now - self.since)
         self.since, self.tokens_since = now, 0
@@ -184,8 +204,8 @@ class TrainingHooks:
             self.line.show(row)
 
     def ranks(self, state: TrainState, m: StepMetrics) -> None:
-        """After the first step of a start, and ten times in a run: what each rank holds, and how
-        busy each expert was in this step.
+        """Append peak memory per rank, in GiB, and load per expert in this step to history.jsonl:
+        after the first step of each start, and ten times in a run. Other steps do nothing.
         """
         if state.step != self.first and state.step % self.tenth:
             return
@@ -196,12 +216,15 @@ class TrainingHooks:
         self.history.add(state.step, row)
 
     def write_profile(self, state: TrainState, m: StepMetrics) -> None:
-        """After the step that was profiled: where its time went."""
+        """Write the profile after the step that was recorded, --log.profile, and print its table.
+        The time that it takes is left out of tokens per second.
+        """
         if state.step != self.run.log.profile:
             return
         began = time.monotonic()
 
         def facts(seconds: float) -> dict[str, float]:
+            """Return tokens per second and MFU of a step that took `seconds`."""
             rate = m.tokens / seconds
             found = self.peak.utilization(rate * self.flops, self.mesh.size)
             return {"tokens_per_second": rate, **found}
@@ -211,7 +234,10 @@ class TrainingHooks:
         self.since += time.monotonic() - began  # not the training's time
 
     def validate(self, state: TrainState, m: StepMetrics | None) -> None:
-        """`m`: None before the first step."""
+        """Validate; write the result to metrics.jsonl and the trackers, and print it. `m` is not
+        read, and None before the first step. Does nothing once a stop signal was agreed on; its
+        time is left out of tokens per second.
+        """
         if self.stop.agreed_signal:
             return  # the time left is for saving
         began = time.monotonic()
@@ -224,7 +250,9 @@ class TrainingHooks:
             self.line.say(line)
 
     def evaluate(self, state: TrainState, m: StepMetrics) -> None:
-        """Scores of tasks, and samples."""
+        """Score the tasks and sample after the prompts of --evaluate; write and print the scores,
+        and print the first sample. Does nothing once a stop signal was agreed on.
+        """
         if self.evaluator is None or self.stop.agreed_signal:
             return  # the time left is for saving
         began = time.monotonic()
@@ -240,6 +268,9 @@ class TrainingHooks:
             self.line.say(f"step {state.step}: {cut(first)}")
 
     def save(self, state: TrainState, m: StepMetrics) -> None:
+        """Start to save a checkpoint of this step, in the background, and add a row to
+        history.jsonl. Every rank calls it.
+        """
         saved = Saved(
             run=to_dict(self.run),
             step=state.step,
@@ -258,15 +289,22 @@ class TrainingHooks:
         self.history.add(state.step, {"saved": True})
 
     def poll(self, state: TrainState, m: StepMetrics) -> None:
-        """A save that has failed ends the run now, and not at the next save."""
+        """Raise NotSaved as soon as a save in the background has failed, on every rank, and not
+        only at the next save. A save in progress is not waited for.
+        """
         if self.checkpoints.poll():
             self.checkpoints.finish()
 
     def collect_garbage(self, state: TrainState, m: StepMetrics) -> None:
+        """Collect Python's garbage after certain steps, the same on every rank
+        (training/loop.py).
+        """
         loop.collect_garbage(state.step)
 
     def begin(self, state: TrainState, how: str, changed: list[str]) -> None:
-        """A start that is `how`, with what has `changed` since the one before."""
+        """Add the row of a start to history.jsonl. `how` is "new", "resumed" or "restarted",
+        `changed` the options and data that differ from the start before, a line each.
+        """
         row = {
             "begun": how,
             "run_id": self.run_id,
@@ -277,11 +315,14 @@ class TrainingHooks:
             "changed": changed,
         }
         if self.record is not None:  # what was made after `step` is made again
+            # `dolmen show` marks the steps up to here as repeated
             row["reached"] = max(state.step, self.record.reached)
         self.history.add(state.step, row)
 
     def close(self, step: int, ended: str) -> None:
-        """`ended`: how, after `step`."""
+        """Close files, trackers and the progress line, add how the run `ended` after `step`
+        ("done", "failed" or a signal's name) to history.jsonl, and draw loss.png.
+        """
         self.history.add(step, {"ended": ended})
         self.history.close()
         if self.evaluator is not None:
@@ -297,14 +338,18 @@ class TrainingHooks:
 
 
 def memory_gib(mesh: Mesh) -> float:
-    """Peak memory of this process: the GPU allocator's, or the resident set on CPU."""
+    """Return the peak memory of this process in GiB: the GPU allocator's, or the resident set on
+    CPU.
+    """
     if mesh.device.type == "cuda":
         return torch.cuda.max_memory_allocated(mesh.device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def critic_row(m: StepMetrics | None) -> dict[str, float]:
-    """Return the metrics of a step of the critic, by the names that they have in a row."""
+    """Return the metrics of the critic's step as `critic/NAME`, for a row of metrics.jsonl; empty
+    for None.
+    """
     if m is None:
         return {}
     objective = {name.removeprefix("objective/"): value for name, value in m.objective.items()}

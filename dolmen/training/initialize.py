@@ -28,8 +28,9 @@ from dolmen.training.state import Critic, PretrainingLoss, SpikePolicy, TrainSta
 
 
 def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
-    """Return the model with its initial values and an optimizer at step 0; ranks of pp are
-    connected.
+    """Return the training state at step 0: the sharded model with its initial weights, the
+    optimizer with its moments (those of --init on request), the objective. `steps` is the length of
+    the run. Connects the ranks of pp.
     """
     run = resolved.config
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
@@ -45,8 +46,8 @@ def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
 
 
 def make_critic(resolved: ResolvedRun, policy: TrainState, mesh: Mesh) -> Critic:
-    """Return the critic of a `policy` with its initial values and an optimizer at step 0: a model
-    of the same shape that ends in one number for each token.
+    """Return the critic of a `policy` at step 0: a model of the same shape with a scalar head for
+    values, its initial weights, its own optimizer, and the controller of the KL coefficient.
     """
     run = resolved.config
     model = build_model(run, replace(run.tree, head=ScalarHeadSpec()), policy.schedule, mesh)
@@ -66,19 +67,24 @@ def make_critic(resolved: ResolvedRun, policy: TrainState, mesh: Mesh) -> Critic
 
 
 def make_pretraining(run: RunConfig, loader: Loader, mesh: Mesh) -> PretrainingLoss | None:
-    """Return the text that PPO learns with its completions, or None."""
+    """Return the pretraining loss that PPO mixes in (PPO-ptx), or None where the loader has no
+    text.
+    """
     if not isinstance(loader, PromptLoader) or loader.text is None:
         return None
     text = loader.text
 
     def batch(step: int) -> Batch:
+        """Return this rank's rows of text of a step."""
         return text.batch(step, mesh.dp.rank, mesh.dp.size).read_by(run.tree)
 
     return PretrainingLoss(run.ppo.pretraining_coef, batch)
 
 
 def build_model(run: RunConfig, tree: ModelSpec, schedule: Schedule, mesh: Mesh) -> Decoder:
-    """Return a model that is trained as `run` says, without values."""
+    """Return a sharded model of `tree` as `run` trains it (adapters, dropout, fp8, compilation).
+    Its values are not initialized.
+    """
     return build.build(
         tree,
         mesh,
@@ -92,8 +98,8 @@ def build_model(run: RunConfig, tree: ModelSpec, schedule: Schedule, mesh: Mesh)
 
 
 def load_initial(model: Decoder, source: Source | None, run: RunConfig) -> None:
-    """Load the weights that `source` has, and sample all others from the run's seed: adapters,
-    biases that training adds to routers, a scalar head. None: all are sampled.
+    """Initialize a model in place: load the weights that `source` has, and sample all others
+    (adapters, router biases, a scalar head) from the run's seed; all of them where it is None.
     """
     if source is None:
         build.initialize(model, run.train.seed)
@@ -114,8 +120,8 @@ def initial_state(
     config: OptimizerConfig | None = None,
     objective: Objective | None = None,
 ) -> TrainState:
-    """Return `model`, whatever its values are, with an optimizer at step 0; `config` and
-    `objective` default to those of the run.
+    """Return a training state at step 0 around `model`, with a new optimizer; `config` and
+    `objective` default to the run's.
     """
     config = run.optimizer if config is None else config
     optimizer = optim.make_optimizer(model, config, mesh)
@@ -135,7 +141,9 @@ def initial_state(
 
 
 def _load_moments(resolved: ResolvedRun, model: Decoder, optimizer: optim.Optimizer) -> int:
-    """Load the moments of the initial model; return the number of updates that made them."""
+    """Load the optimizer moments of the initial model; return the number of updates they come
+    from.
+    """
     assert resolved.weights is not None
     moments = resolved.weights.moments
     assert moments is not None, "check_moments has seen them"
@@ -146,7 +154,7 @@ def _load_moments(resolved: ResolvedRun, model: Decoder, optimizer: optim.Optimi
 
 
 def _load_scales(model: Decoder, source: Source) -> None:
-    """Load the state of delayed scaling that the source has."""
+    """Load the scales of delayed fp8 scaling that the source stores, by weight name."""
     delayed = model.delayed()
     known = source.scaling if delayed else {}
     for name in delayed.keys() & known.keys():
@@ -154,8 +162,9 @@ def _load_scales(model: Decoder, source: Source) -> None:
 
 
 def objective_of(run: RunConfig) -> Objective:
-    """Return the loss of the run. A bidirectional model learns masked tokens, and, where its head
-    says so, whether a text follows, which counts as the masked tokens of a sequence.
+    """Return the objective of the run. For a bidirectional model it is masked LM; where its head
+    also classifies whether a sentence follows, that loss has the weight of the masked tokens of a
+    sequence.
     """
     options = run.objective
     same = options.reference in (None, run.init)

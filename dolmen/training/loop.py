@@ -36,7 +36,9 @@ ALL = 1000  # steps between whole ones: of what was kept for a while, as by a sa
 
 @contextmanager
 def manual_gc() -> Iterator[None]:
-    """Disable Python's automatic garbage collection within; `collect_garbage` takes its place."""
+    """Context manager that disables Python's automatic garbage collection; the body calls
+    `collect_garbage` instead.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -55,11 +57,14 @@ def collect_garbage(step: int) -> None:
 
 
 class _RecompileLimitHandler(logging.Handler):
+    """Logging handler that reports torch.compile's recompile limit in a sentence."""
+
     def __init__(self, report: Callable[[str], None]):
         super().__init__(logging.WARNING)
         self.report = report
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Report a record about a function that torch.compile gave up on; ignore all others."""
         if not record.msg.startswith(strings.GAVE_UP):
             return
         assert record.args is not None, record.msg
@@ -73,8 +78,8 @@ class _RecompileLimitHandler(logging.Handler):
 
 @contextmanager
 def report_recompile_limit(report: Callable[[str], None]) -> Iterator[None]:
-    """Within, torch.compile's limit on programs per function is told to `report`, one line each
-    time that it is hit.
+    """Context manager that calls `report` with a warning each time torch.compile gives up on a
+    function because it was compiled too often; that function runs uncompiled from then on.
     """
     handler, logger = _RecompileLimitHandler(report), logging.getLogger(strings.DYNAMO)
     logger.addHandler(handler)
@@ -98,7 +103,9 @@ class Stop:
 
 
 def _step(state: TrainState, batch: Batch, mesh: Mesh, signal: Callable[[], int]) -> StepMetrics:
-    """Of the model, and before it of its critic, where it has one."""
+    """Make one optimizer step of the model, after one of the critic on the same batch, if there is
+    one. The metrics returned are the model's, with the critic's in `critic`; skipped if either was.
+    """
     if state.critic is None:
         return optimizer_step(state, batch.read_by(state.model.tree), mesh, signal)
     critic = state.critic.state
@@ -121,11 +128,11 @@ def train_steps(
     around: Callable[[int], AbstractContextManager[object]] = nullcontext,
     generates: bool = False,
 ) -> int:
-    """Train from state.step to state.steps; the signal that ended it early, else 0. `generates`: a
-    model draws the batches, for which there is as much time as for the first.
+    """Train from state.step to state.steps; return the signal that ended it early, else 0.
 
-    Step n, counted from 1, is made within around(n). After every step each hook whose `every`
-    divides the number of steps made is called, and all are called after the last step, in order.
+    Step n, counted from 1, runs within around(n). After each step the hooks whose `every` divides
+    the number of steps made are called, in order, and after the last step all of them. `generates`:
+    batches are sampled by a model, so the watchdog allows each as much time as the first.
     """
     hooks, beat, first_step = list(hooks), watch.beat if watch else lambda *_: None, state.step
     beat(state.step, "the first batch", True)
@@ -140,6 +147,7 @@ def train_steps(
         for every, hook in hooks:
             if last or every and state.step % every == 0:
                 beat(state.step, hook.__name__)
+                # the progress is reported before each part, so that a hang names the part it is in
                 hook(state, metrics)
         if last:  # before the next batch, which a model may have to draw
             return stopped

@@ -50,8 +50,8 @@ POSITION_FIELDS = ("step", "time")
 
 
 def read_metrics(file: Path) -> list[dict]:
-    """Return the rows of metrics.jsonl up to the first damaged line. Raises Refused where the path
-    is not a file.
+    """Return the rows of metrics.jsonl up to the first damaged line; none where the file does not
+    exist. Raises Refused where the path is not a file.
     """
     rows: list[dict] = []
     if not file.exists():
@@ -64,10 +64,11 @@ def read_metrics(file: Path) -> list[dict]:
 
 
 class MetricsFile:
-    """metrics.jsonl: one object per logged step, one per validation. Opened at step s it keeps
-    the rows up to s, at step 0 none: what a resumed run does again is not told twice. A file with a
-    damaged line, the last aside, is kept as metrics.damaged.jsonl (-2, -3): whole rows may come
-    after it.
+    """metrics.jsonl, opened to append: one object per logged step, one per validation.
+
+    Opened at step s it drops the rows of later steps, which a resumed run repeats; at step 0 it
+    drops all. A file with a damaged line before its last one is first copied to
+    metrics.damaged.jsonl (-2, -3), as intact rows may follow the damage.
     """
 
     def __init__(self, file: Path, step: int):
@@ -99,7 +100,9 @@ COLUMNS = ("step", "prompt", "completion", "reward", "tokens", "finished")
 
 
 def completion_table(rows: Completions) -> list[list[Any]]:
-    """Return the COLUMNS of each completion; the step is that of the first update."""
+    """Return the values of COLUMNS of each completion, None for a missing one; "step" is moved from
+    the start of the iteration to its first update.
+    """
     return [[row["step"] + 1, *(row.get(name) for name in COLUMNS[1:])] for row in rows]
 
 
@@ -113,12 +116,13 @@ def completion_as_markdown(row: Mapping[str, Any]) -> str:
 
 
 def _indent_code(text: str) -> str:
+    """Return the text as a code block of Markdown: each line indented by four spaces."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 class TensorBoard:
-    """The same numbers as TensorBoard events in `folder`; a resumed run purges what it
-    does again.
+    """Writes metrics as TensorBoard events in `folder`; a run that resumes from `step` purges the
+    events of later steps.
     """
 
     notice = ""
@@ -129,12 +133,14 @@ class TensorBoard:
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def write(self, row: Mapping[str, float]) -> None:
+        """Write each metric of a row as a scalar at the row's step."""
         for name, value in row.items():
             if name not in POSITION_FIELDS:
                 self.writer.add_scalar(name, value, row["step"])
 
     def write_completions(self, rows: Completions) -> None:
         """Write completions as text of their iteration's first update."""
+        # rows are of few iterations: those sampled since the last logged step
         steps = {row["step"] for row in rows}
         for step in sorted(steps):
             texts = [completion_as_markdown(row) for row in rows if row["step"] == step]
@@ -145,8 +151,8 @@ class TensorBoard:
 
 
 def plot(file: Path, to: Path, title: str) -> None:
-    """loss.png: training loss, its running mean, validation loss and learning rate against
-    tokens.
+    """Draw loss.png, `to`, from the rows of metrics.jsonl, `file`: training loss, its running mean,
+    validation loss and learning rate against tokens. Without a training row nothing is written.
     """
     rows = read_metrics(file)
     train = [r for r in rows if r.get("loss") is not None]
@@ -181,7 +187,9 @@ def plot(file: Path, to: Path, title: str) -> None:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Exponential running mean over about a twentieth of the run, corrected for its start."""
+    """Return the exponential running mean over about a twentieth of the run, with bias correction
+    at its start.
+    """
     keep = 1 - 1 / max(2, len(values) / 20)
     mean, weight, out = 0.0, 0.0, []
     for v in values:
@@ -194,7 +202,7 @@ HISTORY = "history.jsonl"
 
 
 class HistoryFile:
-    """The file, opened to add rows; without one, of a rank that is not the first, nothing is
+    """history.jsonl, opened to append rows; with None, on all ranks but the first, nothing is
     written.
     """
 
@@ -204,7 +212,9 @@ class HistoryFile:
             self.handle.write("\n")  # a crash has cut the last row short: it ends here
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
-        """A row of `step`, of values that JSON has words for."""
+        """Append a row with `step`, the time and the entries of `row`, which JSON must be able to
+        represent.
+        """
         if self.handle is not None:
             whole = {"step": step, "time": time.time(), **row}
             self.handle.write(json.dumps(whole, allow_nan=False) + "\n")
@@ -215,7 +225,7 @@ class HistoryFile:
 
 
 def _is_cut(file: Path) -> bool:
-    """Return whether the last line has no newline."""
+    """Return whether the file's last line has no newline, as after a crash while writing."""
     with open(file, "rb") as stream:
         if stream.seek(0, os.SEEK_END) == 0:
             return False
@@ -224,8 +234,8 @@ def _is_cut(file: Path) -> bool:
 
 
 def run_id(file: Path, step: int) -> str:
-    """Return the identity of a run in experiment trackers: made at its first start, and read from
-    its history on resume.
+    """Return the run's id in experiment trackers: the last one in its history file when it resumes
+    from `step` > 0, else a new random one.
     """
     rows = list(Tail(file, kinds.HISTORY_ROW).read()) if step else []
     authorized = [row["run_id"] for row in rows if "run_id" in row]
@@ -234,6 +244,7 @@ def run_id(file: Path, step: int) -> str:
 
 def gather_ranks(value: float, mesh: Mesh) -> list[float]:
     """Return the value of each rank, by rank. Every rank calls it."""
+    # an all-reduce of one-hot rows is a gather for which every backend has a collective
     mine = torch.zeros(mesh.size, dtype=torch.float64, device=mesh.device)
     mine[mesh.rank] = value
     return device.read_back(collectives.reduce_scalar(mine, mesh.world))
@@ -273,7 +284,10 @@ class Logger(Protocol):
 
 
 class WandB:
-    """Weights & Biases. Steps only rise in it: of what is made again, what it has stays."""
+    """Weights & Biases. Its steps can only rise, so rows of repeated steps are ignored by it and
+    the old ones stay. Without a key the run is recorded offline, and `notice` says how to upload
+    it.
+    """
 
     def __init__(self, run: TrackedRun):
         import wandb
@@ -296,9 +310,11 @@ class WandB:
         )
 
     def write(self, row: Mapping[str, float]) -> None:
+        """Log the metrics of a row at the row's step."""
         self.run.log(_numbers(row), step=int(row["step"]))
 
     def write_completions(self, rows: Completions) -> None:
+        """Log the completions of each iteration as a table at its first update."""
         import wandb
 
         for step, data in _tables(rows):
@@ -310,7 +326,7 @@ class WandB:
 
 
 class Trackio:
-    """trackio. Of what is made again it has both."""
+    """trackio. Rows of repeated steps are added to those that it has: it keeps both."""
 
     notice = ""
 
@@ -328,9 +344,11 @@ class Trackio:
         )
 
     def write(self, row: Mapping[str, float]) -> None:
+        """Log the metrics of a row at the row's step."""
         self.run.log(_numbers(row), step=int(row["step"]))
 
     def write_completions(self, rows: Completions) -> None:
+        """Log the completions of each iteration as a table at its first update."""
         import trackio
 
         for step, data in _tables(rows):
@@ -344,6 +362,7 @@ class Trackio:
 
 
 def _board(run: TrackedRun) -> Logger:
+    """Return the TensorBoard writer of a run, in the folder `tensorboard` of the run."""
     return TensorBoard(run.out / FOLDER, run.step)
 
 
@@ -353,8 +372,9 @@ TRACKERS: dict[str, Callable[[TrackedRun], Logger]] = dict(
 
 
 class TrackerThread:
-    """One of KNOWN in a thread of its own: a run waits for none of them, but for PATIENCE seconds
-    at its end. `report` tells, once, why it gets no more.
+    """Runs one tracker of TRACKERS in a thread of its own, fed by a queue: the run never waits for
+    it, except CLOSE_SECONDS at its end. The first error, or a queue that is full, ends it; `report`
+    is called once with the reason.
     """
 
     def __init__(self, name: str, run: TrackedRun, report: Callable[[str], None]):
@@ -365,12 +385,17 @@ class TrackerThread:
         self.thread.start()
 
     def write(self, row: Mapping[str, float]) -> None:
+        """Queue a row of metrics."""
         self._enqueue(row)
 
     def write_completions(self, rows: Completions) -> None:
+        """Queue rows of completions."""
         self._enqueue(rows)
 
     def _enqueue(self, row: Mapping[str, float] | Completions) -> None:
+        """Queue rows without waiting; a full queue ends the tracker, and after that nothing is
+        queued.
+        """
         if self.failed:
             return
         try:
@@ -379,6 +404,9 @@ class TrackerThread:
             self._fail(f"it is {MAX_QUEUED:,} rows behind")
 
     def close(self) -> None:
+        """Let the tracker write what is queued and close, for CLOSE_SECONDS at most; report one
+        that has not ended by then.
+        """
         if self.failed:
             return
         try:
@@ -390,6 +418,9 @@ class TrackerThread:
             self._fail(f"it has not ended within {CLOSE_SECONDS:g} s")
 
     def _live(self, run: TrackedRun) -> None:
+        """Body of the thread: open the tracker, write what is queued until None comes, close. Any
+        exception is reported and ends it.
+        """
         try:
             logger = TRACKERS[self.name](run)
             if logger.notice:
@@ -404,6 +435,7 @@ class TrackerThread:
             self._fail(" ".join(f"{type(error).__name__}: {error}".split())[:300])
 
     def _fail(self, why: str) -> None:
+        """Stop feeding the tracker and report why, the first time only."""
         if not self.failed:
             self.failed = True
             self.report(
@@ -412,7 +444,7 @@ class TrackerThread:
 
 
 def not_installed(names: Iterable[str]) -> list[str]:
-    """Return the trackers that are not installed."""
+    """Return those of the trackers whose package is not installed."""
     return [name for name in names if find_spec(name) is None]
 
 
@@ -423,4 +455,5 @@ def _tables(rows: Completions) -> Iterator[tuple[int, Any]]:
 
 
 def _numbers(row: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a row, without step and time."""
     return {name: value for name, value in row.items() if name not in POSITION_FIELDS}

@@ -65,7 +65,7 @@ class Peak:
         return out
 
     def __str__(self) -> str:
-        """For a person."""
+        """Return both peaks in TFLOP/s, as text."""
         told = (
             "no datasheet figure for this device"
             if self.datasheet is None
@@ -75,14 +75,16 @@ class Peak:
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Return the peak of this device in the dtype of a step; measures for a quarter of a second."""
+    """Return the peak FLOP/s of this device in `dtype`; the measurement takes a quarter of a
+    second.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return Peak(matmul_peak(device, dtype), datasheet(name, dtype))
 
 
 def datasheet(name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s that the maker promises of the device of that name; None where DATASHEET has none,
-    and for float64.
+    """Return the FLOP/s that the manufacturer specifies for the device of that name, in `dtype`,
+    dense; None where DATASHEET has no entry or no figure for the dtype.
     """
     known = [start for start in DATASHEET if re.match(rf"{start}\b", name)]
     if not known or ANOTHER.search(name):
@@ -93,8 +95,8 @@ def datasheet(name: str, dtype: torch.dtype) -> float | None:
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.25) -> float:
-    """FLOP/s of the best of several square products in `dtype`; takes about `seconds`. Every rank
-    measures at once, so ranks that share a machine share what they find.
+    """Return the FLOP/s of the fastest of several square matrix products in `dtype`; takes about
+    `seconds`. Ranks measure at the same time, so those that share a device share its rate.
     """
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

@@ -37,8 +37,9 @@ class ModuleStepMetrics(NamedTuple):
 
 
 def adamw(module: nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW of what is trained, as a run has it; matrices decay, and vectors do not. An update
-    takes a tenth of the time of torch's own over parameters that are split (optim/optimizer.py).
+    """Return AdamW over the module's trainable parameters, as a run has it: weight decay for
+    matrices, none for vectors. Over sharded parameters its update takes a tenth of the time of
+    torch's own (optim/optimizer.py).
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     kinds = [
@@ -65,9 +66,11 @@ def step(
     mesh: Mesh,
     clip: float = 1.0,
 ) -> ModuleStepMetrics:
-    """Backward from this rank's share of the loss, which has been divided by the count of the whole
-    batch, gradients summed over dp, the norm of all of them clipped at `clip` (0: not), update.
-    Several losses, of microbatches, are gone through one by one, and their gradients cross dp once.
+    """Make one training step: backward, gradients summed over dp, norm clipped at `clip` (0: not),
+    optimizer update, gradients set to None. Return the metrics.
+
+    `loss` is this rank's part of the loss, already divided by the count of the global batch; or an
+    iterable of those of microbatches, whose gradients accumulate and are reduced once.
 
     Every rank calls it. A loss or norm that is not finite changes no parameter. Raises ValueError,
     with nothing changed, for a `clip` below 0, and where there is no loss.
@@ -87,7 +90,9 @@ def step(
 
 
 def _backward(module: nn.Module, loss: Tensor | Iterable[Tensor], mesh: Mesh) -> Float[Tensor, ""]:
-    """Whole gradients of the loss, or of all of several, and its sum on this rank, in fp64."""
+    """Run backward of the loss, or of the loss of each microbatch, and reduce the gradients. Return
+    this rank's sum of the losses, in fp64. Raises ValueError for no loss.
+    """
     if isinstance(loss, Tensor):
         reduction = data.Reduction(module, 0, False)
         reduction.before_backward([module], True, True)
@@ -113,10 +118,10 @@ def save(
     step: int,
     keep: int = 0,
 ) -> None:
-    """Write the checkpoint of `step` into `folder`, whole or not at all: the module, and all that
-    the optimizer keeps of each parameter. Of those there the `keep` newest stay (0: all). Every
-    rank calls it. Raises ValueError for an optimizer that keeps anything but tensors and numbers of
-    its parameters, and NotSaved.
+    """Write the checkpoint of `step` into `folder`, atomically: parameters and buffers of the
+    module, and all that the optimizer keeps of each parameter. The `keep` newest checkpoints stay
+    there (0: all). Every rank calls it. Raises NotSaved, and ValueError for an optimizer state that
+    is neither tensor nor number.
     """
     tensors, numbers = _checkpoint_state(module, optimizer)
     _store(folder, mesh, keep).save(step, tensors, {"step": step, NUMBERS: numbers}, wait=True)
@@ -125,10 +130,10 @@ def save(
 def restore(
     folder: str | Path, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
 ) -> int:
-    """Fill module and optimizer from the newest checkpoint in `folder`, whatever layout has saved
-    it; the step that it is of, or 0, with nothing changed, where there is none. Options of the
-    optimizer, its learning rate too, stay as they are. Every rank calls it. Raises KeyError for
-    another module, ValueError for other shapes and for another kind of optimizer, Damaged.
+    """Load module and optimizer state from the newest checkpoint in `folder`, saved in any layout;
+    return its step, or 0, with nothing changed, where there is none. Options of the optimizer, such
+    as the learning rate, are not restored. Every rank calls it. Raises KeyError for another module,
+    ValueError for other shapes and for another kind of optimizer, Damaged.
     """
     store = _store(folder, mesh)
     newest = store.newest()
@@ -170,11 +175,16 @@ def restore(
 
 
 def _kind(name: str) -> str:
+    """Return the part of a checkpoint's tensor name before the slash: "model", or the optimizer's
+    name for a state, such as "exp_avg".
+    """
     return name.partition("/")[0]
 
 
 def _store(folder: str | Path, mesh: Mesh, keep: int = 0) -> Checkpoints:
-    """Return the checkpoint store of a folder, on one shared process group of all ranks."""
+    """Return the checkpoint store of a folder, which keeps the `keep` newest (0: all) and
+    communicates over one process group of all ranks, made once.
+    """
     group = None
     if mesh.grid is not None:
         group = process_group(list(range(dist.get_world_size())), "dolmen checkpoints of modules")
@@ -184,7 +194,9 @@ def _store(folder: str | Path, mesh: Mesh, keep: int = 0) -> Checkpoints:
 def _parameter_names(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters that the optimizer updates, by name. Raises ValueError for others."""
+    """Return the parameters that the optimizer updates, by name. Raises ValueError where one is not
+    the module's.
+    """
     names = {p: name for name, p in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if strange := [p for p in parameters if p not in names]:
@@ -198,7 +210,10 @@ def _parameter_names(
 def _checkpoint_state(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and numbers of a checkpoint, by name, at rest. Raises ValueError."""
+    """Return the tensors and the numbers that a checkpoint stores, each by name, after resharding
+    what FSDP has gathered. Raises ValueError for an optimizer state that another layout could not
+    read.
+    """
     for unit in data.units(module):
         unit.reshard()  # after a forward without backward it shows what was gathered
     saved = module.state_dict().keys()
@@ -226,8 +241,8 @@ def _checkpoint_state(
 
 @torch.no_grad()
 def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer make its state, by a step of length 0 with gradients of 0, so that a
-    checkpoint has a place to be read into.
+    """Create the optimizer's state, so that a checkpoint can be loaded into it, by a step with
+    gradients and learning rate of 0. Parameters stay as they are; gradients and rates are restored.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]

@@ -35,8 +35,9 @@ OPERATORS = 30  # the longest of them, in table.txt
 
 
 class StepRecording:
-    """torch.profiler over one step: what the CPU does, and the GPU if there is one. `start` may
-    come a step early: the profiler's own start is then not in what is seen.
+    """torch.profiler over one step, of the CPU, and of the GPU if there is one. `start` may be
+    called a step early, so that the profiler's own start-up (seconds) is not part of what is
+    recorded.
     """
 
     def __init__(self, device: torch.device):
@@ -49,13 +50,16 @@ class StepRecording:
         self.started = False
 
     def start(self) -> None:
+        """Start the profiler, in its warm-up; a second call does nothing."""
         if not self.started:
             self.profiler.start()
             self.started = True
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Within is the step: from when the device has nothing to do until it has done all."""
+        """Context manager that records its body as the step, and stops the profiler after it. The
+        device is synchronized before and after, so that only this step's kernels are recorded.
+        """
         self.start()
         self._settle()
         self.profiler.step()
@@ -67,16 +71,20 @@ class StepRecording:
             self.stop()
 
     def _settle(self) -> None:
+        """Wait until the GPU has finished all queued work; nothing on a CPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def stop(self) -> None:
+        """Stop the profiler, if it was started."""
         if self.started:
             self.profiler.stop()
             self.started = False
 
     def trace(self) -> bytes:
-        """The Chrome trace, JSON. Raises OSError where it cannot be written."""
+        """Return the Chrome trace of the step as JSON. Raises OSError where the temporary file
+        could not be written in full.
+        """
         with tempfile.TemporaryDirectory() as made:
             file = Path(made) / "trace.json"
             self.profiler.export_chrome_trace(str(file))
@@ -86,26 +94,30 @@ class StepRecording:
         return trace
 
     def tabulate(self) -> tuple[ProfileTable, Mapping[str, list[float]]]:
-        """The step by kind of work, and the seconds of each collective by kind."""
+        """Return the step's time by kind of work, and the seconds of each collective call by
+        kind.
+        """
         return profile_table.tabulate(self.profiler.events() or ())
 
     def operators(self) -> str:
-        """The operators that took most time, as a table of torch.profiler."""
+        """Return a table of the OPERATORS with the most self time on the device, as text."""
         by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         return self.profiler.key_averages().table(sort_by=by, row_limit=OPERATORS)
 
 
 @contextmanager
 def record(device: torch.device) -> Iterator[StepRecording]:
-    """Record one step, the body; `tabulate` and `trace` read it afterwards."""
+    """Context manager that records its body as one step, and yields the recording; `tabulate` and
+    `trace` read it afterwards.
+    """
     recording = StepRecording(device)
     with recording.step():
         yield recording
 
 
 class Profile:
-    """The profile of step `number` (counted from 1; None: of none) of a run in the folder `out`.
-    Every rank has one.
+    """Profiles step `number` (counted from 1; None: no step) of a run and writes the result into
+    its folder `out`. Every rank has one.
     """
 
     def __init__(self, number: int | None, mesh: Mesh, out: Path):
@@ -114,7 +126,9 @@ class Profile:
 
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
-        """Within is step `number` of the run."""
+        """Context manager around step `number` of the run: starts the profiler in the step before
+        the one to be profiled, and records that one. Around other steps it does nothing.
+        """
         if self.number is None or number not in (self.number - 1, self.number):
             yield
             return
@@ -132,9 +146,12 @@ class Profile:
             self.recording.stop()
 
     def write(self, facts: Callable[[float], dict[str, Any]]) -> list[str]:
-        """Write what was recorded; return lines to show, on the first rank. All ranks call it.
-        `facts`: numbers for table.json of a step of so many seconds. A file that cannot be written
-        is reported and raises nothing: no rank waits for one that failed.
+        """Write trace and tables of the recorded step; return the lines to print, empty on all
+        ranks but the first. Every rank calls it.
+
+        `facts` maps the seconds of the step to further numbers for table.json. A file that cannot
+        be written is reported in the lines and raises nothing, as other ranks would wait for this
+        one.
         """
         assert self.recording is not None
         recording, self.recording = self.recording, None
@@ -163,10 +180,11 @@ class Profile:
         return [*text, f"the profile of step {self.number} is not written {reasons[0]}{more}"]
 
     def _folder(self) -> Path:
+        """Return the folder of the profiled step, profile/step-N in the run's."""
         return self.out / f"profile/step-{self.number}"
 
     def _make(self) -> Path:
-        """Make the folder. Raises OSError."""
+        """Create the folder of the profiled step and return it. Raises OSError."""
         return write.folder(self.out, self._folder().relative_to(self.out))
 
     def _tables(
@@ -176,7 +194,9 @@ class Profile:
         operators: str,
         failed: list[str],
     ) -> list[str]:
-        """Write table.txt and table.json; return the lines to show."""
+        """Write table.txt and table.json (first rank); return the lines to print. `tables` has
+        (rank, stage, table) of each rank shown; an OSError goes into `failed`.
+        """
         known = facts(tables[0][2].seconds)
         text = []
         for rank, stage, table in tables:
@@ -195,7 +215,9 @@ class Profile:
 
 @contextmanager
 def _collect_failure(failed: list[str]) -> Iterator[None]:
-    """Put an OSError of the body into `failed`."""
+    """Context manager that appends an OSError of its body to `failed`, as text, and suppresses
+    it.
+    """
     try:
         yield
     except OSError as error:
@@ -203,8 +225,10 @@ def _collect_failure(failed: list[str]) -> Iterator[None]:
 
 
 def _least(durations: Mapping[str, list[float]], mesh: Mesh) -> dict[str, float]:
-    """The sum of what each collective of a kind took on the rank of its axis where it took least.
-    Kinds of which the ranks had different numbers are left out: their stages differ.
+    """Return the seconds that each kind of collective needs without waiting: over its calls, the
+    sum of the minimum over the axis's ranks, as the last rank to arrive waits for nobody. Kinds
+    that the ranks called a different number of times are left out: calls cannot be matched. Every
+    rank calls it.
     """
     out = {}
     for axis in (mesh.tp, mesh.cp, mesh.ep, mesh.fsdp, mesh.edp, mesh.dp, mesh.world):
@@ -217,6 +241,9 @@ def _least(durations: Mapping[str, list[float]], mesh: Mesh) -> dict[str, float]
 
 
 def _same(number: int, axis: Axis, mesh: Mesh) -> bool:
+    """Return whether all ranks of the axis have this number; two reductions in one, as -min(x) =
+    max(-x).
+    """
     both = torch.tensor([number, -number], device=mesh.device)
     most, least = collectives.reduce_scalar(both, axis, "max").tolist()
     return most == -least

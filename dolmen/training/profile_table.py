@@ -92,11 +92,11 @@ class ProfileTable:
     def split_waiting(
         self, measured: Mapping[str, float], least: Mapping[str, float]
     ) -> "ProfileTable":
-        """Return the table with the waiting for other ranks as a row of its own.
+        """Return the table with waiting for other ranks as a row of its own, taken out of the
+        collectives.
 
         measured: seconds in the collectives of each kind on this rank
-        least:    the sum of what each of them took on the rank where it took least: the last rank
-                  to arrive waits for nobody
+        least:    seconds that the same calls take on the rank that arrives last
         """
         rows, waiting = [], 0.0
         for row in self.rows:
@@ -109,7 +109,11 @@ class ProfileTable:
         return replace(self, rows=_sort_rows(rows))
 
     def lines(self) -> list[str]:
-        """Format the table: `matrix products          61.2 %     823.0 ms    412 calls`."""
+        """Return a line of text per kind (share of the step, milliseconds, calls), and one for
+        recomputation.
+
+           matrix products              61.2 %      823.0 ms      412 calls
+        """
         out = []
         for row in self.rows:
             calls = f"{row.calls:7,} calls" if row.calls else ""
@@ -133,17 +137,23 @@ class WorkTally:
     """Seconds of each collective, in order, with its wait for other ranks."""
 
     def add(self, kind: str, microseconds: float, recomputed: bool) -> None:
+        """Add the time of one operator or kernel to its kind, and to the time of recomputation if
+        it was part of one.
+        """
         self.busy[kind] += microseconds / 1e6
         self.recomputed += microseconds / 1e6 if recomputed else 0.0
 
 
 def is_collective(kind: str) -> bool:
+    """Return whether a kind of work is communication."""
     return kind.startswith(COLLECTIVES)
 
 
 @cache
 def name_kind(name: str) -> str:
-    """Return the kind that the name of an operator or a kernel says; OTHER where it says none."""
+    """Return the kind of work that the name of an operator or kernel matches first in NAMES; else
+    OTHER.
+    """
     return next((kind for kind, pattern in NAMES if re.search(pattern, name, re.I)), OTHER)
 
 
@@ -171,11 +181,14 @@ def tabulate(events: Iterable[FunctionEvent]) -> tuple[ProfileTable, Mapping[str
 
 
 def _sort_rows(rows: list[KindRow]) -> tuple[KindRow, ...]:
+    """Return the rows in descending order of seconds."""
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
 def _cpu_work(host: list[FunctionEvent], thread: int) -> WorkTally:
-    """Operators of the thread that makes the step, and the ranges of its collectives."""
+    """Return the time by kind of the operators of `thread`, which runs the step, on a CPU: self
+    time, without the operators called inside, and of collectives the whole time of their ranges.
+    """
     work, kinds = WorkTally(), _kinds(host)
     for event in (event for event in host if event.thread == thread):
         kind = kinds[id(event)]
@@ -194,8 +207,9 @@ def _cpu_work(host: list[FunctionEvent], thread: int) -> WorkTally:
 def _gpu_work(
     host: list[FunctionEvent], kernels: list[FunctionEvent], step: Interval
 ) -> tuple[WorkTally, dict[str, float]]:
-    """Kernels by the operators that launched them, others, as of CUDA graphs, by their names; and
-    the seconds of the step that each kind accounts for.
+    """Return the busy time of GPU kernels by kind, and the seconds of the step that each kind
+    accounts for. A kernel has the kind of the operator that launched it; without one (CUDA graphs),
+    that of its own name.
     """
     launch_kinds = _launch_kinds(host)
     work, times = WorkTally(), defaultdict(list)
@@ -216,6 +230,7 @@ def _gpu_work(
     counted, total = _union(computing), sum(end - start for start, end in computing) / 1e6
     seconds = {k: work.busy[k] * counted / total for k in times if not is_collective(k)}
     for kind in filter(is_collective, sorted(times)):  # what each adds to those before
+        # a collective counts only where neither computing nor an earlier collective runs
         computing += times[kind]
         before, counted = counted, _union(computing)
         seconds[kind] = counted - before
@@ -223,8 +238,9 @@ def _gpu_work(
 
 
 def _launch_kinds(host: list[FunctionEvent]) -> dict[tuple[str, float], deque[tuple[str, bool]]]:
-    """The kind of what launched each kernel, and whether it is recomputation, by the name and the
-    duration of the kernel: torch says no more of a kernel under its operator.
+    """Return, by (name, duration) of a kernel, the queue of (kind, is recomputed) of the operators
+    that launched such kernels, in order. torch records no other link from an operator to its
+    kernels.
     """
     kinds, launch_kinds = _kinds(host), defaultdict(deque)
     for event in (e for e in host if not e.is_user_annotation):  # ranges repeat their kernels
@@ -235,7 +251,9 @@ def _launch_kinds(host: list[FunctionEvent]) -> dict[tuple[str, float], deque[tu
 
 
 def _union(spans: list[tuple[float, float]]) -> float:
-    """Seconds in which at least one of the spans, in microseconds, was busy."""
+    """Return the seconds covered by at least one of the spans (start, end), given in
+    microseconds.
+    """
     total, at = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, at))
@@ -244,13 +262,14 @@ def _union(spans: list[tuple[float, float]]) -> float:
 
 
 def _is_recomputed(event: FunctionEvent | None) -> bool:
+    """Return whether an event is, or is inside, a recomputation of forward."""
     while event is not None and event.name != RECOMPUTE:
         event = event.cpu_parent
     return event is not None
 
 
 def _kinds(host: list[FunctionEvent]) -> dict[int, str]:
-    """The kind of each event, by its id()."""
+    """Return the kind of work of each event, by its id()."""
     kinds, forward = {}, {}  # the last forward operator of each autograd sequence number
     for event in host:
         kinds[id(event)] = _kind(event, forward)
@@ -260,6 +279,10 @@ def _kinds(host: list[FunctionEvent]) -> dict[int, str]:
 
 
 def _kind(event: FunctionEvent, forward: Mapping[int, FunctionEvent]) -> str:
+    """Return the kind of work of an event: walk up its callers, and in backward on to those of the
+    forward operator with the same sequence number, to the innermost named range; without one, the
+    first name that is known. `forward` maps sequence numbers to forward operators.
+    """
     named, fsdp, at, in_forward = OTHER, COLLECTIVES, event, False
     while at is not None and at.name not in (STEP, RECOMPUTE):
         name = at.name

@@ -42,10 +42,12 @@ KIND_BYTES, HEADER_BYTES = 3, 19  # bytes of the kind of number, and of that and
 def add_reference_logprobs(
     resolved: ResolvedRun, state: TrainState, loader: Loader, mesh: Mesh, out: Path
 ) -> dict[str, np.ndarray]:
-    """Give the rows of `loader` the log-probabilities of the reference: those that the run's folder
-    `out` has of the same model and data, or else computed; all by name, for `store`. `state` is
-    that of step 0, before anything is resumed. Every rank calls it. Raises Unusable where the model
-    that the run started from is gone.
+    """Set the reference model's log-probabilities as a number of each row of `loader`, in place,
+    and return them by key, for `store`. They are read from the run's folder `out` where it has
+    those of the same model and data, else computed.
+
+    `state` is at step 0, so that its model can be the reference. Every rank calls it. Raises
+    Unusable where the initial model is gone.
     """
     run, model, source = resolved.config, state.model, resolved.start
     assert source is not None, "check_objective has seen it"
@@ -68,8 +70,8 @@ def add_reference_logprobs(
 
 
 def store(out: Path, known: Mapping[str, np.ndarray]) -> None:
-    """Write what `add_reference_logprobs` has given into the run's folder, by the first rank:
-    another start of this run reads it.
+    """Write reference log-probabilities into the run's folder, a file per key with its digest, for
+    the next start (first rank).
     """
     folder.claim(out, FOLDER)
     for key, numbers in known.items():
@@ -81,7 +83,9 @@ def store(out: Path, known: Mapping[str, np.ndarray]) -> None:
 
 
 def _read_stored(out: Path, key: str, rows: Rows) -> np.ndarray | None:
-    """Return the stored log-probabilities of that key, if complete and undamaged, or None."""
+    """Return the stored log-probabilities of a key; None where the file is missing, damaged or of
+    another number of tokens.
+    """
     count, file = len(rows.examples.tokens), out / FOLDER / f"{key}.bin"
     if not file.is_file():
         return None
@@ -98,7 +102,7 @@ def _read_stored(out: Path, key: str, rows: Rows) -> np.ndarray | None:
 
 
 def _require_init(resolved: ResolvedRun, why: str) -> None:
-    """Raise Unusable where the initial model was deleted."""
+    """Raise Unusable where the initial model was deleted; `why` says what it is needed for."""
     if resolved.init_is_gone:
         raise Unusable(
             f"--init {resolved.config.init} is gone, and {why}: put it back, or name a copy by "
@@ -107,7 +111,9 @@ def _require_init(resolved: ResolvedRun, why: str) -> None:
 
 
 def _digest(source: Source) -> str:
-    """Return a digest of the model's weights: what lies at a path may become another one."""
+    """Return a digest of the weights and the structure of a model, as another model may come to lie
+    at the same path.
+    """
     digest = xxhash.xxh3_128()
     for parameter, tensor in source.stream():
         digest.update(parameter.encode())
@@ -127,8 +133,9 @@ def _key(weights: str, run: RunConfig, rows: Rows) -> str:
 
 
 def initial_model(resolved: ResolvedRun, state: TrainState, mesh: Mesh) -> Decoder:
-    """Return the reference model of rollouts: --objective.reference, or else the model that the run
-    started from, be it random. Raises Unusable where that is gone.
+    """Return the reference model of rollouts, loaded: --objective.reference, else the initial
+    model, whose random weights are sampled again where there is no --init. Raises Unusable where it
+    is gone.
     """
     run = resolved.config
     if resolved.reference is None:
@@ -141,13 +148,18 @@ def initial_model(resolved: ResolvedRun, state: TrainState, mesh: Mesh) -> Decod
 
 
 def load_model(run: RunConfig, source: Source, state: TrainState, mesh: Mesh) -> Decoder:
-    """Return the model of a source in the layout of the one that is trained."""
+    """Return the model of `source`, for inference, with its weights, in the layout and schedule of
+    the trained model.
+    """
     model = _build(run, source.tree, state, mesh)
     load_initial(model, source, run)
     return model
 
 
 def _build(run: RunConfig, tree: ModelSpec, state: TrainState, mesh: Mesh) -> Decoder:
+    """Return a model of `tree` for inference, in the layout and schedule of the trained model,
+    without values.
+    """
     dtype = run.train.dtype
     return build.build(
         tree, mesh, run.layout, state.schedule, dtype=master_dtype(dtype), compute=DTYPES[dtype]
@@ -157,8 +169,8 @@ def _build(run: RunConfig, tree: ModelSpec, state: TrainState, mesh: Mesh) -> De
 def _compute_rows(
     model: Decoder, rows: Rows, state: TrainState, loader: Loader, mesh: Mesh
 ) -> np.ndarray:
-    """Return the log-probability of each token of the examples, 0 where it has no label; the same
-    on every rank.
+    """Return the log-probability of each token of the examples [tokens], 0 where it has no label;
+    the same on every rank. Runs forwards of `model` over dp.
     """
     size, rows_per_rank = loader.global_batch_size, loader.rows(mesh.dp.size)
     logprobs: np.ndarray | None = None

@@ -34,8 +34,8 @@ SHOWN = {
 def header(
     run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: Peak, out: str
 ) -> str:
-    """Describe the run before its first step: eight lines, and one for each way in which data were
-    changed. `--log.verbose` adds what is needed to judge speed and bits.
+    """Return the text that describes the run before its first step: eight lines, and one for each
+    change made to the data. `--log.verbose` adds kernels, peak FLOP/s, MFU and reproducibility.
     """
     data, dtype = loader.description, run.train.dtype
     precision = "" if run.training.fp8 is None else f", {run.training.fp8.precision}"
@@ -70,7 +70,9 @@ def header(
 
 
 def _model(run: RunConfig) -> str:
-    """Describe the model's size and, with LoRA, how much of it is trained."""
+    """Return a description of the model and its size and, with LoRA, of the share that is
+    trained.
+    """
     tree = run.tree
     trained = ""
     if run.training.adapter is not None:
@@ -85,7 +87,7 @@ def _model(run: RunConfig) -> str:
 
 
 def _start(run: RunConfig, state_: TrainState) -> str:
-    """Describe the initial weights, and which of them are frozen at first."""
+    """Return a description of the initial weights, and which of them are frozen at first."""
     start = run.init or f"random weights, seed {run.train.seed}"
     if state_.step:
         start = f"checkpoint of step {state_.step}"
@@ -95,7 +97,7 @@ def _start(run: RunConfig, state_: TrainState) -> str:
 
 
 def _bytes_at_rest(state_: TrainState) -> int:
-    """Bytes of weights and optimizer state of this rank."""
+    """Return the bytes of weights and optimizer state on this rank."""
     tensors = state_.tensors().values()
     return sum(state.local_elements(t) * t.element_size() for t in tensors)
 
@@ -103,7 +105,7 @@ def _bytes_at_rest(state_: TrainState) -> int:
 def _details(
     run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: Peak
 ) -> list[tuple[str, str]]:
-    """The rows that `--log.verbose` adds."""
+    """Return the further rows of the header, (title, text), for `--log.verbose`."""
     kernels = state_.model.split.kernels.describe(experts=run.tree.experts > 0)
     rows = [
         ("kernels", kernels),
@@ -123,7 +125,9 @@ def _details(
 
 
 def describe_length(state_: TrainState, loader: Loader, tokens: int) -> str:
-    """The steps that are left, their tokens and their passes over the data, of `tokens` a step."""
+    """Return a description of the remaining steps, with their tokens (`tokens` per step) and
+    epochs, a range where sources differ.
+    """
     left = size(float(tokens) * (state_.steps - state_.step))
     before, after = loader.epochs(state_.step), loader.epochs(state_.steps)
     passes = sorted(after[name] - before[name] for name in after)
@@ -132,13 +136,15 @@ def describe_length(state_: TrainState, loader: Loader, tokens: int) -> str:
 
 
 def describe_warmup(run: RunConfig) -> str:
-    """Describe the warm-up in steps, and in tokens where it is configured so."""
+    """Return the warm-up in steps as text, with its tokens where it is configured in tokens."""
     tokens = run.optimizer.warmup_tokens
     return f"{run.warmup_steps:g}" + ("" if tokens is None else f" ({size(tokens)} tokens)")
 
 
 def describe_fp8(run: RunConfig) -> str:
-    """Describe the share of the model's products that is computed in eight bits."""
+    """Return a description of the share of the model's multiply-adds that is computed in eight
+    bits.
+    """
     leaves = run.trained.leaves.values()
     rounded = sum(leaf.products for leaf in leaves if leaf.fp8 is not None)
     total = sum(leaf.products for leaf in leaves)
@@ -147,7 +153,9 @@ def describe_fp8(run: RunConfig) -> str:
 
 
 def describe_adapters(run: RunConfig) -> str:
-    """Describe the adapters, and the memory that int8 saves for the frozen weights."""
+    """Return a description of the adapters: rank, targets, share of trained parameters, int8
+    storage.
+    """
     trained, total = count.trainable_parameters(run.trained), count.parameters(run.trained)
     where = ", ".join(run.adapter.targets)
     return (
@@ -157,7 +165,9 @@ def describe_adapters(run: RunConfig) -> str:
 
 
 def describe_int8(run: RunConfig) -> str:
-    """Describe the memory of int8 weights over all ranks, and what they would take otherwise."""
+    """Return a description of the memory that frozen int8 weights take over all ranks, and would
+    take unquantized; "" without any.
+    """
     leaves = run.trained.leaves.values()
     wide = master_dtype(run.train.dtype).itemsize
     was = sum(leaf.elements for leaf in leaves if leaf.int8) * wide
@@ -168,7 +178,9 @@ def describe_int8(run: RunConfig) -> str:
 
 
 def describe_mfu(run: RunConfig) -> str:
-    """Describe the FLOP that MFU counts, and how other programs count."""
+    """Return a description of the FLOP per token that MFU counts (causal attention), compared with
+    counting all keys.
+    """
     ours = count.training_flops_per_token(run.trained, run.sequence_length)
     full = count.training_flops_per_token(run.trained, run.sequence_length, "full")
     return (
@@ -178,7 +190,9 @@ def describe_mfu(run: RunConfig) -> str:
 
 
 def describe_reproducibility(run: RunConfig, mesh: Mesh) -> str | None:
-    """Describe whether a run on a GPU is reproducible to the bit; None on a CPU, where it is."""
+    """Return whether a run on a GPU is reproducible to the bit, as text; None on a CPU, where it
+    is.
+    """
     if mesh.device.type != "cuda":
         return None
     if run.train.deterministic:
@@ -190,7 +204,9 @@ def describe_reproducibility(run: RunConfig, mesh: Mesh) -> str | None:
 
 
 def _layout(layout: Layout, state_: TrainState) -> str:
-    """The axes that split something, and how."""
+    """Return a description of the parallel layout: the axes that split something, the pipeline's
+    schedule and bubble, ZeRO stage and recomputation.
+    """
     words = [
         f"tp {layout.tp}"
         + (", sequence parallel" if layout.sequence_parallel and layout.tp > 1 else "")
@@ -219,8 +235,8 @@ def _layout(layout: Layout, state_: TrainState) -> str:
 
 
 class ProgressLine:
-    """One live line on a terminal, else a plain line per logged step: step, loss, tokens/s, MFU,
-    memory, time left.
+    """The progress of a run: one live line on a terminal, else a plain line per logged step, with
+    step, loss, tokens/s, MFU, memory and remaining time.
     """
 
     def __init__(self, console: Console, step: int, steps: int):
@@ -240,7 +256,9 @@ class ProgressLine:
             self.task = self.progress.add_task("starting", total=steps, completed=step, numbers="")
 
     def show(self, row: dict) -> None:
-        """Show a row of metrics.jsonl."""
+        """Show a row of metrics.jsonl; the remaining time is estimated from the steps of this
+        start.
+        """
         done = row["step"] - self.start
         left = (time.monotonic() - self.began) / max(1, done) * (self.steps - row["step"])
         numbers = (
@@ -262,16 +280,19 @@ class ProgressLine:
             )
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line of text that stays above the progress line."""
         self.console.print(text)
 
     def close(self) -> None:
+        """Remove the live line."""
         if self.progress:
             self.progress.stop()
 
 
 def _mfu(row: dict) -> str:
-    """Format MFU relative to the datasheet's peak, where there is one, and to the measured one."""
+    """Return the MFU of a row as text, relative to the measured peak, and to the datasheet's where
+    it is known.
+    """
     measured = f"{row['mfu_measured']:.1%} of measured"
     if "mfu_datasheet" in row:
         return f"MFU {row['mfu_datasheet']:.1%} of datasheet, {measured}"

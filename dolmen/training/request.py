@@ -43,7 +43,7 @@ class TrainRequest:
     def from_config(
         cls, config: RunConfig, handling: LaunchOptions, source: str | None
     ) -> "TrainRequest":
-        """Make the request, with the folder filled in: that of `handling`, else that of the
+        """Return the request with the run's folder filled in: --out, else the folder of the
         config.yaml that is the `source`, else runs/NAME.
         """
         default_out = (
@@ -59,14 +59,16 @@ class TrainRequest:
 
 
 def _is_run_config(source: str | None) -> bool:
-    """Return whether a YAML file is the config.yaml of a run's folder."""
+    """Return whether `source` is the config.yaml of a run's folder: there are checkpoints beside
+    it.
+    """
     file = Path(source or "")
     return file.name == "config.yaml" and (file.parent / "checkpoints").is_dir()
 
 
 def read_run(file: Path) -> RunConfig:
-    """Return the run of a YAML file, a user's or the config.yaml of a run's folder; what it leaves
-    out is the default. Raises Refused.
+    """Return the run described by a YAML file, a user's or the config.yaml of a run's folder;
+    options that it leaves out have their defaults. Raises Refused for an invalid file.
     """
     values = gate.read_yaml(file, kinds.RUN)
     if values is None and (file.parent / "checkpoints").is_dir():
@@ -86,8 +88,8 @@ NOT_ACTING = (
 
 
 def acting_options(config: RunConfig) -> dict[str, Any]:
-    """Return the options that act, as plain values: neither those that are None by default and so,
-    nor sections of what the run does not do. What is left out is the default.
+    """Return the run's options as plain values, without those that have no effect: options that are
+    None by default and now, and sections in NOT_ACTING that equal the defaults.
     """
     values, default = to_dict(config), to_dict(RunConfig())
     for path in NOT_ACTING:
@@ -108,7 +110,9 @@ def acting_options(config: RunConfig) -> dict[str, Any]:
 
 
 def write_config(out: Path, config: RunConfig) -> None:
-    """Write config.yaml, the resolved run, which can be run again."""
+    """Write config.yaml into the folder `out`, which is created: the resolved options, sealed with
+    a checksum, that `dolmen train` can run again.
+    """
     import yaml  # 15 ms, which no help owes
 
     out.mkdir(parents=True, exist_ok=True)

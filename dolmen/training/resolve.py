@@ -53,7 +53,9 @@ class ResolvedRun:
 
     @property
     def tokenizer(self) -> str | None:
-        """The folder of the tokenizer that came with the initial model."""
+        """The tokenizer that came with the initial model: its folder or name; None without an
+        initial model.
+        """
         return None if self.init is None else tokenizer_folder(self.init)
 
     @property
@@ -63,13 +65,15 @@ class ResolvedRun:
 
     @property
     def start(self) -> Source | None:
-        """The model that a KL compares with; None: the run's model with its initial values."""
+        """The reference model of KL and DPO: --objective.reference, else the initial model; None:
+        the run's model with its random initial values.
+        """
         return self.reference or self.init
 
 
 def open_model(name: str | Path, model: Model | None = None) -> Source:
-    """Open a model of any format; its weights are read as those of `model`, where one is given.
-    Raises as `open_source`.
+    """Open a model of any format, local or on the hub; tensors are read later. With `model` its
+    weights are read as those of that model. Raises as `open_source`.
     """
     return open_source(name, model)
 
@@ -80,14 +84,17 @@ def resolve(
     checkpoint: Path | None = None,
     reads_init: bool = True,
 ) -> ResolvedRun:
-    """Open what the run reads, for `processes` (None: as many as the layout says). `own`: the
-    newest checkpoint of a run that resumes, read in place of initial models that were deleted.
-    Without `reads_init`, as in a dry run, the model of --init is not opened. Raises ValueError,
-    KeyError or OSError.
+    """Open every model that the run names and fill in the options that depend on them. Raises
+    ValueError, KeyError or OSError.
+
+    processes:  those of the run; None: as many as the layout says
+    checkpoint: the newest one of a run that resumes, read in place of a deleted initial model
+    reads_init: False in a dry run: the model of --init is not opened, and nothing filled in from it
     """
     config = resolve_model(config, processes)
 
     def or_checkpoint(name: str | None) -> str | Path | None:
+        """Return the checkpoint in place of an initial model that no longer exists, else `name`."""
         return (
             checkpoint if checkpoint is not None and name is not None and is_absent(name) else name
         )
@@ -113,8 +120,8 @@ def resolve(
 
 
 def resolve_model(config: RunConfig, processes: int | None) -> RunConfig:
-    """Return the run with its layout and the sizes of a sequence and a microbatch, and with a
-    scalar head where it trains a reward model. Raises ValueError without a model.
+    """Return the run with layout, sequence length and microbatch size filled in, and with a scalar
+    head where it trains a reward model. Raises ValueError without a model.
     """
     if config.model is None:
         raise ValueError(
@@ -132,8 +139,9 @@ def resolve_model(config: RunConfig, processes: int | None) -> RunConfig:
 
 
 def reopen_as(stored: Source, name: str | Path, model: Model) -> Source:
-    """Return the source `stored`, opened from `name`, with its weights read as those of the run's
-    `model`. A reward model may start from a model with logits: all but its head is read.
+    """Return the initial model with its weights read as those of the run's `model`: `stored` itself
+    where it is the same model, else opened again from `name`. The stored head (LM or scalar) stays,
+    so a reward model may start from a model with logits.
     """
     wanted = (
         with_scalar_head(model)
@@ -144,9 +152,9 @@ def reopen_as(stored: Source, name: str | Path, model: Model) -> Source:
 
 
 def fill_in(resolved: ResolvedRun) -> ResolvedRun:
-    """Return the run with what its initial model says: the padding token of a reward model's
-    tokenizer, behind which programs look for the end of a text, and which rows of the vocabulary
-    are new.
+    """Return the run with the options that its initial model determines: for a reward model the
+    padding token of the tokenizer, by which inference programs find the end of a sequence; and the
+    first new row of the vocabulary.
     """
     config, rows = resolved.config, resolved.config.train.new_rows
     if config.objective.name == "reward":
@@ -161,8 +169,8 @@ def fill_in(resolved: ResolvedRun) -> ResolvedRun:
 
 
 def checkpoint_to_resume(out: Path, resumes: bool) -> Path | None:
-    """Return the newest whole checkpoint in the folder of a run that `resumes`: it has the weights
-    of model and critic, whatever other runs have deleted since.
+    """Return the newest complete checkpoint in the run's folder, or None; None also where the run
+    does not resume.
     """
     whole = folders.list_checkpoints(out / "checkpoints") if resumes else {}
     return whole[max(whole)] if whole else None
@@ -178,8 +186,9 @@ class Data:
 
 
 def open_data(resolved: ResolvedRun, progress: bool, verify: bool) -> Data:
-    """Open tokenizer and data sources. Raises ValueError for what can be refused without reading
-    all text. `verify`, once per host: try the tokenizer's expressions.
+    """Open tokenizer and data sources, and those of the pretraining loss; no text is tokenized.
+    Raises ValueError for what can be seen without reading all text. `progress`: print it. `verify`,
+    once per host: also try the tokenizer's regular expressions.
     """
     config = resolved.config
     opened = inputs.check_inputs(
@@ -203,7 +212,10 @@ def open_data(resolved: ResolvedRun, progress: bool, verify: bool) -> Data:
 
 
 def load_data(resolved: ResolvedRun, data: Data, progress: bool, verify: bool) -> Loader:
-    """Return what the run reads, its text tokenized into the cache. Raises ValueError."""
+    """Return the loader of the run: of text, chats or pairs, or of prompts, with the pretraining
+    text if PPO mixes it in. Text is tokenized into the cache, with a progress bar if `progress`;
+    `verify` compares the cache with its digests. Raises ValueError.
+    """
     config = resolved.config
     if not config.objective.uses_rollouts:
         return load_text(config, config.data, data.inputs, progress, verify)
@@ -229,7 +241,9 @@ def load_data(resolved: ResolvedRun, data: Data, progress: bool, verify: bool) -
 def load_text(
     config: RunConfig, data: DataConfig, opened: Inputs, progress: bool, verify: bool
 ) -> Loader:
-    """Return batches of text, chats or pairs for the run's model."""
+    """Return a loader of text, chats or pairs for the run's model; `progress` and `verify` as in
+    `load_data`.
+    """
     return data_loader.load(
         data,
         opened,
@@ -244,8 +258,8 @@ def load_text(
 
 
 def pretraining_config(config: RunConfig, tokenizer: PreTrainedTokenizer) -> DataConfig:
-    """Return the options of the pretraining text: those of the prompts that any text has, with
-    their tokenizer; nothing is held out.
+    """Return the data options of the pretraining text (PPO-ptx): --ppo.pretraining-path with the
+    tokenizer of the prompts, plain text, no validation split.
     """
     default = DataConfig()
     return replace(
@@ -262,9 +276,9 @@ def pretraining_config(config: RunConfig, tokenizer: PreTrainedTokenizer) -> Dat
 
 
 def run_steps(config: RunConfig, loader: Loader) -> int:
-    """Return the steps after which the run ends: as requested in steps, tokens or epochs, else one
-    epoch, and 20 at least. Batches before the loader's step may have been of another size: what
-    they have read counts as what it was.
+    """Return the step after which the run ends: --train.steps, or those of --train.tokens or
+    --train.epochs, else of one epoch, at least 20. Samples that were read before the loader's step,
+    perhaps with another batch size, count as read.
     """
     if config.train.steps is not None:
         return config.train.steps
@@ -277,9 +291,7 @@ def run_steps(config: RunConfig, loader: Loader) -> int:
 
 
 def epoch_steps(loader: Loader, epochs: float = 1.0) -> int:
-    """Return the step after which the training data have been read so often, by the source that
-    lasts longest.
-    """
+    """Return the step (rounded) after which every source was read at least `epochs` times."""
     step = 1000
     samples = loader.first(step) - loader.first(0)
     per_step = max(min(loader.mixture.epochs(samples).values()) / step, 1e-12)
@@ -287,8 +299,9 @@ def epoch_steps(loader: Loader, epochs: float = 1.0) -> int:
 
 
 def fill_in_length(config: RunConfig, loader: Loader) -> RunConfig:
-    """Return the run with a length where none was requested: one epoch, so that other data or
-    another batch size is read once too, or the 20 steps of less data.
+    """Return the run with its length filled in where none was requested: epochs = 1, so that a
+    resume with more data or another batch size still reads one epoch; or the 20 steps of a smaller
+    data set.
     """
     train = config.train
     if train.steps is not None or train.tokens is not None or train.epochs is not None:
@@ -300,6 +313,8 @@ def fill_in_length(config: RunConfig, loader: Loader) -> RunConfig:
 
 
 def _rename_path_option(reason: str) -> str:
-    """Return an error about --data.path as one about the option that has the pretraining text."""
+    """Return an error message about --data.path, with the name of the option of the pretraining
+    text in its place, or before a message that does not name it.
+    """
     checkpoint, other = "--ppo.pretraining-path", "--data.path"
     return reason.replace(other, checkpoint) if other in reason else f"{checkpoint}: {reason}"

@@ -50,10 +50,12 @@ from dolmen.training.state import NewRows, TrainState
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, after `seconds` of all its starts. `signal` is what stopped it early, 0 if
-    nothing did. The validation is the last there was, after `val_step` steps, on `val_tokens` of
-    the `held_out_tokens`; of each source in nats per token and in bits per byte, and what these
-    were before the first step.
+    """The result of a run, written to summary.json. `seconds` counts all its starts; `signal` is
+    the signal that stopped it early, or 0.
+
+    The validation is the last one of the run, after step `val_step`, on `val_tokens` of the
+    `held_out_tokens` of the validation split. Losses per source are in nats per token,
+    `val_sources_per_byte` and `val_sources_before` (before the first step) in bits per byte.
     """
 
     steps: int
@@ -96,6 +98,7 @@ class _Job:
 
     @property
     def config(self) -> RunConfig:
+        """The resolved options of the run."""
         return self.resolved.config
 
 
@@ -112,9 +115,12 @@ def run_training(
     watch: Watch | None = None,
     prepared: Prepared | None = None,
 ) -> Outcome:
-    """Train as `config` says, into the folder `out`. Every process of the mesh calls it; `console`
-    is quiet on all but one. `start` says more than `resumed` and `overwrite` and is taken instead
-    of them; `prepared` is `config`, resolved by this process before.
+    """Train as `config` says, in the folder `out`; return the outcome. Every process of the mesh
+    calls it; `console` prints on one of them only.
+
+    start:    the agreed way to start; else made from `resumed` and `overwrite`
+    stop:     set by a signal handler, to end early with a checkpoint
+    prepared: `config` as this process has already resolved it, with its data
     """
     began, start = time.monotonic(), start or StartMode(resumed, overwrite)
     with determinism.deterministic_mode(config.train.deterministic):
@@ -143,7 +149,10 @@ def run_training(
 
 
 def prepare(config: RunConfig, out: Path, mesh: Mesh, start: StartMode) -> Prepared:
-    """Open what a checked run reads, in a process of it; who starts a run has verified the data."""
+    """Resolve a run that was checked before, and open its data, in one of its processes. `start`
+    decides whether the newest checkpoint in `out` may stand in for initial models. The data are not
+    verified again: the process that started the run has done that.
+    """
     own = checkpoint_to_resume(out, start.resumed)
     resolved = resolve(config, mesh.size, own)
     data = open_data(resolved, progress=mesh.first, verify=False)
@@ -151,7 +160,9 @@ def prepare(config: RunConfig, out: Path, mesh: Mesh, start: StartMode) -> Prepa
 
 
 def make_initial(job: _Job) -> TrainState:
-    """Return the state at step 0: model, optimizer, critic and pretraining text."""
+    """Return the training state at step 0: model with its initial weights, optimizer, critic of
+    PPO, pretraining text of PPO-ptx.
+    """
     config, loader, mesh = job.config, job.loader, job.mesh
     state = make_state(job.resolved, mesh, run_steps(config, loader))
     if config.objective.name == "ppo":
@@ -165,7 +176,10 @@ def make_initial(job: _Job) -> TrainState:
 
 @contextmanager
 def _lock(job: _Job) -> Iterator[None]:
-    """Hold the lock of the run's folder within."""
+    """Context manager that holds the lock of the run's folder, on the first rank. Raises Unusable,
+    on every rank, where another run holds it; a restart waits 60 seconds. Warns where the file
+    system has no locks.
+    """
     patience = 60 if job.start.restarted else 0
     held = on_first_rank(job.mesh, lambda: folder.lock_folder(job.out, patience))
     if job.mesh.first and held is None:
@@ -181,7 +195,10 @@ def _lock(job: _Job) -> Iterator[None]:
 
 
 def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -> Outcome:
-    """Train in a folder that is ours; `references`: log-probabilities of the reference model."""
+    """Train in the folder, whose lock is held: clear it or resume, write inputs, run the steps,
+    close. Return the outcome. `references` has the log-probabilities of the reference model, to be
+    stored. Raises FloatingPointError where the last step was skipped as not finite.
+    """
     if job.start.overwrite:
         on_first_rank(job.mesh, lambda: folder.clear_run(job.out, job.start.owner))
     saved = None
@@ -190,6 +207,7 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
             state, job.config, job.loader, job.checkpoints, job.console, job.start.restarted
         )
     if saved is not None:
+        # elapsed times count the earlier starts of the run
         job = replace(job, began=job.began - saved.seconds)
     set_length(job, state)
     config = fill_in_length(job.config, job.loader)
@@ -216,8 +234,9 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
 
 
 def set_length(job: _Job, state: TrainState) -> None:
-    """Set the number of steps, and what depends on it. After another batch size, the same epoch
-    ends after another number of steps, and so do tokens.
+    """Set what depends on the data and the batch size, in place: the number of steps (of the critic
+    too), the learning-rate warm-up and offset, and the frozen phase. It is done again on resume, as
+    with another batch size an epoch, or a number of tokens, ends at another step.
     """
     config, loader = job.config, job.loader
     for each in (state, *([state.critic.state] if state.critic is not None else [])):
@@ -229,8 +248,8 @@ def set_length(job: _Job, state: TrainState) -> None:
 
 
 def write_inputs(job: _Job, references: Mapping[str, np.ndarray]) -> None:
-    """Write what a later start of the run, or a user of its model, reads: the resolved options, the
-    tokenizer, and what the reference model has computed.
+    """Write config.yaml, the tokenizer and the reference log-probabilities into the run's folder
+    (first rank), for later starts of the run and users of its model.
     """
     folder.claim(job.out, *folder.WRITTEN)
     write_config(job.out, job.config)
@@ -240,8 +259,8 @@ def write_inputs(job: _Job, references: Mapping[str, np.ndarray]) -> None:
 
 
 def write_tokenizer(out: Path, tokenizer: PreTrainedTokenizer) -> None:
-    """Write the tokenizer as transformers has it, into `tokenizer`: saved elsewhere first, as
-    transformers writes through links.
+    """Write the tokenizer's files into `out/tokenizer`, each atomically. `save_pretrained` writes
+    through symbolic links, so it gets a temporary folder.
     """
     with tempfile.TemporaryDirectory() as saved:
         tokenizer.save_pretrained(saved)
@@ -252,7 +271,10 @@ def write_tokenizer(out: Path, tokenizer: PreTrainedTokenizer) -> None:
 
 
 def _open_hooks(job: _Job, state: TrainState, saved: Saved | None) -> TrainingHooks:
-    """Print the header and the warnings, and open the files of the run."""
+    """Print the run's header and warnings, open its files, and return its hooks. `saved` is the
+    state of the checkpoint that was resumed, or None. Rollouts made with options that have changed
+    since are deleted.
+    """
     config, loader, mesh, console, out = job.config, job.loader, job.mesh, job.console, job.out
     peak = mfu.peak(mesh.device, DTYPES[config.train.dtype])
     console.print(report.header(config, state, loader, mesh, peak, str(out)))
@@ -279,7 +301,7 @@ def _open_hooks(job: _Job, state: TrainState, saved: Saved | None) -> TrainingHo
 
 
 def _run_steps(job: _Job, state: TrainState, hooks: TrainingHooks) -> int:
-    """Make the steps that are left; return the signal that stopped them early, or 0."""
+    """Train the remaining steps; return the signal that stopped them early, or 0."""
     signal = 0
     with _open_batches(job, state) as read:
         if state.step >= state.steps:
@@ -305,7 +327,9 @@ def _run_steps(job: _Job, state: TrainState, hooks: TrainingHooks) -> int:
 
 @contextmanager
 def _open_batches(job: _Job, state: TrainState) -> Iterator[Batches]:
-    """Yield what the steps read: the data, or rollouts of the model."""
+    """Context manager: yield the batches of the run, from its data, or from rollouts of its own
+    model.
+    """
     if isinstance(job.loader, PromptLoader):
         with batches.rollout_batches(
             job.resolved, job.loader, state, job.mesh, job.out, job.checkpoints
@@ -318,6 +342,7 @@ def _open_batches(job: _Job, state: TrainState) -> Iterator[Batches]:
 def _outcome(
     state: TrainState, loader: Loader, last: Validation | None, seconds: float, signal: int
 ) -> Outcome:
+    """Return the outcome from the state after the last step and the last validation, if any."""
     return Outcome(
         steps=state.step,
         seconds=seconds,
@@ -335,13 +360,15 @@ def _outcome(
 
 
 def length_option(config: RunConfig) -> str:
-    """Return the option of --train that says how long the run is."""
+    """Return the name of the option of --train that sets the length of the run: "tokens", "epochs",
+    else "steps".
+    """
     given = (name for name in ("tokens", "epochs") if getattr(config.train, name) is not None)
     return next(given, "steps")
 
 
 def summary(outcome: Outcome, out: Path) -> None:
-    """Write summary.json: how the run ended, which `finish` reads."""
+    """Write summary.json, which `finish` reads; numbers that are not finite become null."""
     row = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(outcome).items()

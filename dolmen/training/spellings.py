@@ -292,9 +292,9 @@ CRITIC = "critic."  # before those of the critic, which few runs have
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """Return what follows `unknown option --NAME` in a message, where `known` are the names of the
-    verb's options; empty where nothing is near. Names are without dashes before them, and `-`
-    between words.
+    """Return the advice that ends the message `unknown option --NAME`: the option's name here, the
+    right spelling, or the other way to say it; empty where nothing is close. `known` are the names
+    of the command's options, without leading dashes, `-` between words.
     """
     last = name.rpartition(".")[2]
     if name in HOW or last in HOW:
@@ -318,8 +318,9 @@ def suggestion(name: str, known: Collection[str]) -> str:
 
 
 def meant_command(verb: str, argv: Sequence[str], stray: Collection[str]) -> str:
-    """The command in which the `stray` words of `argv`, which belong to no option, have those that
-    they are meant as; empty where that is not known, or these are given already.
+    """Return the command line with the words that belong to no option (`stray`) put behind the
+    options that they are meant for, by POSITIONAL; empty where that is not clear or these options
+    are already present.
     """
     given = {word.partition("=")[0].removeprefix("--").replace("_", "-") for word in argv}
     left = [option for option in POSITIONAL.get(verb, ()) if option not in given]
@@ -340,20 +341,23 @@ def meant_command(verb: str, argv: Sequence[str], stray: Collection[str]) -> str
 
 
 def _option(name: str | None) -> tuple[str, ...]:
+    """Return the option as words of a command line; none for None."""
     return () if name is None else (f"--{name}",)
 
 
 def _meant(found: Collection[str]) -> str:
+    """Return "did you mean --A or --B?", or "" for no option."""
     return f"did you mean {' or '.join(f'--{option}' for option in found)}?" if found else ""
 
 
 def _near(last: str, known: Collection[str]) -> list[str]:
+    """Return the last part of the option's names most similar to `last`, if any is close."""
     return get_close_matches(last, {option.rpartition(".")[2] for option in known}, n=1, cutoff=0.7)
 
 
 def _of_families(options: Collection[str], known: Collection[str]) -> str:
-    """Return, for the first of these that is an option of another model family, its name in this
-    one, or else the families that have it. Empty where none has.
+    """Return a suggestion for a field of another model family: the name that the same field has in
+    this one, or else the families that have it. Empty where no family has any of `options`.
     """
     for option in options:
         path = option.removeprefix(MODEL).removeprefix("no-").replace("-", "_")

@@ -63,11 +63,12 @@ def resume(
     console: Console,
     restarted: bool = False,
 ) -> Saved | None:
-    """Put the newest whole checkpoint into `state` and `loader`, say what changed since, and return
-    what it kept beside tensors; with none, say so and start.
+    """Load the newest complete checkpoint into `state` and `loader`, print what changed since, and
+    return what it stores besides tensors; without one, print so and return None.
 
-    Raises Unusable if the checkpoint is of another model or of a newer dolmen, Damaged if it is;
-    after a restart, which nobody watches, a damaged one is put aside and the one before it taken.
+    Raises Unusable if the checkpoint is of another model or of a newer dolmen, Damaged if it is
+    damaged. With `restarted`, where nobody watches, a damaged one is moved aside and the one before
+    it loaded.
     """
     saved = load_newest(state, run, checkpoints, console, restarted)
     if saved is None:
@@ -93,8 +94,8 @@ def resume(
 
 
 def changes_since(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
-    """Return the options and data that differ from those of the checkpoint, a line each. An option
-    that is part of the data's fingerprint is listed once.
+    """Return the options and data that differ from those of the checkpoint, a line of text each. An
+    option that is also part of the data's fingerprint is listed once.
     """
     # a section that checkpoints of before do not have was as it is by default
     options = changed_options(
@@ -110,9 +111,10 @@ def changes_since(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
 def load_newest(
     state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console, fall_back: bool
 ) -> Saved | None:
-    """Load the newest whole checkpoint: what it keeps beside tensors; None if there is none. With
-    `fall_back` the newest that is not damaged; a whole one that does not fit is never put aside.
-    Raises Damaged where none can be read, and Unusable, on every rank, for one that does not fit.
+    """Load the newest complete checkpoint into `state` (tensors) and return what else it stores;
+    None if there is none. With `fall_back` a damaged one is moved aside and the one before it
+    tried. Raises Damaged where none can be read, and Unusable, on every rank, for a checkpoint of
+    another model, which is never moved aside.
     """
     steps = checkpoints.steps()
     for step in reversed(steps):
@@ -134,7 +136,13 @@ def load_newest(
 def _load(
     step: int, state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console
 ) -> Saved:
+    """Load the tensors of the checkpoint of `step` into `state`, resharded, and return what else it
+    stores. Scales of delayed fp8 scaling are loaded only if the fp8 options are unchanged, else
+    reset. Raises Damaged, and KeyError or ValueError where model, optimizer or critic are others.
+    """
+
     def read() -> Saved:
+        """Return the checkpoint's state.json, parsed."""
         return saved_state.read_saved(checkpoints.meta(step), checkpoints.path(step))
 
     saved = checkpoints.together(step, read)[0]
@@ -174,15 +182,16 @@ class StartMode:
 
     @property
     def how(self) -> str:
-        """The kind of start, for history.jsonl."""
+        """The kind of start, for history.jsonl: "new", "resumed" or "restarted"."""
         if self.restarted:
             return "restarted"
         return "resumed" if self.resumed else "new"
 
 
 def rank_facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -> dict[str, object]:
-    """Return what must be the same on every rank: options, code, versions. The cache folder and its
-    workers may differ.
+    """Return what must be equal on every rank, by name: options, folder, versions, hash of the
+    source code, this rank's error (`refusal`) and `more`. Cache folder and number of data workers
+    may differ.
     """
     options = flatten({k: v for k, v in to_dict(run).items() if v is not None})
     for name in ("data.cache", "data.workers"):
@@ -202,10 +211,13 @@ def rank_facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -
 def agree_on_start(
     request: TrainRequest, *, restarts: int, job: str, checked: bool, refusal: str | None = None
 ) -> StartMode:
-    """Called by all ranks right after joining. `restarts`, `job`: as the launcher of this rank
-    tells; `checked`: it has checked the folder before the first start. Raises ValueError on every
-    rank, with the same words, if the ranks differ, if one refuses (`refusal`), or if the folder
-    does.
+    """Return the way that the run starts, agreed on by all ranks, which call it right after
+    joining.
+
+    `restarts` and `job` are the number of restarts and the job id that this rank's launcher
+    reports; `checked`: the folder was checked before the processes started. Raises ValueError with
+    the same message on every rank where ranks differ, where one has an error (`refusal`), and for a
+    folder that cannot be used.
     """
     out, resume, overwrite = request.out, request.handling.resume, request.handling.overwrite
     consensus.require_same(
@@ -225,8 +237,8 @@ def agree_on_start(
 
 
 def on_first_rank(mesh: Mesh, work: Callable[[], T]) -> T:
-    """work(), done by the first rank alone; its value is everyone's. Raises Unusable on every rank
-    where it raises a ValueError.
+    """Call `work` on the first rank and return its result on every rank. A ValueError of it is
+    raised on every rank, as Unusable.
     """
     if mesh.size == 1:
         return work()
@@ -237,8 +249,8 @@ def on_first_rank(mesh: Mesh, work: Callable[[], T]) -> T:
 
 
 def require_same_data(loader: Loader, mesh: Mesh) -> None:
-    """Raises Unusable on every rank, with what differs, unless all ranks train on the same text:
-    one path may lead to other files on another host.
+    """Raise Unusable on every rank, naming the differences, unless the fingerprints of all ranks'
+    data are equal: one path may lead to other files on another host.
     """
     if mesh.size == 1:
         return
@@ -254,6 +266,9 @@ def require_same_data(loader: Loader, mesh: Mesh) -> None:
 
 
 def _check(request: TrainRequest) -> None:
+    """Raise ValueError where the run's folder cannot be used as --resume and --overwrite
+    request.
+    """
     handling = request.handling
     check_folder(request.out, handling.resume, handling.overwrite)
     if handling.overwrite:
@@ -263,5 +278,5 @@ def _check(request: TrainRequest) -> None:
 
 
 def _owners(out: Path) -> set[str]:
-    """The jobs that have emptied the folder; none if it was never emptied."""
+    """Return the jobs that have emptied the folder, by their ids; empty if it was never emptied."""
     return set(gate.read_text(out / OWNER, 2**20).splitlines()) if (out / OWNER).exists() else set()

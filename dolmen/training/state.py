@@ -64,12 +64,15 @@ class NewRows:
         return cls(config.first, max(1, round(config.share * steps)))
 
     def mask_gradients(self, model: Decoder) -> None:
-        """Remove all gradients but those of new rows; after backward, on every rank."""
+        """Zero the gradients of old rows in embedding and head, and remove all other gradients
+        (None), in place; after backward, on every rank.
+        """
         leaves = model.held()
         for name, p in model.named_parameters():
             if p.grad is None:
                 continue
             if leaves[name].is_vocabulary:
+                # tables are sharded by rows: a rank may have old rows only, new rows only, or both
                 old = max(0, self.first - region(p)[0].start)  # rows of this rank
                 local_view(p.grad)[:old].zero_()
             else:
@@ -77,7 +80,9 @@ class NewRows:
 
 
 def step_without_decay(optimizer: Optimizer) -> None:
-    """Step the optimizer without weight decay, so that rows without a gradient keep their bits."""
+    """Step the optimizer with weight decay set to 0, and restore it: rows whose gradient is zero
+    stay the same to the bit.
+    """
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0
@@ -87,8 +92,9 @@ def step_without_decay(optimizer: Optimizer) -> None:
 
 
 def reset_optimizer(optimizer: Optimizer) -> None:
-    """Reset moments and step count: old rows have no moments yet, and the count that corrects their
-    bias is shared by the whole table.
+    """Zero the optimizer's moments and its step count, in place, at the end of the frozen phase.
+    Old rows have no moments yet, and the step count that corrects their bias is shared by the whole
+    table.
     """
     optim.prime(optimizer)
     for group in optimizer.param_groups:
@@ -113,8 +119,8 @@ class SpikePolicy:
         self.factor, self.norms = factor, deque(maxlen=WINDOW)
 
     def allow(self, norm: float) -> bool:
-        """Return whether a step with this gradient norm may update, and remember a finite norm. A
-        norm that is not finite may not.
+        """Return whether a step with this gradient norm may update parameters: False for a norm
+        that is not finite or is a spike. Remembers every finite norm, so call it once per step.
         """
         if not math.isfinite(norm):
             return False
@@ -123,17 +129,18 @@ class SpikePolicy:
             and len(self.norms) >= LEAST
             and norm > self.factor * median(self.norms)
         )
+        # spikes too: after WINDOW / 2 steps at a new level that level is the median
         self.norms.append(norm)
         return not spike
 
     def state(self) -> list[float]:
-        """Return what a checkpoint keeps, exact in JSON: a resumed run decides as one that never
-        stopped.
+        """Return the remembered norms, for a checkpoint. They are exact in JSON, so a resumed run
+        decides as one that never stopped.
         """
         return list(self.norms)
 
     def load(self, norms: list[float]) -> None:
-        """Restore `state()`."""
+        """Replace the remembered norms by those of `state()`."""
         self.norms = deque(norms, maxlen=WINDOW)
 
 
@@ -166,7 +173,9 @@ class TrainState:
 
     @property
     def frozen_phase(self) -> NewRows | None:
-        """The rows that the coming step trains, where all else is frozen."""
+        """The new rows, if the coming step trains only them and everything else is frozen; else
+        None.
+        """
         rows = self.new_rows
         return rows if rows is not None and self.step < rows.until else None
 
@@ -174,7 +183,11 @@ class TrainState:
         check(self.objective, self.model.tree)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that a checkpoint keeps as tensors, by name, those of the critic included."""
+        """Return all tensors that a checkpoint stores, by name: weights (`model/NAME`), optimizer
+        moments (`KIND/NAME`), scales and histories of delayed fp8 scaling, and the same of the
+        critic with the prefix CRITIC. They are this rank's part and not copied: loading a
+        checkpoint writes into them.
+        """
         critic = {} if self.critic is None else self.critic.state.tensors()
         return {
             **optim.tensors(self.model, self.optimizer),
@@ -183,17 +196,23 @@ class TrainState:
         }
 
     def scaling(self) -> dict[str, Tensor]:
-        """Return those of `tensors` that are scales of delayed scaling."""
+        """Return the subset of `tensors` that are scales and amax histories of delayed fp8 scaling,
+        with those of the critic.
+        """
         critic = {} if self.critic is None else self.critic.state.scaling()
         return self.model.scaling() | {f"{CRITIC}{name}": t for name, t in critic.items()}
 
     def delayed(self) -> list[quantized_product.Delayed]:
-        """Return the delayed scaling of each weight that has it."""
+        """Return the delayed fp8 scaling object of each weight that has one, with those of the
+        critic.
+        """
         critic = [] if self.critic is None else self.critic.state.delayed()
         return [*self.model.delayed().values(), *critic]
 
     def names(self) -> set[str]:
-        """Return the names of the tensors of the whole model, of whatever stage."""
+        """Return the checkpoint names of all tensors of the model and critic, including those on
+        other pipeline stages.
+        """
         specs = self.model.tree.leaves
         critic = set() if self.critic is None else self.critic.state.names()
         own = optim.names(specs, self.config.name) | {
@@ -234,13 +253,17 @@ class Critic:
     """The KL coefficient of rewards in the next iteration."""
 
     def save(self) -> SavedCritic:
-        """Return what a checkpoint keeps of it, tensors aside."""
+        """Return the critic's state for a checkpoint, without its tensors: updates, loss scale,
+        norms of the spike policy, KL coefficient.
+        """
         state = self.state
         scale = state.scale.value, state.scale.good_steps
         return SavedCritic(state.updates, scale, tuple(state.spike.state()), self.coefficient.value)
 
     def resume(self, step: int, saved: SavedCritic) -> None:
-        """Set what it was after `step`, tensors aside."""
+        """Restore the state that was saved after `step`, without the tensors. The KL coefficient is
+        restored only where it adapts; a fixed one follows the options.
+        """
         state = self.state
         state.step, state.updates = step, saved.updates
         optim.set_step(state.optimizer, saved.updates)

@@ -90,7 +90,7 @@ class StepMetrics:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient norm are finite, those of the critic too."""
+        """Whether loss and gradient norm are finite, including those of the critic."""
         own = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
         return own and (self.critic is None or self.critic.finite)
 
@@ -103,15 +103,16 @@ def optimizer_step(
     observe: Callable[[Action], None] = lambda action: None,
 ) -> StepMetrics:
     """Train on this rank's rows of the global batch: forward and backward in the order of
-    state.schedule, reduce gradients, clip, update. Every rank of the mesh calls it.
+    state.schedule, reduce gradients, clip, update. Return the step's metrics; `state` changes in
+    place. Every rank of the mesh calls it.
 
     `batch` has global_batch_size / dp rows [rows, length], a multiple of the schedule's
     microbatches. Parameters, gradients and moments stay sharded as the model is.
 
     `observe` is called with each action of the schedule after it is done. `signal` is called after
     the last one and returns the number of a signal that this rank received, or 0. Raises
-    ValueError, with no parameter changed, where no token of the batch carries a loss, and for a
-    batch that the objective cannot be computed from.
+    ValueError, with no parameter changed, where no token of the global batch carries a loss, and
+    for a batch that the objective cannot be computed from.
     """
     if state.new_rows is not None and state.step == state.new_rows.until:
         reset_optimizer(state.optimizer)
@@ -185,8 +186,9 @@ def _loss_terms(state: TrainState, batch: Batch) -> list[LossTerm]:
 
 
 def _global_counts(state: TrainState, terms: list[LossTerm], mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Return the tokens that the global batch has, and the divisor of each term [terms]: fp64, on
-    the device. The host does not read them: the device would wait before its first product.
+    """Return, as fp64 on the device, the number of tokens of the global batch [] and the divisor of
+    each term's loss [terms]. The host does not read them, as it would wait for the device before
+    the first forward.
     """
     numbers = [each for term in terms for each in count_term(term, state)]
     numbers = [device.scalar_tensor(n, torch.float64, mesh.device) for n in numbers]
@@ -197,8 +199,8 @@ def _global_counts(state: TrainState, terms: list[LossTerm], mesh: Mesh) -> tupl
 def _reduce_over_world(
     local_sums: list[tuple[Tensor, Tensor]], counts: Tensor, mesh: Mesh
 ) -> tuple[list[Tensor], Tensor]:
-    """Reduce what `forward_backward` returned on every rank, in one collective. Return of each term
-    its mean loss and mean metrics [1 + names], and the tallies of all experts.
+    """All-reduce the results of `forward_backward` of all terms at once. Return for each term its
+    mean loss and mean metrics [1 + names], and the tallies of all experts.
     """
     tallies = torch.stack([each for _, each in local_sums]).sum(0)
     sizes = [len(sums) for sums, _ in local_sums]
@@ -211,8 +213,8 @@ def _reduce_over_world(
 
 
 def _reduce_gradients(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]:
-    """Finish the gradients: those of a tied weight are summed over its two stages, those of frozen
-    rows are removed. Return the trained parameters and the norm over all ranks, without the loss
+    """Complete the gradients, in place: sum those of a tied weight over its two stages, and mask
+    those of frozen rows. Return the trained parameters, and the global L2 norm [] without the loss
     scale.
     """
     parameters = [p for p in state.model.parameters() if p.requires_grad]
@@ -243,8 +245,8 @@ class StepNumbers(NamedTuple):
 def _read_back(
     tokens: Tensor, count: Tensor, norm: Tensor, signal: Tensor, losses: Tensor, router: Tensor
 ) -> StepNumbers:
-    """Copy all numbers to the host at once, in fp64, which is exact for counts up to 2^53. `losses`
-    is the loss followed by the objective's metrics, as of `combine_losses`.
+    """Copy all numbers to the host in one transfer, as fp64, which is exact for counts up to 2^53.
+    `losses` is what `combine_losses` returns: the loss, then metrics.
     """
     first = torch.stack([t.double() for t in (tokens, count, norm, signal)])
     values = device.read_back(torch.cat([first, losses, router]))
@@ -260,7 +262,9 @@ def _read_back(
 
 
 def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -> None:
-    """Clip the gradients at the global norm, remove the loss scale, and step the optimizer."""
+    """Clip the gradients at the global norm, remove the loss scale, and step the optimizer at the
+    learning rate `lr`; all in place.
+    """
     # one factor for both, so that gradients are read and written once
     factor = torch.full_like(norm, 1 / state.scale.value)
     if state.config.clip > 0:
@@ -275,7 +279,9 @@ def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -
 
 
 def count_term(term: LossTerm, state: TrainState) -> tuple[float, float]:
-    """Return this rank's tokens, for throughput, and its share of the divisor of the loss."""
+    """Return this rank's tokens that a term reads (for throughput), and its share of the divisor of
+    the term's loss.
+    """
     micros = term.batch.microbatches(len(term.batch.tokens) // state.schedule.micros)
     # encoders and scalar heads read all tokens, though only a few have a label
     reads_all = state.model.tree.both_ways or isinstance(state.model.tree.head, ScalarHeadSpec)
@@ -284,8 +290,8 @@ def count_term(term: LossTerm, state: TrainState) -> tuple[float, float]:
 
 
 def combine_losses(terms: Sequence[LossTerm], means: Sequence[Tensor]) -> Tensor:
-    """Return [loss of the step, metrics of the first term, loss of each further term], from the
-    means of each term [1 + names].
+    """Return [weighted sum of the losses, metrics of the first term, loss of each further term]
+    from the means [1 + names] of each term.
     """
     losses = [mean[:1] * term.weight for term, mean in zip(terms, means, strict=True)]
     return torch.cat([torch.stack(losses).sum(0), means[0][1:], *(mean[:1] for mean in means[1:])])
@@ -298,24 +304,31 @@ def forward_backward(
     count: Tensor,
     observe: Callable[[Action], None],
 ) -> tuple[Tensor, Tensor]:
-    """Add the gradients of a term, divided by its global `count` [], to those of the model.
+    """Run forward and backward of all microbatches of a term by the pipeline schedule, and add the
+    gradients of loss / `count`, its divisor [] over the global batch, to those of the model.
 
-    Return this rank's fp64 sums of its loss and metrics [1 + names], 0 on ranks without the last
-    stage, and the tallies of its experts (balance.local_tallies). Auxiliary losses of routers are
-    part of the gradients, with their own coefficients; `term.weight` does not scale them.
+    Return this rank's fp64 sums of loss and metrics [1 + names], 0 on ranks without the last stage,
+    and the tallies of its experts (balance.local_tallies). Auxiliary losses of routers are part of
+    the gradients, with their own coefficients; `term.weight` does not scale them.
     """
     model, micros, batch = state.model, state.schedule.micros, term.batch
     objective, rows = term.objective, len(batch.tokens)
     size, scale = rows // micros, state.scale.value
+    # a dropout mask follows from seed, step and row number: no layout or microbatch changes it
     key = seed_of(state.seed, f"dropout{term.noise}", state.step)
     key = device.scalar_tensor(key, torch.int64, mesh.device)
     sums = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=mesh.device)
     parts = batch.to(mesh.device).microbatches(size)
+    # auxiliary losses are means over the sequences of the global batch
     share = scale / (rows * mesh.dp.size)
     losses = balance.open_tallies(model, device.scalar_tensor(share, torch.float64, mesh.device))
     factor = scale * term.weight / count
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
+        """Run one stage's forward of a microbatch from its input `x` (None: tokens); return
+        activations, or on the last stage the scaled loss [], whose sums it accumulates.
+        """
+        # number of the row in the global batch
         first = mesh.dp.rank * rows + micro * size
         noise = (
             Noise(key, torch.arange(first, first + size, device=mesh.device))
@@ -346,6 +359,7 @@ def forward_backward(
     chunks = [model.blocks(chunk) for chunk in range(state.schedule.chunks)]
 
     def boundary() -> Tensor:
+        """Return an empty tensor of the shape that stages send to each other."""
         return model.boundary(size, batch.tokens.shape[1])
 
     pipeline.execute(

@@ -48,8 +48,9 @@ Guard = Callable[[Callable[[], int]], int]
 
 
 def run(request: TrainRequest, guarded: Guard = lambda work: work()) -> int:
-    """Train as requested; return the exit code. `guarded` calls what this process itself does of
-    the run, and decides about its exceptions. Raises BadInput for what is refused before that.
+    """Train as requested, in this process or in workers that it starts; return the exit code.
+    `guarded` runs this process's own part of the work and handles its exceptions. Raises BadInput
+    for errors that are found before.
     """
     started = process.read_launch()
     if started is None:
@@ -60,7 +61,9 @@ def run(request: TrainRequest, guarded: Guard = lambda work: work()) -> int:
 
 
 def _start_processes(request: TrainRequest, guarded: Guard) -> int:
-    """Train in this process, which nobody started, or in workers that it starts."""
+    """Train in this process, if one is enough and no restart is requested, else start workers, wait
+    for them and finish the run. Return the exit code.
+    """
     try:
         device = devices.choose_device(request.config.train.device, None, DEVICE)
     except ValueError as error:
@@ -76,7 +79,9 @@ def _start_processes(request: TrainRequest, guarded: Guard) -> int:
 
 
 def _join(request: TrainRequest, started: Launch, guarded: Guard) -> int:
-    """Train in a process that a launcher started. The others, who wait, are told its refusal."""
+    """Train in a process that a launcher started; return the exit code. An error in its options is
+    not raised here but passed on, as the other ranks wait for this one and must fail too.
+    """
     device, refusal, prepared = devices.CPU, None, None
     try:
         device = devices.choose_device(request.config.train.device, started, DEVICE)
@@ -91,8 +96,8 @@ def _join(request: TrainRequest, started: Launch, guarded: Guard) -> int:
 
 
 def count_processes(config: RunConfig, nproc: int | None) -> int | None:
-    """Return the processes to start: --nproc, else what the layout says, else the visible GPUs (a
-    multiple of tp x cp x pp), else what those need.
+    """Return the number of processes to start: --nproc, else the layout's size, else as many as the
+    visible GPUs allow, a multiple of tp x cp x pp; None without GPUs, where the layout decides.
     """
     if nproc is not None:
         return nproc
@@ -103,8 +108,8 @@ def count_processes(config: RunConfig, nproc: int | None) -> int | None:
 
 
 def try_functions(config: RunConfig) -> None:
-    """Start the user's reward functions and environment, and end them. Raises ValueError where they
-    cannot be imported.
+    """Start the worker processes of the user's reward functions and environment, and stop them
+    again. Raises ValueError where a function cannot be imported.
     """
     limit = config.rollout.timeout_seconds
     for _, name in rewards.parse_rewards(config.reward):
@@ -119,10 +124,11 @@ def try_functions(config: RunConfig) -> None:
 def prepare(
     request: TrainRequest, processes: int | None, starts: bool = True, verify: bool = True
 ) -> Prepared:
-    """Resolve and check the run, and tokenize its data. `starts`: this process starts the others,
-    so the run's folder and the devices of this machine are looked at too. `verify`: try the
-    tokenizer's expressions, and compare the cache with its digests. Raises BadInput for whatever
-    can be refused before the first process.
+    """Resolve and check the run, and tokenize its data into the cache. Raises BadInput for every
+    error that can be found before the first process starts.
+
+    starts: this process starts the others, so it also checks the folder, the GPUs and the functions
+    verify: also try the tokenizer's regular expressions, and compare the cache with its digests
     """
     config, out, handling = request.config, request.out, request.handling
     try:
@@ -166,9 +172,12 @@ def worker(
     prepared: Prepared | None = None,
     refusal: str | None = None,
 ) -> int:
-    """Train on `device`; return the exit code. `prepared`: the run, if this process has resolved
-    it. Raises BadInput for `refusal`, this rank's own, and for what only all ranks together can
-    see; Failed for what ends a run without being a mistake in the program.
+    """Join the process group, train on `device`, and write summary.json (first rank). Return the
+    exit code: 128 + signal after a signal.
+
+    `prepared` is the run, if this process has resolved it. `refusal` is the error of this rank,
+    which all ranks then raise as BadInput, as they do for what only all together can see. Raises
+    Failed for what ends a run without being a bug.
     """
     config, out = request.config, request.out
     if device.type == "cpu":
@@ -221,7 +230,9 @@ def worker(
 def _start(
     request: TrainRequest, started: Launch | None, device: torch.device, refusal: str | None
 ) -> StartMode:
-    """Return how the run starts, agreed on by all ranks. Raises BadInput."""
+    """Return the way that the run starts, agreed on by all ranks, and check that no two ranks share
+    a GPU. Raises BadInput on every rank.
+    """
     try:
         start = agree_on_start(
             request,
@@ -238,8 +249,9 @@ def _start(
 
 @contextmanager
 def explain_errors(out: Path) -> Iterator[None]:
-    """Within, an error that is no mistake of ours (damage, a full disk, a loss that is no number)
-    becomes one sentence that says what is saved. Mistakes of ours keep their traceback.
+    """Context manager that turns errors that are no bug (damaged files, a full disk, a loss that is
+    not finite) into BadInput or Failed with one sentence that says what is saved. Others pass with
+    their traceback.
     """
     try:
         yield

@@ -23,8 +23,9 @@ from dolmen.training.config import RunConfig
 
 
 def check_overwrite(run: RunConfig, out: Path, source: str | None) -> None:
-    """Raises ValueError where it would delete what the run reads, and what dolmen did not write;
-    `source`, a recipe or YAML file if any, may be the config.yaml that it writes again.
+    """Raise ValueError where --overwrite would delete a file that the run reads, or one that dolmen
+    did not write. `source` is the recipe or YAML file of the run; it may be the config.yaml in
+    `out`, which is written again.
     """
     base = out.resolve()
     for path in _read_by(run, source):
@@ -37,7 +38,7 @@ def check_overwrite(run: RunConfig, out: Path, source: str | None) -> None:
 
 
 def _read_by(run: RunConfig, source: str | None) -> set[Path]:
-    """Files and folders that the run reads, links followed, except those of the hub."""
+    """Return the local files and folders that the run reads, with links resolved."""
     models = (run.init, run.critic.init, run.objective.reference)
     rewards = [name for _, name in parse_rewards(run.reward) if is_reward_model(name)]
     data = (run.data.tokenizer, run.data.template, str(run.data.cache_folder))
@@ -53,9 +54,9 @@ def _read_by(run: RunConfig, source: str | None) -> set[Path]:
 
 
 def check_resume(run: RunConfig, out: Path) -> None:
-    """Raises ValueError where the run would go on from a damaged checkpoint, with another model
-    than the newest whole one's or to fewer steps than it has, over files that dolmen did not write,
-    and where the place of metrics.jsonl is taken.
+    """Raise ValueError where the run cannot resume from the newest checkpoint in `out`: it is
+    damaged, of another model or optimizer, or past the run's end; or where foreign files have names
+    that the run writes.
     """
     if out.is_dir():
         folder.check_names_free(
@@ -93,9 +94,7 @@ def check_resume(run: RunConfig, out: Path) -> None:
 
 
 def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
-    """Raises Unusable with the fields that differ, if the run saved at `step` is of another
-    model.
-    """
+    """Raise Unusable, naming the fields, where the run `saved` at `step` has another model."""
     assert run.model is not None
     try:
         before = _structure(*saved_state.model_of(saved))
@@ -110,7 +109,9 @@ def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
 
 
 def check_same_optimizer(saved: dict, run: RunConfig, step: int) -> None:
-    """Raises Unusable if the run saved at `step` keeps another optimizer's state."""
+    """Raise Unusable where the run `saved` at `step` has another kind of optimizer, whose state
+    cannot be used.
+    """
     before = saved.get("optimizer", {}).get("name", OptimizerConfig.name)  # there was one
     if before != run.optimizer.name:
         raise folder.Unusable(
@@ -137,7 +138,9 @@ def _structure(model: Model, training: Training) -> dict:
 
 
 def adapter_fields(adapter: LoraSpec | None) -> dict:
-    """Its targets by the last part of our names."""
+    """Return the options of adapters that must not change on resume; targets by the last part of
+    their names.
+    """
     if adapter is None:
         return {"rank": None}
     targets = {name.removesuffix(".weight").rpartition(".")[2] for name in adapter.targets}

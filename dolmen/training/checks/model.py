@@ -11,8 +11,8 @@ from dolmen.training.resolve import ResolvedRun
 
 
 def check_init(resolved: ResolvedRun) -> None:
-    """Raises ValueError or KeyError where the initial weights are not those of the run's model, or
-    are more than it trains.
+    """Raise ValueError or KeyError where the initial weights do not fit the run's model: other
+    shapes, parameters that the run would drop (biases of routers), or invalid fp8 scales.
     """
     run, init = resolved.config, resolved.config.init
     source, stated = resolved.weights, resolved.init
@@ -44,8 +44,9 @@ def check_init(resolved: ResolvedRun) -> None:
 
 
 def check_new_rows(resolved: ResolvedRun) -> None:
-    """Raises ValueError for rows of the vocabulary that are to be trained first and are not known,
-    and for an optimizer or adapters that cannot start after them.
+    """Raise ValueError where the frozen phase of new vocabulary rows is requested and the first new
+    row is unknown or out of range, there is no initial model, or optimizer or adapters do not
+    support it.
     """
     run = resolved.config
     if not run.train.new_rows.share:
@@ -72,8 +73,9 @@ def check_new_rows(resolved: ResolvedRun) -> None:
 
 
 def check_moments(resolved: ResolvedRun) -> None:
-    """Raises ValueError where the moments that the optimizer is to start with are not there, or not
-    those of what it trains.
+    """Raise ValueError where --optimizer.from-init is set and its moments cannot be used: no
+    --init, adapters (the moments are of frozen weights), no readable AdamW moments in the model, or
+    moments of another head. Shapes are compared later, on loading.
     """
     run = resolved.config
     if not resolved.inherits_moments:
@@ -104,8 +106,8 @@ def check_moments(resolved: ResolvedRun) -> None:
 
 
 def check_adapter(run: RunConfig) -> None:
-    """Raises ValueError for adapters that the model cannot have, and for what trains the weights
-    that they leave frozen.
+    """Raise ValueError where adapters have no initial model, or are combined with an option that
+    trains or rounds the frozen weights (fp8 with int8 storage, Muon, router bias).
     """
     if run.training.adapter is None:
         return

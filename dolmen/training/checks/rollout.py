@@ -28,8 +28,8 @@ REPLACED_BY_CRITIC = (
 
 
 def check_rollout(resolved: ResolvedRun) -> None:
-    """Raises ValueError where rollouts, their reward, the data and the objective do not belong
-    together, or the layout cannot generate.
+    """Raise ValueError where objective, prompts, rewards and rollout options do not fit together,
+    or the layout cannot generate.
     """
     run = resolved.config
     rewarded = bool(run.reward) or (run.objective.name == "grpo" and run.rollout.distills)
@@ -83,7 +83,9 @@ def check_rollout(resolved: ResolvedRun) -> None:
 
 
 def _check_rewards(resolved: ResolvedRun) -> None:
-    """Raises ValueError for an environment or a reward that is none."""
+    """Raise ValueError for an environment or a reward that does not exist or cannot score the run's
+    tokens.
+    """
     run = resolved.config
     if run.environment is not None:
         function_worker.check_function_name(run.environment, "environment")
@@ -95,7 +97,9 @@ def _check_rewards(resolved: ResolvedRun) -> None:
 
 
 def _check_replay(run: RunConfig) -> None:
-    """Raises ValueError where routers have no choice that could be made again."""
+    """Raise ValueError for routing replay of a model without experts, of a compiled model, and with
+    router biases that move between updates.
+    """
     if not run.tree.experts:
         raise ValueError(
             "rollout.routing-replay keeps which experts tokens go to, and the model has none: "
@@ -116,7 +120,7 @@ def _check_replay(run: RunConfig) -> None:
 
 
 def _check_layout(run: RunConfig) -> None:
-    """Raises ValueError where --rollout.tp does not divide the processes, or the model."""
+    """Raise ValueError where --rollout.tp does not divide the number of processes, or the model."""
     world, tp = run.layout.world, run.rollout.tp or run.layout.tp
     if world % tp:
         raise ValueError(
@@ -146,8 +150,8 @@ def check_group_size(config: RolloutConfig) -> None:
 
 
 def check_reward_model(resolved: ResolvedRun, name: str) -> None:
-    """Raises ValueError where the model at `name` does not end in one number, reads other tokens or
-    shorter texts than the run's, or does not go into its layout.
+    """Raise ValueError where the reward model `name` has no scalar head, another vocabulary, fewer
+    positions than the run's sequences, or a shape that the layout does not divide.
     """
     run, source = resolved.config, resolved.rewards[name]
     own, tree = run.data.tokenizer or resolved.tokenizer, source.tree
@@ -166,8 +170,9 @@ def check_reward_model(resolved: ResolvedRun, name: str) -> None:
 
 
 def check_ppo(resolved: ResolvedRun) -> None:
-    """Raises ValueError for options of PPO with another objective, for options of GRPO with PPO,
-    and for a critic that the model cannot have.
+    """Raise ValueError for options of PPO with another objective, for options of GRPO with PPO, for
+    a warm-up as long as the run, a KL horizon that may flip the coefficient's sign, and a critic
+    that does not fit.
     """
     run = resolved.config
     if run.objective.name != "ppo":
@@ -201,7 +206,7 @@ def check_ppo(resolved: ResolvedRun) -> None:
 
 
 def check_critic(resolved: ResolvedRun) -> None:
-    """Raises ValueError where the critic would start from a model of another shape or tokens."""
+    """Raise ValueError where the critic's initial model has another shape or vocabulary size."""
     run = resolved.config
     if run.critic.init is None or resolved.critic is None:
         return
@@ -219,8 +224,8 @@ def check_critic(resolved: ResolvedRun) -> None:
 
 
 def _shape_differences(run: RunConfig, source: Source) -> str:
-    """Return how the shape of the source differs from the run's model, the head aside; "" where it
-    does not.
+    """Return how the source's shape differs from the run's model, as text, ignoring the head; ""
+    where it does not.
     """
     body = replace(source.tree, head=run.tree.head)
     if body.leaves == run.tree.leaves:

@@ -38,7 +38,9 @@ from dolmen.training.resolve import ResolvedRun
 
 
 def check_finish(config: RunConfig) -> None:
-    """Raises ValueError for what cannot be done with the model at the end, or while it trains."""
+    """Raise ValueError for steps after or during training that the model does not support: export,
+    verification, a sample, tasks.
+    """
     model, finish, tree = config.known_model, config.finish, config.tree
     if finish.export:
         check_exportable(config)
@@ -65,14 +67,14 @@ def check_finish(config: RunConfig) -> None:
 
 
 def check_exportable(config: RunConfig) -> None:
-    """Raises ValueError where a config.json cannot say what is trained."""
+    """Raise ValueError where the trained model cannot be expressed by a config.json of
+    transformers.
+    """
     hf_export.check_expressible(config.known_model, config.train.training.apply_to(config.tree))
 
 
 def check_evaluation(config: RunConfig, tokenizer: PreTrainedTokenizer) -> None:
-    """Raises ValueError, before the run begins, for prompts that the model cannot take, and tasks
-    that are not known.
-    """
+    """Raise ValueError for unknown tasks and for sample prompts that are too long for the model."""
     options, model = config.evaluate, config.known_model
     if options.tasks is not None:
         tasks.check(options)
@@ -85,7 +87,9 @@ def check_evaluation(config: RunConfig, tokenizer: PreTrainedTokenizer) -> None:
 def check_prompt(
     tree: ModelSpec, options: DuringConfig, number: int, tokens: Sequence[int]
 ) -> None:
-    """Raises ValueError where a prompt and its new tokens are more than the model reads."""
+    """Raise ValueError where prompt number `number` and its new tokens exceed
+    max_position_embeddings.
+    """
     most = tree.max_position_embeddings
     if len(tokens) + options.max_new_tokens > most:
         raise ValueError(
@@ -97,7 +101,9 @@ def check_prompt(
 
 
 def check_layout(config: RunConfig) -> None:
-    """Raises ValueError for a layout that the model or the batch cannot have."""
+    """Raise ValueError for a layout that does not fit the model or the batch, and for a compiled
+    model with a schedule that splits backward.
+    """
     batch, microbatch = config.train.global_batch_size, config.microbatch_size
     config.layout.check(config.tree, config.sequence_length, batch, microbatch)
     if config.layout.make_schedule(batch, microbatch).splits_backward:
@@ -105,8 +111,9 @@ def check_layout(config: RunConfig) -> None:
 
 
 def check_precision(config: RunConfig) -> None:
-    """Raises ValueError, with the numbers, where the arithmetic cannot be as requested: Muon would
-    round float64, no product is left to round, or the layout cuts what shares a scale.
+    """Raise ValueError, with the numbers, for precision options that contradict each other or the
+    layout: Muon's bfloat16 with float64, no layer left in fp8, shards that cut a block with one fp8
+    scale.
     """
     if config.optimizer.muon.dtype == "bfloat16" and config.train.dtype == "float64":
         raise ValueError(
@@ -138,9 +145,8 @@ def check_precision(config: RunConfig) -> None:
 
 
 def check_length(config: RunConfig) -> None:
-    """Raises ValueError for a sequence that is longer than the model's, for two options that say
-    different things of the length of the run or of its warm-up, and for a step to be profiled that
-    never comes.
+    """Raise ValueError for a sequence longer than the model's maximum, for contradictory lengths of
+    the run or its warm-up, and for a step to be profiled after the last one.
     """
     config.check_length()
     check_agreement(config)
@@ -149,8 +155,8 @@ def check_length(config: RunConfig) -> None:
 
 
 def check_agreement(config: RunConfig) -> None:
-    """Raises ValueError, with the numbers, where two options say different things of how long the
-    run or its warm-up is.
+    """Raise ValueError, with the numbers, where two options set the length of the run, or of its
+    warm-up, to different values.
     """
     train, optimizer, each = config.train, config.optimizer, config.tokens_per_step
     a_step = (
@@ -181,7 +187,7 @@ def check_agreement(config: RunConfig) -> None:
 
 
 def check_profile(config: RunConfig, steps: int) -> None:
-    """Raises Unusable where a run of so many steps never comes to the one to be profiled."""
+    """Raise Unusable where the step to be profiled is after the last of `steps`."""
     if config.log.profile is not None and config.log.profile > steps:
         raise folder.Unusable(
             f"log.profile ({config.log.profile}) is over the run's {steps} steps: use "
@@ -190,7 +196,9 @@ def check_profile(config: RunConfig, steps: int) -> None:
 
 
 def check_objective(resolved: ResolvedRun) -> None:
-    """Raises ValueError where the objective, the data and the model do not belong together."""
+    """Raise ValueError where objective, kind of data and head of the model do not fit, and for a
+    reference model or pairs that cannot be used.
+    """
     config = resolved.config
     objective, rows = config.objective, config.data.rows
     wanted = objective.rows or (rows if rows in ("text", "chats") else "chats")
@@ -211,8 +219,8 @@ def check_objective(resolved: ResolvedRun) -> None:
 
 
 def check_pairs(config: RunConfig) -> None:
-    """Raises ValueError for batches that would cut a pair of completions, and for a preference loss
-    on a random model.
+    """Raise ValueError for batches or microbatches with an odd number of rows, which would split a
+    pair, and for DPO without an initial model.
     """
     batch = config.train.global_batch_size // (config.layout.dp or 1)
     if batch % 2 or config.microbatch_size % 2:
@@ -229,7 +237,7 @@ def check_pairs(config: RunConfig) -> None:
 
 
 def check_reference(resolved: ResolvedRun) -> None:
-    """Raises ValueError for a reference model with another vocabulary."""
+    """Raise ValueError for a reference model whose vocabulary has another size."""
     if resolved.reference is None:
         return
     own, other = resolved.config.tree.vocab_size, resolved.reference.tree.vocab_size
@@ -241,7 +249,9 @@ def check_reference(resolved: ResolvedRun) -> None:
 
 
 def validate(resolved: ResolvedRun) -> None:
-    """Raises ValueError or KeyError for a run that cannot be trained."""
+    """Raise ValueError or KeyError for a run that cannot be trained; all rules on options and
+    models.
+    """
     validate_computation(resolved)
     check_adapter(resolved.config)
     check_programs(resolved.config)
@@ -251,8 +261,8 @@ def validate(resolved: ResolvedRun) -> None:
 
 
 def validate_computation(resolved: ResolvedRun) -> None:
-    """Raises ValueError for what cannot be computed, whatever the initial model and the data are:
-    all that a dry run checks.
+    """Raise ValueError for a run that cannot be computed, whatever its initial weights and data
+    are: the rules that a dry run checks too.
     """
     config = resolved.config
     check_finish(config)
@@ -267,7 +277,7 @@ def validate_computation(resolved: ResolvedRun) -> None:
 
 
 def check_programs(config: RunConfig) -> None:
-    """Raises ValueError where a program that is to get numbers is not installed."""
+    """Raise ValueError where an experiment tracker of --log.to is not installed."""
     if lacking := metrics.not_installed(config.log.programs):
         raise ValueError(
             f"log.to has {lacking[0]}, which is not installed: pip install 'dolmen[log]', or leave "
