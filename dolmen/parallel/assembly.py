@@ -49,18 +49,21 @@ class _Entry:
 
 
 class _PartExchange:
-    """Parts to owners over one axis, and back: two collectives, however many matrices."""
+    """Sends parts of matrices to their owners over one axis, and results back: two all-to-alls,
+    however many matrices.
+    """
 
     def __init__(self, axis: Axis, entries: list[_Entry]):
         me, ranks = axis.rank, range(axis.size)
         self.axis, self.entries = axis, entries
         self.mine = [e for e in entries if e.owner == me]
         others = [e for e in entries if e.owner != me]
+        # stable within an owner: both sides list its matrices in the same order
         self.others = sorted(others, key=lambda e: e.owner)  # in the order of arrival
         self.cut = any(e.dim is not None for e in entries)
 
         def sizes(rank: int, where: int, entries: list[_Entry]) -> int:
-            """Elements that `where` has of the entries that `rank` owns."""
+            """Return how many elements rank `where` holds of the entries that `rank` owns."""
             return sum(math.prod(e.parts[where]) for e in entries if e.owner == rank)
 
         cut = [e for e in entries if e.dim is not None]
@@ -71,7 +74,10 @@ class _PartExchange:
         self.from_back = [sizes(r, me, entries) if r != me else 0 for r in ranks]
 
     def gather(self, held: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
-        """This rank's parts, by number -> what the axis holds of those that it owns."""
+        """Send this rank's parts (by matrix number) to their owners on the axis; return the joined
+        matrices that this rank owns. `like` gives dtype and device.
+        """
+        # every rank of the axis already holds the whole
         if not self.cut:
             return {e.number: held[e.number] for e in self.mine}
         going = [held[e.number] for e in self.others if e.dim is not None]
@@ -88,7 +94,9 @@ class _PartExchange:
         return {e.number: torch.cat(parts[e.number], e.dim or 0) for e in self.mine}
 
     def scatter(self, done: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
-        """Send results of owned matrices back; return this rank's part of every matrix."""
+        """Send results of owned matrices back over the axis; return this rank's part of every
+        matrix.
+        """
         parts = {e.number: _parts(done[e.number], e) for e in self.mine}
         going = [parts[e.number][r] for r in self.peers for e in self.mine]
         shapes = [e.parts[self.axis.rank] for e in self.others]
@@ -104,7 +112,9 @@ class _PartExchange:
         shapes: list[Shape],
         like: Tensor,
     ) -> list[Tensor]:
-        """`going`, in the order of the ranks they are for -> what has come, of these `shapes`."""
+        """All-to-all: `going`, tensors in the order of their destination ranks, `send` and
+        `receive` in elements per rank; returns what has come, in these `shapes`.
+        """
         flat = torch.cat([x.reshape(-1) for x in going]) if going else like.new_empty(0)
         axis = self.axis
         arrived = transfers.wait(transfers.start_all_to_all(flat, receive, send, axis), axis)
@@ -113,7 +123,9 @@ class _PartExchange:
 
 
 def _parts(whole: Tensor, entry: _Entry) -> list[Tensor]:
-    """Split a matrix into the parts of each rank of an axis."""
+    """Split a matrix into the parts of each rank of an axis, or repeat it where the axis does not
+    cut it.
+    """
     if entry.dim is None:
         return [whole] * len(entry.parts)
     return list(whole.split([shape[entry.dim] for shape in entry.parts], entry.dim))
@@ -133,11 +145,13 @@ class _Layout:
 
 
 class Assembly:
-    """Gathers each matrix of fixed parameters on its owner rank, and scatters results back."""
+    """Gathers each matrix of a fixed list of parameters on its owner rank, and scatters results
+    back.
+    """
 
     def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, cost: Callable[[int, int], float]):
         """`parameters`: [rows, columns], or stacks of such; the same ones in the same order on all
-        ranks that share them. `cost` of a matrix, by its shape, is what owners divide.
+        ranks that share them. `cost(rows, columns)` of a matrix is the work that owners balance.
         """
         ways = [_layout(p, mesh) for p in parameters]
         owners = _owners(ways, mesh, cost)
@@ -154,8 +168,11 @@ class Assembly:
         self.exchanges = [_PartExchange(axis, e) for axis, e in entries.items() if e]
 
     def _add(self, entries: dict[Axis, list[_Entry]], way: _Layout, owner: tuple[int, ...]) -> None:
-        """A matrix that this rank holds a part of, on each axis as far as it travels with it."""
+        """Register a matrix that this rank holds a part of, on each axis up to the one on which
+        another rank takes it. `owner`: the owner's rank on each inner axis.
+        """
         number, shape, cuts = len(self.shapes), way.shape, []
+        # the outermost axis has cut the matrix first: shapes shrink inwards
         for axis, dim in reversed(way.inner):
             parts = tuple(_shares(shape, dim, axis.size))
             cuts.append((axis, dim, parts))
@@ -163,13 +180,15 @@ class Assembly:
         self.shapes.append(way.shape)
         for (axis, dim, parts), rank in zip(reversed(cuts), owner, strict=True):
             entries[axis].append(_Entry(number, rank, dim, parts))
+            # it leaves this rank here: only the owner's rank carries it on to the next axis
             if rank != axis.rank:
                 return
         self.owned.append(number)
 
     def apply(self, make: Callable[[Tensor], Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-        """`parts`: this rank's of each matrix, those of a stack one after the other -> its parts of
-        what `make` gives of every whole one, in the same shapes.
+        """Apply `make` to each whole matrix on its owner and return this rank's parts of the
+        results. `parts`: this rank's part of each matrix, those of a stack one after the other;
+        shapes stay. Collective.
         """
         if not parts:
             return []
@@ -179,6 +198,7 @@ class Assembly:
             held |= exchange.gather(coming, parts[0])
         held = {number: make(held[number]) for number in self.owned}
         for exchange in reversed(self.exchanges):
+            # back through the axes in reverse: each exchange splits what it had joined
             made = {e.number: held.pop(e.number) for e in exchange.mine}
             held |= exchange.scatter(made, parts[0])
         return [held[number] for number in range(len(parts))]
@@ -194,12 +214,16 @@ def _shares(shape: Shape, dim: int | None, ranks: int) -> list[Shape]:
 
 
 def _layout(p: Tensor, mesh: Mesh) -> _Layout:
+    """Return how the matrices of a parameter are sharded, from its placements; axes of one rank are
+    left out.
+    """
     axes = {axis.name: axis for axis in (mesh.fsdp, mesh.edp, mesh.ep, mesh.tp)}
     stacked = p.ndim - 2
     inner, outer = [], []
     for name, dim in state.sharded_dims(p).items():
         if axes[name].size == 1:
             continue
+        # a cut stack gives each rank other matrices, whole along this axis
         if stacked and dim == 0:
             outer.append(axes[name])
         else:
@@ -211,8 +235,9 @@ def _layout(p: Tensor, mesh: Mesh) -> _Layout:
 def _owners(
     ways: list[_Layout], mesh: Mesh, cost: Callable[[int, int], float]
 ) -> list[list[tuple[int, ...]]]:
-    """Assign an owner to each matrix of each parameter: its owner's rank on every axis of
-    `inner`.
+    """Assign an owner to each matrix of each parameter, greedily: fewest holders first, then
+    costliest, to the least loaded rank that holds a part. Returns, per parameter and matrix, the
+    owner's rank on each inner axis.
     """
     # how far apart neighbours on an axis are among the ranks of a stage: fsdp = edp x ep, x tp
     tp, ep = mesh.tp.size, mesh.ep.size
@@ -228,13 +253,14 @@ def _owners(
         for ranks in product(*(range(axis.size) for axis, _ in way.inner)):
             steps = (r * apart[axis.name] for r, (axis, _) in zip(ranks, way.inner, strict=True))
             places[ranks] = first + sum(steps)
+        # ties go to the lowest rank, so that every rank computes the same owners
         _, place, owners[i][index] = min((load[at], at, ranks) for ranks, at in places.items())
         load[place] += cost(*way.shape)
     return owners
 
 
 def _holder_ranks(way: _Layout, index: int) -> tuple[int, ...]:
-    """The rank on each axis of `outer` that holds that matrix of a stack."""
+    """Return the ranks on the outer axes that hold the matrix at `index` of a stack."""
     ranks, size = [], way.stack
     for axis in reversed(way.outer):  # the outermost has cut first
         most = -(-size // axis.size)

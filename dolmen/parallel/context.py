@@ -43,8 +43,8 @@ from dolmen.ops.attention.spec import Attended, Keys, LogSum, Place, Queries, Va
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Sequences split over `axis`, here dim 1: S(1, zigzag). On an axis of size 1 everything is
-    whole and nothing is sent.
+    """Sequences split over `axis` in zigzag chunks, dim 1: S(1, zigzag). On an axis of size 1 every
+    method keeps the whole sequence and sends nothing.
     """
 
     axis: Axis
@@ -54,10 +54,11 @@ class ContextParallel:
 
     @property
     def backend(self) -> Attention:
+        """The attention backend named by `kernel`."""
         return ops.BACKENDS[self.kernel]
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """The chunks, of 2 x size, that a rank holds, in their order."""
+        """Return the two chunks, of 2 x size, that a rank holds, in their order."""
         return rank, 2 * self.axis.size - 1 - rank
 
     def indices(self, length: int, device: torch.device) -> Int64[Tensor, " here"]:
@@ -65,8 +66,8 @@ class ContextParallel:
         return self.split(torch.arange(length, device=device), 0)
 
     def split(self, x: Shaped[Tensor, "*whole"], dim: int) -> Shaped[Tensor, "*here"]:
-        """This rank's part of what all ranks hold whole (tokens, labels, starts); no autograd.
-        Raises ValueError where 2 x size does not divide the dim.
+        """Select this rank's tokens along `dim` of a tensor that all ranks hold whole (tokens,
+        labels, starts); no autograd. Raises ValueError where 2 x size does not divide the dim.
         """
         if self.axis.size == 1:
             return x
@@ -81,7 +82,9 @@ class ContextParallel:
         )
 
     def documents(self, whole: Documents) -> Documents:
-        """This rank's part of what is the same on all ranks, with runs where kernels ask for it."""
+        """Select this rank's tokens of `whole`, and build the runs that flash and cudnn kernels
+        need, one per chunk.
+        """
         here = whole.map_tensors(lambda t: self.split(t, 1))
         if self.kernel == "blocks":
             return here
@@ -94,8 +97,8 @@ class ContextParallel:
     def attention(self, q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
         """Attention of this rank's queries to the keys of all ranks: see ops/attention/spec.py.
 
-        q, k, v of length / size tokens, S(1, zigzag) -> the same. `attend` is of this rank's heads
-        and documents. With dropout keys and values are gathered, whatever `kind` says.
+        q, k, v are of length / size tokens, S(1, zigzag), and so is the result. `attend` is of this
+        rank's heads and documents. With dropout keys and values are gathered, whatever `kind` says.
         """
         if attend.dropout is not None:
             k, v = self.gather_keys(k, v)
@@ -124,7 +127,9 @@ class ContextParallel:
         Float[Tensor, "batch length kv_heads size"],
         Float[Tensor, "batch length kv_heads value_size"],
     ]:
-        """S(1, zigzag) -> R, in the order of the sequence; one collective."""
+        """All-gather keys and values, S(1, zigzag) -> R in the order of the sequence; one
+        collective, with autograd.
+        """
         if self.axis.size == 1:
             return k, v
         both = collectives.all_gather(torch.cat((k, v), 3), 1, self.axis)
@@ -132,14 +137,14 @@ class ContextParallel:
         return self._in_order(k), self._in_order(v)
 
     def _in_order(self, x: Tensor) -> Tensor:
-        """[batch, length, ...] in the order of ranks -> in that of the sequence."""
+        """Reorder dim 1 of what was gathered, by rank, to the order of the sequence."""
         first, second = x.unflatten(1, (self.axis.size, 2, -1)).unbind(2)
         return torch.cat((first, second.flip(1)), 1).flatten(1, 2)
 
     def visible(self, source: int, n: int, attend: Attend) -> Iterator[tuple[slice, slice, Place]]:
-        """The pairs of a chunk of this rank's queries and one of `source`'s keys, each of n tokens,
-        in which a query sees a key: where they are on their ranks, and in the sequence. A chunk's
-        own keys come first, and all its queries see one.
+        """Yield the pairs of a chunk of this rank's queries and a chunk of `source`'s keys (n
+        tokens each) in which some query sees some key: both slices within their ranks, and their
+        place in the sequence. A query chunk's own keys come first, so that each query has seen one.
         """
         theirs = list(enumerate(self.chunks(source)))[::-1]
         for i, query in enumerate(self.chunks(self.axis.rank)):
@@ -158,8 +163,8 @@ def merge(
     more: Float[Tensor, "*tokens size"],
     more_log_sum: Float[Tensor, "*tokens"],
 ) -> tuple[Float[Tensor, "*tokens size"], Float[Tensor, "*tokens"]]:
-    """Attention to two disjoint sets of keys from attention to each, the first of whose log_sums is
-    finite.
+    """Merge attention over two disjoint sets of keys, each given by its output and log-sum-exp; the
+    first log_sum must be finite. Returns the joint output and log-sum-exp.
     """
     total = torch.logaddexp(log_sum, more_log_sum)
     first, second = (log_sum - total).exp(), (more_log_sum - total).exp()
@@ -167,12 +172,12 @@ def merge(
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Both as one message, one after the other."""
+    """Concatenate keys and values into one flat message."""
     return torch.cat((k.flatten(), v.flatten()))
 
 
 def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of what `_packed` made of two like k and v, or of what lies like it."""
+    """Return views of a message that `_pack` made, shaped like k and v."""
     keys, values = kv.split((k.numel(), v.numel()))
     return keys.view(k.shape), values.view(v.shape)
 
@@ -188,8 +193,9 @@ def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _passing(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Keys and values of each rank and whose they are, this rank's own first. While the taker uses
-    one part the next is under way, and is waited for when the taker asks for it.
+    """Yield (source rank, its keys, its values) as they travel around the ring, this rank's own
+    first. While the caller uses one part the next is under way, and is waited for when the caller
+    asks for it.
     """
     kv = _pack(k, v)
     for hop in range(axis.size):
@@ -202,7 +208,7 @@ def _passing(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Te
 def _forward(
     q: Queries, k: Keys, v: Values, context: ContextParallel, attend: Attend
 ) -> tuple[Attended, LogSum]:
-    """-> out and log_sum, in fp32 or wider, without sinks."""
+    """Return out and log_sum of ring attention, in fp32 or wider, without sinks."""
     wide = torch.promote_types(q.dtype, torch.float32)
     log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=wide)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
@@ -224,7 +230,9 @@ def _backward(
     context: ContextParallel,
     attend: Attend,
 ) -> tuple[Queries, Keys, Values]:
-    """dq, dk, dv; `whole` is of all keys, and of sinks where there are any."""
+    """Return dq, dk, dv of ring attention; `whole` is (out, log_sum) over all keys,
+    sinks included.
+    """
     (out, log_sum), travelling = whole, None
     dq = torch.zeros_like(q, dtype=log_sum.dtype)
     for source, keys, values in _passing(k, v, context.axis):
@@ -251,7 +259,9 @@ def _backward(
 
 
 class _Ring(TypedFunction):
-    """Kept for backward: this rank's q, k, v and out, and one number per query and head."""
+    """Autograd of ring attention. Kept for backward: this rank's q, k, v and out, and one number
+    per query and head.
+    """
 
     @staticmethod
     def forward(
@@ -263,6 +273,7 @@ class _Ring(TypedFunction):
         context: ContextParallel,
         attend: Attend,
     ) -> Tensor:
+        """Return the attention output in q's dtype."""
         out, log_sum = _forward(q, k, v, context, attend)
         if sinks is not None:
             out, log_sum = join_sinks(out, log_sum, sinks)
@@ -276,6 +287,7 @@ class _Ring(TypedFunction):
     def backward(
         ctx: Context[tuple[ContextParallel, Attend]], g: Tensor
     ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v and the sinks."""
         q, k, v, sinks, out, log_sum = ctx.saved_tensors
         grads = _backward(g, q, k, v, (out, log_sum), *ctx.kept)
         dsinks = None if sinks is None else sink_gradient(g, out, log_sum, sinks)
@@ -290,13 +302,15 @@ def _ring(
     context: ContextParallel,
     attend: Attend,
 ) -> Tensor:
-    """Point-to-point messages do not trace: under torch.compile the graph breaks here."""
+    """Run ring attention; under torch.compile the graph breaks here, as point-to-point messages do
+    not trace.
+    """
     apply = _untraced if torch.compiler.is_compiling() else _apply
     return apply(q, k, v, sinks, context, attend)
 
 
 def _apply(*given: Any) -> Tensor:
-    """A function, as `untraced` marks it, which a method cannot be."""
+    """Call `_Ring.apply`: a function, as `disable_compile` cannot wrap a method."""
     return _Ring.apply(*given)
 
 

@@ -27,7 +27,7 @@ from dolmen.parallel.quantized_product import Product
 
 
 class Trip(NamedTuple):
-    """How rows came, which is how they go back."""
+    """How rows were dispatched, which `combine` needs to send them back."""
 
     groups: moe.Groups
     """The rows of each expert here, those of all ranks of ep."""
@@ -44,8 +44,9 @@ class Trip(NamedTuple):
 def dispatch(
     rows: Float[Tensor, "n H"], counts: Int64[Tensor, " E"], axis: Axis, kernel: bool
 ) -> tuple[Float[Tensor, "m H"], Trip]:
-    """Rows sorted by expert, `counts` of each -> those of this rank's E / ep experts, sorted, and
-    the trip, with the groups that one `kernel` takes, or a loop.
+    """Send rows [n, H], sorted by expert with `counts` rows for each of all E experts, to the ranks
+    of their experts. Returns the rows of this rank's E / ep experts, sorted by expert, and the trip
+    back, whose `groups` are device offsets for a `kernel`, or host counts for a loop.
 
     With ep > 1 there are two exchanges, and between them the host reads how much the second will
     bring, once. With ep 1 nothing is sent, and only a loop must know the counts.
@@ -82,11 +83,12 @@ def dispatch(
 
 
 def _ends(counts: Tensor) -> Tensor:
+    """Return the end offset of each group, int32 on the device, as F.grouped_mm takes it."""
     return counts.cumsum(0, dtype=torch.int32)
 
 
 def combine(rows: Float[Tensor, "m H"], trip: Trip, axis: Axis) -> Float[Tensor, "n H"]:
-    """The inverse of `dispatch`: each row back to the rank and the place it came from."""
+    """Send each row back to the rank and position it came from: the inverse of `dispatch`."""
     if trip.sorting is None:
         return rows
     order, back = trip.sorting
@@ -94,8 +96,8 @@ def combine(rows: Float[Tensor, "m H"], trip: Trip, axis: Axis) -> Float[Tensor,
 
 
 class _Rounded(TypedFunction):
-    """`rounded_linear`, a product for each expert, those without rows among them, as scales are
-    those of all ranks.
+    """Autograd of `rounded_linear`. Experts without rows take part too, as scales are shared with
+    other ranks, which may have rows for them.
     """
 
     @staticmethod
@@ -106,6 +108,7 @@ class _Rounded(TypedFunction):
         counts: Sequence[int],
         product: Product,
     ) -> Tensor:
+        """Return x W^T of each expert's rows, concatenated."""
         ctx.kept = counts, product
         wants_dx, wants_dw, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if wants_dw else None, weight if wants_dx else None)
@@ -115,6 +118,7 @@ class _Rounded(TypedFunction):
     def backward(
         ctx: Context[tuple[Sequence[int], Product]], g: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """Return the gradients of x and of the stacked weights, None where not needed."""
         (x, weight), (counts, product) = ctx.saved_tensors, ctx.kept
         wants_dx, wants_dw, *_ = ctx.needs_input_grad
         grads, dx, dw = g.split(list(counts)), None, None
@@ -131,7 +135,7 @@ def rounded_linear(
     counts: Sequence[int],
     product: Product,
 ) -> Float[Tensor, "m out"]:
-    """moe.grouped_linear with factors that are rounded, or a weight in eight bits: `counts` rows of
-    each expert.
+    """Multiply each expert's rows by its weight, by an 8-bit `product`: moe.grouped_linear where
+    factors are rounded, or weights stored in 8 bits. `counts`: rows of each expert, in order.
     """
     return _Rounded.apply(x, weight, counts, product)

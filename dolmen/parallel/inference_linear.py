@@ -52,12 +52,14 @@ class LaidOut(Protocol):
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
-        """x W^T + b, without autograd."""
+        """Return x W^T + b, without autograd."""
         ...
 
 
 class OneDnn:
-    """See above."""
+    """Product with a weight in oneDNN's packed fp32 format; a single row multiplies W^T
+    directly.
+    """
 
     def __init__(self, weight: Float[Tensor, "out in"]):
         own, wide = weight.detach(), weight.shape[0] > weight.shape[1]
@@ -67,6 +69,7 @@ class OneDnn:
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
+        """Return x W^T + b; 2 or 3 rows are repeated up to LEAST first."""
         rows = len(x)
         if rows == 1:
             return x @ self.one if bias is None else torch.addmm(bias, x, self.one)
@@ -76,7 +79,7 @@ class OneDnn:
 
 
 class Int8Rows:
-    """See above."""
+    """Product with a weight rounded to int8, one fp32 scale per output; x is rounded to bf16."""
 
     def __init__(self, weight: Float[Tensor, "out in"]):
         payload, self.scale = int8.quantise(weight)
@@ -89,13 +92,16 @@ class Int8Rows:
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
+        """Return x W^T + b in x's dtype."""
         x_whole = F.pad(x.bfloat16(), (0, self.beside)) if self.beside else x.bfloat16()
         y = compute.int8_product(x_whole, self.weight, self.ones).float() * self.scale
         return (y if bias is None else y + bias).to(x.dtype)
 
 
 def prepack(weight: Tensor, kind: Weights) -> LaidOut | None:
-    """Prepack a weight for faster CPU products than F.linear; None if there is no gain."""
+    """Prepack a weight for CPU products faster than F.linear's, in int8 or fp32. None if it is not
+    one matrix, or there is no gain (fp32: small, another dtype, or no oneDNN).
+    """
     if weight.ndim != 2:
         return None
     if kind == "int8":
@@ -106,7 +112,7 @@ def prepack(weight: Tensor, kind: Weights) -> LaidOut | None:
 
 
 class Pair(NamedTuple):
-    """One adapter beside one weight, as this rank multiplies it."""
+    """One LoRA adapter of one weight, as this rank multiplies it."""
 
     down: Float[Tensor, "rank in"]
     """A."""
@@ -130,8 +136,8 @@ class Segment(NamedTuple):
 
 @dataclass
 class AdapterAssignment:
-    """Adapter of each token of the current forward: set before it begins by who knows
-    whose they are, and read by every product. The one way from the texts to the products.
+    """Adapter of each token of the current forward. The engine sets `segments` before each forward,
+    and every multi-LoRA product reads them.
     """
 
     segments: Sequence[Segment] = ()
@@ -140,8 +146,8 @@ class AdapterAssignment:
 def segments(
     names: Sequence[str | None], counts: Sequence[int], device: torch.device
 ) -> list[Segment]:
-    """Build the segments of concatenated sequences: the adapter of each, and how many tokens of it
-    there are.
+    """Group the tokens of concatenated sequences by adapter: `names` and token `counts` of each
+    sequence, None for no adapter. A segment that has all tokens has no indices.
     """
     own: dict[str, list[int]] = {}
     first = 0
@@ -156,21 +162,21 @@ def segments(
 
 
 class MultiLora(NamedTuple):
-    """The adapters beside one weight, by their names, and who has which."""
+    """The adapters of one weight, by name, and the assignment of tokens to them."""
 
     pairs: Mapping[str, Pair]
     """Adapters of this weight, by name."""
     turn: AdapterAssignment
 
     def cut(self, mine: Callable[[Tensor], Tensor]) -> "MultiLora":
-        """See `Pair.cut`."""
+        """Return the adapters restricted to the output rows that `mine` selects."""
         return MultiLora({name: pair.cut(mine) for name, pair in self.pairs.items()}, self.turn)
 
     def added(
         self, y: Float[Tensor, "tokens out"], x: Float[Tensor, "tokens in"]
     ) -> Float[Tensor, "tokens out"]:
-        """y, the product of x just made, without its bias, with what each token's adapter makes of
-        it: in y's memory.
+        """Add each token's adapter product to y = x W^T, in y's memory, and apply DoRA's gain; y
+        must not include the bias. Returns y.
         """
         for name, own in self.turn.segments:
             pair = self.pairs.get(name)

@@ -32,6 +32,10 @@ from dolmen.parallel.vocabulary import LogitsCall, combine_vocabulary, logits_an
 
 
 class _LogProbabilities(TypedFunction):
+    """Autograd of log-probabilities and entropy; logits are recomputed in backward,
+    chunk by chunk.
+    """
+
     @staticmethod
     def forward(
         ctx: Context[LogitsCall],
@@ -42,18 +46,21 @@ class _LogProbabilities(TypedFunction):
         call: LogitsCall,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        """Return log p[label] and, `with_entropy`, the entropy of each token, else None."""
         entered, wide = call.tp.entered(x), torch.promote_types(x.dtype, torch.float32)
         out = torch.empty(labels.shape, dtype=wide, device=x.device)
         normalizer = torch.empty_like(out)
         entropy = torch.empty_like(out) if with_entropy else None
         for rows in call.chunks(len(labels), len(weight)):
             logits, _ = logits_and_slope(entered[rows], weight, wide, call.soft_cap, bias)
+            # two all-reduces over tp of one and two numbers per token
             maximum, e, sums, target = combine_vocabulary(
                 logits, labels[rows], call.first, call.tp.axis
             )
             out[rows] = (target - sums.log()).masked_fill(labels[rows] == loss.IGNORED, 0.0)
             normalizer[rows] = maximum + sums.log()
             if entropy is not None:
+                # entr(e) = -e log e, 0 at e = 0 where the formula has 0 times infinity
                 e_log_e = collectives.reduce_scalar(torch.special.entr(e).sum(-1), call.tp.axis)
                 entropy[rows] = sums.log() + e_log_e / sums
         ctx.kept = call
@@ -67,6 +74,7 @@ class _LogProbabilities(TypedFunction):
     def backward(
         ctx: Context[LogitsCall], g: Tensor, h: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        """Return gradients of x, weight and bias from g (of log p) and h (of the entropy)."""
         (x, weight, bias, labels, normalizer, entropy), call = ctx.saved_tensors, ctx.kept
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         entered, one = call.tp.entered(x), torch.ones_like(normalizer)
@@ -79,14 +87,17 @@ class _LogProbabilities(TypedFunction):
             logits, slope = logits_and_slope(
                 entered[rows], weight, normalizer.dtype, call.soft_cap, bias
             )
+            # l, in the logits' memory
             log_p = logits.sub_(normalizer[rows, None])
             if entropy is None or h is None:
                 p, of_entropy = log_p.exp_(), None
             else:
                 p = log_p.exp()
+                # -h p (l + H), in place
                 of_entropy = log_p.add_(entropy[rows, None]).mul_(p).mul_(-h[rows, None])
                 if slope is not None:
                     of_entropy *= slope
+            # `loss.gradient` gives (p - onehot) weight, hence the minus
             chunk = labels[rows], call.first, x.dtype, slope, -g[rows]
             dlogits = loss.gradient(p, one[rows], *chunk)
             if of_entropy is not None:
@@ -98,6 +109,7 @@ class _LogProbabilities(TypedFunction):
             if db is not None:
                 db += dlogits.sum(0)
         if dx is not None:
+            # no weight gradient is left to hide this reduction behind
             dx = call.tp.finish_back(call.tp.start_back(dx))
         return dx, *(None if d is None else d.to(weight.dtype) for d in (dw, db)), *[None] * 3
 
@@ -159,6 +171,7 @@ def log_probabilities_and_argmax(
     argmax = torch.empty_like(labels)
     for rows in call.chunks(len(labels), len(weight)):
         logits, _ = logits_and_slope(entered[rows], weight, wide, soft_cap, bias)
+        # before `combine_vocabulary`, which overwrites the logits
         local_maximum, at = logits.max(-1)
         maximum, _, sums, target = combine_vocabulary(logits, labels[rows], call.first, tp.axis)
         out[rows] = (target - sums.log()).masked_fill(labels[rows] == loss.IGNORED, 0.0)

@@ -75,8 +75,8 @@ class StageMessage(NamedTuple):
 
 
 def message_in(schedule: Schedule, rank: int, action: Action) -> StageMessage | None:
-    """Return the message that an action of `rank` waits for; None at the end of the line, nor where
-    it is a W.
+    """Return the message that an action of `rank` waits for; None if it is a W, or F of the first
+    or B and I of the last stage.
     """
     stage = schedule.stage_of(rank, action.chunk)
     message = StageMessage(action.kind == "F", action.micro, stage)
@@ -85,8 +85,8 @@ def message_in(schedule: Schedule, rank: int, action: Action) -> StageMessage | 
 
 
 def message_out(schedule: Schedule, rank: int, action: Action) -> StageMessage | None:
-    """Return the message that an action of `rank` sends; None at the end of the line, nor where it
-    is a W.
+    """Return the message that an action of `rank` sends; None if it is a W, or F of the last or B
+    and I of the first stage.
     """
     stage, forward = schedule.stage_of(rank, action.chunk), action.kind == "F"
     to = stage + 1 if forward else stage - 1
@@ -103,8 +103,8 @@ def messages_sent(schedule: Schedule, sender: int, to: int) -> list[StageMessage
 def acknowledged_messages(
     schedule: Schedule, sender: int, to: int
 ) -> dict[StageMessage, list[StageMessage]]:
-    """Map each message that rank `to` sends back to `sender` to those of `sender` that it has taken
-    since the one before.
+    """Map each message that rank `to` sends back to `sender` to the messages of `sender` that `to`
+    has received since its previous one: the message's arrival proves that those have left.
     """
     found: dict[StageMessage, list[StageMessage]] = {}
     taken: list[StageMessage] = []
@@ -119,12 +119,16 @@ def acknowledged_messages(
 
 
 def channel_axis(mesh: Mesh, sender: int, receiver: int) -> Axis:
-    """Return the axis of the channel from `sender` to `receiver`, ranks of pp; same for both."""
+    """Return the axis (mesh.up or mesh.down) whose group carries messages from rank `sender` to
+    rank `receiver` of pp.
+    """
     return mesh.up if receiver > sender else mesh.down
 
 
 class Channels:
-    """Sends and receives of this rank in one step, of tensors like those that `boundary` makes."""
+    """Sends and receives of this rank in one step. `boundary()` allocates a tensor like those that
+    cross stages.
+    """
 
     def __init__(self, schedule: Schedule, mesh: Mesh, boundary: Callable[[], Tensor]):
         self.schedule, self.mesh, self.boundary = schedule, mesh, boundary
@@ -144,8 +148,8 @@ class Channels:
         }
 
     def send(self, message: StageMessage, tensor: Float[Tensor, "..."]) -> None:
-        """Begin to send `tensor` to the rank of the stage that needs it, or hand it over where that
-        is this one. Nobody writes to it any more.
+        """Start sending `tensor` to the rank of the stage that needs it, without waiting, or hand
+        it over directly where that is this rank. Nobody may write to it afterwards.
         """
         me, peer = self.mesh.pp.rank, self.schedule.rank_of(message.stage)
         if peer == me:
@@ -156,7 +160,9 @@ class Channels:
         self.going[message] = work, tensor
 
     def post(self, message: StageMessage | None) -> None:
-        """Post the receives from the rank that sends `message`, up to and including that."""
+        """Post receives from the rank that sends `message`, in the order of its sends, up to and
+        including this one; None: no-op.
+        """
         if message is None:
             return
         # A receive takes whatever its peer sends next on this channel, for messages carry no name.
@@ -168,8 +174,8 @@ class Channels:
             self.posted[self.coming[peer].popleft()] = work, buffer
 
     def take(self, message: StageMessage | None) -> Tensor | None:
-        """The tensor of `message`, of `boundary`'s shape, that has come; None without one. What has
-        gone is let go.
+        """Wait for `message` and return its tensor; None for None. Also releases sent tensors that
+        have left.
         """
         self.going = {m: sent for m, sent in self.going.items() if not sent[0].is_completed()}
         if message is None:
@@ -185,7 +191,7 @@ class Channels:
         return tensor
 
     def finish(self) -> None:
-        """Wait for all that was sent."""
+        """Wait until all sent tensors have left, at the end of a step."""
         for work, _ in self.going.values():
             with profiling.record_range("pp", "wait"):
                 work.wait()
@@ -216,7 +222,9 @@ def connect(schedule: Schedule, mesh: Mesh) -> None:
 
 
 def routes(schedule: Schedule) -> list[tuple[int, int]]:
-    """(sender, receiver) of all that a step sends, in the order in which they are connected."""
+    """Return each (sender, receiver) pair of ranks that exchange messages in a step, in the order
+    in which `connect` connects them.
+    """
     lines = {
         (schedule.rank_of(stage), schedule.rank_of(stage + 1))
         for stage in range(schedule.stages - 1)
@@ -248,8 +256,8 @@ class StepWork:
 
 
 class _Step:
-    """The four kinds of action, and what this rank holds between them: of each microbatch and chunk
-    under way, from F to B or I the graph, from I to W the weight gradients that are left.
+    """The four kinds of action, and what this rank holds between them: per microbatch and chunk
+    under way, the autograd graph from F to B or I, and the deferred weight gradients from I to W.
     """
 
     def __init__(self, schedule: Schedule, mesh: Mesh, work: StepWork):
@@ -263,7 +271,9 @@ class _Step:
         self.left = Counter(a.chunk for a in schedule.actions[self.rank] if a.kind in "BW")
 
     def forward(self, action: Action, x: Tensor | None) -> None:
-        """F."""
+        """Run F on x (None on the first stage): keep the graph unless this is forward only, and
+        send y up.
+        """
         if x is not None:
             # what came over a channel is a leaf, in whose .grad backward leaves what goes on down
             x.requires_grad_(torch.is_grad_enabled())
@@ -279,7 +289,9 @@ class _Step:
             self.channels.send(message, y.detach())
 
     def backward(self, action: Action, dy: Tensor | None) -> None:
-        """B."""
+        """Run B from the gradient of y (None on the last stage): the whole backward, send dx down,
+        and reduce gradients over fsdp if it is the last.
+        """
         if self.splits:
             # the products of this model leave their dW to us in every backward, in a whole one too
             self.inputs(action, dy)
@@ -294,14 +306,16 @@ class _Step:
             self._reduction.after_weights(last)  # no backward, so no hook of FSDP's
 
     def inputs(self, action: Action, dy: Tensor | None) -> None:
-        """I."""
+        """Run I: compute and send dx, and keep the weight gradients deferred."""
         self._through_the_graph(action, dy)
         # all that was left there is of this backward: whatever was before it has been taken
         assert self.work.later is not None, "the schedule splits backward, its Work does not"
         self.products[action.micro, action.chunk] = self.work.later.take()
 
     def weights(self, action: Action) -> None:
-        """W."""
+        """Run W: compute the weight gradients that I deferred, and reduce them over fsdp if they
+        are the last.
+        """
         self.left[action.chunk] -= 1
         for product in self.products.pop((action.micro, action.chunk)):
             product()
@@ -309,12 +323,13 @@ class _Step:
 
     @property
     def _reduction(self) -> Reduction:
+        """The step's `Reduction`; asserts that it has one."""
         assert self.work.reduction is not None, "the schedule goes backward, its Work does not"
         return self.work.reduction
 
     def _through_the_graph(self, action: Action, dy: Tensor | None) -> bool:
-        """dx from dy, or on the last stage from the loss itself (None), and to the stage before;
-        whether there was a graph, as there is none where all is frozen.
+        """Run autograd from dy (None on the last stage: from the loss) to x, and send dx to the
+        stage before. Returns False where there was no graph, as all is frozen.
         """
         x, edge = self.graphs.pop((action.micro, action.chunk))
         if edge is not None:
@@ -327,8 +342,8 @@ class _Step:
 
 
 def execute(schedule: Schedule, mesh: Mesh, work: StepWork) -> None:
-    """Carry out `schedule.actions[mesh.pp.rank]`. Every rank of pp calls it with the same
-    schedule.
+    """Run this rank's list of actions, `schedule.actions[mesh.pp.rank]`. Collective: every rank of
+    pp calls it with the same schedule.
     """
     step, actions = _Step(schedule, mesh, work), schedule.actions[mesh.pp.rank]
     needs = [message_in(schedule, mesh.pp.rank, action) for action in actions]
@@ -352,7 +367,7 @@ def execute(schedule: Schedule, mesh: Mesh, work: StepWork) -> None:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule, in its order."""
+    """Return the schedule with its F actions alone, in their order, for evaluation."""
     kept = tuple(tuple(a for a in actions if a.kind == "F") for actions in schedule.actions)
     return Schedule(
         f"{schedule.name}, forward only",

@@ -21,13 +21,17 @@ from dolmen.core.mesh import Axis
 
 
 class _OverWidth(TypedFunction):
-    """Kept for backward: queries, keys, and one number per token of each."""
+    """Autograd of `rms_norm_over_width`. Kept for backward: queries, keys, and one number per token
+    of each.
+    """
 
     @staticmethod
     def forward(
         ctx: Context[Axis], q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, eps: float, axis: Axis
     ) -> tuple[Tensor, Tensor]:
+        """Return the normalised q and k times their weights `of_q` and `of_k`."""
         wide = [_wide(x) for x in (q, k)]
+        # one all-reduce of [2, batch, length] numbers serves queries and keys
         means = _means([x.square() for x in wide], axis)
         scales = [torch.rsqrt(mean + eps) for mean in means]
         ctx.kept = axis
@@ -37,11 +41,13 @@ class _OverWidth(TypedFunction):
 
     @staticmethod
     def backward(ctx: Context[Axis], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and both weights."""
         q, k, of_q, of_k, *scales = ctx.saved_tensors
         normal = [_wide(x) * scale for x, scale in zip((q, k), scales, strict=True)]
         dnormal = [_wide(g * w) for g, w in zip(grads, (of_q, of_k), strict=True)]
         means = _means([d * n for d, n in zip(dnormal, normal, strict=True)], ctx.kept)
         dx = [
+            # dx = r (g w - n m / width), where `mean` is m / width
             ((d - n * mean) * scale).to(q.dtype)
             for d, n, mean, scale in zip(dnormal, normal, means, scales, strict=True)
         ]
@@ -53,14 +59,16 @@ class _OverWidth(TypedFunction):
 
 
 def _wide(x: Tensor) -> Tensor:
+    """Return x in fp32, or fp64 unchanged."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def _means(
     parts: Sequence[Float[Tensor, "batch length _ size"]], axis: Axis
 ) -> tuple[Float[Tensor, "batch length 1 1"], ...]:
-    """Over the heads of all ranks, of each token of each tensor."""
+    """Return each tensor's mean per token over the heads of all ranks; one all-reduce for all."""
     sums = torch.stack([x.sum((2, 3), keepdim=True) for x in parts])
+    # under grouped-query attention keys have fewer heads, so another width
     widths = [x.shape[2] * x.shape[3] * axis.size for x in parts]
     return tuple(
         total / width for total, width in zip(collectives.sum_(sums, axis), widths, strict=True)
@@ -75,9 +83,10 @@ def rms_norm_over_width(
     eps: float,
     axis: Axis,
 ) -> tuple[Float[Tensor, "batch length heads size"], Float[Tensor, "batch length kv_heads size"]]:
-    """q / rms(q) times its weight, and the same of k: all S(2)@tp, weights S(0)@tp, heads of a rank
-    are no other's. Statistics are fp32 or wider, the cast to q's dtype comes before the product
-    with the weight, as in ops/norm.py.
+    """Return q / rms(q) times its weight, and the same of k, the mean square taken over all heads
+    of all tp ranks: q and k are S(2)@tp, weights S(0)@tp, and no head is on two ranks. Statistics
+    are fp32 or wider; the cast to q's dtype comes before the product with the weight, as in
+    ops/norm.py.
     """
     weights = (of_q.view(q.shape[2:]), of_k.view(k.shape[2:]))
     return _OverWidth.apply(q, k, *weights, eps, axis)

@@ -22,8 +22,8 @@ from dolmen.files import gate, kinds
 
 
 class Action(NamedTuple):
-    """One thing a rank does, with the `chunk`-th of its virtual stages; chunk 0 is not
-    written out.
+    """One thing a rank does with the `chunk`-th of its virtual stages: F, B, I or W of microbatch
+    `micro`. Written F3, or F3.1 for a chunk other than 0.
     """
 
     kind: str
@@ -53,21 +53,26 @@ class Schedule:
 
     @property
     def stages(self) -> int:
+        """Number of stages of the model: ranks times chunks."""
         return self.ranks * self.chunks
 
     @property
     def splits_backward(self) -> bool:
+        """True if any backward is split into I and W."""
         return any(action.kind == "I" for actions in self.actions for action in actions)
 
     def stage_of(self, rank: int, chunk: int) -> int:
+        """Return the stage that is the `chunk`-th of `rank`."""
         return (
             self.stages - 1 - rank if self.placement == "v" and chunk else chunk * self.ranks + rank
         )
 
     def chunk_of(self, stage: int) -> int:
+        """Return which chunk of its rank a stage is."""
         return stage // self.ranks
 
     def rank_of(self, stage: int) -> int:
+        """Return the rank that holds a stage."""
         return (
             self.stages - 1 - stage
             if self.placement == "v" and stage >= self.ranks
@@ -76,8 +81,9 @@ class Schedule:
 
 
 def from_file(path: str) -> Schedule:
-    """The schedule of a .txt or .yaml file (`actions:`, a list with one line of actions per rank,
-    and maybe `placement:`), unchecked. Raises ValueError.
+    """Read a schedule from a .txt file, or a .yaml one (`actions:`, a list with one line of actions
+    per rank, and optionally `placement:`), without checking it. Raises ValueError for a file that
+    is missing or malformed.
     """
     if not Path(path).is_file():
         raise ValueError(f"there is no schedule file {path}")
@@ -89,8 +95,9 @@ def from_file(path: str) -> Schedule:
 
 
 def parse_schedule(text: str, name: str) -> Schedule:
-    """The schedule of a text: a line of actions (`F0 F1 B0 B1`) for every rank, `#` for comments,
-    and `placement: v` where the stages go down the ranks and up again. Raises ValueError.
+    """Parse a schedule from text: one line of actions (`F0 F1 B0 B1`) per rank, `#` for comments,
+    and `placement: v` where stages go down the ranks and up again. `name` is the schedule's, and
+    the errors'. Raises ValueError.
     """
     placement, ranks = "loop", []
     for number, line in enumerate(text.splitlines(), 1):
@@ -115,19 +122,21 @@ def parse_schedule(text: str, name: str) -> Schedule:
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """The text that `parse_schedule` reads."""
+    """Return the schedule as text that `parse_schedule` reads."""
     head = "" if schedule.placement == "loop" else f"placement: {schedule.placement}\n"
     return head + "".join(" ".join(map(str, actions)) + "\n" for actions in schedule.actions)
 
 
 def format_yaml(schedule: Schedule) -> str:
-    """The YAML that `from_file` reads."""
+    """Return the schedule as YAML that `from_file` reads."""
     head = "" if schedule.placement == "loop" else f"placement: {schedule.placement}\n"
     lines = "".join(f"  - {' '.join(map(str, actions))}\n" for actions in schedule.actions)
     return f"{head}actions:\n{lines}"
 
 
 def _action(word: str, where: str) -> Action:
+    """Parse one action such as F3 or F3.1. Raises ValueError that starts with `where`."""
+    # at most 9 digits: a file cannot ask for lists of 10^30 entries
     found = re.fullmatch(r"([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", word)
     if not found:
         raise gate.refuse(
@@ -139,15 +148,17 @@ def _action(word: str, where: str) -> Action:
 
 
 def gpipe(ranks: int, micros: int, chunks: int = 1) -> Schedule:
-    """All forwards, then all backwards: every microbatch is held at once."""
+    """GPipe: all forwards, then all backwards, so every rank holds all microbatches at once. Raises
+    ValueError for several `chunks`.
+    """
     _single("gpipe", chunks)
     one = tuple(Action(kind, micro) for kind in "FB" for micro in range(micros))
     return Schedule("gpipe", ranks, micros, 1, (one,) * ranks)
 
 
 def one_f_one_b(ranks: int, micros: int, chunks: int = 1) -> Schedule:
-    """1F1B: warm-up forwards until the first backward arrives, then one forward, one backward: rank
-    r holds ranks - r microbatches.
+    """1F1B: ranks - r - 1 warm-up forwards on rank r, then one forward and one backward in turn, so
+    it holds at most ranks - r microbatches. Raises ValueError for several `chunks`.
     """
     _single("1f1b", chunks)
     return Schedule(
@@ -184,6 +195,7 @@ def interleaved_1f1b(ranks: int, micros: int, chunks: int = 2) -> Schedule:
             f"interleaved takes microbatches in groups of pp ({ranks}), and {micros} is not a "
             "multiple: change --train.global-batch-size, --train.microbatch-size or --layout.pp"
         )
+    # groups of `ranks` microbatches visit chunk 0, then chunk 1, ...
     order = [
         (group + m, c)
         for group in range(0, micros, ranks)
@@ -198,6 +210,7 @@ def interleaved_1f1b(ranks: int, micros: int, chunks: int = 2) -> Schedule:
         micros,
         chunks,
         tuple(
+            # warm-up of 2104.04473: units until the first backward can be back at rank r
             tuple(_alternate(forward, backward, 2 * (ranks - r - 1) + (chunks - 1) * ranks))
             for r in range(ranks)
         ),
@@ -205,9 +218,9 @@ def interleaved_1f1b(ranks: int, micros: int, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(ranks: int, micros: int, chunks: int = 1) -> Schedule:
-    """ZB-H1: 1F1B whose backward is split. Earlier stages get I a W sooner, and rank r is r weights
-    behind, which it does while it drains: so every rank holds `ranks` microbatches until their W,
-    what the first rank of 1F1B holds.
+    """ZB-H1: 1F1B whose backward is split into I and W. Rank r runs its W r microbatches late and
+    fills its drain with them, so earlier stages get input gradients sooner; every rank holds up to
+    `ranks` microbatches, as rank 0 of 1F1B does. Raises ValueError for several `chunks`.
     """
     _single("zero-bubble", chunks)
 
@@ -230,10 +243,10 @@ def zero_bubble(ranks: int, micros: int, chunks: int = 1) -> Schedule:
 
 
 def zero_bubble_v(ranks: int, micros: int, chunks: int = 2) -> Schedule:
-    """ZB-V: two chunks per rank, down the ranks and up again, so the loss is on rank 0 and no rank
-    waits for its first backward longer than another. No bubble but the skewed start when F, I and W
-    take the same time; every rank holds at most `ranks` microbatches. Raises ValueError for other
-    `chunks`.
+    """ZB-V: two chunks per rank, stages down the ranks and up again, so the loss is on rank 0, and
+    every rank waits equally long for its first backward. No bubble except the skewed start when F,
+    I and W take the same time; every rank holds at most `ranks` microbatches. Raises ValueError for
+    other `chunks`.
     """
     if chunks != 2:
         raise ValueError(
@@ -256,9 +269,9 @@ def zero_bubble_v(ranks: int, micros: int, chunks: int = 2) -> Schedule:
 
 
 def _v_shape(rank: int, ranks: int, micros: int) -> list[Action]:
-    """The list of one rank. Chunk 0 goes down the p ranks, chunk 1 up again: microbatch 0 is back
-    at rank r after 2 (p - r) - 1 forwards, and so many of chunk 0 fill the time until then. With
-    p = 2, and one unit of time for each of F, I and W:
+    """Return the actions of one rank of ZB-V. Chunk 0 goes down the p ranks, chunk 1 up again:
+    microbatch 0 is back at rank r after 2 (p - r) - 1 forwards, and so many of chunk 0 fill the
+    time until then. With p = 2, and one unit of time for each of F, I and W:
 
         rank 0 | F0 F1 F2 F0.1 I0.1 W0.1 F1.1 I1.1 W1.1 F3 I0 W0 ...
         rank 1 |    F0 F0.1 F1 F1.1 I0.1 W0.1 F2 I0 W0 ...
@@ -295,17 +308,19 @@ def _v_shape(rank: int, ranks: int, micros: int) -> list[Action]:
 
 
 def _alternate(forward: list[Action], backward: list[Action], warm: int) -> Iterator[Action]:
-    """`warm` forwards, then a forward and a backward in turn, then what is left of the
+    """Yield `warm` forwards, then a forward and a backward in turn, then the remaining
     backwards.
     """
     warm = min(warm, len(forward))
     yield from forward[:warm]
     for pair in zip(forward[warm:], backward, strict=False):
         yield from pair
+    # forwards that ran ahead leave as many backwards for the end
     yield from backward[len(forward) - warm :]
 
 
 def _single(name: str, chunks: int) -> None:
+    """Raise ValueError if schedule `name` is asked for more than one chunk per rank."""
     if chunks != 1:
         raise ValueError(
             f"{name} has one stage per rank, not {chunks}: use --layout.virtual-stages 1, or "

@@ -16,8 +16,9 @@ from dolmen.parallel.schedule import SCHEDULES, Action, Schedule, from_file
 
 
 def make_schedule(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedule:
-    """The schedule of that name, or the one in the file of that name, for `micros` microbatches a
-    step on `ranks` pipeline ranks of `chunks` virtual stages. Raises ValueError.
+    """Build the schedule called `name`, or read and check the one in the file of that name, for
+    `micros` microbatches a step on `ranks` pipeline ranks of `chunks` virtual stages. Raises
+    ValueError for an unknown name, numbers below 1, or a file that is for other numbers.
     """
     for knob, value in (
         ("layout.pp", ranks),
@@ -41,11 +42,14 @@ def make_schedule(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedu
 
 
 def read_schedule(path: str) -> Schedule:
-    """A checked schedule from a .txt or .yaml file. Raises ValueError."""
+    """Read and check a schedule from a .txt or .yaml file. Raises ValueError."""
     return check_schedule(_file(path))
 
 
 def _file(path: str) -> Schedule:
+    """Read a schedule file, unchecked. Raises ValueError that lists the known names for anything
+    else.
+    """
     if Path(path).suffix not in (".txt", ".yaml", ".yml"):
         raise ValueError(
             f"there is no schedule {brief(path)}: use {', '.join(SCHEDULES)}, or a .txt or .yaml "
@@ -55,8 +59,8 @@ def _file(path: str) -> Schedule:
 
 
 class Cost(NamedTuple):
-    """Time of an action of a whole rank (a chunk takes its share), and of a send between ranks,
-    which keeps neither of them busy.
+    """Time of each action of a whole rank (a chunk takes its share), and of a send between ranks,
+    during which both may compute.
     """
 
     forward: float = 1
@@ -97,10 +101,11 @@ class Simulation:
 
 
 def closed_form(schedule: Schedule, cost: Cost = Cost()) -> float | None:
-    """Idle time of a rank by its paper's formula, where that is exact, else None: for a file, where
-    sends take time, for zero-bubble where W takes longer than F or I, for zero-bubble-v where F, I
-    and W differ or there are fewer than 2 pp microbatches.
+    """Return a rank's idle time by its paper's formula where that is exact, else None: for a file,
+    where sends take time, for zero-bubble where W takes longer than F or I, for zero-bubble-v where
+    F, I and W differ or there are fewer than 2 pp microbatches.
     """
+    # the bubble: the skew of pp - 1 ranks, paid once at the start and once at the end
     (f, b, i, w, send), hops = cost, schedule.ranks - 1
     if send:
         return None
@@ -109,6 +114,7 @@ def closed_form(schedule: Schedule, cost: Cost = Cost()) -> float | None:
     if schedule.name == "interleaved":
         return hops * (f + b) / schedule.chunks
     if schedule.name == "zero-bubble" and w <= min(f, i):
+        # W that a rank has delayed fill its drain (2401.10241)
         return hops * (f + i) - min(schedule.micros - 1, hops) * w
     if schedule.name == "zero-bubble-v" and f == i == w and schedule.micros >= 2 * schedule.ranks:
         return hops * f / 2
@@ -120,8 +126,8 @@ WHOLE, IN_PARTS = {"F", "B"}, {"F", "I", "W"}
 
 
 def check_schedule(schedule: Schedule) -> Schedule:
-    """The schedule itself, if it does F and B (or I and W) once for every microbatch and stage, and
-    its lists run to their end. Raises ValueError with the rank and the action.
+    """Return the schedule if it does F and B (or I and W) exactly once per microbatch and stage,
+    and does not deadlock. Raises ValueError with the rank and the action.
     """
     s, name = schedule, schedule.name
     if len(s.actions) != s.ranks:
@@ -138,6 +144,9 @@ def check_schedule(schedule: Schedule) -> Schedule:
 
 
 def _check_rank(s: Schedule, rank: int) -> None:
+    """Raise ValueError for an action of `rank` that is unknown, out of range, repeated
+    or missing.
+    """
     seen: set[Action] = set()
     for action in s.actions[rank]:
         known = action.kind in ("F", "B", "I", "W")
@@ -169,7 +178,9 @@ Result = tuple[str, int, int]
 
 
 def _needs(schedule: Schedule, action: Action, stage: int) -> list[Result]:
-    """The results that an action at `stage` waits for."""
+    """Return the results that an action at `stage` waits for: F, the F of the stage before; B or I,
+    its own F and the gradient from the stage after; W, its own I.
+    """
     kind, micro, _ = action
     if kind == "F":
         return [("F", micro, stage - 1)] if stage else []
@@ -181,15 +192,17 @@ def _needs(schedule: Schedule, action: Action, stage: int) -> list[Result]:
 
 
 def simulate(schedule: Schedule, cost: Cost = Cost()) -> Simulation:
-    """`simulate_stages` where all stages take the same time: a chunk its share of a rank's."""
+    """Simulate a schedule whose stages all take the same time: `cost` is a rank's, of which a chunk
+    takes its share.
+    """
     return simulate_stages(schedule, (cost.of_chunk(schedule.chunks),) * schedule.stages)
 
 
 def simulate_stages(schedule: Schedule, costs: Sequence[Cost]) -> Simulation:
-    """Run the lists under their true dependencies: F after F of the stage before; B or I after F of
-    its stage and B or I of the stage after; W after I. An action starts as soon as its rank is free
-    and what it waits for has arrived. `costs` are of each stage by itself; its `send` is of what
-    comes of it. Raises ValueError where the lists deadlock.
+    """Simulate the lists under their true dependencies: F after F of the stage before; B or I after
+    F of its stage and B or I of the stage after; W after I. An action starts as soon as its rank is
+    free and what it waits for has arrived. `costs`: of each stage; `send` is the time of its
+    results' messages. Raises ValueError where the lists deadlock.
     """
     takes = [dict(zip("FBIW", cost, strict=False)) for cost in costs]
     rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]
@@ -207,6 +220,7 @@ def simulate_stages(schedule: Schedule, costs: Sequence[Cost]) -> Simulation:
             action = schedule.actions[rank][i]
             stage = schedule.stage_of(rank, action.chunk)
             needs = _needs(schedule, action, stage)
+            # a result has one reader on another rank; who waits for its own never goes on
             missing = next((need for need in needs if need not in done), None)
             if missing is not None:
                 waiting[missing] = rank
@@ -223,6 +237,7 @@ def simulate_stages(schedule: Schedule, costs: Sequence[Cost]) -> Simulation:
             done[result] = end
             if result in waiting:
                 ready.append(waiting.pop(result))
+    # no rank can run, and some stand before the end of their list
     if waiting:
         raise ValueError(
             _deadlock(
@@ -241,10 +256,14 @@ def simulate_stages(schedule: Schedule, costs: Sequence[Cost]) -> Simulation:
 
 
 def _peak(actions: tuple[Action, ...]) -> int:
+    """Return the most chunks' activations held at once: F adds one, B or W frees one."""
     return max(accumulate((kind == "F") - (kind in "BW") for kind, _, _ in actions))
 
 
 def _deadlock(schedule: Schedule, at: list[int], needs: dict[int, tuple[str, int, int]]) -> str:
+    """Return the error message: which ranks are stuck at which action, and what they wait for.
+    `at`: index of the action each rank stands at; `needs`: the missing result by rank.
+    """
     stuck = []
     for rank, (kind, micro, stage) in sorted(needs.items())[:4]:
         other, kinds = schedule.rank_of(stage), "F" if kind == "F" else "BI"

@@ -36,20 +36,22 @@ Style = Literal["columns", "rows", "sequence", "vocabulary"]
 def parallelize(
     module: nn.Module, plan: Mapping[str, Style], mesh: Mesh, zero: int = 0
 ) -> nn.Module:
-    """`module`, whose values every rank has alike, split over tp as `plan` says, and over dp as
-    stage `zero` of ZeRO; in place. A name of the plan may be a pattern, `layers.*.q_proj`; parts
-    that it does not name stay whole. Raises ValueError, with nothing changed, for a name that no
-    part has, a style that the part has not, and sizes that tp does not divide.
+    """Split `module`, identical on every rank, in place: over tp as `plan` says (part name or
+    pattern such as `layers.*.q_proj` -> style), and over dp as ZeRO stage `zero`. Parts that it
+    does not name stay whole. Returns the module. Raises ValueError, with nothing changed, for a
+    name that no part has, a style that the part cannot have, or sizes that tp does not divide.
     """
     styles = _styles(module, plan)
     for name, style in styles.items():
         _check(name, module.get_submodule(name), style, mesh.tp)
     places = _places(module, styles)
+    # `distribute` allocates shards; values are written into them afterwards
     values = {name: p.detach().clone() for name, p in module.named_parameters()}
     partial = set()
     for name, style in styles.items():
         part = module.get_submodule(name)
         if style == "sequence":
+            # each rank sees its own tokens, so its gradients are a part of the sum
             partial |= {f"{name}.{n}" for n, _ in part.named_parameters()}
             _shard_tokens(part, mesh.tp)
             continue
@@ -64,18 +66,19 @@ def parallelize(
 
 
 class _Columns(nn.Module):
-    """y_i = x W_i^T + b_i."""
+    """Column-parallel nn.Linear: y_i = x W_i^T + b_i, this rank's outputs."""
 
     def __init__(self, linear: nn.Linear, tp: Axis):
         super().__init__()
         self.weight, self.bias, self.tp = linear.weight, linear.bias, tp
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows here"]:
+        # copy: identity whose backward sums the gradients of x over tp
         return F.linear(collectives.copy(x, self.tp), self.weight, self.bias)
 
 
 class _Rows(nn.Module):
-    """y = sum over ranks of x_i W_i^T, + b."""
+    """Row-parallel nn.Linear: y = sum over ranks of x_i W_i^T, plus b once."""
 
     def __init__(self, linear: nn.Linear, tp: Axis):
         super().__init__()
@@ -87,7 +90,9 @@ class _Rows(nn.Module):
 
 
 class _Table(nn.Module):
-    """The row of each token."""
+    """Vocabulary-parallel nn.Embedding: each rank looks up its own rows, and the sum is
+    over ranks.
+    """
 
     def __init__(self, table: nn.Embedding, tp: Axis):
         super().__init__()
@@ -104,7 +109,7 @@ class _Table(nn.Module):
 
 
 class _Logits(nn.Module):
-    """Columns, put together."""
+    """Vocabulary-parallel nn.Linear: column-parallel, its outputs gathered on every rank."""
 
     def __init__(self, linear: nn.Linear, tp: Axis):
         super().__init__()
@@ -113,6 +118,7 @@ class _Logits(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows vocabulary"]:
         here = F.linear(collectives.copy(x, self.tp), self.weight, self.bias)
+        # rows need not divide: 10 over tp 4 are 3, 3, 3 and 1
         first, _ = vocabulary.vocabulary_range(self.rows, self.tp)
         return _join_parts(here, -1, first, self.rows, self.tp)
 
@@ -126,11 +132,14 @@ MADE: dict[tuple[Style, type[nn.Module]], Callable[[Any, Axis], nn.Module]] = {
 
 
 def _shard_tokens(part: nn.Module, tp: Axis) -> None:
-    """Let each rank compute `part` of its own tokens."""
+    """Add hooks to `part` so that each rank runs it on its own tokens (dim -2), and outputs are
+    gathered.
+    """
     if tp.size == 1:
         return
 
     def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        # the copy's backward sums over tp what the slice gives to each rank
         x, *others = given
         return collectives.local_part(collectives.copy(x, tp), -2, tp), *others
 
@@ -143,18 +152,22 @@ def _shard_tokens(part: nn.Module, tp: Axis) -> None:
 
 
 def _join_parts(here: Tensor, dim: int, first: int, size: int, tp: Axis) -> Tensor:
-    """S(dim) -> I, of parts that need not be equal: each is a partial sum of the whole, and its
-    gradient is that of its own part.
+    """Join parts along `dim` (negative) that may differ in size, S(dim) -> I, with autograd: `here`
+    starts at index `first` of `size`. Each rank pads its part with zeros and all are summed, so its
+    gradient is the slice of its part.
     """
     if tp.size == 1:
         return here
     behind = size - first - here.shape[dim]
+    # F.pad counts dims from the last, (before, after) each
     beside = [0, 0] * (-dim - 1) + [first, behind]
     return collectives.all_reduce_(F.pad(here, beside), tp)
 
 
 def _styles(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    """The style of each part that is named. Raises ValueError."""
+    """Return the style of each part that the plan's names and patterns match. Raises ValueError for
+    an unknown style, a pattern without match, or two styles for one part.
+    """
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, Style] = {}
     for pattern, style in plan.items():
@@ -174,8 +187,8 @@ def _styles(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
 
 
 def _places(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, state.Places]:
-    """How each parameter lies on tp. Raises ValueError where one that two parts share would lie in
-    two ways.
+    """Return each parameter's placement on tp. Raises ValueError where two parts share a parameter
+    that their styles place differently.
     """
     places: dict[str, state.Places] = {}
     first: dict[Tensor, str] = {}
@@ -184,10 +197,12 @@ def _places(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, state.P
         match styles.get(part), last:
             case (("columns" | "vocabulary"), _):
                 places[name] = state.Shard(0)
+            # the bias of rows stays whole: it is added once, after the sum
             case "rows", "weight":
                 places[name] = state.Shard(1)
             case _:
                 places[name] = state.Replicate()
+        # tied weights are one tensor and can be cut in one way only
         other = first.setdefault(p, name)
         if places[other] != places[name]:
             raise ValueError(
@@ -198,7 +213,9 @@ def _places(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, state.P
 
 
 def _check(name: str, part: nn.Module, style: Style, tp: Axis) -> None:
-    """Raises ValueError for a part that cannot have the style."""
+    """Raise ValueError if `part` cannot have the style: wrong module class, an embedding with
+    max_norm or scale_grad_by_freq, or a size that tp does not divide.
+    """
     if style == "sequence":
         return
     if (style, type(part)) not in MADE:
