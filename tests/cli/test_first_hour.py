@@ -112,7 +112,7 @@ def test_the_warning_of_a_warm_up_names_what_would_do(run, material):
 def test_a_folder_is_no_recipe(material, run):
     for folder, said in (
         (material.docs, f"if it is one of data: dolmen train pretrain --data.path {material.docs}"),
-        (run, f"dolmen train {run}/config.yaml takes its run"),
+        (run, f"dolmen train {run}/config.yaml starts its run"),
     ):
         result = dolmen("train", folder)
         assert result.code == 2 and result.err.startswith(f"dolmen train: {folder} is a folder")
@@ -362,7 +362,7 @@ def test_help_is_broken_into_lines_once():
     """
     shown = dolmen("train", "--help", "--all").out.partition("\noptions:")[2]
     lines = shown.splitlines()
-    assert "      that are visible. (default: None)" in lines
+    assert "      --layout.dp, the visible GPUs. (default: None)" in lines
     for line, after in pairwise(lines):
         indent, word = re.match(r"( *)(\w*)", after).groups()
         if word and re.match(rf"{indent}\w", line):  # of one text

@@ -228,7 +228,7 @@ def test_a_launcher_killed_while_two_ranks_train_leaves_none(material, tmp_path)
 
 def test_workers_import_nothing_of_the_folder_they_run_in(tmp_path, monkeypatch, capfd):
     """It may be a model's, downloaded; where this process imports from there, so do they."""
-    (tmp_path / "yaml.py").write_text("raise SystemExit(9)")
+    (tmp_path / "rich.py").write_text("raise SystemExit(9)")
     monkeypatch.setenv("PYTHONPATH", tinyrun.path_of())
     monkeypatch.chdir(tmp_path)
     assert launcher.launch(1, ["recipes"]) == 0 and "quickstart" in capfd.readouterr().out

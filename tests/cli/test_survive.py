@@ -147,7 +147,7 @@ if RANK:
     from dolmen.core.messages import BadInput, Failed
     def work(): raise {error}
     if RANK == "1": time.sleep(60)
-    process.guarded(work)
+    process.run_worker(work)
 """
 
 

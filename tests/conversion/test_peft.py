@@ -21,7 +21,7 @@ from tinyrun import dolmen
 
 from dolmen.conversion import peft as folders
 from dolmen.conversion import peft_config
-from dolmen.conversion.source import load_weights, open_source
+from dolmen.conversion.source import load_weights, open_adapters, open_source
 from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import BadInput
 from dolmen.files import safetensors
@@ -154,7 +154,7 @@ def test_what_could_not_be_multiplied_beside_a_base_is_refused(tmp_path):
             "generate", [str(folder / "base")], Layout(), "cpu", weights=weights, adapters=[fr]
         )
 
-    with pytest.raises(BadInput, match=r"adapter fr: it adapts head.weight, .*dolmen export"):
+    with pytest.raises(BadInput, match=r"adapter fr: it adapts head.weight; .*dolmen export"):
         check("head", "stated")
     check("dora", "stated")
     with pytest.raises(BadInput, match="adapter fr: it is DoRA, .* leave out --weights int8"):
@@ -181,7 +181,7 @@ def test_adapters_may_be_a_hub_id(tmp_path, monkeypatch):
     fetched = {file.name for file in (tmp_path / "cache/org/fr").iterdir()}
     assert fetched == {folders.CONFIG, folders.WEIGHTS}
     there = folders.read(tmp_path / "adapter", source.model)
-    over = source.open_adapters("org/fr", open_source("org/base"))
+    over = open_adapters("org/fr", open_source("org/base"))
     assert over.form == there.form
     for weight in there.form.targets:
         merged = there.merge(weight, open_source(tmp_path / "base").read(weight))

@@ -263,7 +263,7 @@ def generated(model, **words) -> dict[int, list[int]]:
 
 def test_what_asks_for_weights_that_are_gone_is_refused(model):
     opened = opened_alone(model)
-    with pytest.raises(ValueError, match="opened for --weights int8 alone, and stated ones"):
+    with pytest.raises(ValueError, match="opened for --weights int8 only, not stated"):
         Engine(opened)
     with pytest.raises(ValueError, match="and stated ones are asked for"):
         opened.prepack("stated")

@@ -119,7 +119,7 @@ def material_docs(start):
             ("--objective.center-rewards-coefficient", -1),
             "objective.center-rewards-coefficient is -1.0",
         ),
-        (("--objective.beta", 0.3), "is of dpo"),
+        (("--objective.beta", 0.3), "applies to dpo"),
         (("--finish.export", "--finish.sample", "x"), "a reward model ends in one number"),
     ],
 )

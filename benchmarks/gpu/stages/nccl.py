@@ -33,7 +33,7 @@ COVERED = {
     "all_reduce_": ("all_reduce", "all_reduce_"),
     "all_gather": ("all_gather", "all_gather of columns"),
     "reduce_scatter": ("reduce_scatter",),
-    "exchange": ("exchange",),
+    "all_to_all": ("all_to_all",),
     "sum_": ("sum_",),
     "reduce_scalar": ("reduce_scalar",),
 }
@@ -111,7 +111,7 @@ def calls(axis: Axis) -> dict[str, Callable[[Tensor], Tensor]]:
         "all_gather": lambda x: c._AllGather.apply(x, 0, axis),
         "all_gather of columns": lambda x: c._AllGather.apply(x, 1, axis),
         "reduce_scatter": lambda x: c._ReduceScatter.apply(x, 0, axis),
-        "exchange": lambda x: c._Exchange.apply(x, [6], [6], axis),
+        "all_to_all": lambda x: c._AllToAll.apply(x, [6], [6], axis),
         "sum_": plain(lambda x: c.sum_(x.clone(), replace(axis, size=2))),
         "reduce_scalar": plain(lambda x: c.reduce_scalar(x, replace(axis, size=2))),
     }
