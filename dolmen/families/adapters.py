@@ -61,8 +61,8 @@ class AdapterConfig:
             )
 
     def of(self, model: Model) -> LoraSpec | None:
-        """The adapters of a model, None where there are none. Raises ValueError for a target that
-        it does not have, and for a rank over that of any of their matrices.
+        """Return the LoRA spec of a model; None if no rank is set. Raises ValueError for a target
+        that the model lacks, and for a rank above that of every matrix.
         """
         if self.rank is None:
             return None
@@ -77,7 +77,9 @@ class AdapterConfig:
 
 
 def targets(model: Model, names: Collection[str]) -> frozenset[str]:
-    """Full names of the weights that `names` are of. Raises ValueError for a name that none has."""
+    """Return the full names of the weights that `names` select ("all-linear": all that take an
+    adapter). Raises ValueError for a name that selects none.
+    """
     known = _module_weights(model)
     if unknown := sorted(set(names) - known.keys() - {ALL}):
         head = (
@@ -94,7 +96,9 @@ def targets(model: Model, names: Collection[str]) -> frozenset[str]:
 
 
 def _module_weights(model: Model) -> dict[str, set[str]]:
-    """Last part of a module's name -> the full names of ours, of all that can have an adapter."""
+    """Return last part of a module's name in transformers (q_proj) -> our full names of its
+    weights, of all that can have an adapter.
+    """
     leaves, found = model.tree.leaves, dict[str, set[str]]()
     for stored, entry in weight_map(model).entries.items():
         ours = {name for name in entry.ours if leaves[name].role in ADAPTED}
@@ -104,5 +108,5 @@ def _module_weights(model: Model) -> dict[str, set[str]]:
 
 
 def _last(stored: str) -> str:
-    """q_proj of model.layers.0.self_attn.q_proj.weight."""
+    """Return the last part of a module's name: q_proj of model.layers.0.self_attn.q_proj.weight."""
     return stored.removesuffix(".weight").rpartition(".")[2]

@@ -27,7 +27,9 @@ LONGEST = ("max_position_embeddings", "model_max_length")
 
 
 def assume_variant(config: Mapping[str, Any]) -> dict[str, str]:
-    """Head and positions, where they are not stated."""
+    """Return the fields `head` and `positions` that the config leaves open, with values assumed
+    from vocabulary size, z_loss_weight, width and the name of the length field.
+    """
     second = 2 * config["vocab_size"] > sum(TOKENS) or config["z_loss_weight"] is not None
     short, long = (config[name] is not None for name in LONGEST)
     alibi = long and not short or config["hidden_size"] >= WIDE
@@ -36,7 +38,9 @@ def assume_variant(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """Raises ValueError for a loss of large logits, which changes what is trained, and no logit."""
+    """Return the spec of a Baichuan config.json. Raises ValueError for a z_loss_weight, which
+    changes the loss and no logit.
+    """
     if config["z_loss_weight"]:
         raise ValueError(
             f"z_loss_weight is {config['z_loss_weight']}: dolmen trains without a loss of the "
@@ -55,6 +59,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Baichuan config.json for a spec."""
     mixer, mlp = common.attention(tree), common.mlp(tree)
     return {
         **common.write(tree, FIELDS),
@@ -67,6 +72,7 @@ def write(tree: ModelSpec) -> dict[str, Any]:
 
 
 def rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of Baichuan: Llama's with q, k, v fused one after the other."""
     packed = Split(llama.LAYER + "self_attn.W_pack", common.QKV, 1, (1, 1, 1))
     return llama.llama_like_rules(tree, instead=[packed])
 

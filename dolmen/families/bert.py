@@ -76,9 +76,10 @@ def read_encoder(
     follows: bool = False,
     head_activation: Activation | None = None,
 ) -> ModelSpec:
-    """The tree of a config.json; `padding`: a token that no position counts, behind whose row in
-    the table of positions that of the first is; `follows`: it says of two texts whether the second
-    follows; `head_activation`: unset, that of the layers. Raises ValueError naming the field.
+    """Return the spec of a BERT-like config.json. `padding`: id of the padding token, which no
+    position counts; real positions use the table rows after `padding` (RoBERTa). `follows`: the
+    head also has next-sentence logits. `head_activation`: unset, that of the layers. Raises
+    ValueError for an untied head and for a position table without usable rows.
     """
     offset = 0 if padding is None else padding + 1
     if not config["tie_word_embeddings"]:
@@ -118,7 +119,9 @@ def read_encoder(
 
 
 def write_encoder(tree: ModelSpec) -> dict[str, Any]:
-    """The fields that both have."""
+    """Return the fields that BERT and RoBERTa share, for a spec. Raises ValueError without a
+    position table.
+    """
     mlp, table = common.mlp(tree), expect(tree.embedding.positions, PositionTable, "positions")
     return {
         **common.write(tree, FIELDS),
@@ -131,12 +134,16 @@ def write_encoder(tree: ModelSpec) -> dict[str, Any]:
 
 
 def follows(tree: ModelSpec) -> bool:
-    """See Head. Raises ValueError for another head."""
+    """Return whether the spec's LM head has next-sentence logits. Raises ValueError for a scalar
+    head.
+    """
     return expect(tree.head, LMHeadSpec, "head").follows
 
 
 def encoder_rules(prefix: str, head: Mapping[str, str], logits: Rename) -> list[Rule]:
-    """Names of weights: of the body under `prefix`, of the `head`, and of its `logits`."""
+    """Return the weight rules of an encoder: its body under `prefix`, the `head` modules (stored
+    name -> ours), and the rule of its `logits`.
+    """
     return [
         *(Rename(f"{prefix}.embeddings.{hf}", ours) for hf, ours in EMBEDDINGS.items()),
         *(
@@ -164,15 +171,20 @@ BERT_HEAD = {
 
 
 def read_bert(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a BERT config.json, with the next-sentence head if its architecture is
+    BertForPreTraining.
+    """
     return read_encoder(config, follows=BOTH in (config["architectures"] or ()))
 
 
 def write_bert(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a BERT config.json for a spec; architectures tells which head it has."""
     architecture = BOTH if follows(tree) else MASKED
     return {**write_encoder(tree), "architectures": [architecture]}
 
 
 def bert_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of BERT; the logits' bias is stored as cls.predictions.bias."""
     logits = Rename("cls.predictions", "head", weight="decoder.weight")
     return encoder_rules("bert", BERT_HEAD, logits)
 
@@ -215,8 +227,9 @@ ROBERTA_HEAD = {"lm_head.dense": "transform", "lm_head.layer_norm": "transform.n
 
 
 def read_roberta(config: dict[str, Any]) -> ModelSpec:
-    """Position 0 has the row behind that of the padding's token, and padding itself that one; the
-    head has gelu, whatever the layers have.
+    """Return the spec of a RoBERTa config.json: position i uses the table row pad_token_id + 1 + i,
+    padding tokens the row pad_token_id; the head's activation is gelu whatever the layers have.
+    Raises ValueError without a padding token.
     """
     padding = config[PADDING]
     if padding is None or padding < 0:
@@ -227,11 +240,13 @@ def read_roberta(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_roberta(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a RoBERTa config.json for a spec."""
     table = expect(tree.embedding.positions, PositionTable, "positions")
     return {**write_encoder(tree), PADDING: table.padding}
 
 
 def roberta_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of RoBERTa."""
     return encoder_rules(
         "roberta", ROBERTA_HEAD, Rename("lm_head", "head", weight="decoder.weight")
     )

@@ -46,6 +46,7 @@ NORMED = SequentialResidual(residual="normed")
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a BLOOM config.json: ALiBi, a norm of the embedding, biases everywhere."""
     heads, norm = config["n_head"], common.layer_norm(config)
     mixer = AttentionSpec(
         heads,
@@ -65,6 +66,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a BLOOM config.json for a spec."""
     return {
         **common.write(tree, FIELDS),
         "n_head": common.attention(tree).heads,
@@ -73,6 +75,7 @@ def write(tree: ModelSpec) -> dict[str, Any]:
 
 
 def rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of BLOOM: q, k, v of each head fused."""
     layer, ours = "transformer.h.{}.", "layers.{}."
     heads = common.attention(tree).heads
     qkv = tuple(f"{ours}attn.{part}" for part in "qkv")

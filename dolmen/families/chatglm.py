@@ -65,6 +65,9 @@ CHATGLM_FIELDS = (
 
 
 def read_chatglm(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a ChatGLM-6B config.json: two position streams, DeepNorm with the alpha of
+    28 layers, a plain mlp.
+    """
     turned = RopeSpec(common.head_size(config, CHATGLM_FIELDS), streams=2, halved=True)
     mixer = glm.attention(config, CHATGLM_FIELDS, turned)
     mlp = MLPSpec(config["inner_hidden_size"], gated=False, activation="gelu_tanh", bias=True)
@@ -79,6 +82,10 @@ def read_chatglm(config: dict[str, Any]) -> ModelSpec:
 
 
 def _blanks(config: dict[str, Any]) -> BlankInfilling:
+    """Return the special tokens that mark blanks. Without gmask_token_id (before version 1.1) ids
+    are those built into its code for the vocabulary size, [MASK] has priority, and <sop> keeps its
+    index.
+    """
     ids = special_tokens.special_ids(
         config, sop="bos_token_id", mask="mask_token_id", gmask="gmask_token_id"
     )
@@ -93,6 +100,9 @@ def _blanks(config: dict[str, Any]) -> BlankInfilling:
 
 
 def write_chatglm(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a ChatGLM-6B config.json for a spec; ids of version 0.1 go to the field
+    special_tokens.
+    """
     blanks = expect(tree.blanks, BlankInfilling, "blanks")
     ids = {mask.name: mask.token for mask in blanks.masks}
     stated = all(mask.behind == "stays" for mask in blanks.masks)
@@ -108,7 +118,9 @@ def write_chatglm(tree: ModelSpec) -> dict[str, Any]:
 
 
 def frame_chatglm(tokens: list[int], ids: Ids) -> list[int]:
-    """The blank is at the end, where the text has none."""
+    """Return prompt tokens followed by [gMASK] (if they have no mask token) and <sop>; unchanged if
+    they contain <sop>.
+    """
     if ids["sop"] in tokens:
         return tokens
     masked = {ids["gmask"], ids.get("mask")} & {*tokens}
@@ -218,6 +230,9 @@ CHATGLM2_FIELDS = (
 
 
 def read_chatglm2(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a ChatGLM2, ChatGLM3 or GLM-4-9B config.json: RMSNorm, gated mlp, and rope
+    over neighbours of the first half of each head.
+    """
     heads, size = config["num_attention_heads"], config["kv_channels"]
     size = common.head_size(config, CHATGLM2_FIELDS) if size is None else size
     bias = config["add_qkv_bias"]
@@ -236,6 +251,9 @@ def read_chatglm2(config: dict[str, Any]) -> ModelSpec:
 
 
 def _rope(size: int, ratio: float, ratio_of: str) -> RopeSpec:
+    """Return rope over `size` elements: rope_ratio divides positions or multiplies the base, by
+    `ratio_of`.
+    """
     if ratio_of == "positions":
         return RopeSpec(size, THETA, LinearScaling(ratio), interleaved=True)
     return RopeSpec(size, THETA * ratio, interleaved=True)
@@ -253,13 +271,14 @@ def _ratio_of(config: Mapping[str, Any]) -> str | None:
 
 
 def assume_chatglm2(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the assumed meaning of rope_ratio if neither the config nor the checkpoint's name says
-    it.
+    """Return {"rope_ratio_of": "base"} if neither the config nor the checkpoint's name says what
+    rope_ratio applies to; otherwise {}.
     """
     return {} if _ratio_of(config) else {"rope_ratio_of": RATIO_OF[0]}
 
 
 def write_chatglm2(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a ChatGLM2 config.json for a spec."""
     mixer = common.attention(tree)
     rope = expect(mixer.positions, RopeSpec, "positions")
     divided = rope.scaling.factor if isinstance(rope.scaling, LinearScaling) else None
@@ -277,6 +296,7 @@ def write_chatglm2(tree: ModelSpec) -> dict[str, Any]:
 
 
 def chatglm2_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of ChatGLM2: q, k, v fused one after the other, gate and up fused."""
     mixer = common.attention(tree)
     return glm.glm_like_rules(
         tree,
@@ -296,6 +316,7 @@ def is_chatglm2_config(config: Mapping[str, Any]) -> bool:
 
 
 def frame_chatglm2(tokens: list[int], ids: Ids) -> list[int]:
+    """Return prompt tokens after [gMASK] sop; unchanged if they contain [gMASK]."""
     return tokens if ids["gmask"] in tokens else [ids["gmask"], ids["sop"], *tokens]
 
 

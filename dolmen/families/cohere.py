@@ -17,7 +17,9 @@ COHERE_FIELDS = llama.fields_with(common.eps(EPS, 1e-5))
 
 
 def read_cohere(config: dict[str, Any]) -> ModelSpec:
-    """`attention_bias` puts biases on q, k, v and on the output projection."""
+    """Return the spec of a Command R config.json: parallel blocks after one LayerNorm, rope over
+    neighbours, scaled logits. `attention_bias` puts biases on q, k, v and o.
+    """
     bias = bool(config["attention_bias"])
     tree = llama.read_llama_like(
         config,
@@ -33,6 +35,7 @@ def read_cohere(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_cohere(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Command R config.json for a spec."""
     mixer = common.attention(tree)
     return {
         **llama.write_llama_like(tree, COHERE_FIELDS),
@@ -43,6 +46,7 @@ def write_cohere(tree: ModelSpec) -> dict[str, Any]:
 
 
 def cohere_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of Command R: Llama's with one norm per block."""
     return llama.llama_like_rules(tree, {"input_layernorm": "norm"})
 
 
@@ -88,7 +92,9 @@ COHERE2_FIELDS = llama.drop_fields(
 
 
 def read_cohere2(config: dict[str, Any]) -> ModelSpec:
-    """Raises ValueError where no layer slides: rope would turn nothing."""
+    """Return the spec of a Command R7B config.json: only layers with a window have rope. Raises
+    ValueError if no layer has a window, as rope would then act nowhere.
+    """
     sizes = windows.pattern_windows(config)
     if not any(sizes):
         raise ValueError(
@@ -105,6 +111,7 @@ def read_cohere2(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_cohere2(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Command R7B config.json for a spec, layer types included."""
     own = {field.name for field in COHERE2_FIELDS}
     fields = {**write_cohere(tree), **windows.write_types(tree)}
     return {name: value for name, value in fields.items() if name in own}

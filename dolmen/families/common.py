@@ -33,13 +33,13 @@ INITIALIZER_RANGE = Field(
 
 
 def vocab_size(default: int) -> Field:
-    """The first field of each family."""
+    """Return the field `vocab_size`, the first one of each family, with its default."""
     help_text = "Rows of the embedding and of the head, tokens."
     return Field("vocab_size", kinds.VOCABULARY, default, help_text)
 
 
 def eps(name: str, default: float) -> Field:
-    """The field of the norms."""
+    """Return the field of the norms' epsilon under the family's `name`, with its default."""
     help_text = "Added to the variance inside every norm."
     return Field(name, Real(0), default, help_text, common=("norm_eps",))
 
@@ -54,8 +54,8 @@ TIED = {
 
 
 def last_fields(eps: Field, tied: bool) -> tuple[Field, ...]:
-    """The last fields of each family, the norms' `eps` first; `tied`: what stating nothing of the
-    head means.
+    """Return the last fields of each family: the norms' `eps`, initializer_range, and
+    tie_word_embeddings, whose default is `tied`.
     """
     return eps, INITIALIZER_RANGE, TIED[tied]
 
@@ -81,8 +81,8 @@ def head_size(config: dict[str, Any], fields: Sequence[Field], instead: str = ""
 
 
 def plain_mlp(config: dict[str, Any], fields: Sequence[Field], bias: bool = True) -> MLPSpec:
-    """A feed-forward layer without a gate; a width of None is 4 times that of the residual
-    stream.
+    """Return the spec of an ungated feed-forward layer, by the family's `fields`. An intermediate
+    size of None is 4 times the hidden size; `bias`: both projections have biases.
     """
     own = names(fields)
     inner = config[own["intermediate_size"]]
@@ -97,9 +97,9 @@ def make_spec(
     embedding: EmbeddingSpec | None = None,
     blanks: BlankInfilling | None = None,
 ) -> ModelSpec:
-    """These blocks between the ends that `fields` say, whose last norm is as theirs; unset, the
-    embedding has rows and nothing more. Raises ValueError for an `initializer_range` that is not
-    finite.
+    """Return the ModelSpec of these blocks with the embedding, head, length and initializer range
+    that `fields` state; the final norm is that of the first block. `embedding` unset: a plain token
+    table. Raises ValueError for an `initializer_range` that is not finite.
     """
     own = names(fields)
     return ModelSpec(
@@ -132,7 +132,7 @@ def write(tree: ModelSpec, fields: Sequence[Field]) -> dict[str, Any]:
 
 
 def map_blocks(tree: ModelSpec, change: Callable[[BlockSpec], BlockSpec]) -> ModelSpec:
-    """The same of other blocks."""
+    """Return the spec with each block replaced by `change(block)`."""
     return replace(tree, runs=group_repeats([change(block) for block in tree.blocks]))
 
 
@@ -142,15 +142,15 @@ def attention(tree: ModelSpec) -> AttentionSpec:
 
 
 def mlp(tree: ModelSpec) -> MLPSpec:
-    """The first feed-forward layer. Raises ValueError where it has experts."""
+    """Return the first layer's MLPSpec. Raises ValueError if it is an MoE layer."""
     return expect(tree.blocks[0].mlp, MLPSpec, "mlp")
 
 
 def dense_layers(tree: ModelSpec) -> list[MLPSpec]:
-    """Every feed-forward layer without experts, in order."""
+    """Return the spec of every feed-forward layer without experts, in order."""
     return [expect(b.mlp, MLPSpec, "mlp") for b in tree.blocks if not b.mlp.experts]
 
 
 def sparse_layers(tree: ModelSpec) -> list[MoESpec]:
-    """Every feed-forward layer with experts, in order."""
+    """Return the spec of every MoE layer, in order."""
     return [expect(b.mlp, MoESpec, "mlp") for b in tree.blocks if b.mlp.experts]

@@ -69,8 +69,8 @@ HARMLESS = ("head_dim", "qk_head_dim", "ep_size", "seq_aux", "output_router_logi
 
 
 def read_deepseek(config: dict[str, Any], router: RouterSpec, interleaved: bool) -> ModelSpec:
-    """The tree of a config.json, given how a token's experts are chosen and what a pair of rope
-    is. Raises ValueError naming the field.
+    """Return the spec of a DeepSeek config.json, given the router and whether rope's pairs are
+    neighbours (`interleaved`). Raises ValueError naming the field.
     """
     mixer, norm = _mixer(config, interleaved), llama.rms_norm(config)
     size, dense = config["moe_intermediate_size"], llama.dense_mlp(config)
@@ -95,6 +95,9 @@ def read_deepseek(config: dict[str, Any], router: RouterSpec, interleaved: bool)
 
 
 def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttentionSpec:
+    """Return the latent attention of a config.json. Raises ValueError for key-value heads other
+    than query heads, an odd rope size, and mscale_all_dim without YaRN.
+    """
     heads, stated = config["num_attention_heads"], config["num_key_value_heads"]
     if stated not in (None, heads):
         raise ValueError(
@@ -108,6 +111,7 @@ def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttentionSpec:
             f"qk_rope_head_dim ({size}) is odd, rope rotates pairs: set "
             f"{flag('qk_rope_head_dim')} to an even size"
         )
+    # rope acts on the rope part of the head alone, so that is its whole size here
     turned = rope.read(config, size)
     field, parameters = rope.stated_rope(config)
     mscale = float(parameters.get("mscale_all_dim") or 0.0)
@@ -128,8 +132,8 @@ def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttentionSpec:
 
 
 def write_deepseek(tree: ModelSpec) -> dict[str, Any]:
-    """The fields that both families have: of the first layer, of the first dense one, if there is
-    any, and of the first sparse one. Raises ValueError where the mixer is no latent attention.
+    """Return the fields that V2 and V3 share, for a spec: sizes from the first dense layer (if any)
+    and the first MoE layer. Raises ValueError if the mixer is not latent attention.
     """
     mixer = expect(tree.blocks[0].mixer, LatentAttentionSpec, "mixer")
     dense, sparse = common.dense_layers(tree), common.sparse_layers(tree)
@@ -165,6 +169,9 @@ def _rope(mixer: LatentAttentionSpec) -> dict[str, Any]:
 
 
 def _write_deepseek_experts(sparse: MoESpec) -> dict[str, Any]:
+    """Return the fields of an MoE layer; the shared expert's width is stated as a number of
+    experts. Raises ValueError if there is no shared expert.
+    """
     shared = expect(sparse.shared, MLPSpec, "shared")
     return {
         "n_routed_experts": sparse.number,
@@ -177,7 +184,9 @@ def _write_deepseek_experts(sparse: MoESpec) -> dict[str, Any]:
 
 
 def deepseek_rules(tree: ModelSpec) -> list[Rule]:
-    """Weight names; q_proj exists where queries have no latent."""
+    """Return the weight rules of DeepSeek-V2 and V3; q_proj exists in models whose queries have no
+    latent (V2-Lite).
+    """
     attention = {
         "q_proj": "q",
         "q_a_proj": "q_a",
@@ -216,7 +225,9 @@ METHODS = ("greedy", "group_limited_greedy")
 
 
 def read_deepseek_v2(config: dict[str, Any]) -> ModelSpec:
-    """transformers refuses heads that do not divide the width, though nothing follows from it."""
+    """Return the spec of a DeepSeek-V2 config.json. Raises ValueError if heads do not divide the
+    width, as transformers does, though nothing depends on it.
+    """
     common.head_size(config, FIELDS)
     stated = config["num_experts_per_tok"]
     filled = {**config, "num_experts_per_tok": PER_TOKEN if stated is None else stated}
@@ -224,6 +235,9 @@ def read_deepseek_v2(config: dict[str, Any]) -> ModelSpec:
 
 
 def _router(config: dict[str, Any]) -> RouterSpec:
+    """Return V2's router: softmax over all experts ("greedy"), or limited to groups. Raises
+    ValueError if the groups are not stated.
+    """
     if config["topk_method"] in ("greedy", None):
         return RouterSpec(normalise=False)
     for name in ("n_group", "topk_group"):
@@ -237,6 +251,7 @@ def _router(config: dict[str, Any]) -> RouterSpec:
 
 
 def write_deepseek_v2(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a DeepSeek-V2 config.json for a spec."""
     sparse = common.sparse_layers(tree)
     router = sparse[0].router if sparse else RouterSpec()
     grouped = router.groups > 1
@@ -297,6 +312,9 @@ DEEPSEEK_V2 = Family(
 
 
 def read_deepseek_v3(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a DeepSeek-V3 config.json: a sigmoid router over groups scored by their
+    best two experts, with a balance bias.
+    """
     router = RouterSpec(
         score="sigmoid",
         normalise=bool(config["norm_topk_prob"]),
@@ -309,6 +327,7 @@ def read_deepseek_v3(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_deepseek_v3(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a DeepSeek-V3 config.json for a spec."""
     positions = expect(tree.blocks[0].mixer.positions, RopeSpec, "positions")
     fields = {**write_deepseek(tree), "rope_interleave": positions.interleaved}
     sparse = common.sparse_layers(tree)
@@ -316,6 +335,7 @@ def write_deepseek_v3(tree: ModelSpec) -> dict[str, Any]:
 
 
 def _choice(router: RouterSpec) -> dict[str, Any]:
+    """Return V3's router fields: normalisation and groups."""
     return {
         "norm_topk_prob": router.normalise,
         "n_group": router.groups,

@@ -75,8 +75,9 @@ KINDS = {
 
 
 def differences(one: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]:
-    """(name, value, other value) of each value that differs, but for those inside of components
-    that are of two kinds; of layers, a list of values where they are not all alike.
+    """Return (name, value, other value) for each value in which two specs differ, named as in a
+    config.json; a list of values per layer where layers are not equal. Values inside components of
+    different kinds are left out, as the kinds are listed.
     """
     if one == other:
         return []
@@ -101,6 +102,9 @@ def _word(name: str) -> str:
 
 
 def _flatten_spec(tree: ModelSpec) -> dict[str, Any]:
+    """Return every value of a spec by its dotted path: of the blocks one value if all layers agree,
+    otherwise a list per layer.
+    """
     layers = [dict(_flatten("", block)) for block in tree.blocks]
     names = {name: None for layer in layers for name in layer}
     named: dict[str, Any] = {"num_hidden_layers": len(layers)}
@@ -112,7 +116,9 @@ def _flatten_spec(tree: ModelSpec) -> dict[str, Any]:
 
 
 def _flatten(path: str, value: Any) -> list[tuple[str, Any]]:
-    """(path, value) of everything in a component; of a choice between components, which it is."""
+    """Return (path, value) of everything inside a component, depth first, and (path, kind) for the
+    component itself.
+    """
     if not is_dataclass(value):
         return [(path, value)]
     name = type(value).__name__

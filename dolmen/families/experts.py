@@ -47,15 +47,16 @@ WHICH = (
 def sparse_or_dense(
     config: dict[str, Any], dense: MLPSpec, sparse: MoESpec
 ) -> Callable[[int], MLPSpec | MoESpec]:
-    """Layer -> its feed-forward layer, as WHICH says: a layer is sparse if its number, from 1, is a
-    multiple of `decoder_sparse_step` and `mlp_only_layers` does not name it.
+    """Return a function from layer index to its feed-forward spec, by the fields WHICH: a layer is
+    sparse if its number, from 1, is a multiple of `decoder_sparse_step` and `mlp_only_layers` does
+    not name it.
     """
     step, only = config["decoder_sparse_step"], set(config["mlp_only_layers"] or ())
     return lambda i: dense if i in only or (i + 1) % step else sparse
 
 
 def write_which(tree: ModelSpec) -> dict[str, Any]:
-    """Return the fields WHICH of a spec."""
+    """Return the fields WHICH of a spec: every dense layer named in mlp_only_layers."""
     dense = [i for i, block in enumerate(tree.blocks) if not block.mlp.experts]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
@@ -63,8 +64,9 @@ def write_which(tree: ModelSpec) -> dict[str, Any]:
 def read(
     config: dict[str, Any], size: int, normalise: bool, number: str = "num_local_experts"
 ) -> MoESpec:
-    """The sparse layer that FIELDS say, with experts of a width; `number`: what the family calls
-    how many there are. Raises ValueError naming the field.
+    """Return the MoESpec that the config's FIELDS state, with experts of width `size`. `normalise`:
+    divide a token's weights by their sum; `number`: the family's name of the field with the number
+    of experts. Raises ValueError naming the field.
     """
     return MoESpec(
         config[number],
@@ -76,7 +78,7 @@ def read(
 
 
 def write(layer: MoESpec, number: str = "num_local_experts") -> dict[str, Any]:
-    """FIELDS of a sparse layer."""
+    """Return the FIELDS of an MoE layer, the number of experts under the family's name `number`."""
     return {
         number: layer.number,
         "num_experts_per_tok": layer.per_token,

@@ -105,7 +105,9 @@ FIELDS = (
 
 
 def _arrangement(config: dict[str, Any]) -> Arrangement:
-    """Raises ValueError for what no class of transformers computes either."""
+    """Return the arrangement of norms: sequential, or parallel with one or two norms. Raises
+    ValueError for combinations that transformers does not compute either.
+    """
     names = ("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn")
     grouped, parallel, norms = (config[name] for name in names)
     if grouped and not parallel:
@@ -124,6 +126,9 @@ def _arrangement(config: dict[str, Any]) -> Arrangement:
 
 
 def _kv_heads(config: dict[str, Any]) -> int:
+    """Return the number of key-value heads: num_kv_heads in the new architecture, otherwise 1
+    (multi_query) or one per query head. Raises ValueError if num_kv_heads contradicts that.
+    """
     heads, given = config["num_attention_heads"], config["num_kv_heads"]
     if config["new_decoder_architecture"]:
         return given or heads
@@ -138,6 +143,9 @@ def _kv_heads(config: dict[str, Any]) -> int:
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a Falcon config.json. Raises ValueError for ALiBi with fewer key-value
+    heads than query heads.
+    """
     heads, kv_heads = config["num_attention_heads"], _kv_heads(config)
     size, bias = common.head_size(config, FIELDS), bool(config["bias"])
     if config["alibi"] and kv_heads != heads:
@@ -166,6 +174,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Falcon config.json for a spec."""
     mixer, mlp, arrangement = common.attention(tree), common.mlp(tree), tree.blocks[0].arrangement
     grouped = arrangement == ParallelResidual(2) or mixer.kv_heads not in (1, mixer.heads)
     return {
@@ -204,6 +213,9 @@ NAMES = {  # of the norms
 
 
 def rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of Falcon: q, k, v fused per key-value head, norms by the
+    arrangement.
+    """
     layer, ours = "transformer.h.{}.", "layers.{}."
     mixer, arrangement = common.attention(tree), tree.blocks[0].arrangement
     qkv = tuple(f"{ours}attn.{part}" for part in "qkv")

@@ -47,7 +47,9 @@ class OuterModel:
         return {**carried, **own, "model_type": model_type}
 
     def name(self, stored: str) -> str:
-        """A stored name as it is in a folder of its own."""
+        """Return the name that a tensor of the outer checkpoint has in a checkpoint of the text
+        model alone.
+        """
         for before, now in self.prefixes.items():
             if stored.startswith(before):
                 return now + stored.removeprefix(before)
@@ -128,7 +130,9 @@ class Field:
 
 
 def mapping(name: str, *inside: Field, spell: Callable | None = None, ours: bool = False) -> Field:
-    """A field that is null or a mapping of the fields `inside`."""
+    """Return a field that is null or a mapping of the fields `inside`. `spell` and `ours`: as in
+    `Field`.
+    """
     kind = optional(Object(optional={one.name: one.kind for one in inside}))
     return Field(name, kind, nested=inside, spell=spell, ours=ours)
 
@@ -217,13 +221,13 @@ class Family:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Other name -> field."""
+        """Alias accepted in a config.json -> the family's own name of the field."""
         return {alias: one.name for one in self.fields for alias in one.aliases}
 
     @property
     def names(self) -> dict[str, str]:
-        """Every name by which a field can be called, its own, aliases and common ones -> the
-        field; of one inside another, `rope_parameters.factor`.
+        """Every name of a field (its own, aliases, and those for the command line) -> its own name;
+        for a field inside another one, `rope_parameters.factor`.
         """
         found = names(self.fields)
         for one in self.fields:
@@ -234,12 +238,12 @@ class Family:
 
 
 def names(fields: Iterable[Field]) -> dict[str, str]:
-    """Every name by which one of `fields` can be called -> its own."""
+    """Return every name of each of `fields` (its own, aliases, common names) -> its own name."""
     return {name: one.name for one in fields for name in (one.name, *one.aliases, *one.common)}
 
 
 def flag(name: str) -> str:
-    """The option of the command line that sets a field."""
+    """Return the command-line option that sets a field: --model.hidden-size for hidden_size."""
     return f"--model.{name.replace('_', '-')}"
 
 
@@ -248,13 +252,13 @@ BESIDE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use
 
 
 def activation(config: Mapping[str, Any], field: str) -> Activation:
-    """Our name of the activation that `field`, which may hold an ACTIVATION, states."""
+    """Return dolmen's name of the activation that the config's `field` states."""
     return ACTIVATIONS[config[field]]
 
 
 def activation_name(ours: Activation | ClampedSwiGLU) -> str:
-    """Its name in a new config.json, where a family has no older one for it. Raises ValueError for
-    one that has no name.
+    """Return the name of an activation in a new config.json, for families without an older
+    spelling. Raises ValueError for ClampedSwiGLU, which has no name there.
     """
     if isinstance(ours, ClampedSwiGLU):
         raise ValueError(f"activation = {ours} (it has {', '.join(ACTIVATIONS)})")
@@ -262,26 +266,32 @@ def activation_name(ours: Activation | ClampedSwiGLU) -> str:
 
 
 def expect(value: object, kind: type[T], what: str) -> T:
-    """`value`, which is of `kind`. Raises ValueError otherwise: the family has nothing else."""
+    """Return `value` if it is an instance of `kind`. Raises ValueError otherwise, naming it `what`:
+    the family cannot express anything else.
+    """
     if not isinstance(value, kind):
         raise ValueError(f"{what} = {value} (it can only express {kind.__name__})")
     return value
 
 
 def canonical_names(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` under the family's own names of fields."""
+    """Return the config with aliases of fields replaced by the family's own names."""
     return {family.aliases.get(name, name): value for name, value in config.items()}
 
 
 def fill_defaults(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with every absent field filled in, and those of our own beside the others."""
+    """Return the config under canonical names with absent fields at their defaults, and dolmen's
+    own fields, which are nested under "dolmen" in a file, at the top level.
+    """
     ours = {RESERVED, *(field.name for field in family.fields if field.ours)}
     others = {n: v for n, v in canonical_names(family, config).items() if n not in ours}
     return {**{f.name: f.default for f in family.fields}, **others, **config.get(RESERVED, {})}
 
 
 def nest_own_fields(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """`fields` as a config.json has them: those of our own under RESERVED."""
+    """Return `fields` as a config.json has them: dolmen's own fields nested under "dolmen". The
+    inverse of what `fill_defaults` does with them.
+    """
     ours = {field.name for field in family.fields if field.ours} & fields.keys()
     own = {name: fields[name] for name in fields if name in ours}
     rest = {name: value for name, value in fields.items() if name not in ours}
@@ -289,12 +299,12 @@ def nest_own_fields(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _spellings(field: Field, config: Mapping[str, Any]) -> list[str]:
-    """The names by which `config` states a field."""
+    """Return those names of the field, its own first, that the config contains."""
     return [name for name in (field.name, *field.aliases) if name in config]
 
 
 def check_one_spelling(field: Field, config: Mapping[str, Any]) -> None:
-    """Raises ValueError where `config` states the field by two names, and by each another value."""
+    """Raise ValueError if the config states the field under two names with different values."""
     stated = [(name, config[name]) for name in _spellings(field, config)]
     for name, value in stated[1:]:
         first, before = stated[0]
@@ -306,7 +316,9 @@ def check_one_spelling(field: Field, config: Mapping[str, Any]) -> None:
 
 
 def spell_field(field: Field, config: Mapping[str, Any], value: Any) -> dict[str, Any]:
-    """`field` as `config` spells it."""
+    """Return the config.json entries that set `field` to `value`, under the names that the config
+    uses; its own name if it uses none.
+    """
     if field.spell is not None:
         return field.spell(config, value)
     if field.ours:
@@ -315,7 +327,9 @@ def spell_field(field: Field, config: Mapping[str, Any], value: Any) -> dict[str
 
 
 def parse_numbers(value: Any, kind: Schema) -> Any:
-    """`value`, with 1e-05 a number where `kind` has one: JSON reads it as one, YAML as text."""
+    """Return `value` with strings such as "1e-05" converted to floats where the schema `kind` has a
+    number, because YAML reads them as text and JSON as numbers.
+    """
     match kind:
         case Real() if isinstance(value, str):
             try:

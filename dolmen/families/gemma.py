@@ -25,14 +25,17 @@ TANH = "gelu_pytorch_tanh"
 
 
 def read_gemma(config: dict[str, Any]) -> ModelSpec:
-    """The first files say "gelu" for the form by tanh, and transformers reads them so."""
+    """Return the spec of a Gemma config.json. "gelu" is read as the tanh form, as transformers
+    does, because the first files meant that.
+    """
     name = config["hidden_act"]
     return read_stated({**config, "hidden_act": TANH if name == "gelu" else name})
 
 
 def read_stated(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec with the activation as stated, for Gemma 2 as well. `attention_bias` puts
-    biases on q, k, v and on the output projection.
+    """Return the spec of a Gemma config.json with the activation as stated; also the base of Gemma
+    2's. `attention_bias` puts biases on q, k, v and o; norms are zero-centred, and the embedding is
+    scaled by sqrt(hidden_size).
     """
     bias = bool(config["attention_bias"])
     tree = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias)
@@ -46,6 +49,7 @@ def read_stated(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gemma(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Gemma config.json for a spec."""
     return {**llama.write_llama_like(tree), "attention_bias": common.attention(tree).q_bias}
 
 
@@ -93,7 +97,7 @@ NORMS = {
 
 
 def gemma2_windows(config: dict[str, Any]) -> list[int | None]:
-    """The window of each layer: of the first, the third and so on, where layer_types is None."""
+    """Return the window of each layer: by layer_types, or else on layers 0, 2, 4, ..."""
     layers = range(config["num_hidden_layers"])
     return windows.typed_windows(
         config, [windows.FULL if i % 2 else windows.SLIDING for i in layers]
@@ -101,12 +105,14 @@ def gemma2_windows(config: dict[str, Any]) -> list[int | None]:
 
 
 def read_gemma2(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a Gemma 2 config.json."""
     return read_windowed(config, gemma2_windows(config))
 
 
 def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> ModelSpec:
-    """Return the spec given the window of each layer, for Gemma 3 as well. transformers rejects
-    heads that do not divide the width, whatever head_dim is.
+    """Return the spec of a Gemma 2 or 3 config.json, given the window of each layer (None: full
+    attention). Raises ValueError if heads do not divide the width, whatever head_dim is, as
+    transformers does.
     """
     common.head_size(config, llama.FIELDS)
     tree = read_stated({**config, "hidden_act": config["hidden_activation"]})
@@ -129,11 +135,14 @@ def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> ModelS
 
 
 def _number(value: float | None) -> float | None:
+    """Return value as a float; None stays None."""
     return None if value is None else float(value)
 
 
 def write_gemma2(tree: ModelSpec) -> dict[str, Any]:
-    """A window that no layer has is written all the same: transformers makes masks of it."""
+    """Return the fields of a Gemma 2 config.json for a spec. A window is stated even if no layer
+    has one, because transformers builds its masks from it.
+    """
     fields, mixer, of_layers = (
         write_gemma(tree),
         common.attention(tree),
@@ -153,6 +162,7 @@ def write_gemma2(tree: ModelSpec) -> dict[str, Any]:
 
 
 def gemma2_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of Gemma 2 and 3, which have four norms per block."""
     return llama.llama_like_rules(tree, NORMS)
 
 
@@ -220,7 +230,7 @@ LOCAL = "rope_local_base_freq"
 
 
 def _one_rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The config.json as one whose only rope is that of a type of layers."""
+    """Return the config.json rewritten to state a single rope: that of layers of type `kind`."""
     stated, scaling = (config["rope_parameters"] or {}).get(kind) or {}, {}
     theta = config[LOCAL]
     if kind == FULL:
@@ -230,7 +240,10 @@ def _one_rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def read_gemma3(config: dict[str, Any]) -> ModelSpec:
-    """Raises ValueError for a cap on scores: Gemma 3 has the field, and computes without."""
+    """Return the spec of a Gemma 3 text config.json: q and k norms, and one rope for sliding and
+    one for full layers. Raises ValueError for a soft cap on scores, a field that Gemma 3 has and
+    ignores.
+    """
     if config["attn_logit_softcapping"] is not None:
         raise ValueError(
             f"attn_logit_softcapping is {config['attn_logit_softcapping']}: the scores of Gemma 3 "
@@ -240,6 +253,7 @@ def read_gemma3(config: dict[str, Any]) -> ModelSpec:
     local = rope.read(_one_rope(config, SLIDING), common.attention(tree).head_size)
 
     def with_rope(block: BlockSpec) -> BlockSpec:
+        """Return the block with q and k norms and, if it slides, the local rope."""
         positions = block.mixer.positions if block.mixer.window is None else local
         return replace(block, mixer=replace(block.mixer, positions=positions, qk_norm=block.norm))
 
@@ -247,7 +261,9 @@ def read_gemma3(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gemma3(tree: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a spec; each rope is that of the first layer of its type."""
+    """Return the fields of a Gemma 3 config.json for a spec; the rope of each layer type is that of
+    its first layer.
+    """
     stated = {
         FULL if mixer.window is None else SLIDING: rope.write(_rope(mixer))
         for mixer in reversed(list(_mixers(tree)))
@@ -256,10 +272,12 @@ def write_gemma3(tree: ModelSpec) -> dict[str, Any]:
 
 
 def _rope(mixer: AttentionSpec) -> RopeSpec:
+    """Return a mixer's RopeSpec. Raises ValueError if it has none."""
     return expect(mixer.positions, RopeSpec, "positions")
 
 
 def _mixers(tree: ModelSpec) -> Iterable[AttentionSpec]:
+    """Yield the attention spec of each layer. Raises ValueError for another mixer."""
     return (expect(block.mixer, AttentionSpec, "mixer") for block in tree.blocks)
 
 

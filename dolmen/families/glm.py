@@ -49,7 +49,9 @@ GLM_FIELDS = llama.change_fields(
 
 
 def read_arranged(config: dict[str, Any], arrangement: Arrangement) -> ModelSpec:
-    """The tree of a config.json whose norms stand so."""
+    """Return the spec of a GLM-4 config.json with the given arrangement of norms, rope over
+    neighbours.
+    """
     tree = llama.read_llama_like(config, qkv_bias=bool(config["attention_bias"]))
     mixer = common.attention(tree)
     turned = replace(expect(mixer.positions, RopeSpec, "positions"), interleaved=True)
@@ -61,10 +63,12 @@ def read_arranged(config: dict[str, Any], arrangement: Arrangement) -> ModelSpec
 
 
 def read_glm(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a GLM-4 config.json, with pre-norm blocks."""
     return read_arranged(config, SequentialResidual())
 
 
 def write_glm(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a GLM-4 or GLM-4-0414 config.json for a spec."""
     mixer = common.attention(tree)
     turned = expect(mixer.positions, RopeSpec, "positions")
     return {
@@ -75,6 +79,9 @@ def write_glm(tree: ModelSpec) -> dict[str, Any]:
 
 
 def glm_rules(tree: ModelSpec, norms: Mapping[str, str] = llama.NORMS) -> list[Rule]:
+    """Return the weight rules of GLM-4: Llama's with gate and up fused; `norms`: stored norm names
+    -> ours.
+    """
     fused = Split(llama.LAYER + "mlp.gate_up_proj", PARTS, 1, (1, 1))
     return llama.llama_like_rules(tree, norms, instead=[fused])
 
@@ -98,7 +105,7 @@ GLM = Family(
 
 
 def sizes(width: int, layers: int, heads: int) -> tuple[Field, ...]:
-    """Return the fields of width, layers and heads with their defaults."""
+    """Return the fields hidden_size, num_layers and num_attention_heads with these defaults."""
     return (
         Field("hidden_size", kinds.WIDTH, width, "Width of the residual stream."),
         Field("num_layers", kinds.LAYERS, layers, "Decoder blocks.", common=("num_hidden_layers",)),
@@ -107,6 +114,7 @@ def sizes(width: int, layers: int, heads: int) -> tuple[Field, ...]:
 
 
 def longest(default: int, what: str = "Longest sequence, tokens.") -> Field:
+    """Return the field max_sequence_length with its default and help text."""
     common_name = ("max_position_embeddings",)
     return Field("max_sequence_length", kinds.POSITIONS, default, what, common=common_name)
 
@@ -114,7 +122,9 @@ def longest(default: int, what: str = "Longest sequence, tokens.") -> Field:
 def attention(
     config: dict[str, Any], fields: tuple[Field, ...], positions: RopeSpec | None = None
 ) -> AttentionSpec:
-    """All projections have biases; the tokens of a prefix see one another."""
+    """Return the attention spec of the older GLMs: biases on all projections, a prefix mask, one
+    key-value head per query head, and rope `positions` (None: position tables).
+    """
     heads, size = config["num_attention_heads"], common.head_size(config, fields)
     return AttentionSpec(
         heads,
@@ -139,9 +149,10 @@ def glm_like_rules(
     first: str | tuple[str, str] = "up",
     more: tuple[Rule, ...] = (),
 ) -> list[Rule]:
-    """`packed`: groups and counts of what holds q, k and v; None: each head has its three. `first`:
-    what dense_h_to_4h holds of the feed-forward layer, one matrix or two halves. `more`: of what
-    lies beside the embedding.
+    """Return the weight rules of the older GLMs, whose modules have these names or prefixes.
+    `packed`: groups and counts of the fused q, k, v (see Split); None: q, k, v per head. `first`:
+    our name of dense_h_to_4h, or the two names of its halves. `more`: rules of other modules beside
+    the embedding.
     """
     layer, ours = f"{encoder}layers.{{}}.", "layers.{}."
     groups, counts = packed or (common.attention(tree).heads, (1, 1, 1))
@@ -173,10 +184,12 @@ NORMS = {
 
 
 def read_glm4(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a GLM-4-0414 config.json: GLM-4 with sandwich norms."""
     return read_arranged(config, SequentialResidual("sandwich"))
 
 
 def glm4_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of GLM-4-0414, which has four norms per block."""
     return glm_rules(tree, NORMS)
 
 
@@ -215,6 +228,9 @@ GLM_10B_FIELDS = (
 
 
 def read_glm_10b(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a GLM-10B config.json: two position tables and a prefix mask; whichever of
+    three mask tokens comes first in a prompt marks its blank.
+    """
     mixer = attention(config, GLM_10B_FIELDS)
     mlp = MLPSpec(4 * config["hidden_size"], gated=False, activation="gelu", bias=True)
     blocks = [BlockSpec(mixer, mlp, NORM)] * config["num_layers"]
@@ -228,6 +244,9 @@ def read_glm_10b(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_glm_10b(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a GLM-10B config.json for a spec. Raises ValueError for a spec without
+    blanks.
+    """
     blanks = expect(tree.blanks, BlankInfilling, "blanks")
     ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
     return {
@@ -238,7 +257,7 @@ def write_glm_10b(tree: ModelSpec) -> dict[str, Any]:
 
 
 def glm_10b_rules(tree: ModelSpec) -> list[Rule]:
-    """q, k and v lie one behind the other."""
+    """Return the weight rules of GLM-10B: q, k and v are fused one after the other."""
     tables = (
         Rename("glm.transformer.position_embeddings", "positions"),
         Rename("glm.transformer.block_position_embeddings", "block_positions"),
@@ -248,14 +267,18 @@ def glm_10b_rules(tree: ModelSpec) -> list[Rule]:
 
 
 def is_glm_10b_config(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json has fields that GLM-4 lacks."""
+    """Return whether a config.json of model_type "glm" is GLM-10B's, by its architectures or by
+    fields that GLM-4 lacks.
+    """
     named = any(name.startswith("GLM") for name in config.get("architectures") or ())
     fields = {"num_layers", "max_sequence_length", "block_position_encoding"}
     return named or bool(fields & config.keys())
 
 
 def frame_glm_10b(tokens: list[int], ids: Ids) -> list[int]:
-    """[CLS] and the end around a text, whose blank is at its end where it has none, then <sop>."""
+    """Return prompt tokens as [CLS] tokens [gMASK] </s> <sop>; [gMASK] is left out if the prompt
+    has a mask token. Unchanged if it contains <sop>.
+    """
     if ids["sop"] in tokens:
         return tokens
     masks = {ids[name] for name in MASKS if name in ids}
@@ -337,6 +360,9 @@ GLM_130B_FIELDS = (
 
 
 def read_glm_130b(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a GLM-130B config.json: DeepNorm with alpha sqrt(2 layers), rope with
+    half-precision angles, a GELU-gated mlp.
+    """
     layers, inner = config["num_layers"], config["inner_hidden_size"]
     turned = RopeSpec(common.head_size(config, GLM_130B_FIELDS), halved=True)
     mixer = attention(config, GLM_130B_FIELDS, turned)
@@ -355,6 +381,9 @@ def read_glm_130b(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_glm_130b(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a GLM-130B config.json for a spec. Raises ValueError for a spec without
+    blanks.
+    """
     blanks = expect(tree.blanks, BlankInfilling, "blanks")
     ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
     return {
@@ -366,12 +395,16 @@ def write_glm_130b(tree: ModelSpec) -> dict[str, Any]:
 
 
 def glm_130b_rules(tree: ModelSpec) -> list[Rule]:
-    """Return the rules for unsharded tensors."""
+    """Return the weight rules of GLM-130B, for unsharded tensors; up and gate are fused in this
+    order.
+    """
     return glm_like_rules(tree, first=("up", "gate"))
 
 
 def frame_glm_130b(tokens: list[int], ids: Ids) -> list[int]:
-    """The blank is at the end, where the text has none, and the end behind one that is not."""
+    """Return prompt tokens followed by [gMASK] (if they have no mask token), </s> (if the last
+    token is no mask) and <sop>. Unchanged if they contain <sop>.
+    """
     if ids["sop"] in tokens:
         return tokens
     masks = {ids[name] for name in ("mask", "gmask") if name in ids}

@@ -58,7 +58,7 @@ IGNORED = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)
 
 
 def write_gpt2_like(tree: ModelSpec, fields: Sequence[Field] = GPT2_LIKE_FIELDS) -> dict[str, Any]:
-    """The fields that all of them have, of the first layer."""
+    """Return the fields that GPT-2 and its descendants share, from a spec's first layer."""
     mlp = common.mlp(tree)
     return {
         **common.write(tree, fields),
@@ -69,7 +69,9 @@ def write_gpt2_like(tree: ModelSpec, fields: Sequence[Field] = GPT2_LIKE_FIELDS)
 
 
 def gpt2_like_rules(layer: Sequence[Rule], first: str = "attn_norm") -> list[Rule]:
-    """Weight names, with the rules of the layers' matrices; `first`: what ln_1 is."""
+    """Return the weight rules of GPT-2-like files, with the rules `layer` for the layers' matrices;
+    `first`: our name of the norm ln_1.
+    """
     return [
         Rename("transformer.wte", "embed"),
         Rename("transformer.wpe", "positions"),
@@ -92,6 +94,7 @@ def gpt2_like_rules(layer: Sequence[Rule], first: str = "attn_norm") -> list[Rul
 
 
 def read_gpt2(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a GPT-2 config.json."""
     heads, size = config["n_head"], common.head_size(config, GPT2_LIKE_FIELDS)
     mixer = AttentionSpec(heads, heads, size, q_bias=True, k_bias=True, v_bias=True, o_bias=True)
     block = BlockSpec(mixer, common.plain_mlp(config, GPT2_LIKE_FIELDS), common.layer_norm(config))
@@ -100,6 +103,9 @@ def read_gpt2(config: dict[str, Any]) -> ModelSpec:
 
 
 def gpt2_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of GPT-2: matrices transposed (Conv1D), q, k, v fused one after the
+    other.
+    """
     return gpt2_like_rules(
         [
             Transpose(Split(LAYER + "attn.c_attn", common.QKV, 1, (1, 1, 1))),
@@ -145,6 +151,9 @@ GPT_BIGCODE_FIELDS = (
 
 
 def read_gpt_bigcode(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a StarCoder config.json: GPT-2 with one key-value head (multi_query) or
+    one per query head.
+    """
     heads, size = config["n_head"], common.head_size(config, GPT_BIGCODE_FIELDS)
     mixer = AttentionSpec(
         heads,
@@ -163,6 +172,7 @@ def read_gpt_bigcode(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gpt_bigcode(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a StarCoder config.json for a spec."""
     return {
         **write_gpt2_like(tree, GPT_BIGCODE_FIELDS),
         "multi_query": common.attention(tree).kv_heads == 1,
@@ -170,6 +180,9 @@ def write_gpt_bigcode(tree: ModelSpec) -> dict[str, Any]:
 
 
 def gpt_bigcode_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of StarCoder: all queries, key, value in one tensor, or q, k, v per
+    head without multi_query.
+    """
     mixer = common.attention(tree)
     shared = mixer.kv_heads == 1
     stored = (1, (mixer.heads, 1, 1)) if shared else (mixer.heads, (1, 1, 1))

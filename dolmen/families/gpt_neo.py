@@ -42,7 +42,9 @@ LAYERS, TYPES = "attention_layers", "attention_types"
 
 
 def _spell(config: Mapping[str, Any], wanted: Any) -> dict[str, Any]:
-    """Kinds layer by layer are said in both forms."""
+    """Return both fields that state the type of each layer: attention_layers and
+    attention_types.
+    """
     return {LAYERS: wanted, TYPES: None if wanted is None else [[list(wanted), 1]]}
 
 
@@ -90,8 +92,8 @@ GPT_NEO_FIELDS = (
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the attention type of each layer. Raises ValueError for another number of layers, and
-    if the two forms disagree.
+    """Return the attention type of each layer, "global" or "local". Raises ValueError if their
+    number is not num_layers, and if the two fields disagree.
     """
     layers, types, each = config["num_layers"], config[TYPES], config[LAYERS]
     if types is None:
@@ -108,6 +110,7 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def read_gpt_neo(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a GPT-Neo config.json: unscaled scores, local layers with a window."""
     heads, size = config["num_heads"], common.head_size(config, GPT_NEO_FIELDS)
     mixer = AttentionSpec(heads, heads, size, o_bias=True, scale=1.0)
     block = BlockSpec(mixer, common.plain_mlp(config, GPT_NEO_FIELDS), common.layer_norm(config))
@@ -125,6 +128,9 @@ def read_gpt_neo(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gpt_neo(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a GPT-Neo config.json for a spec; layer types are stated in both
+    forms.
+    """
     mlp, sizes = common.mlp(tree), windows.sizes(tree)
     each = [GLOBAL if size is None else LOCAL for size in sizes]
     length, times = len(tree.runs[0].blocks), tree.runs[0].repeat
@@ -141,6 +147,7 @@ def write_gpt_neo(tree: ModelSpec) -> dict[str, Any]:
 
 
 def gpt_neo_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of GPT-Neo."""
     attention = LAYER + "attn.attention."
     return gpt2.gpt2_like_rules(
         [
@@ -205,6 +212,9 @@ GPT_NEOX_FIELDS = (
 
 
 def read_gpt_neox(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a GPT-NeoX config.json: parallel blocks with two norms, or sequential
+    ones, and rope on a part of each head.
+    """
     heads, size = config["num_attention_heads"], common.head_size(config, GPT_NEOX_FIELDS)
     bias = config["attention_bias"]
     mixer = AttentionSpec(
@@ -228,6 +238,7 @@ def read_gpt_neox(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gpt_neox(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a GPT-NeoX config.json for a spec."""
     mixer, mlp = common.attention(tree), common.mlp(tree)
     turned = expect(mixer.positions, RopeSpec, "positions")
     return {
@@ -242,6 +253,7 @@ def write_gpt_neox(tree: ModelSpec) -> dict[str, Any]:
 
 
 def gpt_neox_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of GPT-NeoX: q, k, v of each head fused."""
     layer, ours = "gpt_neox.layers.{}.", "layers.{}."
     heads = common.attention(tree).heads
     return [

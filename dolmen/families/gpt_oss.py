@@ -28,7 +28,7 @@ SHARED = tuple(field for field in llama.FIELDS if field.name not in PLAIN)
 
 
 def layer_windows(config: dict[str, Any]) -> list[int | None]:
-    """The window of each layer: of the first, the third and so on, where layer_types is None."""
+    """Return the window of each layer: by layer_types, or else on layers 0, 2, 4, ..."""
     layers = range(config["num_hidden_layers"])
     return windows.typed_windows(
         config, [windows.FULL if i % 2 else windows.SLIDING for i in layers]
@@ -36,8 +36,9 @@ def layer_windows(config: dict[str, Any]) -> list[int | None]:
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """`attention_bias` puts biases on q, k, v and on the output projection. The weights of a
-    token's experts are a softmax of their logits alone: that of all, normalised.
+    """Return the spec of a GPT-OSS config.json: MoE with biases and a clamped SwiGLU, and attention
+    sinks. `attention_bias` puts biases on q, k, v and o. A token's weights are a softmax over its
+    chosen experts' logits, which equals the softmax over all, normalised.
     """
     whole = {**config, **PLAIN, "rope_parameters": config["rope_parameters"] or ROPE}
     sparse = experts.read(whole, config["intermediate_size"], normalise=True)
@@ -56,7 +57,9 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(tree: ModelSpec) -> dict[str, Any]:
-    """A window that no layer has is written all the same: transformers makes masks of it."""
+    """Return the fields of a GPT-OSS config.json for a spec. A window is stated even if no layer
+    has one, because transformers builds its masks from it.
+    """
     sparse, of_layers = expect(tree.blocks[0].mlp, MoESpec, "mlp"), windows.write_types(tree)
     clamped = expect(sparse.activation, ClampedSwiGLU, "activation")
     return {
@@ -71,6 +74,9 @@ def write(tree: ModelSpec) -> dict[str, Any]:
 
 
 def rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of GPT-OSS: experts stacked and transposed, the columns of gate and
+    up alternating, sinks without a module.
+    """
     layer, mlp = llama.LAYER, "layers.{}.mlp."
     stored, ours = f"{layer}mlp.experts.", f"{mlp}experts."
     both = Split(

@@ -32,7 +32,9 @@ FIELDS = llama.change_fields(
 
 
 def read_gptj(config: dict[str, Any]) -> ModelSpec:
-    """Raises ValueError where rope would turn more than a head, or no pairs."""
+    """Return the spec of a GPT-J config.json: parallel blocks after one norm, rope over neighbours
+    of the first rotary_dim elements. Raises ValueError if rotary_dim is odd or exceeds the head.
+    """
     heads, size = config["n_head"], common.head_size(config, FIELDS)
     turned = config["rotary_dim"]
     if turned > size or turned % 2:
@@ -49,6 +51,7 @@ def read_gptj(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gptj(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a GPT-J config.json for a spec."""
     turned = expect(common.attention(tree).positions, RopeSpec, "positions")
     return {**gpt2.write_gpt2_like(tree, FIELDS), "rotary_dim": turned.size}
 
@@ -61,6 +64,7 @@ MATRICES = (
 
 
 def gptj_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of GPT-J."""
     qkv = (Rename(f"{LAYER}attn.{part}_proj", f"{OURS}attn.{part}") for part in "qkv")
     return gpt2.gpt2_like_rules([*qkv, *MATRICES], first="norm")
 

@@ -12,7 +12,9 @@ from dolmen.model.spec import ModelSpec, SequentialResidual
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """`attention_bias` puts biases on q, k, v and on the output projection."""
+    """Return the spec of a Granite config.json: Llama with muP-like multipliers of embedding,
+    scores, branches and logits. `attention_bias` puts biases on q, k, v and o.
+    """
     bias, mlp_bias = bool(config["attention_bias"]), bool(config["mlp_bias"])
     tree = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
     scale = float(config["attention_multiplier"])
@@ -29,6 +31,9 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Granite config.json for a spec; logits_scaling is rounded to 15
+    digits.
+    """
     mixer = common.attention(tree)
     arrangement = expect(tree.blocks[0].arrangement, SequentialResidual, "arrangement")
     return {

@@ -15,15 +15,20 @@ FIELDS = llama.drop_fields(llama.FIELDS, "head_dim")
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of an InternLM 2 config.json; `bias` puts biases on q, k, v and o."""
     bias = config["bias"]
     return llama.read_llama_like({**config, "head_dim": None}, qkv_bias=bias, o_bias=bias)
 
 
 def write(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of an InternLM 2 config.json for a spec."""
     return {**llama.write_llama_like(tree, FIELDS), "bias": common.attention(tree).q_bias}
 
 
 def rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of InternLM 2: q, k, v fused per key-value head, its queries
+    first.
+    """
     mixer, layer, ours = common.attention(tree), llama.LAYER, "layers.{}."
     group = mixer.heads // mixer.kv_heads
     names = {

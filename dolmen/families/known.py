@@ -24,7 +24,7 @@ def families() -> dict[str, Family]:
 
 
 def find_family(name: Any) -> Family:
-    """The family of that name. Raises ValueError with those of a like name, or all of them."""
+    """Return the family of that name. Raises ValueError that lists similar names, or all."""
     if isinstance(name, str) and name in families():
         return families()[name]
     hint = did_you_mean(str(name), families(), f"dolmen knows {', '.join(families())}")
@@ -42,8 +42,9 @@ def text_config(content: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family that reads a config.json: of those that have its model_type the one that tells it
-    is its own, or else of that name. Raises as `find`.
+    """Return the family that reads a config.json: of families that share its model_type the one
+    whose `matches` accepts it, else the one without `matches`. Raises ValueError if model_type is
+    missing or unknown.
     """
     if config.get("model_type") is None:
         raise ValueError(

@@ -75,8 +75,8 @@ BEFORE = (  # rope
 def fields_with(
     eps: Field | None = NORM_EPS, turned: Sequence[Field] = TURNED
 ) -> tuple[Field, ...]:
-    """Return Llama's fields with another norm `eps` field (None: no field states it) and other rope
-    fields.
+    """Return Llama's fields with another norm epsilon field `eps` (None: no field states it) and
+    other rope fields `turned`.
     """
     ends = common.last_fields(eps or common.LAYER_NORM_EPS, tied=False)
     return (*BEFORE, *turned, *(ends if eps else ends[1:]))
@@ -92,12 +92,12 @@ ATTENTION_BIAS = Field(
 
 
 def drop_fields(fields: Sequence[Field], *names: str) -> tuple[Field, ...]:
-    """`fields` that have none of the names."""
+    """Return `fields` without those of the given names."""
     return tuple(field for field in fields if field.name not in names)
 
 
 def change_fields(fields: Sequence[Field], *more: Field, **defaults: Any) -> tuple[Field, ...]:
-    """`fields` with other defaults, and more of them."""
+    """Return `fields` with other defaults (name=default), followed by the fields `more`."""
     assert not defaults.keys() - {field.name for field in fields}
     return (
         *(replace(f, default=defaults.get(f.name, f.default)) for f in fields),
@@ -117,9 +117,11 @@ def read_llama_like(
     mlp_bias: bool = False,
     interleaved: bool = False,
 ) -> ModelSpec:
-    """The tree of a config.json; what the family decides beside the common fields is given: layer
-    -> its feed-forward layer (unset: the dense one), the windows of the layers, its norms (unset:
-    RMSNorm). Raises ValueError naming the field.
+    """Return the spec of a config.json with Llama's common fields. The rest is decided by the
+    family: `mlp`: layer index -> feed-forward spec (unset: the dense one); `windows`: window of
+    each layer (unset: none); `norm` (unset: RMSNorm with rms_norm_eps); biases of q, k, v and of o;
+    `qk_norm` and what it is over; biases of the dense mlp; `interleaved`: rope pairs are
+    neighbours. Raises ValueError naming the field.
     """
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     size, norm = _head_size(config), norm or rms_norm(config)
@@ -148,24 +150,28 @@ def read_llama_like(
 
 
 def _head_size(config: dict[str, Any]) -> int:
+    """Return head_dim, or hidden_size / num_attention_heads if it is None. Raises ValueError if
+    that is not an integer.
+    """
     if config["head_dim"] is not None:
         return config["head_dim"]
     return common.head_size(config, FIELDS, instead=f", or {flag('head_dim')}")
 
 
 def rms_norm(config: dict[str, Any]) -> NormSpec:
-    """Each of its norms. Raises ValueError for an eps that is not finite."""
+    """Return the spec of an RMSNorm with the config's rms_norm_eps."""
     return NormSpec("rmsnorm", float(config[EPS]))
 
 
 def dense_mlp(config: dict[str, Any], bias: bool = False) -> MLPSpec:
-    """Its feed-forward layer. Raises ValueError for an activation that is not supported."""
+    """Return the spec of the gated feed-forward layer; `bias`: on all three projections."""
     return MLPSpec(config["intermediate_size"], True, activation(config, "hidden_act"), bias)
 
 
 def write_llama_like(tree: ModelSpec, fields: Sequence[Field] = FIELDS) -> dict[str, Any]:
-    """The `fields` that all llama-like families have, of the first layer, and rope of the first
-    that has positions. Raises ValueError where that is none, or the mixer no attention.
+    """Return those of `fields` that a spec of any Llama-like family determines: from its first
+    layer, and rope from the first layer that has positions. Raises ValueError if no layer has rope,
+    or the mixer is not plain attention.
     """
     attention, mlp = common.attention(tree), tree.blocks[0].mlp
     names = {field.name for field in fields}
@@ -187,9 +193,11 @@ def write_llama_like(tree: ModelSpec, fields: Sequence[Field] = FIELDS) -> dict[
 def llama_like_rules(
     tree: ModelSpec, norms: Mapping[str, str] = NORMS, instead: Sequence[Rule] = ()
 ) -> list[Rule]:
-    """Weight names of Llama and those like it, whose blocks have these `norms`; q and k norms and
-    biases exist where the tree has them. What rules `instead` make has no other.
+    """Return the weight rules of Llama-like files. `norms`: stored norm names -> ours. `instead`:
+    rules that replace those that would make the same parameters. Names without parameters in the
+    spec (biases, q and k norms) have no effect.
     """
+    # our modules that the replacing rules make
     otherwise = {name for rule in instead for name in rule.names}
     names = {
         **norms,
@@ -217,8 +225,8 @@ INSTEAD = f", or {flag('model_type')} to mistral, which is the same decoder, and
 
 
 def read_llama(config: dict[str, Any]) -> ModelSpec:
-    """`attention_bias` puts biases on q, k, v and on the output projection. transformers refuses
-    heads that do not divide the width, whatever head_dim says.
+    """Return the spec of a Llama config.json. `attention_bias` puts biases on q, k, v and o. Raises
+    ValueError if heads do not divide the width, whatever head_dim is, as transformers does.
     """
     common.head_size(config, FIELDS, INSTEAD)
     bias = bool(config["attention_bias"])
@@ -226,6 +234,7 @@ def read_llama(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_llama(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Llama config.json for a spec."""
     return {
         **write_llama_like(tree),
         "attention_bias": common.attention(tree).q_bias,

@@ -12,10 +12,12 @@ from dolmen.model.spec import ModelSpec, MoESpec
 
 
 def read_mistral(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a Mistral config.json: Llama with one window for all layers."""
     return llama.read_llama_like(config, windows=windows.uniform_windows(config))
 
 
 def write_mistral(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Mistral config.json for a spec."""
     return {**llama.write_llama_like(tree), **windows.write(tree)}
 
 
@@ -45,7 +47,9 @@ MISTRAL = Family(
 
 
 def read_mixtral(config: dict[str, Any]) -> ModelSpec:
-    """`intermediate_size` is an expert's width."""
+    """Return the spec of a Mixtral config.json: every layer is MoE; `intermediate_size` is an
+    expert's width.
+    """
     layer = experts.read(config, config["intermediate_size"], normalise=True)
     return llama.read_llama_like(
         config, mlp=lambda _: layer, windows=windows.uniform_windows(config)
@@ -53,11 +57,15 @@ def read_mixtral(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_mixtral(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Mixtral config.json for a spec. Raises ValueError if the first layer
+    is not MoE.
+    """
     layer = expect(tree.blocks[0].mlp, MoESpec, "mlp")
     return {**llama.write_llama_like(tree), **experts.write(layer), **windows.write(tree)}
 
 
 def mixtral_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of Mixtral: w1 is the gate, w3 up and w2 down of each expert."""
     names = {"w1": "gate", "w3": "up", "w2": "down"}
     module = f"{llama.LAYER}block_sparse_moe"
     return [*llama.llama_like_rules(tree), *experts.rules(tree, module, names)]

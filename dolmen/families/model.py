@@ -66,7 +66,9 @@ def has_scalar_head(config: Mapping[str, Any], family: Family) -> bool:
 
 
 def check_scorer(family: Family) -> None:
-    """Raises ValueError where transformers has no such class of the family."""
+    """Raise ValueError if transformers has no ...ForSequenceClassification class with a bias-free
+    scalar head for the family.
+    """
     if family.scorer is None:
         raise ValueError(
             f"transformers has no {family.name} that ends in one number and has no bias there: "
@@ -75,8 +77,8 @@ def check_scorer(family: Family) -> None:
 
 
 def scorer_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The config.json of the same model with one number in the place of logits. Raises as
-    `check`.
+    """Return the config.json of the same model with a scalar head in place of the LM head. Raises
+    ValueError as `check_scorer`.
     """
     check_scorer(family)
     return {
@@ -87,7 +89,7 @@ def scorer_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def lm_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The inverse: the same model with logits."""
+    """Return the config.json of the same model with an LM head: the inverse of `scorer_config`."""
     kept = {name: value for name, value in config.items() if name not in LABELS}
     return {**kept, "architectures": [family.architecture]}
 
@@ -98,9 +100,9 @@ TUNED = ("initializer_range", "router_aux_loss_coef")  # by training or its star
 
 @dataclass(frozen=True)
 class Model(CustomValue):
-    """A model's identity. Raises ValueError with field and value for what would change the function
-    and is not supported; fields never heard of are kept, see `unknown_fields`. Dropout is no part
-    of it, whatever the config.json says.
+    """A config.json and, by it, a model. Raises ValueError, with field and value, for a field that
+    would change the function and is not supported; unknown fields are kept (see `unknown_fields`).
+    Dropout in the config.json is ignored.
     """
 
     config: dict[str, Any]
@@ -111,22 +113,24 @@ class Model(CustomValue):
 
     @property
     def model_type(self) -> str:
-        """Name of its family."""
+        """Name of the family, which may differ from the config's `model_type`."""
         return self.family.name
 
     @property
     def family(self) -> Family:
-        """The family that reads it. Raises ValueError for one that dolmen does not know."""
+        """Family that reads the config.json. Raises ValueError if dolmen knows none."""
         return known.family_of(self.config)
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype that is stated for the weights; float32 where none is."""
+        """Name of the dtype the config.json states for the weights; float32 if none."""
         return self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
 
     @cached_property
     def tree(self) -> ModelSpec:
-        """Spec that is computed. Raises ValueError as Model does."""
+        """Spec that the config.json parses to, computed once. Raises ValueError for a config.json
+        of the wrong schema or with unsupported values.
+        """
         family = self.family
         try:
             check_value(self.config, schema(family))
@@ -139,6 +143,9 @@ class Model(CustomValue):
         )
 
     def _refuse(self) -> None:
+        """Raise ValueError for a config.json that states a field twice, asks for remote code or
+        quantised weights, or has a value outside the supported ones of a field.
+        """
         config, family = self.config, self.family
         for field in family.fields:
             check_one_spelling(field, config)
@@ -153,6 +160,7 @@ class Model(CustomValue):
                 "unquantised weights only; transformers can save them so (load with "
                 "dequantize=True in the quantization_config, where the method has it)"
             )
+        # fields that `read` handles have their own checks
         given, read = canonical_names(family, config), {field.name for field in family.fields}
         for name, allowed in {**ONLY, **family.only}.items():
             if name not in read and name in given and given[name] not in allowed:
@@ -162,17 +170,21 @@ class Model(CustomValue):
                 )
 
     def export_config(self) -> dict[str, Any]:
-        """The config.json for others: without the names of code that is not there."""
+        """Return a copy of the config.json for other programs: without dolmen's own fields and
+        `auto_map`.
+        """
         return {n: deepcopy(v) for n, v in self.config.items() if n not in (RESERVED, "auto_map")}
 
     def plain(self) -> dict[str, Any]:
-        """The config.json whole, to be kept with a run."""
+        """Return a copy of the whole config.json, dolmen's own fields included, to be stored with a
+        run.
+        """
         return deepcopy(self.config)
 
     @classmethod
     def from_plain(cls, value: Any) -> "Model":
-        """The model of a config.json as a run's YAML has it, where 1e-05 is text. Raises ValueError
-        as Model does, and for what is no mapping.
+        """Return the model of a config.json read from a run's YAML, where 1e-05 is text. Raises
+        ValueError as Model does, and for a value that is no mapping.
         """
         if not isinstance(value, dict):
             raise ValueError(f"it must be a config.json, a mapping, not {brief(value)}")
@@ -181,8 +193,8 @@ class Model(CustomValue):
 
 
 def check_matrix_count(tree: ModelSpec) -> ModelSpec:
-    """`tree`, before a name or a number of its parameters is made. Raises ValueError where there
-    would be too many.
+    """Return `tree` unchanged. Raises ValueError if layers x experts exceed the limit on matrices:
+    checked before parameters are listed, as a hostile config.json could ask for billions.
     """
     layers, experts = tree.layers, tree.experts
     if (matrices := layers * max(1, experts)) > kinds.MOST_MATRICES:
@@ -194,7 +206,9 @@ def check_matrix_count(tree: ModelSpec) -> ModelSpec:
 
 
 def schema(family: Family) -> Object:
-    """Return the schema of a config.json of the family: its fields, under each name."""
+    """Return the schema of a config.json of the family: the kinds of its fields under each of their
+    names, of special tokens and dtype, and of dolmen's own fields.
+    """
     fields = {name: f.kind for f in family.fields if not f.ours for name in (f.name, *f.aliases)}
     ours = {f.name: f.kind for f in family.fields if f.ours}
     every = {**kinds.SPECIAL_TOKENS, "dtype": optional(kinds.NAME)}
@@ -204,8 +218,8 @@ def schema(family: Family) -> Object:
 
 
 def explicit_fields(model: Model) -> dict[str, Any]:
-    """Every field that the family reads, none absent and none left to follow from others, under its
-    own name and in the spelling of transformers 5.
+    """Return every field that the family reads with an explicit value: none absent and none derived
+    from others, under its own name and in transformers 5's spelling.
     """
     said, found = fill_defaults(model.family, model.config), model.family.write(model.tree)
     for one in model.family.fields:
@@ -217,8 +231,9 @@ def explicit_fields(model: Model) -> dict[str, Any]:
 def model_from_spec(
     tree: ModelSpec, model_type: str, carried: Mapping[str, Any] | None = None
 ) -> Model:
-    """A model of that family that is `tree`, with the fields `carried` beside. Raises ValueError
-    naming what the family cannot express.
+    """Return a model of family `model_type` whose spec is `tree`, with the extra fields `carried`.
+    Raises ValueError, naming what the family cannot express: the new config.json is parsed back and
+    compared with `tree`.
     """
     family = known.find_family(model_type)
     try:
@@ -228,6 +243,7 @@ def model_from_spec(
         model = add_standard_fields(
             Model(nest_own_fields(family, {**own, **deepcopy(dict(carried or {}))}))
         )
+        # what the family cannot say would be lost silently: compare with what it reads back
         if found := differences(tree, model.tree):
             raise ValueError(
                 "; ".join(f"{n} = {a} (it would read back as {b})" for n, a, b in found)
@@ -241,8 +257,8 @@ def model_from_spec(
 
 
 def add_standard_fields(model: Model) -> Model:
-    """The same with what a config.json of transformers states beside the structure, where it does
-    not: its class, its dtype, no dropout.
+    """Return the model with the fields that transformers states besides structure, where absent:
+    architectures, dtype, and dropout of 0.
     """
     family = model.family
     beside = {
@@ -255,15 +271,18 @@ def add_standard_fields(model: Model) -> Model:
 
 
 def model_from_fields(model_type: str, fields: Mapping[str, Any]) -> Model:
-    """A model of that family with these fields, named as in `changed`, and its defaults: all of
-    them stated. Raises ValueError.
+    """Return a model of the family with these fields (own names; `rope_parameters.factor` for one
+    inside another) and its defaults, all stated in the config.json. Raises ValueError for an
+    impossible model.
     """
     bare = replace_fields(Model({"model_type": model_type}), fields)
     return model_from_spec(bare.tree, model_type, {n: v for n, v in fields.items() if "." not in n})
 
 
 def convert_family(model: Model, model_type: str) -> Model:
-    """The same tree in another family, with its special tokens and dtype. Raises as `new`."""
+    """Return the model with the same spec as a config.json of another family, special tokens and
+    dtype kept. Raises ValueError as `model_from_spec`.
+    """
     carried = {name: model.config[name] for name in CARRIED if name in model.config}
     return model_from_spec(model.tree, model_type, {**carried, "dtype": model.dtype})
 
@@ -275,9 +294,10 @@ def assumed_fields(model: Model) -> dict[str, Any]:
 
 
 def replace_fields(model: Model, fields: Mapping[str, Any]) -> Model:
-    """The same with other values of `fields`, named as the family does; `rope_parameters.factor` is
-    a field inside another one. What the model was taken for it stays, and says from now on. Raises
-    ValueError for what cannot be computed, and KeyError for a name that the family has not.
+    """Return the model with other values of `fields`, by the family's own names
+    (`rope_parameters.factor` for a field inside another one). If anything changes, assumed fields
+    become explicit, so that the model stays what it was taken for. Raises ValueError for an
+    impossible model, and KeyError for an unknown name.
     """
     known_fields = {field.name: field for field in model.family.fields}
     whole: dict[str, Any] = {}
@@ -289,6 +309,7 @@ def replace_fields(model: Model, fields: Mapping[str, Any]) -> Model:
             value = {**before, inner: value}
         whole[field.name] = value
     config = deepcopy(model.config)
+    # an assumption follows from other fields, which now change
     if whole and (open_before := assumed_fields(model)):
         config[RESERVED] = {**config.get(RESERVED, {}), **open_before}
     for name, value in whole.items():
@@ -297,8 +318,8 @@ def replace_fields(model: Model, fields: Mapping[str, Any]) -> Model:
 
 
 def set_fields(model: Model, fields: Mapping[str, Any]) -> Model:
-    """The same with other values of `fields`, by any names that they can be called. Raises
-    ValueError for one that the family has not, as well.
+    """Return the model with other values of `fields`, by any of their names. Raises ValueError for
+    an impossible model, and for a field that the family lacks.
     """
     names = model.family.names
     if unknown := [name for name in fields if name not in names]:
@@ -317,8 +338,9 @@ def edit(
     context: int | None = None,
     **special: int | list[int],
 ) -> Model:
-    """The same with another vocabulary, head tied or not, stated dtype, longest sequence, or
-    `bos_token_id`, `eos_token_id`, `pad_token_id`; unset: as it was. Raises ValueError.
+    """Return the model with another vocabulary size, tied or untied head, stated dtype, longest
+    sequence, or special token ids (`bos_token_id`, `eos_token_id`, `pad_token_id`); unset arguments
+    change nothing. Raises ValueError.
     """
     unknown = sorted(special.keys() - kinds.SPECIAL_TOKENS.keys())
     if unknown:
@@ -340,15 +362,15 @@ def edit(
 
 
 def with_scalar_head(model: Model) -> Model:
-    """The same that ends in one number in the place of logits, as it may already. Raises ValueError
-    for a family of which transformers has none.
+    """Return the model with a scalar head in place of its LM head; unchanged if it has one. Raises
+    ValueError for a family of which transformers has no such class.
     """
     ends = isinstance(model.tree.head, ScalarHeadSpec)
     return model if ends else Model(scorer_config(model.config, model.family))
 
 
 def with_lm_head(model: Model) -> Model:
-    """The same with logits."""
+    """Return the model with an LM head in place of a scalar head; unchanged if it has one."""
     ends = isinstance(model.tree.head, ScalarHeadSpec)
     return Model(lm_config(model.config, model.family)) if ends else model
 
@@ -362,16 +384,16 @@ def _rows_before(model: Model) -> int:
 
 
 def training_fields(model: Model) -> frozenset[str]:
-    """The fields that only training or its start uses, by the family's own names: what the model
-    computes is the same with other values.
+    """Return the fields, by the family's own names, that only initialisation or training uses: the
+    model computes the same whatever they are.
     """
     names = model.family.names
     return frozenset(names[name] for name in TUNED if name in names)
 
 
 def compare_fields(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
-    """(name, value, other value) of the fields in which the two differ: the family, and those that
-    fix their trees and that both have, by the names of the first.
+    """Return (name, value, other value) of the fields in which two models differ: the family, and
+    the structural fields that both families have, under the names of the first model.
     """
     names, theirs = other.family.names, other.family.write(other.tree)
     pairs = [("model_type", one.model_type, other.model_type)]
@@ -384,7 +406,9 @@ def compare_fields(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
 
 
 def _code(auto_map: Mapping[str, Any]) -> set[str]:
-    """The files of code that a folder asks to be run: `modeling_x` for x/y--modeling_x.Class."""
+    """Return the names of the code files that `auto_map` asks to run: "modeling_x" for
+    "x/y--modeling_x.Class".
+    """
     classes = [
         name for given in auto_map.values() for name in (given if type(given) is list else [given])
     ]

@@ -79,6 +79,9 @@ FIELDS = (
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of an MPT config.json. Raises ValueError for a value in attn_config that is
+    not computed.
+    """
     heads, stated = config["n_heads"], config["attn_config"] or {}
     for name, allowed in ONLY.items():
         if stated.get(name, allowed[0]) not in allowed:
@@ -103,6 +106,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of an MPT config.json for a spec."""
     mixer = common.attention(tree)
     return {
         **common.write(tree, FIELDS),
@@ -113,13 +117,14 @@ def write(tree: ModelSpec) -> dict[str, Any]:
 
 
 def _ratio(size: int, width: int) -> int | float:
-    """The expansion ratio that `read` rounds down to `size`."""
+    """Return the expansion ratio from which `read` computes `size`, by int(width * ratio)."""
     if size % width == 0:
         return size // width
     return size / width if int(width * (size / width)) == size else (size + 0.5) / width
 
 
 def rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of MPT: q, k, v fused one after the other."""
     layer, ours = "transformer.blocks.{}.", "layers.{}."
     return [
         Rename("transformer.wte", "embed"),

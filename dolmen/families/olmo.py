@@ -23,18 +23,23 @@ CLIP = Field(
 
 
 def read_olmo(config: dict[str, Any]) -> ModelSpec:
-    """`attention_bias` puts biases on q, k, v and on the output projection."""
+    """Return the spec of an OLMo config.json: LayerNorms without parameters, q, k, v clipped if
+    stated. `attention_bias` puts biases on q, k, v and o.
+    """
     bias = bool(config["attention_bias"])
     return clip_qkv(config, llama.read_llama_like(config, norm=NORM, qkv_bias=bias, o_bias=bias))
 
 
 def clip_qkv(config: dict[str, Any], tree: ModelSpec) -> ModelSpec:
-    """The same as CLIP says."""
+    """Return the spec with q, k and v of all layers clipped at the config's clip_qkv (None: not
+    clipped).
+    """
     clip = None if config[CLIP.name] is None else float(config[CLIP.name])
     return common.map_blocks(tree, lambda b: replace(b, mixer=replace(b.mixer, clip=clip)))
 
 
 def write_olmo(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of an OLMo config.json for a spec."""
     mixer = common.attention(tree)
     return {
         **llama.write_llama_like(tree, FIELDS),
@@ -75,7 +80,9 @@ NORMS = {
 
 
 def read_olmo2(config: dict[str, Any]) -> ModelSpec:
-    """`attention_bias` puts biases on q, k, v and on the output projection."""
+    """Return the spec of an OLMo 2 config.json: norms after each branch, and q and k norms over the
+    width of all heads. `attention_bias` puts biases on q, k, v and o.
+    """
     bias = bool(config["attention_bias"])
     tree = llama.read_llama_like(
         config, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_of="width"
@@ -86,10 +93,12 @@ def read_olmo2(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_olmo2(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of an OLMo 2 config.json for a spec."""
     return {**llama.write_llama_like(tree), "attention_bias": common.attention(tree).q_bias}
 
 
 def olmo2_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of OLMo 2: Llama's with its two norms after the branches."""
     return llama.llama_like_rules(tree, NORMS)
 
 
@@ -117,8 +126,8 @@ NUMBER = "num_experts"
 
 
 def read_olmoe(config: dict[str, Any]) -> ModelSpec:
-    """`intermediate_size` is an expert's width; `attention_bias` puts biases on q, k, v and on the
-    output projection.
+    """Return the spec of an OLMoE config.json: every layer is MoE. `intermediate_size` is an
+    expert's width; `attention_bias` puts biases on q, k, v and o.
     """
     size, bias = config["intermediate_size"], bool(config["attention_bias"])
     sparse = experts.read(config, size, config["norm_topk_prob"], NUMBER)
@@ -134,6 +143,9 @@ def read_olmoe(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_olmoe(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of an OLMoE config.json for a spec. Raises ValueError if the first layer is
+    not MoE.
+    """
     layer, mixer = expect(tree.blocks[0].mlp, MoESpec, "mlp"), common.attention(tree)
     return {
         **llama.write_llama_like(tree),
@@ -145,6 +157,7 @@ def write_olmoe(tree: ModelSpec) -> dict[str, Any]:
 
 
 def olmoe_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of OLMoE: Llama's, and those of router and experts."""
     module = f"{llama.LAYER}mlp"
     return [*llama.llama_like_rules(tree), *experts.rules(tree, module, llama.MLP_NAMES)]
 

@@ -71,6 +71,9 @@ FIELDS = (
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of an OPT config.json: a position table with two unused rows, and post-norm
+    blocks without final norm if do_layer_norm_before is false (OPT-350m).
+    """
     heads, bias, before = (
         config[name] for name in ("num_attention_heads", "enable_bias", "do_layer_norm_before")
     )
@@ -101,6 +104,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of an OPT config.json for a spec."""
     mlp, before = common.mlp(tree), tree.blocks[0].arrangement == SequentialResidual()
     return {
         **common.write(tree, FIELDS),
@@ -116,6 +120,7 @@ def write(tree: ModelSpec) -> dict[str, Any]:
 
 
 def rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of OPT, with project_in and project_out for narrow embeddings."""
     layer, ours = "model.decoder.layers.{}.", "layers.{}."
     return [
         Rename("model.decoder.embed_tokens", "embed"),

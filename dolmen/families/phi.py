@@ -26,6 +26,9 @@ PHI_FIELDS = llama.drop_fields(
 
 
 def read_phi(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a Phi-1, 1.5 or 2 config.json: parallel blocks after one LayerNorm, a
+    plain mlp, and a biased head.
+    """
     norm = NormSpec("layernorm", float(config[EPS]), bias=True)
     plain = MLPSpec(config["intermediate_size"], False, activation(config, "hidden_act"), bias=True)
     tree = llama.read_llama_like(
@@ -41,6 +44,9 @@ def read_phi(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_phi(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Phi config.json for a spec; the tanh form of GELU is spelled
+    gelu_new.
+    """
     fields = llama.write_llama_like(tree, PHI_FIELDS)
     if fields["hidden_act"] == "gelu_pytorch_tanh":
         fields["hidden_act"] = "gelu_new"
@@ -48,6 +54,7 @@ def write_phi(tree: ModelSpec) -> dict[str, Any]:
 
 
 def phi_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of Phi-1, 1.5 and 2."""
     names = {
         "self_attn.dense": "attn.o",
         "self_attn.q_layernorm": "attn.q_norm",
@@ -94,7 +101,9 @@ PHI3_FIELDS = (
 
 
 def read_phi3(config: dict[str, Any]) -> ModelSpec:
-    """Raises ValueError for a type of rope that transformers refuses too."""
+    """Return the spec of a Phi-3 config.json. Raises ValueError for a rope type other than default
+    and longrope, as transformers does.
+    """
     tree = llama.read_llama_like(config, windows=windows.uniform_windows(config))
     scaling = expect(common.attention(tree).positions, RopeSpec, "positions").scaling
     if scaling is not None and not isinstance(scaling, LongRopeScaling):
@@ -103,10 +112,12 @@ def read_phi3(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_phi3(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Phi-3 config.json for a spec."""
     return {**llama.write_llama_like(tree, PHI3_FIELDS), **windows.write(tree)}
 
 
 def phi3_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of Phi-3: q, k, v fused one after the other, gate and up fused."""
     mixer, layer = common.attention(tree), llama.LAYER
     counts = (mixer.heads, mixer.kv_heads, mixer.kv_heads)
     both = tuple(f"layers.{{}}.mlp.{name}" for name in ("gate", "up"))

@@ -74,7 +74,9 @@ FIELDS = (
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """Raises ValueError for heads that do not make the width."""
+    """Return the spec of a Qwen (first version) config.json. Raises ValueError if heads times
+    kv_channels is not the width, and for an odd intermediate_size.
+    """
     heads, size, width = (config[n] for n in ("num_attention_heads", "kv_channels", "hidden_size"))
     if heads * size != width:
         raise ValueError(
@@ -105,6 +107,9 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Qwen config.json for a spec. Raises ValueError for another rope
+    scaling than Qwen's.
+    """
     mixer, mlp = common.attention(tree), common.mlp(tree)
     turned = expect(mixer.positions, RopeSpec, "positions")
     none = QwenScaling(tree.max_position_embeddings, ntk=False, log_n=False)
@@ -123,6 +128,9 @@ def write(tree: ModelSpec) -> dict[str, Any]:
 
 
 def rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of Qwen: q, k, v fused one after the other, w2 is the gate
+    and w1 up.
+    """
     layer, ours = "transformer.h.{}.", "layers.{}."
     return [
         Rename("transformer.wte", "embed"),

@@ -34,7 +34,9 @@ FIELDS = llama.change_fields(
 
 
 def qwen2_windows(config: dict[str, Any]) -> list[int | None]:
-    """The window of each layer. Raises ValueError naming the field that does not fit."""
+    """Return the window of each layer: by layer_types, or else on layers from max_window_layers on,
+    if use_sliding_window is set. Raises ValueError naming the field that does not fit.
+    """
     used, first = config["use_sliding_window"], config["max_window_layers"]
     slides = used and config["sliding_window"] is not None
     by_number = [
@@ -45,7 +47,7 @@ def qwen2_windows(config: dict[str, Any]) -> list[int | None]:
 
 
 def new_windows(tree: ModelSpec) -> dict[str, Any]:
-    """The fields that say the window of each layer."""
+    """Return the fields that state each layer's window."""
     slides = [size is not None for size in windows.sizes(tree)]
     return {
         **windows.write_types(tree),
@@ -55,10 +57,12 @@ def new_windows(tree: ModelSpec) -> dict[str, Any]:
 
 
 def read_qwen2(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a Qwen2 config.json."""
     return llama.read_llama_like(config, windows=qwen2_windows(config), qkv_bias=True)
 
 
 def write_qwen2(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Qwen2 config.json for a spec."""
     return {**llama.write_llama_like(tree), **new_windows(tree)}
 
 
@@ -84,8 +88,8 @@ NUMBER = "num_experts"
 
 
 def qwen2_moe_windows(config: dict[str, Any]) -> list[int | None]:
-    """The window of each layer: where layer_types is None, of every other one of the first
-    `max_window_layers`, the first among them.
+    """Return the window of each layer: by layer_types, or else on layers 0, 2, 4, ... below
+    max_window_layers, if use_sliding_window is set.
     """
     used, before = config["use_sliding_window"], config["max_window_layers"]
     slides = used and config["sliding_window"] is not None
@@ -97,6 +101,9 @@ def qwen2_moe_windows(config: dict[str, Any]) -> list[int | None]:
 
 
 def read_qwen2_moe(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a Qwen2-MoE config.json: MoE layers with a gated shared expert, dense
+    where WHICH says.
+    """
     dense = llama.dense_mlp(config)
     sparse = replace(
         experts.read(config, config["moe_intermediate_size"], config["norm_topk_prob"], NUMBER),
@@ -125,6 +132,7 @@ def write_qwen2_moe(tree: ModelSpec) -> dict[str, Any]:
 
 
 def _write_qwen2_moe_experts(layer: MoESpec) -> dict[str, Any]:
+    """Return the fields of an MoE layer. Raises ValueError if it has no shared expert."""
     return {
         **experts.write(layer, NUMBER),
         "moe_intermediate_size": layer.size,
@@ -134,6 +142,9 @@ def _write_qwen2_moe_experts(layer: MoESpec) -> dict[str, Any]:
 
 
 def qwen2_moe_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of Qwen2-MoE: Qwen2's, and those of router, experts, shared expert
+    and its gate.
+    """
     module, ours = f"{llama.LAYER}mlp", "layers.{}.mlp.shared"
     shared = {f"expert.{hf}": f".{name}" for hf, name in llama.MLP_NAMES.items()}
     return [
@@ -187,12 +198,15 @@ QWEN2_MOE = Family(
 
 
 def read_qwen3(config: dict[str, Any]) -> ModelSpec:
-    """`attention_bias` puts biases on q, k, v and on the output projection."""
+    """Return the spec of a Qwen3 config.json: RMSNorm per query and key head. `attention_bias` puts
+    biases on q, k, v and o.
+    """
     bias, sizes = bool(config["attention_bias"]), qwen2_windows(config)
     return llama.read_llama_like(config, windows=sizes, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
 def write_qwen3(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a Qwen3 config.json for a spec."""
     return {
         **llama.write_llama_like(tree),
         **new_windows(tree),
@@ -220,7 +234,9 @@ QWEN3 = Family(
 
 
 def read_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
-    """`attention_bias` puts biases on q, k, v and on the output projection."""
+    """Return the spec of a Qwen3-MoE config.json: Qwen3 with MoE layers, dense where WHICH says,
+    one window for all layers. `attention_bias` puts biases on q, k, v and o.
+    """
     size, normalise = config["moe_intermediate_size"], config["norm_topk_prob"]
     dense, sparse = llama.dense_mlp(config), experts.read(config, size, normalise)
     bias = bool(config["attention_bias"])
@@ -250,6 +266,7 @@ def write_qwen3_moe(tree: ModelSpec) -> dict[str, Any]:
 
 
 def _write_qwen3_moe_experts(layer: MoESpec) -> dict[str, Any]:
+    """Return the fields of an MoE layer."""
     return {
         **experts.write(layer),
         "moe_intermediate_size": layer.size,
@@ -258,6 +275,7 @@ def _write_qwen3_moe_experts(layer: MoESpec) -> dict[str, Any]:
 
 
 def qwen3_moe_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of Qwen3-MoE: Qwen3's, and those of router and experts."""
     module = f"{llama.LAYER}mlp"
     return [*llama.llama_like_rules(tree), *experts.rules(tree, module, llama.MLP_NAMES)]
 

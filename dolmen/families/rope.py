@@ -139,15 +139,21 @@ OUTER = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_fa
 def fields(
     theta: float = 10000.0, part: float | None = None, outer: Mapping[str, str] = OUTER
 ) -> tuple[Field, ...]:
-    """The fields of config.json that `read` takes; `theta` where none states one, and the `part` of
-    each head that is turned where none states it; None: the family turns all of it. `outer`: as
-    OUTER, of a family with names of its own.
+    """Return the fields of config.json that `read` takes. `theta`: default base. `part`: default of
+    the rotated fraction of each head; None: the family always rotates whole heads. `outer`: the
+    family's names of the two fields that transformers 4 has at top level (see OUTER).
     """
 
     def outer_field(kind: Schema, name: str, default: float) -> Field:
+        """Return a top-level field under its standard name, with the family's own name as
+        an alias.
+        """
         return Field(name, kind, default, aliases=tuple({outer[name]} - {name}))
 
     def named(one: Field) -> Field:
+        """Return the field, with the family's top-level name as one more name for the
+        command line.
+        """
         more = {outer.get(one.name, one.name)} - {one.name, *one.common}
         return replace(one, common=(*one.common, *more))
 
@@ -163,14 +169,16 @@ def fields(
 
 
 def stated_rope(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The field that states rope, and what it states."""
+    """Return the name of the field that states rope (rope_scaling if it is set, else
+    rope_parameters) and its mapping, {} if it is null.
+    """
     field = "rope_scaling" if config["rope_scaling"] else "rope_parameters"
     return field, config[field] or {}
 
 
 def rope_type(stated: Mapping[str, Any]) -> str:
-    """The type of rope that is stated, as `rope_type` or, by older files, as `type`. Raises
-    ValueError where both are and differ.
+    """Return the rope type that is stated, as `rope_type` or, in older files, `type`, in its
+    current spelling. Raises ValueError if both are stated and differ.
     """
     of = stated.get("rope_type", stated.get("type", "default"))
     if stated.get("type", of) != of:
@@ -182,8 +190,9 @@ def rope_type(stated: Mapping[str, Any]) -> str:
 
 
 def read(config: Mapping[str, Any], size: int) -> RopeSpec:
-    """Rope over heads of `size`, rotated in halves: over their leading part where the family has
-    one. Raises ValueError for a type that is not implemented, and for a part that is no pairs.
+    """Return the RopeSpec of heads of `size` (rotate-half pairs), over their leading part if the
+    family rotates a part. Raises ValueError for an unsupported type, missing parameters, and a part
+    that is not whole pairs.
     """
     field, stated = stated_rope(config)
     if any(isinstance(value, dict) for value in stated.values()):
@@ -196,13 +205,16 @@ def read(config: Mapping[str, Any], size: int) -> RopeSpec:
 def _rotary_size(
     config: Mapping[str, Any], field: str, stated: Mapping[str, Any], size: int
 ) -> int:
-    """Numbers of each head that are turned, as transformers rounds them."""
+    """Return how many elements of each head are rotated, rounded as in transformers. Raises
+    ValueError for an odd number or zero.
+    """
     name = PART.name
     if name not in config:  # the family has no part
         if stated.get(name) not in (1.0, None):
             raise ValueError(f"{field}.{name} is {stated[name]}: dolmen supports only 1.0")
         return size
     factor = stated.get(name, config[name])
+    # truncated as transformers does: 0.4 of 80 is 32, and 0.3 of 64 is 19, which is refused
     turned = int(size * factor)
     if turned < 2 or turned % 2:
         raise ValueError(
@@ -215,6 +227,9 @@ def _rotary_size(
 def _scaling(
     config: Mapping[str, Any], field: str, stated: Mapping[str, Any], theta: float, turned: int
 ) -> RopeScaling | None:
+    """Return the scaling spec of the stated rope type, None for the default type. Raises ValueError
+    naming the parameters that the type needs and that are missing.
+    """
     of = rope_type(stated)
     original = config["original_max_position_embeddings"] or stated.get(
         "original_max_position_embeddings"
@@ -260,6 +275,7 @@ def _longrope(values: Mapping[str, Any], longest: int, turned: int) -> LongRopeS
     factor = values.get("factor") or longest / original
     attention_factor = values.get("attention_factor")
     if attention_factor is None:
+        # Ding et al., 2402.13753; 1.19 for 128K tokens over 4K
         grown = 1 + math.log(factor) / math.log(original) if factor > 1 < original else 1.0
         attention_factor = math.sqrt(grown)
     short, long = (tuple(map(float, values[f"{name}_factor"])) for name in ("short", "long"))
@@ -292,9 +308,9 @@ def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float
 
 
 def write(rope: RopeSpec, head_size: int | None = None) -> dict[str, Any]:
-    """`rope_parameters` as transformers 5 writes it: only what the type uses, and which part of
-    heads of `head_size`; None: the family has no part. Raises ValueError for a scaling that no
-    config.json here can say.
+    """Return `rope_parameters` as transformers 5 writes it, with only the fields that the type
+    uses. `head_size`: also write the rotated fraction of heads of that size; None: the family
+    rotates whole heads. Raises ValueError for a scaling that no config.json states.
     """
     match rope.scaling:
         case LinearScaling(factor):
@@ -328,13 +344,17 @@ def write(rope: RopeSpec, head_size: int | None = None) -> dict[str, Any]:
 
 
 def _fraction(turned: int, size: int) -> float:
-    """Return the fraction f with int(f * size) == turned."""
+    """Return the fraction f with int(f * size) == turned, one float above the quotient if that
+    rounds down.
+    """
     factor = turned / size
     return factor if int(size * factor) == turned else math.nextafter(factor, 1)
 
 
 def _new_yarn(yarn: YarnScaling) -> dict[str, Any]:
-    """Without an attention factor that follows from `factor`, so that it goes on to."""
+    """Return the fields of YaRN, without attention_factor if it is the one that follows from
+    `factor`: then it keeps following when `factor` is changed.
+    """
     follows = yarn.attention_factor == _attention_factor(yarn.factor, None, None)
     return {
         "rope_type": "yarn",
@@ -350,10 +370,10 @@ def _new_yarn(yarn: YarnScaling) -> dict[str, Any]:
 def spell(
     config: Mapping[str, Any], wanted: Mapping[str, Any], outer: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The fields of `config` that say `wanted`, in the spelling it uses, and wherever else it says
-    something of rope, so that nothing stands beside it that would be read first; what its own
-    mapping has beside our fields is kept, and what the type does not use is not written. `outer`:
-    see `fields`.
+    """Return the entries that change rope in `config` to `wanted`, in the spelling that the config
+    uses (rope_parameters, or rope_scaling and top-level fields). Every other place that states rope
+    is changed too, so that none contradicts; unknown fields inside are kept, and fields that the
+    type does not use are dropped. `outer`: see `fields`.
     """
     uses = {"rope_type", *OUTER, *USED.get(wanted["rope_type"], wanted)}
     extra = {n: wanted[n] for n in ORIGINAL if config.get(n) is not None and n in wanted}
@@ -376,4 +396,5 @@ def spell(
 
 
 def _unknown(own: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of a mapping's entries that are no rope fields known here."""
     return {name: deepcopy(value) for name, value in (own or {}).items() if name not in NAMES}

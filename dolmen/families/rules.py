@@ -53,7 +53,7 @@ class Rename:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Ours, in the order of the `parts` that `shape` takes."""
+        """Names of our modules, in the order of the `parts` that `shape` takes."""
         return (self.ours,)
 
     def shape(self, parts: list[Shape]) -> Shape:
@@ -63,8 +63,8 @@ class Rename:
 
 @dataclass(frozen=True)
 class Split:
-    """One tensor on disk holds several of ours: `groups` times `counts[i]` units of rows for the
-    i-th of them.
+    """One tensor on disk holds several of ours: `groups` times, one after the other, `counts[i]`
+    units of rows of the i-th of them.
     """
 
     hf: str
@@ -78,10 +78,14 @@ class Split:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of our modules, in the order of `counts`."""
         return self.ours
 
     def shape(self, parts: list[Shape]) -> Shape:
-        """Raises ValueError where the parts are not whole units of one size."""
+        """Return the shape of the fused tensor from those of its parts. Raises ValueError if the
+        parts are not whole numbers of units of one size.
+        """
+        # rows per unit, such as a head's size: the same for q, k and v
         units = {p[0] / (self.groups * n) for p, n in zip(parts, self.counts, strict=True)}
         if len(units) != 1 or units.pop() % 1:
             raise ValueError(
@@ -94,35 +98,38 @@ class Split:
 
 @dataclass(frozen=True)
 class WrappedRule:
-    """A rule around an inner one, which has the names."""
+    """A rule that changes how an inner rule is applied; names are those of the inner rule."""
 
     rule: "Rule"
 
     @property
     def hf(self) -> str:
+        """Name of the stored module."""
         return self.rule.hf
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of our modules."""
         return self.rule.names
 
 
 @dataclass(frozen=True)
 class Transpose(WrappedRule):
-    """The inner rule on a weight stored [in, out], as GPT-2's Conv1D does; biases are as the inner
-    rule has them.
+    """Apply the inner rule to a weight stored [in, out], as GPT-2's Conv1D; biases are not
+    transposed.
     """
 
     rule: Rename | Split
 
     def shape(self, parts: list[Shape]) -> Shape:
+        """Return the reversed shape of the inner rule."""
         return self.rule.shape(parts)[::-1]
 
 
 @dataclass(frozen=True)
 class Stack:
-    """`count` tensors on disk, one per expert (the second "{}"), are one of ours: piece i of it
-    along a new first dim.
+    """`count` tensors on disk, one per expert (the second "{}" of `hf`), are one of ours: tensor i
+    is index i along its first dim.
     """
 
     hf: str
@@ -131,39 +138,43 @@ class Stack:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Name of our stacked module."""
         return (self.ours,)
 
     def shape(self, parts: list[Shape]) -> Shape:
+        """Return the shape of one stored tensor: that of the stack without its first dim."""
         return parts[0][1:]
 
 
 @dataclass(frozen=True)
 class Each(WrappedRule):
-    """The inner rule on each matrix of stacked ones, [experts, ...] on disk as here."""
+    """Apply the inner rule to each matrix of a stack, which is [experts, ...] on disk as well."""
 
     rule: Rename | Split | Transpose
 
     def shape(self, parts: list[Shape]) -> Shape:
+        """Return [experts, ...] with the inner rule's shape of one matrix."""
         return (parts[0][0], *self.rule.shape([part[1:] for part in parts]))
 
 
 @dataclass(frozen=True)
 class BareParameter(WrappedRule):
-    """The inner rule on what is no module on disk: its name is all of the weight's, and that of the
-    bias ends in `_bias`.
+    """Apply the inner rule to a parameter that no module owns on disk: the weight's name has no
+    suffix, and the bias's ends in `_bias`.
     """
 
     rule: Rename | Each
 
     def shape(self, parts: list[Shape]) -> Shape:
+        """Return the shape of the inner rule."""
         return self.rule.shape(parts)
 
 
 @dataclass(frozen=True)
 class Paired:
-    """The rows of each of `heads` heads lie in pairs that rope turns, (0, 1) (2, 3) ..., where ours
-    has the first of all pairs and then the second of all: the same turning of neighbours and of
-    halves.
+    """Rotary rows: on disk each of `heads` heads has its rope pairs as neighbours (0, 1) (2, 3)
+    ..., ours has first elements of all pairs and then second elements (rotate-half). Both rotate
+    the same pairs.
     """
 
     hf: str
@@ -172,9 +183,11 @@ class Paired:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Name of our module."""
         return (self.ours,)
 
     def shape(self, parts: list[Shape]) -> Shape:
+        """Return the same shape: rows only change places."""
         return parts[0]
 
 
@@ -183,8 +196,8 @@ Rule = Rename | Split | Transpose | Stack | Each | BareParameter | Paired
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor on disk: its name, its shape, and those of ours that it holds, in the order the
-    rule yields them.
+    """One tensor on disk: its name and shape, and our parameters that it holds, in the rule's
+    order.
     """
 
     hf: str
@@ -198,9 +211,9 @@ class StoredTensor:
 def entries(
     rules: Iterable[Rule], shapes: Mapping[str, Shape], layers: int
 ) -> dict[str, StoredTensor]:
-    """Stored tensor name -> Entry for every parameter of `shapes`, in their order. Raises KeyError
-    naming the first three parameters that no rule makes, ValueError where a fused tensor cannot
-    hold the model's.
+    """Return stored tensor name -> StoredTensor for every parameter of `shapes`, in the order of
+    `shapes`; `layers`: number of layers that "{}" stands for. Raises KeyError, naming three, for
+    parameters that no rule makes, and ValueError if a fused tensor cannot hold the model's.
     """
     found: dict[str, StoredTensor] = {}
     for rule in rules:
@@ -217,7 +230,9 @@ def entries(
 def _layer_entries(
     rule: Rule, layer: int, kind: str, shapes: Mapping[str, Shape]
 ) -> list[StoredTensor]:
-    """Return the stored tensors that one rule makes of one layer's weights, or of its biases."""
+    """Return the stored tensors that one rule makes of one layer's weights or biases (`kind`); an
+    empty list if the model has none of them. Raises ValueError if it has only some.
+    """
     ours = tuple(f"{name.format(layer)}.{kind}" for name in rule.names)
     present = [name for name in ours if name in shapes]
     if not present:
@@ -225,6 +240,7 @@ def _layer_entries(
     if len(present) < len(ours):
         raise ValueError(f"{rule.hf}.{kind} stores {ours}, the model has only {present}")
     shape = rule.shape([shapes[name] for name in ours])
+    # each expert's tensor is an entry of its own
     pieces = range(rule.count) if isinstance(rule, Stack) else (None,)
     return [
         StoredTensor(rule.hf.format(layer, piece) + ending(rule, kind), ours, shape, rule, piece)
@@ -233,7 +249,9 @@ def _layer_entries(
 
 
 def ending(rule: Rule, kind: str) -> str:
-    """Return the suffix of a stored weight or bias after its module's name."""
+    """Return the suffix of a stored weight or bias (`kind`) after its module's name, with
+    the dot.
+    """
     match rule:
         case BareParameter():
             return "" if kind == "weight" else "_bias"

@@ -53,8 +53,8 @@ SPECIAL_TOKENS = mapping(
 
 
 def special_ids(config: Mapping[str, Any], **fields: str) -> dict[str, int | None]:
-    """Key -> id, of a whole config.json whose family has SPECIAL_TOKENS: of what is said there, or
-    else of the fields that it has by names of its own.
+    """Return key -> token id (None: unknown) for every key of NAMES: from the field special_tokens,
+    or else from the family's own fields, `fields` being key -> name of the field.
     """
     own = config[SPECIAL_TOKENS.name] or {}
     found = {name: own.get(name) for name in NAMES}
@@ -65,7 +65,7 @@ def special_ids(config: Mapping[str, Any], **fields: str) -> dict[str, int | Non
 
 
 def special_tokens_field(ids: Mapping[str, int | None]) -> dict[str, Any]:
-    """The field that says them."""
+    """Return the field special_tokens with the known ids; null if none is known."""
     known = {name: token for name, token in ids.items() if token is not None}
     return {SPECIAL_TOKENS.name: known or None}
 
@@ -99,7 +99,9 @@ def check_special_ids(specified: Mapping[str, Any], model: Model) -> dict[str, i
 
 
 def ids_in_vocabulary(vocabulary: Mapping[str, int]) -> dict[str, int]:
-    """Key -> id, of those that a tokenizer has by one of their names."""
+    """Return key -> id of the special tokens that a vocabulary contains under one of their
+    NAMES.
+    """
     found = {}
     for key, names in NAMES.items():
         ids = [vocabulary[name] for name in names if name in vocabulary]
@@ -109,8 +111,9 @@ def ids_in_vocabulary(vocabulary: Mapping[str, int]) -> dict[str, int]:
 
 
 def add_special_ids(model: Model, specified: Ids, vocabulary: Callable[[], Ids]) -> Model:
-    """Return the model with the ids that are `specified`, and those that its tokenizer's
-    `vocabulary` names where it does not say itself; unchanged if its family uses none.
+    """Return the model with special token ids added: those `specified` first, then those it states,
+    then those in its tokenizer's `vocabulary`. Unchanged if its family uses none, and if nothing is
+    new.
     """
     if not uses_special_tokens(model):
         return model

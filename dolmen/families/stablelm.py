@@ -19,6 +19,9 @@ FIELDS = llama.drop_fields(
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a StableLM config.json: LayerNorms, partial rope, and, where stated, q, k,
+    v biases, a norm per head, and parallel blocks.
+    """
     eps, bias = float(config[EPS]), config["use_qkv_bias"]
     tree = llama.read_llama_like(
         {**config, "head_dim": None}, norm=NormSpec("layernorm", eps, bias=True), qkv_bias=bias
@@ -30,6 +33,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a StableLM config.json for a spec."""
     mixer = common.attention(tree)
     return {
         **llama.write_llama_like(tree, FIELDS),
@@ -40,7 +44,9 @@ def write(tree: ModelSpec) -> dict[str, Any]:
 
 
 def rules(tree: ModelSpec) -> list[Rule]:
-    """The norm of a head is a module."""
+    """Return the weight rules of StableLM; each head's q or k norm is a module of its own
+    on disk.
+    """
     mixer, one = common.attention(tree), tree.blocks[0].arrangement == ParallelResidual(1)
     numbers = {"q": mixer.heads, "k": mixer.kv_heads}
     layer, ours = f"{llama.LAYER}self_attn.", "layers.{}.attn."

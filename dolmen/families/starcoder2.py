@@ -15,6 +15,9 @@ FIELDS = llama.fields_with(EPS)
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a StarCoder2 config.json; `use_bias` puts biases on all linears but the
+    head.
+    """
     bias = config["use_bias"]
     plain = common.plain_mlp(config, FIELDS, bias)
     return llama.read_llama_like(
@@ -28,6 +31,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(tree: ModelSpec) -> dict[str, Any]:
+    """Return the fields of a StarCoder2 config.json for a spec."""
     return {
         **llama.write_llama_like(tree, FIELDS),
         **windows.write(tree),
@@ -36,6 +40,7 @@ def write(tree: ModelSpec) -> dict[str, Any]:
 
 
 def rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of StarCoder2."""
     names = {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
     own = [Rename(llama.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
     return llama.llama_like_rules(tree, instead=own)

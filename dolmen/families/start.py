@@ -24,7 +24,7 @@ DEFAULT_FAMILY = "llama"
 
 @dataclass(frozen=True)
 class StartModel:
-    """A model before anything is said of it."""
+    """The model of a run before options are applied."""
 
     model: Model
     bare: bool = False
@@ -46,8 +46,9 @@ def start_model(model: Model | None, model_type: str | None) -> StartModel:
 
 
 def apply_options(start: StartModel, said: Mapping[str, Any]) -> Model | None:
-    """The model with what is `said`, None where there is none. What it has already is not stated
-    once more. Raises ValueError.
+    """Return the model with the options applied (`said`: field path -> value); options equal to
+    what it has change nothing. None if nothing specifies a model. Raises ValueError for an
+    impossible model.
     """
     whole = explicit_fields(start.model)
     news = {path: value for path, value in said.items() if value != _value(whole, path)}
@@ -59,7 +60,9 @@ def apply_options(start: StartModel, said: Mapping[str, Any]) -> Model | None:
 
 
 def option_fields(family: Family) -> dict[str, Field]:
-    """The fields of a family that are options: `rope_parameters.factor` -> the field."""
+    """Return the fields of a family that are command-line options, by path:
+    `rope_parameters.factor` for one inside another.
+    """
     found = {}
     for one in family.fields:
         if one.nested:
@@ -70,7 +73,7 @@ def option_fields(family: Family) -> dict[str, Field]:
 
 
 def option_type(kind: Schema) -> Any:
-    """The type of the option of a field."""
+    """Return the Python type of a field's command-line option, from its schema."""
     match kind:
         case Either((Null(), Flag())):
             return bool  # null is false
@@ -90,21 +93,22 @@ def option_type(kind: Schema) -> Any:
 
 
 def field_from_words(field: Field, words: Words, option: str) -> Any:
-    """The value of a field, as a config.json has it, that words of the command line are. Raises
-    ValueError.
+    """Return a field's value, as a config.json states it, parsed from the words given to its
+    option. Raises ValueError.
     """
     value = from_words(option_type(field.kind), words, option)
     return list(value) if isinstance(value, tuple) else value
 
 
 def _value(whole: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a path, `name` or `name.inner`, of explicit fields."""
     name, _, inner = path.partition(".")
     return (whole[name] or {}).get(inner) if inner else whole[name]
 
 
 def _as_family(model: Model, model_type: str) -> Model:
-    """The model as one of another family: the same tree, or, where that family cannot express it,
-    what both have by name and its defaults for the rest.
+    """Return the model converted to another family: with the same spec, or, if the family cannot
+    express it, with the fields that both have by name and the new family's defaults for the rest.
     """
     other = find_family(model_type)
     try:

@@ -23,8 +23,9 @@ TRAINING = {
 
 
 def unknown_fields(model: Model) -> list[str]:
-    """Fields of its config.json that dolmen has never heard of: kept for the way back, without
-    effect on the model. For a warning at the place that reads.
+    """Return the names of the config.json's fields that dolmen does not know (inside a mapping:
+    `rope_parameters.x`). They are kept for export and do not affect the model; whoever reads a
+    model should warn.
     """
     family, config = model.family, model.config
     names = {
@@ -104,7 +105,9 @@ def model_warnings(model: Model) -> list[str]:
 
 
 def _with_hint(model: Model, name: str) -> str:
-    """The field, and what was meant, if that can be guessed; of one inside another, its own."""
+    """Return the field's name, shortened, with "(did you mean ...?)" if a similar field or a
+    training option can be guessed.
+    """
     plain, family = name.replace("-", "_"), model.family
     outer, _, inner = plain.partition(".")
     fields = [field for field in family.fields if field.name == outer] if inner else []
@@ -115,6 +118,6 @@ def _with_hint(model: Model, name: str) -> str:
 
 
 def warn(model: Model) -> None:
-    """Warn of what `model_warnings` returns; Python shows each once."""
+    """Issue the warnings of `model_warnings`; Python shows each only once."""
     for line in model_warnings(model):
         warnings.warn(line, stacklevel=3)

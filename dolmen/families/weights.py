@@ -42,8 +42,8 @@ class WeightMap:
         return {entry.hf: entry for entry in bare}
 
     def canonical(self, name: str) -> str:
-        """The stored name with the family's leading part, which some files leave out, and with
-        today's ending.
+        """Return the current full name of a stored tensor: without the outer model's prefix, with
+        today's suffix, and with the family's prefix if the file leaves it out.
         """
         larger = self.model.family.outer
         name = name if larger is None else larger.name(name)
@@ -106,13 +106,14 @@ class WeightMap:
         return [
             field
             for field, other in _otherwise(self.model, stored)
+            # a field explains a mismatch if changing it changes that very dim
             if any(e != s and e != o for e, s, o in zip(expected, shape, other, strict=True))
         ]
 
 
 def weight_map(model: Model) -> WeightMap:
-    """The map of the model's family. Raises KeyError naming the first three parameters that no rule
-    of it makes.
+    """Return the weight map of a model by its family's rules. Raises KeyError, naming three
+    parameters, if no rule makes some of them.
     """
     rules = [*model.family.rules(model.tree), *SCORE * isinstance(model.tree.head, ScalarHeadSpec)]
     embedding, head = (
@@ -124,7 +125,9 @@ def weight_map(model: Model) -> WeightMap:
 
 
 def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
-    """(field, the shape that `stored` has with another value of it), of every size that is told."""
+    """Yield (field, shape that the tensor `stored` has with another value of it) for every integer
+    field: doubled, halved or 1, whichever first gives a model.
+    """
     whole = explicit_fields(model)
     plain = Model(nest_own_fields(model.family, {**whole, "model_type": model.model_type}))
     plain = with_scalar_head(plain) if isinstance(model.tree.head, ScalarHeadSpec) else plain
@@ -137,6 +140,9 @@ def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
 
 
 def _shape(model: Model, fields: dict[str, Any], stored: str) -> Shape | None:
+    """Return the shape of the tensor `stored` if the fields were changed so; None if that model is
+    impossible or has no such tensor.
+    """
     try:
         entry = weight_map(replace_fields(model, fields)).entries.get(stored)
     except (ValueError, KeyError):

@@ -25,13 +25,15 @@ NONE = {**NO_TYPES, SIZE.name: (None,)}
 
 
 def types(otherwise: str) -> Field:
-    """The field of the layers' types; `otherwise`: what None means."""
+    """Return the field `layer_types`; `otherwise` describes, in its help, what None means."""
     kind = optional(List(String((FULL, SLIDING)), longest=kinds.LAYERS.high))
     return Field("layer_types", kind, None, f"{FULL} or {SLIDING}, per layer; None: {otherwise}.")
 
 
 def pattern(every: int) -> tuple[Field, Field]:
-    """The fields of layers of which all slide but one of `every`."""
+    """Return the fields layer_types and sliding_window_pattern of a family in which every
+    `every`-th layer has full attention and all others a window.
+    """
     name = "sliding_window_pattern"
     help_text = "Of so many layers the last sees all, where layer_types is None."
     otherwise = f"all slide but those whose number {name} divides"
@@ -39,23 +41,26 @@ def pattern(every: int) -> tuple[Field, Field]:
 
 
 def pattern_windows(config: dict[str, Any]) -> list[int | None]:
-    """The window of each layer, by the fields of `pattern`."""
+    """Return the sliding window of each layer (None: full attention), by layer_types or else by
+    sliding_window_pattern: every n-th layer is full.
+    """
     every = config["sliding_window_pattern"]
     layers = range(1, config["num_hidden_layers"] + 1)
     return typed_windows(config, [SLIDING if i % every else FULL for i in layers])
 
 
 def uniform_windows(config: dict[str, Any], used: bool = True) -> list[int | None]:
-    """The window of each layer: that of SIZE, if it is `used`."""
+    """Return the window of each layer: sliding_window for all if `used`, else None for all."""
     return [config[SIZE.name] if used else None] * config["num_hidden_layers"]
 
 
 def typed_windows(
     config: dict[str, Any], otherwise: Sequence[str], used: bool = True
 ) -> list[int | None]:
-    """The window of each layer: that of SIZE, if it is `used`, where its type says that it slides;
-    the types are `layer_types`, or else `otherwise`. Raises ValueError for another number of
-    layers, and where there is no window for one that slides.
+    """Return the window of each layer: sliding_window where its type says that it slides (and
+    `used`), else None. The types are `layer_types`, or `otherwise` if that is None. Raises
+    ValueError if their number is not that of the layers, and if a layer slides without a window
+    size.
     """
     layers, stated = config["num_hidden_layers"], config["layer_types"]
     of = list(otherwise if stated is None else stated)
@@ -77,15 +82,17 @@ def typed_windows(
 
 
 def sizes(tree: ModelSpec) -> list[int | None]:
-    """The window of each layer. Raises ValueError where one has another mixer than attention."""
+    """Return the window of each layer of a spec (None: full attention). Raises ValueError if a
+    mixer is not plain attention.
+    """
     return [expect(block.mixer, AttentionSpec, "mixer").window for block in tree.blocks]
 
 
 def write(tree: ModelSpec) -> dict[str, Any]:
-    """SIZE, of the first layer that has a window."""
+    """Return the field sliding_window: the size of the first layer that has a window, or None."""
     return {SIZE.name: next((size for size in sizes(tree) if size is not None), None)}
 
 
 def write_types(tree: ModelSpec) -> dict[str, Any]:
-    """SIZE and the types of the layers."""
+    """Return the fields sliding_window and layer_types of a spec."""
     return {**write(tree), "layer_types": [FULL if s is None else SLIDING for s in sizes(tree)]}
