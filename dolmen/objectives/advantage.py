@@ -38,8 +38,8 @@ def kl(
 def kl_of_difference(
     d: Float[Tensor, "rows tokens"], estimator: Estimator
 ) -> Float[Tensor, "rows tokens"]:
-    """Return `kl` of differences of log-probabilities. Raises ValueError for an unknown
-    estimator.
+    """Return the KL estimate (see `kl`) from differences d of log-probabilities, policy -
+    reference. Raises ValueError for an unknown estimator.
     """
     match estimator:
         case "k1":
@@ -79,8 +79,11 @@ def token_rewards(
 
 
 def last_token(mask: Shaped[Tensor, "rows tokens"]) -> Shaped[Tensor, "rows tokens"]:
-    """Return whether each token is the last valid one of its row."""
+    """Return whether each token is the last valid one of its row; nowhere in a row without valid
+    tokens.
+    """
     valid = masked.valid_tokens(mask)
+    # valid tokens from here to the end of the row: 1
     return valid & (valid.flip(1).cumsum(1).flip(1) == 1)
 
 
@@ -115,6 +118,7 @@ def gae(
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * value - values[:, t]
         advantage = torch.where(steps[:, t], delta + gamma * lam * advantage, advantage)
+        # a skipped hole keeps V and A of the next valid token
         value = torch.where(steps[:, t], values[:, t], value)
         backwards.append(advantage)
     advantages = torch.stack(backwards[::-1], 1) if backwards else torch.zeros_like(values)
@@ -276,7 +280,7 @@ def importance_weights(
 def _center_by_group(
     scores: Float[Tensor, " rows"], group: Int[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
-    """Return each score minus the mean of its group; groups are 0, 1, 2, ...
+    """Return each score minus the mean of its group; groups are numbered 0, 1, 2, ...
 
     The smallest score of the group is subtracted first, so that equal scores are exactly 0 whatever
     they are: in fp32 the mean of eight scores of -237.3 is not -237.3, and dividing by the
@@ -290,7 +294,7 @@ def _center_by_group(
 def _group_means(
     values: Float[Tensor, " rows"], group: Int[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
-    """Return for each row the mean over its group; groups are 0, 1, 2, ..."""
+    """Return for each row the mean of its group's values; groups are numbered 0, 1, 2, ..."""
     size = torch.bincount(group)
     sums = values.new_zeros(len(size)).index_add_(0, group, values)
     return (sums / size)[group]

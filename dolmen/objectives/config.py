@@ -101,7 +101,9 @@ class ObjectiveConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss has a reference model."""
+        """True if the loss compares with a reference model: DPO's variants and KTO, not SimPO and
+        ORPO.
+        """
         return self.name == "dpo" and self.loss_type not in get_args(ReferenceFreeKind)
 
     @property
@@ -118,7 +120,9 @@ class ObjectiveConfig:
 
 
 def check_dpo(beta: float, kind: str, label_smoothing: float, rpo_alpha: float = 0.0) -> None:
-    """Raise ValueError for hyperparameters that no preference loss can have."""
+    """Raise ValueError for an unknown `kind` of preference loss, and for hyperparameters out of
+    range or without effect on that kind.
+    """
     known = (*get_args(PairKind), *get_args(ReferenceFreeKind), *get_args(UnpairedKind))
     if kind not in known:
         raise ValueError(f"kind is {kind!r}: it must be one of {known}")

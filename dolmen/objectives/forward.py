@@ -34,18 +34,26 @@ def forward(
     head_function: Callable[[Tensor, Any, Batch], T],
     route_callback: Callable[[int, int, Tensor], None] | None = None,
 ) -> list[T]:
-    """Return `head_function(hidden, head, microbatch)` of each microbatch, in order, on the ranks
-    of the last stage; elsewhere an empty list. `order` is a schedule of forwards only. To be called
-    within `inference`; every rank calls it. `route_callback(microbatch, layer, experts)` is called
-    for each sparse layer of this rank with the experts that its tokens are routed to.
+    """Run the forward of all microbatches without gradients. Return `head_function(hidden, head,
+    microbatch)` of each, in order, on the ranks of the last stage; elsewhere an empty list.
+
+    `order` is a schedule of forwards only. To be called within `inference`, by every rank.
+    `route_callback(microbatch, layer, experts)` is called for each sparse layer of this rank with
+    the experts that its tokens are routed to.
     """
     results: dict[int, T] = {}
     parts = batch.to(mesh.device).split(order.micros)
 
     def stage(chunk: int, micro: int, x: Tensor | None) -> Tensor:
+        """Run one stage's forward of a microbatch; the last stage keeps the result of the head
+        function.
+        """
         microbatch = parts[micro]
 
         def keep_result(hidden: Tensor, head: Any) -> Tensor:
+            """Store the head function's result; the hidden vectors pass on, as the pipeline expects
+            a tensor.
+            """
             results[micro] = head_function(hidden, head, microbatch)
             return hidden
 
@@ -77,6 +85,7 @@ def log_probabilities(
     check_head("a log-probability", spec.LMHeadSpec, model.tree)
 
     def head_function(hidden: Tensor, head: LMHead, microbatch: Batch) -> Tensor:
+        """Return the log-probability of each label."""
         return head.log_probabilities(hidden, microbatch.labels, temperature)
 
     return _compute_per_token(model, batch, mesh, schedule, head_function)
@@ -95,9 +104,11 @@ def routed_log_probabilities(
     routes: dict[tuple[int, int], Tensor] = {}
 
     def route_callback(micro: int, layer: int, experts: Tensor) -> None:
+        """Store the experts of a layer."""
         routes[micro, layer] = experts
 
     def head_function(hidden: Tensor, head: LMHead, microbatch: Batch) -> Tensor:
+        """Return the log-probability of each label."""
         return head.log_probabilities(hidden, microbatch.labels, temperature)
 
     results = _compute_per_token(model, batch, mesh, schedule, head_function, route_callback)
@@ -112,11 +123,15 @@ def routed_log_probabilities(
 def values(
     model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule
 ) -> Float[Tensor, "sequences length"]:
-    """Return the number that a scalar head gives each token, as `log_probabilities` does."""
+    """Return the output of a scalar head for each token of this rank's rows [sequences, length], on
+    every rank of tp, cp and pp. Every rank of the mesh calls it. Raises ValueError for a model with
+    logits.
+    """
 
     check_head("a value", spec.ScalarHeadSpec, model.tree)
 
     def head_function(hidden: Tensor, head: ScalarHead, microbatch: Batch) -> Tensor:
+        """Return the scalar of each token."""
         return head.values(hidden)
 
     return _compute_per_token(model, batch, mesh, schedule, head_function)
@@ -130,8 +145,8 @@ def _compute_per_token(
     head_function: Callable[[Tensor, Any, Batch], Tensor],
     route_callback: Callable[[int, int, Tensor], None] | None = None,
 ) -> Tensor:
-    """Return `head_function` of all tokens of this rank's rows, on every rank of tp, cp and pp, in
-    fp32 or wider.
+    """Return `head_function` of all tokens of this rank's rows [sequences, length], gathered over
+    cp and pp, in fp32 or wider, on the device.
     """
     with inference(model):
         results = forward(

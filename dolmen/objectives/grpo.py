@@ -51,10 +51,14 @@ class GRPOLoss:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The metrics that the loss reports."""
         kl = ("reference_kl",) if self.beta else ()
         return ("clip_fraction", "ratio", "kl_k3", *kl)
 
     def count(self, batch: Batch) -> float:
+        """Return the divisor of the loss: trained tokens for kinds in BY_TOKENS, else rows. Raises
+        ValueError for a batch without the numbers that the loss reads.
+        """
         needed = (OLD, ADVANTAGE, REFERENCE) if self.beta else (OLD, ADVANTAGE)
         if missing := [name for name in needed if name not in batch.numbers]:
             raise ValueError(
@@ -63,18 +67,21 @@ class GRPOLoss:
         return (batch.real_tokens or NO_TOKENS) if self.kind in BY_TOKENS else len(batch.labels)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
+        """Return the loss of a microbatch; log-probabilities are gathered over cp first."""
         new = head.whole(head.log_probabilities(hidden, batch.labels, self.temperature))
         return self.compute_loss(new, None, head, batch)
 
     def compute_loss(
         self, new: Tensor, entropy: Tensor | None, head: LMHead, batch: Batch
     ) -> LossOutput:
-        """Return the loss from log-probabilities `new`, and entropies, of all tokens of the rows
-        (gathered over cp): a mean over a row needs the whole row.
+        """Return the sum of the losses and metrics of the rows, from log-probabilities `new` and
+        entropies (or None) of all their tokens, gathered over cp: a mean over a row needs the whole
+        row. Every rank of cp takes its share of the sum.
         """
         valid = batch.labels != IGNORED
 
         def loss(new: Tensor, rows: slice, valid: Tensor) -> tuple[Tensor, Metrics]:
+            """Return mean loss and metrics of some rows."""
             return policy.grpo_loss(
                 new,
                 batch.numbers[OLD][rows],
@@ -97,8 +104,9 @@ class GRPOLoss:
         return LossOutput(head.shared(mean * size), metrics)
 
     def _row_metrics(self, loss: LossFunction, new: Tensor, batch: Batch) -> list[Tensor]:
-        """Sums of what each answer says by itself, a mean over its tokens, over answers or over
-        tokens as the loss counts: so no microbatch decides a metric.
+        """Return the sums over rows of the metrics of each row by itself, weighted by its tokens
+        for kinds in BY_TOKENS. Row by row, so that the split into microbatches does not change a
+        metric.
         """
         sums = [new.new_zeros(()) for _ in self.names]
         for row in range(len(new)):
@@ -118,8 +126,10 @@ class GRPOWithEntropy(GRPOLoss):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The metrics of GRPOLoss, and "entropy"."""
         return (*super().names, "entropy")
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
+        """Return the loss of a microbatch, with the entropy of each token's distribution."""
         new, entropy = head.log_probabilities_and_entropy(hidden, batch.labels, self.temperature)
         return self.compute_loss(head.whole(new), head.whole(entropy), head, batch)

@@ -20,35 +20,37 @@ Metrics = dict[str, Tensor]
 
 
 def valid_tokens(mask: Shaped[Tensor, "rows tokens"]) -> Bool[Tensor, "rows tokens"]:
-    """Return where the mask is not 0."""
+    """Return where a mask is not 0."""
     return mask != 0
 
 
 def zero_outside(
     values: Float[Tensor, "rows tokens"], valid: Bool[Tensor, "rows tokens"]
 ) -> Float[Tensor, "rows tokens"]:
-    """Return the valid values, and 0 elsewhere, whatever was there."""
+    """Return the values where `valid`, and 0 elsewhere, even where there was a NaN."""
     return torch.where(valid, values, 0.0)
 
 
 def token_mean(
     values: Float[Tensor, "rows tokens"], valid: Bool[Tensor, "rows tokens"]
 ) -> Float[Tensor, ""]:
-    """Return the mean of all valid values; 0 without any."""
+    """Return the mean of all valid values; 0 where there are none."""
     return zero_outside(values, valid).sum() / valid.sum().clamp(min=1)
 
 
 def row_means(
     values: Float[Tensor, "rows tokens"], valid: Bool[Tensor, "rows tokens"]
 ) -> Float[Tensor, " rows"]:
-    """Return the mean of each row's valid values; 0 for a row without any."""
+    """Return the mean of each row's valid values [rows]; 0 for a row without any."""
     return zero_outside(values, valid).sum(1) / valid.sum(1).clamp(min=1)
 
 
 def sequence_mean(
     values: Float[Tensor, "rows tokens"], valid: Bool[Tensor, "rows tokens"], empty: Empty
 ) -> Float[Tensor, ""]:
-    """Return the mean over rows of each row's mean."""
+    """Return the mean over rows of each row's mean over its valid tokens. Rows without any are left
+    out, or count as 0, by `empty`: "left-out" or "counted". Raises ValueError for another `empty`.
+    """
     total = row_means(values, valid).sum()
     match empty:
         case "left-out":
@@ -64,8 +66,9 @@ def aggregate(
     reduce: Reduce,
     empty: Empty,
 ) -> Float[Tensor, ""]:
-    """Return the mean of the valid values, over tokens or over rows. Raises ValueError for another
-    `reduce`.
+    """Return the mean of the valid values: over all tokens, or over rows of their means, by
+    `reduce` ("token-mean", "sequence-mean"); `empty` as in `sequence_mean`. Raises ValueError for
+    another `reduce`.
     """
     match reduce:
         case "token-mean":
@@ -78,7 +81,9 @@ def aggregate(
 def fraction(
     condition: Bool[Tensor, "rows tokens"], valid: Bool[Tensor, "rows tokens"]
 ) -> Float[Tensor, ""]:
-    """Return the share of valid tokens for which the condition holds, in fp64."""
+    """Return the share of valid tokens for which the condition holds, in fp64; 0 without valid
+    tokens.
+    """
     return token_mean(
         condition.double(), valid
     )  # times their number it is a number of tokens again

@@ -41,7 +41,9 @@ class Objective(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the metrics, beside the loss. A metric of what is switched off has none."""
+        """Names of the metrics besides the loss; metrics of terms that are switched off are
+        missing.
+        """
         ...
 
     def count(self, batch: Batch) -> float:
@@ -58,12 +60,14 @@ class Objective(Protocol):
 
 
 def check(objective: Objective, tree: ModelSpec) -> None:
-    """Raise ValueError where the model has another head than the objective reads."""
+    """Raise ValueError where the model's head is not of the kind that the objective reads."""
     check_head(f"the objective {objective}", objective.head, tree)
 
 
 def check_head(user: str, kind: type, tree: ModelSpec) -> None:
-    """Raise ValueError, naming the `user` of the head, where the model's head is not a `kind`."""
+    """Raise ValueError, naming the `user` of the head, where the model's head is not an instance of
+    `kind`.
+    """
     if not isinstance(tree.head, kind):
         raise ValueError(
             f"{user} is for a model that ends in {kind.__name__}, and this one ends in {tree.head}"
@@ -80,12 +84,15 @@ class CrossEntropy:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """No metrics besides the loss."""
         return ()
 
     def count(self, batch: Batch) -> float:
+        """Return the summed weight of the labels: their number, where the batch has no weights."""
         return batch.weight
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
+        """Return the sum over labels of weight times -log p."""
         return LossOutput(head.cross_entropy(hidden, batch.labels, batch.weights))
 
 
@@ -108,14 +115,19 @@ class MaskedLM:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The two terms of the loss, where there are two."""
         return ("filled", "follows") if self.follows else ()
 
     def count(self, batch: Batch) -> float:
+        """Return the summed weight of the masked tokens. Raises ValueError without labels of
+        next-sentence prediction where that is trained.
+        """
         if self.follows and FOLLOWS not in batch.numbers:
             raise ValueError(f"next-sentence prediction needs numbers[{FOLLOWS!r}]")
         return batch.weight
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
+        """Return the sum of both terms over this rank's tokens."""
         masked_loss = head.cross_entropy(hidden, batch.labels, batch.weights)
         if not self.follows:
             return LossOutput(masked_loss)

@@ -73,16 +73,20 @@ class CompletionIndex:
         return self.last.gather(1, self.document) == self._positions
 
     def number(self, name: str) -> Float[Tensor, "sequences documents"]:
-        """Return numbers[name] of the last token of each completion."""
+        """Return numbers[name] at the last token of each completion; meaningless for documents
+        without one.
+        """
         return self.batch.numbers[name].gather(1, self.last.clamp(min=0))
 
     @cached_property
     def _positions(self) -> Int64[Tensor, "sequences length"]:
+        """The position of each token in its row."""
         labels = self.batch.labels
         return torch.arange(labels.shape[1], device=labels.device).expand_as(labels)
 
     @property
     def _real(self) -> Bool[Tensor, "sequences length"]:
+        """True where a token has a label."""
         return self.batch.labels != IGNORED
 
 
@@ -92,11 +96,13 @@ class PairIndex(CompletionIndex):
 
     @property
     def real(self) -> Bool[Tensor, "rows documents"]:
-        """True where there is a pair, not padding."""
+        """True where a document is a completion, not padding."""
         return self.last[0::2] >= 0
 
     def pair_up(self, values: Shaped[Tensor, "sequences documents"]) -> PairValues:
-        """Split values per completion into those of chosen and of rejected ones."""
+        """Return values per completion as those of chosen and of rejected ones, by numbers[SIDE];
+        without it the even rows are chosen.
+        """
         first, second = values[0::2], values[1::2]
         if SIDE not in self.batch.numbers:
             return PairValues(first, second)
@@ -109,8 +115,8 @@ class PairIndex(CompletionIndex):
         scores: PairValues,
         head: ModelHead,
     ) -> LossOutput:
-        """Return the sums over pairs of their losses and of METRICS. Every rank of cp has all
-        pairs, so each takes its share of the sum.
+        """Return the sums over pairs of their losses and of METRICS of `scores`. Every rank of cp
+        has all pairs, so each takes its share of the sum.
         """
         metrics = pair_scores(scores.chosen.detach(), scores.rejected.detach())
         return self._sums(losses, [metrics[name] for name in METRICS], head)
@@ -122,23 +128,26 @@ class PairIndex(CompletionIndex):
         logps: PairValues,
         head: ModelHead,
     ) -> LossOutput:
-        """Return the sums over pairs of their losses, REWARDS and LOGPS, as `score_output`."""
+        """Return the sums over pairs of their losses, and of REWARDS and LOGPS; shared over cp as
+        in `score_output`.
+        """
         rewards, logps = (PairValues(*(x.detach() for x in pair)) for pair in (rewards, logps))
         accuracy, margin = pair_scores(*rewards).values()
         return self._sums(losses, [accuracy, margin, *rewards, *logps], head)
 
     def _sums(self, losses: Tensor, metrics: list[Tensor], head: ModelHead) -> LossOutput:
+        """Return losses and metrics summed over pairs, this rank's share of cp."""
         sums = tuple(head.shared(self.total(each)) for each in metrics)
         return LossOutput(head.shared(self.total(losses)), sums)
 
     def total(self, per_pair: Float[Tensor, "rows documents"]) -> Float[Tensor, ""]:
-        """Return the sum over real pairs."""
+        """Return the sum over pairs, padding left out."""
         return torch.where(self.real, per_pair, 0.0).sum()
 
 
 def count_pairs(batch: Batch) -> int:
-    """Return the number of pairs of a batch on the CPU. Raises ValueError for half a pair, and for
-    a completion without a real label.
+    """Return the number of pairs of a batch on the CPU. Raises ValueError for an odd number of
+    rows, and for a completion whose partner has no label.
     """
     rows = len(batch.labels)
     if rows % 2:
@@ -160,13 +169,17 @@ def count_pairs(batch: Batch) -> int:
 def pair_scores(
     chosen: Float[Tensor, "*pairs"], rejected: Float[Tensor, "*pairs"]
 ) -> dict[str, Float[Tensor, "*pairs"]]:
-    """Return METRICS of each pair."""
+    """Return METRICS of each pair: accuracy is 1 where the chosen score is larger, else 0; margin
+    is the difference.
+    """
     margins = chosen - rejected
     return {"accuracy": (margins > 0).to(margins.dtype), "margin": margins}
 
 
 def mean_metrics(chosen: Float[Tensor, " pairs"], rejected: Float[Tensor, " pairs"]) -> Metrics:
-    """Return the means of METRICS, and of the rewards or scores of both sides."""
+    """Return the means over pairs of METRICS and of the rewards (or scores) of both sides,
+    detached.
+    """
     chosen, rejected = chosen.detach(), rejected.detach()
     means = {name: each.mean() for name, each in pair_scores(chosen, rejected).items()}
     return {**means, "chosen": chosen.mean(), "rejected": rejected.mean()}

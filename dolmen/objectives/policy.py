@@ -119,6 +119,7 @@ def grpo_loss(
     ratio = _ratios(masked.zero_outside(new - old, valid), valid, kind, level)
     losses, is_clipped = _surrogate(ratio, advantages, clip_low, clip_high)
     if kind == "cispo":
+        # CISPO clips the weight, not the gradient: new has one at every token
         bounded = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
         losses, is_clipped = (
             -bounded * advantages * masked.zero_outside(new, valid),
@@ -142,7 +143,9 @@ def _subtract_entropy_bonus(
     valid: Bool[Tensor, "rows tokens"],
     metrics: Metrics,
 ) -> Float[Tensor, "rows tokens"]:
-    """Subtract the entropy bonus, where entropies are given, and add their mean to `metrics`."""
+    """Return the losses minus coef times the entropies, whose mean is added to `metrics`; unchanged
+    losses where `entropy` is None.
+    """
     if entropy is None:
         return losses
     metrics["entropy"] = masked.token_mean(entropy, valid).detach()
@@ -155,7 +158,9 @@ def _ratios(
     kind: Kind,
     level: Level,
 ) -> Float[Tensor, "rows tokens"]:
-    """Return the probability ratio of each token: its own, or that of its row (see `grpo_loss`)."""
+    """Return the probability ratio new / old of each token: its own, or that of its row by `level`
+    and `kind` (see `grpo_loss`). Raises ValueError for an unknown level.
+    """
     if level not in Level.__args__:
         raise ValueError(f"level is {level!r}: it must be one of {Level.__args__}")
     if level == "token" and kind != "gspo":
@@ -163,6 +168,7 @@ def _ratios(
     mean = masked.row_means(log_ratios, valid)[:, None].expand_as(log_ratios)
     if level == "sequence":
         return mean.exp()
+    # GSPO-token: the value of the row's ratio, the gradient of the token's own log-probability
     return (mean.detach() + log_ratios - log_ratios.detach()).exp()
 
 
@@ -172,9 +178,12 @@ def _surrogate(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Float[Tensor, "rows tokens"], Bool[Tensor, "rows tokens"]]:
-    """Return the loss of each token, and whether it is clipped and so has no gradient."""
+    """Return the clipped surrogate loss of each token, and whether it is clipped and so has no
+    gradient.
+    """
     unclipped = ratio * advantages
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    # the minimum is a pessimistic bound: clipping never makes the loss smaller
     return -torch.minimum(unclipped, bounded), bounded < unclipped
 
 
@@ -185,7 +194,9 @@ def _aggregate_losses(
     max_length: int | None,
     empty: Empty,
 ) -> Float[Tensor, ""]:
-    """Return the mean of token losses that belongs to the kind (see `grpo_loss`)."""
+    """Return the mean of token losses that belongs to the kind (see `grpo_loss`). Raises ValueError
+    for an unknown kind, and for dr-grpo without `max_length`.
+    """
     match kind:
         case "grpo" | "gspo":
             return masked.sequence_mean(losses, valid, empty)
@@ -209,7 +220,9 @@ def _ratio_metrics(
     is_clipped: Bool[Tensor, "rows tokens"],
     valid: Bool[Tensor, "rows tokens"],
 ) -> Metrics:
-    """Return the metrics of `ppo_loss`, those of the dual clip aside."""
+    """Return the mean metrics over valid tokens: clip_fraction, ratio, and the KL estimates k1 and
+    k3 of old from new.
+    """
     old, new = masked.zero_outside(old, valid), masked.zero_outside(new, valid)
     return {
         "clip_fraction": masked.fraction(is_clipped, valid),

@@ -39,20 +39,27 @@ class PPOPolicyLoss:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The metrics that the loss reports."""
         dual = () if self.dual_clip is None else ("dual_clip_fraction",)
         return ("clip_fraction", "ratio", "kl_k1", "kl_k3", *dual)
 
     def count(self, batch: Batch) -> float:
+        """Return the number of trained tokens. Raises ValueError for a batch without OLD or
+        ADVANTAGE.
+        """
         return _count(batch, (OLD, ADVANTAGE))
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
+        """Return the loss of a microbatch."""
         new = head.log_probabilities(hidden, batch.labels, self.temperature)
         return self.compute_loss(new, None, head, batch)
 
     def compute_loss(
         self, new: Tensor, entropy: Tensor | None, head: LMHead, batch: Batch
     ) -> LossOutput:
-        """Return the loss from log-probabilities `new`, and entropies, of this rank's tokens."""
+        """Return the sum of the losses and metrics of this rank's tokens, from their
+        log-probabilities `new` and entropies (or None).
+        """
         old, advantages = (head.here(batch.numbers[name]) for name in (OLD, ADVANTAGE))
         valid = head.here(batch.labels) != IGNORED
         mean, metrics = policy.ppo_loss(
@@ -75,9 +82,11 @@ class PPOWithEntropy(PPOPolicyLoss):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The metrics of PPOPolicyLoss, and "entropy"."""
         return (*super().names, "entropy")
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
+        """Return the loss of a microbatch, with the entropy of each token's distribution."""
         new, entropy = head.log_probabilities_and_entropy(hidden, batch.labels, self.temperature)
         return self.compute_loss(new, entropy, head, batch)
 
@@ -92,14 +101,19 @@ class PPOValueLoss:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The metrics that the loss reports."""
         return ("clip_fraction", "squared_error")
 
     def count(self, batch: Batch) -> float:
+        """Return the number of trained tokens. Raises ValueError for a batch without VALUE or
+        RETURN.
+        """
         return _count(batch, (VALUE, RETURN))
 
     def __call__(
         self, hidden: Float[Tensor, "_ hidden"], head: ScalarHead, batch: Batch
     ) -> LossOutput:
+        """Return the loss of a microbatch."""
         old, returns = (head.here(batch.numbers[name]) for name in (VALUE, RETURN))
         valid = head.here(batch.labels) != IGNORED
         mean, metrics = policy.value_loss(head.values(hidden), old, returns, valid, clip=self.clip)
@@ -107,7 +121,10 @@ class PPOValueLoss:
 
 
 def _count(batch: Batch, needed: Iterable[str]) -> float:
-    """Return the number of trained tokens. Raises ValueError where the batch lacks numbers."""
+    """Return the number of trained tokens of the batch, or NO_TOKENS (1e-30) where it has none, so
+    that nothing is divided by 0. Raises ValueError where the batch lacks one of the `needed`
+    numbers.
+    """
     if missing := [name for name in needed if name not in batch.numbers]:
         raise ValueError(
             f"PPO reads numbers of each token, and the batch lacks {', '.join(missing)}"
@@ -118,6 +135,8 @@ def _count(batch: Batch, needed: Iterable[str]) -> float:
 def _sum_output(
     mean: Tensor, metrics: Metrics, names: Iterable[str], valid: Bool[Tensor, "sequences here"]
 ) -> LossOutput:
-    """Turn means over this rank's tokens into sums."""
+    """Return means over this rank's valid tokens as sums over them, the metrics in the order of
+    `names`.
+    """
     size = valid.sum()
     return LossOutput(mean * size, tuple(metrics[name] * size for name in names))

@@ -34,7 +34,9 @@ REFERENCE = "reference"
 
 
 def check_reference(batch: Batch) -> None:
-    """Raise ValueError for a batch without the reference model's log-probabilities."""
+    """Raise ValueError for a batch without numbers[REFERENCE], the reference model's
+    log-probabilities.
+    """
     if REFERENCE not in batch.numbers:
         raise ValueError(
             "the loss compares with a reference model: a batch needs "
@@ -45,8 +47,8 @@ def check_reference(batch: Batch) -> None:
 def log_ratios(
     logps: Float[Tensor, "sequences _"], head: LMHead, index: pairs.CompletionIndex
 ) -> Float[Tensor, "sequences documents"]:
-    """Return log(policy / reference) of each completion, summed over its tokens. `logps` are the
-    policy's log-probabilities of this rank's labels.
+    """Return log(policy / reference) of each completion [sequences, documents], summed over its
+    tokens. `logps` are the policy's log-probabilities of this rank's labels.
     """
     batch = index.batch
     real = head.here(batch.labels) != IGNORED
@@ -71,16 +73,19 @@ class DPO:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The metrics: rewards and log-probabilities of both sides."""
         return (*pairs.REWARDS, *pairs.LOGPS)
 
     def __post_init__(self):
         check_dpo(self.beta, self.kind, self.label_smoothing, self.rpo_alpha)
 
     def count(self, batch: Batch) -> float:
+        """Return the number of pairs. Raises ValueError without reference log-probabilities."""
         check_reference(batch)
         return pairs.count_pairs(batch)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
+        """Return the sum of the pairs' losses, and their metrics."""
         index = pairs.PairIndex(batch)
         token_logps = head.log_probabilities(hidden, batch.labels)
         c, r = index.pair_up(log_ratios(token_logps, head, index))
@@ -107,15 +112,18 @@ class ReferenceFreePreference:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The metrics: rewards and log-probabilities of both sides."""
         return (*pairs.REWARDS, *pairs.LOGPS)
 
     def __post_init__(self):
         check_dpo(self.beta, self.kind, self.label_smoothing)
 
     def count(self, batch: Batch) -> float:
+        """Return the number of pairs. Raises ValueError for an incomplete pair."""
         return pairs.count_pairs(batch)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
+        """Return the sum of the pairs' losses, and their metrics."""
         index = pairs.PairIndex(batch)
         summed = head.sum_per_document(head.log_probabilities(hidden, batch.labels), index.document)
         c, r = index.pair_up(mean_over_tokens(summed, index.lengths))
@@ -144,24 +152,31 @@ class KTO:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The metrics: accuracy and margin."""
         return pairs.METRICS
 
     def __post_init__(self):
         check_dpo(self.beta, "kto", 0.0)
 
     def count(self, batch: Batch) -> float:
+        """Return the number of completions. Raises ValueError without reference
+        log-probabilities.
+        """
         check_reference(batch)
         return pairs.count_pairs(batch)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
+        """Return the sum of the completions' losses, and their metrics."""
         index = pairs.PairIndex(batch)
         logps = head.log_probabilities(hidden, batch.labels)
         ratios, side = log_ratios(logps, head, index), index.number(SIDE)
+        # SIDE is 1 or -1 for a desirable or undesirable completion, 0 for a mismatched one
         first = side[0::2] != 0  # which of the two rows has the answer of the prompt
         own_ratio = torch.where(first, ratios[0::2], ratios[1::2])
         mismatched = torch.where(first, ratios[1::2], ratios[0::2])
         wanted = torch.where(first, side[0::2], side[1::2]) > 0
         answers = index.real.sum(1, keepdim=True).clamp(min=1)
+        # z of the paper: one estimate for each pair of rows
         kl = torch.where(index.real, mismatched, 0.0).sum(1, keepdim=True) / answers
         weights = self.desirable_weight, self.undesirable_weight
         losses = kto_losses(own_ratio, wanted, kl, self.beta, *weights)
@@ -174,8 +189,9 @@ class KTO:
 
 
 def meaningful_metrics(objective: Objective, updates: int) -> tuple[str, ...]:
-    """Return the names of the metrics that carry information after so many updates: while policy
-    and reference have the same weights, accuracy is decided by rounding alone.
+    """Return the names of the objective's metrics that carry information after `updates` updates.
+    Before the first one, a policy that starts as its reference has log-ratios of 0 up to rounding,
+    so accuracies are left out.
     """
     match objective:
         case DPO(from_reference=True) | KTO(from_reference=True) if updates == 0:
@@ -246,7 +262,7 @@ def orpo(
 def mean_over_tokens(
     summed: Float[Tensor, "*pairs"], length: Shaped[Tensor, "*pairs"]
 ) -> Float[Tensor, "*pairs"]:
-    """Return the mean per token of sums over completions; 0 for empty ones."""
+    """Return sums over completions divided by their lengths in tokens; 0 for empty completions."""
     return summed / length.clamp(min=1)
 
 
@@ -258,7 +274,10 @@ def reference_free_losses(
     gamma: float,
     s: float,
 ) -> Float[Tensor, "*pairs"]:
-    """Return `simpo` or `orpo` of each pair, from mean log-probabilities per token."""
+    """Return the loss of each pair, SimPO's or ORPO's by `kind`, from the mean log-probabilities
+    per token c (chosen) and r (rejected); s is the label smoothing, gamma the margin, of SimPO
+    alone.
+    """
     match kind:
         case "simpo":
             return smoothed_sigmoid_loss(beta * (c - r) - gamma, s)
@@ -268,13 +287,15 @@ def reference_free_losses(
 
 
 def smoothed_sigmoid_loss(d: Float[Tensor, "*pairs"], s: float) -> Float[Tensor, "*pairs"]:
-    """Return -log sigmoid(d) with label smoothing s."""
+    """Return -(1 - s) log sigmoid(d) - s log sigmoid(-d), the sigmoid loss with label smoothing
+    s.
+    """
     return -(1 - s) * F.logsigmoid(d) - s * F.logsigmoid(-d)
 
 
 def log_odds(log_p: Float[Tensor, "*pairs"]) -> Float[Tensor, "*pairs"]:
-    """Return log(p / (1 - p)); p = 1 is replaced by the largest p below 1, whose gradient is
-    finite.
+    """Return log(p / (1 - p)) of probabilities given as log p. p = 1 is replaced by the largest p
+    below 1, so that the gradient is finite.
     """
     bounded = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
     return bounded - torch.log(-torch.expm1(bounded))
@@ -322,7 +343,12 @@ def kto_losses(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Float[Tensor, "*answers"]:
-    """Return `kto` of each completion, from its log-ratio of policy to reference."""
+    """Return KTO's loss of each completion, with h the log-ratio of policy to reference, `ratio`,
+    and z = max(0, kl), detached:
+
+       desirable_weight   sigmoid(-beta (h - z))     where it is `wanted` (desirable)
+       undesirable_weight sigmoid(-beta (z - h))     elsewhere
+    """
     kl_baseline = kl.detach().clamp(min=0)
     good = desirable_weight * torch.sigmoid(-beta * (ratio - kl_baseline))
     bad = undesirable_weight * torch.sigmoid(-beta * (kl_baseline - ratio))
@@ -386,8 +412,9 @@ def dpo_losses(
     s: float,
     lengths: Lengths | None,
 ) -> Float[Tensor, "*pairs"]:
-    """Return `dpo` of each pair, from the log-ratios c and r of policy to reference; s is the label
-    smoothing. `lengths` in tokens are read by ipo.
+    """Return the loss of each pair by the formula of `kind` (see `dpo`), from the log-ratios of
+    policy to reference c (chosen) and r (rejected); s is the label smoothing. `lengths` in tokens
+    are read by ipo alone.
     """
     d = beta * (c - r)
     match kind:
@@ -407,6 +434,7 @@ def dpo_losses(
             return torch.sigmoid(-beta * c) + torch.sigmoid(beta * r)
         case "exo":
             s = s or EXO_SMOOTHING
+            # reverse KL of the distributions (sigmoid(d), sigmoid(-d)) and (1 - s, s)
             right = d.sigmoid() * (F.logsigmoid(d) - math.log1p(-s))
             return right + (-d).sigmoid() * (F.logsigmoid(-d) - math.log(s))
     raise AssertionError(kind)

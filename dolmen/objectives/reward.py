@@ -52,7 +52,9 @@ def reward_losses(
     margin: Float[Tensor, "*pairs"] | float | None,
     center: float | None,
 ) -> Float[Tensor, "*pairs"]:
-    """Return `pairwise` of each pair."""
+    """Return the loss of each pair: -log sigmoid(chosen - rejected - margin) + center (chosen +
+    rejected)^2; None is no margin, or no centring.
+    """
     margins = chosen - rejected
     losses = -F.logsigmoid(margins if margin is None else margins - margin)
     return losses + center * (chosen + rejected).square() if center else losses
@@ -73,14 +75,17 @@ class PairwiseRewardLoss:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The metrics: accuracy and margin."""
         return pairs.METRICS
 
     def count(self, batch: Batch) -> float:
+        """Return the number of pairs. Raises ValueError for an incomplete pair."""
         return pairs.count_pairs(batch)
 
     def __call__(
         self, hidden: Float[Tensor, "_ hidden"], head: ScalarHead, batch: Batch
     ) -> LossOutput:
+        """Return the sum of the pairs' losses, and their metrics."""
         index = pairs.PairIndex(batch)
         here = head.values(hidden) * head.here(index.is_last)
         rewards = index.pair_up(head.sum_per_document(here, index.document))
@@ -93,7 +98,7 @@ class PairwiseRewardLoss:
     def pair_output(
         self, index: pairs.PairIndex, losses: Tensor, rewards: pairs.PairValues, head: ScalarHead
     ) -> LossOutput:
-        """Return sums over pairs of losses and metrics."""
+        """Return the sums over pairs of losses and metrics; subclasses add metrics."""
         return index.score_output(losses, rewards, head)
 
 
@@ -108,13 +113,16 @@ class CalibratedRewardLoss(PairwiseRewardLoss):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The metrics: accuracy, margin, and the shares of each bin, "sure I" and "right I"."""
         return (*pairs.METRICS, *(f"{name} {i}" for name in ("sure", "right") for i in range(BINS)))
 
     def pair_output(
         self, index: pairs.PairIndex, losses: Tensor, rewards: pairs.PairValues, head: ScalarHead
     ) -> LossOutput:
+        """Return the sums over pairs of losses and metrics, those of the bins included."""
         output = super().pair_output(index, losses, rewards, head)
         margins = (rewards.chosen - rewards.rejected).detach()
+        # confidence is in [1 / 2, 1): stretched to [0, 1) before it is cut into bins
         confidence = 2 * torch.sigmoid(margins.abs()) - 1
         bin_index = (confidence * BINS).long().clamp(max=BINS - 1)
         each = [(bin_index == i).to(margins.dtype) for i in range(BINS)]
@@ -132,9 +140,11 @@ class SquaredError:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """No metrics besides the loss."""
         return ()
 
     def count(self, batch: Batch) -> float:
+        """Return the summed weight of the labels. Raises ValueError for a batch without targets."""
         if TARGET not in batch.numbers:
             raise ValueError(f"the squared error needs targets: a batch needs numbers[{TARGET!r}]")
         return batch.weight
@@ -142,6 +152,7 @@ class SquaredError:
     def __call__(
         self, hidden: Float[Tensor, "_ hidden"], head: ScalarHead, batch: Batch
     ) -> LossOutput:
+        """Return half the weighted sum of squared errors over this rank's labels."""
         error = head.values(hidden) - head.here(batch.numbers[TARGET])
         weights = (head.here(batch.labels) != IGNORED).to(error.dtype)
         if batch.weights is not None:

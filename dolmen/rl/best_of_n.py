@@ -56,7 +56,9 @@ class BestOfN(NamedTuple):
 
 
 def check(config: GenerateConfig) -> None:
-    """Raise ValueError, before anything is read or written, for wrong options of --best."""
+    """Raise ValueError, before anything is read or written, for contradictory options of --best, an
+    existing output file, and rewards that do not exist or do not fit the model.
+    """
     if config.best is None and not config.reward:
         return
     if config.best is None or not config.reward:
@@ -79,8 +81,9 @@ def check(config: GenerateConfig) -> None:
 
 
 def choose(job: Job) -> BestOfN:
-    """Write the best sample of each row of the output of `job`. Raises ValueError, with nothing
-    written, for a file that is not such an output.
+    """Score the samples of each row of the job's output, and write the one with the highest reward
+    to --best. Return the counts. Rows without any reward are left out. Raises ValueError, with
+    nothing written, for a file that is not such an output.
     """
     made, best, every, failed, without = [], [], [], 0, 0
     with _combined_reward(job.config) as reward:
@@ -107,13 +110,16 @@ def choose(job: Job) -> BestOfN:
 
 
 def _tokens(job: Job, row: PromptRow) -> list[int]:
-    """Return the prompt's token ids where a reward model needs them."""
+    """Return the token ids of a row's prompt; [] where no reward model needs them."""
     if not any(is_reward_model(name) for _, name in parse_rewards(job.config.reward)):
         return []
     return list(job.prompts.request(row)[0].tokens)
 
 
 def _rows(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield each row of an output file, and its location for messages. Raises Refused for a row
+    without samples.
+    """
     for line in read_lines(file):
         where = f"{file}, line {line.number}"
         fields = gate.parse_json(line.content, where, OUTPUT_ROW)
@@ -125,6 +131,9 @@ def _rows(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 @contextmanager
 def _combined_reward(config: GenerateConfig) -> Iterator[CombinedReward]:
+    """Context manager: yield the weighted sum of the rewards in --reward, on one process; reward
+    models are loaded in fp32. A sample whose reward fails gets NaN.
+    """
     parts = []
     for weight, name in parse_rewards(config.reward):
         scorer: rewards.RewardFunction | RewardModel
@@ -140,4 +149,5 @@ def _combined_reward(config: GenerateConfig) -> Iterator[CombinedReward]:
 
 
 def _mean(numbers: list[float]) -> float:
+    """Return the mean; NaN for no numbers."""
     return sum(numbers) / len(numbers) if numbers else math.nan

@@ -135,8 +135,8 @@ class RolloutConfig:
             )
 
     def completions(self, global_batch_size: int) -> int:
-        """Return the completions of an iteration. Raises ValueError where they are not a whole
-        number of updates.
+        """Return the number of completions of an iteration: prompts times completions per prompt.
+        Raises ValueError where it is not divisible by the global batch size.
         """
         prompts = self.prompts or max(1, global_batch_size // self.num_generations)
         total = prompts * self.num_generations
@@ -150,8 +150,8 @@ class RolloutConfig:
         return total
 
     def updates(self, global_batch_size: int) -> int:
-        """Return the updates of an iteration. Raises ValueError where the last one is too far
-        off-policy.
+        """Return the number of optimizer updates of an iteration, over all its epochs. Raises
+        ValueError where the last one is more than max_off_policy_steps off-policy.
         """
         updates = self.epochs * self.completions(global_batch_size) // global_batch_size
         if self.max_off_policy_steps is not None and updates - 1 > self.max_off_policy_steps:
@@ -166,12 +166,14 @@ class RolloutConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference model is used."""
+        """True if a reference model is needed: a KL term in loss or rewards, or distillation."""
         return bool(self.beta or self.reward_kl_coef or self.distills)
 
     @property
     def distills(self) -> bool:
-        """Whether the reference model is a teacher that takes the place of a reward."""
+        """True for on-policy distillation: the reference model is a teacher, and there is no
+        reward.
+        """
         return self.advantage_estimator == "distillation"
 
 
@@ -232,7 +234,7 @@ class PPOConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference model is used."""
+        """True if a reference model is needed, for the KL penalty."""
         return self.kl_coef > 0
 
 

@@ -32,7 +32,13 @@ class EnvironmentTurn(NamedTuple):
 
 
 class Environment(Protocol):
-    def __call__(self, prompt: Prompt, turns: list[str]) -> EnvironmentTurn: ...
+    """An environment: called with a prompt and the turns so far, the model's last; returns its
+    reply.
+    """
+
+    def __call__(self, prompt: Prompt, turns: list[str]) -> EnvironmentTurn:
+        """Return the environment's turn."""
+        ...
 
 
 class UserEnvironment:
@@ -71,8 +77,10 @@ class MultiTurn:
     def generate(
         self, generate: Generate, prompts: Sequence[Prompt], names: Sequence[str], max_tokens: int
     ) -> tuple[list[Completion], dict[str, float]]:
-        """Return a completion of each prompt, in order, of at most `max_tokens` tokens with those
-        of the environment, and metrics. Raises RewardError, on every rank.
+        """Return a completion of each prompt, in order, and metrics. Model and environment write in
+        turns, until the environment ends it, max_turns are reached, or `max_tokens`, its own tokens
+        included. Raises RewardError, on every rank, where a failure of the environment stops the
+        run.
         """
         completions = generate(
             [prompt.tokens for prompt in prompts], names, [max_tokens] * len(prompts)
@@ -97,6 +105,7 @@ class MultiTurn:
                 break
             texts = [[*prompts[i].tokens, *completions[i].tokens] for i in continued]
             left = [max_tokens - len(completions[i].tokens) for i in continued]
+            # a seed of its own for each turn
             new_names = [f"{names[i]}/turn {number}" for i in continued]
             for i, turn in zip(continued, generate(texts, new_names, left), strict=True):
                 completions[i] = completions[i].add_turn(turn)
@@ -108,9 +117,13 @@ class MultiTurn:
     def _call_environment(
         self, requests: Sequence[tuple[Prompt, list[str]]]
     ) -> list[EnvironmentTurn]:
-        """Call the environment on the first rank, and return its replies on every rank."""
+        """Call the environment for each (prompt, turns) on the first rank, and return its replies
+        on every rank. A failure is a warning and ends the completion, or raises RewardError on
+        every rank with `stop_on_failure`.
+        """
 
         def call() -> list[EnvironmentTurn]:
+            """Return the replies, up to a failure that stops the run."""
             replies = []
             for prompt, turns in requests:
                 replies.append(self.environment(prompt, turns))
@@ -127,7 +140,9 @@ class MultiTurn:
         return replies
 
     def _decode(self, tokens: list[int]) -> str:
+        """Return the text of tokens, without special tokens."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

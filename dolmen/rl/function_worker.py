@@ -31,15 +31,17 @@ Reply = dict[str, float | str | None]
 
 
 def check_function_name(name: str, option: str, others: str = "") -> None:
-    """Raise ValueError where `name` is not MODULE:FUNCTION; `others` names what else it may be."""
+    """Raise ValueError, about option `option`, where `name` is not of the form MODULE:FUNCTION;
+    `others` lists the other values it may have, for the message.
+    """
     module, _, function = name.partition(":")
     if not function or not all(part.isidentifier() for part in (*module.split("."), function)):
         raise ValueError(f"{option} is {name}: it must be {others}MODULE:FUNCTION")
 
 
 class FunctionWorker:
-    """A worker process for one function. A call that raises, takes longer than `timeout` seconds or
-    ends the process has failed; the next call starts a new process where there is none.
+    """A worker process that runs one function. A call fails if it raises, takes over `timeout`
+    seconds or ends the process; after the latter two the next call starts a new process.
     """
 
     def __init__(self, kind: Literal["reward", "turn"], name: str, timeout: float):
@@ -50,7 +52,9 @@ class FunctionWorker:
         self.replies: TextIO | None = None
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply, or {"failed": why}. Raises ValueError where the function is absent."""
+        """Send a request and return the reply, or {"failed": reason}; starts the process if there
+        is none. Raises ValueError where the function cannot be imported.
+        """
         if self.process is None:
             self.start()
         self.requests += 1
@@ -73,7 +77,9 @@ class FunctionWorker:
         return reply
 
     def start(self) -> None:
-        """Start the process. Raises ValueError where there is no such function."""
+        """Start the process and wait until it has imported the function, START_SECONDS at most.
+        Raises ValueError where that fails.
+        """
         ours, theirs = os.pipe()
         module = "dolmen.rl.function_worker"
         self.process = subprocess.Popen(
@@ -96,7 +102,9 @@ class FunctionWorker:
             raise ValueError(f"{self.kind} {self.name}: {why}")
 
     def _send(self, line: str, timeout: float) -> dict[str, Any] | None:
-        """Send a request and return its reply; None where none comes in time."""
+        """Send a line and return the reply; None where none comes within `timeout` seconds, or the
+        process has ended.
+        """
         assert self.process is not None and self.process.stdin is not None
         try:
             self.process.stdin.write(line)
@@ -106,7 +114,9 @@ class FunctionWorker:
         return self._read(timeout)
 
     def _read(self, timeout: float) -> dict[str, Any] | None:
-        """Return the next reply; None where none comes in time."""
+        """Return the next reply; None where none comes within `timeout` seconds, or the pipe is
+        closed.
+        """
         assert self.replies is not None
         end = time.monotonic() + timeout
         while (left := end - time.monotonic()) > 0:
@@ -116,7 +126,7 @@ class FunctionWorker:
         return None
 
     def stop(self) -> None:
-        """Kill the process and all that it has started."""
+        """Kill the process and all processes that it started, and close the pipes."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -132,7 +142,7 @@ class FunctionWorker:
 
 
 def _parse_reply(line: str) -> dict[str, Any]:
-    """Return a reply; {} for a line that is not one."""
+    """Return a line of JSON as a dict; {} for a line that is no JSON object."""
     try:
         reply = json.loads(line)
     except ValueError:
@@ -146,8 +156,8 @@ ARGUMENTS = {"reward": ("prompt", "completion", "row"), "turn": ("prompt", "turn
 
 
 def import_function(name: str) -> Callable[..., Any]:
-    """Return the function MODULE:FUNCTION; modules of the current folder can be imported too.
-    Raises ValueError.
+    """Return the function of MODULE:FUNCTION; the current folder is added to the import path.
+    Raises ValueError where module or function does not exist.
     """
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -164,7 +174,9 @@ def import_function(name: str) -> Callable[..., Any]:
 
 
 def check_signature(name: str, function: Callable[..., Any], kind: str) -> None:
-    """Raise ValueError for a function that cannot be called with ARGUMENTS[kind]."""
+    """Raise ValueError for a function that cannot be called with the arguments of its `kind`,
+    "reward" or "turn"; for reward functions in TRL's form the message shows how to adapt it.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C: its parameters are not known
@@ -183,8 +195,8 @@ def check_signature(name: str, function: Callable[..., Any], kind: str) -> None:
 
 
 def compute_reward(function: Callable[..., object], request: dict[str, Any]) -> Reply:
-    """Call a reward function. Numbers of Python and of other libraries are rewards; text and bool
-    are not.
+    """Call a reward function and return {"reward": float}, or {"failed": reason} for a result that
+    is no number (bool is none) or not below LARGEST.
     """
     found = function(request["prompt"], request["completion"], request["row"])
     kind = type(found).__name__  # numpy's bool is not Python's
@@ -195,7 +207,9 @@ def compute_reward(function: Callable[..., object], request: dict[str, Any]) -> 
 
 
 def compute_turn(function: Callable[..., str | None], request: dict[str, Any]) -> Reply:
-    """Call an environment function; None ends the completion."""
+    """Call an environment function and return {"turn": text, or None to end the completion}, or
+    {"failed": reason} for another result.
+    """
     turn = function(request["prompt"], request["turns"], request["row"])
     if turn is not None and not isinstance(turn, str):
         return {"failed": f"it gave {type(turn).__name__}, not a text or None"}
@@ -213,7 +227,9 @@ KINDS = {"reward": compute_reward, "turn": compute_turn}
 
 
 def make_reply(kind: str, function: Callable[..., Any], line: str) -> Reply:
-    """Return the reply to a request."""
+    """Return the reply to a request line, with its number; exceptions of the function become
+    {"failed": reason}.
+    """
     request = json.loads(line)
     number = {"number": request.pop("number")}
     try:
@@ -223,7 +239,10 @@ def make_reply(kind: str, function: Callable[..., Any], line: str) -> Reply:
 
 
 def main(kind: str, name: str, reply_to: int) -> None:
-    """Serve requests until the standard input ends."""
+    """Serve requests from standard input, one per line, until it ends; replies go to the file
+    descriptor `reply_to`. The first line sent is {"ready": true}, or why the function cannot be
+    called.
+    """
     with open(reply_to, "w", buffering=1) as out:
         try:
             function = import_function(name)

@@ -31,7 +31,9 @@ from dolmen.serving.request import Limits, Request, SamplingParams
 
 
 class GenerationModel:
-    """A decoder for inference that gets the weights of one that is trained."""
+    """A copy of the trained model in a layout that can generate (tp, pp, data-parallel copies), in
+    inference mode; `load_weights` fills it.
+    """
 
     def __init__(
         self,
@@ -62,12 +64,15 @@ class GenerationModel:
         ).eval()
 
     def load_weights(self, policy: Decoder) -> Decoder:
-        """Copy the current weights of `policy`, and return the model. All ranks call it."""
+        """Copy the current weights of `policy` into this model, from rank to rank, and return it;
+        released memory is allocated first. A collective of all ranks.
+        """
         if self.model.device.type == "meta":
             build.allocate(self.model, self.mesh.device)
         local_names = {name for name, _ in self.model.named_parameters()}
 
         def stream(write: Callable[[str, Tensor], None]) -> None:
+            """Write each parameter of this rank's stage."""
             for name, value in full_parameters(policy, self.training_mesh):
                 if name in local_names:  # of this rank's stage
                     write(name, value)
@@ -76,14 +81,16 @@ class GenerationModel:
         return self.model
 
     def release(self) -> None:
-        """Free the model's memory, that of prepacked weights too, until weights are loaded."""
+        """Free the model's memory, including prepacked weights; `load_weights` allocates it
+        again.
+        """
         self.model.at_rest(keep=False)
         self.model.to_empty(device="meta")
 
 
 def full_parameters(model: Decoder, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter of `model` as a full tensor on every rank, in fp32 or wider (int8 as it
-    is). A collective of all ranks.
+    """Yield (name, full tensor) of each parameter of `model` on every rank, whatever its sharding,
+    in fp32 or wider (int8 stays int8). A collective of all ranks, one parameter at a time.
     """
     local = dict(model.named_parameters())
     wide = torch.promote_types(state.dtype_of(model), torch.float32)
@@ -110,8 +117,9 @@ def compute_over_rows(
     batch_size: int,
     mesh: Mesh,
 ) -> Float[Tensor, "rows length *numbers"]:
-    """Return `compute(batch(...))` of `rows` rows that every rank has, `batch_size` (which divides
-    them) at a time over dp: on every rank, on the CPU, in fp32. Every rank of `mesh` calls it.
+    """Return `compute(batch(rows))` over `rows` rows that every rank has: split over dp,
+    `batch_size` at a time (which divides `rows`), results on every rank, on the CPU, in fp32. Every
+    rank of `mesh` calls it.
     """
     share, results = batch_size // mesh.dp.size, []
     for first in range(0, rows, batch_size):
@@ -140,8 +148,9 @@ class Completion(NamedTuple):
     """Whether it ended with a stop token, and not at the maximum length."""
 
     def add_environment_tokens(self, tokens: list[int], max_tokens: int) -> "Completion":
-        """Append an environment's turn. Where no token would be left for the model, the completion
-        is marked as truncated instead.
+        """Return the completion with an environment's turn appended, log-probability 0 and not
+        sampled. Where `max_tokens` would leave no token for the model, return it without the turn,
+        marked as truncated.
         """
         if len(self.tokens) + len(tokens) >= max_tokens:
             return self._replace(finished=False)
@@ -152,7 +161,9 @@ class Completion(NamedTuple):
         )
 
     def add_turn(self, turn: "Completion") -> "Completion":
-        """Append the model's next turn."""
+        """Return the completion with the model's next turn appended; it is finished if that turn
+        is.
+        """
         return self._replace(
             tokens=self.tokens + turn.tokens,
             logprobs=self.logprobs + turn.logprobs,
@@ -171,9 +182,11 @@ def generate_completions(
     seed: int,
     max_num_seqs: int,
 ) -> list[Completion]:
-    """Return a completion of each prompt, in order, on every rank of `mesh`. Each rank of dp has a
-    copy of the model, which generates its share of the prompts, `max_num_seqs` at the same time.
+    """Return a completion of each prompt, in order, on every rank of `mesh`. Each data-parallel
+    copy of the model generates its share of the prompts, at most `max_num_seqs` at the same time.
+    `names` and `seed` determine the random numbers. Raises an error for logits that are not finite.
     """
+    # rounded up: the last copies may have fewer prompts, or none
     share = -(-len(prompts) // mesh.dp.size)
     local = range(mesh.dp.rank * share, min(len(prompts), (mesh.dp.rank + 1) * share))
     completions: list[Completion] = []
@@ -192,14 +205,19 @@ def generate_completions(
                 index = index_of[sequence.number]
                 completions.append(Completion(index, sequence.tokens, logprobs, sampled, finished))
     if mesh.size > 1:
+        # all ranks of tp generate the same: one of them sends
         per_rank = consensus.gather_objects(completions if mesh.tp.rank == 0 else [])
         completions = [each for rank in per_rank for each in rank]
     return sorted(completions)
 
 
 class HasReward(Protocol):
+    """Anything with a reward."""
+
     @property
-    def reward(self) -> float: ...
+    def reward(self) -> float:
+        """The reward; NaN where it failed."""
+        ...
 
 
 Sample = TypeVar("Sample", bound=HasReward)
@@ -220,10 +238,10 @@ def resample_degenerate_groups(
     group_size: int,
     max_resamples: int,
 ) -> tuple[list[Sample], Resampling]:
-    """Return `group_size` samples for each group, in order. A group whose rewards are all equal has
-    no advantage, so it is sampled again up to `max_resamples` times (DAPO's dynamic sampling,
-    2503.14476, section 3.2). `sample(group numbers, attempt)` is called for all groups with attempt
-    0, and for degenerate ones with attempts 1, 2, ...
+    """Return `group_size` samples for each group, in order, and the counts of resampling. A group
+    whose rewards are all equal has no advantage, so it is sampled again up to `max_resamples` times
+    (DAPO's dynamic sampling, 2503.14476, section 3.2). `sample(group numbers, attempt)` is called
+    for all groups with attempt 0, and for degenerate ones with attempts 1, 2, ...
     """
     samples, resampled = sample(range(groups), 0), 0
     for attempt in range(1, max_resamples + 1):
@@ -238,6 +256,7 @@ def resample_degenerate_groups(
 
 
 def _degenerate_numbers(samples: Sequence[HasReward], group_size: int) -> list[int]:
+    """Return the indices of the groups whose rewards are all equal."""
     rewards = torch.tensor([each.reward for each in samples])
     return degenerate_groups(rewards, group_size).nonzero()[:, 0].tolist()
 
@@ -245,8 +264,8 @@ def _degenerate_numbers(samples: Sequence[HasReward], group_size: int) -> list[i
 def degenerate_groups(
     rewards: Float[Tensor, " completions"], group_size: int
 ) -> Bool[Tensor, " groups"]:
-    """Return whether all rewards of each group of consecutive completions are equal; NaN, a reward
-    that failed, is ignored.
+    """Return whether all rewards of each group of `group_size` consecutive completions are equal; a
+    reward that failed (NaN) is ignored.
     """
     grouped = rewards.view(-1, group_size)
     highest = grouped.nan_to_num(-torch.inf).amax(1)

@@ -139,8 +139,9 @@ class RolloutBatches:
         self.metrics = loader.told
 
     def starting_at(self, step: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[int, Batch]]:
-        """Yield (step, this rank's batch) for ever. Completions are sampled with the weights as
-        they are when the first batch of an iteration is asked for.
+        """Yield (step, rows of the global batch for `rank` of `ranks`) from `step` on, without end.
+        The first batch of an iteration samples its completions, with the policy's weights at that
+        moment, or reads them from its file.
         """
         rows, rollout = self.batch_size // ranks, None
         for now in count(step):
@@ -151,17 +152,25 @@ class RolloutBatches:
             yield now, rollout.batch(order[rank * rows : (rank + 1) * rows])
 
     def _order(self, update: int, first_step: int) -> Tensor:
-        """Return which completions an update reads: each epoch is a permutation of all."""
+        """Return the indices of the completions that update number `update` of an iteration reads
+        [global batch size]; each epoch is a new permutation of all completions.
+        """
         epoch, first = divmod(update * self.batch_size, self.completions)
         key = seed_of(self.setup.seed, "answers", first_step, epoch)
         places = torch.arange(first, first + self.batch_size).numpy()
         return torch.from_numpy(permute_index(places, self.completions, key))
 
     def _load_or_make(self, first_step: int) -> Rollout:
-        """Return the rollout of the iteration that begins at `first_step`."""
+        """Return the rollout of the iteration that begins at `first_step`, read from its file or
+        else sampled, and load the trained models back onto the device. Raises Damaged for a file
+        that cannot be used.
+        """
         out = self.setup.out
 
         def load() -> Rollout | None:
+            """Return the stored rollout, or None. Raises ValueError (Refused) for a damaged file or
+            wrong ids.
+            """
             found = rollouts.load(out, first_step, self.completions, self.rollout_type)
             if found is not None:
                 file = rollouts.rollout_file(out, first_step)
@@ -180,7 +189,9 @@ class RolloutBatches:
         return rollout
 
     def _make(self, first_step: int) -> Rollout:
-        """Sample, score and write the completions of an iteration."""
+        """Sample, score and write the completions of an iteration; return the rollout with all that
+        its updates read. Every rank calls it.
+        """
         scored = self._sample_and_score(first_step)
         completions = [each.completion for each in scored]
         rollout = make_rollout(
@@ -193,6 +204,7 @@ class RolloutBatches:
         )
         finished = torch.tensor([each.finished for each in completions])
         if self.config.mask_truncated_completions:
+            # a truncated completion has no right reward: it might have gone on to the answer
             labels = torch.where(finished[:, None], rollout.labels, IGNORED)
             rollout = replace(rollout, labels=labels)
         rewards = self._with_overlong_penalty(
@@ -205,34 +217,38 @@ class RolloutBatches:
         return rollout
 
     def _write(self, rollout: Rollout, first_step: int, rows: list[dict[str, Any]]) -> None:
-        """Write the rollout, log some of its completions, and delete the files that
-        no checkpoint could resume from.
+        """Write the rollout and its text, append config.log_completions of the completions to the
+        log, and delete rollouts before the oldest checkpoint, from which no run can resume.
         """
         out = self.setup.out
         rollouts.save(rollout, out, first_step, rows)
         sample = rows[: self.config.log_completions]
         self.loader.completions += rollouts.log_completions(out, first_step, sample)
+        # a run that resumes at step s reads the iteration that begins at s - s % updates
         oldest = min([first_step, *self.setup.checkpoint_steps()]) - self.updates + 1
         rollouts.delete_rollouts(out, range(oldest))
 
     def _length_multiple(self) -> int:
-        """Return what row lengths are a multiple of. Routers also see padding, in their counts and
-        losses, so with experts the padding must not depend on the layout: it is the same for every
-        2 cp tp up to PADDING_MULTIPLE.
+        """Return the number that row lengths are a multiple of: 2 cp tp, so that every layout can
+        split them. Routers count padding too, so with experts the padding must not depend on the
+        layout: then it is the same for every 2 cp tp that divides PADDING_MULTIPLE.
         """
         multiple = 2 * self.mesh.cp.size * self.mesh.tp.size
         has_experts = self.models.policy.tree.experts
         return math.lcm(multiple, PADDING_MULTIPLE) if has_experts else multiple
 
     def _sample_and_score(self, first_step: int) -> list[ScoredCompletion]:
-        """Return the scored completions of all groups, in order. Groups whose rewards are all equal
-        are replaced by completions of other prompts, up to config.max_resamples times.
+        """Return the scored completions of the iteration that begins at `first_step`, group by
+        group. A group whose rewards are all equal is replaced by completions of another prompt, up
+        to config.max_resamples times.
         """
         config, prompts = self.config, self.loader.mixture
         groups = self.completions // config.num_generations
+        # prompts are counted over the whole run, so a resumed run continues where it was
         first_prompt = first_step // self.updates * groups
 
         def sample(numbers: Sequence[int], attempt: int) -> list[ScoredCompletion]:
+            """Return scored completions of new prompts for the groups with these numbers."""
             of_groups, names = [], []
             for group in numbers:
                 prompt = prompts.prompts[prompts.index(first_prompt + group, attempt)]
@@ -254,8 +270,9 @@ class RolloutBatches:
         return scored
 
     def _load_generator(self, attempt: int) -> Decoder:
-        """Return the generation model with the policy's weights. They are copied once per
-        iteration, and again for each resampling where the model was offloaded, which keeps no copy.
+        """Return the generation model with the policy's current weights. They are copied in attempt
+        0, and again in each later attempt (resampling) if models are offloaded, as the generator's
+        weights are dropped then.
         """
         models, offloader = self.models, self.setup.offloader
         if attempt and not offloader.parts:
@@ -266,7 +283,10 @@ class RolloutBatches:
     def _generate(
         self, attempt: int, prompts: Sequence[Prompt], names: Sequence[str]
     ) -> list[Completion]:
-        """Return a completion of each prompt, in order, on every rank."""
+        """Return a completion of each prompt, in order, on every rank; with an environment, of
+        several turns. `names` seed the random numbers of each completion; attempts above 0 are
+        resampling.
+        """
         model = self._load_generator(attempt)
         config, setup, mesh = self.config, self.setup, self.models.generator.mesh
         stop = tuple(sorted(setup.stop_tokens))
@@ -278,6 +298,9 @@ class RolloutBatches:
         def generate(
             texts: Sequence[Sequence[int]], names: Sequence[str], max_new_tokens: Sequence[int]
         ) -> list[Completion]:
+            """Return one turn of each sequence in `texts` (token ids), of at most
+            `max_new_tokens`.
+            """
             return generate_completions(
                 *(model, mesh, texts, names, max_new_tokens, options, setup.seed),
                 config.max_num_seqs,
@@ -295,7 +318,9 @@ class RolloutBatches:
     def _score(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion]
     ) -> list[ScoredCompletion]:
-        """Return the completions with their rewards, on every rank."""
+        """Return the completions with their decoded text and rewards, on every rank. Reward models
+        are loaded onto the device before.
+        """
         self.setup.offloader.use_weights(*self.reward.models)
         decode = self.loader.tokenizer.decode
         texts = [
@@ -313,7 +338,9 @@ class RolloutBatches:
         return [ScoredCompletion(*each) for each in every]
 
     def _with_overlong_penalty(self, rewards: Tensor, completions: Sequence[Completion]) -> Tensor:
-        """Return the rewards with DAPO's penalty of long completions."""
+        """Return the rewards [completions] plus DAPO's penalty (negative) of completions near the
+        maximum length; unchanged without --rollout.overlong-buffer.
+        """
         config = self.config
         if not config.overlong_buffer:
             return rewards
@@ -326,7 +353,9 @@ class RolloutBatches:
         return rewards + penalty
 
     def add_targets(self, rollout: Rollout) -> Rollout:
-        """Return the rollout with log-probabilities of policy and reference, and advantages."""
+        """Return the rollout with log-probabilities of the policy and of the reference model, if
+        there is one, and with advantages. Runs forwards; every rank calls it.
+        """
         rollout = self.add_old_logprobs(rollout)
         if self.models.reference is not None:
             reference = self.log_probabilities(self.models.reference, rollout)
@@ -334,8 +363,9 @@ class RolloutBatches:
         return compute_advantages(rollout, self.config)
 
     def add_old_logprobs(self, rollout: Rollout) -> Rollout:
-        """Return the rollout with the policy's log-probabilities before the first update, and with
-        the experts of each token for routing replay. Completions whose reward failed get no labels.
+        """Return the rollout with the policy's log-probabilities before the first update and, for
+        routing replay, the experts of each token. Completions whose reward failed lose their
+        labels, so that nothing is learned from them.
         """
         scored = ~rollout.rewards.isnan()
         labels = torch.where(scored[:, None], rollout.labels, IGNORED)
@@ -345,6 +375,7 @@ class RolloutBatches:
             return replace(rollout, old_logprobs=old)
 
         def compute(model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule) -> Tensor:
+            """Return log-probabilities, followed by expert indices, of a batch."""
             temperature = self.config.temperature
             return forward.routed_log_probabilities(model, batch, mesh, schedule, temperature)
 
@@ -353,9 +384,12 @@ class RolloutBatches:
         return replace(rollout, old_logprobs=old, experts=experts)
 
     def log_probabilities(self, model: Decoder, rollout: Rollout) -> Tensor:
-        """Return the log-probability of each label in `model`, on every rank."""
+        """Return the log-probability of each label in `model` at the sampling temperature
+        [completions, length], 0 without a label; on every rank, on the CPU.
+        """
 
         def compute(model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule) -> Tensor:
+            """Return the log-probabilities of a batch."""
             return forward.log_probabilities(model, batch, mesh, schedule, self.config.temperature)
 
         return self.compute_per_token(compute, model, rollout)
@@ -363,9 +397,13 @@ class RolloutBatches:
     def compute_per_token(
         self, compute: ComputePerToken, model: Decoder, rollout: Rollout
     ) -> Tensor:
-        """Return `compute` of all rows of the rollout, on every rank."""
+        """Return `compute` over all rows of the rollout [completions, length, ...], on every rank,
+        on the CPU in fp32. The weights of `model` are loaded onto the device, all other models
+        offloaded.
+        """
 
         def compute_batch(batch: Batch) -> Tensor:
+            """Return `compute` of this rank's rows."""
             return compute(model, batch, self.mesh, self.setup.schedule)
 
         self.setup.offloader.use_weights(model)
@@ -374,7 +412,9 @@ class RolloutBatches:
         )
 
     def report(self, rollout: Rollout) -> None:
-        """Add the metrics of a rollout that is new or was read from its file."""
+        """Add the metrics of a rollout, sampled or read from its file: mean and deviation of
+        rewards, and the log-probability difference between trainer and generator.
+        """
         rewards = rollout.rewards[~rollout.rewards.isnan()]
         self.metrics |= rollout.logprob_difference() | {
             "rollout/reward": float(rewards.mean()) if len(rewards) else math.nan,
@@ -382,7 +422,9 @@ class RolloutBatches:
         }
 
     def _report_sampling(self, rollout: Rollout, completions: Sequence[Completion]) -> None:
-        """Add the metrics that a rollout's file does not have."""
+        """Add the metrics that are known only when completions were just sampled: mean length,
+        share that is finished, KL from the reference.
+        """
         lengths = torch.tensor([float(sum(each.sampled)) for each in completions])
         finished = torch.tensor([float(each.finished) for each in completions])
         self.metrics |= {
@@ -396,8 +438,8 @@ class RolloutBatches:
 
 
 class PPORolloutBatches(RolloutBatches):
-    """The same with a critic: values of each token, generalised advantages, returns, and a KL
-    coefficient that may be adapted to a target.
+    """Rollout batches of PPO, with a critic: values and returns of each token, generalised
+    advantages, and a KL coefficient that may adapt to a target.
     """
 
     rollout_type = PPORollout
@@ -421,6 +463,9 @@ class PPORolloutBatches(RolloutBatches):
         self.ppo, self.critic, self.kl_controller = ppo, critic, kl_controller
 
     def add_targets(self, rollout: Rollout) -> PPORollout:
+        """Return the rollout with log-probabilities of policy and reference, the critic's values,
+        and the advantages and returns from GAE. Without a reference model the KL is 0.
+        """
         rollout = self.add_old_logprobs(rollout)
         reference = rollout.old_logprobs
         if self.models.reference is not None:
@@ -430,6 +475,9 @@ class PPORolloutBatches(RolloutBatches):
         return compute_ppo_targets(rollout, reference, values, self.ppo, self.kl_controller.value)
 
     def report(self, rollout: Rollout) -> None:
+        """Add the metrics of a rollout, and move the KL coefficient for the next iteration by its
+        KL.
+        """
         super().report(rollout)
         assert isinstance(rollout, PPORollout)
         kl_coef, kl = float(rollout.kl_coef), self.kl_per_completion(rollout)
@@ -442,7 +490,9 @@ class PPORolloutBatches(RolloutBatches):
             self.metrics |= {"rollout/kl_coef": kl_coef, "rollout/kl_per_completion": kl}
 
     def kl_per_completion(self, rollout: PPORollout) -> float:
-        """Return the mean over completions of the summed KL of their tokens from the reference."""
+        """Return the mean over completions of the estimated KL from the reference, summed over
+        tokens; 0 without a reference model.
+        """
         trained = rollout.trained
         if self.models.reference is None or not trained.any():
             return 0.0

@@ -47,7 +47,9 @@ class OffloadableMemory:
         return sum(size for _, size in self.offloaded)
 
     def offload(self) -> None:
-        """Copy the memory to the host and free it."""
+        """Copy the memory to the host (unless `keep` is False) and free it on the device; nothing
+        if it is offloaded already.
+        """
         if self.offloaded:
             return
         storages = _storages(self.tensors())
@@ -59,7 +61,9 @@ class OffloadableMemory:
             each.untyped_storage().resize_(0)
 
     def reload(self) -> None:
-        """Allocate the memory again, and restore its values."""
+        """Allocate the memory on the device again and restore its values; without `keep` they are
+        undefined. Nothing if it is not offloaded.
+        """
         for number, (storage, size) in enumerate(self.offloaded):
             storage.untyped_storage().resize_(size)
             if self.keep:
@@ -68,7 +72,9 @@ class OffloadableMemory:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return each storage under this rank's parts of `tensors` once, whole, as bytes."""
+    """Return each storage under this rank's parts of `tensors` once, in full, as a tensor of
+    bytes.
+    """
     found: dict[int, Tensor] = {}
     for tensor in tensors:
         storage = state.local_view(tensor).untyped_storage()
@@ -109,6 +115,7 @@ class Offloader:
         self._use([part for part in self.parts if part.model in trained])
 
     def _use(self, wanted: Sequence[OffloadPart]) -> None:
+        """Reload the `wanted` parts, after offloading all others."""
         for part in self.parts:
             if part not in wanted:
                 part.memory.offload()  # before anything is reloaded, so that there is room
@@ -122,8 +129,9 @@ def offload_parts(
     generator: nn.Module,
     frozen: Iterable[nn.Module],
 ) -> list[OffloadPart]:
-    """Return what can be offloaded: trained models with their optimizers, the generation model,
-    whose weights are loaded in each iteration anyway, and `frozen` reference and reward models.
+    """Return the parts that can be offloaded: weights and optimizer state of `trained` models, the
+    generation model, whose values are dropped as each iteration loads them, and `frozen` reference
+    and reward models.
     """
     pinned = writer.pinned_for(device)
     parts = [OffloadPart(generator, OffloadableMemory(generator.parameters, pinned, keep=False))]
@@ -136,6 +144,8 @@ def offload_parts(
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> Callable[[], Iterable[Tensor]]:
+    """Return a function that yields the optimizer's tensors at the time of its call."""
+
     def tensors() -> Iterable[Tensor]:
         for moments in optimizer.state.values():
             yield from (each for each in moments.values() if isinstance(each, Tensor))

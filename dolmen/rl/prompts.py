@@ -45,13 +45,14 @@ class Prompt:
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
-        """The text, or the messages of a chat."""
+        """The prompt as the row has it: a text, or the messages of a chat."""
         return next(self.row[name] for name in PROMPT_ROWS if name in self.row)
 
 
 class Prompts:
-    """Prompts in an order that is another permutation in each epoch. A prompt is read as many
-    consecutive times as completions of it are trained on, over all epochs of an iteration.
+    """The prompts of a run, in an order that is a new permutation in each epoch. In the loader's
+    count of samples each prompt is read `repeats` times: completions per prompt times epochs per
+    iteration.
     """
 
     def __init__(self, name: str, prompts: Sequence[Prompt], repeats: int, seed: int):
@@ -59,21 +60,24 @@ class Prompts:
 
     @property
     def parts(self) -> Sequence[Part]:
+        """The prompts as one part of a data mixture, for statistics."""
         ends = np.cumsum([len(prompt.tokens) for prompt in self.prompts])
         tokens = np.concatenate([np.asarray(prompt.tokens) for prompt in self.prompts])
         starts = np.concatenate([[0], ends[:-1]])
         return [Part(self.name, Fraction(1), TokenStream.of(tokens, starts, ends))]
 
     def documents(self, first: int, count: int) -> list[str]:
+        """Return file and row of the prompts of samples first ... first + count - 1."""
         numbers = range(first // self.repeats, -(-(first + count) // self.repeats))
         return [f"{self.name}: {self.prompts[self.index(number)].location}" for number in numbers]
 
     def epochs(self, samples: int) -> dict[str, float]:
+        """Return how often the prompts were read after so many samples, by name."""
         return {self.name: samples / (self.repeats * len(self.prompts))}
 
     def index(self, number: int, attempt: int = 0) -> int:
-        """Return the index of prompt number `number` of the run. Each resampling `attempt` has an
-        order of its own.
+        """Return the index in `prompts` of the run's prompt number `number`. Each resampling
+        `attempt` has a permutation of its own.
         """
         seed = seed_of(self.seed, "again", attempt) if attempt else self.seed
         return shuffled(number, len(self.prompts), seed)
@@ -92,18 +96,23 @@ class NoValidation:
         first_row: int = 0,
         rows: int | None = None,
     ) -> Iterator[Batch]:
+        """Yield nothing."""
         yield from ()
 
 
 class PromptLoader(Loader):
-    """The loader of a run that samples completions: RolloutBatches makes its batches."""
+    """The loader of a run that samples completions: prompts, and perhaps pretraining text.
+    RolloutBatches makes the batches.
+    """
 
     mixture: Prompts
     text: Loader | None = None
     """The loader of the pretraining text of PPO-ptx."""
 
     def beside(self, text: Loader) -> "PromptLoader":
-        """The same, with `text` that goes on where it does."""
+        """Add the loader of the pretraining text, whose position, description and identity follow
+        this one's; return this loader.
+        """
         self.text = text
         training = f"{self.description.training}; pretraining text: {text.description.training}"
         self.description = replace(
@@ -116,16 +125,20 @@ class PromptLoader(Loader):
         return self
 
     def go_on(self, step: int, samples: int) -> None:
+        """Continue after `step` steps and `samples` samples, in the pretraining text too."""
         super().go_on(step, samples)
         if self.text is not None:
             self.text.go_on(step, samples)
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Of the prompts, and by names of its own of the text beside, which may be of one file."""
+        """Return the epochs read after `step` steps, by source: those of the prompts, and those of
+        the pretraining text as "pretraining NAME", as both may be of one file.
+        """
         read = {} if self.text is None else self.text.epochs(step)
         return super().epochs(step) | {f"pretraining {name}": n for name, n in read.items()}
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+        """Raise AssertionError: batches come from RolloutBatches."""
         raise AssertionError(
             "completions are sampled before they are trained on: see RolloutBatches"
         )
@@ -141,8 +154,9 @@ def prepare(
     seed: int,
     rewards: Sequence[str],
 ) -> PromptLoader:
-    """From opened data to prompts. Raises ValueError for rows that are no prompts, and where none
-    leaves room for an answer.
+    """Return the loader of the prompts in the opened data, those that are too long left out. Raises
+    ValueError for rows that are no prompts, and where none is short enough to leave max_new_tokens
+    within `sequence_length`.
     """
     refuse_model(data, model.tree)
     (source,) = inputs.sources
@@ -182,6 +196,7 @@ def prepare(
     )
     content = hashlib.blake2b(digest_size=8)
     for prompt in kept:
+        # -1, which is no token id, between prompts
         content.update(np.array(prompt.tokens, "<i8").tobytes() + b"\xff" * 8)
     identity = {
         "data 1": f"{len(kept):,} prompts, hash {content.hexdigest()}",
@@ -196,6 +211,7 @@ def prepare(
 
 
 def _lengths(prompts: Sequence[Prompt]) -> str:
+    """Return "SHORTEST to LONGEST" in tokens."""
     lengths = [len(prompt.tokens) for prompt in prompts]
     return f"{min(lengths)} to {max(lengths)}"
 
@@ -207,7 +223,10 @@ def _prompts(
     model: Model,
     rewards: Sequence[str],
 ) -> Iterator[Prompt]:
-    """Of all rows of `source`, in order. Raises Refused."""
+    """Yield the prompt of each row of `source`, tokenized: a chat by its template with the
+    generation prompt, a text with the model's special tokens. Raises Refused for a row without
+    exactly one prompt, without the `answer` that a reward needs, or with an empty prompt.
+    """
     template: Template | None = None
     for row, where in first_lines(source, data.text_field, data.max_row_bytes):
         row = {name: value for name, value in row.items() if value is not None}

@@ -65,16 +65,18 @@ class RewardError(ValueError):
 
 
 class RewardFunction(ABC):
-    """Scores one completion at a time; used within `with`."""
+    """Scores one completion at a time; a context manager, within which worker processes run."""
 
     def start(self) -> None:
-        """Do what takes time before the first completion. Raises ValueError where nothing can be
-        scored, which is raised with the first completion otherwise.
+        """Start what takes time, such as a worker process, before the first completion. Raises
+        ValueError where nothing can be scored; without this call the first completion raises it.
         """
         return None
 
     @abstractmethod
-    def __call__(self, completion: RewardInput) -> RewardResult: ...
+    def __call__(self, completion: RewardInput) -> RewardResult:
+        """Return the reward of a completion, or the reason why it has none."""
+        ...
 
     def __enter__(self) -> "RewardFunction":
         return self
@@ -84,7 +86,7 @@ class RewardFunction(ABC):
 
 
 class RuleReward(RewardFunction):
-    """A built-in rule."""
+    """A reward by a built-in rule; a row without the field that it compares with has no reward."""
 
     def __init__(self, rule: Callable[[RewardInput], float]):
         self.rule = rule
@@ -99,13 +101,15 @@ class RuleReward(RewardFunction):
 
 
 def exact(completion: RewardInput) -> float:
-    """Return 1 where the completion is the row's `answer`, else 0."""
+    """Return 1.0 where the completion equals the row's `answer`, surrounding white space aside,
+    else 0.0.
+    """
     return float(completion.completion.strip() == str(completion.row["answer"]).strip())
 
 
 def last_number(text: str) -> float | None:
-    """Return the last number of a text, after #### where there is one, as GSM8K marks answers
-    (2110.14168).
+    """Return the last number of a text, without thousands separators; after ####, where there is
+    one, as GSM8K marks answers (2110.14168). None without a number.
     """
     _, _, marked = text.rpartition("####")
     found = NUMBER.findall(marked)
@@ -113,19 +117,23 @@ def last_number(text: str) -> float | None:
 
 
 def gsm8k(completion: RewardInput) -> float:
-    """Return 1 where the last number of the completion is that of the row's `answer`, else 0."""
+    """Return 1.0 where the last number of the completion equals that of the row's `answer`, else
+    0.0.
+    """
     right, found = last_number(str(completion.row["answer"])), last_number(completion.completion)
     return float(found is not None and found == right)
 
 
 def stub(completion: RewardInput) -> float:
-    """Return the share of characters that are vowels: a reward for trying out a run."""
+    """Return the share of characters that are vowels, 0 to 1: a reward for trying out a run."""
     text = completion.completion
     return sum(char in VOWELS for char in text) / max(1, len(text))
 
 
 class UserReward(RewardFunction):
-    """MODULE:FUNCTION in a worker process. It fails too where it returns no finite number."""
+    """A reward by the user's MODULE:FUNCTION in a worker process, with a time limit per call. A
+    call that does not return a finite number fails.
+    """
 
     def __init__(self, name: str, timeout: float):
         self.worker = FunctionWorker("reward", name, timeout)
@@ -134,6 +142,7 @@ class UserReward(RewardFunction):
         self.worker.stop()
 
     def start(self) -> None:
+        """Start the worker process. Raises ValueError where the function cannot be imported."""
         self.worker.start()
 
     def __call__(self, completion: RewardInput) -> RewardResult:
@@ -152,8 +161,8 @@ NEEDS_ANSWER = ("exact", "gsm8k")
 
 
 def parse_rewards(rewards: Sequence[str]) -> list[tuple[float, str]]:
-    """Return (weight, name) of each --reward: 0.7:NAME, or NAME with a weight of 1. Raises
-    ValueError for a weight that is out of range.
+    """Return (weight, name) of each --reward: WEIGHT:NAME, or NAME with weight 1. Raises ValueError
+    for a weight of 0 or over LARGEST.
     """
     found = []
     for text in rewards:
@@ -171,14 +180,19 @@ def parse_rewards(rewards: Sequence[str]) -> list[tuple[float, str]]:
 
 
 def is_reward_model(name: str) -> bool:
-    """Return whether --reward names a reward model: a folder, or ORG/NAME of the hub."""
+    """Return whether a --reward is a reward model (an existing folder, or a name with a slash, as
+    of the hub), and not a rule or function.
+    """
     if name in RULES or name.startswith("regex:"):
         return False
     return "/" in name or Path(name).expanduser().is_dir()
 
 
 def make_reward_function(name: str, timeout: float) -> RewardFunction:
-    """Return the rule or function that --reward names. Raises ValueError where there is none."""
+    """Return the reward function of a --reward that is no reward model: a rule, regex:PATTERN (1
+    where it matches somewhere, else 0) or MODULE:FUNCTION with `timeout` seconds per call, not
+    started. Raises ValueError where there is no such reward.
+    """
     if name in RULES:
         return RuleReward(RULES[name])
     kind, _, pattern = name.partition(":")
@@ -196,7 +210,9 @@ def make_reward_function(name: str, timeout: float) -> RewardFunction:
 
 @dataclass(frozen=True, eq=False)
 class RewardModel:
-    """Scores texts by a model with a scalar head: the number of their last token."""
+    """Scores sequences of token ids by a model with a scalar head: the score is that of the last
+    token.
+    """
 
     model: Decoder
     mesh: Mesh
@@ -206,8 +222,8 @@ class RewardModel:
     """Rows of a forward, over all of dp."""
 
     def __call__(self, texts: Sequence[Sequence[int]]) -> Float[Tensor, " texts"]:
-        """Return the score of each text of one token or more, on every rank. Every rank calls it.
-        Raises ValueError for a text that is longer than the model reads.
+        """Return the score of each sequence of at least one token [texts], on every rank; every
+        rank calls it. Raises ValueError for a sequence over max_position_embeddings.
         """
         longest, limit = max(map(len, texts)), self.model.tree.max_position_embeddings
         if longest > limit:
@@ -227,11 +243,15 @@ class RewardModel:
         starts = torch.where(index >= lengths[:, None], lengths[:, None], 0)
 
         def batch(rows: slice) -> Batch:
+            """Return these rows as a batch without labels, whose padding is a document of its
+            own.
+            """
             labels = torch.full_like(tokens[rows], IGNORED)
             documents = Documents.of(starts[rows].contiguous())
             return Batch(tokens[rows], labels, documents).with_positions(1)
 
         def compute(rows: Batch) -> Tensor:
+            """Return the scalar of each token."""
             return forward.values(self.model, rows, self.mesh, self.schedule)
 
         values = generation.compute_over_rows(
@@ -241,8 +261,9 @@ class RewardModel:
 
 
 def check_reward_model(name: str, source: Source, vocab_size: int, tokenizer: str | None) -> None:
-    """Raise ValueError where the reward model `name`, opened as `source`, has no scalar head, or
-    other token ids than a model of `vocab_size` with this `tokenizer`.
+    """Raise ValueError where the reward model `name`, opened as `source`, has no scalar head,
+    another vocab_size, or a tokenizer that gives a token of `tokenizer` (the policy's folder)
+    another id.
     """
     tree = source.tree
     if not isinstance(tree.head, ScalarHeadSpec):
@@ -287,7 +308,9 @@ class ScoredRewards(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CombinedReward:
-    """The weighted sum of several rewards; user functions run within `with`."""
+    """The weighted sum of several rewards; a context manager, at whose end worker processes
+    stop.
+    """
 
     parts: Sequence[WeightedReward]
     on_failure: Literal["stop", "zero", "leave-out"]
@@ -296,7 +319,7 @@ class CombinedReward:
 
     @property
     def models(self) -> list[Decoder]:
-        """The reward models."""
+        """The reward models among the parts."""
         return [part.scorer.model for part in self.parts if isinstance(part.scorer, RewardModel)]
 
     def __enter__(self) -> "CombinedReward":
@@ -309,8 +332,9 @@ class CombinedReward:
                     stack.push(part.scorer.__exit__)
 
     def __call__(self, completions: Sequence[RewardInput]) -> ScoredRewards:
-        """Score completions. Every rank calls it with the same. Raises RewardError, on every rank,
-        for a reward that fails where the run is to stop for it.
+        """Return the weighted rewards [completions] and metrics: mean of each part, number of
+        failures. Every rank calls it with the same completions. Raises RewardError, on every rank,
+        for a failure with --rollout.on-failure stop.
         """
         total, failed, metrics = torch.zeros(len(completions)), 0, {}
         for place, part in enumerate(self.parts):
@@ -320,6 +344,7 @@ class CombinedReward:
             except ValueError as error:  # the same on every rank
                 raise RewardError(str(error)) from None
             rewards = torch.tensor(each)
+            # a NaN of one part makes the completion's reward NaN: it is left out of training
             total += part.weight * rewards
             failed += sum(result.reward is None for result in results)
             if len(self.parts) > 1:
@@ -331,7 +356,9 @@ class CombinedReward:
     def _score(
         self, part: WeightedReward, completions: Sequence[RewardInput]
     ) -> list[RewardResult]:
-        """Return the results of one reward, on every rank."""
+        """Return the results of one part, in order, on every rank. Functions run on the first rank,
+        and stop at the first failure if that ends the run.
+        """
         scorer = part.scorer
         if isinstance(scorer, RewardModel):
             scores = scorer([each.tokens for each in completions]).tolist()
@@ -343,6 +370,7 @@ class CombinedReward:
             ]
 
         def score_on_first_rank() -> list[RewardResult]:
+            """Return the results of a function, up to a failure that ends the run."""
             results = []
             for each in completions:
                 results.append(scorer(each))
@@ -357,7 +385,9 @@ class CombinedReward:
         )
 
     def _resolve_failure(self, result: RewardResult) -> float:
-        """Return the reward that counts. Raises ValueError where the run is to stop."""
+        """Return the reward of a result, or for a failure 0 or NaN, as --rollout.on-failure says,
+        with a warning. Raises ValueError where a failure stops the run.
+        """
         if result.reward is not None:
             return result.reward
         if self.on_failure == "stop":

@@ -59,7 +59,9 @@ class Rollout:
     """Experts that each token was routed to, for routing replay; 0 choices without it."""
 
     def batch(self, rows: slice | Int64[Tensor, " rows"]) -> Batch:
-        """Return these completions as a training batch."""
+        """Return these completions as a training batch, with the numbers per token that the losses
+        read.
+        """
         tokens, labels = self.tokens[rows], self.labels[rows]
         batch = Batch(tokens, labels, Documents.of(_document_starts(labels))).with_positions(1)
         experts = self.experts[rows].long() if self.experts.numel() else None
@@ -81,8 +83,9 @@ class Rollout:
         return self.labels != IGNORED
 
     def logprob_difference(self) -> dict[str, float]:
-        """Return how far the log-probabilities of trainer and generator differ: the mean, and the
-        maximum relative to a tolerance of 1e-4 max(1, |log p| / 10).
+        """Return metrics of the difference between the log-probabilities of trainer and generator:
+        its mean, and its maximum relative to a tolerance of 1e-4 max(1, |log p| / 10). Empty
+        without labels.
         """
         old = self.old_logprobs[self.trained]
         difference = (self.old_logprobs - self.sampled_logprobs)[self.trained].abs()
@@ -110,18 +113,21 @@ class PPORollout(Rollout):
 
     @property
     def numbers(self) -> dict[str, Tensor]:
+        """The numbers per token that policy and critic read."""
         return {**super().numbers, VALUE: self.values, RETURN: self.returns}
 
     def explained_variance(self) -> float:
-        """Return the share of the returns' variance that the values predict: 1 is all, below 0 is
-        worse than their mean.
+        """Return 1 - var(returns - values) / var(returns) over labels: 1 is a perfect critic, below
+        0 is worse than the returns' mean. 0 for constant returns.
         """
         returns, error = self.returns[self.trained], (self.returns - self.values)[self.trained]
         variance = returns.var(unbiased=False)
         return float(1 - error.var(unbiased=False) / variance) if variance > 0 else 0.0
 
     def entropy(self) -> float:
-        """Return an estimate of the policy's entropy per token, from the sampled tokens."""
+        """Return a sampling estimate of the policy's entropy per token, in nats: the mean of -log p
+        of the sampled tokens; 0 without labels.
+        """
         return float(-self.old_logprobs[self.trained].mean()) if self.trained.any() else 0.0
 
 
@@ -136,9 +142,10 @@ def make_rollout(
     length_multiple: int,
     sampled: Sequence[Sequence[bool]] | None = None,
 ) -> Rollout:
-    """Return rows of prompts and completions, none longer than `max_length` + 1, as long as the
-    longest needs, in multiples of `length_multiple`. Tokens that were not `sampled` from the model
-    have no label. Rewards, log-probabilities and advantages are 0.
+    """Return a rollout with a row per completion: inputs and shifted labels, padded to the longest,
+    rounded up to a multiple of `length_multiple`, and at most `max_length`. Prompt and completion
+    have at most `max_length` + 1 tokens. Tokens that were not `sampled` from the model have no
+    label. Rewards, log-probabilities of trainer and reference, and advantages are 0.
     """
     longest = max(len(p) + len(c) - 1 for p, c in zip(prompts, completions, strict=True))
     length = min(max_length, -(-longest // length_multiple) * length_multiple)
@@ -150,6 +157,8 @@ def make_rollout(
     for row, (prompt, completion, numbers, mask) in enumerate(every):
         text, first = torch.tensor([*prompt, *completion]), len(prompt) - 1
         end, mask = len(text) - 1, torch.tensor(mask)
+        # inputs are all tokens but the last; labels are moved by one, as the last prompt token
+        # predicts the first of the completion
         tokens[row, :end] = text[:-1]
         labels[row, first:end] = torch.where(mask, text[first + 1 :], IGNORED)
         sampled_logprobs[row, first:end] = torch.tensor(numbers) * mask
@@ -159,23 +168,32 @@ def make_rollout(
 
 
 def _no_experts(shape: torch.Size) -> Int16[Tensor, "completions length 0"]:
+    """Return the tensor of expert choices of a rollout without routing replay: 0 choices per
+    token.
+    """
     return torch.zeros(*shape, 0, dtype=torch.int16)
 
 
 def _document_starts(labels: Int64[Tensor, "rows length"]) -> Int64[Tensor, "rows length"]:
-    """Return the start of each token's document: the row, and the padding behind it."""
+    """Return for each token the position at which its document starts: 0 in prompt and completion,
+    and the first padding position in the padding, which is a document of its own.
+    """
     index = torch.arange(labels.shape[1])
     end = torch.where(labels != IGNORED, index + 1, 0).amax(1, keepdim=True)
     return torch.where(index >= end, end, 0).expand_as(labels).contiguous()
 
 
 def rollout_file(out: Path, step: int) -> Path:
-    """Return the file of the iteration that begins at `step`."""
+    """Return the path of the tensors of the iteration that begins at `step`, in the run's folder
+    `out`: rollouts/STEP.safetensors, 8 digits.
+    """
     return out / FOLDER / f"{step:08d}.safetensors"
 
 
 def save(rollout: Rollout, out: Path, step: int, rows: Sequence[dict[str, Any]]) -> None:
-    """Write a rollout and `rows`, its text, each file atomically."""
+    """Write the tensors of a rollout, and its text `rows` as JSON lines, each file atomically. The
+    text comes first: where the tensors exist, the iteration is complete.
+    """
     write.folder(out, FOLDER)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     text_file = rollout_file(out, step).with_suffix(".jsonl")
@@ -187,8 +205,8 @@ def save(rollout: Rollout, out: Path, step: int, rows: Sequence[dict[str, Any]])
 
 
 def log_completions(out: Path, step: int, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Append `rows` of the iteration that begins at `step` to COMPLETIONS, and return them as they
-    are there: prompts as text, and no reward where it failed.
+    """Append `rows` of the iteration that begins at `step` to rollouts/completions.jsonl, and
+    return the appended rows: with `step`, prompts as text, and without the reward where it failed.
     """
     logged = []
     for row in rows:
@@ -204,9 +222,9 @@ def log_completions(out: Path, step: int, rows: Sequence[dict[str, Any]]) -> lis
 def load(
     out: Path, step: int, completions: int, kind: type[RolloutType] = Rollout
 ) -> RolloutType | None:
-    """Return the rollout of the iteration that begins at `step`; None where it has no file, or one
-    of another number of completions, which an iteration of another length has left. Raises Refused
-    for a file that `save` has not written of this `kind`.
+    """Return the rollout of the iteration that begins at `step`, as class `kind`. None where it has
+    no file, or one with another number of completions, from a run with other options. Raises
+    Refused for a file with wrong tensors.
     """
     file = rollout_file(out, step)
     if not file.exists():
@@ -240,7 +258,9 @@ def load(
 
 
 def check_ids(file: Path, rollout: Rollout, tree: ModelSpec) -> None:
-    """Raise Refused where `file` has token or expert ids that a model of this `tree` has not."""
+    """Raise Refused where `file` has token ids outside of the vocabulary, or expert indices that a
+    model of `tree` does not have.
+    """
     for name, ids in (("tokens", rollout.tokens), ("labels", rollout.labels[rollout.trained])):
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < tree.vocab_size:
             found = f"{name} are from {int(ids.min())} to {int(ids.max())}"
@@ -252,7 +272,9 @@ def check_ids(file: Path, rollout: Rollout, tree: ModelSpec) -> None:
 def check_experts(
     file: Path, experts: Int16[Tensor, "completions length choices"], tree: ModelSpec
 ) -> None:
-    """Raise Refused where the expert indices of `file` are not those of a model of this `tree`."""
+    """Raise Refused where the file's expert indices do not fit a model of `tree`: another number of
+    choices per token, or an index over the number of experts.
+    """
     choices = max((place.stop for place in choice_slices(tree).values()), default=0)
     if experts.shape[2] != choices:
         raise gate.refuse(
@@ -265,7 +287,9 @@ def check_experts(
 
 
 def delete_rollouts(out: Path, steps: Container[int]) -> None:
-    """Delete the files of iterations that begin at one of these steps."""
+    """Delete the files of the iterations that begin at a step in `steps`, text included; the log of
+    completions stays.
+    """
     for file in sorted((out / FOLDER).glob("*")):
         number, _, kind = file.name.partition(".")
         if number.isdigit() and len(number) == 8 and kind in ("safetensors", "jsonl"):

@@ -30,7 +30,9 @@ class KLController:
         self.value, self.target, self.horizon = value, target, horizon
 
     def next_value(self, value: float, kl: float, completions: int) -> float:
-        """Return the coefficient after an iteration with this `value` and mean KL."""
+        """Return the coefficient for the next iteration, after one with coefficient `value`, mean
+        KL per completion `kl` and so many completions; the fixed value without a target.
+        """
         if self.target is None:
             return self.value
         error = max(-MAX_KL_ERROR, min(MAX_KL_ERROR, (kl - self.target) / self.target))
@@ -38,9 +40,10 @@ class KLController:
 
 
 def compute_advantages(rollout: Rollout, config: RolloutConfig) -> Rollout:
-    """Return the rollout with advantages by config.advantage_estimator. Each
-    `config.num_generations` consecutive completions are a group. A completion without a reward has
-    advantage 0, and is not part of its group's baseline.
+    """Return the rollout with advantages [completions, length] by config.advantage_estimator, times
+    the importance weights if they are capped. Each `config.num_generations` consecutive completions
+    are a group. A completion without a reward has advantage 0, and is not part of its group's
+    baseline.
     """
     trained = rollout.trained
     scored = ~rollout.rewards.isnan()
@@ -81,7 +84,9 @@ def compute_advantages(rollout: Rollout, config: RolloutConfig) -> Rollout:
 
 
 def _kl_rewards(rollout: Rollout, config: RolloutConfig) -> Float[Tensor, "completions length"]:
-    """Return the KL penalty of each position, also of those without a label."""
+    """Return -reward_kl_coef KL (k1) from the reference at each position, also of those without a
+    label.
+    """
     kl = advantage.kl(rollout.old_logprobs, rollout.reference_logprobs, estimator="k1")
     return -config.reward_kl_coef * kl
 
@@ -89,11 +94,11 @@ def _kl_rewards(rollout: Rollout, config: RolloutConfig) -> Float[Tensor, "compl
 def compute_ppo_targets(
     rollout: Rollout, reference: Tensor, values: Tensor, ppo: PPOConfig, kl_coef: float
 ) -> PPORollout:
-    """Return the rollout with generalised advantages, returns and the critic's `values`, which are
-    read at labels only:
+    """Return the rollout with GAE advantages, returns and the critic's `values` (0 without a
+    label):
 
-        reward of the completion at its last token - kl_coef KL at each token
-        -> GAE -> advantages, whitened over the iteration, and returns
+       reward of the completion at its last token - kl_coef KL at each token
+       -> GAE -> advantages, whitened over the iteration, and returns
     """
     trained = rollout.trained
     rewards = advantage.token_rewards(

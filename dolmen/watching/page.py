@@ -25,6 +25,8 @@ SCRIPTS = ("chart.js", "page.js", "tables.js")
 
 
 class Figure(NamedTuple):
+    """A figure of the page."""
+
     name: str
     """As in page.js."""
     caption: str
@@ -92,8 +94,8 @@ WIDE = ("loss", "life")
 
 
 class Watched:
-    """Runs, read again whenever they are asked for. Raises ValueError for a folder that holds
-    none.
+    """Runs whose files are read anew for each page. Raises ValueError for a folder without a
+    run.
     """
 
     def __init__(self, folders: list[Path]):
@@ -101,19 +103,24 @@ class Watched:
         self.runs = [Run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
     def data(self) -> dict[str, Any]:
-        """What the page draws, as it is now."""
+        """Read what is new, and return the data that the page draws: all runs, and the options that
+        differ.
+        """
         for run in self.runs:
             run.read()
         found = [run.as_dict() for run in self.runs]
         return {"runs": found, "differs": differing(found)}
 
     def page(self, every: float | None = None) -> str:
-        """The page; of one that is served, which asks for new data `every` so many seconds."""
+        """Return the page as HTML. With `every`, for a page that is served, its script asks for new
+        data every so many seconds; None for a file.
+        """
         script = "\n".join(gate.read_text(HERE / name, gate.MIB) for name in SCRIPTS)
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         connect = "" if every is None else "; connect-src 'self'"
         names = ", ".join(run.label for run in self.runs)
         return Template(gate.read_text(HERE / "page.html", gate.MIB)).substitute(
+            # the only script that may run is ours, by its hash; nothing may be fetched
             policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
             f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'{connect}",
             title=escape(names if len(self.runs) <= 4 else plural(len(self.runs), "run")),
@@ -128,14 +135,14 @@ class Watched:
 
 
 def in_script(value: Any) -> str:
-    """JSON that can stand in a script element: nothing in it begins a tag or a comment."""
+    """Return JSON that can stand in a script element: characters that could end it are escaped."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def write_page(folders: list[Path], to: Path) -> Path:
-    """The page of the runs in `folders`, in the file `to`. Raises ValueError for a folder that
-    holds none, for a file that exists, and where it cannot be written.
+    """Write the page of the runs in `folders` to a new file and return its path. Raises ValueError
+    for a folder without a run, for a file that exists, and where it cannot be written.
     """
     to = write.check_new("--out", to)
     watched = Watched(folders)
@@ -147,6 +154,7 @@ def write_page(folders: list[Path], to: Path) -> Path:
 
 
 def _group(group: Group) -> str:
+    """Return the HTML of a group of figures: small ones in a grid, then wide ones."""
     wide = "\n".join(_figure(one) for one in group.figures if one.name in WIDE)
     small = "\n".join(_figure(one) for one in group.figures if one.name not in WIDE)
     grid = f'<div class="grid">\n{small}\n</div>\n' if small else ""
@@ -154,6 +162,7 @@ def _group(group: Group) -> str:
 
 
 def _figure(figure: Figure) -> str:
+    """Return the HTML of an empty figure, which the script fills."""
     return (
         f'<figure id="figure-{figure.name}">\n<div class="plot"></div>\n<p class="read"></p>\n'
         f"<figcaption>{escape(figure.caption)}</figcaption>\n</figure>"

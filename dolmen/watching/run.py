@@ -28,7 +28,9 @@ AXES = ("tp", "cp", "pp", "dp", "ep")
 
 
 class Run:
-    """The run in `folder`, shown as `label`. Raises ValueError where there is none."""
+    """The files of the run in `folder`, shown as `label`, read incrementally: only rows that are
+    new since the last `read`. Raises ValueError for a folder without a run.
+    """
 
     def __init__(self, folder: Path, label: str):
         if not folder.is_dir():
@@ -50,7 +52,9 @@ class Run:
         self.refused: dict[str, str] = {}
 
     def read(self) -> None:
-        """What is new."""
+        """Read the rows that were appended since the last call. Files that are damaged are noted in
+        `refused`, by name, and raise nothing.
+        """
         self.refused = {}
         self._take(self.rows, METRICS)
         self._take(self.events, HISTORY)
@@ -58,6 +62,9 @@ class Run:
         self._take(self.completion_rows, COMPLETIONS)
 
     def _take(self, tail: Tail, name: str) -> None:
+        """Add the new rows of a file; what was read of it before is dropped if it was written anew.
+        Damage is noted in `refused`.
+        """
         try:
             _refuse_link(tail.file)
             for row in tail.read():
@@ -74,7 +81,7 @@ class Run:
             )
 
     def _clear(self, name: str) -> None:
-        """What was read of a file that has been made anew."""
+        """Drop what was read of a file that was written anew."""
         if name == METRICS:
             self.series = Series()
         elif name == HISTORY:
@@ -85,6 +92,9 @@ class Run:
             self.completions = {}
 
     def _add(self, name: str, row: Mapping[str, Any]) -> None:
+        """Add a row of the file `name` to the series of metrics, the history, the completions
+        (MOST_COMPLETIONS per step at most) or the samples (of MOST_PROMPTS prompts at most).
+        """
         if name == METRICS:
             self.series.add(row)
         elif name == HISTORY:
@@ -97,7 +107,7 @@ class Run:
             self.samples.setdefault(row["prompt"], {})[row["step"]] = row["text"]
 
     def as_dict(self) -> dict[str, Any]:
-        """All that a page shows of it."""
+        """Return all that the page shows of the run, as plain values for JSON."""
         config = self._config()
         options = dict(list(flatten(config).items())[:MOST_OPTIONS])
         return {
@@ -126,7 +136,9 @@ class Run:
         return tables
 
     def _config(self) -> dict[str, Any]:
-        """config.yaml as plain values; it is written once, and read again where a run goes on."""
+        """Return config.yaml as plain values, read anew each time; {} where it is missing or
+        damaged.
+        """
         file = self.folder / "config.yaml"
         try:
             _refuse_link(file)
@@ -137,11 +149,13 @@ class Run:
         return {}
 
     def _checkpoints(self) -> list[int]:
-        """Steps of those on disk."""
+        """Return the steps of the checkpoints on disk, the newest MOST_STARTS."""
         return list(folders.list_checkpoints(self.folder / "checkpoints"))[-MOST_STARTS:]
 
     def _facts(self, config: Mapping[str, Any]) -> list[list[str]]:
-        """What a reader wants to know first: (what, words)."""
+        """Return the table at the top of a run, as [title, text]: model, layout, batch, steps,
+        state, losses. Empty entries are left out.
+        """
         options, last = flatten(dict(config)), self.series.last
         start = self.history.starts[-1] if self.history.starts else {}
         model = [str(options[n]) for n in ("model.model_type",) if n in options]
@@ -163,6 +177,9 @@ class Run:
         return [[name, words] for name, words in facts.items() if words]
 
     def _state(self) -> str:
+        """Return how the last start ended, or that it is in progress, with the number of starts; ""
+        before the first.
+        """
         if not self.history.starts:
             return ""
         last = self.history.starts[-1]
@@ -173,16 +190,17 @@ class Run:
         return f"in progress, or killed; last heard of at {self._heard()} (UTC){again}"
 
     def _heard(self) -> str:
-        """When it wrote last."""
+        """Return the time of the last write to the run's files, UTC, as text."""
         times = [file.stat().st_mtime for file in self._files() if file.exists()]
         return datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%d %H:%M:%S")
 
     def _files(self) -> list[Path]:
+        """Return the files whose time of writing shows that a run is alive."""
         return [tail.file for tail in (self.rows, self.events, self.texts)]
 
 
 class History:
-    """Starts, saves, memory by rank and load of experts, of history.jsonl."""
+    """The rows of history.jsonl: starts, saves, memory per rank, load of experts."""
 
     def __init__(self):
         self.starts: list[dict[str, Any]] = []
@@ -191,6 +209,9 @@ class History:
         self.load: dict[str, Any] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
+        """Add a row: a start, the end of one, a save, or the last memory and expert loads. A start
+        drops the saves after its step.
+        """
         if "begun" in row and len(self.starts) < MOST_STARTS:
             names = ("step", "time", "begun", "steps", "reached", "processes", "device")
             found = {name: row[name] for name in (*names, "parameters") if name in row}
@@ -207,9 +228,13 @@ class History:
             self.load = {"step": row["step"], "layers": row["router_load"]}
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the history as plain values. Starts that have no end and are followed by another
+        were killed; their last step is the one that the next start reports as reached.
+        """
         for one, after in pairwise(self.starts):
             one["ended"] = one["ended"] or "killed"
             if one["until"] is None:
+                # a killed start writes no end: the next one reports the last step in metrics.jsonl
                 one["until"] = after.get("reached")
         return {
             "starts": self.starts,
@@ -220,7 +245,9 @@ class History:
 
 
 def labels(paths: list[Path]) -> list[str]:
-    """A name for each folder: its own, with as much of its path before it as tells them apart."""
+    """Return a name for each folder: its last part, or as many of its last parts as make all names
+    different.
+    """
     whole = [path.absolute().parts for path in paths]
     depth = 1
     while len({parts[-depth:] for parts in whole}) < len({*whole}) and depth < 64:
@@ -229,8 +256,8 @@ def labels(paths: list[Path]) -> list[str]:
 
 
 def differing(runs: list[dict[str, Any]]) -> list[list[Any]]:
-    """[option, its value in each run (null: it has none)] of the options that are not the same in
-    all.
+    """Return [option, its value in each run (None: not set)] of the options that are not equal in
+    all runs.
     """
     names = {name: None for run in runs for name in run["options"]}
     rows = [[name, [run["options"].get(name) for run in runs]] for name in names]
@@ -238,13 +265,17 @@ def differing(runs: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def _refuse_link(file: Path) -> None:
-    """Raises Refused: what a link of a run names may lie outside of it, and dolmen writes none."""
+    """Raise Refused for a symbolic link: it may point outside of the run's folder, and dolmen
+    writes none.
+    """
     if file.is_symlink():
         raise gate.refuse(file, "is a link, which is not followed")
 
 
 def _some(steps: Mapping[int, Any]) -> list[int]:
-    """The first, the last, and a few between."""
+    """Return at most MOST_TEXTS of the steps, in order, evenly spaced, with the first and the
+    last.
+    """
     found = sorted(steps)
     if len(found) <= MOST_TEXTS:
         return found
@@ -253,7 +284,9 @@ def _some(steps: Mapping[int, Any]) -> list[int]:
 
 
 def describe_completion(row: Mapping[str, Any]) -> str:
-    """Return reward, length, prompt and text of a completion."""
+    """Return a completion as a line of text: reward, length, whether it is finished, prompt and
+    text.
+    """
     reward = f"reward {row['reward']:.4g}" if "reward" in row else "no reward"
     end = "finished" if row["finished"] else "truncated"
     facts = f"{reward}, {plural(row['tokens'], 'token')}, {end}"
@@ -261,22 +294,27 @@ def describe_completion(row: Mapping[str, Any]) -> str:
 
 
 def _cut(text: str) -> str:
+    """Return the text, cut at LONGEST_TEXT characters with a note of its length."""
     if len(text) <= LONGEST_TEXT:
         return text
     return f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters)"
 
 
 def _value(value: Any) -> str:
+    """Return an option's value as text, cut at LONGEST_VALUE characters."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
 
 
 def _number(value: float | None) -> str:
+    """Return a number with four decimals; "" for None."""
     return "" if value is None else f"{value:.4f}"
 
 
 def _rollouts(last: Mapping[str, float | None]) -> dict[str, str]:
-    """Return what the last rollout iteration of a run of GRPO or PPO was like."""
+    """Return the metrics of the last rollout iteration as {title: text}; "" for those that the run
+    does not have.
+    """
     length, finished = (last.get(f"rollout/{name}") for name in ("completion_length", "finished"))
     return {
         "mean reward": _number(last.get("rollout/reward")),
@@ -286,6 +324,9 @@ def _rollouts(last: Mapping[str, float | None]) -> dict[str, str]:
 
 
 def _layout(options: Mapping[str, Any]) -> str:
+    """Return the parallel layout as text, such as "tp 2 x dp 4 x ZeRO 1", axes of size 1 left
+    out.
+    """
     found = [(axis, options.get(f"layout.{axis}")) for axis in AXES]
     words = [f"{axis} {n}" for axis, n in found if isinstance(n, int) and n > 1]
     zero = options.get("layout.zero")
@@ -294,12 +335,14 @@ def _layout(options: Mapping[str, Any]) -> str:
 
 
 def _processes(start: Mapping[str, Any]) -> str:
+    """Return the number of processes and their device, of a start, as text."""
     if "processes" not in start:
         return ""
     return f"{plural(start['processes'], 'process', 'processes')} on {start.get('device', '?')}"
 
 
 def _batch(options: Mapping[str, Any]) -> str:
+    """Return the size of a global batch as text."""
     rows, length = (options.get(f"train.{n}") for n in ("global_batch_size", "sequence_length"))
     if not isinstance(rows, int):
         return ""

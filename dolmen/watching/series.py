@@ -22,7 +22,7 @@ PLACES = ("step", "tokens", "seconds", "time")
 
 @dataclass
 class Spread:
-    """The values of one column in one interval."""
+    """Mean, minimum and maximum of one column's values in one interval."""
 
     count: int = 0
     mean: float = 0.0
@@ -32,16 +32,18 @@ class Spread:
     """Of them were not finite."""
 
     def add(self, value: float | None) -> None:
+        """Add a value; None, one that is not finite, is counted as a gap."""
         if value is None:
             self.gaps += 1
             return
         self.count += 1
+        # running mean: a sum of large values could overflow
         mean = self.mean + (value - self.mean) / self.count
         self.low, self.high = min(self.low, value), max(self.high, value)
         self.mean = self._within(mean)
 
     def join(self, other: "Spread") -> None:
-        """Take in those of the interval beside it."""
+        """Add the values of a neighbouring interval."""
         self.gaps += other.gaps
         if not other.count:
             return
@@ -51,13 +53,15 @@ class Spread:
         self.mean = self._within(mean)
 
     def _within(self, mean: float) -> float:
-        """Also where a difference was too large for a float: max takes its first for a NaN."""
+        """Return the mean, bounded by minimum and maximum: rounding, or the overflow of a
+        difference (NaN), may have moved it outside.
+        """
         return min(self.high, max(self.low, mean))
 
 
 @dataclass
 class Interval:
-    """Where it ends, and what lies in it."""
+    """Metrics in an interval of steps, and step, tokens and seconds at its end."""
 
     step: int = 0
     tokens: float | None = None
@@ -65,7 +69,7 @@ class Interval:
     columns: dict[str, Spread] = field(default_factory=dict)
 
     def join(self, other: "Interval") -> None:
-        """Take in the one beside it, whose steps come later."""
+        """Add the following interval to this one."""
         self.step = max(self.step, other.step)
         self.tokens = self.tokens if other.tokens is None else other.tokens
         self.seconds = self.seconds if other.seconds is None else other.seconds
@@ -74,8 +78,8 @@ class Interval:
 
 
 class Series:
-    """All numbers of a run. A row is of metrics.jsonl: what is neither a number nor null in it is
-    left out, and so are columns over MOST_COLUMNS.
+    """The metrics of a run by step, in at most `most` intervals. Values that are neither numbers
+    nor null are left out, and so are columns after the first MOST_COLUMNS.
     """
 
     def __init__(self, most: int = MOST):
@@ -90,6 +94,7 @@ class Series:
         self._timed = False
 
     def add(self, row: Mapping[str, Any]) -> None:
+        """Add a row of metrics.jsonl, and double the width of intervals if there are too many."""
         self.rows += 1
         index = row["step"] // self.width
         interval = self.intervals.setdefault(index, Interval())
@@ -108,12 +113,15 @@ class Series:
             self._halve()
 
     def _known(self, name: str) -> bool:
+        """Return whether the series has a column of this name, adding it if there is room."""
         if name not in self.names and len(self.names) < MOST_COLUMNS and len(name) <= LONGEST:
             self.names.add(name)
         return name in self.names
 
     def _seconds(self, row: Mapping[str, Any]) -> float | None:
-        """Of training, stops left out; of runs before rows had it, since the first row."""
+        """Return the training time of a row in seconds, without stops; for rows of older runs,
+        which lack it, the time since the first row. None where neither is known.
+        """
         seconds = number(row.get("seconds"))
         if seconds is not None:
             self._timed = True
@@ -125,15 +133,20 @@ class Series:
         return time - self._begun
 
     def _halve(self) -> None:
+        """Double the width of intervals, joining each two."""
         self.width *= 2
         before, self.intervals = sorted(self.intervals.items()), {}
         for index, interval in before:
             self.intervals.setdefault(index // 2, Interval()).join(interval)
 
     def as_dict(self) -> dict[str, Any]:
-        """Lists of a value per interval: step, tokens and seconds at its end. A column: `at`, the
-        numbers of the intervals that have values of it (left out: all), `mean`, and where intervals
-        hold several rows `low` and `high`; `gaps`, those that have values that are not finite.
+        """Return lists with a value per interval: step, tokens and seconds at its end, and for each
+        column:
+
+           mean        of the intervals that have values of it
+           at          indices of these intervals; left out where all have values
+           low, high   minimum and maximum, where intervals hold several rows
+           gaps        indices of the intervals with values that are not finite
         """
         found = [interval for _, interval in sorted(self.intervals.items())]
         return {
@@ -148,6 +161,7 @@ class Series:
 
 
 def _column(name: str, intervals: list[Interval]) -> dict[str, Any]:
+    """Return one column as lists over intervals (see `Series.as_dict`)."""
     spreads = {i: one.columns[name] for i, one in enumerate(intervals) if name in one.columns}
     found = {i: spread for i, spread in spreads.items() if spread.count}
     column: dict[str, Any] = {"mean": [_short(spread.mean) for spread in found.values()]}
@@ -162,7 +176,7 @@ def _column(name: str, intervals: list[Interval]) -> dict[str, Any]:
 
 
 def _carried(values: list[float | None]) -> list[float]:
-    """Where there is none, the one before."""
+    """Return the values with each None replaced by the value before it, 0 at the start."""
     out, last = [], 0.0
     for value in values:
         last = last if value is None else value
@@ -171,12 +185,14 @@ def _carried(values: list[float | None]) -> list[float]:
 
 
 def _short(value: float) -> float:
-    """What a picture shows: eight digits."""
+    """Return the value rounded to eight significant digits, which are enough for a picture."""
     return float(f"{value:.8g}")
 
 
 def number(value: Any) -> float | None:
-    """A finite number as a float; None of all else."""
+    """Return a finite number as a float; None for everything else, bool included, and beyond
+    1e300.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e300:
         return None
     return float(value) if math.isfinite(value) else None

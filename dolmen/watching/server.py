@@ -33,13 +33,15 @@ ALWAYS = {
 
 
 class Answer(NamedTuple):
+    """The body of a response and its content type."""
+
     kind: str
     body: bytes
 
 
 class Shown:
-    """What is served of the runs: looked at anew at most `every` so many seconds, by one request at
-    a time.
+    """The two responses that are served, made again when older than `every` / 2 seconds, by one
+    request at a time.
     """
 
     def __init__(self, watched: Watched, every: float):
@@ -48,7 +50,9 @@ class Shown:
         self.answers: dict[str, tuple[float, Answer]] = {}
 
     def answer(self, path: str) -> Answer | None:
-        """Of / and /data; None of all else."""
+        """Return the page for "/" and its data for "/data", at most `every` / 2 seconds old; None
+        for any other path.
+        """
         if path not in ("/", "/data"):
             return None
         with self.lock:
@@ -59,6 +63,7 @@ class Shown:
             return found
 
     def _made(self, path: str) -> Answer:
+        """Return a new page, or new data as JSON."""
         if path == "/":
             return Answer("text/html; charset=utf-8", self.watched.page(self.every).encode())
         text = json.dumps(self.watched.data(), allow_nan=False, separators=(",", ":"))
@@ -66,7 +71,9 @@ class Shown:
 
 
 class Server(ThreadingHTTPServer):
-    """Bound, and with its secret. Raises OSError for an address that cannot be had."""
+    """HTTP server of one page, bound to its address, with a new secret token. Raises OSError for an
+    address that is not available.
+    """
 
     daemon_threads = True
 
@@ -75,11 +82,11 @@ class Server(ThreadingHTTPServer):
         super().__init__((host, port), Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a reader has gone away."""
+        """Ignore the error of a connection that the reader has closed."""
 
     @property
     def address(self) -> str:
-        """For a browser on this machine, or one that knows it by the host that was asked for."""
+        """The URL with the token, by the host that was configured."""
         host, port = self.server_address[:2]
         return f"http://{host}:{port}/?token={self.token}"
 
@@ -92,6 +99,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE
 
     def do_GET(self) -> None:
+        """Answer a GET request: 403 without the token, 404 for any path but / and /data."""
         try:
             asked = urlsplit(self.path)
             given = parse_qs(asked.query, max_num_fields=8).get("token", [""])[0]
@@ -105,9 +113,11 @@ class Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, answer)
 
     def _say(self, status: HTTPStatus, words: str) -> None:
+        """Send a response of plain text with this status."""
         self._send(status, Answer("text/plain; charset=utf-8", words.encode()))
 
     def _send(self, status: HTTPStatus, answer: Answer) -> None:
+        """Send a response with its headers; caching, framing and referrers are forbidden."""
         self.send_response(status)
         for name, value in {**ALWAYS, "Content-Type": answer.kind}.items():
             self.send_header(name, value)
@@ -116,12 +126,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer.body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: an address in a log would tell the secret."""
+        """Write no log: its addresses would contain the token."""
 
 
 def serve(folders: list[Path], asked: ShowConfig) -> None:
-    """Until Ctrl-C. Raises ValueError for a folder that holds no run, and an address that cannot be
-    had.
+    """Serve the page of the runs until Ctrl-C, after printing its address. Raises ValueError for a
+    folder without a run, and for an address that is not available.
     """
     shown = Shown(Watched(folders), asked.every)
     try:
