@@ -41,24 +41,24 @@ UNFINISHED = re.compile(r"step-\d{8,}(\.replaced)?\.partial")
 
 
 class Damaged(Refused):
-    """A checkpoint that is not what was saved. The message names the file."""
+    """A checkpoint is not what was saved. The message names the file."""
 
 
 def name(step: int) -> str:
-    """Name of the whole checkpoint of `step`."""
+    """Folder name of the complete checkpoint of `step`."""
     return f"step-{step:08d}"
 
 
 def is_whole(path: Path) -> bool:
-    """True if this folder has the name of a whole checkpoint. The name alone decides: one that
-    lacks a file is damaged, and not one that is still being written.
+    """True if the folder is named as a complete checkpoint. The name alone decides: with that name
+    and a file missing it is damaged, not unfinished.
     """
     return WHOLE.fullmatch(path.name) is not None and (path.is_dir() or path.is_symlink())
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Step -> folder of every whole checkpoint, oldest first; empty where `folder` does
-    not exist.
+    """Step -> folder of every complete checkpoint, oldest first; empty where `folder` does not
+    exist.
     """
     found = {}
     for path in sorted(folder.glob("step-*")):  # `step-1` comes before `step-1.replaced`, and wins
@@ -69,7 +69,7 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def describe_newest(folder: Path) -> str:
-    """Say which checkpoint a run can resume from, as the beginning of a sentence."""
+    """Say which checkpoint a run can resume from, as a sentence without its end."""
     steps = list_checkpoints(folder)
     return (
         f"The newest whole checkpoint is of step {max(steps)}" if steps else "Nothing is saved yet"
@@ -77,7 +77,7 @@ def describe_newest(folder: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, outlive a power cut."""
+    """Flush a file's bytes, or a folder's names, to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -86,14 +86,16 @@ def sync(path: Path) -> None:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Delete every unfinished save: there is one writer, so none is in progress."""
+    """Delete every unfinished save (.partial): there is one writer, so none is in progress."""
     for path in folder.glob(f"step-*{PARTIAL}"):
         if UNFINISHED.fullmatch(path.name) and path.is_dir():
             remove_checkpoint(path)
 
 
 def commit(partial: Path) -> None:
-    """Give the finished save its name, in the place of an older save of the same step."""
+    """Rename a finished save to its final name, replacing an older save of the same step. A kill
+    between any two renames leaves one of them complete.
+    """
     final = partial.with_suffix("")
     sync(partial)
     if final.exists():
@@ -106,8 +108,8 @@ def commit(partial: Path) -> None:
 
 
 def prune(folder: Path, keep: int, saved: int) -> None:
-    """Delete all but the `keep` newest (0: none of them) and the one just saved, and those that
-    were replaced.
+    """Delete old checkpoints: all but the `keep` newest (0: delete none) and the step just `saved`,
+    and leftovers of replaced ones.
     """
     kept = list_checkpoints(folder)
     old = [path for step, path in list(kept.items())[:-keep] if step != saved] if keep else []
@@ -120,8 +122,9 @@ def prune(folder: Path, keep: int, saved: int) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint's folder, the files that a save writes one by one; whatever else lies in
-    it stays, in a folder that is named `.kept` and never read. A link goes, and not what it names.
+    """Delete a checkpoint's files, those that a save writes, and its folder. Any other file stays,
+    in a folder renamed to `.kept`, which is never read. Of a symbolic link only the link is
+    deleted.
     """
     if path.is_symlink():
         return path.unlink()
@@ -135,14 +138,16 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint to a name that is never read; the new path."""
+    """Rename a damaged checkpoint to a name that is never read; return the new path."""
     aside = free(path.with_name(path.name.split(".")[0] + DAMAGED))
     path.rename(aside)
     return aside
 
 
 def free(path: Path) -> Path:
-    """`path`, or with -2, -3 before a file's suffix: the first that is not there."""
+    """Return `path` if it does not exist, else the first of path-2, path-3, ... (before the file
+    suffix) that does not.
+    """
     suffix = path.suffix if path.suffix not in (DAMAGED, KEPT) else ""
     stem = path.name.removesuffix(suffix)
     names = (path.with_name(f"{stem}-{n}{suffix}" if n > 1 else path.name) for n in count(1))

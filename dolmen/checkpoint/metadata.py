@@ -43,7 +43,7 @@ BLOCK = 64 * 2**20  # bytes
 
 
 class Numbers(NamedTuple):
-    """Place of a part's numbers in its file, their bytes, and their CRC-32."""
+    """Place of a stored part's numbers: first byte in the file, size in bytes, and CRC-32."""
 
     start: int
     size: int
@@ -51,8 +51,9 @@ class Numbers(NamedTuple):
 
 
 def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers:
-    """Find the numbers of the archive of `length` bytes at `position`. Raises BadZipFile,
-    ValueError, OSError, NotImplementedError or EOFError where there is none.
+    """Find the numbers of a torch.save archive of `length` bytes at `position` of the file, by the
+    zip directory alone. Raises BadZipFile, ValueError, OSError, NotImplementedError or EOFError
+    where it is not such an archive.
     """
     window = Window(file, position, length)
     with zipfile.ZipFile(window) as archive:
@@ -68,8 +69,9 @@ def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers
 
 
 def blocks(file: io.BufferedIOBase, start: int, size: int, row: int, name: str) -> Iterator[Tensor]:
-    """The `size` bytes from `start` on, each block uint8 [bytes], of as many whole rows of `row`
-    bytes as BLOCK holds. Raises EOFError where the file ends before.
+    """Yield `size` bytes of the file from `start` as uint8 tensors, each of as many whole rows of
+    `row` bytes as fit into BLOCK (64 MiB). `name`: of the tensor, for errors. Raises EOFError where
+    the file ends early.
     """
     step = max(1, BLOCK // row) * row
     for at in range(0, size, step):
@@ -81,7 +83,7 @@ def blocks(file: io.BufferedIOBase, start: int, size: int, row: int, name: str) 
 
 
 def compare(checksum: int, expected: int, name: str) -> None:
-    """Raises BadZipFile unless they are equal."""
+    """Raises BadZipFile unless the checksum of the tensor `name` is the expected one."""
     if checksum != expected:
         raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
 
@@ -93,7 +95,7 @@ KINDS = (TensorStorageMetadata, BytesStorageMetadata)
 
 
 class _Skipped:
-    """Stands for an object of a cached save plan: takes any arguments and does nothing."""
+    """Stand-in for classes of a cached save plan: takes any arguments and does nothing."""
 
     def __init__(self, *args: object) -> None:
         pass
@@ -130,8 +132,8 @@ the path that it was saved to, and cached save plans (`all_local_plans`), which 
 
 
 def read_metadata(seal: Seal) -> Metadata:
-    """DCP's description of the checkpoint, every field of which is what it should be. Raises
-    Damaged where it is missing, damaged, or of more than tensors.
+    """Read and check DCP's description (.metadata) of a sealed checkpoint. Raises Damaged where it
+    is missing, damaged, or describes anything but tensors.
     """
     path = seal.folder / METADATA
     content = seal.read(METADATA)
@@ -147,6 +149,9 @@ def read_metadata(seal: Seal) -> Metadata:
 
 
 def _read_pickle(content: bytes, names: Mapping[tuple[str, str], Any]) -> Metadata:
+    """Unpickle a description; only the classes in `names` may occur. Raises TypeError for anything
+    else than Metadata.
+    """
     found = pickles.load(content, lambda module, name: names.get((module, name)))
     if not isinstance(found, Metadata):
         raise TypeError(f"it is a {type(found).__name__}")
@@ -154,7 +159,7 @@ def _read_pickle(content: bytes, names: Mapping[tuple[str, str], Any]) -> Metada
 
 
 class Foreign(NamedTuple):
-    """The description of a checkpoint of Megatron."""
+    """DCP's description of a checkpoint written by Megatron."""
 
     tensors: dict[str, TensorStorageMetadata]
     places: dict[MetadataIndex, Place]
@@ -164,8 +169,8 @@ class Foreign(NamedTuple):
 
 
 def read_foreign(file: Path) -> Foreign:
-    """The description of a checkpoint of Megatron. Raises Refused where it is missing, damaged, or
-    names what has no place in one.
+    """Read and check DCP's description of a checkpoint written by Megatron. Raises Refused where it
+    is missing, damaged, or refers to anything that does not belong there.
     """
     content = read_bytes(file, MOST)
     try:
@@ -187,7 +192,7 @@ def read_foreign(file: Path) -> Foreign:
 
 
 def stored_tensors(found: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Metadata of each tensor. Raises TypeError where there is anything else."""
+    """Name -> metadata of each tensor. Raises TypeError where anything else is described."""
     everything = found.state_dict_metadata
     stored = {n: t for n, t in everything.items() if type(t) is TensorStorageMetadata}
     if odd := [n for n in everything if n not in stored]:
@@ -196,8 +201,9 @@ def stored_tensors(found: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def _check_tensors(stored: dict[str, TensorStorageMetadata]) -> None:
-    """Raises unless the chunks of each tensor lie in it and are as many elements. Chunks that
-    overlap are found when a tensor is read: all at once would take the square of their number.
+    """Raises TypeError or ValueError unless the chunks of each tensor lie inside it and have as
+    many elements in total. Overlapping chunks are found when a tensor is read: checking all here
+    would take quadratic time.
     """
     for name, t in stored.items():
         if type(name) is not str or type(t.properties) is not TensorProperties:
@@ -217,6 +223,7 @@ def _check_tensors(stored: dict[str, TensorStorageMetadata]) -> None:
 
 
 def _check_size(name: str, size: torch.Size, most: torch.Size) -> None:
+    """Raises unless `size` is a torch.Size with the dims of `most`, each between 0 and that."""
     if type(size) is not torch.Size or len(size) != len(most):
         raise TypeError(f"{name} has a size that is not one")
     if not all(0 <= n <= m for n, m in zip(size, most, strict=True)):
@@ -224,7 +231,7 @@ def _check_size(name: str, size: torch.Size, most: torch.Size) -> None:
 
 
 class Box(Protocol):
-    """A part of a tensor."""
+    """A rectangular part of a tensor."""
 
     @property
     def offsets(self) -> tuple[int, ...]: ...
@@ -243,7 +250,7 @@ def overlap(chunks: Sequence[Box]) -> bool:
 
 
 def _check_places(places: Mapping, stored: dict[str, TensorStorageMetadata]) -> None:
-    """Raises unless each chunk has one place, in a file of the checkpoint, that has room for it."""
+    """Raises unless each chunk has a place in a file of the checkpoint that is large enough for it."""
     missing: dict[str, set] = defaultdict(set)
     for name, t in stored.items():
         missing[name] = {c.offsets for c in t.chunks}
@@ -263,7 +270,9 @@ def _check_places(places: Mapping, stored: dict[str, TensorStorageMetadata]) -> 
 
 
 def _check_place(name: str, place: Place, size: int) -> None:
-    """Raises unless it is one in a file of the checkpoint, with room for `size` bytes."""
+    """Raises unless the place is a valid range of a file in the checkpoint's own folder, of at
+    least `size` bytes.
+    """
     if type(place) is not Place or type(place.relative_path) is not str:
         raise TypeError(f"the place of {name} is none")
     if not FILE.fullmatch(place.relative_path):

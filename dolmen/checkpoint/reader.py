@@ -36,8 +36,10 @@ from dolmen.files.safetensors import Spec
 
 
 class Reader(FileSystemReader):
-    """DCP's storage reader, safe; `load` is all that a checkpoint needs, and sends nothing between
-    ranks. `state` is what state.json holds. Raises Damaged where the folder is not what was saved.
+    """DCP storage reader that executes nothing from the checkpoint. `load` reads tensors without
+    communication between ranks. `state` is the content of state.json, `partly` the stored parts of
+    which not all rows were read, so that their checksum is not verified yet. Raises Damaged where
+    the folder is not what was saved.
     """
 
     def __init__(self, folder: Path):
@@ -54,24 +56,28 @@ class Reader(FileSystemReader):
         self._numbers: dict[str, dict[int, Numbers]] = {}  # of files that were opened, by position
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
+        """Return DCP's description, which was read and checked on opening."""
         return self.metadata
 
     def check_files(self) -> None:
-        """Raises Damaged if a file of tensors is missing or of another size; reads none."""
+        """Raises Damaged if a file of tensors is missing or of another size than it was; reads
+        none.
+        """
         for name, places in self._places.items():
             self.seal.check_size(name, max(offset + length for offset, length in places))
 
     def load(self, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
-        """Fill `tensors` in place, each rank its own part. Raises KeyError for names that are
-        missing here or there and not `elsewhere`, ValueError for other shapes, Damaged for a file
-        that is missing, damaged or truncated.
+        """Fill `tensors` in place, each rank its own part. `elsewhere`: stored names that may be
+        absent from `tensors`, as other pipeline stages have them. Raises KeyError for missing or
+        unexpected names, ValueError for other shapes, Damaged for a file that is missing, damaged
+        or truncated.
         """
         self._check(tensors, elsewhere)
         self.fill(tensors)
 
     def fill(self, tensors: dict[str, Tensor]) -> None:
-        """`load` of tensors that are known to be there, in these shapes. Raises Damaged, also
-        where the parts that are described do not fill them.
+        """Fill tensors in place whose names and shapes are known to match. Raises Damaged for
+        damaged files, also where the stored parts do not cover a tensor.
         """
         # DCP's planner intersects what this rank holds of each tensor with the parts that are
         # stored, whatever layout cut either. What is in no part it leaves as it was, and says
@@ -90,6 +96,9 @@ class Reader(FileSystemReader):
         self.read_data(plan, planner)
 
     def _check(self, tensors: dict[str, Tensor], elsewhere: Collection[str]) -> None:
+        """Raises KeyError for names that are missing or unexpected (a whole kind, the part before
+        "/", may be left out), ValueError for other shapes.
+        """
         stored = self.stored
         kinds = {n.split("/")[0] for n in tensors}  # a kind may be left out whole: the model alone
         if missing := [n for n in tensors if n not in stored]:
@@ -112,7 +121,7 @@ class Reader(FileSystemReader):
             raise ValueError(f"{self.folder} holds {len(other)} tensors of other shapes: {shapes}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Carry out the plan, file by file in the order of their bytes."""
+        """Read the plan's items, file by file in the order of their bytes."""
         # by position: a resume at the same layout then reads each file once, from its beginning on
         places = self.metadata.storage_data
         files: dict[str, list[ReadItem]] = {}
@@ -128,8 +137,8 @@ class Reader(FileSystemReader):
 
     @contextmanager
     def _open(self, name: str) -> Iterator[BufferedIOBase]:
-        """One file of tensors, whose list of parts is what was saved. What goes wrong within is
-        told as Damaged.
+        """Context manager: an open file of tensors whose list of parts matches the seal. Errors of
+        reading inside it are raised as Damaged.
         """
         try:
             with open(self.folder / name, "rb") as file:
@@ -144,7 +153,9 @@ class Reader(FileSystemReader):
             ) from error
 
     def _heads(self, file: BufferedIOBase, name: str) -> dict[int, Numbers]:
-        """The numbers of every part in a file, by the part's position."""
+        """Byte position -> place of the numbers, for every part in a file. Raises Damaged where
+        size or checksums are not those of the seal.
+        """
         where = self._places[name]
         self.seal.check_size(name, max(offset + length for offset, length in where))
         found = {offset: metadata.find_numbers(file, offset, length) for offset, length in where}
@@ -152,8 +163,8 @@ class Reader(FileSystemReader):
         return found
 
     def verify(self, stored: Iterable[MetadataIndex]) -> None:
-        """Read all of these stored parts, keep nothing. Raises Damaged where a checksum is
-        wrong.
+        """Read these stored parts whole, only to verify their checksums. Raises Damaged where one
+        is wrong.
         """
         for index in stored:
             with self._open(self.metadata.storage_data[index].relative_path) as file:
@@ -164,8 +175,8 @@ class Reader(FileSystemReader):
                 metadata.compare(checksum, expected, index.fqn)
 
     def _place(self, index: MetadataIndex) -> tuple[tuple[int, ...], int, int, int]:
-        """Place of a stored part in an open file: its sizes, bytes of a row, position of its
-        numbers in the file, their CRC-32.
+        """Return of a stored part in an open file: its sizes, bytes per row, position of its
+        numbers in the file, and their CRC-32.
         """
         stored = self.stored[index.fqn]
         chunk = (
@@ -184,8 +195,8 @@ class Reader(FileSystemReader):
         return sizes, row, found.start, found.crc
 
     def _read(self, file: BufferedIOBase, item: ReadItem, target: Tensor) -> None:
-        """Copy the rows and columns of one stored part [sizes] that `item` names into `target`
-        [lengths].
+        """Copy the rows and columns that `item` names, of one stored part, into `target`. Verifies
+        the checksum if all rows are read, else adds the part to `partly`.
         """
         index = item.storage_index
         offsets = tuple(item.storage_offsets) or (0,)
@@ -213,8 +224,8 @@ class Reader(FileSystemReader):
 
 
 class Checkpoint:
-    """An open checkpoint: `meta` as it was saved, `specs` of all tensors (`model/NAME`,
-    `exp_avg/NAME`, ...).
+    """An open checkpoint for one process: `meta` is its state.json, `specs` the shape and dtype of
+    every tensor (`model/NAME`, `exp_avg/NAME`, ...).
     """
 
     def __init__(self, folder: Path):
@@ -226,8 +237,8 @@ class Checkpoint:
         }
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """The whole tensor on the CPU. Raises KeyError for a name that is not there, Damaged for a
-        damaged file.
+        """Read a whole tensor to CPU. Raises KeyError for an unknown name, Damaged for a damaged
+        file.
         """
         if name not in self.specs:
             raise KeyError(
@@ -239,24 +250,22 @@ class Checkpoint:
         return tensor
 
     def stream(self, kind: str = "model") -> Iterator[tuple[str, Tensor]]:
-        """(NAME, whole tensor, as in `specs`) of every `kind/NAME`; shapes, errors as `read`'s."""
+        """Yield (NAME, whole CPU tensor) of every `kind/NAME`. Raises Damaged."""
         for name in self.specs:
             if name.startswith(f"{kind}/"):
                 yield name.removeprefix(f"{kind}/"), self.read(name)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in the step folder `folder` (see `locate`). Raises Damaged where it is
-    damaged or unsafe.
+    """Open the checkpoint in a step folder (see `locate`). Raises Damaged where it is damaged or
+    unsafe to read.
     """
     return Checkpoint(Path(folder))
 
 
 def locate(path: Path) -> Path:
-    """The step folder that `path` stands for: itself, or the newest whole one of a checkpoints
-    folder or of a run's.
-
-    Raises ValueError where there is none.
+    """Return the step folder that `path` stands for: itself, or the newest complete one in a run's
+    folder or folder of checkpoints. Raises ValueError where there is none.
     """
     path = Path(path)
     partial = path.name.endswith(folders.PARTIAL)

@@ -18,7 +18,7 @@ from dolmen.model.training import RouterTraining, Training
 
 @dataclass(frozen=True)
 class Validation:
-    """The last validation of a run."""
+    """Result of a run's last validation."""
 
     step: int
     """After so many steps."""
@@ -83,7 +83,7 @@ class Saved:
     critic: SavedCritic | None = None
 
     def meta(self) -> dict[str, Any]:
-        """Return the state as JSON keeps it; `read_saved` is the inverse."""
+        """Return the state as plain JSON values; `read_saved` is the inverse."""
         meta = asdict(self)
         own = {"loss_scale": list(self.loss_scale), "norms": list(self.norms)}
         if self.critic is not None:
@@ -93,7 +93,9 @@ class Saved:
 
 
 def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
-    """Return what `Saved.meta` has written; `where` is the checkpoint. Raises Damaged."""
+    """Return the `Saved` of a state.json's content; `where` is the checkpoint's folder. Raises
+    Damaged where a field is missing or wrong, or the step is not the folder's.
+    """
     try:
         gate.check_schema(dict(meta), where / STATE, kinds.STATE.schema)
     except gate.Refused as error:
@@ -122,6 +124,7 @@ def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
 
 
 def _critic(meta: Mapping[str, Any] | None) -> SavedCritic | None:
+    """State of the critic, None where there is none."""
     if meta is None:
         return None
     scale, good_steps = meta["loss_scale"]
@@ -131,8 +134,8 @@ def _critic(meta: Mapping[str, Any] | None) -> SavedCritic | None:
 
 
 def model_of(run: Mapping[str, Any]) -> tuple[Model, Training]:
-    """The model of a run's configuration, and what training adds to its tree; no more of it is
-    read. Raises ValueError.
+    """Return the model of a run's configuration and what training adds to it (router biases,
+    adapters); the rest of the configuration is not read. Raises ValueError.
     """
     router = from_dict(RouterTraining, run["train"].get("router", {}), path="train.router")
     adapter = from_dict(AdapterConfig, run.get("adapter", {}), path="adapter")

@@ -55,17 +55,20 @@ LARGEST = {SEAL: 2**28, STATE: kinds.STATE_JSON.size, METADATA: 2**32}
 
 
 def digest(content: bytes) -> str:
+    """BLAKE2b digest of `content`, 64 hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=DIGEST // 2).hexdigest()
 
 
 def digest_of_parts(parts: Iterable[tuple[int, int, int]]) -> str:
-    """Digest of a file's (position, length, CRC-32 of the numbers), in any order."""
+    """Digest of a file's list of parts (position, length, CRC-32 of the numbers), in any order."""
     lines = [f"{position} {length} {crc}\n" for position, length, crc in sorted(parts)]
     return digest("".join(lines).encode())
 
 
 def write_seal(folder: Path, parts: Mapping[str, list[tuple[int, int, int]]]) -> None:
-    """Seal what is in `folder`, whose files of tensors have these `parts`, and sync the seal."""
+    """Write and fsync the seal of `folder`. `parts`: for each file of tensors its parts (position,
+    length, CRC-32); the small files are read and digested here.
+    """
     lines = []
     for name in (METADATA, STATE):
         content = (folder / name).read_bytes()
@@ -82,13 +85,13 @@ def write_seal(folder: Path, parts: Mapping[str, list[tuple[int, int, int]]]) ->
 
 @dataclass(frozen=True)
 class Seal:
-    """Expected digest and size of each file of the checkpoint in `folder`, by its name."""
+    """Expected digest and size of each file of the checkpoint in `folder`, by file name."""
 
     folder: Path
     files: dict[str, tuple[str, int]]
 
     def read(self, name: str) -> bytes:
-        """A small file, as it was saved. Raises Damaged."""
+        """Read a small file and check it against the seal. Raises Damaged."""
         path = self.folder / name
         want, size = self._lookup(name)
         content = _read(path, min(size, LARGEST[name]))  # what a file has grown by is not read
@@ -97,13 +100,15 @@ class Seal:
         return content
 
     def check_parts(self, name: str, parts: Iterable[tuple[int, int, int]]) -> None:
-        """Raise Damaged unless these are the parts that the file of tensors had."""
+        """Raises Damaged unless the parts (position, length, CRC-32) are those of the file when it
+        was saved.
+        """
         if digest_of_parts(parts) != self._lookup(name)[0]:
             raise Damaged(f"{self.folder / name} is damaged: it is not the file that was saved")
 
     def check_size(self, name: str, least: int) -> None:
-        """Raise Damaged unless the file is there, as long as it was and as its parts need; reads
-        nothing.
+        """Raises Damaged unless the file exists with the size in the seal, and at least `least`
+        bytes (what its parts need). Reads only the file's size.
         """
         path = self.folder / name
         size = path.stat().st_size if path.is_file() else -1
@@ -111,14 +116,15 @@ class Seal:
             raise Damaged(f"{path} is missing, damaged or truncated")
 
     def _lookup(self, name: str) -> tuple[str, int]:
+        """(digest, size) of a file. Raises Damaged where the seal does not list it."""
         if name not in self.files:
             raise Damaged(f"{self.folder / SEAL} is damaged: it says nothing of {name}")
         return self.files[name]
 
 
 def read_sealed(folder: Path) -> tuple[Seal, dict]:
-    """Read the seal of a checkpoint, and its state.json, compared with it. Raises Damaged, or
-    ValueError where it is of a newer format.
+    """Read a checkpoint's seal and its state.json, checked against it. Raises Damaged, or
+    ValueError where it was written in a newer format.
     """
     path = folder / SEAL
     content = _read(path, LARGEST[SEAL])
@@ -130,6 +136,7 @@ def read_sealed(folder: Path) -> tuple[Seal, dict]:
 
 
 def _read(path: Path, most: int) -> bytes:
+    """Read a file of at most `most` bytes. Raises Damaged where it is missing or larger."""
     try:
         return gate.read_bytes(path, most)
     except gate.Refused as error:
@@ -137,6 +144,9 @@ def _read(path: Path, most: int) -> bytes:
 
 
 def _refuse_newer(folder: Path, content: bytes) -> None:
+    """Raises ValueError where the seal and state.json agree on a newer format number; if only one
+    has it, that is damage, found later.
+    """
     match = re.match(NUMBER, content)
     number = int(match[1]) if match else 0
     if number <= FORMAT:
@@ -150,6 +160,9 @@ def _refuse_newer(folder: Path, content: bytes) -> None:
 
 
 def _parse(path: Path, content: bytes) -> dict[str, tuple[str, int]]:
+    """Parse a seal: file name -> (digest, size). Raises Damaged where its own digest or a line is
+    wrong.
+    """
     head, _, rest = content.partition(b"\n")
     if head != f"{HEAD}{digest(rest)}".encode():
         raise Damaged(f"{path} is damaged: its own digest is wrong")
@@ -163,6 +176,7 @@ def _parse(path: Path, content: bytes) -> dict[str, tuple[str, int]]:
 
 
 def _state(path: Path, content: bytes) -> dict:
+    """Parse the JSON object of a state.json. Raises Damaged, naming `path`, where it is malformed."""
     try:
         return gate.parse_json(content, path, kinds.STATE_JSON)
     except gate.Refused as error:

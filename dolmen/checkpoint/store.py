@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class NotSaved(RuntimeError):
-    """A save has failed; the checkpoints before it are whole."""
+    """A save has failed; earlier checkpoints are intact."""
 
 
 class _Done(NamedTuple):
-    """A rank's report to the others of its part of a job."""
+    """A rank's report to the others on its part of a collective job."""
 
     step: int
     """The checkpoint that it was done on."""
@@ -46,10 +46,10 @@ class Checkpoints:
     """The checkpoints in `folder`, of which the `keep` newest are kept (0: all). Every rank of the
     mesh makes one.
 
-    `save`, `finish`, `put_aside`, `load` and `together` are called by all ranks at the same point;
-    the rest is local. One save is in progress at a time, by one run. Call `finish` before the
-    process group is destroyed. `group`: of all ranks, over CPU tensors, on which nothing else is
-    sent while a save is in progress; by default a new one.
+    `save`, `finish`, `put_aside`, `load` and `together` are collective: all ranks call them at the
+    same point. One save is in progress at a time, by one run. Call `finish` before the process
+    group is destroyed. `group`: of all ranks, for CPU tensors, and not used otherwise while a save
+    is in progress; by default a new one.
     """
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int, group: dist.ProcessGroup | None = None):
@@ -64,11 +64,11 @@ class Checkpoints:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict, wait: bool = False) -> None:
-        """Copy `tensors`, of any shapes, to CPU memory and return; they are written while training
-        goes on. `wait` writes them now.
+        """Copy `tensors` to CPU memory and return; they are written in the background. `wait`:
+        write them before returning. `meta` is stored as JSON.
 
-        Finishes the save before. Raises NotSaved where that, or with `wait` this, has failed, and
-        TypeError where `meta`, which is kept as JSON, is none.
+        Finishes the previous save first. Raises NotSaved where that one (or with `wait` this one)
+        has failed, and TypeError where `meta` cannot be stored as JSON.
         """
         state = json.dumps({"format": seal.FORMAT, **meta}, indent=1)
         self.finish()
@@ -87,13 +87,15 @@ class Checkpoints:
             self.finish()
 
     def poll(self) -> bool:
-        """True if no save is in progress. Ranks may see it some microseconds apart. An error waits
-        for `finish`.
+        """True if no save is in progress. Ranks may see it some microseconds apart. An error is
+        raised by `finish`, not here.
         """
         return self._saving is None or self._saving[1].done()
 
     def finish(self) -> None:
-        """Wait for the save in progress. Raises NotSaved, the same on every rank, if it failed."""
+        """Wait for the save in progress, if any. Raises NotSaved, the same on every rank, if it
+        failed.
+        """
         if self._saving is None:
             return
         (step, future), self._saving = self._saving, None
@@ -112,15 +114,15 @@ class Checkpoints:
             ) from error
 
     def steps(self) -> list[int]:
-        """Steps of the whole checkpoints on disk, oldest first."""
+        """Steps of the complete checkpoints on disk, oldest first."""
         return list(folders.list_checkpoints(self.folder))
 
     def newest(self) -> int | None:
-        """Step of the newest whole checkpoint, None if there is none."""
+        """Step of the newest complete checkpoint, None if there is none."""
         return max(self.steps(), default=None)
 
     def path(self, step: int) -> Path:
-        """Folder of the checkpoint of `step`. Raises ValueError if there is no whole one."""
+        """Folder of the checkpoint of `step`. Raises ValueError if there is no complete one."""
         found = folders.list_checkpoints(self.folder)
         if step not in found:
             raise ValueError(
@@ -129,12 +131,12 @@ class Checkpoints:
         return found[step]
 
     def meta(self, step: int) -> dict:
-        """The values that `save` was given beside the tensors. Raises Damaged."""
+        """Content of the checkpoint's state.json, as it was passed to `save`. Raises Damaged."""
         return seal.read_sealed(self.path(step))[1]
 
     def damage_error(self, step: int, error: Exception) -> Damaged:
-        """The error to raise where `step`, the newest checkpoint, cannot be read because of
-        `error`.
+        """Return the error to raise where `step`, the newest checkpoint, cannot be read because of
+        `error`; its message says what to remove and which step the run then resumes from.
         """
         older = max((s for s in self.steps() if s < step), default=None)
         way = f"to go on from step {older}" if older is not None else "to start again"
@@ -143,11 +145,12 @@ class Checkpoints:
         )
 
     def put_aside(self, step: int) -> Path:
-        """Take a damaged checkpoint out of the way, under a name that is never read or pruned; its
-        new path. The first rank renames it, and all raise what that raises.
+        """Rename a damaged checkpoint to a name that is never read or pruned; return its new path.
+        Rank 0 renames it, and all ranks raise its error.
         """
 
         def rename() -> Path | None:
+            """Rename the folder on rank 0; None on the others."""
             return folders.put_aside(self.path(step)) if self._rank == 0 else None
 
         aside = self.together(step, rename)[0]
@@ -155,11 +158,10 @@ class Checkpoints:
         return aside
 
     def load(self, step: int, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
-        """Fill `tensors` in place with those of `step`, saved at any layout; a kind (a name's part
-        before `/`) may be left out. Values are cast to the dtype of their place. Each rank reads
-        its own part, then all agree; checksums of stored parts that some rank read a part of are
-        verified by the ranks in turn. `elsewhere`: names that need no place here, as other stages
-        have them.
+        """Fill `tensors` in place with those of `step`, saved at any layout and cast to the
+        target's dtype. A whole kind (the part of names before `/`) may be left out. Each rank reads
+        its own part, then all agree on success; checksums of stored parts that were read in part
+        are verified, divided over ranks. `elsewhere`: stored names that other pipeline stages have.
 
         Finishes the save in progress, which uses the same group. Raises, on every rank, KeyError
         for missing or unexpected names, ValueError for other shapes, Damaged.
@@ -167,6 +169,7 @@ class Checkpoints:
         self.finish()
 
         def read() -> set:
+            """Read this rank's part; return the stored parts that were read in part only."""
             reader = Reader(self.path(step))
             with torch.no_grad():
                 reader.load(tensors, elsewhere)
@@ -175,12 +178,15 @@ class Checkpoints:
         partly = self.together(step, read)
         parts = sorted(set().union(*partly), key=lambda index: (index.fqn, index.offset))
         if parts:
+            # each part once, by one rank: reading them again costs 1 / ranks of the checkpoint at
+            # most
             mine = parts[self._rank :: len(partly)]
             self.together(step, lambda: Reader(self.path(step)).verify(mine))
 
     def together(self, step: int, work: Callable[[], T]) -> list[T]:
-        """Run `work` of `step` on each rank and return all results. If it fails on one, all raise:
-        KeyError, ValueError, OSError, or Damaged if any has.
+        """Run `work()`, which concerns `step`, on each rank, and return the results of all ranks
+        (all-gather). If it fails on one rank, all raise: KeyError, ValueError, OSError, or Damaged
+        if any has. Raises ValueError too where ranks come with different steps.
         """
         error = value = None
         try:

@@ -67,12 +67,15 @@ class Pinned:
 
 
 def pinned_for(device: torch.device) -> Pinned | None:
-    """None where memory is the CPU's own."""
+    """How to copy from the device; None on the CPU, where no pinned memory is needed."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device)
 
     def beside() -> AbstractContextManager:
+        """Context manager: copies inside run on their own CUDA stream, after the work queued so
+        far.
+        """
         stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(stream)
 
@@ -84,8 +87,8 @@ def pinned_for(device: torch.device) -> Pinned | None:
 
 
 def copies(tensors: Mapping[str, Tensor], pinned: Pinned | None) -> dict[str, Tensor]:
-    """One contiguous copy of this rank's part of each tensor, in its shape and dtype, in CPU
-    memory.
+    """Copy this rank's part of each tensor to CPU memory, contiguous, in its shape and dtype. With
+    `pinned`, all GPU copies run at once and are waited for before returning.
     """
     if pinned is None:
         return {
@@ -109,8 +112,9 @@ def copies(tensors: Mapping[str, Tensor], pinned: Pinned | None) -> dict[str, Te
 
 @lru_cache(maxsize=4)  # each save of a run asks the same
 def plan(wanted: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
-    """The sizes of the chunks to ask for, powers of 2, and where each of `wanted` so many bytes
-    lies: (chunk, its first byte).
+    """Pack buffers of `wanted` bytes into chunks of pinned memory. Returns the chunk sizes, powers
+    of 2, and the place of each buffer: (chunk, first byte). Of TRIED chunk sizes the one with the
+    least memory is taken.
     """
     most = min(LARGEST, _round_up(sum(wanted)))
     tried = (_pack_chunks(wanted, max(ALIGNED, most >> power)) for power in range(TRIED))
@@ -118,8 +122,9 @@ def plan(wanted: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def _pack_chunks(wanted: tuple[int, ...], chunk: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """First fit, the largest first, so that the small fill what the large have left. A chunk is of
-    `chunk` bytes, or of what its first needs; and then no larger than it need be.
+    """First fit, the largest buffers first, so that small ones fill the gaps. A chunk has `chunk`
+    bytes, or what its first buffer needs, and is cut at the end to the power of 2 that it uses.
+    Returns as `plan`.
     """
     rooms: list[int] = []
     used: list[int] = []
@@ -139,13 +144,13 @@ def _pack_chunks(wanted: tuple[int, ...], chunk: int) -> tuple[list[int], list[t
 
 
 def _round_up(size: int) -> int:
-    """The power of 2 to which the allocator rounds."""
+    """The power of 2 to which the pinned-memory allocator rounds `size` bytes."""
     return 1 << (max(size, ALIGNED) - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class WrittenPart(WriteResult):
-    """A rank's report of a part that it has written, with the CRC-32 of its numbers."""
+    """A rank's report of a part that it wrote, with the CRC-32 of its numbers."""
 
     crc: int
 
@@ -154,8 +159,9 @@ ROOM = 2**20  # bytes: with fewer free, a write has failed for want of them
 
 
 class Writer(FileSystemWriter):
-    """Writes the checkpoint of `step` into `folder`, whole or not at all. `state` is the text of
-    its state.json.
+    """DCP storage writer of the checkpoint of `step` in `folder`: complete or not at all. `state`:
+    text of its state.json. `keep`: number of newest checkpoints that are kept. `pinned`: how to
+    copy from a GPU.
     """
 
     def __init__(self, folder: Path, step: int, state: str, keep: int, pinned: Pinned | None):
@@ -167,25 +173,29 @@ class Writer(FileSystemWriter):
         self.pinned = pinned
 
     def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One contiguous copy of this rank's part of each tensor, in its shape, in CPU memory;
-        training may go on changing them.
-        """
+        """Copy this rank's part of each tensor to CPU memory, so that training may change them."""
         return copies(state_dict, self.pinned)
 
     def storage_meta(self) -> StorageMeta:
-        """Nothing: where the checkpoint was first written is no part of it."""
+        """Empty: the path where a checkpoint was first written is not part of it."""
         return StorageMeta()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Rank 0 makes the folder, in the next step, which comes before anyone's writes."""
+        """Return the plan unchanged: rank 0 makes the folder in `prepare_global_plan`, which comes
+        before any rank's writes.
+        """
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0: delete unfinished saves, make the new folder, and merge the ranks' plans."""
         folders.clear_unfinished(self.folder)
         self.partial.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file and return the results with checksums. Raises OSError with the
+        reason where a write fails.
+        """
         with said_why(self.partial):
             results = super().write_data(plan, planner).value()
             done: Future[list[WriteResult]] = Future()
@@ -193,7 +203,9 @@ class Writer(FileSystemWriter):
         return done
 
     def _sums(self, results: list[WriteResult]) -> list[WriteResult]:
-        """The results with the checksums, read off the heads of the parts just written."""
+        """Return the results with the CRC-32 of each part, read from the heads of the parts just
+        written.
+        """
         files: dict[str, list[WriteResult]] = defaultdict(list)
         for result in results:
             files[result.storage_data.relative_path].append(result)
@@ -207,6 +219,9 @@ class Writer(FileSystemWriter):
         return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0, after all ranks have written: write .metadata, state.json and the seal, rename
+        the folder to its final name, and delete old checkpoints.
+        """
         with said_why(self.partial):
             super().finish(metadata, results)
             with open(self.partial / folders.STATE, "w", encoding="utf-8") as file:
@@ -228,9 +243,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 @contextmanager
 def said_why(folder: Path) -> Iterator[None]:
-    """Within, a failed write is an OSError that says why. torch's own archive writer says `enforce
-    fail at inline_container.cc` of a full disk: the reason is an error before it, or, where torch
-    has lost that, that `folder` has no room.
+    """Context manager: a failed write is raised as an OSError with its reason. torch's archive
+    writer reports a full disk as `enforce fail at inline_container.cc`; the reason is an earlier
+    error in the chain, or else that `folder` has no space left.
     """
     try:
         yield
@@ -243,8 +258,8 @@ def said_why(folder: Path) -> Iterator[None]:
 
 
 def _why(error: BaseException) -> OSError | None:
-    """The OSError that is the declared cause of `error`, or, of what was only being handled when it
-    came, one that fails writes.
+    """The OSError that caused `error`: one that is its declared cause, or, among errors that were
+    only being handled when it was raised, one that makes writes fail (NO_ROOM). None without one.
     """
     declared = True
     before: BaseException | None = error
@@ -257,6 +272,7 @@ def _why(error: BaseException) -> OSError | None:
 
 
 def _full(folder: Path) -> bool:
+    """True if the disk of `folder` has less than ROOM bytes free."""
     with suppress(OSError):  # the folder is gone: that says nothing of room
         return shutil.disk_usage(folder).free < ROOM
     return False

@@ -32,7 +32,9 @@ CRITIC = "critic."  # what the names of all that is a critic's begin with, in a 
 
 @dataclass(frozen=True)
 class RunCheckpoint(WeightsAlone):
-    """Whole and not damaged, as far as can be told without reading tensors."""
+    """A checkpoint of a training run as a source. Opening has checked the seal, but read no
+    tensors.
+    """
 
     model: Model
     tree: ModelSpec
@@ -49,36 +51,45 @@ class RunCheckpoint(WeightsAlone):
 
     @property
     def where(self) -> Path:
+        """Folder of the checkpoint (step-NNNNNNNN)."""
         return self.checkpoint.folder
 
     @property
     def title(self) -> str:
+        """Its step, and whether it is the critic."""
         of = "the critic of " if self.part else ""
         return f"{of}the checkpoint of step {self.step}"
 
     @property
     def iteration(self) -> int:
+        """The checkpoint's step: its number of optimizer updates."""
         return self.step
 
     @property
     def tokenizer(self) -> Path | None:
+        """The run's tokenizer folder, if it is still there."""
         return _tokenizer(self.where)
 
     @property
     def generation_config(self) -> dict[str, Any]:
+        """Empty: a run has none."""
         return {}
 
     @property
     def transformers(self) -> None:
+        """None: transformers cannot load a run."""
         return None
 
     @property
     def scaling(self) -> Scales:
-        """Scales of a run that has made an update: before the first it has scaled nothing."""
+        """Scales of fp8 delayed scaling; only weights whose amax history is not all zero, as it is
+        before the first update.
+        """
         return self._scaling
 
     @cached_property
     def _scaling(self) -> dict[str, Scaling]:
+        """Histories and scales read from the checkpoint, by parameter name."""
         kind, read = f"{self.part}{quantized_product.HISTORY}/", self.checkpoint.read
         names = [name.removeprefix(kind) for name in self.checkpoint.specs if name.startswith(kind)]
         found = {
@@ -89,14 +100,21 @@ class RunCheckpoint(WeightsAlone):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
+        """Shape and dtype of each parameter, adapters merged. Raises KeyError where the
+        checkpoint's names, ValueError where its shapes are not those of the model.
+        """
         return self._specs
 
     @property
     def _kind(self) -> str:
+        """Prefix of the weights' names in the checkpoint."""
         return f"{self.part}{MODEL}"
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
+        """Compares stored names and shapes with the model's, and returns the specs after merging
+        adapters. Raises as `specs`.
+        """
         stored = {
             name.removeprefix(self._kind): spec
             for name, spec in self.checkpoint.specs.items()
@@ -120,32 +138,38 @@ class RunCheckpoint(WeightsAlone):
         return {name: self._restored_spec(name, stored[name]) for name in self.tree.leaves}
 
     def _restored_spec(self, name: str, spec: Spec) -> Spec:
-        """Spec in which it is restored: a weight in eight bits in the dtype of its scale."""
+        """Spec of a weight as it is read: an int8 weight is dequantised to the dtype of its scale."""
         if not self._in_eight_bits(name):
             return spec
         return replace(spec, dtype=self.checkpoint.specs[self._kind + scale_name(name)].dtype)
 
     def _in_eight_bits(self, name: str) -> bool:
+        """True if a frozen weight is stored in int8 with a scale."""
         return f"{self._kind}{scale_name(name)}" in self.checkpoint.specs
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole tensor) of every parameter, or of `only`, adapters merged."""
         names = [name for name in self.specs if only is None or name in only]
         return ((name, self.read(name)) for name in names)
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        """Read one parameter with its LoRA or DoRA adapter merged. Raises KeyError where there is
+        none.
+        """
         if name not in self.specs:
             raise KeyError(f"{self.where} has no parameter {name}")
         weight = self.frozen(name)
         if self.adapter is None or name not in self.adapter.targets:
             return weight
         down, up = (self.checkpoint.read(f"{self._kind}{one}") for one in self.adapter.pair(name))
+        # W + scale B A; DoRA scales each row of that to its learned length
         lengths = None
         if self.adapter.kind == "dora":
             lengths = self.read_adapter(magnitude_name(name))
         return tensor.Adapter(down, up, self.adapter.scale, lengths).merged(weight)
 
     def frozen(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """A weight as it lies there, restored from eight bits, without the adapter beside it."""
+        """Read a weight without its adapter; dequantised where it is stored in int8."""
         weight = self.checkpoint.read(f"{self._kind}{name}")
         if not self._in_eight_bits(name):
             return weight
@@ -153,11 +177,13 @@ class RunCheckpoint(WeightsAlone):
         return int8.dequantise(weight, scale, scale.dtype)
 
     def read_adapter(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """A matrix of an adapter, by its name."""
+        """Read an adapter's tensor (A, B or DoRA's magnitude) by its parameter name."""
         return self.checkpoint.read(f"{self._kind}{name}")
 
     def _differences(self) -> str:
-        """Say how the requested model differs from the checkpoint's."""
+        """Text listing the fields in which the requested model differs from the run's, in
+        parentheses; empty where none does.
+        """
         differences = [
             f"{n} is {a} there, {b} here" for n, a, b in compare_fields(self.own, self.model)
         ]
@@ -165,7 +191,9 @@ class RunCheckpoint(WeightsAlone):
 
 
 def is_run(folder: Path) -> bool:
-    """True if a folder is meant as a run, as its folder of checkpoints, or as one of these."""
+    """True if a folder looks like a run, its folder of checkpoints, or one checkpoint, complete or
+    not.
+    """
     named = re.fullmatch(folders.FOLDER, folder.resolve().name) is not None
     return (
         named
@@ -176,17 +204,18 @@ def is_run(folder: Path) -> bool:
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint that a folder stands for: itself, or the newest whole one in it. Raises
-    ValueError where there is none.
+    """Return the folder itself if it is a checkpoint, else the newest complete checkpoint in it.
+    Raises ValueError where there is none.
     """
     return reader.locate(folder)
 
 
 def open_run(folder: Path, model: Model | None = None) -> RunCheckpoint:
-    """The checkpoint in a step folder, its weights as those of `model`, where one is given. Raises
-    Damaged.
+    """Open the checkpoint in a step folder; `model` replaces the run's own model (same weights,
+    other config). Raises Damaged where the checkpoint or its saved options cannot be read.
     """
     checkpoint = reader.open_checkpoint(folder)
+    # state.json holds the run's resolved options, from which the model is built again
     kept = read_saved(checkpoint.meta, folder)
     try:
         own, training = model_of(kept.run)
@@ -200,9 +229,9 @@ def open_run(folder: Path, model: Model | None = None) -> RunCheckpoint:
 
 
 def critic(source: RunCheckpoint) -> RunCheckpoint:
-    """The critic that learned beside the model of a run of PPO: a model of the same shape that ends
-    in one number, as a reward model does, whose padding ends no text. Raises ValueError where the
-    checkpoint has none.
+    """Return the critic of a PPO checkpoint as a source: the policy's shape with a scalar head, as
+    a reward model, and a pad token that is not EOS. Raises ValueError where the checkpoint has no
+    critic.
     """
     if not any(name.startswith(CRITIC) for name in source.checkpoint.specs):
         raise ValueError(
@@ -215,8 +244,8 @@ def critic(source: RunCheckpoint) -> RunCheckpoint:
 
 
 def _make_model(model: Model, tokenizer: Path | None) -> Model:
-    """A model that came from no config.json, as a whole one: with the end of text that its
-    tokenizer names, where generation stops.
+    """Complete a model that was not initialised from a config.json: its family's standard fields,
+    and eos_token_id from the tokenizer.
     """
     return with_special_tokens(add_standard_fields(model), tokenizer)
 

@@ -71,8 +71,11 @@ def export_model(
     adapters: bool = False,
     critic: bool = False,
 ) -> str:
-    """Stream `source`, whatever it is, to `to`, a transformers directory, or its adapters alone to
-    one of PEFT's, or its `critic`; what it was. Raises ValueError, KeyError or OSError.
+    """Write a source (any format, folder or hub id) to the new folder `to` as a transformers
+    directory, and return the source's title for a report. `dtype`: default that of the source's
+    config.json. `adapters`: write only its LoRA adapters, as PEFT does, in float32 by default.
+    `critic`: write the critic of a PPO run in place of its policy. Warns of optimizer state and fp8
+    scales, which are dropped. Raises ValueError, KeyError or OSError.
     """
     opened = open_source(source)
     if critic:
@@ -88,6 +91,9 @@ def export_model(
 
 
 def _open_critic(opened: Source) -> Source:
+    """Return the critic stored in a PPO run's checkpoint as a source. Raises ValueError for any
+    other source, and for a run without a critic.
+    """
     if not isinstance(opened, checkpoint.RunCheckpoint):
         raise ValueError(
             f"{opened.where} is no run of dolmen's, and a critic learns in one (dolmen train ppo): "
@@ -97,11 +103,14 @@ def _open_critic(opened: Source) -> Source:
 
 
 def convert(config: ConvertConfig, shown: bool = False) -> str:
-    """Write the source in the requested format; returns a report in lines. `shown`: progress bars
-    on stderr. Raises ValueError, KeyError or OSError for what cannot be written whole, before
-    anything is, and proof.Unlike where what was written differs from the source.
+    """Write the source in the format `config.to`, compare what was written with the source, and
+    return a report in lines. `shown`: progress bars on stderr. Raises ValueError, KeyError or
+    OSError, before anything is written, for a model that the format cannot hold, and Unlike where
+    the written weights, logits or optimizer state differ from the source; then the destination is
+    not created.
     """
     opened = open_source(config.source, vocab_size=config.vocab_size)
+    # All checks come before the first byte is written.
     target = Path(config.destination).resolve()  # a link cannot be replaced by a folder
     unknown.warn(opened.model)
     if config.dtype is None:
@@ -132,6 +141,8 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
         report = "" if state is None else compare_state(state, written)
         report += compare_scales(scales, written)
         if config.to != "hf":
+            # config.json and tokenizer next to Megatron's files: without them the vocabulary size
+            # is lost
             hf_export.write_sidecar_files(source, sidecar_folder, dtype)
     count = plural(len(specs), "parameter")
     return (
@@ -141,8 +152,9 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
 
 
 def _optimizer_state(source: Source, to: str) -> Moments | None:
-    """The optimizer state that a format can hold: AdamW's moments, and fp32 masters as one kind
-    more. Warns of what is left behind.
+    """Return the optimizer state that the format `to` can hold, else None: AdamW's moments, and
+    fp32 masters as the kind "param". Warns where the source has such state and it is left behind,
+    with the reason.
     """
     try:
         state, why = source.moments, f"--to {to} has no place for it"
@@ -160,7 +172,9 @@ def _optimizer_state(source: Source, to: str) -> Moments | None:
 
 
 def _check_scales(source: Source, written: Scales, to: str) -> None:
-    """Tell in a warning what of delayed scaling stays behind."""
+    """Warn where the source has scales of fp8 delayed scaling and the format `to` does not hold
+    them (`written` is empty).
+    """
     try:
         known, why = len(source.scaling), f"--to {to} has no place for them"
     except ValueError as error:
@@ -170,8 +184,9 @@ def _check_scales(source: Source, written: Scales, to: str) -> None:
 
 
 def _check_one_dtype(source: Source) -> None:
-    """Raises ValueError where tensors are of several dtypes, as of a folder that was put together:
-    which is meant is for the user to say. Those that a family keeps wide do not count.
+    """Raises ValueError where trained parameters are stored in several dtypes (a folder merged from
+    several sources), as it is then unclear which to write: the user has to give --dtype. Parameters
+    that a family always keeps in fp32 are not counted.
     """
     specs, leaves = source.specs, source.tree.leaves
     kinds: dict[torch.dtype, list[str]] = {}
@@ -192,6 +207,9 @@ def _check_one_dtype(source: Source) -> None:
 def _make_hf_writer(
     source: Source, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
 ) -> ModelWriter:
+    """Return the writer of a transformers directory. Raises ValueError where config.json cannot
+    express the model.
+    """
     hf_export.check_expressible(source.model, source.tree)
     return hf_export.TransformersWriter(source, dtype)
 
@@ -199,6 +217,10 @@ def _make_hf_writer(
 def _make_megatron_writer(
     source: Source, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
 ) -> ModelWriter:
+    """Return the writer of Megatron's rank folders, of its legacy classes or of Megatron-Core, for
+    the sizes tp, pp, virtual stages and ep of `config`. Raises ValueError where they do not divide
+    the model, or where Megatron or a config.json cannot express it.
+    """
     hf_export.check_expressible(source.model, source.tree)
     ranks = export.Ranks(config.tp, config.pp, config.virtual_stages, config.ep)
     dialect = names.LEGACY
@@ -213,6 +235,9 @@ def _make_megatron_writer(
 def _make_torch_dist_writer(
     source: Source, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
 ) -> ModelWriter:
+    """Return the writer of a torch_dist checkpoint of Megatron-Core, with the optimizer state if
+    any. Raises ValueError where Megatron or a config.json cannot express the model.
+    """
     hf_export.check_expressible(source.model, source.tree)
     plan = export.Plan(source.tree, export.Ranks(), names.TE, source.scaling)
     sidecars.express(source.tree)  # or it could not be read back alone
@@ -242,9 +267,10 @@ class Unlike(Failed):
 def compare_weights(
     source: Tensors, written: Tensors, only: Collection[str] | None = None, of: str = ""
 ) -> Generator[int, None, None]:
-    """Yields 1 for each parameter, or each of `only`, that is the same to the bit, in the dtype
-    that it is written in. Raises Unlike naming the first that is not, with the kind `of` which it
-    is.
+    """Compare parameters bit by bit, `source` cast to the dtype that is written; yield 1 for each
+    equal parameter, for a progress bar. `only`: names to compare, default all. Raises Unlike with
+    the first parameter that differs (`of` precedes its name, e.g. "exp_avg of "), or where the two
+    have different names.
     """
     specs = written.specs
     if source.specs.keys() != specs.keys():
@@ -256,13 +282,14 @@ def compare_weights(
             raise Unlike(
                 f"{of}{name} reads back otherwise from {written.where} than it was written"
             )
+        # two tensors in memory per thread, also while the next one is read
         del tensor, expected
         yield 1
 
 
 def compare_state(state: Moments, written: Source) -> str:
-    """Check that an optimizer's state is the same to the bit, dtypes too; return a report. Raises
-    Unlike.
+    """Check that the written optimizer state has the same update count, dtypes and bits as `state`;
+    return a clause for the report. Raises Unlike where it differs.
     """
     found = written.moments
     if found is None or found.step != state.step:
@@ -280,8 +307,8 @@ def compare_state(state: Moments, written: Source) -> str:
 
 
 def compare_scales(scales: Scales, written: Source) -> str:
-    """Check that the scales of delayed scaling are the same to the bit; return a report. Raises
-    Unlike.
+    """Check that the written scales of fp8 delayed scaling are the same bits as `scales`; return a
+    clause for the report, empty without scales. Raises Unlike where they differ.
     """
     found = written.scaling
     if found.keys() != scales.keys():
@@ -293,17 +320,21 @@ def compare_scales(scales: Scales, written: Source) -> str:
 
 
 def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:
-    """How they were compared, in words. Raises Unlike naming the first layer whose hidden vectors
-    differ.
+    """Compare the fp32 logits of both models on the same random tokens, bit by bit; return a phrase
+    that says how. If both models take more than `room` bytes, runs one layer at a time and compares
+    its hidden vectors. Not compared (the phrase says so) where positions follow from special
+    tokens. Raises Unlike naming the first layer that differs.
     """
     tree = source.tree
     if tree.has_prefix_mask or tree.streams > 1:
         return "logits not compared: their positions follow from special tokens"
+    # two models in fp32: 2 x 4 bytes per parameter
     need = 8 * sum(leaf.elements for leaf in tree.leaves.values())
     step = tree.layers if need <= room else 1
     length = min(TOKENS, tree.longest or TOKENS)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(tree.vocab_size, (1, length), generator=draw)
+    # Both are rounded to the written dtype first: bf16 written from fp32 must give equal logits.
     dtypes = {name: spec.dtype for name, spec in written.specs.items()}
     one = other = None
     for start in range(0, tree.layers, step):
@@ -323,8 +354,13 @@ def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:
 def _run(
     source: Source, layers: range, dtypes: dict[str, torch.dtype], tokens: Tensor, x: Tensor | None
 ) -> Tensor:
-    """Run some layers on x, the first of them on tokens; the last layer returns logits."""
+    """Run `layers` of the model in fp32 on CPU and return their output: hidden vectors, or logits
+    after the last layer. Weights are rounded to `dtypes` first. The first layer takes `tokens`,
+    later ones the hidden vectors `x`.
+    """
     tree = source.tree
+    # A model of these layers alone, as a pipeline stage has them: built without memory, then
+    # filled.
     part = PipelinePart(layers, layers.start == 0, layers.stop == tree.layers)
     with torch.device("meta"):
         model = Decoder(tree, replace(single_process(tree.layers), parts=(part,)))
@@ -337,7 +373,7 @@ def _run(
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """To the bit, so that what is no number equals itself."""
+    """True if shape, dtype and every bit are equal, so that NaN equals itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(

@@ -52,8 +52,9 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def resolve_model(name: str | Path, revision: str | None = None) -> Path:
-    """A folder by path, or that of a model or of adapters by hub id, downloaded or from the hub's
-    cache. Raises ValueError if it is neither.
+    """Return the folder of a model or of adapters, given by path or by hub id; a hub id is
+    downloaded, or taken from the hub's cache (`revision`: branch, tag or commit). Raises ValueError
+    if it is neither.
     """
     if expand(name).is_dir():
         return expand(name)
@@ -77,6 +78,8 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
         folder = Path(snapshot_download(str(name), revision=revision, allow_patterns=patterns))
         if any(form.lies_in(folder) for form in FORMS):
             return folder
+        # pickles only where there is no safetensors: many repositories hold both, twice the
+        # download
         older = ["pytorch_model*.bin", torch_files.BIN.index]
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=older))
     except (
@@ -90,8 +93,8 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
 
 
 def read_config(folder: Path | str) -> Model:
-    """The model of a folder's config.json. Raises ValueError naming the file and the field for what
-    dolmen cannot compute.
+    """Read the model of a folder's config.json, with special token ids from its tokenizer files.
+    Raises ValueError, naming file and field, for what dolmen cannot compute.
     """
     file = Path(folder) / "config.json"
     if not file.is_file():
@@ -105,8 +108,8 @@ def read_config(folder: Path | str) -> Model:
 
 
 def tokens_by_name(folder: Path | str) -> dict[str, int]:
-    """Token -> id, as far as the files of its tokenizer say it without being made one. Raises
-    Refused.
+    """Read token -> id from the tokenizer's JSON files (vocabulary, added tokens), without building
+    a tokenizer. Empty where there are none. Raises Refused for a malformed file.
     """
     found: dict[str, int] = {}
     for name in ("vocab.json", "tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
@@ -129,13 +132,14 @@ def tokens_by_name(folder: Path | str) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Transformers(WeightsAlone):
-    """A folder with a config.json and weights, which are those of `model`."""
+    """A transformers directory as a source; its weights are read as those of `model`."""
 
     where: Path
     model: Model
 
     @property
     def title(self) -> str:
+        """The folder, and that it is a transformers directory."""
         return f"{self.where}, a transformers directory"
 
     @property
@@ -144,26 +148,32 @@ class Transformers(WeightsAlone):
 
     @property
     def iteration(self) -> None:
+        """None: transformers does not record updates."""
         return None
 
     @property
     def tokenizer(self) -> Path | None:
+        """The folder itself, if it has tokenizer files."""
         return self.where if tokenizer_files(self.where) else None
 
     @property
     def generation_config(self) -> dict[str, Any]:
+        """Content of generation_config.json, empty where there is none."""
         file = self.where / "generation_config.json"
         return gate.read_json(file, kinds.GENERATION_CONFIG) if file.is_file() else {}
 
     @property
     def transformers(self) -> Path | None:
-        """None of a part of a larger model: transformers would load all of it."""
+        """The folder, or None where dolmen reads only a part of a larger (multimodal) model:
+        transformers would load all of it.
+        """
         file = self.where / "config.json"
         content = gate.read_json(file, kinds.CONFIG) if file.is_file() else {}
         return self.where if text_config(content) is None else None
 
     @property
     def specs(self) -> Mapping[str, Spec]:
+        """Shape of each parameter and the dtype in which it is stored, in the order of the model."""
         stored = self._stored
         return {
             name: Spec(leaf.shape, stored[self._holding[name][0].hf].spec.dtype)
@@ -171,22 +181,27 @@ class Transformers(WeightsAlone):
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Raises ValueError too where a stored head of a tied model differs from the embedding."""
+        """Yield (parameter name, tensor), one stored tensor in memory at a time. Raises ValueError
+        too where a stored head of a tied model differs from the embedding.
+        """
         return assemble(
             [self._weights.entries[name] for name in self._compared], self._tensor, only
         )
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        """Read one parameter by our name. Raises KeyError where there is none."""
         if name not in self._holding:
             raise KeyError(f"{self.where} has no parameter {name}")
         ((_, tensor),) = assemble(self._holding[name], self._tensor, [name])
         return tensor
 
     def _tensor(self, name: str) -> Tensor:
+        """Read a stored tensor by its canonical stored name."""
         return self._compared[name].read()
 
     @cached_property
     def _weights(self) -> WeightMap:
+        """Map between transformers' tensor names and our parameters."""
         return weight_map(self.model)
 
     @cached_property
@@ -200,12 +215,16 @@ class Transformers(WeightsAlone):
 
     @cached_property
     def _stored(self) -> dict[str, Stored]:
-        """Canonical stored name -> where, of every tensor that is read. Raises as `specs`."""
+        """Canonical stored name -> file and position of every tensor that is read. Raises as
+        `specs`.
+        """
         return _match(self.where, self._weights)
 
     @cached_property
     def _compared(self) -> dict[str, Stored]:
-        """Tensors whose numbers are compared. Raises as `stream`."""
+        """The tensors of `_stored` without a tied model's stored head, once that is proved equal to
+        the embedding. Raises as `stream`.
+        """
         read, weights = dict(self._stored), self._weights
         if head := read.pop(weights.head if weights.is_tied_head(weights.head) else "", None):
             _require_equal(head, read[weights.embedding])
@@ -213,21 +232,25 @@ class Transformers(WeightsAlone):
 
 
 def is_transformers(folder: Path) -> bool:
-    """True if a folder is meant as one of transformers, config.json or weights missing or not."""
+    """True if a folder has a config.json or weight files as transformers names them: either is
+    enough, so that a missing one gives a clear error.
+    """
     return (folder / "config.json").is_file() or any(form.lies_in(folder) for form in FORMS)
 
 
 def open_transformers(
     folder: Path, model: Model | None = None, said: Path | None = None
 ) -> Transformers:
-    """The folder, its weights as those of `model`, or else of its config.json, which lies in `said`
-    where the folder is not finished. Raises as `read_config`.
+    """Open a transformers directory; `model` replaces its config.json. `said`: folder of the
+    config.json, where it is not yet next to the weights. Raises as `read_config`.
     """
     return Transformers(folder, model or _with_name(read_config(said or folder), folder))
 
 
 def _with_name(model: Model, folder: Path) -> Model:
-    """The same, as the folder's files name tensors, of a family whose exports keep that."""
+    """Return the model with its `bare` option set where the file names lack the family's prefix
+    ("model.", "transformer."), so that an export writes names of the same kind.
+    """
     family = model.family
     if BARE not in family.fields:
         return model
@@ -236,12 +259,14 @@ def _with_name(model: Model, folder: Path) -> Model:
 
 
 def tokenizer_files(folder: Path | str) -> list[Path]:
-    """Files of TOKENIZER_FILES that exist."""
+    """Existing files of a folder that match TOKENIZER_FILES, sorted."""
     return sorted({file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern)})
 
 
 def copy_tokenizer(source: Path | str | None, to: Path) -> None:
-    """Copy the tokenizer of a folder, its chat template included, where there is one."""
+    """Copy the tokenizer files (chat template included) of folder `source` to folder `to`; nothing
+    where `source` is None.
+    """
     for file in tokenizer_files(source) if source is not None else ():
         shutil.copyfile(file, to / file.name)
 
@@ -258,8 +283,10 @@ def stated_dtype(model: Model) -> torch.dtype:
 
 
 def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
-    """Canonical stored name -> where, for every tensor that holds parameters, and for a tied
-    model's head if stored.
+    """Match stored tensors against the model's weight rules: canonical stored name -> place, for
+    every tensor that holds parameters, and for a tied model's head if stored. Warns of skipped
+    tensors (layers behind the last, other parts of a multimodal model). Raises KeyError for tensors
+    without a rule or missing, ValueError for duplicates and wrong shapes or dtypes.
     """
     found: dict[str, Stored] = {}
     beyond: list[str] = []
@@ -271,6 +298,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
             raise ValueError(
                 f"{folder} stores {canonical} twice, as {name} and as {found[canonical].name}"
             )
+        # multi-token prediction of DeepSeek lies as layers behind the last
         if weights.is_dropped_layer(canonical):
             beyond.append(stored.name)
         elif weights.is_other_part(canonical):
@@ -309,6 +337,9 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
 
 
 def _check_tensor(name: str, stored: Stored, weights: WeightMap) -> None:
+    """Raises ValueError where a stored tensor has another shape than config.json gives it (with the
+    fields to check), or is not of a floating dtype.
+    """
     expected = weights.expected_shape(name)
     if stored.spec.shape != expected:
         fields = weights.disagreeing_fields(name, stored.spec.shape)
@@ -324,8 +355,13 @@ def _check_tensor(name: str, stored: Stored, weights: WeightMap) -> None:
 
 
 def _require_equal(head: Stored, embedding: Stored) -> None:
+    """Raises ValueError where the stored head of a tied model differs from the embedding in any
+    byte.
+    """
     same = head.spec == embedding.spec and all(
-        a == b for a, b in zip(head.chunks(), embedding.chunks(), strict=True)
+        # bytes in chunks: an embedding may take gigabytes
+        a == b
+        for a, b in zip(head.chunks(), embedding.chunks(), strict=True)
     )
     if not same:
         raise ValueError(

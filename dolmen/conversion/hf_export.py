@@ -39,8 +39,8 @@ from dolmen.model.spec import ModelSpec
 
 
 def write(source: Source, folder: Path | str, dtype: torch.dtype | None = None) -> None:
-    """The source as a folder of transformers, in `dtype`, or else in that of its config.json.
-    Raises as `check_expressible`, `Source.specs`, `Source.stream` and `save` do.
+    """Write the source to the new `folder` as a transformers directory, in `dtype`, default that of
+    its config.json. Raises as `check_expressible`, `Source.specs`, `Source.stream` and `save` do.
     """
     check_expressible(source.model, source.tree)
     save(
@@ -55,8 +55,8 @@ def write(source: Source, folder: Path | str, dtype: torch.dtype | None = None) 
 
 @contextmanager
 def transformers_folder(source: Source) -> Iterator[Path]:
-    """Folder from which transformers itself can load the source: its own, or an export in float32
-    among the temporary files, which exists within. Raises as `write`.
+    """Context manager: a folder from which transformers can load the source. Its own folder if it
+    is one, else a temporary float32 export, deleted at the end. Raises as `write`.
     """
     if source.transformers is not None:
         yield source.transformers
@@ -67,8 +67,8 @@ def transformers_folder(source: Source) -> Iterator[Path]:
 
 
 def check_expressible(model: Model, tree: ModelSpec) -> None:
-    """Raises ValueError where the config.json of `model` cannot say `tree`, which it is with what
-    training adds.
+    """Raises ValueError where the stored parameters (`tree`) have more than the config.json of
+    `model` can express: a router's balancing bias.
     """
     if tree != model.tree:
         raise ValueError(
@@ -81,9 +81,9 @@ def check_expressible(model: Model, tree: ModelSpec) -> None:
 def export_weights(
     model: Model, full: Callable[[str], Tensor], entries: Iterable[StoredTensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(stored name, tensor of its entry's shape) in the order of the model, or of `entries`, each
-    made of the parameters that `full(our name)` gives. Where `full` is a collective, every rank
-    goes through this iterator, one of them inside `save`. Raises ValueError for a parameter of the
+    """Yield (stored name, tensor in its stored shape) in the order of the model, or of `entries`,
+    made from the parameters that `full(our name)` returns. Where `full` is a collective, every rank
+    must exhaust this iterator, one of them inside `save`. Raises ValueError for a parameter of the
     wrong shape.
     """
     shapes = model.tree.shapes
@@ -119,11 +119,10 @@ def save(
     shard_bytes: int = SHARD_BYTES,
     generation_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes the model, of which `full(our name)` gives each parameter, in its leaf's shape, as
-    transformers reads it, in `dtype`, or else that of the source model, or else float32. A
-    generation_config.json that is empty, or not given, is made of what the config.json says.
-    Everything is built beside `folder` and renamed when whole. Raises as `check_target` and
-    `export_weights` do.
+    """Write a model to the new `folder` as a transformers directory. `full(our name)` returns each
+    whole parameter. `dtype`: default that of the config.json, else float32. `generation_config`:
+    where empty, it is made from the config.json. Built in a temporary folder and renamed when
+    complete. Raises as `check_target` and `export_weights` do.
     """
     check_target(folder, tokenizer_folder)
     folder, dtype = Path(folder), dtype or stated_dtype(model)
@@ -135,27 +134,32 @@ def save(
 
 @dataclass(frozen=True)
 class TransformersWriter:
-    """Writes `source` as a folder of transformers, the layers in parallel (convert.ModelWriter)."""
+    """Writes `source` as a transformers directory, layers in parallel (see convert.ModelWriter)."""
 
     source: Source
     dtype: torch.dtype
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
+        """Shape and dtype of each tensor that is written, by its stored name."""
         return _specs(self.source.model, self.dtype)
 
     @property
     def tensors(self) -> int:
+        """Number of tensors that are written, for a progress bar."""
         return len(self.specs)
 
     @property
     def scales(self) -> Scales:
+        """Empty: transformers has no place for fp8 scales."""
         return {}
 
     def write(self, folder: Path, pool: LayerPool) -> None:
+        """Write the safetensors shards and their index into `folder`, a layer per task of `pool`."""
         model, shards = self.source.model, safetensors.ShardFiles(folder, self.specs)
 
         def write_layer(entries: list[StoredTensor], advance: Advance) -> None:
+            """Write the tensors of one layer, advancing the progress bar after each."""
             tensors = export_weights(model, self.source.read, entries)
             for _ in shards.write(tensors, [entry.hf for entry in entries]):
                 advance(1)
@@ -166,10 +170,13 @@ class TransformersWriter:
         shards.end()
 
     def write_sidecars(self, folder: Path) -> None:
+        """Write config.json, generation_config.json and the tokenizer files into `folder`."""
         write_sidecar_files(self.source, folder, self.dtype)
 
     def open_written(self, folder: Path, sidecars: Path) -> Source:
-        """Fields that config.json cannot express, of which a warning tells, are the source's."""
+        """Open what was written, its config.json in folder `sidecars`. Fields that config.json
+        cannot express (a warning lists them) are taken from the source.
+        """
         written = open_transformers(folder, said=sidecars)
         return replace(
             written, model=replace_fields(written.model, unknown.lost_on_export(self.source.model))
@@ -177,7 +184,9 @@ class TransformersWriter:
 
 
 def write_sidecar_files(source: Source, folder: Path, dtype: torch.dtype) -> None:
-    """Write the sidecar files of a folder of transformers, whose weights are in `dtype`."""
+    """Write config.json, generation_config.json and tokenizer files of the source into `folder`;
+    `dtype` is that of the weights and is stated in config.json.
+    """
     _write_sidecar_files(folder, source.model, dtype, source.generation_config, source.tokenizer)
 
 
@@ -188,6 +197,10 @@ def _write_sidecar_files(
     generation_config: Mapping[str, Any] | None,
     tokenizer_folder: Path | str | None,
 ) -> None:
+    """Write config.json (with `dtype`), generation_config.json (default: token ids of the config)
+    and a copy of the tokenizer files into `folder`. Warns of fields that config.json cannot
+    express.
+    """
     if dtype != stated_dtype(model):
         model = edit(model, dtype=str(dtype).removeprefix("torch."))
     if lost := unknown.export_warning(model):
@@ -200,7 +213,9 @@ def _write_sidecar_files(
 
 
 def _specs(model: Model, dtype: torch.dtype) -> dict[str, Spec]:
-    """Spec of each tensor that is written, by its stored name."""
+    """Shape and dtype of each tensor that is written, by its stored name: `dtype`, or at least fp32
+    for parameters that the family keeps precise.
+    """
     leaves, wide = model.tree.leaves, torch.promote_types(dtype, torch.float32)
     return {
         name: Spec(entry.shape, wide if leaves[entry.ours[0]].precise else dtype)
@@ -211,10 +226,12 @@ def _specs(model: Model, dtype: torch.dtype) -> dict[str, Spec]:
 def _join(
     entry: StoredTensor, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]
 ) -> Tensor:
+    """Build the stored tensor of an entry from the parameters that it holds."""
     return join_stored(entry.rule, [_part(name, full, shapes) for name in entry.ours])
 
 
 def _part(name: str, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]) -> Tensor:
+    """Return the parameter `full(name)`. Raises ValueError if its shape is not `shapes[name]`."""
     part = full(name)
     if tuple(part.shape) != shapes[name]:
         raise ValueError(f"{name} is {tuple(part.shape)}, the model's is {shapes[name]}")
@@ -222,11 +239,14 @@ def _part(name: str, full: Callable[[str], Tensor], shapes: dict[str, tuple[int,
 
 
 def _generation_config(content: dict[str, Any]) -> dict[str, Any]:
-    """Generation config with the token ids that a config.json states, if any."""
+    """Make a generation_config.json from the bos, eos and pad token ids of a config.json; empty
+    where it has none.
+    """
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: content[name] for name in names if content.get(name) is not None}
     return {"_from_model_config": True, **ids} if ids else {}
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write `content` as JSON with sorted keys and an indent of 2, as transformers does."""
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

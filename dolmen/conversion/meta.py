@@ -65,14 +65,14 @@ EMBEDDING, HEAD, UP = "tok_embeddings.weight", "output.weight", "layers.0.feed_f
 
 
 def is_meta(folder: Path) -> bool:
-    """True if a folder is meant as one; with a config.json it is one of transformers too, which is
-    tried first.
+    """True if a folder has consolidated.NN.pth files. With a config.json it is a transformers
+    directory too, which FORMATS tries first.
     """
     return any(FILE.fullmatch(path.name) for path in folder.glob("consolidated.*.pth"))
 
 
 def rules(tree: ModelSpec) -> list[Rule]:
-    """Meta's names."""
+    """Weight rules between Meta's names and ours; q and k are stored with rope pairs as neighbours."""
     layer, ours = "layers.{}.", "layers.{}."
     mixer = tree.blocks[0].mixer
     assert isinstance(mixer, AttentionSpec)
@@ -97,24 +97,28 @@ def rules(tree: ModelSpec) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Consolidated(WeightsAlone, Joined):
-    """The files of all ranks; their weights are those of `model`."""
+    """Meta's files of all ranks as a source; their weights are read as those of `model`."""
 
     ranks: tuple[Mapping[str, Stored], ...]
 
     @property
     def where(self) -> Path:
+        """Folder of the files."""
         return self.sidecar_folder
 
     @property
     def title(self) -> str:
+        """Folder and number of ranks."""
         return f"{self.where}, Meta's files of {plural(len(self.ranks), 'rank')}"
 
     @property
     def iteration(self) -> None:
+        """None: the files do not record updates."""
         return None
 
     @property
     def specs(self) -> Mapping[str, Spec]:
+        """Shape and stored dtype of each parameter. Raises as `_checked`."""
         _ = self._checked
         return {
             ours: Spec(self.tree.leaves[ours].shape, self.ranks[0][entry.hf].spec.dtype)
@@ -122,19 +126,24 @@ class Consolidated(WeightsAlone, Joined):
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (our name, tensor), joined from all ranks. Raises as `_checked`."""
         return assemble([self._entries[name] for name in self._checked], self._tensor, only)
 
     @cached_property
     def _entries(self) -> dict[str, StoredTensor]:
+        """Meta's name -> which of our parameters the tensor holds."""
         return entries(rules(self.tree), self.tree.shapes, self.tree.layers)
 
     @cached_property
     def _holding(self) -> dict[str, StoredTensor]:
+        """Our name -> the stored tensor that holds it, in the order of our parameters."""
         by_name = {entry.ours[0]: entry for entry in self._entries.values()}
         return {name: by_name[name] for name in self.tree.leaves}
 
     def _share(self, name: str) -> Share:
-        """Sharding as ours, but for the embedding of Llama 1 and 2, cut by its columns."""
+        """How ranks shard a tensor: as ours do, except that Llama 1 and 2 shard the embedding by
+        columns.
+        """
         if name == EMBEDDING:
             return Share(_embedding_dim(self.ranks, self.tree.hidden_size))
         entry = self._entries[name]
@@ -142,7 +151,9 @@ class Consolidated(WeightsAlone, Joined):
 
     @cached_property
     def _checked(self) -> list[str]:
-        """Stored names. Raises as `specs`."""
+        """Stored names, after checking names, shapes and dtypes on every rank. Raises KeyError or
+        ValueError where they do not fit the model, or ranks differ.
+        """
         for i, rank in enumerate(self.ranks):
             held = {name for name in rank if name != "rope.freqs"}
             if other := sorted(held ^ self._entries.keys()):
@@ -163,14 +174,15 @@ class Consolidated(WeightsAlone, Joined):
         return list(self._entries)
 
     def _tensor(self, name: str) -> Tensor:
+        """Read a tensor, joined from all ranks."""
         of = self._share(name)
         ranks = self.ranks[:1] if of.dim is None else self.ranks
         return of.join(rank[name].read() for rank in ranks)
 
 
 def open_meta(folder: Path, model: Model | None = None) -> Consolidated:
-    """The files in a folder, their weights those of `model`, or else of params.json. Raises
-    ValueError for a rank that is missing, and for what dolmen does not compute.
+    """Open the files in a folder; the model is `model`, else that of params.json. Raises ValueError
+    for a missing rank, and for what dolmen does not compute.
     """
     names = sorted(path.name for path in folder.iterdir() if FILE.fullmatch(path.name))
     expected = [f"consolidated.{i:02d}.pth" for i in range(len(names))]
@@ -181,11 +193,15 @@ def open_meta(folder: Path, model: Model | None = None) -> Consolidated:
 
 
 def _embedding_dim(ranks: tuple[Mapping[str, Stored], ...], hidden: int) -> int:
+    """Dim along which ranks shard the embedding: 0 (rows) if each has the full width, else 1."""
     return 0 if ranks[0][EMBEDDING].spec.shape[-1] == hidden else 1
 
 
 def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
-    """Model of params.json, and of sizes that it leaves to the tensors."""
+    """Model of params.json; the MLP width, the vocabulary where it is not stated, the tied head and
+    the dtype follow from the tensors. Raises ValueError or KeyError for files that are not a Llama
+    of Meta's.
+    """
     if not (folder / PARAMS).is_file():
         raise ValueError(f"{folder} has no {PARAMS}, from which the model's sizes are read")
     said = gate.read_json(folder / PARAMS, KIND)
@@ -223,6 +239,9 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
 
 
 def _rope(folder: Path, said: Mapping[str, Any]) -> RopeSpec:
+    """Rope with Llama 3's scaling where `use_scaled_rope` is set. Warns where its factor is not
+    stated, and takes 8.
+    """
     scaling, factor = None, said.get("rope_scaling_factor")
     if said.get("use_scaled_rope"):
         if factor is None:
@@ -236,7 +255,9 @@ def _rope(folder: Path, said: Mapping[str, Any]) -> RopeSpec:
 
 
 def _longest(said: Mapping[str, Any]) -> int:
-    """Longest sequence, tokens, where it is not said: that of the Llama with such a rope."""
+    """Longest sequence in tokens: as stated, else as of the Llama release with this rope
+    (params.json of these has no such field).
+    """
     theta = said.get("rope_theta", 10000.0)
     by_theta = {10000.0: 4096 if said["norm_eps"] > 1e-6 else 2048, 1e6: 16384}
     known = 131072 if said.get("use_scaled_rope") else by_theta.get(theta, 8192)

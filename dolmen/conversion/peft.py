@@ -48,25 +48,27 @@ KINDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
 class Readable(Protocol):
-    """A tensor that lies somewhere."""
+    """A stored tensor that can be read."""
 
     def read(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """Adapters of a model, apart from it."""
+    """LoRA or DoRA adapters of a model, without its weights."""
 
     form: LoraSpec
     stored: Mapping[str, Readable]
     """Readers by our names of A, B and, for DoRA, the lengths of rows."""
 
     def tensors(self, weight: str) -> dict[str, Tensor]:
-        """Tensors beside one of the targets, by our names: A, B, and DoRA's lengths."""
+        """Read the adapter tensors of one target weight, by our names: A, B, and DoRA's magnitude."""
         return {name: self.stored[name].read() for name in names(self.form, weight)}
 
     def merge(self, name: str, value: Tensor) -> Tensor:
-        """A whole weight with what stands beside it, if anything does, in its dtype."""
+        """Return weight `name` with its adapter merged, computed in the wider dtype and returned in
+        that of `value`; `value` itself where the weight has no adapter.
+        """
         if name not in self.form.targets:
             return value
         parts = list(self.tensors(name).values())
@@ -77,18 +79,20 @@ class LowRank:
 
 
 def names(form: LoraSpec, weight: str) -> tuple[str, ...]:
-    """Names of the parameters beside a weight, in the order of KINDS."""
+    """Names of the adapter's parameters for a weight, in the order of KINDS: A, B and, for DoRA,
+    the magnitude.
+    """
     return (*form.pair(weight), *([magnitude_name(weight)] if form.kind == "dora" else ()))
 
 
 def is_peft(folder: Path) -> bool:
-    """True if a folder is meant as one of PEFT's."""
+    """True if a folder has an adapter_config.json and no config.json."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def base(folder: Path) -> str:
-    """The model that the adapters are of, as they name it; a relative path also from where they
-    lie. Raises Refused where they do not.
+    """Base model that adapter_config.json names; a relative path is also looked up from the
+    adapters' folder. Raises Refused where it names none.
     """
     said = gate.read_json(folder / CONFIG, kinds.ADAPTER_CONFIG).get("base_model_name_or_path")
     if not said:
@@ -100,8 +104,9 @@ def base(folder: Path) -> str:
 
 
 def read(folder: Path, model: Model) -> LowRank:
-    """The adapters in a folder, which are of `model`. Raises Refused, with the file, for what they
-    are not, and for tensors that do not fit the model.
+    """Read the adapters of `model` in a PEFT folder; tensors are read later, on demand. Raises
+    Refused, naming the file, for kinds of adapters that are not supported and for tensors that do
+    not fit the model.
     """
     file = folder / CONFIG
     said = gate.read_json(file, kinds.ADAPTER_CONFIG)
@@ -138,10 +143,12 @@ def read(folder: Path, model: Model) -> LowRank:
 
 
 def _scaling(said: Mapping[str, Any]) -> Any:
+    """ "root" for rank-stabilised LoRA (alpha / sqrt(rank)), else "rank" (alpha / rank)."""
     return "root" if said.get("use_rslora") else "rank"
 
 
 def _kind(said: Mapping[str, Any]) -> Any:
+    """ "dora" or "lora"."""
     return "dora" if said.get("use_dora") else "lora"
 
 
@@ -149,7 +156,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], model: Model) -> None:
-    """Raises Refused where an A or B is absent, or of another shape than the config says."""
+    """Raises Refused where A, B or a magnitude is missing, not floating, or of another shape than
+    the config gives it, and for tensors that are left over.
+    """
     if not form.targets:
         raise gate.refuse(file, "has no adapter")
     leaves = model.tree.leaves
@@ -172,7 +181,9 @@ def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], mode
 
 
 def _modules(model: Model) -> dict[str, str]:
-    """Module of transformers -> our weight, where that is all of it."""
+    """Module name in transformers -> our weight, for linear modules that are exactly one of our
+    weights.
+    """
     whole = {}
     for stored, entry in weight_map(model).entries.items():
         rule = entry.rule.rule if isinstance(entry.rule, Transpose) else entry.rule
@@ -182,10 +193,10 @@ def _modules(model: Model) -> dict[str, str]:
 
 
 def write(run: object, folder: Path, dtype: torch.dtype) -> str:
-    """Write the adapters of a run, as tensors of `dtype`, and its tokenizer with the chat template
-    into a folder that is not there yet or empty; return what they are, and what they were trained
-    beside. Raises ValueError for a source without any,
-    for those that PEFT has another form for, and for a folder that has anything in it.
+    """Write a run's adapters in `dtype`, with its tokenizer, as a new PEFT folder; return a title
+    for the report. Warns where they were trained on weights rounded to 8 bits. Raises ValueError
+    for a source without adapters, for adapters that PEFT cannot express, and for a folder that is
+    not empty.
     """
     if not isinstance(run, RunCheckpoint) or run.adapter is None:
         raise ValueError("the source has no adapters: leave out --adapters")
@@ -224,7 +235,7 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
 
 
 def _config(run: RunCheckpoint, form: LoraSpec, modules: Mapping[str, str]) -> dict[str, Any]:
-    """Config of PEFT for `modules`: our weight -> module of transformers."""
+    """Content of adapter_config.json. `modules`: our weight -> module name in transformers."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -242,7 +253,7 @@ def _config(run: RunCheckpoint, form: LoraSpec, modules: Mapping[str, str]) -> d
 
 @dataclass(frozen=True)
 class Adapted(WeightsAlone):
-    """A folder of PEFT's as a source: the model that it names, with its adapters merged."""
+    """A PEFT folder as a source: its base model with the adapters merged on the fly."""
 
     where: Path
     base: Any
@@ -251,43 +262,53 @@ class Adapted(WeightsAlone):
 
     @property
     def title(self) -> str:
+        """The base's title and the adapters' folder."""
         return f"{self.base.title} with the adapters of {self.where}"
 
     @property
     def model(self) -> Model:
+        """Model of the base."""
         return self.base.model
 
     @property
     def tree(self) -> ModelSpec:
+        """Spec of the base's parameters."""
         return self.base.tree
 
     @property
     def iteration(self) -> None:
+        """None: PEFT does not record updates."""
         return None
 
     @property
     def tokenizer(self) -> Path | None:
-        """Its own, whose chat template the adapters were trained with, or that of the base."""
+        """The adapters' tokenizer, whose chat template they were trained with, else the base's."""
         return self.where if tokenizer_files(self.where) else self.base.tokenizer
 
     @property
     def generation_config(self) -> dict[str, Any]:
+        """That of the base."""
         return self.base.generation_config
 
     @property
     def transformers(self) -> None:
+        """None: transformers would load the base without the adapters."""
         return None
 
     @property
     def scaling(self) -> Scales:
+        """Empty: merged weights have no fp8 scales."""
         return {}
 
     @property
     def specs(self) -> Mapping[str, Spec]:
+        """Specs of the base's parameters: merging keeps shapes and dtypes."""
         return self.base.specs
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the base, adapters merged."""
         return ((n, self.adapters.merge(n, value)) for n, value in self.base.stream(only))
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        """Read one parameter, its adapter merged."""
         return self.adapters.merge(name, self.base.read(name))

@@ -60,7 +60,9 @@ except (re.error, RecursionError, OverflowError) as error:
 
 
 def check(file: Path, said: Mapping[str, Any]) -> None:
-    """Raises Refused for an adapter that is no LoRA or DoRA as it is read here."""
+    """Raises Refused for a config that is not plain LoRA or DoRA: another method, trained biases,
+    or options that change what is computed.
+    """
     if said["peft_type"] != "LORA":
         raise gate.refuse(file, f"is of {said['peft_type']}: dolmen reads LORA")
     if said.get("bias", "none") != "none":
@@ -85,17 +87,18 @@ def check(file: Path, said: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Reach:
-    """The modules that PEFT puts an adapter on, as its `check_target_module_exists` decides: those
-    that a list names in full or by their ends, or that a regular expression matches in full.
+    """Decides which modules PEFT puts an adapter on, as its `check_target_module_exists` does:
+    those that a list names in full or by their ending, or that a regular expression matches in
+    full.
     """
 
     file: Path
     said: Mapping[str, Any]
 
     def check(self, modules: Sequence[str], heads: Container[str] = ()) -> None:
-        """Raises Refused where one of `modules`, which have adapters, is among those that PEFT
-        leaves out. It ignores their tensors, so neither reading nor dropping them silently is what
-        their author meant. `heads` are the output embeddings, which "all-linear" leaves out.
+        """Raises Refused where PEFT would not put an adapter on one of `modules`, which have
+        adapter tensors in the file: it would ignore them silently. `heads`: output embeddings,
+        which "all-linear" leaves out.
         """
         excluded = self._match_field("exclude_modules", modules)
         targets = self._find_targets(modules, heads)
@@ -116,6 +119,9 @@ class Reach:
             self._check_layer(module)
 
     def _check_layer(self, module: str) -> None:
+        """Raises Refused where layers_to_transform leaves out the layer of a module that has an
+        adapter.
+        """
         if not self._layers or module in self.said["target_modules"]:  # in full: of any layer
             return
         layer = self._layer(module)
@@ -129,6 +135,9 @@ class Reach:
             )
 
     def _find_targets(self, modules: Sequence[str], heads: Container[str]) -> frozenset[str]:
+        """Those of `modules` that target_modules selects. Raises Refused where it is null, since
+        the default depends on the release of PEFT.
+        """
         value = self.said.get("target_modules")
         if value is None:
             raise gate.refuse(
@@ -141,7 +150,7 @@ class Reach:
         return self._match_field("target_modules", modules)
 
     def _match_field(self, field: str, modules: Sequence[str]) -> frozenset[str]:
-        """Modules that a field matches, which is a list or a regular expression."""
+        """Those of `modules` that a field selects: a list of names, or a regular expression."""
         value = self.said.get(field)
         if isinstance(value, str) and value:
             return _match_expression(self.file, field, value, modules)
@@ -150,7 +159,9 @@ class Reach:
 
     @cached_property
     def _layers(self) -> frozenset[int]:
-        """Empty: all."""
+        """Layer numbers in layers_to_transform; empty means all. Raises Refused where
+        target_modules is a regular expression, which PEFT does not accept together.
+        """
         value = self.said.get("layers_to_transform")
         found = frozenset([value] if isinstance(value, int) else value or ())
         if found and isinstance(self.said.get("target_modules"), str):
@@ -163,7 +174,9 @@ class Reach:
 
     @cached_property
     def _lists(self) -> tuple[str, ...]:
-        """Names of the lists whose layers are counted; empty: any."""
+        """Names of the module lists in layers_pattern whose layers are counted; empty means any.
+        Raises Refused for anything but plain names.
+        """
         value = self.said.get("layers_pattern") or ()
         found = (value,) if isinstance(value, str) else tuple(value)
         for name in found:
@@ -176,7 +189,9 @@ class Reach:
         return found
 
     def _layer(self, module: str) -> int | None:
-        """Number of the layer as PEFT counts: behind the first list that the module is in."""
+        """Layer number of a module as PEFT counts it: the number behind the first list that the
+        module is in; None where there is none.
+        """
         parts = module.split(".")
         numbered = [i for i in range(1, len(parts) - 1) if parts[i].isdecimal()]
         if not self._lists:  # PEFT has one name at least before that of the list
@@ -186,7 +201,7 @@ class Reach:
 
 
 def _has_name(module: str, names: frozenset[str]) -> bool:
-    """True if one of the names is the module's, or ends it behind a dot."""
+    """True if one of the names is the module's full name, or its ending after a dot."""
     parts = module.split(".")
     return any(".".join(parts[i:]) in names for i in range(len(parts)))
 
@@ -194,7 +209,8 @@ def _has_name(module: str, names: frozenset[str]) -> bool:
 def _match_expression(
     file: Path, field: str, expression: str, modules: Sequence[str]
 ) -> frozenset[str]:
-    """Modules that a regular expression matches in full. Raises Refused where it is none, or takes
+    """Those of `modules` that a regular expression matches in full. Matched in a child process with
+    limits, as the expression may be someone else's. Raises Refused where it is invalid, or takes
     too much time or memory.
     """
     given = {"expression": expression, "modules": list(modules)}

@@ -35,23 +35,24 @@ FAMILY = "glm-130b"
 
 
 def ranks(folder: Path) -> dict[int, Path]:
-    """Rank of tp -> its file, of those that are there."""
+    """Tensor-parallel rank -> its file, of those that exist."""
     found = {file: RANK.fullmatch(file.name) for file in folder.glob("mp_rank_*")}
     return {int(named[1]): file for file, named in sorted(found.items()) if named is not None}
 
 
 def is_sat(folder: Path) -> bool:
-    """True if a folder is meant as one: it has files of ranks, or says which folder in it does."""
+    """True if a folder has rank files, or a `latest` file next to a subfolder that has."""
     return bool(ranks(folder)) or (folder / LATEST).is_file() and bool(_iterations(folder))
 
 
 def _iterations(folder: Path) -> list[Path]:
+    """Subfolders named by an iteration that have rank files."""
     return [path for path in folder.iterdir() if ITERATION.fullmatch(path.name) and ranks(path)]
 
 
 def newest(folder: Path) -> Path:
-    """The folder with the files: itself, or that which `latest` names. Raises ValueError where it
-    is not there.
+    """Return the folder itself if it has rank files, else the subfolder that `latest` names. Raises
+    ValueError where that is not there.
     """
     if ranks(folder):
         return folder
@@ -66,7 +67,7 @@ def newest(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Sat(WeightsAlone, Joined):
-    """The files of all ranks; their weights are those of `model`."""
+    """A SAT checkpoint of all ranks as a source; its weights are read as those of `model`."""
 
     folder: Path
     held: tuple[Mapping[str, Stored], ...]
@@ -74,19 +75,22 @@ class Sat(WeightsAlone, Joined):
 
     @property
     def where(self) -> Path:
+        """Folder of the rank files."""
         return self.folder
 
     @property
     def title(self) -> str:
+        """Folder and number of ranks."""
         return f"{self.where}, a checkpoint of SAT ({plural(len(self.held), 'rank')})"
 
     @property
     def iteration(self) -> int | None:
-        """Updates that it has had, where its folder is named by them."""
+        """Number of updates, which is the name of its folder; None for other names."""
         return int(self.where.name) if ITERATION.fullmatch(self.where.name) else None
 
     @property
     def specs(self) -> Mapping[str, Spec]:
+        """Shape and stored dtype of each parameter. Raises as `_checked`."""
         stored = self._checked
         return {
             name: Spec(leaf.shape, stored[self._holding[name].hf][0].spec.dtype)
@@ -94,18 +98,23 @@ class Sat(WeightsAlone, Joined):
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (our name, tensor), joined from all ranks. Raises as `_checked`."""
         return assemble([self._weights.entries[name] for name in self._checked], self._tensor, only)
 
     @cached_property
     def _weights(self) -> WeightMap:
+        """Map between SAT's tensor names and our parameters."""
         return weight_map(self.model)
 
     @cached_property
     def _holding(self) -> dict[str, StoredTensor]:
+        """Our parameter name -> the stored tensor that holds it."""
         return {ours: entry for entry in self._weights.entries.values() for ours in entry.ours}
 
     def _share(self, entry: StoredTensor) -> Share:
-        """How ranks have it: as ours, and what one tensor stacks, each by itself."""
+        """How ranks shard a stored tensor: as ours do; tensors that are stacked in one ([x1; x2])
+        each by itself.
+        """
         leaf, rule = self.tree.leaves[entry.ours[0]], entry.rule
         cut = next((cut for cut in leaf.shards if cut.axis == "tp"), None)
         stacked = isinstance(rule, Split) and rule.groups == 1
@@ -113,7 +122,9 @@ class Sat(WeightsAlone, Joined):
 
     @cached_property
     def _checked(self) -> dict[str, list[Stored]]:
-        """Stored name -> that of each rank. Raises as `specs`."""
+        """Stored name -> the tensor's part on each rank, after checking names, shapes and dtypes.
+        Raises KeyError or ValueError where they do not fit the model, or ranks differ.
+        """
         first, *others = [
             {name: one for name, one in rank.items() if not self._weights.ignores(name)}
             for rank in self.held
@@ -137,7 +148,9 @@ class Sat(WeightsAlone, Joined):
         return found
 
     def _check(self, entry: StoredTensor, each: list[Stored]) -> None:
-        """Raises ValueError for a tensor that is not what config.json makes it."""
+        """Raises ValueError for a tensor that is unequal over ranks, not of the shape that
+        config.json gives, or not of a floating dtype.
+        """
         share, one = self._share(entry), each[0]
         if any(other.spec != one.spec for other in each):
             raise ValueError(f"{self.where}: {one.name} is not alike on all ranks")
@@ -151,6 +164,7 @@ class Sat(WeightsAlone, Joined):
             raise ValueError(f"{one.name} in {one.file} is {one.spec.dtype}: no weights")
 
     def _tensor(self, name: str) -> Tensor:
+        """Read a tensor, joined from all ranks."""
         share, each = self._share(self._weights.entries[name]), self._checked[name]
         if share.dim is None:
             return each[0].read()
@@ -158,8 +172,9 @@ class Sat(WeightsAlone, Joined):
 
 
 def open_sat(folder: Path, model: Model | None = None) -> Sat:
-    """The checkpoint whose ranks lie in `folder`, its weights as those of `model`, or else of the
-    config.json beside it. Raises ValueError for a rank that is missing, or is none.
+    """Open the checkpoint whose rank files lie in `folder`; the model is `model`, else the
+    config.json next to it. Raises ValueError for another family than GLM-130B, a missing rank, or a
+    file that SAT did not save.
     """
     place = sidecars.place(folder)
     model = model or hf.read_config(place)
@@ -177,7 +192,9 @@ def open_sat(folder: Path, model: Model | None = None) -> Sat:
 
 
 def _read_tensors(file: Path) -> dict[str, Stored]:
-    """The tensors of a rank. Raises Refused for a file that is not what SAT saves."""
+    """Name -> place of the tensors in a rank's file. Raises Refused for a file that SAT did not
+    save.
+    """
     values = torch_files.load(file)
     if not isinstance(values, Mapping) or not isinstance(values.get("module"), Mapping):
         raise gate.refuse(file, "holds no `module`, which SAT's files do")

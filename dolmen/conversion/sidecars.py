@@ -24,7 +24,9 @@ FIRST = ("llama", "gpt2", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 def place(folder: Path) -> Path:
-    """Folder of the sidecar files: a checkpoint's own, or the one that it lies in with others."""
+    """Return the folder of a checkpoint's config.json and tokenizer: the checkpoint's own, else its
+    parent, which may serve several checkpoints; the checkpoint's own where neither has any.
+    """
     for one in (folder, folder.parent):
         if (one / "config.json").is_file() or tokenizer(one) is not None:
             return one
@@ -32,25 +34,32 @@ def place(folder: Path) -> Path:
 
 
 def config(folder: Path) -> Model | None:
-    """Model of the folder's config.json. Raises ValueError as `read_config`."""
+    """Read the model of the folder's config.json, None where there is none. Raises ValueError as
+    `read_config`.
+    """
     return read_config(folder) if (folder / "config.json").is_file() else None
 
 
 def tokenizer(folder: Path) -> Path | None:
-    """The folder itself, or the one in it of that name, which has a tokenizer."""
+    """Folder of the tokenizer files: `folder` or its subfolder "tokenizer"; None where neither has
+    any.
+    """
     places = (folder, folder / "tokenizer")
     return next((one for one in places if one.is_dir() and tokenizer_files(one)), None)
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """Empty where there is none. Raises Refused."""
+    """Read the folder's generation_config.json; empty where there is none. Raises Refused for a
+    malformed one.
+    """
     file = folder / "generation_config.json"
     return gate.read_json(file, kinds.GENERATION_CONFIG) if file.is_file() else {}
 
 
 def vocabulary(folder: Path, said: Model | None, rows: int | None) -> int | None:
-    """How many tokens there are: `rows`, or as the config.json says, or the tokenizer. Raises
-    ValueError where the first two differ.
+    """Return the number of tokens, without padding rows: that of the config.json (`said`), else
+    `rows` (--vocab-size), else the tokenizer's; None where nothing says it. Raises ValueError where
+    `rows` and the config.json differ.
     """
     if said is not None:
         if rows not in (None, said.tree.vocab_size):
@@ -68,10 +77,11 @@ def vocabulary(folder: Path, said: Model | None, rows: int | None) -> int | None
 
 
 def express(tree: ModelSpec) -> Model:
-    """A config.json that says the tree, of the first family that can. Raises ValueError where none
-    can, with what the first says.
+    """Return a model of the first family whose config.json can express `tree`. Raises ValueError,
+    with the first family's reason, where none can.
     """
     reasons = []
+    # Trying is the test: each family raises for what its config.json cannot say.
     for name in (*FIRST, *sorted(families().keys() - {*FIRST})):
         try:
             return model_from_spec(tree, name)
@@ -81,8 +91,8 @@ def express(tree: ModelSpec) -> Model:
 
 
 def with_special_tokens(model: Model, folder: Path | None) -> Model:
-    """The model with the end of text that the folder's tokenizer names, where generation stops;
-    as it is where it names one itself, or there is no tokenizer.
+    """Return the model with eos_token_id set from the folder's tokenizer, so that generation stops
+    there; unchanged where it is set already, or without a tokenizer.
     """
     if folder is None or model.config.get("eos_token_id") is not None:
         return model
@@ -93,9 +103,9 @@ def with_special_tokens(model: Model, folder: Path | None) -> Model:
 
 
 def pad_vocabulary(model: Model, tokenizer: str | None, option: str = "") -> Model:
-    """The model whose padding is a token of that tokenizer, which the user named by `option`, that
-    ends no text: a program that looks for padding so finds the end of a text; none, where there is
-    no such token. As it is without a tokenizer.
+    """Return the model with pad_token_id set to the tokenizer's padding token if that is not the
+    EOS token, else None: classifiers find the end of a sequence by looking for padding. `option`:
+    the option that named the tokenizer, for error messages. Unchanged without a tokenizer.
     """
     if tokenizer is None:
         return model
@@ -109,7 +119,10 @@ def pad_vocabulary(model: Model, tokenizer: str | None, option: str = "") -> Mod
 
 @dataclass(frozen=True)
 class Joined:
-    """A format says what is stored (`_holding`, `_checked`) and joins it (`_tensor`)."""
+    """Base class of sources whose tensors are joined from the files of several tensor-parallel
+    ranks. A format implements what is stored (`_holding`, `_checked`) and how it is joined
+    (`_tensor`).
+    """
 
     model: Model
     sidecar_folder: Path
@@ -117,7 +130,7 @@ class Joined:
 
     @property
     def where(self) -> Path:
-        """The folder of the files."""
+        """Folder of the files."""
         raise NotImplementedError
 
     @property
@@ -134,9 +147,13 @@ class Joined:
 
     @property
     def transformers(self) -> None:
+        """None: transformers cannot load such files."""
         return None
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        """Read one parameter by our name, joined from all ranks. Raises KeyError where there is
+        none, and as `_checked`.
+        """
         if name not in self._holding:
             raise KeyError(f"{self.where} has no parameter {name}")
         _ = self._checked
@@ -145,14 +162,16 @@ class Joined:
 
     @cached_property
     def _holding(self) -> Mapping[str, StoredTensor]:
-        """Our name -> the stored tensor that holds a parameter."""
+        """Our parameter name -> the stored tensor that holds it."""
         raise NotImplementedError
 
     @cached_property
     def _checked(self) -> Iterable[str]:
-        """Stored names, in the order in which they lie. Raises as `Source.specs`."""
+        """Stored names in stored order, once all shapes and dtypes are checked. Raises as
+        `Source.specs`.
+        """
         raise NotImplementedError
 
     def _tensor(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """A stored tensor, whole."""
+        """Read a stored tensor by name, joined from all ranks."""
         raise NotImplementedError

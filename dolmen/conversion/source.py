@@ -38,31 +38,35 @@ from dolmen.model.spec import ModelSpec
 
 
 class Source(Tensors, Protocol):
-    """Made by opening what says the model; what is stored is looked at when it is asked for."""
+    """A model with its weights, in any format. Opening reads only its configuration; stored tensors
+    are looked at when a property or method needs them.
+    """
 
     @property
     def title(self) -> str:
-        """Title for the end of a sentence: wrote model/, from ..."""
+        """Title for the end of a sentence, such as "wrote model/, from {title}"."""
         ...
 
     @property
     def model(self) -> Model:
-        """Its config.json."""
+        """The model's family and configuration, as its config.json has them."""
         ...
 
     @property
     def tree(self) -> ModelSpec:
-        """Tree of the stored parameters: that of `model`, and what training has added to it."""
+        """Spec of the stored parameters: that of `model`, plus what training has added (a router's
+        bias).
+        """
         ...
 
     @property
     def iteration(self) -> int | None:
-        """Updates that have made it, where it is told."""
+        """Number of optimizer updates that trained it, or None where the format does not record it."""
         ...
 
     @property
     def tokenizer(self) -> Path | None:
-        """The folder of its tokenizer, if it has one."""
+        """Folder of its tokenizer files, or None."""
         ...
 
     @property
@@ -72,35 +76,35 @@ class Source(Tensors, Protocol):
 
     @property
     def transformers(self) -> Path | None:
-        """The folder, where transformers itself can load it."""
+        """Folder from which transformers itself can load the model, or None."""
         ...
 
     @property
     def precise(self) -> "Source":
-        """The same with its fp32 masters in place of weights of half precision; itself, where it
-        has none.
+        """The source with its fp32 master weights in place of half-precision ones; the source
+        itself where it has no masters.
         """
         ...
 
     @property
     def moments(self) -> Moments | None:
-        """The state of AdamW that lies beside the weights; None where a source of its kind has
-        none, or this one. Raises ValueError or KeyError, with the reason, where what lies there is
-        not whole or of a form that is not read.
+        """AdamW's state stored with the weights, or None where there is none. Raises ValueError or
+        KeyError, with the reason, where the stored state is incomplete or in a form that is not
+        read.
         """
         ...
 
     @property
     def scaling(self) -> Scales:
-        """Scales of delayed scaling by weight; empty, where it has multiplied by none. Raises
-        ValueError for entries that are no scales.
+        """Scales of fp8 delayed scaling by parameter name, empty without any. Raises ValueError for
+        entries that are not valid scales.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Format:
-    """A way in which models lie in folders."""
+    """A format in which models are stored in folders: how to recognise it and how to open it."""
 
     title: str
     """Title of the format, and the files by which a folder shows it."""
@@ -120,7 +124,9 @@ class Format:
 
 
 def _open_adapted(folder: Path, model: Model | None, vocab_size: int | None) -> Source:
-    """Adapters of PEFT's, with the model that they name: once, as that may name no other."""
+    """Open a PEFT folder as its base model with the adapters merged. `model` and `vocab_size` are
+    for the base (see `open_source`). Raises ValueError where the base is a PEFT folder too.
+    """
     named = hf.resolve_model(peft.base(folder))
     if peft.is_peft(named):
         raise ValueError(f"{folder} names {named} as its model, which is a folder of adapters too")
@@ -175,11 +181,10 @@ FORMATS = (
 def open_source(
     name: str | Path, model: Model | None = None, vocab_size: int | None = None
 ) -> Source:
-    """The source in a folder of any of FORMATS, or of that id on the hub; its weights are taken as
-    those of `model`, where one is given: its config.json, changed. `vocab_size` says how many
-    tokens there are where a folder does not. Raises ValueError for what is none, with what was
-    found there, for what a conversion has left unfinished, and for another `vocab_size` than it
-    says.
+    """Open a folder of any of FORMATS, or a model id of the hub. `model`: a config to use in place
+    of the stored one (same weights). `vocab_size`: number of tokens, for folders that do not say
+    how many rows are padding. Raises ValueError for a folder of no known format (listing its
+    content), an unfinished conversion, and a `vocab_size` other than the folder's.
     """
     folder = hf.resolve_model(name)
     writing.check(folder)
@@ -193,8 +198,9 @@ def open_source(
 
 
 def pin_source(name: str | Path) -> str:
-    """Pin a run to its newest checkpoint, so that the same source is opened however often; anything
-    else, a hub id too, stays as it is named. Raises as `open_source`.
+    """Resolve a run's folder to the path of its newest checkpoint, so that later calls open the
+    same one while the run goes on. Other names, hub ids too, are returned unchanged. Raises as
+    `open_source`.
     """
     folder = hf.resolve_model(name)
     newest = _format(folder).newest(folder)
@@ -202,22 +208,24 @@ def pin_source(name: str | Path) -> str:
 
 
 def open_alike(name: str | Path, mesh: Mesh) -> Source:
-    """`open_source`, by every rank of the mesh, of what the first rank finds. Raises as that."""
+    """Open a source on every rank of the mesh (collective): rank 0 picks a run's newest checkpoint
+    for all. Raises as `open_source`.
+    """
     return open_source(
         name if mesh.size == 1 else consensus.run_on_rank_zero(lambda: pin_source(name))
     )
 
 
 def tokenizer_folder(source: Source) -> str:
-    """Folder of its tokenizer; of a source without one its own folder, to be named where it is
-    refused.
+    """Folder of the source's tokenizer; of a source without one its own folder, so that the error
+    of loading a tokenizer names it.
     """
     return str(source.tokenizer or source.where)
 
 
 def cast_source(source: Source, dtype: torch.dtype) -> Source:
-    """The source that has the digits of `dtype`: of fp32 and wider its masters, where it has any,
-    else its weights.
+    """Return the source to read when writing in `dtype`: with its fp32 masters, if any, for dtypes
+    of 32 bits or more, else its weights as stored.
     """
     return source.precise if torch.finfo(dtype).bits >= 32 else source
 
@@ -239,6 +247,9 @@ def load_weights(
 
 
 def _format(folder: Path) -> Format:
+    """Return the first of FORMATS that matches the folder. Raises ValueError, with the known
+    formats and the folder's content, if none does.
+    """
     for format_ in FORMATS:
         if format_.matches(folder):
             return format_
@@ -255,18 +266,19 @@ ROUNDED = (
 
 @dataclass(frozen=True)
 class OfRun:
-    """A matrix of a run's adapters."""
+    """An adapter matrix (A, B or magnitude) in a run's checkpoint, read on demand."""
 
     run: RunCheckpoint
     name: str
 
     def read(self) -> Tensor:
+        """Read the matrix from the checkpoint."""
         return self.run.read_adapter(self.name)
 
 
 def open_adapters(name: str | Path, base: Source) -> LowRank:
-    """The adapters in a folder, or in that of a hub id, which are of the model of `base`. Raises
-    ValueError, with the folder, for what they are not.
+    """Open LoRA adapters trained on the model of `base`: a PEFT folder, a run of dolmen, or a hub
+    id. Raises ValueError, naming the folder, where it has no adapters or they do not fit the base.
     """
     folder = hf.resolve_model(name)
     if peft.is_peft(folder):
@@ -280,8 +292,9 @@ def open_adapters(name: str | Path, base: Source) -> LowRank:
 
 
 def pin_adapters(name: str | Path) -> str:
-    """Pin a run to its newest checkpoint, so that the same adapters are opened however often.
-    Raises ValueError.
+    """Resolve a run's folder to its newest checkpoint, so that later calls open the same adapters.
+    PEFT folders and hub ids are returned unchanged. Raises ValueError for a run without
+    checkpoints.
     """
     folder = hf.resolve_model(name)
     if peft.is_peft(folder) or not checkpoint.is_run(folder):
@@ -290,15 +303,23 @@ def pin_adapters(name: str | Path) -> str:
 
 
 def _from_run(run: RunCheckpoint, base: Source) -> LowRank:
+    """Return the adapters of a run's checkpoint. Raises ValueError where it has none, where its
+    model differs from that of `base`, or where one frozen weight, compared as a sample, is off by
+    more than rounding explains.
+    """
     form = run.adapter
     if form is None:
         raise ValueError(f"{run.where} has no adapters: it is of a run that trains all weights")
+    # Fields that only training reads (dropout, for example) may differ.
     free, differing = training_fields(run.model), compare_fields(run.model, base.model)
     if differences := [f"{n} is {a} there, {b} here" for n, a, b in differing if n not in free]:
         raise ValueError(
             f"{run.where} is of another model than {base.where}: {'; '.join(differences)}"
         )
     check_whole(run)
+    # One weight is enough to tell another base; min, so that the same one is read every time. A
+    # frozen weight may lie in eight bits, so it is compared up to rounding, relative to the
+    # largest.
     weight = min(form.targets)
     theirs, ours = run.frozen(weight).double(), base.read(weight).double()
     off = float((theirs - ours).abs().max() / ours.abs().max().clamp(min=torch.finfo().tiny))

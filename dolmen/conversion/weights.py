@@ -56,8 +56,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Scaling(NamedTuple):
-    """Scaling of one weight, or of each expert's: inputs, weight, gradients of outputs, as
-    parallel/quantized_product.py orders them.
+    """State of fp8 delayed scaling of one weight, or of a stack of experts: amax history and scale
+    of the inputs, the weight and the gradients of the outputs, in this order (see
+    parallel/quantized_product.py).
     """
 
     history: Float[Tensor, "steps *experts 3"]
@@ -69,18 +70,18 @@ Scales = Mapping[str, Scaling]
 
 
 def join_scaling(parts: Iterable[Scaling]) -> Scaling:
-    """Scaling of one product that is several here (q, k and v with the same input): the largest
-    numbers, and the scales that the largest numbers have.
+    """Combine the scaling states of weights that another program multiplies as one (q, k and v with
+    the same input): the largest amax of each step, the smallest scale of each tensor.
     """
     parts = list(parts)
     history = torch.stack([part.history for part in parts]).amax(0)
+    # scale = largest fp8 number / amax, so the largest amax has the smallest scale
     return Scaling(history, torch.stack([part.scale for part in parts]).amin(0))
 
 
 def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
-    """Ours out of the tensor on disk, in the order of the rule's names and in its shapes; views
-    where the layout allows it, else copies, one after another. A stack's tensors are one of ours
-    only together: see `assemble`.
+    """Yield our parameters out of one stored tensor, in the order of the rule's names; views where
+    the layout allows it, else copies. Pieces of a Stack are joined in `assemble`, not here.
     """
     match rule:
         case Rename():
@@ -88,12 +89,14 @@ def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
         case Transpose(inner):
             yield from split_stored(inner, tensor.t())  # of a bias, which has one dim, itself
         case Split(_, _, groups, counts):
+            # [groups x sum(counts) x n, ...] -> per group; -1 is n, the rows of one head
             grouped = tensor.reshape(groups, sum(counts), -1, *tensor.shape[1:])
             for part in grouped.split(counts, 1):
                 yield part.reshape(-1, *tensor.shape[1:])
         case BareParameter(inner):
             yield from split_stored(inner, tensor)
         case Paired(heads=heads):
+            # rows x0 y0 x1 y1 ... of a head -> x0 x1 ... y0 y1 ...
             pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
             yield pairs.transpose(1, 2).reshape(tensor.shape)
         case Each(inner):
@@ -104,8 +107,8 @@ def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
 
 
 def join_stored(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Tensor:
-    """The tensor on disk out of ours, in the rule's shape: the inverse of `split_stored`, and of a
-    stack one `piece`. A copy where several are one.
+    """Build the stored tensor from our parameters: the inverse of `split_stored`. `piece`: index of
+    the expert for a Stack. Several parameters are copied into one; a single one stays a view.
     """
     match rule:
         case Rename():
@@ -121,6 +124,7 @@ def join_stored(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Te
         case BareParameter(inner):
             return join_stored(inner, parts)
         case Paired(heads=heads):
+            # and back: halves of a head -> neighbours
             halves = parts[0].reshape(heads, 2, -1, *parts[0].shape[1:])
             return halves.transpose(1, 2).reshape(parts[0].shape)
         case Each(inner):
@@ -135,9 +139,9 @@ def assemble(
     read: Callable[[str], Tensor],
     only: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Our (name, tensor of its leaf's shape) pairs of the tensors on disk, each read once by its
-    name, in their order; `only` those of ours, where given. The pieces of a stack are read when the
-    first of them comes. Raises ValueError where their dtypes differ.
+    """Yield (our name, tensor in our shape) from stored tensors, in their order; `read(stored
+    name)` is called once for each. `only`: our names to yield, default all. All pieces of a stack
+    of experts are read when its first comes. Raises ValueError where pieces have several dtypes.
     """
     stored = list(stored)
     stacks: dict[str, dict[int, str]] = {}
@@ -161,7 +165,9 @@ def assemble(
 
 
 def _read_stack(pieces: dict[int, str], read: Callable[[str], Tensor]) -> Tensor:
-    """[count, ...], filled a piece at a time."""
+    """Read the pieces (index -> stored name) into one tensor [count, ...], one piece in memory
+    besides it. Raises ValueError where their dtypes differ.
+    """
     whole = None
     for i, name in sorted(pieces.items()):
         piece = read(name)
@@ -177,11 +183,13 @@ def _read_stack(pieces: dict[int, str], read: Callable[[str], Tensor]) -> Tensor
 
 
 class Tensors(Protocol):
-    """One for each parameter of a model."""
+    """Whole tensors by parameter name, one for each parameter of a model: weights, or one kind of
+    optimizer state.
+    """
 
     @property
     def where(self) -> Path:
-        """The folder that its tensors lie in."""
+        """Folder in which the tensors are stored."""
         ...
 
     @property
@@ -194,28 +202,28 @@ class Tensors(Protocol):
         ...
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole CPU tensor, as in `specs`) of every parameter, or of `only`, once, in the
-        order in which they lie. One stored tensor is in memory at a time if the caller lets go of
-        each. Checks first, as `specs` does, and raises ValueError for damage that is found later.
+        """Yield (name, whole CPU tensor) of every parameter, or of `only`, once, in stored order.
+        One stored tensor is in memory at a time if the caller drops each. Checks first as `specs`
+        does, and raises ValueError for damage found later.
         """
         ...
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """One parameter, as `stream` gives it. Raises KeyError where there is none, and as
-        `stream`.
-        """
+        """Read one parameter, whole, on CPU. Raises KeyError where there is none, and as `stream`."""
         ...
 
 
 def check_whole(*sources: Tensors) -> None:
-    """Looks at what is stored, and reads no tensor. Raises as `Tensors.specs`."""
+    """Check names, shapes and dtypes of all stored tensors without reading them. Raises as
+    `Tensors.specs`.
+    """
     for source in sources:
         _ = source.specs
 
 
 @dataclass(frozen=True)
 class Moments:
-    """After `step` updates."""
+    """AdamW's state after `step` updates."""
 
     step: int
     kinds: Mapping[str, Tensors]
@@ -223,16 +231,19 @@ class Moments:
 
 
 class WeightsAlone:
-    """A source of which nothing but weights comes along."""
+    """Base class of sources that store weights only: no masters, optimizer state or fp8 scales."""
 
     @property
     def precise(self) -> Self:
+        """The source itself: it has no masters."""
         return self
 
     @property
     def moments(self) -> None:
+        """None: there is no optimizer state."""
         return None
 
     @property
     def scaling(self) -> Scales:
+        """Empty: there are no fp8 scales."""
         return {}

@@ -38,8 +38,9 @@ NAME = re.compile(rf"\..+{re.escape(SUFFIX)}")
 
 @contextmanager
 def build_beside(target: Path) -> Iterator[tuple[Path, Path]]:
-    """Empty folders for weights and words, which are `target` when what is within has ended, and
-    gone where it raises.
+    """Context manager: yields two empty temporary folders next to `target`, for weights and for
+    sidecar files. At its normal end both are merged and renamed to `target`; if the body raises,
+    both are deleted.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}."
@@ -50,11 +51,12 @@ def build_beside(target: Path) -> Iterator[tuple[Path, Path]]:
         yield part, words
         for file in words.iterdir():
             os.rename(file, part / file.name)
+        # the last step, and atomic: the destination is complete or absent
         os.rename(part, target)
 
 
 def check(folder: Path) -> None:
-    """Raises ValueError for a folder in what was broken off."""
+    """Raises ValueError for a folder that lies inside an unfinished conversion's temporary folder."""
     for place in (folder.resolve(), *folder.resolve().parents):
         if NAME.fullmatch(place.name):
             raise ValueError(
@@ -72,11 +74,13 @@ MOST = 4
 
 
 def group_by_layer(items: Iterable[T], parameter: Callable[[T], str]) -> list[list[T]]:
-    """Group neighbours that belong to the same layer, in order; `parameter` names a parameter of an
-    item.
+    """Group consecutive items whose parameters belong to the same layer, keeping the order.
+    `parameter(item)` returns the name of one parameter of the item; those outside layers form
+    groups of their own.
     """
 
     def layer(item: T) -> str | None:
+        """Number of the item's layer as text, or None outside layers."""
         match = LAYER.match(parameter(item))
         return match and match[1]
 
@@ -85,7 +89,7 @@ def group_by_layer(items: Iterable[T], parameter: Callable[[T], str]) -> list[li
 
 @dataclass(frozen=True)
 class LayerPool:
-    """Threads, and what shows their progress."""
+    """Thread pool that writes or compares parts of a model and reports progress."""
 
     threads: int | None = None
     """Default: one per core, at most MOST."""
@@ -94,12 +98,13 @@ class LayerPool:
 
     def run(self, function: Callable[[T, Advance], None], parts: Sequence[T]) -> None:
         """Call `function(part, advance)` for every part, `threads` at a time. `function` calls
-        `advance` after each tensor. Raises the exception of the first call that fails; the others
-        end at their next `advance`, also at Ctrl-C.
+        `advance(n)` after each n tensors. Raises the exception of the first call that fails; the
+        others then stop at their next `advance` (CancelledError), also at Ctrl-C.
         """
         lock, stopped, done = Lock(), Event(), 0
 
         def advance(tensors: int) -> None:
+            """Add `tensors` to the progress. Raises CancelledError once another thread has failed."""
             nonlocal done
             if stopped.is_set():
                 raise CancelledError

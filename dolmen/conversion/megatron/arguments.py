@@ -51,9 +51,9 @@ from dolmen.model.spec.layers import Activation
 
 
 def read(args: Mapping[str, Any], legacy: bool, rows: int) -> ModelSpec:
-    """Read the spec that the code which saved `args` computes, with `rows` of a vocabulary.
-    `legacy`: by Megatron's own classes, not those of its core. They fit SCHEMA. Raises ValueError,
-    with option and value, for what dolmen does not compute.
+    """Return the model spec that Megatron computes with `args` (valid by SCHEMA) and a vocabulary
+    of `rows`. `legacy`: saved by Megatron's classes from before Megatron-Core, which ignore some
+    options. Raises ValueError, with option and value, for what dolmen does not compute.
     """
     said = Said(args)
     for name, allowed in ONLY.items():
@@ -87,11 +87,12 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> ModelSpec:
 
 
 def has_shifted_norms(args: Mapping[str, Any]) -> bool:
-    """True if the weights of norms are stored less 1."""
+    """True if the weights of norms are stored less 1 (zero-centered gamma)."""
     return bool(Said(args).first("layernorm_zero_centered_gamma", "apply_layernorm_1p"))
 
 
 def _norm(said: Said) -> NormSpec:
+    """RMSNorm or LayerNorm (with bias) with its epsilon, 1e-5 by default."""
     eps = float(said.first("layernorm_epsilon", "norm_epsilon", default=1e-5))
     if said["normalization"] == "RMSNorm":
         return NormSpec("rmsnorm", eps)
@@ -99,18 +100,22 @@ def _norm(said: Said) -> NormSpec:
 
 
 def _has_biases(said: Said) -> bool:
-    """True if all products have biases."""
+    """True if linear layers have biases."""
     if said["disable_bias_linear"] is not None:
         return not said["disable_bias_linear"]
     return said["add_bias_linear"] in (None, True)
 
 
 def _positions(said: Said) -> str:
+    """Kind of positions: rope, learned_absolute or none."""
     rope = "rope" if said["use_rotary_position_embeddings"] else None
     return rope or said["position_embedding_type"] or "learned_absolute"
 
 
 def _mixer(said: Said, norm: NormSpec, bias: bool) -> AttentionSpec:
+    """Attention of all layers. Raises ValueError where the hidden size is not divisible by the
+    heads.
+    """
     hidden, heads = said["hidden_size"], said["num_attention_heads"]
     if said["kv_channels"] is None and hidden % heads:
         raise ValueError(f"hidden_size ({hidden}) is not divisible by its heads ({heads})")
@@ -132,7 +137,7 @@ def _mixer(said: Said, norm: NormSpec, bias: bool) -> AttentionSpec:
 
 
 def _rope(said: Said, size: int) -> RopeSpec:
-    """Raises ValueError for a scaling that is two."""
+    """Rope with its scaling. Raises ValueError where two kinds of scaling are set."""
     theta = float(said.first("rotary_base", default=10000))
     factor, scaling = said["rotary_seq_len_interpolation_factor"], None
     if factor not in (None, 1):
@@ -148,7 +153,10 @@ def _rope(said: Said, size: int) -> RopeSpec:
 
 
 def _window(said: Said) -> int | None:
-    """Tokens that a query sees, itself among them, of (those before it, those behind it)."""
+    """Sliding window as the number of tokens that a query attends to, itself included; None without
+    one. Megatron stores (tokens before it, tokens behind it). Raises ValueError for windows that
+    look ahead.
+    """
     window = said["window_size"]
     if window is None:
         return None
@@ -159,6 +167,10 @@ def _window(said: Said) -> int | None:
 
 
 def _activation(said: Said) -> Activation:
+    # the fused kernel is bias + GELU(tanh); without biases Megatron does not use it
+    """GELU of an MLP that is not gated: the tanh approximation where the fused kernel (which needs
+    biases) or openai_gelu is used, else the exact one.
+    """
     fused = bool(said["bias_gelu_fusion"]) and _has_biases(said)
     if said["onnx_safe"]:
         return "gelu"
@@ -166,6 +178,9 @@ def _activation(said: Said) -> Activation:
 
 
 def _mlp(said: Said, size: str = "ffn_hidden_size") -> MLPSpec:
+    """Dense MLP, SwiGLU or plain; `size` names the option with its width, 4 x hidden size by
+    default.
+    """
     width = said[size] or 4 * said["hidden_size"]
     if said["swiglu"]:
         return MLPSpec(width, True, "silu", _has_biases(said))
@@ -173,7 +188,9 @@ def _mlp(said: Said, size: str = "ffn_hidden_size") -> MLPSpec:
 
 
 def _sparse_layers(said: Said) -> list[bool]:
-    """List which layers have experts. Raises ValueError for a list of another length."""
+    """For each layer, True if it has experts. moe_layer_freq is a period or a list of 0 and 1.
+    Raises ValueError for a list of another length than num_layers.
+    """
     layers, often = said["num_layers"], said.first("moe_layer_freq", default=1)
     if not said["num_experts"]:
         return [False] * layers
@@ -185,12 +202,15 @@ def _sparse_layers(said: Said) -> list[bool]:
 
 
 def _experts(said: Said) -> MoESpec:
-    """Raises ValueError for experts that are not gated, or have biases."""
+    """Mixture of experts with its router and shared expert. Raises ValueError for experts that are
+    not SwiGLU or have biases, and for group scores of more than 2 experts.
+    """
     if not said["swiglu"] or _has_biases(said):
         raise ValueError("experts without swiglu, or with biases: dolmen has names for neither")
     top, groups = said["moe_router_topk"] or 2, said["moe_router_num_groups"] or 1
     kept = said["moe_router_group_topk"] or groups
     sigmoid = said["moe_router_score_function"] == "sigmoid"
+    # Megatron scores a group by the sum of its best topk / group_topk experts
     best = top // kept if groups > 1 else 1
     if best not in (1, 2):
         raise ValueError(f"a group counts as its best {best} experts: dolmen computes 1 and 2")
@@ -216,10 +236,11 @@ def _experts(said: Said) -> MoESpec:
 
 
 def new(tree: ModelSpec, legacy: bool) -> dict[str, Any]:
-    """The options that make Megatron compute the tree, by the names of today and of before. Raises
-    ValueError naming what it cannot.
+    """Return the options that make Megatron compute the tree, by today's and former names. They are
+    read back as a check: raises ValueError naming what Megatron cannot compute.
     """
     said = _arguments(tree)
+    # One inverse instead of a list of exceptions: what is lost on the way shows as a difference.
     again = read(said, legacy, tree.vocab_size)
     if found := differences(tree, again):
         text = "; ".join(f"{n} = {a} (it would be {b})" for n, a, b in found[:3])
@@ -229,6 +250,7 @@ def new(tree: ModelSpec, legacy: bool) -> dict[str, Any]:
 
 
 def _arguments(tree: ModelSpec) -> dict[str, Any]:
+    """Options for the tree, without checking that Megatron can express all of it (`new` does)."""
     block = tree.blocks[0]
     mixer, norm = block.mixer, block.norm
     dense = [expect(b.mlp, MLPSpec, "mlp") for b in tree.blocks if not b.mlp.experts]
@@ -267,6 +289,7 @@ def _arguments(tree: ModelSpec) -> dict[str, Any]:
 def _said_mixer(
     mixer: AttentionSpec | LatentAttentionSpec, table: PositionTable | None, tree: ModelSpec
 ) -> dict[str, Any]:
+    """Options for the attention of all layers."""
     if isinstance(mixer, LatentAttentionSpec):
         return {"kv_channels": tree.hidden_size // mixer.heads, **latent_arguments(mixer)}
     rope = mixer.positions if isinstance(mixer.positions, RopeSpec) else None
@@ -285,6 +308,7 @@ def _said_mixer(
 def _said_positions(
     rope: RopeSpec | None, table: PositionTable | None, mixer: AttentionSpec
 ) -> dict[str, Any]:
+    """Options for rope, its scaling or a table of positions."""
     kind = "rope" if rope else ("learned_absolute" if table else "none")
     rope = rope or RopeSpec(mixer.head_size + mixer.head_size % 2)
     scaling = rope.scaling
@@ -304,6 +328,7 @@ def _said_positions(
 
 
 def _said_experts(layer: MoESpec, tree: ModelSpec) -> dict[str, Any]:
+    """Options for the mixture of experts and its router."""
     router = layer.router
     return {
         "num_experts": layer.number,
@@ -331,8 +356,9 @@ SIZES = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_h
 
 
 def read_latent(said: Said, norm: NormSpec, bias: bool) -> LatentAttentionSpec:
-    """Raises ValueError, with option and value, for what dolmen does not compute, and for what is
-    computed in two ways by two versions of Megatron-Core.
+    """Multi-head latent attention of `said`. Raises ValueError, with option and value, for what
+    dolmen does not compute, and for combinations that versions of Megatron-Core compute
+    differently.
     """
     if not said["qk_layernorm"]:
         raise ValueError(
@@ -370,7 +396,7 @@ def read_latent(said: Said, norm: NormSpec, bias: bool) -> LatentAttentionSpec:
 
 
 def _scaling(said: Said) -> YarnScaling | None:
-    """None: positions and scores are as they are. Raises ValueError as `read`."""
+    """YaRN scaling, or None where positions and scores are not scaled. Raises ValueError as `read`."""
     factor = float(said.first("rotary_scaling_factor", default=1.0))
     if factor <= 1:
         if factor < 1 and said["rope_type"] != "rope":
@@ -399,6 +425,9 @@ def _scaling(said: Said) -> YarnScaling | None:
 
 
 def _first_context(said: Said) -> int:
+    """Context length before YaRN's extension. Raises ValueError where it is not stated and versions
+    of Megatron-Core differ in its default.
+    """
     stated, longest = said["original_max_position_embeddings"], said["max_position_embeddings"]
     if stated is None and longest != FIRST_CONTEXT:
         raise ValueError(
@@ -410,7 +439,7 @@ def _first_context(said: Said) -> int:
 
 
 def latent_arguments(mixer: LatentAttentionSpec) -> dict[str, Any]:
-    """The options that say it, as far as they can."""
+    """Options for multi-head latent attention, as far as Megatron can express it."""
     rope = mixer.positions
     yarn = rope.scaling if isinstance(rope.scaling, YarnScaling) else None
     theta = int(rope.theta) if rope.theta == int(rope.theta) else rope.theta
@@ -443,6 +472,7 @@ def latent_arguments(mixer: LatentAttentionSpec) -> dict[str, Any]:
 
 
 def _new_yarn(yarn: YarnScaling | None) -> dict[str, Any]:
+    """Options for YaRN, empty without it."""
     if yarn is None:
         return {}
     return {

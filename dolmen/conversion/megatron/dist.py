@@ -70,7 +70,7 @@ EXPERTS = re.compile(
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a stored tensor, and where it lies."""
+    """A part of a stored tensor: its offsets and sizes in the tensor, and its bytes in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -79,7 +79,9 @@ class Chunk:
     length: int
 
     def locate(self, name: str, dtype: torch.dtype) -> StoredView:
-        """Place of its numbers. Raises Refused where it is no such tensor."""
+        """Find the chunk's numbers in the torch.save archive. `name`: of the tensor, for errors.
+        Raises Refused where the archive holds no tensor of this shape and dtype.
+        """
         held = torch_files.load_part(self.file, self.position, self.length)
         if not isinstance(held, StoredView) or (held.shape, held.dtype) != (self.sizes, dtype):
             raise gate.refuse(
@@ -91,13 +93,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pieces(Stored):
-    """A tensor in chunks, or that which has the indices `at` in its first dims."""
+    """A tensor stored in chunks; or, with `at`, its slice at these indices of the first dims: one
+    layer or expert of a stack.
+    """
 
     at: tuple[int, ...] = ()
     parts: tuple[Chunk, ...] = ()
 
     def read(self) -> Shaped[Tensor, "*whole"]:
-        """Raises Refused where a chunk is not what the description says, or not all is there."""
+        """Read all chunks into one tensor. Raises Refused where a chunk is not as described, or
+        chunks overlap or leave elements out.
+        """
         whole, filled = torch.empty(self.spec.shape, dtype=self.spec.dtype), 0
         for part in self.parts:
             piece = self._piece(part)
@@ -111,12 +117,13 @@ class Pieces(Stored):
             raise gate.refuse(
                 self.file, f"has {filled:,} of {whole.numel():,} numbers of {self.name}"
             )
+        # Counting alone would miss a chunk stored twice in the place of another.
         if overlap(self.parts):  # as many numbers as there are, and some of them nowhere
             raise gate.refuse(self.file, f"chunks of {self.name} overlap")
         return whole
 
     def _piece(self, part: Chunk) -> Tensor:
-        """Part of a chunk that belongs to this tensor."""
+        """Read the part of a chunk that belongs to this slice of the stack."""
         held, first = part.locate(self.name, self.spec.dtype), len(self.at)
         steps = zip(self.at, part.offsets, held.strides, strict=False)
         skipped = sum((at - offset) * stride for at, offset, stride in steps)
@@ -129,25 +136,29 @@ class Pieces(Stored):
         return own.locate(self.name, part.file).read()
 
     def chunks(self, size: int = 2**20) -> Iterator[bytes]:
+        """The tensor's bytes, row-major, in blocks of at most `size`; it is read into memory whole."""
         data = self.read().reshape(-1).view(torch.uint8)
         return (bytes(part.numpy()) for part in data.split(size))
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """True if a folder is meant as one, or as a folder of several. Raises Refused as `newest`."""
+    """True if a folder, or the checkpoint that its tracker names, has a metadata.json. Raises
+    Refused as `newest`.
+    """
     return (folders.newest(folder) / MARKER).is_file()
 
 
 def open_torch_dist(folder: Path, model: Model | None = None, rows: int | None = None) -> Megatron:
-    """The checkpoint in the folder of an iteration, as megatron/source.py opens ranks. Raises
-    ValueError.
+    """Open the torch_dist checkpoint in the folder of an iteration; arguments as of `open_megatron`
+    (megatron/source.py). Raises ValueError.
     """
     return source_of(read_checkpoint(folder), model, rows)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read the description of a checkpoint, before a tensor is read. Raises Refused for what is
-    missing, damaged or of another format, ValueError for layers that are not all there.
+    """Read names, shapes and places of everything in a checkpoint, no tensors yet. Raises Refused
+    for files that are missing, damaged or of another format, ValueError for layers that are not all
+    there.
     """
     backend = gate.read_json(folder / MARKER, kinds.DIST_MARKER)["sharded_backend"]
     if backend != BACKEND:
@@ -177,8 +188,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_common(folder: Path, description: Foreign) -> tuple[Mapping[str, Any], Path]:
-    """Read the values that are no tensors; return them and their file. Raises Refused where there
-    is none.
+    """Read the values that are not tensors (args, iteration, ...); return them and the file that
+    holds them. Raises Refused where there is none.
     """
     file = folder / COMMON
     place = description.others.get(COMMON_ENTRY)
@@ -199,8 +210,9 @@ def read_common(folder: Path, description: Foreign) -> tuple[Mapping[str, Any], 
 def _shards(
     stored: Mapping[str, Stored], chunks: Mapping[str, list[Chunk]]
 ) -> tuple[dict[str, Shards], int]:
-    """Every parameter's tensor, by canonical name, and how many layers there are. `stored` is by
-    the parameter's key, `chunks` by the tensor's own.
+    """Canonical name -> stored tensor for every parameter, and the number of layers. `stored` is
+    keyed by the parameter's name, also for optimizer state, while `chunks` is keyed by the tensor's
+    own name.
     """
     shards: dict[str, Shards] = {}
     layers = 0
@@ -229,7 +241,9 @@ def _state(
     common: Mapping[str, Any],
     file: Path,
 ) -> State:
-    """Optimizer state: each tensor has the shape of its parameter, padding included."""
+    """Find the optimizer state: moments and masters by parameter. A state that cannot be read is
+    returned as State(unread=reason), so that the weights can still be.
+    """
     found: dict[str, dict[str, Stored]] = {}
     for own, one in stored.items():
         if FLAT.fullmatch(own):
@@ -258,7 +272,7 @@ def _state(
 
 
 def _states(folder: Path, description: Foreign) -> States:
-    """States of products, which are no tensors: one for each layer or expert of a stack."""
+    """Find every fp8 `_extra_state`: canonical name of its weight -> expert -> its places."""
     found: dict[str, dict[int, list[Kept]]] = {}
     for key, where in description.others.items():
         shard = SHARD.fullmatch(key)
@@ -280,8 +294,9 @@ def _states(folder: Path, description: Foreign) -> States:
 
 
 def updates(common: Mapping[str, Any], file: Path) -> int | None:
-    """How many the optimizer has made, as it says itself, in its groups or once for all, else as
-    many as iterations. Raises ValueError where its parts differ, or where that is no count.
+    """Number of updates of the optimizer, from its parameter groups or its common_step, else the
+    number of iterations. Raises ValueError where parts of the model have different counts, or a
+    count is not one.
     """
     own = common.get("optimizer", {})
     own = own if isinstance(own, Mapping) else {}
@@ -298,7 +313,9 @@ def updates(common: Mapping[str, Any], file: Path) -> int | None:
 
 
 def _steps(inner: Any) -> Iterator[Any]:
-    """Step counts of an optimizer of torch: of each group, or for all parameters."""
+    """Yield the step counts in a torch optimizer's state: one per parameter group, and
+    `common_step`.
+    """
     if not isinstance(inner, Mapping):
         return
     groups, state = inner.get("param_groups", ()), inner.get("state", {})
@@ -309,7 +326,9 @@ def _steps(inner: Any) -> Iterator[Any]:
 
 
 def _number(step: Any, file: Path) -> int:
-    """A count, which may lie as a tensor. Raises ValueError for what is none."""
+    """Return a step count as int; it may be stored as a tensor of one element. Raises ValueError
+    for anything that is not a count.
+    """
     if isinstance(step, StoredView) and step.shape in ((), (1,)):
         step = step.locate("step", file).read().item()
     if isinstance(step, int | float) and not isinstance(step, bool):
@@ -319,8 +338,8 @@ def _number(step: Any, file: Path) -> int:
 
 
 def _name_pieces(key: str, whole: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(a rank's name, indices in the first dims) of each tensor that a stored one is, which is of
-    the parameter `key`.
+    """Yield (name as in a rank's file, indices in the first dims) of each tensor that `whole`, the
+    stack for parameter `key`, contains: one per layer and expert.
     """
     match = LAYERED.fullmatch(key)
     if match is None:
@@ -342,8 +361,9 @@ def _name_pieces(key: str, whole: Stored) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def _count_index(whole: Stored, sizes: list[int], said: str | None) -> Sequence[int]:
-    """The numbers of layers or experts: the one that a name says, or those of the first dim that is
-    left. Raises Refused where there are more than any model has.
+    """Layer or expert numbers of a stack: only `said` where the name has a number, else all of the
+    first dim, which is removed from `sizes`. Raises Refused where there are more than any model
+    has.
     """
     if said is not None:
         return [int(said)]
@@ -356,8 +376,8 @@ def _count_index(whole: Stored, sizes: list[int], said: str | None) -> Sequence[
 
 
 def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
-    """Chunks of each tensor. Raises Refused for a file that is missing, or ends before its chunks
-    do.
+    """Tensor name -> its chunks. Raises Refused for a file that is missing, or shorter than its
+    chunks say.
     """
     found: dict[str, list[Chunk]] = {key: [] for key in description.tensors}
     ends: dict[Path, int] = {}
@@ -380,7 +400,9 @@ def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
 
 
 def group_by_index(chunks: Sequence[Chunk], dims: int) -> dict[tuple[int, ...], list[Chunk]]:
-    """Indices in the first `dims` -> the chunks that have them."""
+    """Group chunks by their indices in the first `dims` dims (layer, expert); a chunk of several
+    layers is in each of their groups.
+    """
     found: dict[tuple[int, ...], list[Chunk]] = {}
     for chunk in chunks:
         first = zip(chunk.offsets[:dims], chunk.sizes[:dims], strict=True)

@@ -38,8 +38,8 @@ OPTIMIZER = "optimizer.state."
 
 
 class FileEntry(NamedTuple):
-    """An entry of a file: a part, which lies at `at` in a tensor of shape `whole`, or a value that
-    is no tensor, without a dtype.
+    """Entry of a file: a part of a tensor of shape `whole`, which lies at offsets `at`; or a value
+    that is not a tensor (dtype None).
     """
 
     key: str
@@ -52,29 +52,30 @@ class FileEntry(NamedTuple):
 
 @dataclass
 class File:
-    """A file of numbers, open, and all that lies in it."""
+    """An open .distcp file and the entries written to it so far."""
 
     stream: BinaryIO
     name: str
     held: list[FileEntry] = field(default_factory=list)
 
     def tensor(self, key: str, shape: tuple[int, ...], at: tuple[int, ...], part: Tensor) -> None:
-        """A part, which lies at `at` in the tensor `key` of this shape."""
+        """Append `part`, which lies at offsets `at` in the tensor `key` of the full `shape`."""
         place = self._append(part)
         self.held.append(FileEntry(key, place, part.dtype, shape, at, tuple(part.shape)))
 
     def value(self, key: str, value: Any) -> None:
-        """Add a value that is no tensor."""
+        """Append a value that is not a tensor."""
         self.held.append(FileEntry(key, self._append(value)))
 
     def _append(self, value: Any) -> Place:
+        """Append an object as torch.save writes it; return its place in the file."""
         start = self.stream.tell()
         torch.save(value, self.stream)
         return Place(self.name, start, self.stream.tell() - start)
 
 
 def description(held: Iterable[FileEntry]) -> bytes:
-    """Description of all entries of the files."""
+    """Pickled DCP metadata (.metadata) of all entries: shapes, dtypes and the place of each part."""
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
     for one in held:
@@ -94,9 +95,10 @@ def description(held: Iterable[FileEntry]) -> bytes:
 
 @dataclass(frozen=True)
 class TorchDistWriter:
-    """Writes the checkpoint of the parameters that `read(name)` returns, a file per layer, the
-    files in parallel (convert.ModelWriter). `iteration` None or 0: a release. `plan` is of one
-    rank. `state` is written beside the weights, in the dtypes that it has.
+    """Writes a torch_dist checkpoint, one file per layer, files in parallel (see
+    convert.ModelWriter). `read(name)` returns one of our parameters. `plan` is for a single rank.
+    `iteration` None or 0: saved as a release. `state`: optimizer state to write too, in its own
+    dtypes.
     """
 
     plan: Plan
@@ -107,23 +109,28 @@ class TorchDistWriter:
 
     @property
     def tensors(self) -> int:
+        """Number of weight tensors that are written."""
         return len(self.plan.entries)
 
     @property
     def scales(self) -> Scales:
+        """fp8 scales as they read back: weights that Megatron multiplies as one share the scale."""
         return scaling.share_scales(self.plan.scales, self.plan.entries)
 
     @property
     def _name(self) -> str:
+        """Name of the checkpoint's folder."""
         return folders.names(self.iteration)[0]
 
     def write(self, folder: Path, pool: LayerPool) -> None:
+        """Write the .distcp files, then .metadata, common.pt and metadata.json, into `folder`."""
         where = folder / self._name
         where.mkdir()
         layers = group_by_layer(self.plan.entries.items(), lambda item: item[1].ours[0])
         held: list[list[FileEntry]] = [[] for _ in layers]
 
         def write_file(number: int, advance: Advance) -> None:
+            """Write file `number`, which holds one group of tensors: those of one layer."""
             name = f"__{number}_0.distcp"
             with open(where / name, "xb") as stream:
                 file = File(stream, name, held[number])
@@ -141,7 +148,9 @@ class TorchDistWriter:
         )
 
     def _write_one(self, file: File, canonical: str, entry: StoredTensor) -> None:
-        """And its moments."""
+        """Write a stored tensor with its fp8 states and, for trained parameters, its optimizer
+        state.
+        """
         plan, kinds = self.plan, {} if self.state is None else self.state.kinds
         leaf, lying = plan.tree.leaves[entry.ours[0]], _stack_place(plan, canonical)
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -155,18 +164,23 @@ class TorchDistWriter:
             del moment
 
     def write_sidecars(self, folder: Path) -> None:
+        """Write the tracker, latest_checkpointed_iteration.txt, which names the checkpoint; nothing
+        else.
+        """
         (folder / folders.TRACKER).write_text(folders.names(self.iteration)[1])
 
     def open_written(self, folder: Path, sidecars: Path) -> Megatron:
-        """Open it by its options: a config.json beside them would take precedence."""
+        """Open what was written by its `args` alone; the sidecar folder is not used, as a
+        config.json would take precedence over them.
+        """
         return open_torch_dist(folder / self._name, rows=self.plan.tree.vocab_size)
 
 
 def _common(
     plan: Plan, dtype: torch.dtype, iteration: int | None, state: Moments | None
 ) -> dict[str, Any]:
-    """Values that are no tensors. Groups of parameters have the count of updates and nothing else:
-    rates and decays are decided by the run that resumes.
+    """Content of common.pt: what is not a tensor (args, iteration). The optimizer's parameter
+    groups hold the update count only: learning rate and decay come from the run that resumes.
     """
     content: dict[str, Any] = {"singleton_local_shards": False}
     common = {
@@ -184,8 +198,9 @@ def _common(
 def _read_entry(
     plan: Plan, entry: StoredTensor, read: Callable[[str], Tensor], padding: bool
 ) -> Tensor:
-    """Read an entry as one tensor. The rows behind a vocabulary are its last one again, or, without
-    `padding`, zeros: a moment that has seen no gradient.
+    """Read our parameters with `read` and build the stored tensor. Padding rows of a vocabulary are
+    copies of the last row, or zeros without `padding`, as for moments, whose padding never had a
+    gradient.
     """
     whole = join_stored(entry.rule, [read(ours) for ours in entry.ours])
     if not plan.share(entry).padded:
@@ -198,8 +213,8 @@ def _read_entry(
 
 @dataclass(frozen=True)
 class StackPlace:
-    """Place of a tensor: each layer of a model with experts is an entry of its own to Megatron, and
-    the layers of other models are one stack.
+    """Key of a tensor in the checkpoint, and its index in a stack of layers. Megatron stacks the
+    layers of a dense model into one tensor; in a model with experts each layer is its own.
     """
 
     key: str
@@ -209,13 +224,16 @@ class StackPlace:
     """Size of the stack."""
 
     def write(self, file: File, prefix: str, whole: Tensor) -> None:
+        """Write the tensor as one layer of its stack, under `prefix` + key (the prefix is that of
+        an optimizer state, or empty).
+        """
         part = whole[(None,) * len(self.index)]
         shape, at = (*self.count, *whole.shape), (*self.index, *(0,) * whole.ndim)
         file.tensor(prefix + self.key, shape, at, part.contiguous().clone())
 
     def states(self, file: File, experts: int, known: Sequence[Scaling]) -> None:
-        """Write the states beside the weight of a product, of each expert its own; empty, where
-        nothing is known.
+        """Write the fp8 `_extra_state` that belongs to the weight, one per expert; empty ones where
+        `known` is. Nothing for tensors that are not weights of a linear layer.
         """
         product = PRODUCT.fullmatch(self.key)
         if product is None:
@@ -229,7 +247,7 @@ class StackPlace:
 
 
 def _stack_place(plan: Plan, name: str) -> StackPlace:
-    """Place of a tensor by its canonical name."""
+    """Key and stack index of a tensor by its canonical name."""
     parsed = names.canonical(name)
     assert parsed is not None
     if parsed.layer is None:
@@ -249,7 +267,9 @@ def _state(
     count: tuple[int, ...],
     known: Sequence[Scaling],
 ) -> None:
-    """The `_extra_state` of one of so many modules of that name, empty where nothing is known."""
+    """Write a module's `_extra_state` (fp8 scaling of its products) at `index` of a stack of
+    `count` modules; empty where nothing is `known`.
+    """
     content = None
     if known:
         content = torch.frombuffer(bytearray(scaling.write_extra_state(known)), dtype=torch.uint8)

@@ -43,7 +43,7 @@ PRODUCT = re.compile(r"(.*\.linear_\w+\.)weight")
 
 @dataclass(frozen=True)
 class Ranks:
-    """How a checkpoint is divided. Raises ValueError for less than one of anything."""
+    """Parallel sizes of the checkpoint to write. Raises ValueError for a size below 1."""
 
     tp: int = 1
     pp: int = 1
@@ -61,6 +61,7 @@ class Ranks:
 
     @property
     def sizes(self) -> Sizes:
+        """The sizes that rank folders are named by."""
         return Sizes(self.tp, self.pp, self.ep)
 
     @property
@@ -69,7 +70,9 @@ class Ranks:
         return self.pp * self.virtual_stages
 
     def check(self, tree: ModelSpec) -> None:
-        """Raises ValueError, with the numbers and the option, where it does not divide the tree."""
+        """Raises ValueError, naming the option and a divisor, where a size does not divide what it
+        shards: heads and widths by tp, experts by ep, layers by pp x virtual stages.
+        """
         for leaf in tree.leaves.values():
             for cut in leaf.shards:
                 if cut.axis == "tp" and not cut.uneven and cut.units % self.tp:
@@ -85,7 +88,9 @@ class Ranks:
             )
 
     def _check_experts(self, numbers: set[int]) -> None:
-        """Check that ep divides each of the numbers of experts that layers have."""
+        """Raises ValueError where ep does not divide each of the numbers of experts, or the model
+        has none.
+        """
         if self.ep > 1 and not numbers:
             raise ValueError(f"--ep is {self.ep}, but the model has no experts: leave it out")
         for number in numbers:
@@ -98,8 +103,8 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a tensor: a stage, and its name in the files there; of one of experts the rank of
-    ep, which has some of them, and their names.
+    """Place of a tensor in the checkpoint: pipeline rank and its names in the files there; of
+    experts also the ep rank, and one name per expert.
     """
 
     pp: int
@@ -108,13 +113,14 @@ class Place:
     """None: every rank of ep has it."""
 
     def lies_on(self, pp: int, ep: int) -> bool:
+        """True if the files of pipeline rank `pp` and expert rank `ep` hold the tensor."""
         return self.pp == pp and self.ep in (None, ep)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is written, before a tensor is read. Raises as `arguments.new`, `Ranks.check`
-    and `names.weights`.
+    """All files, names and shapes that are written, known before a tensor is read. Raises as
+    `arguments.new`, `Ranks.check` and `names.weights`.
     """
 
     tree: ModelSpec
@@ -131,9 +137,15 @@ class Plan:
 
     @cached_property
     def entries(self) -> dict[str, StoredTensor]:
+        """Tensors to write: canonical name -> which of our parameters it holds, and how they are
+        rearranged.
+        """
         return names.weights(self.tree, VERSION)
 
     def _check_latents(self) -> None:
+        """Raises ValueError where tp does not divide the rows of latent attention's
+        down-projections, in dialects that shard them.
+        """
         for name, entry in self.entries.items():
             if self.dialect.cuts_down and names.DOWN.fullmatch(name):
                 if entry.shape[0] % self.ranks.tp:
@@ -144,18 +156,21 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Rows of the vocabulary, padding included."""
+        """Rows of the embedding as written: the vocabulary padded to a multiple of 128 tp, as
+        Megatron does by default.
+        """
         of = PADDED_TO * self.ranks.tp
         return -(-self.tree.vocab_size // of) * of
 
     def share(self, entry: StoredTensor) -> Share:
+        """How tp ranks shard a stored tensor."""
         if self.dialect.cuts_down and names.DOWN.fullmatch(entry.hf):
             return Share(0)
         return shares.share(entry, self.tree.leaves[entry.ours[0]])
 
     def places(self, name: str) -> list[Place]:
-        """Places of a tensor by its canonical name: of a tied embedding two, where there are
-        stages, and of experts one on each rank of ep, in order.
+        """Places of a tensor by its canonical name: two for a tied embedding where pp > 1 (first
+        and last stage), one per ep rank for experts, else one.
         """
         parsed = names.canonical(name)
         assert parsed is not None
@@ -175,15 +190,20 @@ class Plan:
         return [self._place(0 if first else last, [spell(name)])]
 
     def _place(self, stage: int, own: list[str]) -> Place:
-        """Stages lie over the ranks in order, and again in order for the next chunk."""
+        """Place of tensors named `own` in a stage. Stage s lies on pipeline rank s mod pp, in its
+        chunk s // pp (interleaved).
+        """
         chunk, pp = divmod(stage, self.ranks.pp)
         return Place(pp, tuple(f"{self._key(chunk)}.{name}" for name in own))
 
     def _key(self, chunk: int) -> str:
+        """Key of a chunk's tensors in a rank's file."""
         return "model" if self.ranks.virtual_stages == 1 else f"model{chunk}"
 
     def specs(self, pp: int, ep: int, dtype: torch.dtype) -> dict[str, Spec]:
-        """Spec of each tensor that a rank of tp holds there, by its full name in the file."""
+        """Shape and dtype of each tensor that every tp rank holds at (pp, ep), by its full name in
+        the file.
+        """
         found, wide = {}, torch.promote_types(dtype, torch.float32)
         for name, entry in self.entries.items():
             share, precise = self.share(entry), self.tree.leaves[entry.ours[0]].precise
@@ -196,8 +216,9 @@ class Plan:
         return found
 
     def states(self, pp: int, ep: int) -> dict[str, bytes | None]:
-        """Bytes of each `_extra_state` there, by its full name, beside the weights of products;
-        None: it is empty.
+        """Content of each `_extra_state` at (pp, ep), by its full name: the fp8 scaling state of a
+        module with a weight, None where it is empty. No entries in dialects without Transformer
+        Engine's modules.
         """
         if not self.dialect.stateful:
             return {}
@@ -221,7 +242,9 @@ class Plan:
         }
 
     def values(self, pp: int, ep: int, dtype: torch.dtype, iteration: int) -> dict[str, Any]:
-        """Content of the file of a rank there, with a Spec for each tensor."""
+        """Content of a rank's file at (pp, ep): args, iteration and, in place of each tensor, its
+        Spec.
+        """
         values: dict[str, Any] = {
             "args": argparse.Namespace(**self.args(dtype, iteration)),
             "checkpoint_version": VERSION,
@@ -242,9 +265,10 @@ class Plan:
         return values
 
     def _way(self, full: str) -> list[str]:
-        """Keys to a tensor: the older classes have mappings of modules, of which the one with all
-        layers holds names as they are; those of the core have one.
+        """Path of keys to a tensor in the file. The legacy classes nest a mapping per module, down
+        to one flat mapping for all layers; Megatron-Core has one flat mapping.
         """
+        # model.decoder.layers... -> ["model", "decoder.layers..."]
         key, _, name = full.partition(".")
         if not self.dialect.legacy:
             return [key, name]
@@ -254,6 +278,9 @@ class Plan:
         return [key, *name.split(".")]
 
     def args(self, dtype: torch.dtype, iteration: int) -> dict[str, Any]:
+        """Options under `args` in every file: those of the model (arguments.new), of the parallel
+        sizes, and what Megatron requires to load a checkpoint.
+        """
         ranks, te = self.ranks, self.dialect.grouped
         virtual = ranks.virtual_stages if ranks.virtual_stages > 1 else None
         per = self.tree.layers // ranks.stages
@@ -286,13 +313,15 @@ class Plan:
 
 
 def _is_expert(name: str) -> bool:
+    """True for the canonical name of a tensor of routed experts."""
     return ".mlp.experts." in name
 
 
 @dataclass(frozen=True)
 class MegatronWriter:
-    """Writes the checkpoint of the parameters that `read(name)` returns, the pipeline stages in
-    parallel (convert.ModelWriter). `iteration` None or 0: a release.
+    """Writes a checkpoint as a folder per rank, pipeline stages in parallel (see
+    convert.ModelWriter). `read(name)` returns one of our parameters. `iteration` None or 0: saved
+    as a release.
     """
 
     plan: Plan
@@ -302,27 +331,33 @@ class MegatronWriter:
 
     @property
     def tensors(self) -> int:
+        """Number of tensors that are written, over all ranks."""
         ranks = self.plan.ranks
         files = product(range(ranks.pp), range(ranks.ep))
         return ranks.tp * sum(len(self.plan.specs(pp, ep, self.dtype)) for pp, ep in files)
 
     @property
     def scales(self) -> Scales:
+        """fp8 scales as they read back: weights that Megatron multiplies as one share the scale."""
         return scaling.share_scales(self.plan.scales, self.plan.entries)
 
     @property
     def _name(self) -> str:
+        """Name of the checkpoint's folder."""
         return folders.names(self.iteration)[0]
 
     def write(self, folder: Path, pool: LayerPool) -> None:
+        """Write the files of all ranks into `folder`, a pipeline stage per task of `pool`."""
+
         def write_stage(pp: int, advance: Advance) -> None:
+            """Write the files of pipeline rank `pp`."""
             self._write_stage(folder / self._name, pp, advance)
 
         pool.run(write_stage, range(self.plan.ranks.pp))
 
     def _write_stage(self, folder: Path, pp: int, advance: Advance) -> None:
-        """Write the files of a pipeline stage. All of them are open at once, and each tensor is
-        read once for all.
+        """Write the files of all tp and ep ranks of a pipeline rank. All are open at once, so that
+        each tensor is read only once.
         """
         plan = self.plan
         with ExitStack() as stack:
@@ -346,10 +381,13 @@ class MegatronWriter:
                 file.close()
 
     def write_sidecars(self, folder: Path) -> None:
+        """Write the tracker, latest_checkpointed_iteration.txt, which names the checkpoint."""
         (folder / folders.TRACKER).write_text(folders.names(self.iteration)[1])
 
     def open_written(self, folder: Path, sidecars: Path) -> Megatron:
-        """Open it by its `args`: a config.json beside them would take precedence."""
+        """Open what was written by its `args` alone; the sidecar folder is not used, as a
+        config.json would take precedence over them.
+        """
         return open_megatron(folder / self._name, rows=self.plan.tree.vocab_size)
 
 
@@ -374,5 +412,6 @@ def _write_shares(
             parts = [held] if place.ep is None else held.chunk(plan.ranks.ep)[place.ep]
             for name, part in zip(place.names, parts, strict=True):
                 files[tp, ep].write(name, part)
+            # experts of an ep rank are separate tensors: each counts
             written += len(parts)
     return written

@@ -22,13 +22,15 @@ RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
 
 
 def is_megatron(folder: Path) -> bool:
-    """True if a folder is meant as one, or as a folder of several. Raises Refused as `newest`."""
+    """True if a folder has rank folders (mp_rank_*), or a tracker that names one which has. Raises
+    Refused as `newest`.
+    """
     return bool(ranks(folder)) or (folder / TRACKER).is_file() and bool(ranks(newest(folder)))
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint that a folder stands for: itself, or the one that its tracker names. Raises
-    ValueError where that is not there.
+    """Return the folder itself if it has rank folders or no tracker, else the checkpoint that its
+    tracker names. Raises ValueError where that is not there.
     """
     if ranks(folder) or not (folder / TRACKER).is_file():
         return folder
@@ -42,8 +44,8 @@ def newest(folder: Path) -> Path:
 
 
 def names(iteration: int | None) -> tuple[str, str]:
-    """Names of a checkpoint that is written: its folder, and the content of the tracker. A model
-    without updates is a release: Megatron reads no tracker that says 0.
+    """Return (folder name of a checkpoint, content of the tracker). Without updates it is
+    "release", as Megatron reads no tracker that says 0.
     """
     if not iteration:
         return RELEASE, RELEASE
@@ -51,13 +53,13 @@ def names(iteration: int | None) -> tuple[str, str]:
 
 
 def ranks(folder: Path) -> list[Path]:
-    """The folders of ranks in a checkpoint."""
+    """Folders of ranks in a checkpoint, sorted by name."""
     return sorted(p for p in folder.glob("mp_rank_*") if RANK.fullmatch(p.name))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Ranks of each axis."""
+    """Number of ranks along each parallel axis."""
 
     tp: int
     pp: int
@@ -65,19 +67,19 @@ class Sizes:
 
     @property
     def words(self) -> str:
-        """For a person."""
+        """Sizes for a report, such as "tp 2, pp 4"; axes of size 1 are left out, except tp."""
         return ", ".join(f"{n} {size}" for n, size in vars(self).items() if n == "tp" or size > 1)
 
     def name(self, tp: int, pp: int, ep: int) -> str:
-        """Name of the folder of a rank."""
+        """Folder name of the rank at (tp, pp, ep); axes of size 1 do not occur in it."""
         name = f"mp_rank_{tp:02d}"
         name += f"_{pp:03d}" if self.pp > 1 else ""
         return name + (f"_{ep:03d}" if self.ep > 1 else "")
 
 
 def sizes(folder: Path, args: Mapping[str, Any]) -> Sizes:
-    """Sizes that `args` state, and where they state none, those of the folders that there are.
-    Raises ValueError where a rank has no folder, or a folder no rank.
+    """Parallel sizes that `args` state, or else as many as there are rank folders. Raises
+    ValueError where a rank has no folder, or there are more folders than ranks.
     """
     names = {path.name for path in ranks(folder)}
     numbers = [
@@ -105,7 +107,7 @@ def sizes(folder: Path, args: Mapping[str, Any]) -> Sizes:
 
 
 def weights_file(folder: Path) -> Path:
-    """File with the weights of a rank. Raises ValueError where there is none."""
+    """File with the weights in a rank's folder. Raises ValueError where there is none."""
     for name in WEIGHTS:
         if (folder / name).is_file():
             return folder / name

@@ -31,8 +31,9 @@ HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 def rules(tree: ModelSpec, version: float = 3.0) -> list[Rule]:
-    """Weight rules by Megatron-Core's names, for a checkpoint with the layout of q, k, v of
-    `version`. Raises ValueError for a tree whose layers it has no names for.
+    """Weight rules between Megatron-Core's names and ours. `version`: the checkpoint_version, which
+    decides how q, k and v are interleaved. Raises ValueError for a tree whose layers have no names
+    in Megatron.
     """
     ours = "layers.{}."
     gate_up = ("gate", "up")
@@ -63,11 +64,12 @@ def rules(tree: ModelSpec, version: float = 3.0) -> list[Rule]:
 
 
 def _split_gate(hf: str, ours: str) -> Split:
+    """Rule of the fused [gate; up] weight under prefix `hf`, each half sharded by itself."""
     return Split(hf + "linear_fc1", (ours + "gate", ours + "up"), 1, (1, 1), shard_parts=True)
 
 
 def _mlp(tree: ModelSpec, hf: str, ours: str) -> list[Rule]:
-    """Rules of the layers without experts, which are all gated or all plain."""
+    """Rules of dense MLP layers. Raises ValueError where some layers are gated and some are not."""
     gated = {block.mlp.gated for block in tree.blocks if isinstance(block.mlp, MLPSpec)}
     if len(gated) > 1:
         raise ValueError(
@@ -78,7 +80,7 @@ def _mlp(tree: ModelSpec, hf: str, ours: str) -> list[Rule]:
 
 
 def _mixer(tree: ModelSpec, version: float) -> list[Rule]:
-    """Rules of all mixers but their output. Raises ValueError as `_qkv`."""
+    """Rules of all attention weights except the output projection. Raises ValueError as `_qkv`."""
     if all(isinstance(block.mixer, LatentAttentionSpec) for block in tree.blocks):
         return [Rename(f"{LAYER}{stored}", f"layers.{{}}.attn.{ours}") for stored, ours in LATENT]
     return [
@@ -100,7 +102,9 @@ LATENT = (
 
 
 def _qkv(tree: ModelSpec, version: float) -> Split:
-    """Raises ValueError for layers of another mixer, or of unlike heads."""
+    """Rule of the fused q, k, v weight. Raises ValueError for layers with other mixers or unequal
+    heads, and for grouped queries before checkpoint version 2.
+    """
     mixers = [block.mixer for block in tree.blocks]
     heads = {(m.heads, m.kv_heads, m.head_size) for m in mixers if isinstance(m, AttentionSpec)}
     if len(heads) != 1 or not all(isinstance(m, AttentionSpec) for m in mixers):
@@ -121,15 +125,15 @@ def _qkv(tree: ModelSpec, version: float) -> Split:
 
 
 def weights(tree: ModelSpec, version: float = 3.0) -> dict[str, StoredTensor]:
-    """Canonical name -> what it holds. Raises ValueError as `rules`, and KeyError for parameters
-    that no rule makes.
+    """Canonical name -> which of our parameters the tensor holds. Raises ValueError as `rules`, and
+    KeyError for parameters without a rule.
     """
     return entries(rules(tree, version), tree.shapes, tree.layers)
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """Names of the tensors in one generation of the code."""
+    """Tensor names in one generation of Megatron's code."""
 
     layers: str = "decoder.layers."
     ends: Mapping[str, str] = field(default_factory=dict)
@@ -158,8 +162,10 @@ class Dialect:
         block: BlockSpec | None = None,
         expert: int | None = None,
     ) -> str:
-        """A canonical name; of a layer, the one within it, its number in its file, and what it is:
-        the norm before experts is joined to no product.
+        """Return a canonical name as this dialect spells it. In a layer, `name` is the part after
+        the layer's number; `layer` is counted in its file, and `block` decides where norms are:
+        Transformer Engine fuses them with the next linear layer, but not the norm before experts.
+        `expert`: its number on the rank.
         """
         if layer is None or block is None:
             return _replace_start(name, self.ends)
@@ -176,6 +182,7 @@ class Dialect:
 
 
 def _replace_start(name: str, starts: Mapping[str, str]) -> str:
+    """Replace the first prefix of `starts` that the name has; the name itself where it has none."""
     for start, own in starts.items():
         if name.startswith(start):
             return own + name.removeprefix(start)
@@ -250,7 +257,7 @@ IGNORED = re.compile(r"(?:.*\.)?(?:_extra_state|rotary_pos_emb\.inv_freq|rotary_
 
 @dataclass(frozen=True)
 class Name:
-    """A stored tensor's, in canonical words."""
+    """A stored tensor's canonical name, in parts."""
 
     start: str
     """Before the layer's number."""
@@ -259,13 +266,13 @@ class Name:
     expert: int | None = None
 
     def with_layers_before(self, layers: int) -> str:
-        """Name in the whole model, where so many layers come before those of its own file."""
+        """Full name in the whole model, where `layers` layers precede those of its file."""
         return self.rest if self.layer is None else f"{self.start}{self.layer + layers}.{self.rest}"
 
 
 def canonical(stored: str) -> Name | None:
-    """The canonical name of one of any dialect, layer and expert counted as in its own file; None:
-    of no parameter.
+    """Parse a stored name of any dialect; layer and expert are counted as in its own file. None for
+    names that hold no parameter, such as `_extra_state`.
     """
     if IGNORED.fullmatch(stored):
         return None
@@ -283,6 +290,7 @@ def canonical(stored: str) -> Name | None:
 
 
 def _first(spellings: tuple[tuple[str, str], ...], name: str) -> str:
+    """Replace the first of `spellings` (pattern, canonical prefix) that the name starts with."""
     for pattern, canonical_start in spellings:
         if found := re.match(pattern, name):
             return canonical_start + name[found.end() :]

@@ -140,11 +140,12 @@ OF_OLDER = frozenset(("openai_gelu", "onnx_safe"))
 
 
 class Said(dict[str, Any]):
-    """Options by name, of which those that are not given are None."""
+    """Options by name; options that were not given are None."""
 
     def __missing__(self, name: str) -> None:
+        """None: the option was not given."""
         return None
 
     def first(self, *names: str, default: Any = None) -> Any:
-        """Value of the first of `names` that is given."""
+        """Value of the first of `names` that is given, else `default`."""
         return next((self[name] for name in names if self[name] is not None), default)

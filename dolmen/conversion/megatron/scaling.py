@@ -38,8 +38,9 @@ TENSORS = ("amax_history_fwd", "scale_fwd", "amax_history_bwd", "scale_bwd")
 
 
 def read_extra_state(state: bytes, where: Path) -> list[Scaling]:
-    """Scales of each product of a module; none where it has multiplied by no delayed scales.
-    `where`: the file that the bytes were found in. Raises Refused.
+    """Decode a module's `_extra_state`: the scaling state of each of its products, empty where it
+    has not used delayed scaling. `where`: file that the bytes are from, for errors. Raises Refused
+    for shapes that do not fit each other and for scales that are not positive and finite.
     """
     if not state:
         return []
@@ -65,6 +66,8 @@ def read_extra_state(state: bytes, where: Path) -> list[Scaling]:
             raise refuse(where, f"holds a state whose {name} is not positive and finite: no scale")
     return [
         Scaling(
+            # ours are input, weight, output's gradient; theirs has unused columns for the output
+            # and the input's gradient
             torch.cat((histories[:, 3 * i : 3 * i + 2], back[:, 2 * i : 2 * i + 1]), 1),
             torch.cat((scales[3 * i : 3 * i + 2], back_scales[2 * i : 2 * i + 1])),
         )
@@ -73,8 +76,9 @@ def read_extra_state(state: bytes, where: Path) -> list[Scaling]:
 
 
 def write_extra_state(products: Iterable[Scaling]) -> bytes:
-    """The inverse, as Transformer Engine 1.x wrote it and every later one reads it: without its
-    recipe, which it then takes for DelayedScaling.
+    """Encode scaling states as an `_extra_state`, the inverse of `read_extra_state`, as Transformer
+    Engine 1.x wrote it and every later version reads it. Without a recipe, which is then taken as
+    DelayedScaling.
     """
     products = list(products)
     steps = products[0].history.shape[0]
@@ -94,7 +98,7 @@ STATE = re.compile(r"(?P<module>.+\.)_extra_state(?P<number>\d{0,6})")
 
 @dataclass(frozen=True)
 class Kept:
-    """An `_extra_state`, where it lies."""
+    """Place of an `_extra_state`: a value of a pickle, or an archive inside a file."""
 
     file: Path
     value: Any = None
@@ -102,7 +106,9 @@ class Kept:
     """Position and length of the archive in the file that has the value, alone in a list."""
 
     def read(self) -> list[Scaling]:
-        """Scaling of each product of the module. Raises Refused."""
+        """Read the scaling state of each product of the module; empty where there is none. Raises
+        Refused where it is not bytes.
+        """
         value = self.value
         if self.part is not None:
             value = torch_files.load_part(self.file, *self.part)
@@ -127,7 +133,9 @@ States = Mapping[str, Mapping[int, list[Kept]]]
 
 
 def product(stored: str) -> Name | None:
-    """The canonical name of the weight that a state lies beside; None: it is the name of none."""
+    """Canonical name of the weight next to which an `_extra_state` is stored; None if `stored`
+    names no such state.
+    """
     found = STATE.fullmatch(stored)
     if found is None:
         return None
@@ -145,8 +153,8 @@ def place(
     experts: int,
     found: dict[str, dict[int, list[Kept]]],
 ) -> None:
-    """Adds the states of a chunk to `found`: of the rank `at` (tp, pp, ep), which has so many
-    `experts`, where layers `before` come first.
+    """Add the `_extra_state` entries in `held`, the chunk of the rank at (tp, pp, ep), to `found`.
+    `before`: number of layers in front of the chunk; `experts`: number on this rank.
     """
     for stored, value in torch_files.leaves(held):
         name = product(stored)
@@ -161,8 +169,8 @@ def place(
 def read_scales(
     states: States, entries: Mapping[str, StoredTensor], tree: ModelSpec
 ) -> dict[str, Scaling]:
-    """Scaling of each weight of a product. Raises Refused for states that are none, or do not
-    belong to these weights.
+    """Scaling state of each of our weights that has one. Raises Refused for malformed states, and
+    for numbers of experts or ranks that do not fit the weights.
     """
     found: dict[str, Scaling] = {}
     for name, entry in entries.items():
@@ -174,7 +182,9 @@ def read_scales(
 
 
 def _join_scaling(name: str, kept: Mapping[int, list[Kept]], leaf: ParamSpec) -> Scaling | None:
-    """Scaling of a weight from those of all ranks and experts."""
+    """Join the states of one weight from all tp ranks (largest amax) and experts (stacked); None
+    where all are empty. Raises Refused where ranks differ, or experts are missing.
+    """
     each: list[Scaling] = []
     for first in sorted(kept):
         ranks = [one.read() for one in kept[first]]
@@ -201,8 +211,8 @@ def _join_scaling(name: str, kept: Mapping[int, list[Kept]], leaf: ParamSpec) ->
 
 
 def products(scales: Scales, entry: StoredTensor) -> list[Scaling]:
-    """Scalings of the products that Megatron makes of an entry, one for each expert; none, where a
-    part of it has none.
+    """Scaling states of the products that Megatron makes of a stored tensor, one per expert; empty
+    where one of our parameters in it has none.
     """
     parts = [scales[name] for name in entry.ours if name in scales]
     if len(parts) < len(entry.ours):
@@ -215,7 +225,9 @@ def products(scales: Scales, entry: StoredTensor) -> list[Scaling]:
 
 
 def share_scales(scales: Scales, entries: Mapping[str, StoredTensor]) -> dict[str, Scaling]:
-    """Scales as they are read back: parts of one product of Megatron share one scale."""
+    """Scales as they are read back from Megatron: our weights that it multiplies as one product (q,
+    k, v) share one scale.
+    """
     found: dict[str, Scaling] = {}
     for entry in entries.values():
         if products(scales, entry):

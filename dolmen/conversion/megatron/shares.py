@@ -34,8 +34,9 @@ TENSOR = re.compile(r"(.*mlp\.experts\.)weight([12])")
 
 
 def split_experts(held: Mapping[str, Stored], hidden: int, experts: int) -> dict[str, Stored]:
-    """A rank's tensors, those of `experts` each by itself, [out, in], by the names that they have
-    in other classes. Raises Refused for a tensor of another size.
+    """Split GroupedMLP's stacked tensors of a rank into one [out, in] matrix per expert, named as
+    SequentialMLP does; other tensors are returned as they are. `experts`: on this rank. Raises
+    Refused where the size is not that of so many experts.
     """
     found: dict[str, Stored] = {}
     for name, stored in held.items():
@@ -51,7 +52,9 @@ def split_experts(held: Mapping[str, Stored], hidden: int, experts: int) -> dict
 def _split_stacked(
     stored: Stored, first: bool, hidden: int, experts: int
 ) -> Iterator[tuple[int, Stored]]:
-    """(expert, its matrix), where it lies."""
+    """Yield (expert, place of its matrix) of a stacked tensor, as strided views into the file.
+    `first`: of weight1, which is stored transposed.
+    """
     width, left = divmod(math.prod(stored.spec.shape), max(1, experts * hidden))
     if left or not experts or isinstance(stored, Strided):
         raise refuse(
@@ -68,7 +71,7 @@ def _split_stacked(
 
 @dataclass(frozen=True)
 class Share:
-    """Sharding of one tensor over the ranks of tp."""
+    """How the ranks of tensor parallelism shard one tensor."""
 
     dim: int | None
     """Dim that it is sharded along; None: every rank has all of it."""
@@ -78,8 +81,8 @@ class Share:
     """Ranks have rows behind the last, so that all have as many (of a vocabulary)."""
 
     def shape(self, whole: Shape, size: int) -> Shape:
-        """Shape of a rank's part, where `whole` is that of the tensor with padding. Raises
-        ValueError, with the numbers, where so many ranks cannot share it.
+        """Shape of one rank's part of a tensor of shape `whole`, padding included. Raises
+        ValueError where the dim is not divisible by blocks x `size` ranks.
         """
         if self.dim is None:
             return whole
@@ -90,30 +93,33 @@ class Share:
         return tuple(n // size if i == self.dim else n for i, n in enumerate(whole))
 
     def full_shape(self, shape: Shape, size: int) -> Shape:
-        """The inverse: of the tensor, padding included, whose ranks have this shape."""
+        """The inverse of `shape`: shape of the tensor, padding included, whose `size` ranks hold
+        parts of `shape`.
+        """
         if self.dim is None:
             return shape
         return tuple(n * size if i == self.dim else n for i, n in enumerate(shape))
 
     def cut(self, tensor: Shaped[Tensor, "*whole"], rank: int, size: int) -> Tensor:
-        """Part of `rank` of `size` of the tensor, whose padding is there."""
+        """Return the part of `rank` of `size` ranks; the tensor is padded already."""
         if self.dim is None:
             return tensor
         blocks = tensor.chunk(self.blocks, self.dim)
         return torch.cat([block.chunk(size, self.dim)[rank] for block in blocks], self.dim)
 
     def join(self, shards: Iterable[Shaped[Tensor, "*held"]]) -> Tensor:
-        """The tensor that the ranks hold, in their order."""
+        """Return the tensor whose parts, in rank order, are `shards`."""
         shards = list(shards)
         if self.dim is None or len(shards) == 1:
             return shards[0]
+        # [gate_0; up_0], [gate_1; up_1] -> [gate_0; gate_1; up_0; up_1]
         blocks = zip(*(shard.chunk(self.blocks, self.dim) for shard in shards), strict=True)
         return torch.cat([part for block in blocks for part in block], self.dim)
 
 
 def share(entry: StoredTensor, leaf: ParamSpec) -> Share:
-    """Sharding of a stored tensor, of which `leaf` is the first parameter that it holds: as our own
-    ranks shard that.
+    """Return how Megatron's tp ranks shard a stored tensor: along the dim in which ours shard
+    `leaf`, the first parameter that it holds.
     """
     cut = next((cut for cut in leaf.shards if cut.axis == "tp"), None)
     if cut is None:
@@ -122,6 +128,7 @@ def share(entry: StoredTensor, leaf: ParamSpec) -> Share:
 
 
 def _blocks(rule: Rule) -> int:
+    """Number of equal parts that are sharded one by one: 2 for [gate; up], else 1."""
     match rule:
         case Each(inner):
             return _blocks(inner)
@@ -131,6 +138,6 @@ def _blocks(rule: Rule) -> int:
 
 
 def pad(tensor: Shaped[Tensor, "*table"], rows: int) -> Tensor:
-    """Pad a table to so many rows with copies of its last one, as Megatron's own converter does."""
+    """Pad a table to `rows` rows with copies of its last row, as Megatron's own converter does."""
     more = rows - len(tensor)
     return torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])]) if more else tensor

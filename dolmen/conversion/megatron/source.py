@@ -38,7 +38,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass
 class Shards:
-    """One tensor, of which every rank of tp has a file: of experts one for each of them."""
+    """The files of one tensor: one per tensor-parallel rank, or per rank and expert."""
 
     name: str
     """Name in the first rank's file."""
@@ -46,7 +46,9 @@ class Shards:
     """Rank of tp -> expert (0 of what is of none) -> where."""
 
     def add(self, rank: int, expert: int, stored: Stored) -> None:
-        """Raises ValueError for one that is there already."""
+        """Add the stored tensor of an expert (0 without experts) on tensor-parallel `rank`. Raises
+        ValueError where that one is there already.
+        """
         one = self.held.setdefault(rank, {})
         if expert in one:
             raise ValueError(f"{stored.file} has {stored.name} twice, by another name")
@@ -54,12 +56,13 @@ class Shards:
 
     @property
     def stored(self) -> list[Stored]:
+        """Stored tensors of all ranks and experts."""
         return [one for rank in self.held.values() for one in rank.values()]
 
 
 @dataclass(frozen=True)
 class State:
-    """An optimizer's, as it lies beside the weights: nothing, where none is found."""
+    """Optimizer state stored with the weights; the defaults mean that there is none."""
 
     step: int | None = None
     """Updates that it has made, where it is told."""
@@ -71,7 +74,7 @@ class State:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of the pickles of all ranks, before a tensor is read."""
+    """What the pickles of all ranks say, before any tensor is read."""
 
     folder: Path
     args: Mapping[str, Any]
@@ -91,7 +94,9 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Raises ValueError for ranks that are missing, damaged, or not of one model."""
+    """Read the pickles of all ranks, no tensors yet. Raises ValueError for ranks that are missing,
+    damaged, of another iteration, or whose experts are sharded over another tp size than the rest.
+    """
     first, *_ = folders.ranks(folder)
     values = _values(folders.weights_file(first))
     args = values["args"].values
@@ -129,7 +134,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _values(file: Path) -> Mapping[str, Any]:
-    """Content of a rank's file. Raises Refused for one that is not what Megatron saves."""
+    """Read a rank's file: options, iteration and the places of tensors. Raises Refused for a file
+    that is not what Megatron saves.
+    """
     values = torch_files.load(file)
     if not isinstance(values, Mapping) or not _chunks(values):
         raise gate.refuse(file, "holds no `model`, which Megatron's files do")
@@ -138,7 +145,9 @@ def _values(file: Path) -> Mapping[str, Any]:
 
 
 def check_said(values: Mapping[str, Any], file: Path) -> None:
-    """Raises Refused where the options, version and iteration are not what Megatron saves."""
+    """Check the args, checkpoint version and iteration against their schemas. Raises Refused for a
+    file without args, or with values that Megatron does not save.
+    """
     args = values.get("args")
     if not isinstance(args, torch_files.Namespace):
         raise gate.refuse(file, "holds no `args`, from which the model's sizes are read")
@@ -158,6 +167,7 @@ def _chunks(values: Mapping[str, Any]) -> list[str]:
 
 
 def _is_legacy(values: Mapping[str, Any]) -> bool:
+    """True if the tensors are those of Megatron's own classes from before Megatron-Core."""
     model = values[_chunks(values)[0]]
     return isinstance(model, Mapping) and "language_model" in model
 
@@ -168,8 +178,9 @@ def _shards(
     sizes: Sizes,
     kept: dict[str, dict[int, list[Kept]]],
 ) -> tuple[dict[str, Shards], int]:
-    """Every tensor of the model, and how many layers there are; states of products are put into
-    `kept`. Raises ValueError where ranks of one stage have unlike layers.
+    """Collect every tensor of the model from all ranks: (canonical name -> files, number of
+    layers). Adds the `_extra_state` of fp8 modules to `kept`. Raises ValueError where ranks lack a
+    part of the model that others have.
     """
     found: dict[str, Shards] = {}
     before, args = 0, ranks[0, 0, 0]["args"].values
@@ -193,8 +204,9 @@ def _shards(
 def _place(
     held: Mapping[str, Stored], at: tuple[int, int, int], before: int, found: dict[str, Shards]
 ) -> int:
-    """Adds a rank's tensors of a chunk to `found`, where layers `before` come first; how many
-    layers it has.
+    """Add a rank's tensors of one chunk of layers to `found`, with layers numbered from `before`;
+    `at` is its (tp, pp, ep). Returns the number of layers in the chunk. Non-expert tensors are
+    taken from ep rank 0 only: the others have copies.
     """
     tp, _, ep = at
     here = 0
@@ -207,6 +219,7 @@ def _place(
         if name.expert is None and ep > 0:
             continue  # every rank of ep has it
         expert = 0 if name.expert is None else name.expert + ep * experts
+        # layers are numbered from 0 in each chunk, experts from 0 on each ep rank
         full = name.with_layers_before(before)
         found.setdefault(full, Shards(stored.name)).add(tp, expert, stored)
     return here
@@ -214,7 +227,7 @@ def _place(
 
 @dataclass(frozen=True)
 class Megatron(Joined):
-    """A checkpoint of Megatron; its weights are those of `model`."""
+    """A checkpoint of Megatron as a source; its weights are read as those of `model`."""
 
     checkpoint: Checkpoint
     moment: bool = False
@@ -222,10 +235,12 @@ class Megatron(Joined):
 
     @property
     def where(self) -> Path:
+        """Folder of the iteration."""
         return self.checkpoint.folder
 
     @property
     def title(self) -> str:
+        """Folder, kind and parallel sizes of the checkpoint."""
         one = self.checkpoint
         if one.kind:
             return f"{self.where}, a {one.kind} checkpoint of Megatron"
@@ -234,15 +249,20 @@ class Megatron(Joined):
 
     @property
     def iteration(self) -> int | None:
+        """Number of iterations that the checkpoint states, or None."""
         return self.checkpoint.iteration
 
     @property
     def precise(self) -> "Megatron":
+        """The source with the optimizer's fp32 masters as its weights; itself where there are none."""
         masters = self.checkpoint.state.shards.get("param")
         return self._replace_shards({**self.checkpoint.shards, **masters}) if masters else self
 
     @property
     def moments(self) -> Moments | None:
+        """AdamW's moments and update count, None where there are none. Raises ValueError where the
+        state is in a form that is not read, incomplete, or without an update count.
+        """
         state = self.checkpoint.state
         if state.unread:
             raise ValueError(f"{self.where}: {state.unread}")
@@ -258,16 +278,20 @@ class Megatron(Joined):
 
     @cached_property
     def scaling(self) -> Scales:
+        """Scales of fp8 delayed scaling, from the `_extra_state` of Transformer Engine's modules."""
         return scaling.read_scales(self.checkpoint.states, self._entries, self.tree)
 
     def _replace_shards(self, shards: Mapping[str, Shards], moment: bool = False) -> "Megatron":
-        """Other tensors of the same names and shapes."""
+        """Return the source that reads other tensors (masters or moments) by the same names and
+        shapes.
+        """
         return replace(
             self, checkpoint=replace(self.checkpoint, shards=dict(shards)), moment=moment
         )
 
     @property
     def specs(self) -> Mapping[str, Spec]:
+        """Shape and dtype of each parameter as it is read. Raises as `_checked`."""
         return {
             name: Spec(leaf.shape, self._dtype(self._holding[name].hf))
             for name, leaf in self.tree.leaves.items()
@@ -275,24 +299,34 @@ class Megatron(Joined):
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Raises ValueError too where a tied head differs from the embedding."""
+        """Yield (our name, tensor), joined from all ranks. Raises ValueError too where the last
+        stage's copy of a tied embedding differs.
+        """
         return assemble([self._entries[name] for name in self._compared], self._tensor, only)
 
     @cached_property
     def _entries(self) -> dict[str, StoredTensor]:
+        """Canonical name -> which of our parameters the tensor holds; for moments only those of
+        trained parameters.
+        """
         entries = names.weights(self.tree, self.checkpoint.version)
         if not self.moment:
             return entries
         return {name: one for name, one in entries.items() if self._is_trained(one)}
 
     def _is_trained(self, entry: StoredTensor) -> bool:
+        """True if the entry's parameters are trained, and so have moments."""
         return self.tree.leaves[entry.ours[0]].trained
 
     @cached_property
     def _holding(self) -> dict[str, StoredTensor]:
+        """Our name -> the stored tensor that holds it."""
         return {ours: entry for entry in self._entries.values() for ours in entry.ours}
 
     def _share(self, name: str) -> Share:
+        """How tp ranks shard the tensor. Latent down-projections are whole on each rank or sharded
+        by rows, depending on who saved them: their stored shape decides.
+        """
         entry = self._entries[name]
         share = shares.share(entry, self.tree.leaves[entry.ours[0]])
         if not names.DOWN.fullmatch(name):
@@ -302,7 +336,10 @@ class Megatron(Joined):
 
     @cached_property
     def _checked(self) -> dict[str, Shards]:
-        """Canonical name -> files, of what holds parameters. Raises as `specs`."""
+        """Canonical name -> files of every tensor that holds parameters, after checking that names,
+        shapes and dtypes fit the model on all ranks. A tied head's copy is checked, then left out.
+        Raises KeyError or ValueError as `specs`.
+        """
         held = dict(self.checkpoint.shards)
         tied = held.pop(names.HEAD, None) if self.tree.head.tied else None
         extra = [shards.name for name, shards in held.items() if name not in self._entries]
@@ -322,7 +359,9 @@ class Megatron(Joined):
         return {name: held[name] for name in self.checkpoint.shards if name in held}
 
     def _check(self, name: str, shards: Shards) -> None:
-        """Raises ValueError for a tensor that is not what `args` make it."""
+        """Raises ValueError where a tensor is missing on a tp rank, unequal in shape over ranks,
+        not of the shape that `args` give, or not of a floating dtype.
+        """
         entry, share, tp = self._entries[name], self._share(name), self.checkpoint.sizes.tp
         specs = {one.spec for one in shards.stored}
         experts = {tuple(sorted(rank)) for rank in shards.held.values()}
@@ -337,6 +376,7 @@ class Megatron(Joined):
         found = share.full_shape((*count, *first.spec.shape), tp)
         same = found == entry.shape
         if share.padded:
+            # the vocabulary is padded to a multiple of 128 tp
             same = found[0] >= entry.shape[0] and found[1:] == entry.shape[1:]
         if not same:
             raise ValueError(
@@ -347,11 +387,14 @@ class Megatron(Joined):
             raise ValueError(f"{shards.name} in {first.file} is {first.spec.dtype}: no weights")
 
     def _tensor(self, name: str) -> Tensor:
+        """Read a tensor, joined from all ranks; 1 is added to norm weights that are stored less 1."""
         whole = self._join(name, self._checked[name])
         return whole.to(self._dtype(name)) + 1 if self._is_shifted(name) else whole
 
     def _is_shifted(self, name: str) -> bool:
-        """True if it is the weight of a norm that is stored less 1: its gradient is the same."""
+        """True for a norm weight that is stored less 1 (zero-centered gamma). Its moments are not
+        shifted: the gradient is the same.
+        """
         leaf = self.tree.leaves[self._entries[name].ours[0]]
         return (
             not self.moment
@@ -360,7 +403,9 @@ class Megatron(Joined):
         )
 
     def _dtype(self, name: str) -> torch.dtype:
-        """Dtype of what is read: 1 + w has more digits than w."""
+        """Dtype of the tensor as it is read: at least fp32 for shifted norms, since 1 + w needs
+        more digits than w.
+        """
         stored = self._checked[name].stored[0].spec.dtype
         return torch.promote_types(stored, torch.float32) if self._is_shifted(name) else stored
 
@@ -379,8 +424,8 @@ class Megatron(Joined):
 
     @cached_property
     def _compared(self) -> dict[str, Shards]:
-        """Tensors that are checked. Raises ValueError where the last stage's copy of the embedding
-        differs.
+        """`_checked`, after comparing the last stage's copy of a tied embedding with the embedding
+        byte by byte. Raises ValueError where they differ.
         """
         tied = self.checkpoint.shards.get(names.HEAD) if self.tree.head.tied else None
         if tied is None:
@@ -396,9 +441,9 @@ class Megatron(Joined):
 
 
 def open_megatron(folder: Path, model: Model | None = None, rows: int | None = None) -> Megatron:
-    """The checkpoint in the folder of an iteration, its weights those of `model`, or else of what
-    lies beside it: a config.json, or its `args` and the vocabulary of its tokenizer, or of `rows`
-    tokens. Raises ValueError where none says the vocabulary, and as `read_checkpoint`.
+    """Open the checkpoint in the folder of an iteration. The model is `model`, else the config.json
+    next to it, else what its `args` say, with a vocabulary of `rows` tokens or of the tokenizer
+    next to it. Raises ValueError where nothing says the vocabulary, and as `read_checkpoint`.
     """
     return source_of(read_checkpoint(folder), model, rows)
 
@@ -406,7 +451,7 @@ def open_megatron(folder: Path, model: Model | None = None, rows: int | None = N
 def source_of(
     checkpoint: Checkpoint, model: Model | None = None, rows: int | None = None
 ) -> Megatron:
-    """`open_megatron`, of one that has been read."""
+    """Make a source of a checkpoint whose pickles are read; see `open_megatron`."""
     place = sidecars.place(checkpoint.folder)
     if model is None:
         model = _model(checkpoint, place, rows)
@@ -414,6 +459,10 @@ def source_of(
 
 
 def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:
+    """Return the model of the config.json in folder `place`, warning where the args differ, or else
+    build it from the args. Raises ValueError where the vocabulary is unknown or larger than the
+    embedding, or layers are missing.
+    """
     said = sidecars.config(place)
     known = sidecars.vocabulary(place, said, rows)
     embedding = checkpoint.shards.get(names.EMBEDDING)
