@@ -250,7 +250,9 @@ def overlap(chunks: Sequence[Box]) -> bool:
 
 
 def _check_places(places: Mapping, stored: dict[str, TensorStorageMetadata]) -> None:
-    """Raises unless each chunk has a place in a file of the checkpoint that is large enough for it."""
+    """Raises unless each chunk has a place in a file of the checkpoint that is large enough for
+    it.
+    """
     missing: dict[str, set] = defaultdict(set)
     for name, t in stored.items():
         missing[name] = {c.offsets for c in t.chunks}

@@ -176,7 +176,9 @@ def _parse(path: Path, content: bytes) -> dict[str, tuple[str, int]]:
 
 
 def _state(path: Path, content: bytes) -> dict:
-    """Parse the JSON object of a state.json. Raises Damaged, naming `path`, where it is malformed."""
+    """Parse the JSON object of a state.json. Raises Damaged, naming `path`, where it is
+    malformed.
+    """
     try:
         return gate.parse_json(content, path, kinds.STATE_JSON)
     except gate.Refused as error:

@@ -138,7 +138,9 @@ class RunCheckpoint(WeightsAlone):
         return {name: self._restored_spec(name, stored[name]) for name in self.tree.leaves}
 
     def _restored_spec(self, name: str, spec: Spec) -> Spec:
-        """Spec of a weight as it is read: an int8 weight is dequantised to the dtype of its scale."""
+        """Spec of a weight as it is read: an int8 weight is dequantised to the dtype of its
+        scale.
+        """
         if not self._in_eight_bits(name):
             return spec
         return replace(spec, dtype=self.checkpoint.specs[self._kind + scale_name(name)].dtype)

@@ -173,7 +173,9 @@ class Transformers(WeightsAlone):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Shape of each parameter and the dtype in which it is stored, in the order of the model."""
+        """Shape of each parameter and the dtype in which it is stored, in the order of the
+        model.
+        """
         stored = self._stored
         return {
             name: Spec(leaf.shape, stored[self._holding[name][0].hf].spec.dtype)

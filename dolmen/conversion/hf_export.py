@@ -155,7 +155,9 @@ class TransformersWriter:
         return {}
 
     def write(self, folder: Path, pool: LayerPool) -> None:
-        """Write the safetensors shards and their index into `folder`, a layer per task of `pool`."""
+        """Write the safetensors shards and their index into `folder`, a layer per task of
+        `pool`.
+        """
         model, shards = self.source.model, safetensors.ShardFiles(folder, self.specs)
 
         def write_layer(entries: list[StoredTensor], advance: Advance) -> None:

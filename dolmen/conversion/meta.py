@@ -72,7 +72,9 @@ def is_meta(folder: Path) -> bool:
 
 
 def rules(tree: ModelSpec) -> list[Rule]:
-    """Weight rules between Meta's names and ours; q and k are stored with rope pairs as neighbours."""
+    """Weight rules between Meta's names and ours; q and k are stored with rope pairs as
+    neighbours.
+    """
     layer, ours = "layers.{}.", "layers.{}."
     mixer = tree.blocks[0].mixer
     assert isinstance(mixer, AttentionSpec)

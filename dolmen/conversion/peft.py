@@ -62,7 +62,9 @@ class LowRank:
     """Readers by our names of A, B and, for DoRA, the lengths of rows."""
 
     def tensors(self, weight: str) -> dict[str, Tensor]:
-        """Read the adapter tensors of one target weight, by our names: A, B, and DoRA's magnitude."""
+        """Read the adapter tensors of one target weight, by our names: A, B, and DoRA's
+        magnitude.
+        """
         return {name: self.stored[name].read() for name in names(self.form, weight)}
 
     def merge(self, name: str, value: Tensor) -> Tensor:

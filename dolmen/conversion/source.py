@@ -61,7 +61,9 @@ class Source(Tensors, Protocol):
 
     @property
     def iteration(self) -> int | None:
-        """Number of optimizer updates that trained it, or None where the format does not record it."""
+        """Number of optimizer updates that trained it, or None where the format does not record
+        it.
+        """
         ...
 
     @property

@@ -209,7 +209,9 @@ class Tensors(Protocol):
         ...
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """Read one parameter, whole, on CPU. Raises KeyError where there is none, and as `stream`."""
+        """Read one parameter, whole, on CPU. Raises KeyError where there is none, and as
+        `stream`.
+        """
         ...
 
 

@@ -56,7 +56,9 @@ def build_beside(target: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def check(folder: Path) -> None:
-    """Raises ValueError for a folder that lies inside an unfinished conversion's temporary folder."""
+    """Raises ValueError for a folder that lies inside an unfinished conversion's temporary
+    folder.
+    """
     for place in (folder.resolve(), *folder.resolve().parents):
         if NAME.fullmatch(place.name):
             raise ValueError(
@@ -104,7 +106,9 @@ class LayerPool:
         lock, stopped, done = Lock(), Event(), 0
 
         def advance(tensors: int) -> None:
-            """Add `tensors` to the progress. Raises CancelledError once another thread has failed."""
+            """Add `tensors` to the progress. Raises CancelledError once another thread has
+            failed.
+            """
             nonlocal done
             if stopped.is_set():
                 raise CancelledError

@@ -396,7 +396,9 @@ def read_latent(said: Said, norm: NormSpec, bias: bool) -> LatentAttentionSpec:
 
 
 def _scaling(said: Said) -> YarnScaling | None:
-    """YaRN scaling, or None where positions and scores are not scaled. Raises ValueError as `read`."""
+    """YaRN scaling, or None where positions and scores are not scaled. Raises ValueError as
+    `read`.
+    """
     factor = float(said.first("rotary_scaling_factor", default=1.0))
     if factor <= 1:
         if factor < 1 and said["rope_type"] != "rope":

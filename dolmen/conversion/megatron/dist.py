@@ -136,7 +136,9 @@ class Pieces(Stored):
         return own.locate(self.name, part.file).read()
 
     def chunks(self, size: int = 2**20) -> Iterator[bytes]:
-        """The tensor's bytes, row-major, in blocks of at most `size`; it is read into memory whole."""
+        """The tensor's bytes, row-major, in blocks of at most `size`; it is read into memory
+        whole.
+        """
         data = self.read().reshape(-1).view(torch.uint8)
         return (bytes(part.numpy()) for part in data.split(size))
 

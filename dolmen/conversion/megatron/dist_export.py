@@ -75,7 +75,9 @@ class File:
 
 
 def description(held: Iterable[FileEntry]) -> bytes:
-    """Pickled DCP metadata (.metadata) of all entries: shapes, dtypes and the place of each part."""
+    """Pickled DCP metadata (.metadata) of all entries: shapes, dtypes and the place of each
+    part.
+    """
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
     for one in held:

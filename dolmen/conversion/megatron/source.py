@@ -254,7 +254,9 @@ class Megatron(Joined):
 
     @property
     def precise(self) -> "Megatron":
-        """The source with the optimizer's fp32 masters as its weights; itself where there are none."""
+        """The source with the optimizer's fp32 masters as its weights; itself where there are
+        none.
+        """
         masters = self.checkpoint.state.shards.get("param")
         return self._replace_shards({**self.checkpoint.shards, **masters}) if masters else self
 
@@ -278,7 +280,9 @@ class Megatron(Joined):
 
     @cached_property
     def scaling(self) -> Scales:
-        """Scales of fp8 delayed scaling, from the `_extra_state` of Transformer Engine's modules."""
+        """Scales of fp8 delayed scaling, from the `_extra_state` of Transformer Engine's
+        modules.
+        """
         return scaling.read_scales(self.checkpoint.states, self._entries, self.tree)
 
     def _replace_shards(self, shards: Mapping[str, Shards], moment: bool = False) -> "Megatron":
@@ -387,7 +391,9 @@ class Megatron(Joined):
             raise ValueError(f"{shards.name} in {first.file} is {first.spec.dtype}: no weights")
 
     def _tensor(self, name: str) -> Tensor:
-        """Read a tensor, joined from all ranks; 1 is added to norm weights that are stored less 1."""
+        """Read a tensor, joined from all ranks; 1 is added to norm weights that are stored less
+        1.
+        """
         whole = self._join(name, self._checked[name])
         return whole.to(self._dtype(name)) + 1 if self._is_shifted(name) else whole
 
