@@ -187,7 +187,9 @@ class Writer(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0: delete unfinished saves, make the new folder, and merge the ranks' plans."""
+        """Delete unfinished saves, make the new folder, and merge the ranks' plans; called on rank
+        0.
+        """
         folders.clear_unfinished(self.folder)
         self.partial.mkdir(parents=True)
         return super().prepare_global_plan(plans)
@@ -219,8 +221,8 @@ class Writer(FileSystemWriter):
         return found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, after all ranks have written: write .metadata, state.json and the seal, rename
-        the folder to its final name, and delete old checkpoints.
+        """Write .metadata, state.json and the seal, rename the folder to its final name, and delete
+        old checkpoints; called on rank 0 after all ranks have written.
         """
         with said_why(self.partial):
             super().finish(metadata, results)

@@ -289,7 +289,7 @@ class Adapted(WeightsAlone):
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """That of the base."""
+        """Generation config of the base."""
         return self.base.generation_config
 
     @property

@@ -135,8 +135,8 @@ class Reach:
             )
 
     def _find_targets(self, modules: Sequence[str], heads: Container[str]) -> frozenset[str]:
-        """Those of `modules` that target_modules selects. Raises Refused where it is null, since
-        the default depends on the release of PEFT.
+        """Return those of `modules` that target_modules selects. Raises Refused where it is null,
+        since the default depends on the release of PEFT.
         """
         value = self.said.get("target_modules")
         if value is None:
@@ -150,7 +150,9 @@ class Reach:
         return self._match_field("target_modules", modules)
 
     def _match_field(self, field: str, modules: Sequence[str]) -> frozenset[str]:
-        """Those of `modules` that a field selects: a list of names, or a regular expression."""
+        """Return those of `modules` that a field selects: a list of names, or a regular
+        expression.
+        """
         value = self.said.get(field)
         if isinstance(value, str) and value:
             return _match_expression(self.file, field, value, modules)
@@ -209,9 +211,9 @@ def _has_name(module: str, names: frozenset[str]) -> bool:
 def _match_expression(
     file: Path, field: str, expression: str, modules: Sequence[str]
 ) -> frozenset[str]:
-    """Those of `modules` that a regular expression matches in full. Matched in a child process with
-    limits, as the expression may be someone else's. Raises Refused where it is invalid, or takes
-    too much time or memory.
+    """Return those of `modules` that a regular expression matches in full. Matched in a child
+    process with limits, as the expression may be someone else's. Raises Refused where it is
+    invalid, or takes too much time or memory.
     """
     given = {"expression": expression, "modules": list(modules)}
     ended = run_limited(MATCH, given, seconds=SECONDS, memory=MEMORY)

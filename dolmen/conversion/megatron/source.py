@@ -74,7 +74,7 @@ class State:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the pickles of all ranks say, before any tensor is read."""
+    """Content of the pickles of all ranks, before any tensor is read."""
 
     folder: Path
     args: Mapping[str, Any]
