@@ -39,7 +39,7 @@ _NO_LENGTHS = (
 
 @dataclass(frozen=True, eq=False)
 class Adapters:
-    """The adapters of one model, as this rank holds them."""
+    """The LoRA adapters of one model, as this rank holds them."""
 
     names: frozenset[str] = frozenset()
     weights: Mapping[str, MultiLora] = field(default_factory=dict)
@@ -49,7 +49,9 @@ class Adapters:
 
 
 def parse_adapters(arguments: Sequence[str], taken: Collection[str] = ()) -> dict[str, str]:
-    """Parse NAME=FOLDER. Raises ValueError, also as `check_adapters`."""
+    """Parse arguments NAME=FOLDER to name -> folder. `taken`: names that an adapter must not have.
+    Raises ValueError, also as `check_adapters`.
+    """
     pairs: list[tuple[str, str]] = []
     for one in arguments:
         name, sign, folder = one.partition("=")
@@ -81,7 +83,9 @@ def check_adapters(pairs: Iterable[tuple[str, str]], taken: Collection[str] = ()
 
 
 def check_name(name: str | None, known: Collection[str]) -> None:
-    """Raise ValueError for an adapter that is not `known`; None is the base model."""
+    """Raise ValueError, which lists up to 20 `known` names, for an adapter that is none of them;
+    None is the base model.
+    """
     if name is None or name in known:
         return
     there = ", ".join(sorted(known)[:20])
@@ -97,16 +101,20 @@ def open_adapters(
     mesh: Mesh | None = None,
     weights: Weights = "stated",
 ) -> dict[str, LowRank]:
-    """Open adapters and check them against the base model, without reading their tensors.
+    """Open adapters (name -> folder) and check them against the base model, without reading their
+    tensors.
 
-    On a `mesh` all ranks open what the first one finds. `weights`: how the base is held. Raises
-    ValueError for what is no adapter of the base, and for one of weights (experts, head, embedding,
-    kv_b of latent attention) that cannot be adapted per sequence.
+    On a `mesh` the first rank resolves the folders (such as a run's newest checkpoint) and all
+    ranks open those. `weights`: how the base is held. Raises ValueError, which names the adapter,
+    for one that does not fit the base, and for adapted weights (experts, head, embedding, kv_b of
+    latent attention) that cannot be adapted per sequence.
     """
 
     def pin() -> dict[str, str]:
+        """Return the folder of each adapter with a run's newest checkpoint resolved."""
         return {name: source.pin_adapters(folder) for name, folder in folders.items()}
 
+    # a run's newest checkpoint may change between two ranks' looks
     together = mesh is not None and mesh.size > 1 and len(folders) > 0
     found = consensus.run_on_rank_zero(pin) if together else folders
     out: dict[str, LowRank] = {}
@@ -120,10 +128,14 @@ def open_adapters(
 
 
 def _check(low: LowRank, tree: ModelSpec, weights: Weights) -> None:
+    """Raise ValueError if an adapter adapts weights that cannot differ by sequence: experts,
+    anything but matrices of layers, kv_b of latent attention; or is DoRA while the base is int8.
+    """
     leaves = tree.leaves
     if low.form.kind == "dora" and weights == "int8":
         raise ValueError(_NO_LENGTHS)
     for weight in sorted(low.form.targets):
+        # a segment of tokens has one adapter, but is spread over many experts
         if leaves[weight].stacked:
             raise ValueError(
                 f"it adapts the experts of {weight}, which are multiplied in stacks, each token by "
@@ -145,9 +157,9 @@ def _check(low: LowRank, tree: ModelSpec, weights: Weights) -> None:
 
 
 def place_adapters(lows: Mapping[str, LowRank], model: Decoder, mesh: Mesh = SINGLE) -> Adapters:
-    """Read this rank's part of the adapters: its layers, cut over tp as the weights are.
+    """Read this rank's part of the adapters: its layers, split over tp as the base weights are.
 
-    All ranks of `mesh` call it alike. Raises ValueError, the same on all of them, under sequence
+    All ranks of `mesh` must call it. Raises ValueError, the same on all of them, under sequence
     parallelism or ZeRO, and for values that are not finite in the model's dtype.
     """
     if not lows:
@@ -160,12 +172,15 @@ def place_adapters(lows: Mapping[str, LowRank], model: Decoder, mesh: Mesh = SIN
 
 
 def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
-    """Place on this rank; errors are raised behind the last collective, in which others wait."""
+    """Place the adapters on this rank. An error is raised only after all weights, since other ranks
+    wait in collectives until then.
+    """
     if model.tp.gathers or data.units(model):
         raise ValueError(
             "several adapters are for a model that is split over tp and pp alone: load it for "
             "generation, without sequence parallelism and ZeRO"
         )
+    # one assignment for all weights: the runner sets it once per forward
     turn, held = AdapterAssignment(), model.held()
     pairs: dict[str, dict[str, Pair]] = {}
     refused: list[str] = []
@@ -177,18 +192,22 @@ def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
                 refused.append(f"adapter {name}: {error}")
     if refused:
         raise ValueError(refused[0])
+    # every adapter of a weight is kept; a forward multiplies those that it has tokens of
     adapted = {weight: MultiLora(own, turn) for weight, own in pairs.items()}
     return Adapters(frozenset(lows), adapted, turn)
 
 
 def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
-    """Return the low-rank pair of a weight. Raises ValueError for values that are not finite in the
-    model's dtype: keys and values of such would spoil other sequences of the KV cache.
+    """Return the low-rank pair of a weight on this rank: down and up projection, the scale
+    multiplied into up, and for DoRA the gain per output. Raises ValueError for values that are not
+    finite in the model's dtype: keys and values of such would spoil other sequences of the KV
+    cache.
     """
     form, leaf, tp = low.form, model.tree.leaves[weight], model.tp.axis
     weight_here, dtype = local_view(model.get_parameter(weight)), dtype_of(model)
     if weight_here.is_meta and form.kind == "dora":
         raise ValueError(_NO_LENGTHS)
+    # one weight at a time: an adapter is not held on the host as a whole
     read = low.tensors(weight)
     leaves = (form.down(leaf), form.up(leaf), form.magnitude(leaf))
     down, up, *lengths = (
@@ -197,9 +216,12 @@ def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
     )
     gain = None
     if lengths:
+        # row parallel: norms over inputs are sums over tp
         inputs = any(c.axis == "tp" and c.dim == 1 and c.splits(tp.size) for c in leaf.shards)
         own = tensor.Adapter(down, up, form.scale, lengths[0], over_inputs=inputs)
+        # DoRA (2402.09353): magnitude / norm of (W + scale * up down), fixed at inference
         gain = own.gain(weight_here, tp)
+    # scaled before it is rounded to the model's dtype, so only once
     wide = torch.promote_types(up.dtype, torch.float32)
     made = Pair(
         down.to(dtype, copy=True),
@@ -219,7 +241,9 @@ def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
 def _local_part(
     whole: Float[Tensor, "*whole"], leaf: ParamSpec, tp: Axis
 ) -> Float[Tensor, "*here"]:
-    """Cut this rank's part out of a parameter, as its leaf says."""
+    """Return this rank's tp shard of a parameter, or all of it if it is replicated. `leaf`: its
+    spec.
+    """
     for one in leaf.shards:
         if one.axis == "tp" and one.splits(tp.size):
             whole = collectives.local_part(whole, one.dim, tp)

@@ -30,7 +30,9 @@ PAGE_SIZE = (
 
 
 class BlockTable:
-    """Pages of sequences, which the caller knows by numbers."""
+    """Maps sequences, which the caller numbers, to pages of the pool. `pages` and `lengths`
+    (tokens) are by sequence; `total` counts all pages, free ones included.
+    """
 
     def __init__(self, page_size: int = PAGE_SIZE):
         self.page_size, self.total = page_size, 0
@@ -63,6 +65,7 @@ class BlockTable:
             pages = self.pages.setdefault(sequence, [])
             self.lengths[sequence] = self.lengths.get(sequence, 0) + count
             while len(pages) * self.page_size < self.lengths[sequence]:
+                # lowest numbers first, so that a sequence alone has consecutive pages
                 pages.append(self._allocate())
         return moved
 
@@ -81,6 +84,7 @@ class BlockTable:
         """
         pages, length = self.pages[parent], self.lengths[parent]
         full = length // self.page_size
+        # no tensor is touched: sharing is an entry in two lists
         self.pages[child], self.lengths[child] = pages[:full], length
         self._users.update(pages[:full])
         if full == len(pages):
@@ -110,6 +114,7 @@ class BlockTable:
                 heapq.heappush(self._free, page)
 
     def _grow_pool(self, needed: int) -> None:
+        """Add free pages until there are `needed` in all, by at least a quarter of the pool."""
         if needed > self.total:
             grown = max(needed, self.total * 5 // 4)
             for page in range(self.total, grown):
@@ -117,6 +122,7 @@ class BlockTable:
             self.total = grown
 
     def _allocate(self) -> int:
+        """Take the free page of the lowest number for one sequence and return it."""
         page = heapq.heappop(self._free)
         self._users[page] = 1
         return page

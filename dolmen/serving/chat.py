@@ -29,7 +29,7 @@ from dolmen.serving.request import Request
 
 
 class ChatSession:
-    """The messages of a chat, and the engine that replies."""
+    """The messages of a chat, and the engine that generates the replies."""
 
     def __init__(self, source: Source, tokenizer: PreTrainedTokenizer, config: ChatConfig):
         """`config`: with the defaults of generation_config.json. Raises ValueError for a model
@@ -49,7 +49,7 @@ class ChatSession:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all messages but the system prompt."""
+        """Remove all messages but the system prompt."""
         self.messages = []
         if self.config.system is not None:
             self.messages.append({"role": "system", "content": self.config.system})
@@ -62,12 +62,12 @@ class ChatSession:
         return said["content"]
 
     def stop(self) -> None:
-        """Interrupt the reply at its next token."""
+        """Interrupt the reply at its next token (from a signal handler)."""
         self.stopped = True
 
     @contextmanager
     def engine(self, mesh: Mesh) -> Iterator[None]:
-        """Load the model; within, `reply` can be called."""
+        """Load the model on `mesh`; `reply` can be called within this context."""
         dtype = DTYPES[self.config.dtype] if self.config.dtype else None
         weights = self.config.weights
         model = engine.load_placed(self.source, mesh, dtype, weights)
@@ -76,12 +76,15 @@ class ChatSession:
             yield
 
     def reply(self, text: str) -> Iterator[str]:
-        """Yield the reply to `text`, piece by piece.
+        """Yield the reply to the user's `text`, piece by piece, and append both to the messages.
 
-        Raises ValueError, with the chat as before, for a chat that the model cannot read.
+        An interrupted reply stays as far as it was generated; `truncated` tells whether it reached
+        --max-new-tokens. Raises ValueError, with the messages as before, for a chat that the model
+        cannot read.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         request = self._request(messages)
+        # raises before the chat is changed
         number, written = self._engine.add(request), Detokenizer(self.tokenizer, self.config.stop)
         self.messages, self.stopped, self.truncated = messages, False, False
         try:
@@ -90,18 +93,24 @@ class ChatSession:
                 for new in output.new_tokens:
                     yield written.add(new.token)
                 engine.require_finite(output.finished)
+                # a stop string in the last token counts as stopped
                 at_limit = any(one.finish_reason == "length" for one in output.finished)
                 self.truncated = at_limit and written.stopped is None
                 if self.stopped or written.stopped is not None:
                     break
             yield written.end()
         finally:
+            # frees the pages; without effect if the sequence has finished
             self._engine.cancel(number)
             self.messages.append({"role": template.ASSISTANT, "content": written.whole})
 
     def _request(self, messages: list[dict[str, Any]]) -> Request:
+        """Return the engine request for the next reply to `messages`. Raises ValueError if the chat
+        and --max-new-tokens exceed the model's positions.
+        """
         tokens = self.template.prompt(template.Chat(messages, 1.0, "the chat"))
         params, tree = self.config.of_tokens, self.source.model.tree
+        # the last new token is not read, so it needs no position
         room = tree.max_position_embeddings - len(tokens) + 1
         if room < params.max_new_tokens:
             raise ValueError(
@@ -110,4 +119,5 @@ class ChatSession:
                 f"{tree.max_position_embeddings:,}: start again with /reset, or use a smaller "
                 "--max-new-tokens"
             )
+        # a new id each: the same question again may be answered differently
         return Request(tokens, params, id=next(self._replies), seed=self.config.seed)

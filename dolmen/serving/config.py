@@ -63,6 +63,7 @@ class Sampling:
         malformed logit_bias.
         """
         fields = {name: value for name in NUMBERS if (value := self.__dict__[name]) is not None}
+        # greedy by default: an explicit 1.0 is needed to sample
         bias = {} if self.logit_bias is None else parse_logit_bias(self.logit_bias)
         return SamplingParams(**{"temperature": 0.0, **fields}, logit_bias=bias)
 
@@ -82,12 +83,15 @@ NUMBERS = (
 
 
 def parse_logit_bias(text: str) -> dict[int, float]:
-    """Parse ID:NUMBER,ID:NUMBER to token id -> value. Raises ValueError."""
+    """Parse ID:NUMBER,ID:NUMBER to token id -> value. Raises ValueError for a malformed entry, NaN,
+    or an id that is given twice.
+    """
     biases: dict[int, float] = {}
     for one in text.split(","):
         token, sign, number = one.partition(":")
         try:
             value = float(number)
+            # isdigit alone takes digits of other scripts, and superscripts, which int() refuses
             if not (sign and token.strip().isascii() and token.strip().isdigit()):
                 raise ValueError
         except ValueError:
@@ -265,6 +269,9 @@ class ServeConfig:
     layout: Split = Split()
 
     def __post_init__(self):
+        """Raise ValueError for both --key and --key-file, and for a key that `check_key`
+        refuses.
+        """
         if self.key is not None and self.key_file is not None:
             raise ValueError("--key and --key-file are both given: use one of them")
         if self.key is not None:
@@ -277,8 +284,9 @@ class ServeConfig:
 
     @property
     def limits(self) -> Limits:
-        """Limits of the engine."""
+        """Limits of the engine: rows, tokens per forward, and pages of the KV cache."""
         tokens = self.max_cache_tokens
+        # rounded down: whole pages only
         pages = None if tokens is None else tokens // Limits.page
         return Limits(rows=self.max_rows, tokens=self.max_batch_tokens, pages=pages)
 
@@ -291,6 +299,7 @@ class ServeConfig:
     def local(self) -> bool:
         """True if only this machine can reach the server."""
         try:
+            # 127.0.0.0/8 and ::1
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
@@ -298,6 +307,7 @@ class ServeConfig:
 
 def check_key(key: str, option: str) -> None:
     """Raise ValueError for a key that a header cannot hold, or that is easily guessed."""
+    # a Bearer token ends at a space, and header values are ASCII
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ValueError(f"{option} must be of printable ASCII characters, without spaces")
     if len(key) < 8:

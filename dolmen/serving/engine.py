@@ -70,10 +70,12 @@ def load_decoder(
 ) -> Decoder:
     """Load a model for inference, split over `mesh`, in `dtype` or else that of its config.json.
 
-    `schedule` places its pipeline stages; None: there is one. `weights`: with int8 the model holds
-    nothing else of its matrices, and serves engines of int8 alone. Raises ValueError or KeyError,
-    before anything is built, for what does not fit.
+    `schedule` places the layers on pipeline stages, of which this rank loads its own; None: no
+    pipeline. `weights`: with int8 the model holds only quantized matrices, and serves engines of
+    int8 alone. Raises ValueError or KeyError, before anything is built, for weights that are
+    missing or do not fit.
     """
+    # refuse a checkpoint with missing tensors before memory is allocated
     check_whole(source)
     dtype = dtype or stated_dtype(source.model)
     if weights == "int8":
@@ -82,6 +84,7 @@ def load_decoder(
     own = None if schedule is None else [name for name, _ in model.named_parameters()]
 
     def stream(write: Callable[[str, Tensor], None]) -> None:
+        """Write the parameters of this rank, one by one."""
         load_weights(source, write, own)
 
     if weights == "int8":
@@ -94,17 +97,18 @@ def load_decoder(
 def load_placed(
     source: Source, mesh: Mesh, dtype: torch.dtype | None, weights: Weights = "stated"
 ) -> Decoder:
-    """Load this rank's pipeline stage of a model: each rank of `mesh.pp` has one."""
+    """Load the part of a model that this rank of `mesh` holds: its tp shard of one pipeline
+    stage.
+    """
     pp = mesh.pp.size
     schedule = None if pp == 1 else make_schedule("1f1b", pp, pp)
     return load_decoder(source, mesh, dtype, schedule, weights)
 
 
 def run_whole(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.HeadFunction) -> Any:
-    """Run sequences of equal length through the model without a KV cache; `tokens` is on the host.
-
-    Returns the result of the head function `end`. Raises ValueError where the special tokens that
-    decide positions are not known.
+    """Run sequences of equal length (`tokens`, on the host) through the model without a KV cache,
+    and return the result of the head function `end`. Raises ValueError where the special tokens
+    that decide positions are not known.
     """
     device = model.device
     batch = Batch(tokens, tokens).read_by(model.tree).to(device)
@@ -112,8 +116,8 @@ def run_whole(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.H
 
 
 def stop_tokens(source: Source) -> set[int]:
-    """EOS token ids of a source: of generation_config.json, else of config.json, and of its special
-    tokens.
+    """Return the EOS token ids of a source: its special tokens, and eos_token_id of
+    generation_config.json or, if that has none, of config.json.
     """
     ends = special_tokens.end_token_ids(special_tokens.ids_of(source.model))
     for said in (source.generation_config, source.model.config):
@@ -127,7 +131,7 @@ class Engine:
     """Continuous batching over one model: requests come and go between steps.
 
     Within `with` the model is in evaluation mode and keeps no graph; afterwards it is as before.
-    One thread alone calls it.
+    Only one thread may call it.
     """
 
     def __init__(
@@ -141,13 +145,13 @@ class Engine:
         weights: Weights = "stated",
         adapters: Adapters | None = None,
     ):
-        """Check that the model can generate.
+        """Check that the model can generate; nothing is allocated yet.
 
         `stop`: EOS tokens of every sequence. `known`: the tokenizer's ids; no other is sampled.
         `mesh`: that of the model, where it is split over pp. `weights`: int8 quantizes matrices,
         with a scale per row. `adapters`: LoRA adapters that requests may name
         (`adapters.place_adapters`). Raises ValueError for a bidirectional model, for several stages
-        on a rank, and where int8 cannot be.
+        on a rank, and where int8 is impossible.
         """
         tree = model.tree
         if tree.both_ways:
@@ -174,11 +178,15 @@ class Engine:
         self._stop = frozenset(stop)
         self._runner = ModelRunner(model, mesh, limits.page, self.adapters)
         self._scheduler = Scheduler(limits, tree.has_prefix_mask, self._runner.cache.table)
+        # vocabularies are often padded (to a multiple of 64 or tp): those rows have no text
         self._never = sorted(set(range(tree.vocab_size)) - set(known)) if known else []
         self._numbers, self._within = itertools.count(), ExitStack()
         self._warned = False
 
     def __enter__(self) -> "Engine":
+        """Set the model up for inference: no gradients, no compilation, prepacked weights, and the
+        LoRA adapters.
+        """
         keep = not self.model.training
         self._within.enter_context(data.inference(self.model))
         # a compiled block would be compiled again for every length
@@ -190,6 +198,7 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the model: training mode, weights that were not prepacked, and no adapters."""
         self._within.close()
 
     @property
@@ -199,12 +208,12 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Number of samples that wait."""
+        """Number of samples (not requests) that wait."""
         return sum(len(group.samples) for group in self._scheduler.waiting)
 
     @property
     def running(self) -> int:
-        """Number of samples that run."""
+        """Number of samples (not requests) that run."""
         return sum(len(group.samples) for group in self._scheduler.running.values())
 
     @property
@@ -214,20 +223,24 @@ class Engine:
 
     @property
     def usage(self) -> CacheUsage:
-        """The most that the KV cache has held until now."""
+        """The most pages and bytes that the KV cache has held until now."""
         return self._runner.cache.usage
 
     def add(self, request: Request) -> int:
-        """Queue a request and return its number, which the results have.
+        """Check and queue a request; return its number, which its results carry.
 
-        Raises ValueError, with nothing changed, for what the model cannot take.
+        Raises ValueError, with nothing queued, for an unknown adapter or what the model or the
+        limits cannot take. Warns once if a sequence may exceed the positions that the model was
+        trained on.
         """
         model, scheduler = self.model, self._scheduler
         check_name(request.adapter, self.adapters.names)
         beyond = check(model.tree, request, self.limits)
+        # once per engine: a server would repeat it for each request
         if beyond and not self._warned:
             self._warned = True
             warnings.warn(beyond, stacklevel=2)
+        # the model's EOS tokens end every request, in addition to its own
         params = replace(request.params, stop=(*self._stop, *request.params.stop))
         request = replace(request, params=params)
         number, tokens = next(self._numbers), list(request.tokens)
@@ -239,15 +252,19 @@ class Engine:
         return number
 
     def cancel(self, number: int, sample: int | None = None) -> list[FinishedSequence]:
-        """Finish a request, or one of its samples, and free its pages.
+        """Stop request `number`, or only one sample of it, and free its pages.
 
-        Returns the samples that had not finished, as far as they are; none for an unknown number.
+        Returns the unfinished samples with their tokens so far, finish reason "cancelled"; an empty
+        list if the number is unknown or already finished.
         """
         groups = self._scheduler.cancel(number, sample)
         return [group.finish(sample, "cancelled") for group in groups for sample in group.samples]
 
     def step(self) -> StepOutput:
-        """Run one forward and sample from it; return nothing where no sequence waits or runs."""
+        """Admit, schedule and run one forward (several under pp), sample from it, and return the
+        new tokens and finished samples. Does nothing, and returns an empty result, where no
+        sequence waits or runs.
+        """
         self._scheduler.admit()
         new = self._scheduler.schedule()
         if not new:
@@ -261,7 +278,9 @@ class Engine:
             outputs.append(ForwardOutput(chunks, [(key, running[key]) for key in wanted], logits))
         values = broadcast(outputs, self._never, tp, pp, self.model.device)
         parsed = [output.parse(values) for output in outputs]
+        # the stages' sends must have ended before their buffers are freed
         self._runner.finish()
+        # only now, as chunks were cut by the old values
         for key, count in new.items():
             running[key].num_computed += count
         step = StepOutput(num_tokens=sum(new.values()))
@@ -273,7 +292,10 @@ class Engine:
         return step
 
     def _append_samples(self, key: int, tokens: list[SampledToken], step: StepOutput) -> None:
-        """Append the sampled tokens to a group, which forks into its samples at the first."""
+        """Append one sampled token to each sample of group `key`, which forks (cache pages too) if
+        it still has several. No tokens (max_new_tokens 0): the samples finish. Results go to
+        `step`.
+        """
         scheduler = self._scheduler
         if not tokens:  # max_new_tokens 0
             group = scheduler.remove(key)
@@ -282,6 +304,7 @@ class Engine:
         group = scheduler.running[key]
         forks = {scheduler.new_key(): group.fork(sample) for sample in group.samples[1:]}
         group.samples = group.samples[:1]
+        # the prompt was computed once: its full pages are shared from here on
         for child in forks:
             self._runner.cache.fork(key, child)
         scheduler.running |= forks
@@ -292,12 +315,16 @@ class Engine:
     def _append_token(
         self, key: int, group: SequenceGroup, token: SampledToken, step: StepOutput
     ) -> None:
-        """Append a token to one sample, which it may finish."""
+        """Append a token to one sample and to `step`; if the sample is finished, remove it and add
+        its result. Logits that are not finite finish it without the token. Where rope scaling
+        depends on the length, its cache is freed to be computed again.
+        """
         sample, reason = group.samples[0], "not finite"
         if token.finite:
             reason = group.append(token.token, token.logprob, token.close)
             step.new_tokens.append(NewToken(group.number, sample, token.token, token.logprob))
         if reason is not None:
+            # its pages are free for the next step
             step.finished.append(self._scheduler.remove(key).finish(sample, reason))
         elif self.model.tree.needs_reprefill(group.length, len(group.tokens)):
             # rope scaling changes with the length: cached keys have other angles
@@ -307,15 +334,16 @@ class Engine:
 
 @contextmanager
 def _prepack_weights(model: Decoder, weights: Weights, keep: bool) -> Iterator[None]:
-    """Prepack the weights for products without gradients, which takes their memory once or twice
-    more; afterwards that is freed, or kept for the next engine. Under ZeRO, where each weight is
-    gathered for a moment, nothing is prepacked.
+    """Prepack the weights for products without gradients within this context, which takes their
+    memory once or twice more. Afterwards they are freed, or kept for the next engine (`keep`).
+    Under ZeRO, where each weight is gathered only while it is used, nothing is prepacked.
     """
     if not data.units(model):
         model.prepack(weights)
     try:
         yield
     finally:
+        # an evaluation during training frees them: the optimizer needs that memory
         model.at_rest(keep)
 
 
@@ -333,10 +361,10 @@ def generate(
     batch: int = AT_ONCE,
     on_memory: Callable[[CacheUsage], None] | None = None,
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt, the last one of `stop` where one was sampled.
+    """Return the new tokens of each prompt, including the token of `stop` that ended it.
 
-    With `known`, the tokenizer's ids, no other token is sampled. The prompt of a model with a
-    prefix mask is the prefix, or what its special tokens mark. Temperature 0 is greedy.
+    With `known`, the tokenizer's ids, no other token is sampled. For a model with a prefix mask the
+    prompt is the bidirectional prefix, or its special tokens mark it. Temperature 0 is greedy.
     `on_token(prompt index, token)` is called as each token is sampled, and `on_memory` at the end
     with the usage of the KV cache. At most `batch` prompts of any lengths run at once; when one
     finishes, the next begins. Random numbers of a prompt follow from (seed, its index). A model

@@ -51,7 +51,7 @@ def check_stop(stop: Sequence[str]) -> None:
 
 
 class Detokenizer:
-    """Detokenizes one sequence."""
+    """Turns the tokens of one sequence into text as they come, up to the first stop string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizer, stop: Sequence[str] = ()):
         self.tokenizer, self.stop = tokenizer, stop
@@ -65,7 +65,9 @@ class Detokenizer:
         self._shown = 0  # characters of it
 
     def add(self, token: int) -> str:
-        """Append a token; return the text that can be shown now, and could not before."""
+        """Append a token; return the text that became certain with it ("" while it is held
+        back).
+        """
         self.tokens.append(token)
         known = self._decode(self._before, self._read)
         text = self._decode(self._before, len(self.tokens))
@@ -74,7 +76,9 @@ class Detokenizer:
         return self._append(text[len(known) :])
 
     def end(self) -> str:
-        """Return the rest of the text, incomplete characters too, as no token follows."""
+        """Return the text that is still held back, incomplete characters too, as no further token
+        follows.
+        """
         known = self._decode(self._before, self._read)
         new = self._append(self._decode(self._before, len(self.tokens))[len(known) :])
         left = "" if self.stopped is not None else self._text[self._shown :]
@@ -83,11 +87,13 @@ class Detokenizer:
 
     @property
     def whole(self) -> str:
-        """The text so far, without the stop string."""
+        """All text so far, also what `add` holds back; it ends before the stop string."""
         return self._text
 
     def _append(self, new: str) -> str:
-        """Append text; return what can be shown."""
+        """Append decoded text, look for a stop string, and return the text that is certain now and
+        was not returned before.
+        """
         if self.stopped is not None:
             return ""
         if new:  # context without text would not tell whether a word has a space before it
@@ -107,7 +113,9 @@ class Detokenizer:
         return shown
 
     def _partial_stop(self) -> int:
-        """Number of characters at the end of the text that may begin a stop string."""
+        """Return how many characters at the end of the text may be the beginning of a stop string
+        (0: none).
+        """
         most = max((len(s) - 1 for s in self.stop), default=0)
         for length in range(min(most, len(self._text)), 0, -1):
             if any(s.startswith(self._text[-length:]) for s in self.stop):
@@ -115,6 +123,7 @@ class Detokenizer:
         return 0
 
     def _decode(self, first: int, end: int) -> str:
+        """Decode tokens `first` to `end`, without special tokens."""
         return self.tokenizer.decode(self.tokens[first:end], skip_special_tokens=True)
 
 
@@ -162,10 +171,11 @@ def generate_tokens(
     batch: int = engine.AT_ONCE,
     ends: Collection[int] = (),
 ) -> list[list[int]]:
-    """Return the new tokens of each encoded prompt, by `engine.generate`.
+    """Return the new tokens of each encoded prompt, by `engine.generate` with the options of
+    `config`.
 
     Sequences end at the EOS tokens of the source and at `ends`; with a tokenizer, only its ids are
-    sampled.
+    sampled. `batch`: most prompts at once.
     """
     params = config.of_tokens
     return engine.generate(
@@ -190,6 +200,7 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizer | None, stop: Sequence[str]):
+        """Raises ValueError for stop strings without a tokenizer."""
         if stop and tokenizer is None:
             raise ValueError("--stop is text, and there is no tokenizer: leave it out")
         self.tokenizer, self.stop = tokenizer, stop
@@ -207,11 +218,15 @@ class StopStrings:
             text = self._texts.setdefault(key, Detokenizer(self.tokenizer, self.stop))
             text.add(new.token)
             if text.stopped is not None:
+                # the engine knows tokens only; without this it would go on to max_new_tokens
                 finished += engine.cancel(*key)
         return finished
 
     def take_text(self, finished: FinishedSequence) -> tuple[str | None, FinishReason]:
-        """Return the text of a finished sample, without its stop string, and why it finished."""
+        """Return the text of a finished sample, without its stop string, and its finish reason
+        ("stop" if a stop string was reached); forget the sample. The text is None without a
+        tokenizer.
+        """
         text = self._texts.pop((finished.number, finished.sample), None)
         if text is not None:
             text.end()
@@ -238,6 +253,7 @@ class Generated:
     finish_reason: FinishReason
 
     def __str__(self) -> str:
+        """Return prompt and text; for a prompt of token ids the list of all ids."""
         if isinstance(self.prompt, str):
             return self.prompt + (self.text or "")
         return str([*self.prompt, *self.tokens])
@@ -263,11 +279,11 @@ def generate_samples(
     ends: Collection[int] = (),
     adapters: Adapters | None = None,
 ) -> list[list[Generated]]:
-    """Return the samples of each prompt, in order.
+    """Return for each prompt its `config.num_samples` completions, in order.
 
-    Sequences end at the EOS tokens of the source and at `ends`; with a tokenizer, only its ids are
-    sampled. `adapters`: those that prompts name. Raises ValueError as `Engine.add`, and for logits
-    that are not finite.
+    Sequences end at stop strings, at the EOS tokens of the source and at `ends`; with a tokenizer,
+    only its ids are sampled. `batch`: most sequences at once. `adapters`: LoRA adapters that
+    prompts name. Raises ValueError as `Engine.add`, and for logits that are not finite.
     """
     if batch < 1:
         raise ValueError(f"batch is {batch}: it must be at least 1")
@@ -275,6 +291,7 @@ def generate_samples(
     out: list[dict[int, Generated]] = [{} for _ in prompts]
     known = None if tokenizer is None else tokenizer.get_vocab().values()
     stop = engine.stop_tokens(source) | {*ends}
+    # all requests are queued at once: the engine admits `batch` of them
     limits = Limits(rows=batch, tokens=config.max_batch_tokens)
     with Engine(
         model, stop=stop, known=known, limits=limits, weights=config.weights, adapters=adapters
@@ -329,9 +346,12 @@ UNSUPPORTED = {
 
 
 def apply_generation_config(config: T, generation_config: Mapping[str, Any]) -> tuple[T, list[str]]:
-    """Fill the options that are not set from the file; return them, and lines that say so.
+    """Fill sampling options that the user left open from generation_config.json. Returns the
+    completed options, and lines for the user: values that were taken, and settings that are not
+    supported.
 
-    Raises Refused for invalid values of the file.
+    Without `do_sample` in the file, and unless the user sets a temperature, decoding is greedy and
+    top_k, top_p and min_p are not taken. Raises Refused for invalid values of the file.
     """
     where = "generation_config.json"
     gate.check_schema(dict(generation_config), where, kinds.SAMPLING)

@@ -66,6 +66,9 @@ class CacheUsage:
     """Bytes per token of all layers."""
 
     def __str__(self) -> str:
+        """Format for the log: pages in use, their bytes, those allocated, and those of a
+        rectangle.
+        """
         held, allocated, rectangle = (
             size(tokens * self.bytes_per_token, "B")
             for tokens in (self.in_use * self.page, self.allocated * self.page, self.rectangle)
@@ -81,12 +84,15 @@ class PrefillGroup:
     """Sequences with the same past and new length, batched into one attention call."""
 
     sequences: list[int]
+    """Sequence numbers, as the caller of `KVCache.append` gave them."""
     tokens: slice
     """Their tokens among those of the forward, one sequence after the other."""
     past: int
     """Tokens of each sequence that are in the cache already."""
     new: int
+    """New tokens of each sequence."""
     pages: Int64[Tensor, "sequences pages"]
+    """Pages of each sequence, which hold past and new tokens."""
     documents: Documents | None
     """Prefixes whose tokens see one another; None: attention is causal."""
 
@@ -104,37 +110,49 @@ class KVPool:
         page_size: int,
         total: int,
     ) -> None:
-        """Write new tokens to their `slots` (page, and place in it); grow to `total` pages."""
+        """Write new keys and values to their `slots` (page of each token, and place in it), after
+        growing the pool to `total` pages. The first call allocates the pool, in the dtype of `new`.
+        """
         if not self.kept:
+            # heads and sizes are known only from the first keys and values of a mixer
             self.kept = tuple(t.new_zeros((0, t.shape[1], page_size, t.shape[2])) for t in new)
         self._grow(total)
         for kept, tensor in zip(self.kept, new, strict=True):
+            # [pages, page_size, kv_heads, size] as a view, indexed by (page, place): one scatter
             kept.transpose(1, 2)[slots] = tensor
 
     def copy(self, page: int, to: int, total: int) -> None:
-        """Copy a page onto page `to`; grow to `total` pages."""
+        """Copy the contents of a page onto page `to`, after growing the pool to `total` pages."""
         self._grow(total)
         for kept in self.kept:
             kept[to] = kept[page]
 
     def gather(self, group: PrefillGroup) -> list[Float[Tensor, "sequences length kv_heads _"]]:
-        """Copy all tokens of a group's sequences from their pages into rectangles."""
+        """Copy the past and new tokens of a group from their pages into a rectangle per pool tensor
+        (such as keys, values).
+        """
         out = []
         for kept in self.kept:
+            # [sequences, pages, kv_heads, page_size, size] -> [sequences, pages * page_size,
+            # kv_heads, size]
             whole = kept[group.pages].transpose(2, 3).flatten(1, 2)
             out.append(whole[:, : group.past + group.new])
         return out
 
     def compact(self, before: Int64[Tensor, " pages"]) -> None:
-        """Keep these pages alone, in this order."""
+        """Drop all pages but those numbered `before`, which become pages 0, 1, 2, ... in this
+        order.
+        """
         self.kept = tuple(kept.index_select(0, before) for kept in self.kept)
 
     def _grow(self, total: int) -> None:
+        """Grow each tensor of the pool to `total` pages if it has fewer; new pages are 0."""
         if self.kept and len(self.kept[0]) < total:
             self.kept = tuple(_grown(kept, total) for kept in self.kept)
 
 
 def _grown(kept: Tensor, total: int) -> Tensor:
+    """Return a copy with `total` pages; those behind the old ones are 0."""
     new = kept.new_zeros((total, *kept.shape[1:]))
     new[: len(kept)] = kept
     return new
@@ -142,15 +160,22 @@ def _grown(kept: Tensor, total: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class CacheBatch:
-    """The sequences of one forward and where their tokens go: `Cached` of the model."""
+    """The sequences of one forward, and where their tokens go in the cache. Implements `Cached` of
+    the model.
+    """
 
     sequences: list[int]
     """Sequences in the order of the forward's tokens."""
     last: Int64[Tensor, " sequences"]
     """Index of each sequence's last token among those of the forward."""
     positions: Int64[Tensor, "streams 1 tokens"]
+    """Position of each token, per position stream; 0 for padding."""
     lengths: Int64[Tensor, "1 tokens"] | None
+    """Length that rope scaling takes each token's sequence to have; None: the model does not use
+    it.
+    """
     longest: int
+    """Length of the longest sequence, new tokens included."""
     num_tokens: int
     """Tokens of sequences; behind them comes padding."""
     slots: tuple[Tensor, Tensor]
@@ -161,18 +186,20 @@ class CacheBatch:
     """Pages that the decode sequences attend to; None without such sequences."""
     groups: list[PrefillGroup]
     pools: list[KVPool]
+    """Pool of each layer."""
     page_size: int
     total: int
     """Pages of each pool."""
 
     @property
     def layers(self) -> list["LayerBatch"]:
+        """The batch with the pool of each layer of the model, in order."""
         return [LayerBatch(self, pool) for pool in self.pools]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerBatch:
-    """A forward in one layer: `LayerCache` of the model."""
+    """A forward in one layer. Implements `LayerCache` of the model."""
 
     batch: CacheBatch
     pool: KVPool
@@ -184,12 +211,16 @@ class LayerBatch:
         of_pages: PagedAttention,
         of_texts: SequenceAttention,
     ) -> Float[Tensor, "tokens heads value_size"]:
-        """Write the new keys and values, and attend; padding gets 0."""
+        """Write the new keys and values to the layer's pool, then attend: `of_pages` for the decode
+        sequences, `of_texts` for each prefill group. Returns the outputs in the order of the
+        forward's tokens; those of padding are 0.
+        """
         batch = self.batch
         queries, own = q[0], [t[0, : batch.num_tokens] for t in new]
         self.pool.write(own, batch.slots, batch.page_size, batch.total)
         out = []
         if batch.pages is not None:
+            # decode: one query each against all pages of the pool, others masked
             out.append(of_pages(queries[: batch.decodes], *self.pool.kept, batch.pages))
         for group in batch.groups:
             rows = queries[group.tokens].unflatten(0, (-1, group.new))
@@ -198,17 +229,21 @@ class LayerBatch:
             else:  # nothing is cached: the new keys and values are all there is
                 kept = [t[group.tokens].unflatten(0, (-1, group.new)) for t in own]
             out.append(of_texts(rows, *kept, group.documents).flatten(0, 1))
+        # padding exists for sequence parallelism only, which needs a multiple of tp tokens
         if len(queries) > batch.num_tokens:
             out.append(out[0].new_zeros((len(queries) - batch.num_tokens, *out[0].shape[1:])))
         return out[0] if len(out) == 1 else torch.cat(out)
 
 
 class KVCache:
-    """The cache of one model, for sequences that the caller knows by numbers."""
+    """The paged KV cache of one model (this rank's layers and heads). The caller numbers the
+    sequences.
+    """
 
     def __init__(self, model: ModelSpec, page_size: int = PAGE_SIZE):
         self.table, self.streams = BlockTable(page_size), model.streams
         self.by_length = model.by_length
+        # all layers have a pool; those of other stages stay empty
         self.pools = [KVPool() for _ in model.blocks]
         self._in_use = self._allocated = self._rectangle = 0
 
@@ -220,17 +255,19 @@ class KVCache:
         spans: Mapping[int, PositionSpan] | None = None,
         lengths: Mapping[int, int] | None = None,
     ) -> CacheBatch:
-        """Make room for new tokens (at least one per sequence), and describe their forward.
+        """Reserve pages for new tokens (sequence -> their number, at least 1), and return the batch
+        that describes their forward.
 
         Tokens are padded to a `multiple`. `spans`: sequences with a bidirectional prefix or
         positions of their own. `lengths`: the length that rope scaling takes a sequence to have;
-        unset: its tokens so far, these included. Raises ValueError where a prefix is not read in
-        one forward.
+        unset: its tokens so far, these included. Raises ValueError where a bidirectional prefix
+        would be split over several forwards.
         """
         table = self.table
         past = {sequence: table.lengths.get(sequence, 0) for sequence in new}
         span = {sequence: (spans or {}).get(sequence, PositionSpan()) for sequence in new}
         for sequence, count in new.items():
+            # before anything is reserved, so that an error leaves the cache as it was
             _check_prefix(sequence, past[sequence], count, span[sequence].prefix)
         self._reserve(new, device)
 
@@ -243,6 +280,7 @@ class KVCache:
         pages = [table.pages[s][i // table.page_size] for s, i in zip(owner, index, strict=True)]
         padding = -len(index) % multiple
 
+        # built on the host and copied once: cheaper than many small operations on a GPU
         places = torch.tensor(index) % table.page_size
         last = torch.tensor([new[sequence] for sequence in order]).cumsum(0) - 1
         positions = torch.tensor(index + [0] * padding)[None]
@@ -271,7 +309,9 @@ class KVCache:
         )
 
     def fork(self, parent: int, child: int) -> None:
-        """Let `child` begin with all tokens of `parent`: full pages are shared, the last copied."""
+        """Start sequence `child` with all tokens of `parent`: full pages are shared, the last one
+        is copied in each layer.
+        """
         copied = self.table.fork(parent, child)
         if copied is not None:
             for pool in self.pools:
@@ -284,15 +324,18 @@ class KVCache:
 
     @property
     def usage(self) -> CacheUsage:
-        """The most that was held until now."""
+        """The most pages, bytes and rectangle tokens that were held until now."""
         kept = [t for pool in self.pools for t in pool.kept]
+        # kv_heads * size numbers per token, pool tensor and layer
         per_token = sum(t.shape[1] * t.shape[3] * t.itemsize for t in kept)
         return CacheUsage(
             self.table.page_size, self._in_use, self._allocated, self._rectangle, per_token
         )
 
     def _reserve(self, new: Mapping[int, int], device: torch.device) -> None:
-        """Give sequences pages for their new tokens; move pages where the pool is compacted."""
+        """Give each sequence pages for its new tokens. If the block table compacts, move the pages
+        of all layers accordingly.
+        """
         moved = self.table.append(new)
         if moved is not None:
             before = to_device(torch.tensor(moved, dtype=torch.int64), device)
@@ -307,7 +350,9 @@ class KVCache:
         span: Mapping[int, PositionSpan],
         device: torch.device,
     ) -> list[PrefillGroup]:
-        """Group sequences with several new tokens by past and new length; decodes come first."""
+        """Batch sequences with the same past and the same number (over 1) of new tokens into
+        groups, whose tokens lie behind those of the decode sequences.
+        """
         by_length: dict[tuple[int, int], list[int]] = {}
         for sequence, count in new.items():
             if count > 1:
@@ -338,10 +383,12 @@ class KVCache:
             pages, end = table.pages[sequence], table.lengths[sequence] - 1
             own += pages
             owner += [i] * len(pages)
+            # distance from the query to the first token of page j: end - j * page_size
             back += range(end, end - len(pages) * table.page_size, -table.page_size)
         most = max(map(len, shared.values()), default=0)
         entries = torch.zeros((2, table.total + most * len(shared)), dtype=torch.int64)
         entries[1] = -1  # pages of other sequences are masked
+        # a page of two owners is written twice here, and corrected below
         entries[:, own] = torch.tensor([owner, back])
         if shared:
             entries[1, list(shared)] = -1  # these have entries of their own
@@ -349,10 +396,13 @@ class KVCache:
         owners, begins = to_device(entries, device)
         index = to_device(torch.tensor(list(shared)), device) if shared else None
         places = torch.arange(table.page_size, device=device)
+        # token p of a page lies p fewer tokens back; negative: behind the query, masked
         return Pages(owners, begins[:, None] - places, index)
 
     def _single_decode(self, sequence: int, device: torch.device) -> Alone:
-        """The pages of the one sequence that decodes, as a slice where they lie side by side."""
+        """Return the pages of the only sequence that decodes, as a slice if they are consecutive
+        (no copy), else as indices.
+        """
         own, length = self.table.pages[sequence], self.table.lengths[sequence]
         first, end = own[0], own[0] + len(own)
         if own == list(range(first, end)):
@@ -370,15 +420,18 @@ class KVCache:
         """
         query = {sequence: i for i, sequence in enumerate(sequences)}
         for i, (page, own) in enumerate(shared.items()):
+            # a shared page has the same index in all its owners, as it comes from one prompt
             first = self.table.pages[own[0]].index(page) * self.table.page_size
             back = [self.table.lengths[sequence] - 1 - first for sequence in own]
             entries[0, i, : len(own)] = torch.tensor([query[sequence] for sequence in own])
             entries[1, i, : len(own)] = torch.tensor(back)
 
     def _record_usage(self) -> None:
+        """Update the maxima that `usage` reports."""
         table = self.table
         self._in_use = max(self._in_use, table.in_use)
         self._allocated = max(self._allocated, table.total)
+        # what a cache without pages would have held
         rectangle = len(table.lengths) * max(table.lengths.values())
         self._rectangle = max(self._rectangle, rectangle)
 
@@ -393,7 +446,10 @@ def _check_prefix(sequence: int, past: int, new: int, prefix: int) -> None:
 
 
 def _prefixes(past: int, new: int, lengths: list[int]) -> Documents | None:
-    """Return the prefixes that new tokens behind `past` see; None where attention is causal."""
+    """Return the bidirectional prefixes (`lengths`, one per sequence) as documents for the
+    attention of `new` tokens behind `past`; None if every prefix lies in the past, so that
+    attention is causal.
+    """
     if max(lengths) <= past:
         return None
     starts = torch.zeros((len(lengths), new), dtype=torch.int64)

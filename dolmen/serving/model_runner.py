@@ -54,7 +54,9 @@ class SequenceChunk:
 
 @dataclass(frozen=True, eq=False)
 class RunnerOutput:
-    """Logits of a forward, fp32 or wider; on the last stage alone."""
+    """Logits and log-probabilities of a forward, in fp32 or wider; only the last pipeline stage has
+    them.
+    """
 
     following: Float[Tensor, "sequences vocabulary"]
     """Logits of the next token of each sequence whose chunk is its last."""
@@ -63,7 +65,9 @@ class RunnerOutput:
 
 
 class ModelRunner:
-    """A model, its KV cache, and its place in the pipeline."""
+    """Runs this rank's pipeline stage of a model over its KV cache, and sends the hidden vectors
+    on.
+    """
 
     def __init__(self, model: Decoder, mesh: Mesh, page_size: int, adapters: Adapters):
         self.model, self.mesh, self.cache = model, mesh, KVCache(model.tree, page_size)
@@ -71,10 +75,11 @@ class ModelRunner:
         self._sends: list[tuple[dist.Work, Tensor]] = []
 
     def forward(self, chunks: Mapping[int, SequenceChunk]) -> tuple[list[int], RunnerOutput | None]:
-        """Read chunks of sequences into the KV cache.
+        """Run one forward over chunks (sequence key -> tokens), which enter the KV cache.
 
-        Returns the sequences whose next token is wanted, in the order of their logits, and, on the
-        last stage, the logits.
+        Returns the sequences whose next token is to be sampled, in the order of their logits, and
+        the logits on the last pipeline stage; other stages send their hidden vectors on and return
+        None.
         """
         tp, device = self.model.tp, self.model.device
         # sequence parallelism splits tokens evenly, so they are padded
@@ -92,6 +97,7 @@ class ModelRunner:
         sent = to_device(torch.tensor([tokens]), device)
         if self.adapters.names:
             names, counts = [c.adapter for c in ordered], [len(c.tokens) for c in ordered]
+            # tokens of one adapter are one segment of the flat row, multiplied at once
             self.adapters.turn.segments = inference_linear.segments(names, counts, device)
         wanted = [sequence for sequence in batch.sequences if chunks[sequence].last]
         stage = self.model.split.parts[0]
@@ -101,17 +107,20 @@ class ModelRunner:
             return wanted, RunnerOutput(*output)
         hidden = self.model(sent, None, batch, x=x).contiguous()
         work = transfers.start_send(hidden, self.mesh.up, self.mesh.pp.rank + 1)
+        # the tensor must live until it has been sent, and the next forward need not wait
         self._sends.append((work, hidden))
         return wanted, None
 
     def finish(self) -> None:
-        """Wait until all hidden vectors have been sent."""
+        """Wait until all hidden vectors have been sent to the next stage, and release them."""
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
 
     def _receive(self, tokens: int) -> Float[Tensor, "here hidden"]:
-        """Receive the hidden vectors of the stage before."""
+        """Receive the hidden vectors of `tokens` tokens from the previous stage; blocks until they
+        are here.
+        """
         x = self.model.boundary(1, tokens)
         transfers.start_receive(x, self.mesh.up, self.mesh.pp.rank - 1).wait()
         return x
@@ -124,9 +133,11 @@ def _head(model: Decoder, batch: CacheBatch, chunks: Mapping[int, SequenceChunk]
         begin[sequence] = first
         first += len(chunks[sequence].tokens)
     wanted = [k for k, sequence in enumerate(batch.sequences) if chunks[sequence].last]
+    # only these rows are multiplied by the head: a prompt of 4,096 tokens needs one row of logits
     rows = batch.last[to_device(torch.tensor(wanted, dtype=torch.int64), device)]
 
     def head_function(hidden: Tensor, head: LMHead) -> tuple[Tensor, dict[int, Tensor]]:
+        """Return the logits of the next tokens, and the log-probabilities of labels by sequence."""
         whole, head = _gather_tokens(hidden, head)
         labelled = {}
         for sequence, chunk in chunks.items():
@@ -141,10 +152,13 @@ def _head(model: Decoder, batch: CacheBatch, chunks: Mapping[int, SequenceChunk]
 
 
 def _gather_tokens(hidden: Tensor, head: LMHead) -> tuple[Float[Tensor, "tokens hidden"], LMHead]:
-    """Return the hidden vectors of all tokens, and a head that takes any of them."""
+    """Return the hidden vectors of all tokens, gathered over tp under sequence parallelism, and a
+    head that takes them.
+    """
     tp = head.split.tp
     if not tp.gathers:
         return hidden, head
+    # the gathered tokens are the same on all ranks, so the head must not gather again
     split = replace(head.split, tp=replace(tp, sequence=False))
     return collectives.all_gather(hidden, 0, tp.axis), replace(head, split=split)
 
@@ -152,7 +166,9 @@ def _gather_tokens(hidden: Tensor, head: LMHead) -> tuple[Float[Tensor, "tokens 
 def _logits(
     model: Decoder, hidden: Float[Tensor, "rows hidden"], head: LMHead
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Logits over the whole vocabulary, in fp32 or wider."""
+    """Return the logits of `hidden` over the whole vocabulary, gathered over tp, in fp32 or
+    wider.
+    """
     logits = head.logits(hidden)[0]
     whole = vocabulary.gather_vocabulary(logits, model.tree.vocab_size, model.tp.axis)
     return whole if whole.dtype == torch.float64 else whole.float()
@@ -165,7 +181,10 @@ def _label_logprobs(
     labels: Int64[Tensor, " labels"],
     top: int,
 ) -> Float[Tensor, "labels numbers"]:
-    """Log-probabilities of labels, computed MAX_LOGITS logits at a time."""
+    """Return for each label a row of `sampling.log_probabilities` (its own and the `top`
+    likeliest), computing at most MAX_LOGITS logits at a time.
+    """
+    # 128,000 tokens of vocabulary: 32 labels at a time
     rows = max(1, MAX_LOGITS // model.tree.vocab_size)
     return torch.cat(
         [

@@ -56,20 +56,21 @@ RECENT = 60.0  # seconds that the rate is averaged over, as early rows predict l
 
 
 class Meter:
-    """Counts finished rows and new tokens."""
+    """Counts finished rows and new tokens, and formats the rate over the last RECENT seconds."""
 
     def __init__(self, rows: int, done: int):
-        """`done`: rows that were finished by an earlier run."""
+        """`rows`: all rows of the job. `done`: those that an earlier run had finished."""
         self.rows, self.done, self.tokens = rows, done, 0
         self._start = self._last_line = time.monotonic()
         self._marks = [(self._start, done, 0)]
 
     def count(self, rows: int, tokens: int) -> None:
-        """Add finished rows and new tokens."""
+        """Add newly finished rows and new tokens."""
         self.done += rows
         self.tokens += tokens
         now = time.monotonic()
         if now - self._marks[-1][0] > RECENT / 20:
+            # at most 20 marks: one each RECENT / 20 = 3 seconds
             self._marks = [mark for mark in self._marks if now - mark[0] < RECENT]
             self._marks.append((now, self.done, self.tokens))
 
@@ -89,7 +90,9 @@ class Meter:
         return time.monotonic() - self._start
 
     def is_due(self) -> bool:
-        """Return whether to print a plain line: once every EVERY seconds."""
+        """Return whether EVERY seconds have passed since the last plain line; if so, restart that
+        interval.
+        """
         now = time.monotonic()
         if now - self._last_line < EVERY:
             return False
@@ -99,7 +102,9 @@ class Meter:
 
 @contextmanager
 def progress_display(meter: Meter, visible: bool) -> Iterator["ProgressDisplay"]:
-    """Show the meter within this context; `refresh()` updates it."""
+    """Show the meter within this context, on stderr: a bar on a terminal, else plain lines.
+    `visible`: False on ranks that print nothing. `refresh()` of what is yielded updates it.
+    """
     console = Console(stderr=True)
     if not (visible and console.is_terminal):
         yield ProgressDisplay(meter, None, visible)
@@ -111,14 +116,14 @@ def progress_display(meter: Meter, visible: bool) -> Iterator["ProgressDisplay"]
 
 
 class ProgressDisplay:
-    """The bar or the plain lines of a meter."""
+    """Shows a meter as a progress bar, as plain lines (`bar` None), or not at all."""
 
     def __init__(self, meter: Meter, bar: Progress | None, visible: bool):
         self.meter, self.bar, self.visible = meter, bar, visible
         self.task = None if bar is None else bar.add_task("", total=meter.rows)
 
     def refresh(self) -> None:
-        """Update the bar, or print a line when one is due."""
+        """Update the bar, or print a plain line if one is due."""
         meter = self.meter
         if self.bar is not None and self.task is not None:
             self.bar.update(self.task, completed=meter.done, description=str(meter))
@@ -130,7 +135,9 @@ NAME = "dolmen generate"
 
 
 class RowQueue:
-    """Deals rows to replicas, and brings finished rows to the rank that writes."""
+    """Distributes row numbers among the replicas (dp), and brings finished rows to the rank that
+    writes them.
+    """
 
     def __init__(self, rows: Sequence[int], mesh: Mesh):
         """`rows`: numbers of the rows to generate, the same on all ranks."""
@@ -141,10 +148,11 @@ class RowQueue:
         self._finished: deque[tuple[int, dict[str, Any]]] = deque()
 
     def take(self, running: int) -> int | None:
-        """Take the next row for this replica, which has `running` rows; None: take none now.
+        """Return the number of the next row for this replica, which has `running` rows at work;
+        None: none is left, or the other replicas should have the rest.
 
-        All ranks of a replica call it alike. When few rows are left, a replica takes no more than
-        its share of them.
+        All ranks of a replica make the same calls and get the same rows. When few rows are left, a
+        replica takes no more than its share of them.
         """
         if self.store is None:
             number = self._taken
@@ -156,9 +164,14 @@ class RowQueue:
         return self.rows[number]
 
     def _next(self, store: processes.Store, running: int) -> int:
+        """Return the index of the next row from the counter in the store; len(rows) for none. The
+        replica's first rank takes it and publishes it for the replica's other ranks.
+        """
         left = max(len(self.rows) - self._taken, 0)
+        # near the end: leave the rest to replicas that have less to do
         if running and running >= (left + running) / self.replicas:
             return len(self.rows)
+        # written once and read by each other rank of the replica, so it is not deleted
         key = f"row/{self.replica}/{self._replica_count}"
         self._replica_count += 1
         if not self.leads:
@@ -168,7 +181,9 @@ class RowQueue:
         return number
 
     def finish(self, number: int, row: dict[str, Any]) -> None:
-        """Hand a finished row of this replica to the rank that writes."""
+        """Hand a finished row (its number and output fields) of this replica to the rank that
+        writes.
+        """
         if self.store is None:
             self._finished.append((number, row))
         elif self.leads:
@@ -176,16 +191,20 @@ class RowQueue:
             self.store.set(f"ask/{place}", json_line({"row": number, "answer": row}).decode())
 
     def collect(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the rows finished since the last call, on the rank that writes."""
+        """Yield number and fields of the rows that all replicas finished since the last call, and
+        remove them from the store. Only the rank that writes calls it.
+        """
         if self.store is None:
             while self._finished:
                 yield self._finished.popleft()
             return
+        # adding 0 reads the counter without waiting
         finished = self.store.add("done", 0)
         while self._collected < finished:
             self._collected += 1
             key = f"ask/{self._collected}"
             result = gate.parse_json(self.store.get(key), NAME, JOURNAL_ROW)
+            # completions are large, and the store is in the memory of one process
             self.store.delete_key(key)
             yield result["row"], result["answer"]
 
@@ -214,10 +233,12 @@ class Job:
 
     @property
     def config(self) -> GenerateConfig:
+        """Options, with the defaults of generation_config.json."""
         return self.prompts.config
 
     @property
     def output(self) -> Path:
+        """Path of the output file."""
         return expand(self.config.output or "")
 
 
@@ -236,9 +257,11 @@ def check_options(config: GenerateConfig) -> None:
 
 
 def prepare(config: GenerateConfig, verbose: bool, fresh: bool) -> Job:
-    """Check the options and all rows of --input. Raises ValueError, with nothing written.
+    """Check the options and all rows of --input, and return the job. Raises ValueError, with
+    nothing written.
 
-    `verbose`: print a summary of the rows. `fresh`: this run has not written anything yet.
+    `verbose`: print a summary of the rows. `fresh`: this run has not written anything yet, so that
+    an existing output is an error (or, with --resume, is checked against the rows).
     """
     check_options(config)
     file = expand(config.input or "")
@@ -252,6 +275,7 @@ def prepare(config: GenerateConfig, verbose: bool, fresh: bool) -> Job:
     for line in lines:
         say(line, verbose)
     output, digest = expand(config.output or ""), digest_of(file)
+    # after generation_config.json has been applied: its defaults decide completions too
     options = _deciding_options(config, source)
     if fresh:  # an existing output is refused before long files are read
         check_output(output, None, config.resume, options, digest)
@@ -265,6 +289,9 @@ def prepare(config: GenerateConfig, verbose: bool, fresh: bool) -> Job:
 
 
 def _deciding_options(config: GenerateConfig, source: Source) -> dict[str, Any]:
+    """Return the options that decide the completions, with the resolved model and its iteration, as
+    plain values: they must be equal on --resume.
+    """
     values = to_dict(config)
     model = {"model": str(Path(source.where).resolve()), "iteration": source.iteration}
     lora = {"adapters": list(config.adapters), "adapter": config.adapter}
@@ -273,6 +300,7 @@ def _deciding_options(config: GenerateConfig, source: Source) -> dict[str, Any]:
 
 
 def _print_summary(read: FileSummary, config: GenerateConfig, verbose: bool) -> None:
+    """Print how many rows are left out, cut, or limited by the model's positions, if any."""
     if read.bad:
         say(f"{plural(read.bad, 'row')} left out: they are not valid", verbose)
     if read.cut:
@@ -290,7 +318,8 @@ def _print_summary(read: FileSummary, config: GenerateConfig, verbose: bool) -> 
 
 
 def generate(job: Job, mesh: Mesh) -> None:
-    """Generate the rows of `job` that are not finished yet, on all ranks of `mesh`.
+    """Generate the unfinished rows of `job` on all ranks of `mesh`, and write them to the output;
+    the first rank shows the progress and prints a summary.
 
     Raises ValueError, also for logits that are not finite, and OSError where the output cannot be
     written.
@@ -321,7 +350,9 @@ def generate(job: Job, mesh: Mesh) -> None:
             while runner.feed(running):
                 runner.handle(running, running.step())
                 screen.refresh()
+            # this replica has nothing left, but others may still run
             while not runner.write_finished():
+                # the store has no notification, so look again
                 time.sleep(PAUSE)
                 screen.refresh()
         finally:
@@ -334,10 +365,13 @@ def generate(job: Job, mesh: Mesh) -> None:
 
 
 def _list_unfinished_rows(job: Job, output: OutputFile | None, mesh: Mesh) -> list[int]:
-    """Return the numbers of the rows to generate, the same on all ranks."""
+    """Return the numbers of the rows that the output does not have yet. The first rank reads them
+    off `output` and broadcasts them; it is None on the others.
+    """
     total = range(len(job.summary.places))
 
     def list_rows() -> list[int]:
+        """Return the numbers of the rows that the output lacks."""
         assert output is not None, "the first rank has opened it"
         return [row for row in total if not output.has(row)]
 
@@ -345,6 +379,9 @@ def _list_unfinished_rows(job: Job, output: OutputFile | None, mesh: Mesh) -> li
 
 
 def _summary(job: Job, meter: Meter, close: int) -> str:
+    """Format rows, tokens and tokens per second of a finished run, and how many tokens were near
+    ties (`close`).
+    """
     seconds = max(meter.seconds, 1e-9)
     text = (
         f"wrote {job.output}: {plural(len(job.summary.places), 'row')}; "
@@ -360,7 +397,7 @@ def _summary(job: Job, meter: Meter, close: int) -> str:
 
 
 class RowRunner:
-    """Feeds rows to an engine and collects their completions."""
+    """Submits rows to an engine, collects their samples, and hands finished rows to the queue."""
 
     def __init__(self, job: Job, queue: RowQueue, output: OutputFile | None, meter: Meter):
         self.job, self.queue, self.output, self.meter = job, queue, output, meter
@@ -371,19 +408,26 @@ class RowRunner:
         self._samples: dict[int, dict[int, dict[str, Any]]] = {}  # finished ones of running rows
 
     def feed(self, engine: Engine) -> bool:
-        """Give the engine as many rows as it can run; return whether it is busy."""
+        """Submit rows until as many run as the engine takes, or none is left; return whether the
+        engine is busy.
+        """
+        # a row has num_samples sequences at once
         capacity = engine.limits.rows // self.job.config.num_samples
         while len(self._running) < max(capacity, 1):
             number = self.queue.take(len(self._running))
             if number is None:
                 break
+            # numbers only rise, so one pass over the file is enough
             row = next(row for index, row in self._rows if index == number)
             request, _ = self.job.prompts.request(row)
             self._running[engine.add(request)] = number, row
         return engine.busy
 
     def handle(self, engine: Engine, output: StepOutput) -> None:
-        """Finish samples at stop strings, and rows whose samples are all finished."""
+        """Take in the result of a step: cut samples at stop strings, complete rows whose samples
+        are all finished, and write what is finished. Raises ValueError for logits that are not
+        finite.
+        """
         finished = self._stops.finish(engine, output)
         _require_finite(finished, self._running)
         self.meter.count(0, len(output.new_tokens))
@@ -392,6 +436,9 @@ class RowRunner:
         self.write_finished()
 
     def _finish_sample(self, one: FinishedSequence) -> None:
+        """Store the output fields of a finished sample; with the row's last sample, hand the row to
+        the queue.
+        """
         number, row = self._running[one.number]
         samples = self._samples.setdefault(one.number, {})
         samples[one.sample] = self._output_fields(one)
@@ -405,6 +452,9 @@ class RowRunner:
         self.queue.finish(number, row.fields | fields)
 
     def _output_fields(self, one: FinishedSequence) -> dict[str, Any]:
+        """Return what the output says about a sample: text, token ids, finish reason, and
+        log-probabilities if requested.
+        """
         text, reason = self._stops.take_text(one)
         fields = {"text": text, "tokens": one.tokens, "finish_reason": reason}
         if self.job.config.logprobs is not None:
@@ -412,8 +462,8 @@ class RowRunner:
         return fields
 
     def write_finished(self) -> bool:
-        """Write the finished rows of all replicas, on the first rank; return whether all rows are
-        written, or another rank writes them.
+        """Write the finished rows of all replicas, on the first rank. Returns whether all rows of
+        the job are written; always True on ranks that do not write.
         """
         if self.output is None:
             return True
@@ -426,6 +476,9 @@ class RowRunner:
 def _require_finite(
     finished: list[FinishedSequence], running: dict[int, tuple[int, PromptRow]]
 ) -> None:
+    """Raise ValueError that names file and line of the first sequence whose logits are not
+    finite.
+    """
     for one in finished:
         if one.finish_reason == "not finite":
             raise ValueError(

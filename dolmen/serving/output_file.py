@@ -27,14 +27,15 @@ OUTPUT_ROW = Kind(Object(), size=JOURNAL_ROW.size, depth=JOURNAL_ROW.depth, cons
 
 
 def journal_path(output: Path) -> Path:
-    """Path of the journal of an unfinished output."""
+    """Return the path of the journal that exists while an output is unfinished."""
     return output.with_name(f"{output.name}.journal")
 
 
 def digest(file: Path) -> str:
-    """Hash all bytes of a file."""
+    """Return a hash of all bytes of a file, in hex (blake2b, 128 bits)."""
     found = hashlib.blake2b(digest_size=16)
     with gate.open_file(file) as stream:
+        # 1 MiB at a time: inputs may be larger than memory
         for block in iter(lambda: stream.read(1 << 20), b""):
             found.update(block)
     return found.hexdigest()
@@ -47,10 +48,12 @@ def check_output(
     options: Mapping[str, Any],
     input_digest: str,
 ) -> bool:
-    """Return whether rows are left to generate, of `rows` (None: not counted yet).
+    """Return whether rows are left to generate. `rows`: number of rows of the input; None: not
+    counted yet.
 
-    `options` are those that decide the completions, as plain values, `input_digest` is that of the
-    input. Raises ValueError where the output cannot be written or resumed.
+    `options` are those that decide the completions, as plain values; `input_digest` is that of the
+    input. Raises ValueError where the output exists (without `resume`), or was started with another
+    input or other options (with it).
     """
     journal, there = journal_path(output), os.path.lexists(output)
     unfinished = os.path.lexists(journal)
@@ -66,6 +69,7 @@ def check_output(
     elif unfinished:
         _check_head(journal, there, options, input_digest)
     elif there and rows is not None:
+        # without a journal the output is complete, or is not ours
         found = sum(1 for _ in gate.read_json_lines(output, OUTPUT_ROW))
         if found != rows:
             raise ValueError(
@@ -77,7 +81,9 @@ def check_output(
 
 
 def _check_head(journal: Path, there: bool, options: Mapping[str, Any], input_digest: str) -> None:
-    """Raise ValueError where the journal was started with another input or other options."""
+    """Raise ValueError where the journal is damaged, or was started with another input or other
+    options. `there`: the output exists.
+    """
     with gate.open_file(journal) as stream:
         line = stream.readline(JOURNAL_HEAD.size)
     if not (there or line.endswith(b"\n")):  # killed as it began
@@ -100,9 +106,10 @@ def _check_head(journal: Path, there: bool, options: Mapping[str, Any], input_di
 
 
 def check_finished(output: Path, rows: Iterable[PromptRow]) -> None:
-    """Raise ValueError for the first line of the output that does not belong to its row.
+    """Raise ValueError for the first line of the output that does not belong to its row, one line
+    per row.
 
-    Lines behind a torn one are not read: they will be cut off.
+    Lines behind an incomplete one are not read: they will be cut off.
     """
     wanted = iter(rows)
     with gate.open_file(output) as stream:
@@ -122,13 +129,17 @@ def check_finished(output: Path, rows: Iterable[PromptRow]) -> None:
 
 
 def _belongs_to(found: Mapping[str, Any], row: PromptRow) -> bool:
-    """Return whether a line has all fields of a row, and a completion."""
+    """Return whether an output line has exactly the fields of its input row, and those of a
+    completion besides.
+    """
     carried = {name: value for name, value in found.items() if name not in OUTPUT_FIELDS}
     return len(carried) < len(found) and json_line(carried) == json_line(row.fields)
 
 
 class OutputFile:
-    """The output and its journal, open for writing."""
+    """The output and its journal, open for writing. `held`: finished rows that wait in the journal
+    for rows before them.
+    """
 
     def __init__(self, output: Path, options: Mapping[str, Any], input_digest: str):
         """Open what `check_output` has allowed. Raises ValueError where another process writes it;
@@ -145,13 +156,17 @@ class OutputFile:
             self.journal.add(
                 json_line({"format": FORMAT, "asked": dict(options), "input": input_digest})
             )
+            # the options must be on disk before the first row, or --resume could not check them
             self.journal.sync()
         self.output = Lines(output, _is_object, new=not resumed)
+        # rows before that were released into the output in the earlier run
         self.held = {row: answer for row, answer in self.held.items() if row >= self.output.count}
         self._release()
 
     def _hold(self, line: bytes) -> bool:
-        """Keep the row of a journal line; return whether the line is whole."""
+        """Remember the finished row of a journal line in `held`; return False for a damaged
+        line.
+        """
         try:
             found = gate.parse_json(line, self.file, JOURNAL_LINE)
         except Refused:
@@ -161,7 +176,7 @@ class OutputFile:
         return True
 
     def has(self, row: int) -> bool:
-        """Return whether a row is finished."""
+        """Return whether a row is finished, in the output or the journal."""
         return row < self.output.count or row in self.held
 
     @property
@@ -176,6 +191,7 @@ class OutputFile:
         """
         self.held[row] = answer
         try:
+            # next in order: written without passing through the journal
             if row == self.output.count:
                 self._release()
             else:
@@ -188,6 +204,9 @@ class OutputFile:
             ) from error
 
     def _release(self) -> None:
+        """Append to the output all held rows that are next in order, up to the first that is
+        missing.
+        """
         while (answer := self.held.pop(self.output.count, None)) is not None:
             self.output.add(json_line(answer))
 
@@ -202,6 +221,7 @@ class OutputFile:
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
+    """Parse a line of the output; None if it is not a JSON object."""
     try:
         return gate.parse_json(line, "", OUTPUT_ROW)
     except Refused:
@@ -209,4 +229,5 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_object(line: bytes) -> bool:
+    """Return whether a line of the output is a JSON object."""
     return _object(line) is not None

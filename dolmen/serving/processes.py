@@ -31,8 +31,9 @@ def check_model(
     weights: Literal["stated", "int8"] = "stated",
     adapters: Sequence[str] = (),
 ) -> Layout:
-    """Return the resolved layout. Raises BadInput where a source cannot be read, the layout does
-    not divide the first model, or devices are missing.
+    """Check sources, adapters, layout and devices before any process starts; return the layout with
+    its open sizes resolved. Raises BadInput where a source cannot be read, the layout does not
+    divide the first model, or devices are missing.
 
     `replicas`: the verb splits its work over dp. `weights`: how weights are held. `adapters`:
     NAME=FOLDER, for the first model.
@@ -46,6 +47,7 @@ def check_model(
             )
         if weights == "int8":
             check_int8(models[0].tree, "cuda" if device == "cuda" else "cpu", sharded=False)
+        # torchrun's number of processes decides a size that is left open
         layout = layout.resolve(started.world_size if started else None)
         if layout.dp != 1 and not replicas:
             raise ValueError(
@@ -53,6 +55,7 @@ def check_model(
                 f"--layout.tp {layout.world}"
             )
         least = layout.pp * (layout.dp or 1)  # a microbatch per stage
+        # the shortest sequence that cp can split
         layout.check(models[0].tree, 2 * layout.cp, least, 1)
         if started is None:
             devices.require_gpus(device, layout.world, DEVICE)
@@ -60,6 +63,7 @@ def check_model(
             devices.choose_device(device, started, DEVICE)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
+    # once, not by every worker
     if started is None or started.rank == 0 and not process.launched_here():
         for model in models:
             unknown.warn(model)
@@ -67,7 +71,9 @@ def check_model(
 
 
 def check_readable(name: str) -> Model:
-    """Open a source, check its weights, and return its model. Raises as `open_source`."""
+    """Open a source, check that no weights are missing, and return its model. Raises as
+    `open_source`.
+    """
     source = open_source(name)
     check_whole(source)
     return source.model
@@ -82,9 +88,11 @@ def run(
 ) -> int:
     """Run `work(mesh)` on the processes of a checked layout, and return its exit code.
 
-    Workers that are started here run `dolmen verb` with the options `handed`, as plain values.
+    A layout of several processes that torchrun or SLURM has not started is started here: workers
+    run `dolmen verb` with the options `handed`, as plain values.
     """
     started = process.read_launch()
+    # one process needs no launcher: it works here
     if started is None and layout.world > 1:
         return launcher.launch(layout.world, [verb], handed=handed)
     return process.run_worker(lambda: _join(started, layout, device, work))
@@ -96,6 +104,9 @@ def _join(
     device: devices.DeviceChoice,
     work: Callable[[meshes.Mesh], int],
 ) -> int:
+    """Choose the device, join the process group, and run `work` on the mesh. Raises BadInput for a
+    ValueError.
+    """
     try:
         local_device = devices.choose_device(device, started, DEVICE)
         with meshes.process_group_context(started, local_device):

@@ -46,11 +46,13 @@ class PromptRow:
 
     @property
     def prompt(self) -> str | list[dict[str, Any]]:
-        """Text, or the messages of a chat."""
+        """The prompt: a text (`prompt`, `query`), or a list of chat messages (`messages`)."""
         return next(self.fields[name] for name in PROMPT_ROWS if name in self.fields)
 
     def adapter(self, default: str | None) -> str | None:
-        """Return the LoRA adapter that the row names; None, null in a row: the base model alone."""
+        """Return the name of the LoRA adapter that the row names, or else `default`. None (null in
+        a row) is the base model.
+        """
         return self.fields.get("adapter", default)
 
 
@@ -95,10 +97,17 @@ def read_lines(file: Path) -> Iterator[Line]:
 
 
 def _parse_txt(line: bytes, where: str) -> dict[str, Any]:
+    """Return the row of a line of a .txt: its text, without the line end, as `prompt`. Raises
+    Refused if it is not UTF-8.
+    """
     return {"prompt": gate.decode(line, where).rstrip("\r\n")}
 
 
 def _parse_jsonl(line: bytes, where: str) -> dict[str, Any]:
+    """Parse and check a line of a .jsonl. Raises Refused for malformed JSON, unless it has exactly
+    one of `prompt`, `query` and `messages`, for fields that the output adds, a chat that ends with
+    the assistant, and lone surrogates.
+    """
     fields = gate.parse_json(line, where, TEXT_ROW)
     fields_present = [name for name in PROMPT_ROWS if name in fields]
     if len(fields_present) != 1:
@@ -111,10 +120,12 @@ def _parse_jsonl(line: bytes, where: str) -> dict[str, Any]:
             where,
             f"it has a field `{taken[0]}`, where the completion is written: rename that field",
         )
+    # the template would open a second assistant turn behind it
     if "messages" in fields and fields["messages"][-1]["role"] == ASSISTANT:
         raise gate.refuse(where, "its last message is the assistant's own: end with the user's")
     try:
         json_line(fields)
+    # found now, not when the row is written
     except UnicodeEncodeError:
         raise gate.refuse(where, "it has half a character (a lone surrogate)") from None
     return fields
@@ -128,7 +139,9 @@ LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\u0085\u2028\u2029"}
 
 
 def json_line(fields: dict[str, Any]) -> bytes:
-    """Encode a row as a line of a .jsonl. Raises UnicodeEncodeError for a lone surrogate."""
+    """Encode a row as a line of a .jsonl, UTF-8 with the line end. Raises UnicodeEncodeError for a
+    lone surrogate.
+    """
     return json.dumps(fields, ensure_ascii=False).translate(LINE_ENDS).encode() + b"\n"
 
 
@@ -159,9 +172,11 @@ class PromptFile:
     """Names of the LoRA adapters that a row may name."""
 
     def check_rows(self) -> FileSummary:
-        """Check all rows. Raises Refused for the first invalid row, unless --skip-bad leaves them
-        out, and ValueError for a file without a valid one.
+        """Tokenize and check all rows, and return their summary. Raises Refused for the first
+        invalid row, unless --skip-bad leaves them out, and ValueError for a file without a valid
+        one.
         """
+        # 8 bytes per row: a file of 10 million rows takes 80 MB
         places, bad, cut, short = array("q"), 0, 0, 0
         most = self.config.of_tokens.max_new_tokens
         for place, line in enumerate(read_lines(self.file)):
@@ -183,6 +198,7 @@ class PromptFile:
         """Yield the rows of these indices, in order. Raises ValueError where the file has changed
         since it was checked.
         """
+        # the file is read again from its start: rows are not held in memory
         wanted = iter(places)
         place = next(wanted, None)
         for here, line in enumerate(read_lines(self.file)):
@@ -193,7 +209,10 @@ class PromptFile:
             raise ValueError(f"--input {self.file} has changed since it was read")
 
     def request(self, row: PromptRow) -> tuple[Request, bool]:
-        """Return the request of a row, and whether its prompt was not cut. Raises Refused."""
+        """Return the engine request of a row, and whether its prompt is whole (False: cut to
+        --max-input-tokens). max_new_tokens is lowered to the model's positions. Raises Refused for
+        a row that the model cannot take.
+        """
         config, tree = self.config, self.source.model.tree
         try:
             tokens = self._tokens(row)
@@ -226,6 +245,7 @@ class PromptFile:
         )
         try:
             check_name(request.adapter, self.adapters)
+            # an offline engine's cache grows as needed, so that only the model limits a row
             check(tree, request, Limits())
             span_of(tree, tokens)
         except ValueError as error:
@@ -233,12 +253,16 @@ class PromptFile:
         return request, len(tokens) == whole
 
     def _tokens(self, row: PromptRow) -> list[int]:
+        """Return the token ids of a row's prompt; a chat goes through the chat template. Raises
+        ValueError.
+        """
         if isinstance(row.prompt, str):
             return encode(self.tokenizer, row.prompt, self.source.model)
         return self._template.prompt(Chat(row.prompt, 1.0, row.where))
 
     @cached_property
     def _template(self) -> Template:
+        """The model's chat template. Raises ValueError if it has none."""
         return own_template(
             self.tokenizer,
             "give rows with `prompt` in place of `messages`, or a chat model",
@@ -246,6 +270,8 @@ class PromptFile:
         )
 
     def _cut(self, tokens: list[int], most: int) -> list[int]:
-        """Cut a prompt from the left; the BOS token stays."""
+        """Return the last `most` tokens of a prompt; a BOS token at its beginning stays, as one of
+        them.
+        """
         begin = tokens[:1] if tokens[0] == self.tokenizer.bos_token_id else []
         return [*begin, *tokens[len(tokens) - most + len(begin) :]]

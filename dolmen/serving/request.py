@@ -46,7 +46,9 @@ class SamplingParams:
     """Token ids that end the sequence, besides the EOS tokens of the model."""
 
     def check(self) -> None:
-        """Raise ValueError that names the option for a value without meaning or effect."""
+        """Raise ValueError that names the option: for a value out of range, a filter (top_k, top_p,
+        min_p) at temperature 0, or min_new_tokens above max_new_tokens.
+        """
         _check_temperature(self.temperature)
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}: use --top-k 1 or more")
@@ -58,6 +60,7 @@ class SamplingParams:
         for name, value in drawing:
             if value is not None and not self.temperature:
                 raise ValueError(f"{name} has no effect without sampling: add --temperature 1")
+        # it divides and multiplies logits: 0 and inf would give NaN
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(
                 f"repetition_penalty is {self.repetition_penalty}: use --repetition-penalty above 0"
@@ -67,6 +70,7 @@ class SamplingParams:
             if not math.isfinite(value):
                 raise ValueError(f"{name}_penalty is {value}: use --{name}-penalty with a number")
         _check_bias(self.logit_bias)
+        # max 0 is allowed: the prompt alone is scored
         for name, count in (("min", self.min_new_tokens), ("max", self.max_new_tokens)):
             if count < 0:
                 raise ValueError(f"{name}_new_tokens is {count}: use --{name}-new-tokens 0 or more")
@@ -78,6 +82,9 @@ class SamplingParams:
 
 
 def _check_temperature(temperature: float) -> None:
+    """Raise ValueError for a temperature that is negative, not finite, or subnormal (below
+    2.2e-308).
+    """
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}: use --temperature 0 (greedy) or more")
     if 0 < temperature < sys.float_info.min:  # too few bits are left to divide by it
@@ -87,7 +94,9 @@ def _check_temperature(temperature: float) -> None:
 
 
 def _check_bias(bias: Mapping[int, float]) -> None:
+    """Raise ValueError for a negative token id, NaN, or +inf; -inf is allowed."""
     for token, value in bias.items():
+        # two tokens at +inf would make NaN of the softmax
         if token < 0 or math.isnan(value) or value == math.inf:
             raise ValueError(
                 f"logit_bias of token {token} is {value}: give ids of the vocabulary, and numbers "
@@ -192,6 +201,7 @@ class Limits:
     """Tokens per page."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a limit below 1."""
         known = dict(rows=self.rows, tokens=self.tokens, pages=self.pages, page=self.page)
         for name, value in known.items():
             if value is not None and value < 1:
@@ -199,7 +209,9 @@ class Limits:
 
 
 def check(model: ModelSpec, request: Request, limits: Limits) -> str | None:
-    """Raise ValueError for a request that the model or the limits cannot take.
+    """Check a request against the model and the limits. Raises ValueError for sampling options,
+    tokens or counts out of range, for more pages than the cache has, and for more positions than
+    the model has.
 
     Returns a warning where the sequence may grow beyond the positions that the model was trained
     on, else None.
@@ -222,6 +234,7 @@ def check(model: ModelSpec, request: Request, limits: Limits) -> str | None:
         )
     # the last new token is not read
     read = len(request.tokens) + max(params.max_new_tokens - 1, 0)
+    # of one sample: others can wait or be preempted
     needed = -(-read // limits.page)
     if limits.pages is not None and needed > limits.pages:
         raise ValueError(
@@ -233,7 +246,10 @@ def check(model: ModelSpec, request: Request, limits: Limits) -> str | None:
 
 
 def check_int8(model: ModelSpec, device: str, sharded: bool) -> None:
-    """Raise ValueError where the weights of a model cannot be held as int8."""
+    """Raise ValueError where int8 weights are impossible: experts, latent attention, a device that
+    is no CPU, or weights sharded over dp.
+    """
+    # int8 is implemented for plain matrix products only
     kinds = {type(part) for block in model.blocks for part in (block.mixer, block.mlp)}
     why = None
     if MoESpec in kinds:
@@ -249,6 +265,9 @@ def check_int8(model: ModelSpec, device: str, sharded: bool) -> None:
 
 
 def _check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise ValueError, with the prompt's `name`, for an empty prompt or token ids outside the
+    vocabulary.
+    """
     if len(tokens) == 0:
         raise ValueError(
             f"{name} has 0 tokens: give at least 1, such as the tokenizer's beginning of text"
@@ -261,7 +280,10 @@ def _check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
 
 
 def _warn_beyond_context(model: ModelSpec, prompt: int, new: int, read: int) -> str | None:
-    """Return a warning, or raise ValueError where there are no positions at all."""
+    """Return a warning if `read` positions exceed those of the training (None if not); raise
+    ValueError if the model has a table of positions, and none for them. `prompt`, `new`: numbers of
+    tokens, for the message.
+    """
     most = model.max_position_embeddings
     if read <= most:
         return None
@@ -269,6 +291,7 @@ def _warn_beyond_context(model: ModelSpec, prompt: int, new: int, read: int) -> 
         f"a prompt of {plural(prompt, 'token')} and {new:,} new ones read {read:,} positions, "
         f"max_position_embeddings is {most}"
     )
+    # rope has an angle for any position; a learned embedding ends
     if model.longest is None:
         return f"{text}: the model was not made for more, and its text may be poor"
     knob = f"use --max-new-tokens {most - prompt + 1}" if prompt <= most else "use a shorter prompt"
@@ -276,7 +299,8 @@ def _warn_beyond_context(model: ModelSpec, prompt: int, new: int, read: int) -> 
 
 
 def span_of(model: ModelSpec, prompt: Sequence[int]) -> PositionSpan | None:
-    """Return the prefix and positions of a prompt; None: causal, each token at its index.
+    """Return the bidirectional prefix and the positions of a prompt; None: causal, each token at
+    its index.
 
     Raises ValueError where the special tokens that decide them are not known.
     """

@@ -31,7 +31,7 @@ TOKEN, CLOSE, FINITE, LOGPROBS = range(4)
 
 @dataclass(frozen=True)
 class SampledToken:
-    """The next token of one sample."""
+    """The next token of one sample, as every rank knows it."""
 
     token: int
     close: bool
@@ -39,6 +39,7 @@ class SampledToken:
     finite: bool
     """True if all logits were finite; otherwise the token is meaningless."""
     logprob: LogProb | None
+    """Its log-probability and those of the likeliest tokens; None if the request wants none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +55,12 @@ class ForwardOutput:
 
     @cached_property
     def draws(self) -> list[tuple[int, SequenceGroup, int]]:
-        """Index of the logits, sequence and sample number of each token to be sampled."""
+        """One entry per token to be sampled: index of its row of logits, group, and sample number.
+        A group that has not forked yet has one per sample; max_new_tokens 0 has none.
+        """
         return [
             (i, group, number)
+            # the samples of a prompt that has just been read share one row of logits
             for i, (_, group) in enumerate(self.sampled)
             if group.request.params.max_new_tokens
             for number in group.samples
@@ -64,12 +68,14 @@ class ForwardOutput:
 
     @property
     def top(self) -> int:
-        """Likeliest tokens whose log-probabilities are computed, the most of any request."""
+        """Number of likeliest tokens whose log-probabilities are computed for every row: the most
+        that any request wants.
+        """
         return max((group.request.top for _, group, _ in self.draws), default=0)
 
     @property
     def labelled(self) -> dict[int, SequenceChunk]:
-        """Sequences with log-probabilities of their prompt."""
+        """Chunks of the sequences that want log-probabilities of their prompt."""
         return {key: chunk for key, chunk in self.chunks.items() if chunk.labels}
 
     @property
@@ -79,9 +85,10 @@ class ForwardOutput:
         return [(len(self.draws), LOGPROBS + 1 + 2 * self.top), *prompts]
 
     def tensors(self, never: list[int], tp: Axis) -> list[Float[Tensor, "_ _"]]:
-        """Return a row of numbers for each sampled token, and for each prompt's labels, in fp64.
+        """Sample on the last stage: return one row of numbers per sampled token, then a tensor per
+        prompt with the log-probabilities of its labels, all in fp64.
 
-        The same on every rank of `tp`; for the last stage. `never`: token ids that are not sampled.
+        Every rank of `tp` gets the same numbers. `never`: token ids that are not sampled.
         """
         assert self.logits is not None, "the last stage has the logits"
         return [
@@ -92,7 +99,7 @@ class ForwardOutput:
     def parse(
         self, values: Iterator[list[list[float]]]
     ) -> tuple[dict[int, list[SampledToken]], dict[int, list[LogProb]]]:
-        """Return the sampled tokens and the prompt log-probabilities of each sequence.
+        """Return the sampled tokens and the prompt log-probabilities, each by sequence key.
 
         Takes from `values` one list of rows for each of `shapes`. A sequence with max_new_tokens 0
         has no tokens.
@@ -109,6 +116,9 @@ class ForwardOutput:
 
 
 def _parse_token(numbers: Sequence[float], group: SequenceGroup) -> SampledToken:
+    """Parse a row of numbers (the columns TOKEN, CLOSE, FINITE, then log-probabilities) to a
+    sampled token; its log-probability is None if the request wants none.
+    """
     wanted = group.request.logprobs is not None
     logprob = _parse_logprob(numbers[LOGPROBS:], group.request.top) if wanted else None
     close, finite = bool(numbers[CLOSE]), bool(numbers[FINITE])
@@ -116,7 +126,9 @@ def _parse_token(numbers: Sequence[float], group: SequenceGroup) -> SampledToken
 
 
 def _parse_logprob(numbers: Sequence[float], top: int) -> LogProb:
-    """Parse a row of `sampling.log_probabilities`; its first `top` other tokens are kept."""
+    """Parse a row of `sampling.log_probabilities`: the token's own, the other tokens' values, their
+    ids. Only the first `top` of these others are returned.
+    """
     label, *others = numbers
     half = len(others) // 2
     best = zip(others[half:], others[:half], strict=True)
@@ -126,13 +138,17 @@ def _parse_logprob(numbers: Sequence[float], top: int) -> LogProb:
 def broadcast(
     outputs: Sequence[ForwardOutput], never: list[int], tp: Axis, pp: Axis, device: torch.device
 ) -> Iterator[list[list[float]]]:
-    """Yield the rows of every tensor of `outputs`, on every rank of `pp`."""
+    """Bring the sampled numbers of `outputs` from the last stage to every rank of `pp`, by one
+    all-reduce. Yields for each tensor of each output its rows as lists.
+    """
     shapes = [shape for output in outputs for shape in output.shapes]
     if pp.rank == pp.size - 1:
         flat = torch.cat([t.flatten() for output in outputs for t in output.tensors(never, tp)])
     else:
         count = sum(rows * columns for rows, columns in shapes)
+        # zeros on all other stages: the sum over pp is the last stage's numbers
         flat = torch.zeros(count, dtype=torch.float64, device=device)
+    # one transfer to the host per step, not one per sequence
     values = iter(read_back(collectives.reduce_scalar(flat, pp)))
     for rows, columns in shapes:
         yield [[next(values) for _ in range(columns)] for _ in range(rows)]
@@ -145,13 +161,15 @@ def sample_tokens(
     tp: Axis,
     top: int,
 ) -> Float[Tensor, "draws numbers"]:
-    """Sample a token for each of `draws` (index of the logits, sequence, sample number).
+    """Sample a token for each of `draws` (index of the logits, group, sample number).
 
     Returns the columns TOKEN, CLOSE, FINITE and log-probabilities of `top` tokens. Draws with equal
-    sampling options are one call.
+    sampling options are sampled in one call. `never`: token ids that are not sampled.
     """
     size = (len(draws), LOGPROBS + 1 + 2 * top)
     out = torch.zeros(size, dtype=torch.float64, device=logits.device)
+    # None], list[int]] = {} | a server's requests mostly have the same options: usually one call
+    # per step
     by_params: dict[tuple[SamplingParams, LogProbabilities | None], list[int]] = {}
     for i, (_, group, _) in enumerate(draws):
         by_params.setdefault((group.request.params, group.request.logprobs), []).append(i)
@@ -165,7 +183,9 @@ def sample_tokens(
 
 
 def _rows(logits: Tensor, indices: list[int]) -> Tensor:
-    """These rows, without a copy where it is all of them in order."""
+    """Return the rows of these indices; `logits` itself, without a copy, if they are all in
+    order.
+    """
     if indices == list(range(len(logits))):
         return logits
     return logits[to_device(torch.tensor(indices), logits.device)]
@@ -180,14 +200,20 @@ def _sample_group(
     tp: Axis,
     top: int,
 ) -> Float[Tensor, "draws numbers"]:
-    """Sample with one set of options; `kind`: log-probabilities of raw or of processed logits."""
+    """Sample a token for each draw, all with the same `params`; see `sample_tokens`. `kind`:
+    log-probabilities of the raw logits, or of those after penalties and warpers; None: columns of
+    0.
+    """
     logits = raw
     if never:
+        # `raw` stays as it is, for log-probabilities of the model's own distribution
         logits = raw.clone()
         logits[:, never] = -math.inf
     sequences = [group.tokens for group, _ in draws]
     prompts = [len(group.request.tokens) for group, _ in draws]
     logits = sampling.apply_penalties(logits, sequences, params, prompts)
+    # a uniform per token that follows from the request alone: preemption and batching change
+    # nothing
     uniforms = [
         sampling.uniform(group.request.seed, group.request.id, number, len(group.new_tokens))
         for group, number in draws

@@ -34,8 +34,11 @@ Scores = Float[Tensor, "rows vocabulary"]
 
 
 def uniform(seed: int, id: int | str, sample: int, step: int) -> float:
-    """Return the number in [0, 1) that samples token `step` of a sample of request `id`."""
+    """Return the number in [0, 1) that selects token `step` of sample `sample` of request `id`: 53
+    bits of a hash of the four, so that it depends on nothing else.
+    """
     text = f"{seed}/{id}/{sample}/{step}".encode(errors="surrogatepass")
+    # the top 53 bits, as many as a double's mantissa has
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
     return (number >> 11) * 2.0**-53
 
@@ -46,7 +49,8 @@ def process(
     params: SamplingParams,
     prompts: Sequence[int] | None = None,
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Apply all of `params`; filtered tokens get -inf. `scores` is not modified.
+    """Apply all of `params` and return the processed logits: filtered tokens get -inf. `scores` is
+    not modified.
 
     `tokens`: ids of each row so far, prompt and output. `prompts`: the length of each row's prompt
     (unset: 0), which presence, frequency and min_new_tokens do not count.
@@ -60,10 +64,13 @@ def apply_penalties(
     params: SamplingParams,
     prompts: Sequence[int] | None = None,
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Apply what acts on greedy decoding too, see `process`: bias, penalties, min_new_tokens."""
+    """Return the logits after logit bias, penalties, and min_new_tokens (stop tokens get -inf
+    before). These act on greedy decoding too. Arguments as in `process`.
+    """
     begin = prompts or [0] * len(tokens)
     if params.logit_bias:
         scores = scores.clone()
+        # on a copy: `scores` is the caller's, for raw log-probabilities
         ids = list(params.logit_bias)
         scores[:, ids] += scores.new_tensor(list(params.logit_bias.values()))
     if params.repetition_penalty != 1:
@@ -72,6 +79,7 @@ def apply_penalties(
     if params.presence_penalty or params.frequency_penalty:
         new = [row[n:] for row, n in zip(tokens, begin, strict=True)]
         counts = _counts(scores, new)
+        # OpenAI's formula: mu -= presence * (count > 0) + frequency * count
         scores = scores - params.presence_penalty * (counts > 0)
         scores = scores - params.frequency_penalty * counts
     early = [len(row) - n < params.min_new_tokens for row, n in zip(tokens, begin, strict=True)]
@@ -83,11 +91,14 @@ def apply_penalties(
 
 
 def _penalize(scores: Scores, penalty: float) -> Scores:
+    """Apply the repetition penalty to all logits: positive ones are divided by it, negative
+    multiplied.
+    """
     return torch.where(scores < 0, scores * penalty, scores / penalty)
 
 
 def _counts(scores: Scores, tokens: Sequence[Sequence[int]]) -> Scores:
-    """Count the tokens of each row."""
+    """Return how often each token of the vocabulary occurs in each row."""
     rows = [i for i, row in enumerate(tokens) for _ in row]
     at = torch.tensor([rows, [token for row in tokens for token in row]], dtype=torch.int64)
     row, token = at.to(scores.device)
@@ -98,7 +109,7 @@ def _counts(scores: Scores, tokens: Sequence[Sequence[int]]) -> Scores:
 def apply_warpers(
     scores: Float[Tensor, "rows vocabulary"], params: SamplingParams
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Apply what acts on sampling alone, see `process`: temperature, top-k, top-p, min-p."""
+    """Return the logits after temperature, top-k, top-p and min-p; unchanged at temperature 0."""
     if params.temperature == 0:
         return scores
     if params.temperature != 1:
@@ -143,22 +154,32 @@ def _filters(params: SamplingParams) -> list[Filter]:
 
 
 def _near_top_k(edge: Edge) -> Bool[Tensor, " rows"]:
+    """Return the rows in which the largest filtered logit is within CLOSE of the smallest
+    kept one.
+    """
     return edge.inside - edge.outside < CLOSE
 
 
 def _near_top_p(edge: Edge, p: float) -> Bool[Tensor, " rows"]:
+    """Return the rows in which the kept probability mass, with or without the least likely kept
+    token, is within CLOSE of p, or the edge is a near tie (`_near_top_k`).
+    """
     fewer, more = p - (edge.mass - edge.least) < CLOSE, edge.mass - p < CLOSE
     return fewer | more | _near_top_k(edge)
 
 
 def _near_min_p(edge: Edge, p: float) -> Bool[Tensor, " rows"]:
+    """Return the rows in which the edge lies within CLOSE of the threshold (highest logit +
+    log p).
+    """
     at = edge.highest + math.log(p)
     return (edge.inside - at < CLOSE) | (at - edge.outside < CLOSE)
 
 
 def _uncertainty(before: Scores, after: Scores, filter_: Filter) -> Float[Tensor, " rows"]:
-    """Bound by how much cumulative probabilities may move because a token CLOSE to the edge of the
-    filter is kept or filtered out.
+    """Bound, for each row, by how much cumulative probabilities may move if a token CLOSE to the
+    edge of the filter is kept instead of filtered out, or the reverse; 0 where none is close.
+    `before` and `after`: logits before and after the filter.
     """
     kept = after > -math.inf
     total = before.logsumexp(-1)
@@ -166,6 +187,7 @@ def _uncertainty(before: Scores, after: Scores, filter_: Filter) -> Float[Tensor
     outside = before.masked_fill(kept, -math.inf).amax(-1)
     mass, least = (after.logsumexp(-1) - total).exp(), (inside - total).exp()
     near = filter_.near(Edge(inside, outside, before.amax(-1), mass, least))
+    # the token at the edge enters or leaves, and all others are normalized by the kept mass
     moved = torch.maximum(least, (outside - total).exp()) + CLOSE
     return torch.where(near, moved / mass, 0.0)
 
@@ -204,6 +226,7 @@ def keep_min_p(
     scores: Float[Tensor, "rows vocabulary"], p: float
 ) -> Float[Tensor, "rows vocabulary"]:
     """Keep tokens with p times the probability of the row's likeliest; set others to -inf."""
+    # compared with the likeliest token's, so normalization cancels
     probability = scores.softmax(-1)
     return scores.masked_fill(probability < p * probability.amax(-1, keepdim=True), -math.inf)
 
@@ -213,16 +236,18 @@ def select_tokens(
     uniforms: Float[Tensor, " rows"],
     params: SamplingParams,
 ) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"], Float[Tensor, "rows vocabulary"]]:
-    """Select a token per row, from logits with penalties applied.
+    """Select a token per row, from logits with penalties applied: greedy at temperature 0, else
+    sampled with the uniform numbers.
 
-    Returns the tokens, where logits CLOSE to these may give others, and the logits with warpers
-    applied, up to a constant per row.
+    Returns the tokens, the rows that are near ties (logits that differ by CLOSE may give another
+    token), and the logits with warpers applied, up to a constant per row.
     """
     if params.temperature == 0:
         return *greedy(scores), scores
     # the largest at 0: a small temperature then gives 0 and -inf, never inf
     final = scores.double()
     final = (final - final.amax(-1, keepdim=True)) / params.temperature
+    # of probabilities, summed over the filters
     uncertain = torch.zeros_like(final[:, 0])
     for filter_ in _filters(params):
         before, final = final, filter_.keep(final)
@@ -234,7 +259,9 @@ def select_tokens(
 def greedy(
     scores: Float[Tensor, "rows vocabulary"],
 ) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"]]:
-    """Select the likeliest token of each row, the first of equal ones; and where one is CLOSE."""
+    """Select the likeliest token of each row, the first of equal ones. Also returns the rows in
+    which the second likeliest logit is within CLOSE.
+    """
     if scores.shape[-1] == 1:
         return scores.argmax(-1), torch.zeros_like(scores[:, 0], dtype=torch.bool)
     best = scores.topk(2, -1).values
@@ -244,8 +271,8 @@ def greedy(
 def sample_token(
     scores: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"]
 ) -> tuple[Int64[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """Select the first token whose cumulative probability exceeds the row's uniform number in
-    [0, 1), in fp64, so none of probability 0.
+    """Select in each row the first token whose cumulative probability exceeds the uniform number in
+    [0, 1), computed in fp64; so a token of probability 0 is never selected.
 
     Also returns how far the number is from the range of another token, inf without another one.
     """
@@ -257,6 +284,7 @@ def sample_token(
     upper = cumulative.gather(-1, tokens)[:, 0]
     lower = cumulative.gather(-1, (tokens - 1).clamp(min=0))[:, 0]
     lower = torch.where(tokens[:, 0] == 0, 0.0, lower)
+    # beyond the last token with probability there is no other range, nor below the first
     above = torch.where(upper < total, upper - threshold, math.inf)
     below = torch.where(lower > 0, threshold - lower, math.inf)
     return tokens[:, 0], torch.minimum(above, below)
@@ -265,8 +293,8 @@ def sample_token(
 def log_probabilities(
     scores: Float[Tensor, "rows vocabulary"], tokens: Int64[Tensor, " rows"], top: int
 ) -> Float[Tensor, "rows numbers"]:
-    """Log-probability of each row's token, then of its `top` likeliest tokens, then their ids, in
-    fp64: [rows, 1 + 2 top].
+    """Return log-probabilities of each row in fp64, [rows, 1 + 2 top]: that of the row's token,
+    those of the `top` likeliest tokens, and the ids of these.
     """
     found = scores.double().log_softmax(-1)
     own = found.gather(-1, tokens[:, None])

@@ -36,13 +36,17 @@ from dolmen.serving.request import FinishedSequence, FinishReason, Limits, LogPr
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """One sample of a request, or, until the prompt has been read, several that share it."""
+    """One sample of a request, or several samples that share the prompt until it has been read
+    (`fork`).
+    """
 
     number: int
     """Number of the request."""
     request: Request
     samples: range
+    """Numbers of its samples within the request; only one once it decodes."""
     span: PositionSpan | None
+    """Bidirectional prefix and positions; None: causal, each token at its index."""
     tokens: list[int]
     """Prompt and new tokens."""
     length: int
@@ -50,8 +54,11 @@ class SequenceGroup:
     num_computed: int = 0
     """Tokens that are in the KV cache."""
     logprobs: list[LogProb] = field(default_factory=list)
+    """Log-probabilities of the new tokens, if the request wants them."""
     prompt_logprobs: list[LogProb] = field(default_factory=list)
+    """Log-probabilities of the prompt's tokens after the first, if the request wants them."""
     close: int = 0
+    """Number of new tokens that were near ties (`sampling.CLOSE`)."""
 
     @property
     def new_tokens(self) -> list[int]:
@@ -64,7 +71,9 @@ class SequenceGroup:
         return len(self.tokens) - self.num_computed
 
     def next_chunk(self, count: int) -> SequenceChunk:
-        """Return the next `count` tokens to read."""
+        """Return the next `count` uncomputed tokens as a chunk for the model runner, with the
+        prompt tokens whose log-probabilities are wanted.
+        """
         labels, first = self._labels(count)
         return SequenceChunk(
             self.tokens[self.num_computed : self.num_computed + count],
@@ -84,11 +93,14 @@ class SequenceGroup:
         if not self.request.prompt_logprobs:
             return [], self.num_computed
         first = max(self.num_computed, len(self.prompt_logprobs))
+        # the last prompt token predicts the first new token, which is no label
         end = min(self.num_computed + count, len(self.request.tokens) - 1)
         return list(self.request.tokens[first + 1 : end + 1]), first
 
     def fork(self, sample: int) -> "SequenceGroup":
-        """Return one of the samples, as it begins behind the prompt."""
+        """Return a copy for one of the samples: the tokens of the prompt, and no log-probabilities
+        of new tokens. The cache is forked by the caller.
+        """
         return replace(
             self,
             samples=range(sample, sample + 1),
@@ -98,7 +110,10 @@ class SequenceGroup:
         )
 
     def append(self, token: int, logprob: LogProb | None, close: bool) -> FinishReason | None:
-        """Append a token; return why the sequence is finished, or None."""
+        """Append a sampled token with its log-probability; return "stop" or "length" if it finishes
+        the sequence, else None. `close`: the token was a near tie with another one
+        (`sampling.CLOSE`), which is counted.
+        """
         self.tokens.append(token)
         self.close += close
         if logprob is not None:
@@ -109,7 +124,9 @@ class SequenceGroup:
         return "length" if len(self.new_tokens) >= params.max_new_tokens else None
 
     def finish(self, sample: int, reason: FinishReason) -> FinishedSequence:
-        """Return the result of one sample."""
+        """Return the result of one sample, with the tokens so far and the reason why it
+        finished.
+        """
         return FinishedSequence(
             number=self.number,
             sample=sample,
@@ -123,10 +140,15 @@ class SequenceGroup:
 
 
 class Scheduler:
-    """The waiting and the running sequences, these by keys, which the KV cache uses too."""
+    """Decides which sequences wait and which run. Running ones have keys, which the KV cache uses
+    too.
+    """
 
     def __init__(self, limits: Limits, whole_prompts: bool, table: BlockTable):
-        """`whole_prompts`: no chunks, because the tokens of a prompt see one another."""
+        """`whole_prompts`: read each prompt in one forward, without chunks, because its tokens
+        attend to one another. `table`: the block table of the KV cache, whose pages are counted and
+        freed here.
+        """
         self.limits, self.whole_prompts, self.table = limits, whole_prompts, table
         self.waiting: deque[SequenceGroup] = deque()
         self.running: dict[int, SequenceGroup] = {}
@@ -138,43 +160,58 @@ class Scheduler:
         return self._keys
 
     def split_samples(self, samples: int, prompt: int) -> list[range]:
-        """Split the samples of a prompt of `prompt` tokens into groups that can run at once."""
+        """Split the sample numbers of a request, whose prompt has `prompt` tokens, into ranges that
+        can run at once: bounded by rows and tokens of a forward, and by the pages beside those of
+        the prompt.
+        """
         most, pages = min(self.limits.rows, self.limits.tokens), self.limits.pages
         if pages is not None:
+            # each sample needs at least one page of its own behind those of the prompt
             most = max(1, min(most, pages - self.table.pages_for([prompt])))
         return [range(i, min(i + most, samples)) for i in range(0, samples, most)]
 
     def admit(self) -> None:
-        """Admit waiting groups in order, until one lacks rows for its samples or pages."""
+        """Move waiting groups to the running ones, in order, until one lacks rows for its samples
+        or pages. Where nothing runs, the first one is admitted without a test of pages.
+        """
         most = min(self.limits.rows, self.limits.tokens)
         while self.waiting:
             group = self.waiting[0]
             rows = sum(len(other.samples) for other in self.running.values())
+            # FIFO: later groups do not overtake one that has no room, or it might wait forever
             if rows + len(group.samples) > most or rows and not self._fits(group):
                 return
             self.running[self.new_key()] = self.waiting.popleft()
 
     def _fits(self, group: SequenceGroup) -> bool:
-        """Return whether there are pages for a group and for what running ones still read."""
+        """Return whether the pool has pages for the prompt and each sample of a group, besides
+        those in use and those that running sequences will need for their unread tokens.
+        """
         if self.limits.pages is None:
             return True
         pending = {key: other.num_uncomputed for key, other in self.running.items()}
+        # each further sample copies the last page when the group forks
         own = self.table.pages_for([len(group.tokens)]) + len(group.samples) - 1
         return self.table.in_use + self.table.growth(pending) + own <= self.limits.pages
 
     def schedule(self) -> dict[int, int]:
-        """Return how many tokens of each sequence the next forward reads; preempt where pages are
-        lacking, the youngest sequence first.
+        """Return for each sequence key how many tokens the next forward reads. Preempts the
+        youngest running sequence, repeatedly, while pages are lacking for these.
         """
         new = self._budget()
         while self._lacks_pages(new):
+            # dicts keep the order of insertion, so the last key is the youngest sequence
             self.preempt(next(reversed(self.running)))
             new = self._budget()
         return new
 
     def _budget(self) -> dict[int, int]:
-        """Split the tokens of a forward: decodes first, then chunks of prompts."""
+        """Return sequence key -> tokens to read: 1 for each decode, and the rest of the token limit
+        to prompts in order of admission, the last of them cut to a chunk. At least one token is
+        read; `whole_prompts` may exceed the limit.
+        """
         new = {key: 1 for key, group in self.running.items() if group.num_uncomputed == 1}
+        # at least one token is read, or the engine would make no progress
         left = max(self.limits.tokens - len(new), 0 if new else 1)
         for key, group in self.running.items():
             if group.num_uncomputed > 1 and left > 0:
@@ -184,6 +221,9 @@ class Scheduler:
         return new
 
     def _lacks_pages(self, new: Mapping[int, int]) -> bool:
+        """Return whether the pages in use and those that `new` (sequence key -> tokens to read)
+        adds exceed the limit. Never true for a sequence that runs alone.
+        """
         if self.limits.pages is None or len(self.running) == 1:
             return False
         scheduled = [(self.running[key], count) for key, count in new.items()]
@@ -193,25 +233,28 @@ class Scheduler:
         return needed > self.limits.pages
 
     def preempt(self, key: int) -> None:
-        """Free the pages of a running sequence, and let it wait before all others."""
+        """Free the pages of a running sequence and put it at the front of the waiting ones."""
         group = self.running.pop(key)
         self.free(key, group)
+        # before all others: it was admitted before them
         self.waiting.appendleft(group)
 
     def free(self, key: int, group: SequenceGroup) -> None:
-        """Free the pages of a sequence; all its tokens have to be read again."""
+        """Free the pages of a sequence, if it has any; all its tokens have to be read again."""
         if key in self.table.lengths:
             self.table.remove(key)
         group.num_computed = 0
 
     def remove(self, key: int) -> SequenceGroup:
-        """Remove a running sequence and free its pages."""
+        """Remove a running sequence, free its pages, and return it."""
         group = self.running.pop(key)
         self.free(key, group)
         return group
 
     def cancel(self, number: int, sample: int | None) -> list[SequenceGroup]:
-        """Remove all sequences of a request, or those of one sample alone, and return them."""
+        """Remove the groups of request `number`, waiting and running, free their pages, and return
+        them. With a `sample` only a group that consists of that sample alone is removed.
+        """
 
         def matches(group: SequenceGroup) -> bool:
             return group.number == number and (sample is None or list(group.samples) == [sample])
@@ -223,6 +266,9 @@ class Scheduler:
 
 
 def split_forwards(new: Mapping[int, int], count: int) -> Sequence[dict[int, int]]:
-    """Split the sequences of a step into up to `count` forwards, which fill a pipeline."""
+    """Split the scheduled sequences (key -> tokens to read) into up to `count` forwards of about as
+    many sequences each, so that every stage of a pipeline has one to compute.
+    """
     keys = list(new)
+    # strided, so that decodes and prompts are spread evenly over the forwards
     return [{key: new[key] for key in keys[i::count]} for i in range(min(count, len(keys)))]

@@ -57,12 +57,15 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body. Raises ApiError if it has more than `max_bytes` or comes too late."""
+    """Read and return the body of a request. Raises ApiError if it has more than `max_bytes` (413),
+    does not arrive within BODY_TIME seconds (408), or the client disconnects.
+    """
     length = request.headers.get("content-length", "0")
     large = ApiError(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         f"the body has more than {max_bytes:,} bytes, the limit of this server",
     )
+    # refused before reading; without a length, or with a false one, the loop below counts
     if length.isascii() and length.isdigit() and int(length[:20]) > max_bytes:
         raise large
     body = bytearray()
@@ -82,19 +85,25 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def error_response(problem: ApiError) -> Response:
-    """Return the response of an error."""
+    """Return the HTTP response of an error: its status, JSON body and headers."""
     return JSONResponse(problem.body, problem.status, problem.headers)
 
 
 def _disconnect_error() -> ApiError:
+    """Return the error that fails the session of a client that has disconnected; nobody receives
+    it.
+    """
     return ApiError(HTTPStatus.BAD_REQUEST, "the client has disconnected", code="disconnected")
 
 
 @asynccontextmanager
 async def fail_on_disconnect(session: Session, receive: Receive) -> AsyncIterator[None]:
-    """Within this context, the session fails when its client disconnects."""
+    """Watch the connection within this context: the session fails as soon as its client
+    disconnects.
+    """
 
     async def watch() -> None:
+        """Wait for the disconnect message, then fail the session."""
         while (await receive())["type"] != "http.disconnect":
             pass
         session.fail(_disconnect_error())
@@ -121,11 +130,17 @@ class CompletionResponse(Response):
         stream: bool,
         options: StreamOptions | None,
     ):
+        """`path`: endpoint, for the metrics. `stream`: send server-sent events. `options`: None as
+        `include_usage: false`.
+        """
         self.path, self.session, self.format = path, session, format
         self.stream, self.include_usage = stream, options is not None and options.include_usage
+        # Starlette calls it after a response; there is none
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, close the session, and count the final status."""
+        # counted if the send is cancelled because the connection is gone
         status = DISCONNECTED
         try:
             async with fail_on_disconnect(self.session, receive):
@@ -137,7 +152,9 @@ class CompletionResponse(Response):
             self.session.timer.end(self.path, status)
 
     async def _send_json(self, scope: Scope, send: Send) -> int:
-        """Send the response as one JSON object and return its status."""
+        """Wait for all completions, send them (or the error) as one JSON object, and return the
+        status.
+        """
         try:
             deltas = [delta async for some in self.session.deltas() for delta in some]
             response: Response = JSONResponse(self.format.response(deltas))
@@ -149,12 +166,16 @@ class CompletionResponse(Response):
         return response.status_code
 
     async def _send_events(self, send: Send) -> int:
-        """Send server-sent events and return the status, that of an error in the middle too."""
+        """Send the completions as server-sent events, and return the status for the metrics: 200,
+        or that of an error in the middle, which is sent as an event.
+        """
+        # the status is sent before the first token: later errors can only be events
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await _send(send, b"".join(map(_event, self.format.first_chunks())))
             async for deltas in self.session.deltas():
+                # one write for all deltas of a step
                 await _send(send, b"".join(_event(self.format.chunk(one)) for one in deltas))
             if self.include_usage:
                 await _send(send, _event(self.format.usage_chunk()))
@@ -168,16 +189,18 @@ class CompletionResponse(Response):
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    """Encode a server-sent event."""
+    """Encode a JSON value as a server-sent event."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return b"data: " + text.encode() + b"\n\n"
 
 
 async def _send(send: Send, body: bytes, more: bool = True) -> None:
+    """Send a part of a response's body; `more`: further parts follow."""
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 async def _receive_nothing() -> Any:
+    """Stand in for `receive` where the request has been read already. Raises RuntimeError."""
     raise RuntimeError("the request has been read")
 
 
@@ -188,7 +211,9 @@ PUBLIC = ("/health",)
 
 
 class Endpoints:
-    """The endpoints of one model and its adapters, each a model of its own name."""
+    """Request handlers of the endpoints. The model and each of its adapters is a model with a name
+    of its own.
+    """
 
     def __init__(
         self,
@@ -198,10 +223,13 @@ class Endpoints:
         sessions: Sessions,
         adapters: Sequence[str] = (),
     ):
+        """`created`: time of the start, in Unix seconds. `adapters`: names of the LoRA adapters."""
         self.name, self.created, self.names = name, created, (name, *adapters)
         self.parser, self.sessions = parser, sessions
         self.max_body_bytes = parser.config.max_body_bytes
+        # depth and number of values stay bounded
         self.body_limits = replace(kinds.ASKED, size=self.max_body_bytes)
+        # one: a tokenizer is not safe for several threads, and bodies queue
         self.thread = ThreadPoolExecutor(1, "parser")
 
     async def completions(self, request: Request) -> Response:
@@ -233,7 +261,7 @@ class Endpoints:
         return JSONResponse(self._model(name))
 
     async def health(self) -> Response:
-        """Answer GET /health; while the server stops, an error."""
+        """Answer GET /health. Raises the server's ApiError (503) while it stops."""
         if self.sessions.closed is not None:
             raise self.sessions.closed
         return JSONResponse({"status": "ok"})
@@ -243,10 +271,12 @@ class Endpoints:
         return Response(self.sessions.metrics.text(), media_type=CONTENT_TYPE)
 
     def _model(self, name: str) -> dict[str, Any]:
+        """Return the entry of a model in /v1/models; an adapter has the base model as `parent`."""
         fields = {"id": name, "object": "model", "created": self.created, "owned_by": "dolmen"}
         return fields if name == self.name else fields | {"parent": self.name}
 
     def _check_model_name(self, name: str) -> None:
+        """Raise ApiError (404), which lists up to 20 known names, for an unknown model."""
         if name not in self.names:
             known = ", ".join(map(repr, self.names[:20]))
             raise ApiError(
@@ -257,6 +287,9 @@ class Endpoints:
             )
 
     async def _body(self, request: Request, cls: type[Body]) -> Body:
+        """Read and parse a request's body, and check its model and stream_options. Raises
+        ApiError.
+        """
         data = await read_body(request, self.max_body_bytes)
         body = await self._run_in_thread(lambda: protocol.parse_body(data, cls, self.body_limits))
         self._check_model_name(body.model)
@@ -267,10 +300,13 @@ class Endpoints:
     async def _open_session(
         self, request: Request, body: Body, parse: Callable[[Body], ParsedRequest]
     ) -> tuple[ParsedRequest, Session]:
-        """Admit a request and submit it. The response closes the session; so does an error here.
-        Raises ApiError.
+        """Admit a request to the queue, parse it, and submit it to the engine. The response has to
+        close the session; an error here closes it. Raises ApiError, also when the request's time is
+        over.
         """
+        # before tokenizing, which is what costs time when the queue is full
         session = self.sessions.admit(body.num_prompts * body.num_samples, request.state.abort)
+        # LoRA adapters are chosen by the name of the model
         adapter = None if body.model == self.name else body.model
         with ExitStack() as failed:
             failed.callback(session.close)
@@ -284,10 +320,13 @@ class Endpoints:
             return parsed, session
 
     async def _run_in_thread(self, work: Callable[[], Result]) -> Result:
+        """Run `work` in the parser's thread without blocking the event loop, and return its
+        result.
+        """
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
 
     def _echo(self, body: CompletionRequest, parsed: ParsedRequest) -> list[EchoedPrompt]:
-        """Return the prompts, if they are sent before the completions."""
+        """Return the prompts as text and tokens if they are echoed, else an empty list."""
         if not parsed.echo:
             return []
         tokens = [list(request.tokens) for request in parsed.requests]
@@ -301,19 +340,23 @@ class Endpoints:
 def _respond(
     request: Request, body: Body, session: Session, format: ChoiceFormat
 ) -> CompletionResponse:
+    """Return the response that sends the completions of a session in a format."""
     path, stream = request.url.path, bool(body.stream)
     return CompletionResponse(path, session, format, stream, body.stream_options)
 
 
 class KeyMiddleware:
-    """Refuses requests without the key, before their bodies are read."""
+    """Answers requests without the API key with status 401, before their bodies are read."""
 
     def __init__(self, app: ASGIApp, key: str):
+        """`key`: what clients send as a Bearer token."""
         self.app, self.key = app, f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on if it has the key or its path is public, else send the error."""
         if scope["type"] == "http" and scope["path"] not in PUBLIC:
             header = dict(scope["headers"]).get(b"authorization", b"")
+            # constant time: the duration does not show how much of a key is right
             if not hmac.compare_digest(header, self.key):
                 problem = ApiError(
                     HTTPStatus.UNAUTHORIZED,
@@ -326,26 +369,34 @@ class KeyMiddleware:
 
 
 def create_app(endpoints: Endpoints, metrics: ServerMetrics, key: str) -> FastAPI:
-    """Return the application: routes, authentication and error handlers."""
+    """Return the FastAPI application: routes, API key, and error handlers that answer in OpenAI's
+    format.
+    """
+    # bodies are parsed by `protocol`, so a generated schema would be empty
     app = FastAPI(title="dolmen", openapi_url=None)
     app.add_middleware(KeyMiddleware, key=key)
 
     def count_error(path: str, status: int) -> None:
+        """Count an error response, by path and status."""
         metrics.requests.labels(path, str(int(status))).inc()
 
     async def api_error(request: Request, error: Exception) -> Response:
+        """Answer an ApiError."""
         assert isinstance(error, ApiError), "registered for this class"
         count_error(_path(request), error.status)
         return error_response(error)
 
     async def http_error(request: Request, error: Exception) -> Response:
+        """Answer errors of Starlette, such as 404 and 405."""
         assert isinstance(error, HTTPException), "registered for this class"
         count_error(_path(request), error.status_code)
         text = f"{request.method} {request.url.path[:200]}: {error.detail}"
         return error_response(ApiError(HTTPStatus(error.status_code), text))
 
     async def internal_error(request: Request, _: Exception) -> Response:
+        """Answer any other exception with status 500; its text stays in the log."""
         count_error(_path(request), HTTPStatus.INTERNAL_SERVER_ERROR)
+        # no details: they may contain prompts of other clients
         text = "internal error: see the log of the server"
         return error_response(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, text, retry=False))
 
@@ -366,6 +417,6 @@ def create_app(endpoints: Endpoints, metrics: ServerMetrics, key: str) -> FastAP
 
 
 def _path(request: Request) -> str:
-    """Return the endpoint's path for metrics; unknown addresses share one name."""
+    """Return the endpoint's route for metrics; unknown addresses share the name "other"."""
     route = request.scope.get("route")
     return route.path if route is not None else "other"

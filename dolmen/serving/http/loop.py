@@ -28,12 +28,13 @@ MAX_SLEEP = 1.0  # seconds; the other ranks wait in a collective, which has a ti
 
 @dataclass
 class StepChanges:
-    """Changes between two steps, as plain values that pickle."""
+    """Requests that come and go between two steps, as plain values that pickle."""
 
     new: list[Request] = field(default_factory=list)
     cancelled: list[tuple[int, int | None]] = field(default_factory=list)
     """Request numbers, and the sample of each to cancel; None: all samples."""
     end: bool = False
+    """The loop ends before the next step."""
 
 
 @dataclass(frozen=True)
@@ -41,52 +42,62 @@ class EngineLoad:
     """Load of an engine after its last step."""
 
     running: int = 0
+    """Samples that run."""
     waiting: int = 0
+    """Samples that wait."""
     pages: int = 0
     """Pages of the KV cache in use."""
 
 
 class EngineLoop:
-    """Steps one engine, which only it uses."""
+    """Runs the steps of one engine, which nobody else may use, and feeds it requests from other
+    threads.
+    """
 
     def __init__(self, engine: Engine, mesh: Mesh):
         self.engine, self.mesh = engine, mesh
         self.load = EngineLoad()
+        # guards `_changes` and `_count`, the only state that threads share
         self._condition = threading.Condition()
         self._changes, self._count = StepChanges(), 0
 
     def submit(self, request: Request) -> int:
-        """Add a checked request before the next step and return its number, which results refer
-        to. Any thread, on the first rank.
+        """Queue a checked request for the next step and return its number, which results refer to.
+        May be called by any thread of the first rank.
         """
         with self._condition:
             self._changes.new.append(request)
+            # the engine numbers requests from 0 in the order of `add`, which is that of `new`
             self._count += 1
             self._condition.notify()
             return self._count - 1
 
     def cancel(self, number: int, sample: int | None = None) -> None:
-        """End a request, or one sample of it that has begun, before the next step, and free its
-        pages. Any thread, on the first rank.
+        """Cancel request `number`, or one of its samples that has forked already, before the next
+        step, and free its pages. May be called by any thread of the first rank.
         """
         with self._condition:
             self._changes.cancelled.append((number, sample))
             self._condition.notify()
 
     def stop(self) -> None:
-        """End the loop before the next step. Any thread, on the first rank."""
+        """End `run` before the next step, on all ranks. May be called by any thread of the first
+        rank.
+        """
         with self._condition:
             self._changes.end = True
             self._condition.notify()
 
     def run(self, on_step: Callable[[StepOutput], None]) -> None:
-        """Step until stopped, in one thread of each rank within the engine's `with`; `on_step` is
-        called with the result of each step. Raises what a step raises.
+        """Step until stopped, in one thread of each rank, within the engine's `with`. `on_step`
+        gets the result of each step, cancelled samples among the finished ones. Raises what a step
+        raises.
         """
         while True:
             changes = self._next()
             if changes.end:
                 return
+            # before the cancellations, as a request may be both new and cancelled
             for request in changes.new:
                 self.engine.add(request)
             cancelled = [
@@ -95,23 +106,30 @@ class EngineLoop:
                 for one in self.engine.cancel(number, sample)
             ]
             output = self.engine.step()
+            # replaced as a whole: another thread reads it without a lock
             self.load = EngineLoad(self.engine.running, self.engine.waiting, self.engine.pages)
             on_step(replace(output, finished=[*cancelled, *output.finished]))
 
     def _next(self) -> StepChanges:
-        """Return the first rank's changes, on all ranks."""
+        """Return the changes since the last step, broadcast from the first rank to all."""
         take = self._take_changes
         return take() if self.mesh.size == 1 else consensus.run_on_rank_zero(take)
 
     def _take_changes(self) -> StepChanges:
-        """Take the changes since the last call. Sleeps while there is nothing to do."""
+        """Return and clear the changes since the last call. While the engine is idle, waits for
+        some, at most MAX_SLEEP seconds (then returns none).
+        """
         with self._condition:
+            # never waits while sequences run: then changes are only picked up
             if not self.engine.busy:
                 self._condition.wait_for(self._has_changes, timeout=MAX_SLEEP)
             changes, self._changes = self._changes, StepChanges()
             return changes
 
     def _has_changes(self) -> bool:
+        """Return whether requests were submitted or cancelled, or the loop was stopped, since the
+        last step.
+        """
         changes = self._changes
         return bool(changes.new or changes.cancelled or changes.end)
 
@@ -124,6 +142,8 @@ class ServerMetrics:
     """Counters of one server since its start, in Prometheus' format (/metrics)."""
 
     def __init__(self) -> None:
+        """Register the counters and histograms in a registry of this server."""
+        # not the process-wide registry: tests and programs may start several servers
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
             "dolmen_requests",
@@ -147,7 +167,9 @@ class ServerMetrics:
         )
 
     def register_gauges(self, load: Callable[[], EngineLoad], accepted: Callable[[], int]) -> None:
-        """Register gauges that are read on request; `accepted`: completions that run or wait."""
+        """Register gauges that are read on each GET /metrics. `load`: returns the engine's load.
+        `accepted`: returns the number of completions that run or wait.
+        """
         gauges = {
             "dolmen_completions_running": (
                 "Completions that are being generated.",
@@ -163,24 +185,26 @@ class ServerMetrics:
             Gauge(name, help, registry=self.registry).set_function(value)
 
     def text(self) -> bytes:
-        """Return all metrics as text."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class RequestTimer:
-    """Times one request for the metrics."""
+    """Measures one request for the metrics; its time starts with the object."""
 
     def __init__(self, metrics: ServerMetrics):
         self.metrics, self.start, self.has_token = metrics, time.monotonic(), False
 
     def token(self) -> None:
-        """Count a new token, and the time of the first."""
+        """Count a generated token; for the first one also record the time since the request
+        came.
+        """
         self.metrics.new.inc()
         if not self.has_token:
             self.has_token = True
             self.metrics.first.observe(time.monotonic() - self.start)
 
     def end(self, path: str, status: int) -> None:
-        """Count the request as answered."""
+        """Count the request by path and status, and record its duration."""
         self.metrics.requests.labels(path, str(status)).inc()
         self.metrics.whole.observe(time.monotonic() - self.start)

@@ -16,7 +16,7 @@ from dolmen.files import gate
 
 
 class ApiError(Exception):
-    """An error response in OpenAI's format."""
+    """An error response in OpenAI's format, raised by whoever finds the problem."""
 
     def __init__(
         self,
@@ -26,15 +26,15 @@ class ApiError(Exception):
         code: str | None = None,
         retry: bool | None = None,
     ):
-        """`param`: the field of the request that is wrong. `retry`: whether a client should try
-        again; None: as the status says.
+        """`param`: the field of the request that is wrong. `code`: OpenAI's error code. `retry`:
+        whether a client should try again; None: it decides by the status.
         """
         super().__init__(message)
         self.status, self.param, self.code, self.retry = status, param, code, retry
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
+        """JSON body of the response, with the error type that belongs to the status."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         if self.status == HTTPStatus.UNAUTHORIZED:
             kind = "authentication_error"
@@ -56,6 +56,7 @@ class ApiError(Exception):
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
         if self.status == HTTPStatus.TOO_MANY_REQUESTS:
+            # seconds; the queue drains as completions finish
             headers["retry-after"] = "1"
         if self.retry is not None:
             headers["x-should-retry"] = "true" if self.retry else "false"
@@ -63,7 +64,7 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the error of a request that cannot be answered (400), to be raised."""
+    """Return the error (status 400) of a request that cannot be answered; the caller raises it."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
 
 
@@ -80,7 +81,9 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class StrictModel(BaseModel):
-    """A part of a request; a field that is not declared is refused."""
+    """Base of request models: a field that is not declared, a value of another type, NaN and
+    infinity are errors.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -92,7 +95,7 @@ class StreamOptions(StrictModel):
 
 
 class SamplingRequest(StrictModel):
-    """Fields of both kinds of requests."""
+    """Fields that both kinds of requests have."""
 
     model: str
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -129,9 +132,12 @@ class SamplingRequest(StrictModel):
 
     @property
     def biases(self) -> dict[int, float]:
-        """Token id -> value added to its logit. Raises ApiError for a key that is no id."""
+        """`logit_bias` as token id -> value added to its logit. Raises ApiError for a key that is
+        no id.
+        """
         biases = self.logit_bias or {}
         for name in biases:
+            # 9 digits: int() of thousands would take long
             if not (name.isascii() and name.isdigit() and len(name) < 10):
                 raise bad_request(
                     f"logit_bias has {cut(name)!r}, which is not a token id", "logit_bias"
@@ -140,7 +146,7 @@ class SamplingRequest(StrictModel):
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts."""
+        """Number of prompts of the request; a chat is one."""
         return 1
 
 
@@ -156,24 +162,28 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def prompt_list(self) -> list[str] | list[list[int]]:
-        """The prompts. Raises ApiError for an empty list."""
+        """The prompts as a list of texts or of token id lists, from any of the four forms. Raises
+        ApiError for an empty list.
+        """
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
             raise bad_request("prompt is an empty list: give a text, or token ids", "prompt")
         if isinstance(prompt[0], int):
+            # pydantic has checked that all are ids; the test is for pyright
             return [[int(token) for token in prompt if isinstance(token, int)]]
         texts = [one for one in prompt if isinstance(one, str)]
         return texts or [one for one in prompt if isinstance(one, list)]
 
     @property
     def num_prompts(self) -> int:
+        """Number of prompts of the request. Raises ApiError for an empty list."""
         return len(self.prompt_list)
 
 
 class TemplateObject(BaseModel):
-    """An object for the chat template; other fields are kept for it."""
+    """Base of objects for the chat template: fields that are not declared are kept."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
@@ -221,7 +231,7 @@ class Tool(TemplateObject):
 
 
 class ResponseFormat(StrictModel):
-    """Only text can be requested."""
+    """Format of the response; only text is supported."""
 
     type: Literal["text"]
 
@@ -244,8 +254,11 @@ RequestBody = TypeVar("RequestBody", CompletionRequest, ChatCompletionRequest)
 
 
 def parse_body(body: bytes, cls: type[RequestBody], kind: gate.Kind) -> RequestBody:
-    """Parse the JSON body of a request within the limits of `kind`. Raises ApiError (400)."""
+    """Parse the JSON body of a request to the model `cls`, within the limits of `kind`. Raises
+    ApiError (400), which names the field.
+    """
     try:
+        # bounds size, depth and repeated names before pydantic sees them
         values = gate.parse_json(body, "the body", kind)
         _check_values(values)
         return cls.model_validate(values)
@@ -257,7 +270,7 @@ def parse_body(body: bytes, cls: type[RequestBody], kind: gate.Kind) -> RequestB
 
 def _check_values(values: Any) -> None:
     """Raise Refused for a lone surrogate, which JSON can hold and no tokenizer takes, and for a
-    number beyond 64 bits. Iterative: a body may be nested deeper than Python's stack.
+    number beyond 64 bits or 1e308. Iterative: a body may be nested deeper than Python's stack.
     """
     remaining = [values]
     while remaining:
@@ -275,6 +288,7 @@ def _check_values(values: Any) -> None:
 
 
 def _is_unicode(text: str) -> bool:
+    """Return whether a string can be encoded as UTF-8: it has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -283,11 +297,12 @@ def _is_unicode(text: str) -> bool:
 
 
 def _validation_error(error: ValidationError) -> ApiError:
-    """Return the response for the first validation error, with the field that has it."""
+    """Return the response (400) for the first validation error, which names its field."""
     errors = error.errors(include_url=False, include_context=False)
     first = errors[0]
     place = [str(one) for one in first["loc"]]
     field = place[0] if place else None
+    # pydantic reports an error per member of a union
     same_field = [one for one in errors if one["loc"][:1] == first["loc"][:1]]
     if first["type"] == "extra_forbidden":
         return bad_request(f"{cut('.'.join(place))}: this field is not supported", cut(field or ""))

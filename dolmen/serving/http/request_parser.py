@@ -43,33 +43,35 @@ class ParsedRequest:
     """The prompt is sent before the completion."""
 
     def for_adapter(self, adapter: str | None) -> "ParsedRequest":
-        """Return the same request to an adapter of the model; None: to the base model."""
+        """Return a copy whose engine requests name a LoRA adapter; None: the base model."""
         requests = [replace(request, adapter=adapter) for request in self.requests]
         return replace(self, requests=requests)
 
     @property
     def prompt_tokens(self) -> int:
+        """Number of tokens of all prompts."""
         return sum(len(request.tokens) for request in self.requests)
 
 
 @dataclass(frozen=True, eq=False)
 class RequestParser:
-    """Turns requests to one model into requests of its engine."""
+    """Converts clients' requests to one model into requests of its engine."""
 
     config: ServeConfig
     source: Source
     tokenizer: PreTrainedTokenizer
     template: Template | None
-    """ChatCompletionRequest template; None: the model has none."""
+    """Chat template; None: the model has none."""
     defaults: SamplingParams
     """Sampling options of requests that leave them open."""
     new_tokens: int | None
-    """Default of max_tokens; None: OpenAI's."""
+    """Default of max_tokens; None: 16 for completions, all that fit for chats."""
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a prompt and its completion; the last one is not read, so it needs no
-        position. Raises ValueError for a --max-length that the model does not have.
+        """Most tokens of a prompt and its completion together: by --max-length, positions, and the
+        KV cache. The last one is not read, so it needs no position. Raises ValueError for a
+        --max-length that the model does not have.
         """
         tree, limits = self.source.model.tree, self.config.limits
         longest, requested = tree.max_position_embeddings + 1, self.config.max_length
@@ -78,11 +80,14 @@ class RequestParser:
                 f"--max-length is {requested:,}, and max_position_embeddings {longest - 1:,}: use "
                 f"at most {longest:,}"
             )
+        # without a learned embedding a model may read beyond its training length
         longest = requested or longest
         return longest if limits.pages is None else min(longest, limits.pages * limits.page + 1)
 
     def parse_completion(self, body: CompletionRequest) -> ParsedRequest:
-        """Parse a request to /v1/completions. Raises ApiError (400)."""
+        """Tokenize and check a request to /v1/completions. Raises ApiError (400), also for options
+        that are not supported (suffix, best_of).
+        """
         if body.suffix:
             raise bad_request(
                 "suffix is not supported: models here only continue the text before a completion",
@@ -101,7 +106,9 @@ class RequestParser:
         return self._build(body, prompts, new_tokens, fixed, body.logprobs, bool(body.echo))
 
     def parse_chat(self, body: ChatCompletionRequest) -> ParsedRequest:
-        """Parse a request to /v1/chat/completions. Raises ApiError (400)."""
+        """Apply the chat template to a request to /v1/chat/completions, and check it. Raises
+        ApiError (400), also for tools that the template does not have.
+        """
         if self.template is None:
             raise bad_request(
                 "the model has no chat template: ask /v1/completions", code="no_chat_template"
@@ -109,12 +116,14 @@ class RequestParser:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         limits = [one for one in (body.max_tokens, body.max_completion_tokens) if one is not None]
+        # the older and the newer name of one field
         if len(set(limits)) > 1:
             raise bad_request(
                 "max_tokens and max_completion_tokens differ: set one of them", "max_tokens"
             )
         tools = None
         if body.tools and body.tool_choice != "none":
+            # a template that does not mention them would drop them silently
             if "tools" not in self.template.text:
                 raise bad_request("the model's chat template does not support tools", "tools")
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
@@ -128,6 +137,9 @@ class RequestParser:
         return self._build(body, [tokens], new_tokens, bool(limits), top, False)
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
+        """Return the token ids of a prompt; ids are returned as they are. Raises ApiError (400) for
+        a text that cannot be encoded.
+        """
         if not isinstance(prompt, str):
             return prompt
         try:
@@ -144,18 +156,22 @@ class RequestParser:
         top: int | None,
         echo: bool,
     ) -> ParsedRequest:
-        """Return the engine's requests, checked.
+        """Return the engine's requests, one per prompt, checked.
 
-        `new_tokens`: most new tokens, which the client has set (`fixed`), or which are cut to what
-        the context allows. `top`: top log-probabilities per token.
+        `new_tokens`: most new tokens. `fixed`: the client has set it, so it must fit the context;
+        else it is lowered. `top`: top log-probabilities per token; None: none. `echo`: the prompt
+        is sent too. Raises ApiError (400).
         """
+        # without a seed each request is random; with one it is reproducible
         seed = secrets.randbits(63) if body.seed is None else body.seed
         requests = []
         for number, tokens in enumerate(prompts):
+            # a default is shortened to the context, a limit of the client is not
             available = self._available_tokens(tokens, new_tokens if fixed else 1)
             request = Request(
                 tokens,
                 self._sampling_params(body, min(new_tokens, available)),
+                # with `seed`, random numbers follow from the prompt's place in its request
                 id=number,
                 seed=seed,
                 samples=body.num_samples,
@@ -168,7 +184,9 @@ class RequestParser:
         return ParsedRequest(requests, body.stops, top, echo)
 
     def _available_tokens(self, tokens: list[int], needed: int) -> int:
-        """Return how many new tokens fit the context. Raises ApiError if these are too few."""
+        """Return how many new tokens fit the context behind a prompt. Raises ApiError (400) if they
+        are fewer than `needed`, or none.
+        """
         available = self.max_length - len(tokens)
         if available < max(needed, 1):
             raise bad_request(
@@ -179,7 +197,9 @@ class RequestParser:
         return available
 
     def _sampling_params(self, body: SamplingRequest, new_tokens: int) -> SamplingParams:
-        """Return the sampling parameters of a request, completed by the model's defaults."""
+        """Return the sampling parameters of a request; what it leaves open has the model's
+        defaults. Raises ApiError (400) if min_tokens exceeds `new_tokens`.
+        """
         fields = {
             "temperature": body.temperature,
             "top_k": body.top_k,
@@ -204,10 +224,12 @@ class RequestParser:
         if params.top_k in (-1, 0):  # how vLLM and llama.cpp switch it off
             params = replace(params, top_k=None)
         if params.temperature == 0:
+            # the defaults' filters would be errors for a greedy request
             params = replace(params, **dict.fromkeys(SAMPLING_ONLY))
         return params
 
     def _check(self, request: Request) -> None:
+        """Check an engine request against the model and the limits. Raises ApiError (400)."""
         try:
             tree = self.source.model.tree
             check(tree, request, self.config.limits)
@@ -217,14 +239,15 @@ class RequestParser:
 
 
 def _message(number: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message for the chat template: content as text, arguments of calls as objects.
-    Raises ApiError (400).
+    """Return a message as the chat template takes it: content as one text, arguments of calls
+    parsed, role developer as system. Raises ApiError (400).
     """
     values = message.model_dump(exclude_none=True)
     content = message.content
     if content is None and message.role != "assistant":
         raise bad_request(f"messages.{number}.content is missing", "messages")
     if content is not None and not isinstance(content, str):
+        # templates expect a string
         content = "".join(part.text for part in content)
     values["content"] = content or ""
     if message.role == "developer":  # OpenAI's newer name of the system role

@@ -41,21 +41,25 @@ class TokenLogprob:
 
     @property
     def bytes(self) -> list[int] | None:
-        """Its UTF-8 bytes; None if they are not known."""
+        """UTF-8 bytes of the token; None for a part of a character whose bytes the tokenizer does
+        not tell.
+        """
         if self.part is None and UNFINISHED in self.text:
             return None
         return list(self.text.encode() if self.part is None else self.part)
 
     @property
     def escaped(self) -> str:
-        r"""Its text, or the bytes of a part of a character, as \xe4\xbd: each part has its own."""
+        r"""Text of the token; of a part of a character its bytes, as \xe4\xbd, so that different
+        parts differ.
+        """
         if self.part is None:
             return self.text
         return "".join(f"\\x{byte:02x}" for byte in self.part)
 
     @property
     def name(self) -> str:
-        r"""The same as a key of OpenAI's completions: bytes:\xe4\xbd."""
+        r"""Text of the token as /v1/completions has it; of a part of a character bytes:\xe4\xbd."""
         return self.text if self.part is None else f"bytes:{self.escaped}"
 
 
@@ -65,6 +69,7 @@ class LogprobEntry:
 
     sampled: TokenLogprob
     top: Sequence[TokenLogprob]
+    """The likeliest tokens in its place, likeliest first."""
     offset: int
     """Characters of the completion before it."""
 
@@ -77,19 +82,22 @@ class Delta:
     """Index of the completion within its request."""
     text: str
     entries: Sequence[LogprobEntry] = ()
+    """Log-probabilities of the tokens that begin in `text`."""
     finish: Finish | None = None
     """Finish reason, on the last delta."""
 
 
 class TokenTexts:
-    """Texts of single tokens, each as it is decoded after other text."""
+    """Decodes single tokens, each as it reads after other text, with a cache of 65,536 tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizer):
+        # SentencePiece drops the leading space of the first token, so decode behind an "a"
         ids = tokenizer.encode("a", add_special_tokens=False)
         before = tokenizer.decode(ids)
 
         @lru_cache(maxsize=1 << 16)
         def text(token: int) -> str:
+            """Return the text of a token: that of an "a" and the token, without the "a"."""
             both = tokenizer.decode([*ids, token])
             return both.removeprefix(before) if both.startswith(before) else both
 
@@ -97,13 +105,16 @@ class TokenTexts:
         self.vocabulary = {number: token for token, number in tokenizer.get_vocab().items()}
 
     def token_logprob(self, token: int, logprob: float) -> TokenLogprob:
-        """Return a token's text with its log-probability."""
+        """Return a token's text with its log-probability, at least LOWEST_LOGPROB."""
         text = self.text(token)
+        # byte tokens decode to U+FFFD alone
         part = bytes_of(self.vocabulary.get(token, text)) if UNFINISHED in text else None
         return TokenLogprob(text, max(logprob, LOWEST_LOGPROB), part)
 
     def entry(self, token: int, logprob: LogProb, offset: int) -> LogprobEntry:
-        """Return the entry of a sampled token, or of a token of the prompt."""
+        """Return the log-probability entry of a token of a completion or prompt, with its likeliest
+        alternatives. `offset`: characters before it.
+        """
         top = [self.token_logprob(one, value) for one, value in logprob.top]
         return LogprobEntry(self.token_logprob(token, logprob.logprob), top, offset)
 
@@ -113,6 +124,7 @@ class CompletionStream:
     """A completion while it is generated: tokens in, deltas of text out."""
 
     index: int
+    """Index of the completion within its request."""
     text: Detokenizer
     token_texts: TokenTexts | None
     """None: no log-probabilities are requested."""
@@ -125,10 +137,13 @@ class CompletionStream:
     _pending: list[LogprobEntry] = field(default_factory=list)
 
     def add(self, token: NewToken) -> Delta | None:
-        """Add a token and return the delta that is certain now, if any."""
+        """Add a sampled token; return the text and log-probabilities that became certain with it,
+        or None. The delta has a finish reason if a stop string was reached.
+        """
         offset = len(self.text.whole)
         self.count += 1
         if self.token_texts is not None and token.logprob is not None:
+            # held until its text is certain: it may turn out to belong to a stop string
             self._pending.append(self.token_texts.entry(token.token, token.logprob, offset))
         new = self.text.add(token.token)
         self._sent += len(new)
@@ -138,19 +153,26 @@ class CompletionStream:
         return Delta(self.index, new, entries) if new or entries else None
 
     def end(self, why: Finish) -> Delta:
-        """End the completion and return its last delta."""
+        """End the completion for the reason `why` and return its last delta, with all text that was
+        held back. A stop string in that text makes the reason "stop".
+        """
         new = self.text.end()
         return self._last(new, "stop" if self.text.stopped is not None else why)
 
     def _last(self, new: str, why: Finish) -> Delta:
+        """Return the last delta, with the remaining log-probability entries; behind a stop string
+        those are dropped.
+        """
         self.finish = why
         cut = self.text.stopped is not None
+        # the tokens of a stop string are not part of the completion
         entries = self._certain(len(self.text.whole)) if cut else self._pending
         self._pending = []
         return Delta(self.index, new, entries, why)
 
     def _certain(self, end: int) -> list[LogprobEntry]:
         """Remove and return the entries of tokens that begin before the character `end`."""
+        # offsets only rise, so these are the first ones
         entries = [entry for entry in self._pending if entry.offset < end]
         self._pending = self._pending[len(entries) :]
         return entries
@@ -158,7 +180,7 @@ class CompletionStream:
 
 @dataclass
 class CompleteText:
-    """A completion that is sent at once: its deltas, joined."""
+    """A completion that is sent at once: its deltas joined."""
 
     index: int
     text: str = ""
@@ -166,7 +188,7 @@ class CompleteText:
     finish: Finish | None = None
 
     def add(self, delta: Delta) -> None:
-        """Append a delta."""
+        """Append the text, entries and finish reason of a delta."""
         self.text += delta.text
         self.entries += delta.entries
         self.finish = delta.finish or self.finish
@@ -178,14 +200,18 @@ class EchoedPrompt:
 
     text: str
     tokens: Sequence[int]
+    """Token ids of the prompt."""
 
 
 class ChoiceFormat:
-    """Response format of one endpoint."""
+    """Response format of one endpoint: builds JSON objects and chunks from deltas. Subclasses
+    define the format of a choice.
+    """
 
     prefix, object, chunk_object = "", "", ""
 
     def __init__(self, model: str, request: ParsedRequest, completions: Sequence[CompletionStream]):
+        """`model`: name as the request has it. `completions`: those of the request, by index."""
         self.request, self.completions = request, completions
         self.logprobs = request.top is not None
         self.shared = {
@@ -195,37 +221,44 @@ class ChoiceFormat:
         }
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """Return the chunks that precede the first token."""
+        """Return the chunks that are streamed before the first token."""
         return []
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        """Return a delta as a chunk of the stream."""
+        """Return the chunk of a stream that carries one delta."""
         return self._chunk([self._delta_choice(delta)])
 
     def usage(self) -> dict[str, int]:
-        """Return the token counts of the request."""
+        """Return prompt_tokens, completion_tokens and total_tokens of the request; a prompt with
+        several samples counts once.
+        """
         prompt, new = self.request.prompt_tokens, sum(one.count for one in self.completions)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def usage_chunk(self) -> dict[str, Any]:
-        """Return the last chunk of a stream with `include_usage`."""
+        """Return the last chunk of a stream with `include_usage`: token counts, no choices."""
+        # OpenAI sends it with an empty list of choices
         return {**self._chunk([]), "usage": self.usage()}
 
     def response(self, deltas: Iterable[Delta]) -> dict[str, Any]:
-        """Return the response that is not streamed, from all deltas."""
+        """Return the whole response (not streamed) from all deltas of all completions."""
         texts = [CompleteText(one.index) for one in self.completions]
         for delta in deltas:
+            # the same deltas as of a stream, so both give the same text
             texts[delta.index].add(delta)
         choices = [self._choice(one) for one in texts]
         return {**self.shared, "object": self.object, "choices": choices, "usage": self.usage()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return a chunk of a stream with these choices."""
         return {**self.shared, "object": self.chunk_object, "choices": choices}
 
     def _delta_choice(self, delta: Delta) -> dict[str, Any]:
+        """Return the entry of `choices` of a streamed chunk."""
         raise NotImplementedError
 
     def _choice(self, completion: CompleteText) -> dict[str, Any]:
+        """Return the entry of `choices` of a whole response."""
         raise NotImplementedError
 
 
@@ -235,6 +268,7 @@ class ChatFormat(ChoiceFormat):
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def first_chunks(self) -> list[dict[str, Any]]:
+        """Return a chunk per completion that announces the assistant's role, with empty content."""
         start = {"role": "assistant", "content": ""}
         return [
             self._chunk([{"index": one.index, "delta": start, "finish_reason": None}])
@@ -242,14 +276,19 @@ class ChatFormat(ChoiceFormat):
         ]
 
     def _delta_choice(self, delta: Delta) -> dict[str, Any]:
+        """Return index, delta (content), log-probabilities and finish reason; an empty last delta
+        is {}.
+        """
         return {
             "index": delta.index,
+            # OpenAI's last chunk has an empty delta and the finish reason
             "delta": {"content": delta.text} if delta.text or not delta.finish else {},
             "logprobs": self._logprobs(delta.entries),
             "finish_reason": delta.finish,
         }
 
     def _choice(self, completion: CompleteText) -> dict[str, Any]:
+        """Return index, message, log-probabilities and finish reason."""
         return {
             "index": completion.index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
@@ -258,6 +297,9 @@ class ChatFormat(ChoiceFormat):
         }
 
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, Any] | None:
+        """Return OpenAI's `logprobs` object of a chat: per token text, log-probability, bytes and
+        top_logprobs; None if not requested.
+        """
         if not self.logprobs:
             return None
         content = [
@@ -271,11 +313,15 @@ class ChatFormat(ChoiceFormat):
 
 
 def top_logprobs(top: Sequence[TokenLogprob]) -> dict[str, float]:
-    """Return text -> log-probability; for tokens with the same text that of the likeliest."""
+    """Return token name -> log-probability. Of tokens with the same name the likeliest one
+    counts.
+    """
+    # reversed: the later entry of a dict wins, and that should be the likeliest
     return {one.name: one.logprob for one in reversed(top)}
 
 
 def _token_fields(one: TokenLogprob) -> dict[str, Any]:
+    """Return token, logprob and bytes, as chat log-probabilities have them."""
     return {"token": one.escaped, "logprob": one.logprob, "bytes": one.bytes}
 
 
@@ -292,12 +338,14 @@ class CompletionFormat(ChoiceFormat):
         echo: Sequence[EchoedPrompt],
         token_texts: TokenTexts,
     ):
-        """`echo`: the prompts, if they are sent too."""
+        """`echo`: the prompts, if they are sent before their completions; else empty."""
         super().__init__(model, request, completions)
         self.echo, self.token_texts = echo, token_texts
+        # completions are ordered by prompt, then sample
         self.samples = len(completions) // len(request.requests)
 
     def first_chunks(self) -> list[dict[str, Any]]:
+        """Return a chunk per completion with its prompt, if prompts are echoed."""
         return [
             self.chunk(Delta(number * self.samples + sample, echo.text))
             for number, echo in enumerate(self.echo)
@@ -305,6 +353,7 @@ class CompletionFormat(ChoiceFormat):
         ]
 
     def _delta_choice(self, delta: Delta) -> dict[str, Any]:
+        """Return index, text, log-probabilities and finish reason."""
         return {
             "index": delta.index,
             "text": delta.text,
@@ -313,6 +362,9 @@ class CompletionFormat(ChoiceFormat):
         }
 
     def _choice(self, completion: CompleteText) -> dict[str, Any]:
+        """Return index, text (after the echoed prompt, if any), log-probabilities and finish
+        reason.
+        """
         part = self._delta_choice(
             Delta(completion.index, completion.text, completion.entries, completion.finish)
         )
@@ -324,6 +376,9 @@ class CompletionFormat(ChoiceFormat):
         return part
 
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, Any] | None:
+        """Return OpenAI's `logprobs` object of a completion: parallel lists of tokens,
+        log-probabilities, top_logprobs and text offsets; None if not requested.
+        """
         if not self.logprobs:
             return None
         return {
@@ -334,10 +389,13 @@ class CompletionFormat(ChoiceFormat):
         }
 
     def _echo_logprobs(self, echo: EchoedPrompt, completion: CompleteText) -> dict[str, Any]:
-        """Return log-probabilities of prompt and completion; the first token has none."""
+        """Return `logprobs` of an echoed prompt and its completion, with offsets from the prompt's
+        start. The first token of the prompt has no log-probability.
+        """
         texts, offset, entries = [self.token_texts.text(token) for token in echo.tokens], 0, []
         logprobs = self.completions[completion.index].prompt_logprobs
         for token, before, logprob in zip(echo.tokens[1:], texts, logprobs, strict=False):
+            # of the prompt's tokens decoded one by one
             offset += len(before)
             entries.append(self.token_texts.entry(token, logprob, offset))
         first = {
@@ -350,5 +408,6 @@ class CompletionFormat(ChoiceFormat):
         }
         prompt, new = self._logprobs(entries), self._logprobs(completion.entries)
         assert prompt is not None and new is not None, "log-probabilities were requested"
+        # offsets of the completion count from its own start until here
         new["text_offset"] = [len(echo.text) + offset for offset in new["text_offset"]]
         return {name: [*first[name], *prompt[name], *new[name]] for name in first}

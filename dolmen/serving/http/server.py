@@ -63,6 +63,9 @@ class HeadLimitParser(h11.Connection):
         self.max_bytes = max_bytes
 
     def next_event(self) -> Any:
+        """Return the next event of a request. Raises RemoteProtocolError (431) for a head over the
+        limit, before it is parsed.
+        """
         if self.their_state is h11.IDLE:
             end = BLANK_LINE.search(self.trailing_data[0])
             if end is not None and end.end() > self.max_bytes:
@@ -77,19 +80,27 @@ def limited_protocol(head_bytes: int, head_time: float, read_time: float) -> typ
     """
 
     class Connection(H11Protocol):
+        """uvicorn's connection with timers for the head and for unread responses."""
+
         head_timer: asyncio.TimerHandle | None = None
         read_timer: asyncio.TimerHandle | None = None
 
         def __init__(self, config: Config, *args: Any, **kwargs: Any):
+            """Replace the parser, and hand `abort` to the application in `request.state`."""
             super().__init__(config, *args, **kwargs)
             self.conn = HeadLimitParser(head_bytes)
+            # uvicorn copies it to the state of each request
             self.app_state = {**self.app_state, "abort": self._abort}
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn's
+            """Start the timer of the first head."""
             super().connection_made(transport)
             self._begin_head()
 
         def data_received(self, data: bytes) -> None:
+            """Stop the head's timer when it is complete; start it with the first bytes of the next
+            one.
+            """
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:  # the head is complete, or nothing more comes
                 self._end_head()
@@ -97,49 +108,63 @@ def limited_protocol(head_bytes: int, head_time: float, read_time: float) -> typ
                 self._begin_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            """Stop both timers."""
             self._end_head()
             self._end_reading()
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:
+            """Start the read timer: the write buffer is full, so the client does not read."""
             super().pause_writing()
             self._end_reading()
             self.read_timer = self.loop.call_later(read_time, self._abort)
 
         def resume_writing(self) -> None:
+            """Stop the read timer: the client has read."""
             super().resume_writing()
             self._end_reading()
 
         def on_response_complete(self) -> None:
+            """Start the read timer if the connection closes with data in its buffer."""
             super().on_response_complete()
+            # asyncio sends the buffer before it closes, however long the client takes
             if self.transport.is_closing() and self.read_timer is None:
                 self.read_timer = self.loop.call_later(read_time, self._abort)
 
         def timeout_keep_alive_handler(self) -> None:
+            """Close an idle connection, and abort it ERROR_TIME seconds later."""
             super().timeout_keep_alive_handler()
             self.loop.call_later(ERROR_TIME, self._abort)
 
         def shutdown(self) -> None:
+            """Close the connection as the server stops, and abort it ERROR_TIME seconds later."""
             super().shutdown()
             if self.transport.is_closing():
                 self.loop.call_later(ERROR_TIME, self._abort)
 
         def _close(self) -> None:
+            """Close the connection, and abort it ERROR_TIME seconds later if the client does not
+            read.
+            """
             self.transport.close()
             self.loop.call_later(ERROR_TIME, self._abort)
 
         def _abort(self) -> None:
+            """Close the connection at once and drop what is buffered."""
             self.transport.abort()
 
         def _begin_head(self) -> None:
+            """Start the timer that closes the connection if the head is not complete in time."""
             self.head_timer = self.loop.call_later(head_time, self._close)
 
         def _end_head(self) -> None:
+            """Stop the head's timer."""
             if self.head_timer is not None:
                 self.head_timer.cancel()
                 self.head_timer = None
 
         def _end_reading(self) -> None:
+            """Stop the read timer."""
             if self.read_timer is not None:
                 self.read_timer.cancel()
                 self.read_timer = None
@@ -152,20 +177,26 @@ KEEP_ALIVE = 75  # seconds that a connection may be idle: longer than clients ke
 
 
 def check(config: ServeConfig) -> None:
-    """Raise ValueError, KeyError or OSError for what would fail once the model is loaded."""
+    """Check all that could fail only after the model is loaded: key, source, adapters' names,
+    options, and the address. Raises ValueError, KeyError or OSError.
+    """
     resolve_key(config)
     source = open_source(config.folder)
     adapters.parse_adapters(config.adapters, taken=(config.model_name,))
     build_parser(config, source, load_tokenizer(tokenizer_folder(source), option=""), verbose=False)
+    # a port that is taken is found before minutes of loading
     bind_socket(config).close()
 
 
 def resolve_key(config: ServeConfig) -> str:
-    """Return the key that requests must send: --key, that of --key-file, or a new one."""
+    """Return the API key: --key, that of --key-file, or a new random one of 32 characters. Raises
+    ValueError for a file whose key `check_key` refuses.
+    """
     if config.key_file is not None:
         key = gate.read_text(expand(config.key_file), MAX_KEY_BYTES).strip()
         check_key(key, f"--key-file {config.key_file}")
         return key
+    # 192 random bits
     return config.key or secrets.token_urlsafe(24)
 
 
@@ -183,9 +214,11 @@ def bind_socket(config: ServeConfig) -> socket.socket:
 def build_parser(
     config: ServeConfig, source: Source, tokenizer: PreTrainedTokenizer, verbose: bool
 ) -> RequestParser:
-    """Return the parser of requests, with the model's sampling defaults.
+    """Return the parser of requests, with the sampling defaults of generation_config.json (else
+    temperature 1) and the chat template.
 
-    `verbose`: print the defaults. Raises ValueError for options that the model cannot have.
+    `verbose`: print the defaults, and a note without a chat template. Raises ValueError for options
+    that the model cannot have.
     """
     sampling, lines = apply_generation_config(Sampling(), source.generation_config)
     for line in lines:
@@ -206,11 +239,12 @@ def build_parser(
 
 
 def serve(config: ServeConfig, mesh: Mesh) -> None:
-    """Serve until SIGINT or SIGTERM, on every rank of `mesh`. Raises ValueError as `check`, and
-    what the engine raises.
+    """Load the model and serve it until SIGINT or SIGTERM, on every rank of `mesh`; the first rank
+    runs the HTTP server. Raises ValueError as `check`, and what the engine raises.
     """
     source = open_alike(config.folder, mesh)
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
+    # bound first, so that clients wait in the backlog while the model loads
     listener = bind_socket(config) if mesh.first else None
     parser = build_parser(config, source, tokenizer, verbose=mesh.first)
     dtype = DTYPES[config.dtype] if config.dtype else None
@@ -237,11 +271,14 @@ def serve(config: ServeConfig, mesh: Mesh) -> None:
             try:
                 loop.run(http.dispatch)
             finally:
+                # also after an exception of the engine: clients get an error, no silence
                 http.join()
 
 
 class HttpThread:
-    """The thread of the event loop, which talks to clients."""
+    """The thread of the event loop, which runs uvicorn and talks to clients. Used on the first
+    rank.
+    """
 
     def __init__(
         self,
@@ -251,7 +288,7 @@ class HttpThread:
         listener: socket.socket,
         announce: Callable[[str], None] = lambda text: print(text, flush=True),
     ):
-        """`announce`: prints the address and the key."""
+        """`listener`: the bound socket. `announce`: prints the address and the key."""
         self.config, self.loop, self.listener = config, loop, listener
         self.key, self.announce = resolve_key(config), announce
         self.name, names = config.model_name, adapters.parse_adapters(config.adapters)
@@ -269,21 +306,27 @@ class HttpThread:
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Start to listen."""
+        """Start the thread, which prints the address and serves."""
         self.thread.start()
 
     def dispatch(self, output: StepOutput) -> None:
-        """Hand the result of a step to the sessions. Called by the engine's thread."""
+        """Hand the result of a step to the sessions, in the event loop. Called by the engine's
+        thread.
+        """
         if output.new_tokens or output.finished:
             self.events.call_soon_threadsafe(self.sessions.dispatch, output)
 
     def stop(self) -> None:
-        """Stop within --grace seconds, on a second call at once. Any thread or signal handler."""
+        """Stop within --grace seconds; on a second call, at once. May be called by any thread or
+        signal handler.
+        """
         if not self.events.is_closed():
             self.events.call_soon_threadsafe(self._stop)
 
     def join(self) -> None:
-        """Wait for the thread to end once the engine has stopped. Raises the thread's exception."""
+        """Fail open requests, as the engine has stopped, and wait for the thread to end. Raises the
+        thread's exception, if it had one.
+        """
         self.events.call_soon_threadsafe(self._fail_all)
         self.thread.join()
         if self._error is not None:
@@ -296,6 +339,9 @@ class HttpThread:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def _run(self) -> None:
+        """Serve in this thread until the server stops, then stop the engine's loop. Keeps an
+        exception for `join`.
+        """
         asyncio.set_event_loop(self.events)
         try:
             self.events.run_until_complete(self._serve())
@@ -303,14 +349,19 @@ class HttpThread:
             self._error = error
         finally:
             self.loop.stop()
+            # the engine's thread may still call into this event loop
             self.events.run_until_complete(self._engine_stopped.wait())
             self.events.close()
 
     async def _serve(self) -> None:
+        """Print the address, and serve until `server.should_exit`."""
         self._print_address()
         await self.server.serve(sockets=[self.listener])
 
     def _print_address(self) -> None:
+        """Print the URL, the key if it is a new one, and a warning if the network can reach the
+        server.
+        """
         config = self.config
         self.announce(f"serving {escape(self.name)} at {self.address}/v1")
         if config.key is None and config.key_file is None:
@@ -323,6 +374,9 @@ class HttpThread:
             )
 
     def _stop(self) -> None:
+        """Refuse further requests and give open ones --grace seconds; on a second signal fail them
+        at once.
+        """
         stopping = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the server is stopping", retry=False)
         self._stop_requests += 1
         self.server.should_exit = True
@@ -340,7 +394,9 @@ class HttpThread:
             self.events.call_later(ERROR_TIME, connection.transport.abort)
 
     def _fail_all(self) -> None:
-        """End the responses that are still open: the engine has stopped."""
+        """Fail the responses that are still open with status 500, and stop uvicorn: the engine has
+        stopped.
+        """
         self._engine_stopped.set()
         self._fail(
             ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "the engine has stopped", retry=False)
@@ -349,6 +405,9 @@ class HttpThread:
 
 
 def _uvicorn_config(application: FastAPI, config: ServeConfig) -> uvicorn.Config:
+    """Return uvicorn's options: limited connections, no access log, no signal handling of its own
+    loop.
+    """
     return uvicorn.Config(
         application,
         http=limited_protocol(config.max_head_bytes, config.head_time, config.time_limit),
@@ -361,5 +420,6 @@ def _uvicorn_config(application: FastAPI, config: ServeConfig) -> uvicorn.Config
         server_header=False,
         limit_concurrency=config.max_connections + 1,  # uvicorn counts the new connection too
         timeout_keep_alive=KEEP_ALIVE,
+        # sessions fail after --grace; 5 s more to send those errors
         timeout_graceful_shutdown=int(config.grace) + 5,
     )

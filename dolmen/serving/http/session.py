@@ -30,20 +30,24 @@ class Session:
     """The completions of one request. Created by `Sessions.admit`."""
 
     def __init__(self, sessions: "Sessions", count: int, abort: Callable[[], None]):
-        """`count`: number of its completions. `abort`: closes the client's connection."""
+        """`count`: number of its completions, over all prompts. `abort`: closes the client's
+        connection at once. Starts the time limit.
+        """
         self.sessions, self.count, self.abort = sessions, count, abort
         self._aborting: asyncio.TimerHandle | None = None
         self.timer = RequestTimer(sessions.metrics)
         self.completions: list[CompletionStream] = []
         self._num_prompts = 0
         self._first = 0  # number of its first engine request
+        # ApiError] = asyncio.Queue() | unbounded, but a completion has at most max_new_tokens
+        # deltas
         self._queue: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
         self._deadline = asyncio.get_running_loop().call_later(
             sessions.seconds, lambda: self.fail(self.timeout_error())
         )
 
     def submit(self, request: ParsedRequest) -> None:
-        """Submit its prompts to the engine's next step."""
+        """Submit its prompts to the engine's next step, and register for their tokens."""
         sessions = self.sessions
         token_texts = None if request.top is None else sessions.token_texts
         self.completions = [
@@ -56,28 +60,35 @@ class Session:
         sessions.metrics.prompt.inc(request.prompt_tokens)
 
     def fail(self, problem: ApiError) -> None:
-        """End with this error. The connection of a client that does not read it within ERROR_TIME
-        seconds is aborted: a response that waits for its client would keep its place.
+        """End the session with an error in place of the next delta. The connection is aborted
+        ERROR_TIME seconds later, unless the session is closed: a client that does not read would
+        keep its place in the queue.
         """
         self._queue.put_nowait(problem)
         if self._aborting is None:
             self._aborting = asyncio.get_running_loop().call_later(ERROR_TIME, self.abort)
 
     def close(self) -> None:
-        """Cancel what is unfinished, and free its place."""
+        """Cancel unfinished completions, stop the timers, and free the session's place in the
+        queue.
+        """
         self._deadline.cancel()
         if self._aborting is not None:
             self._aborting.cancel()
         self.sessions.open.discard(self)
         for number in range(self._first, self._first + self._num_prompts):
             self.sessions.by_number.pop(number, None)
+            # the engine frees the pages before its next step
             if any(one.finish is None for one in self._completions_of(number)):
                 self.sessions.loop.cancel(number)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Yield deltas as they come, until all completions are finished. Raises ApiError."""
+        """Yield lists of deltas as they come, until all completions are finished. Raises ApiError
+        if the session has failed.
+        """
         while any(one.finish is None for one in self.completions) or not self._queue.empty():
             items = [await self._queue.get()]
+            # all that has come while the client was read to: one write for many tokens
             while not self._queue.empty():
                 items.append(self._queue.get_nowait())
             for one in items:
@@ -86,7 +97,9 @@ class Session:
             yield [one for one in items if isinstance(one, Delta)]
 
     def add_token(self, token: NewToken) -> None:
-        """Add a sampled token, unless its completion has ended at a stop string."""
+        """Add a sampled token to its completion, unless that has ended at a stop string. A token
+        that reaches one cancels the sample in the engine.
+        """
         completion = self._completions_of(token.number)[token.sample]
         if completion.finish is not None:
             return
@@ -98,8 +111,11 @@ class Session:
             self.sessions.loop.cancel(token.number, token.sample)
 
     def finish(self, finished: FinishedSequence) -> None:
-        """Finish a completion, or fail if its logits are not finite."""
+        """Finish a completion for the engine's reason, or fail the session if its logits are not
+        finite.
+        """
         completion = self._completions_of(finished.number)[finished.sample]
+        # before the last delta, from which the response is built
         completion.prompt_logprobs = finished.prompt_logprobs
         if completion.finish is not None:
             return
@@ -116,13 +132,14 @@ class Session:
             )
 
     def _completions_of(self, number: int) -> list[CompletionStream]:
-        """Return the completions of the prompt that is engine request `number`."""
+        """Return the completions of the prompt that is engine request `number`, one per sample."""
+        # engine numbers of a request are consecutive, as one thread submits them
         samples = self.count // self._num_prompts
         begin = (number - self._first) * samples
         return self.completions[begin : begin + samples]
 
     def timeout_error(self) -> ApiError:
-        """Return the error of a request over the time limit."""
+        """Return the error (504) of a request over the time limit."""
         return ApiError(
             HTTPStatus.GATEWAY_TIMEOUT,
             f"the request has exceeded the server's time limit of {self.sessions.seconds:g} "
@@ -133,7 +150,9 @@ class Session:
 
 
 class Sessions:
-    """All sessions of a server. Called only by the thread of its event loop."""
+    """All open sessions of a server, and who gets which tokens. Called only by the thread of its
+    event loop.
+    """
 
     def __init__(
         self,
@@ -159,7 +178,9 @@ class Sessions:
         return sum(session.count for session in self.open)
 
     def admit(self, count: int, abort: Callable[[], None]) -> Session:
-        """Return a session for `count` completions. Raises ApiError if the queue is full (429)."""
+        """Return a new session for `count` completions. Raises ApiError if the queue is full (429),
+        if `count` exceeds it (400), or if the server stops (503).
+        """
         if self.closed is not None:
             raise self.closed
         if count > self.capacity:
@@ -169,6 +190,7 @@ class Sessions:
                 f"{self.capacity:,}",
                 param="n",
             )
+        # bounds the memory of waiting requests; clients retry
         if self.num_completions + count > self.capacity:
             raise ApiError(
                 HTTPStatus.TOO_MANY_REQUESTS,
@@ -181,7 +203,9 @@ class Sessions:
         return session
 
     def dispatch(self, output: StepOutput) -> None:
-        """Hand the result of a step to its sessions."""
+        """Hand the tokens and finished samples of a step to their sessions; those of closed
+        sessions are dropped.
+        """
         for token in output.new_tokens:
             session = self.by_number.get(token.number)
             if session is not None:
@@ -192,12 +216,13 @@ class Sessions:
                 session.finish(finished)
 
     def close(self, problem: ApiError) -> None:
-        """Refuse further requests with this error; open ones go on."""
+        """Answer further requests with this error; open ones continue."""
         self.closed = problem
 
     def fail(self, problem: ApiError) -> None:
-        """End all open sessions with this error, and refuse further requests."""
+        """Fail all open sessions with this error, and refuse further requests."""
         self.close(problem)
+        # a copy, as failed sessions leave `open`
         sessions: Iterable[Session] = list(self.open)
         for session in sessions:
             session.fail(problem)
