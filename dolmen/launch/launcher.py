@@ -47,7 +47,7 @@ def launch(
 ) -> int:
     """Run `dolmen *words` as `processes` workers of one group; the exit code of the whole. What
     is `handed` to a worker, plain values that have been checked here, it takes instead of the
-    words after the verb (`process.handed`).
+    words after the verb (`process.run_file`).
 
     0 if all end well; 130 or 143 if they ended because this process was asked to; otherwise 1 (or
     2, a worker's own refusal), after the first failure's traceback has been printed, once. Of

@@ -352,7 +352,7 @@ if RANK:
     from dolmen.core.messages import BadInput
     def work(): raise BadInput("use --less")
     if RANK == "0": time.sleep(600)
-    process.guarded(work)
+    process.run_worker(work)
 """
 
 
