@@ -27,18 +27,18 @@ class Checked:
     equations.
     """
     logits: float
-    """Largest difference in fp32, by their standard deviation."""
+    """Largest difference of logits in fp32, relative to their standard deviation."""
     gradients: float
-    """Largest difference in fp32, by the largest element of each tensor."""
+    """Largest difference of a gradient in fp32, relative to the largest element of its tensor."""
     gradients_fp64: float
     """Largest difference in float64, where only the order of sums may differ."""
     texts: int | None
-    """How many of three greedy texts, made with a cache, are those of the reference; None: the
-    model fills in tokens, and continues no text.
+    """How many of three greedy completions, generated with a KV cache, equal the reference's; None:
+    the model cannot generate (encoder).
     """
     layouts: dict[str, float | str]
-    """Layout -> the largest difference of a gradient to that of one process, in float64; or why
-    the model is refused there.
+    """Layout -> largest difference of a gradient from that of one process, in float64; or the error
+    message if the model cannot be split so.
     """
 
 

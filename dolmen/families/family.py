@@ -122,11 +122,11 @@ class Field:
     nested: "tuple[Field, ...]" = ()
     """Fields of a mapping, each an option."""
     spell: Callable[[Mapping[str, Any], Any], dict[str, Any]] | None = None
-    """(config.json, value) -> the fields that state the value there, where files spell it in
+    """(config.json, value) -> the entries that state the value, for a field that files spell in
     several ways.
     """
     ours: bool = False
-    """No config.json of others has it: it stands under RESERVED, and is not exported."""
+    """Dolmen's own field: it is nested under "dolmen", and not exported."""
 
 
 def mapping(name: str, *inside: Field, spell: Callable | None = None, ours: bool = False) -> Field:
@@ -150,68 +150,70 @@ class Family:
     model_type: str
     """`model_type` of its config.json."""
     title: str
-    """The models it is, for people."""
+    """Names of its models, for messages and documentation."""
     architecture: str
-    """transformers class that a model made here is written for, or, not `native`, of the code that
-    came with its weights.
+    """Class named in an exported config.json: of transformers, or (not `in_transformers`) of the
+    code published with the weights.
     """
     fields: tuple[Field, ...]
     """Every field that `read` looks at."""
     read: Callable[[dict[str, Any]], ModelSpec]
-    """The tree of a config.json whose absent fields are filled in and whose fields have their own
-    names. Raises ValueError, naming the field, for what cannot be computed.
+    """(config with defaults filled in, under the family's own names) -> its spec. Raises
+    ValueError, naming the field, for what cannot be computed.
     """
     write: Callable[[ModelSpec], dict[str, Any]]
-    """Every field that fixes the tree. Raises ValueError for a tree of other components; what is
-    not expressed in another way shows when it is read back.
+    """spec -> the config.json fields that determine it. Raises ValueError for a spec of other
+    components; other losses show when the fields are read back (`model_from_spec`).
     """
     rules: Callable[[ModelSpec], list[Rule]]
-    """Weight rules; the embedding is `embed` and the head `head`."""
+    """spec -> its weight rules, which name the embedding `embed` and the head `head`."""
     only: dict[str, tuple] = field(default_factory=dict)
-    """Fields beside `fields` that change the function -> the values supported, the usual first."""
+    """Other fields that change what the model computes -> their supported values, the usual one
+    first.
+    """
     harmless: tuple[str, ...] = ()
-    """Fields beside `fields` that do not change the function."""
+    """Other fields that do not change what the model computes."""
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    """Harmless fields that a config.json made here states."""
+    """Harmless fields that a new config.json states, with their values."""
     ignored: tuple[str, ...] = ()
     """Patterns of stored buffers that are recomputed, not parameters."""
     remote_code: tuple[str, ...] = ()
-    """Files of code that folders of the family name in auto_map, from before transformers had its
-    class, which computes the same.
+    """Names of remote-code files in auto_map that compute the same as dolmen, so that they may be
+    ignored.
     """
     dropped_layers_field: str | None = None
-    """Field that says how many layers files hold behind the last which are no part of the decoder:
-    they are left out, aloud.
+    """Field with the number of stored layers after the last that are no part of the decoder
+    (multi-token prediction): they are dropped with a warning.
     """
     assume: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     """(config with defaults) -> the dolmen fields that it leaves open and the values assumed for
     them, with a warning.
     """
     legacy_suffixes: dict[str, str] = field(default_factory=dict)
-    """Endings of stored names in older files -> today's."""
+    """Suffix of stored names in older files -> its current form."""
     outer: OuterModel | None = None
-    """A model of which this one is a part that is read by itself."""
+    """Multimodal model that contains this one as its text model."""
     prefix: str = ""
-    """Leading part of the stored names that some files leave out."""
+    """Prefix of stored names that some files leave out."""
     registry_name: str | None = None
-    """Name of the family, where others have its model_type too; None: that is its name."""
+    """Name of the family if another one shares its model_type; None: the model_type is its name."""
     matches: Callable[[Mapping[str, Any]], bool] | None = None
-    """For families that share a model_type: whether a config.json is of this one. None: of this one
-    if of no other.
+    """For families that share a model_type: (config.json) -> whether it belongs to this one. None:
+    it does if no other family matches.
     """
     marker_fields: dict[str, Any] = field(default_factory=dict)
-    """Fields by which `tells` knows a config.json made here."""
+    """Fields added to a new config.json so that `matches` recognises it."""
     frame: Callable[[list[int], Ids], list[int]] | None = None
-    """(tokens of a text, ids of special tokens) -> what the model is given of it, where code of its
-    folders adds special tokens; None: its tokenizer adds them.
+    """(prompt's token ids, special token ids by key) -> the prompt with the special tokens that the
+    published code adds; None: the tokenizer adds them.
     """
     in_transformers: bool = True
-    """transformers has a class that computes it."""
+    """True if transformers has a class for it."""
     stores_tied_head: bool = False
-    """Files hold the head also where it is the embedding."""
+    """Files store the head's tensor even if it is tied to the embedding."""
     scorer: str | None = None
-    """transformers class that ends in `score`, without a bias, in the place of the head; None: it
-    has none.
+    """transformers' ...ForSequenceClassification class with a bias-free `score` head; None: there
+    is none.
     """
 
     @property

@@ -28,7 +28,7 @@ class StartModel:
 
     model: Model
     bare: bool = False
-    """Only a family's name was specified, no model."""
+    """No model was specified, at most a family's name."""
     wanted: bool = True
     """A recipe, a file, --init or an option specifies a model."""
 

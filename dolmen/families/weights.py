@@ -24,7 +24,7 @@ class WeightMap:
     embedding: str
     """Stored name of the embedding."""
     head: str
-    """Stored name of the head; of a tied model it may be stored too, and must then equal the
+    """Stored name of the head; a tied model's files may store it too, and it must then equal the
     embedding.
     """
 

@@ -64,6 +64,7 @@ class CoreAttention(nn.Module):
     def __init__(self, attend: Attend, setting: ModuleContext, spread: Sequence[int] | None = None):
         super().__init__()
         self.attend, self.kv_head_of_query = attend, spread
+        # cached sequences are attended here; training goes through cp, which has the same backend
         self.backend = BACKENDS[setting.split.kernels.attention]
         self.cp, self.dropout = setting.split.cp, setting.training.dropout
         self.selective = setting.split.recompute.of(setting.layer) == "selective"
@@ -91,6 +92,8 @@ class CoreAttention(nn.Module):
             k, v = (_per_query(t, self.kv_head_of_query, 2) for t in (k, v))
         noise, dropped = given.noise, None
         if noise is not None:
+            # the mask is a function of layer, sequence, head, query and key, so that recomputation
+            # repeats it
             dropped = Dropout(self.dropout, noise, noise.site(SCORES))
         attend = self.attend.of(given.documents, dropped)._replace(sinks=sinks)
         return self.cp.attention(q, k, v, attend)
@@ -150,7 +153,9 @@ class Attention(Branch):
         # k and v are replicated, and a rank uses some of their rows, where tp does not divide the
         # kv heads
         self.whole_kv = attention.kv_heads % size != 0
+        # query heads of this rank; check_sharding has made sure that tp divides them
         self.heads = attention.heads // size
+        # queries per key-value head, 1 for multi-head attention
         group = attention.heads // attention.kv_heads
         self.first_head = self.tp.axis.rank * self.heads
         # the key-value head of each of our queries
@@ -165,6 +170,7 @@ class Attention(Branch):
         self.pairs = positions.pairs(attention.positions)
         # first row and number of rows of k and v that this rank multiplies
         first, rows = (n * self.head_size for n in (self.kv_first, self.kv_heads))
+        # how a replicated or a sharded k yields the rows this rank multiplies by
         mine = partial(_rows, first=first, count=rows) if self.whole_kv else local
         self.q = ColumnParallelLinear(select_prefix(leaves, "q"))
         self.k, self.v = (
@@ -214,6 +220,7 @@ class Attention(Branch):
         q, k, v = (
             y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size) for y in products
         )
+        # order of transformers: norm, clip, rope
         q, k = self._normalize_qk(q, k)
         if self.clip is not None:
             q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
@@ -223,6 +230,7 @@ class Attention(Branch):
             # Qwen's log-n: logarithm of the position to the base of the trained length
             q = q * given.growth.to(q.dtype)
         if given.steps is not None:
+            # biases are computed for all heads, and this rank has some of them
             steps = given.steps.narrow(2, self.first_head, self.heads)
             # Falcon's ALiBi as 8 extra dims of q and k, so that any kernel computes it
             q, k = score_bias.append_key_bias(q, k, steps, self.extra_key_dims)
@@ -230,6 +238,7 @@ class Attention(Branch):
         if cache is None:
             y = self.scores(q, k, v, given, sinks)
         else:
+            # which of the two runs is decided by the cache: one new token per sequence, or several
             of_pages, of_texts = (
                 partial(road, sinks=sinks)
                 for road in (self.scores.attend_paged, self.scores.attend_sequences)
@@ -282,6 +291,7 @@ class LatentAttention(Component):
         self.heads = attention.heads // self.tp.axis.size
         first_head = self.tp.axis.rank * self.heads
         self.scores = CoreAttention(self.attend(attention)._replace(first_head=first_head), setting)
+        # V2-Lite: queries have no latent
         if attention.q_rank is None:
             self.q = ColumnParallelLinear(select_prefix(leaves, "q"))
         else:
@@ -308,6 +318,7 @@ class LatentAttention(Component):
         absorbed or expanded attention.
         """
         q = self._queries(x, given)
+        # [tokens, kv_rank + rope size]: latent and rope key by one product
         down = self._down(x, self.kv_a)
         latent, key = down.split((self.spec.kv_rank, self.spec.positions.size), -1)
         # the cache keeps the normed latent: kv_rank + rope numbers per token instead of all heads
@@ -320,6 +331,7 @@ class LatentAttention(Component):
             y = self.scores(q, *self._expand_kv(kv, key), given)
         else:
             latent = self.tp.enter(latent).view(given.batch, -1, 1, self.spec.kv_rank)
+            # cached as one head of [latent | rope key]
             kept = torch.cat((latent, key), -1)
             y = cache.attend(q, (kept,), self._attend_absorbed, self._attend_sequences)
         return self.o(y.reshape(-1, self.heads * self.spec.value_size))
@@ -380,8 +392,10 @@ class LatentAttention(Component):
         """
         # [heads, nope + value, kv_rank]: rows of W_k and then of W_v of each head
         weight = self.kv_b.linear().merged(q.dtype).view(self.heads, -1, self.spec.kv_rank)
+        # W_k and W_v [heads, nope or value, kv_rank]
         of_k, of_v = weight.split((self.spec.nope_size, self.spec.value_size), 1)
         nope, turned = q.split((self.spec.nope_size, self.spec.positions.size), -1)
         q = torch.cat((torch.einsum("thn,hnr->thr", nope, of_k), turned), -1)
+        # values are the first kv_rank numbers of the keys: a view, so nothing is stored twice
         latent = kept[..., : self.spec.kv_rank]
         return torch.einsum("thr,hvr->thv", self.scores.attend_paged(q, kept, latent, pages), of_v)

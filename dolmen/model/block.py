@@ -58,9 +58,9 @@ class TransformerBlock(nn.Module, Generic[C]):
     """
 
     takes: type[Component] = Component
-    """Class that its mixer and its mlp must have."""
+    """Base class required of the mixer and the mlp."""
     norms: tuple[str, ...] = ()
-    """Names of the norms that some arrangements have; None in a block without one."""
+    """Names of the norms that this class of blocks can have; a block without one has None there."""
     attn: C
     mlp: C
 
@@ -74,9 +74,11 @@ class TransformerBlock(nn.Module, Generic[C]):
         for name in block.arrangement.modules:
             module = branches.get(name)
             if module is None:
+                # a name that is no branch is a norm's
                 module = Norm(block.norm, select_prefix(leaves, name), kernels)
             setattr(self, name, module)
         for name in self.norms:
+            # registered as None, so that compute may read it in every arrangement
             if name not in block.arrangement.modules:
                 self.register_module(name, None)
 
@@ -185,6 +187,7 @@ class SequentialBlock(TransformerBlock[Component]):
         post = around.norms == "post"
         # y is the branch input; with residual "normed" it is the residual, too
         y = x if norm is None or post else norm(x)
+        # Granite: residual_multiplier
         added = _scale(branch(y), around.branch_scale)
         x = _scale(y if around.residual == "normed" else x, around.residual_scale) + added
         return norm(x) if norm is not None and post else x
@@ -218,6 +221,7 @@ class ParallelBlock(TransformerBlock[Branch]):
         self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         """Return x plus the sum of both branches; dropout is applied to their sum."""
+        # column-parallel products of both, by one collective (two norms: two)
         both, (attn, mlp) = [self.attn, self.mlp], self.enter_branches(x)
         results = [
             self.attn.inner_with_hooks(attn, given, cache),
@@ -252,6 +256,7 @@ def build_block(
     """Build the module of a block from its spec; `leaves` are the block's parameters, without its
     prefix.
     """
+    # a new kind of mixer or mlp is a spec, a module, and an entry in these tables
     mixer = MIXERS[type(block.mixer)](block.mixer, select_prefix(leaves, "attn"), setting)
     mlp = MLPS[type(block.mlp)](block.mlp, select_prefix(leaves, "mlp"), setting)
     return BLOCKS[type(block.arrangement)](block, leaves, setting, mixer, mlp)

@@ -67,6 +67,7 @@ def allocate(model: Decoder, device: torch.device) -> Decoder:
     """Allocate uninitialised memory on `device` for a model that `place` made on meta, and set up
     fp8 scaling state and fp8 all-gather. Returns the same model.
     """
+    # the first memory of the model, this rank's part alone
     model.to_empty(device=device)
     for delayed in model.delayed().values():
         delayed.on(device)
@@ -112,10 +113,13 @@ def place(
             p.data = p.data.to(torch.promote_types(dtype, torch.float32))
     # None: compute in the dtype of the parameters
     model.compute = compute
+    # tp and ep: parameters become DTensors on meta, a rank's part each
     state.distribute(model, model.plan(), mesh)
     if compile:
+        # before FSDP: see `compile_parts`
         model.compile_parts()
     if layout is not None:
+        # dp: parameters are sharded once more over dp x cp (ZeRO)
         data.shard_model(model, model.units(), mesh, layout.zero, compute or dtype, model.partial())
         if layout.zero == 3 and hardware.kind == "cuda":  # a CPU would only hold more
             for blocks in model.ahead():
@@ -134,6 +138,7 @@ def choose_kernels(
     # flash kernels have an upper bound on the head size
     longest = max(size for b in tree.blocks for size in b.mixer.head_sizes)
     attends = block.attention_kinds(tree)
+    # rounded experts are multiplied one after the other: grouped_mm takes bf16 alone
     one_by_one = tree.fp8 is not None or any(leaf.int8 for leaf in experts)
     return choose(hardware, compute, longest, sorted(widths), attends, tree.fp8, one_by_one)
 
@@ -191,6 +196,7 @@ def _write(model: nn.Module, name: str, value: Tensor) -> None:
     p = model.get_parameter(name)
     lengths = value
     if p.dtype == torch.int8 and value.is_floating_point():
+        # per output row, from the full tensor: the same on every layout
         value, scale = int8.quantise(value)
         state.write_region(model.get_parameter(scale_name(name)), scale)
         lengths = int8.dequantise(value, scale)
@@ -198,6 +204,7 @@ def _write(model: nn.Module, name: str, value: Tensor) -> None:
     if isinstance(model, Decoder) and magnitude_name(name) in model.tree.leaves:
         if lengths.is_floating_point():  # else they come as they are
             magnitude = model.get_parameter(magnitude_name(name))
+            # norms in fp32 or wider
             wide = torch.promote_types(lengths.dtype, torch.promote_types(p.dtype, torch.float32))
             state.write_region(magnitude, lengths.to(wide).norm(dim=-1))
 
@@ -243,6 +250,7 @@ def load_inference_weights(
         write(name, value)
         coming[owner].remove(own)
         if not coming[owner]:
+            # its last tensor has come: pack, and give the plain memory back
             alone[owner].free_weight(weights)
 
     load(model, lambda write: stream(lambda name, value: through(write, name, value)))

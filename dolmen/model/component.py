@@ -99,9 +99,9 @@ class RouterLosses(NamedTuple):
     scale: Float[Tensor, ""]
     """Weight of the losses of one sequence in the gradient."""
     tally: Float64[Tensor, " experts+2"]
-    """Zeros. Its gradient is what backward counted: the pairs of each expert, and the
-    sums of balance and z loss over sequences. A gradient adds up over microbatches by itself, and
-    counts none twice that is computed again.
+    """Zeros, whose gradient is the statistics: number of tokens of each expert, then the sums of
+    balance and z loss over sequences. Gradients accumulate over microbatches by themselves, and
+    forward passes that are recomputed are not counted twice.
     """
 
 
@@ -155,6 +155,7 @@ class LayerInputs(NamedTuple):
         losses, its forced experts and routing callback from `routes`, and noise keyed by the layer
         number.
         """
+        # cos, sin, steps and growth of this layer's kind of positions
         here = self._replace(**where._asdict(), balance=balance)
         if routes is not None:
             here = here._replace(

@@ -32,6 +32,7 @@ def training_flops_per_token(
     embedding too).
     """
     matrices = sum(leaf.products * (6.0 if leaf.trained else 4.0) for leaf in tree.leaves.values())
+    # `products` of a leaf counts experts as k / E, and tables as 0
     return matrices + attention_flops_per_token(tree, sequence_length, attention)
 
 
@@ -91,6 +92,7 @@ def activation_bytes_per_layer(
     tokens = batch * sequence_length / cp
     # part of the residual stream that a rank has
     stream = 1 / tp if sequence_parallel else 1.0
+    # only the input of the layer
     if recompute == "full":
         return tokens * e * h * stream
     # fp32 rstd per token, and for LayerNorm the mean
@@ -98,6 +100,7 @@ def activation_bytes_per_layer(
     around = block.arrangement
     outside = around.streams * e * h + around.norm_count * statistics
     outside += around.additions * h if dropout else 0  # masks
+    # per rank
     heads, kv_heads = attention.heads / tp, _kv_heads(attention, tp)
     q, k = heads * attention.head_size, kv_heads * attention.head_size
     inside = e * (q + 2 * k) + e * q  # q, k, v; the input of the output projection

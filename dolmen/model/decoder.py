@@ -76,7 +76,7 @@ from dolmen.parallel.inference_linear import MultiLora, Weights
 from dolmen.parallel.quantized_product import Delayed
 
 HEAD_MODULES = ("final_norm", "project_out", "head", "score", "transform", "pooler", "follows")
-"""Names of the modules behind the last block."""
+"""Names of the modules after the last block."""
 
 
 class Decoder(nn.Module):
@@ -95,6 +95,7 @@ class Decoder(nn.Module):
         computes.
         """
         super().__init__()
+        # adapters, fp8 and balance biases are part of the spec from here on
         tree, split = training.apply_to(tree), split or single_process(tree.layers)
         # checks come before any module: a wrong layout should fail in milliseconds
         check_supported(tree)
@@ -104,6 +105,7 @@ class Decoder(nn.Module):
         self.tree, self.split, self.tp = tree, split, split.tp
         self.dropout, self.router = training.dropout, training.router
         self._add_embedding()
+        # keyed by the layer's number in the whole model, so that names do not depend on the stage
         self.layers = nn.ModuleDict(
             {
                 str(i): build_block(
@@ -125,6 +127,7 @@ class Decoder(nn.Module):
         """
         tree, tp, first = self.tree, self.tp, self.split.first
         embedding, leaves = tree.embedding, tree.leaves
+        # a tied head on another rank keeps a copy of the embedding
         has_table = first or (self.split.last and tree.head.tied)
         self.embed = Embedding(embedding, select_prefix(leaves, "embed"), tp) if has_table else None
         width, norm = embedding.width, embedding.norm
@@ -352,6 +355,7 @@ class Decoder(nn.Module):
         forced or recorded experts (routing replay).
         """
         here = self.split.parts[part]
+        # what is the same for all layers
         given = self._layer_inputs(tokens, noise, documents)
         ids = self._positions(tokens, cache, positions)
         y = self._embed_tokens(tokens, ids, given) if here.first else x
@@ -362,6 +366,7 @@ class Decoder(nn.Module):
             kept = None if cache is None else cache.layers[i]
             mixer = self.tree.blocks[i].mixer
             where = known[mixer.positions, mixer.heads]
+            # a layer's positions, router losses and noise
             y = block(y, given.for_layer(i, where, (balance or {}).get(i), routes), kept)
         return self._apply_head(y, len(tokens), end) if here.last else y
 
@@ -375,6 +380,7 @@ class Decoder(nn.Module):
         x = self.embed(self.split.cp.split(tokens, 1).reshape(-1))
         if self.project_in is not None:
             x = self.project_in(x)
+        # BERT's types and GLM's block positions are the last stream, plain positions the first
         of_stream = (
             (self.positions, positions[0]),
             (self.block_positions, positions[-1]),
@@ -472,6 +478,7 @@ class Decoder(nn.Module):
                 "the model's positions follow from special tokens: make them by "
                 "Batch.read_by(the model's tree)"
             )
+        # BERT without types in the batch: all tokens have type 0
         typed = self.tree.embedding.types is not None
         if streams != known and not (positions is None and typed):
             raise ValueError(

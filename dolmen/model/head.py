@@ -75,12 +75,12 @@ class ModelHead:
     tree: ModelSpec
     split: ModelSplit
     weight: Tensor
-    """[rows, hidden]: what this rank of tp holds of it, gathered over fsdp."""
+    """This tp rank's rows of the head's weight [rows, hidden], gathered over fsdp."""
     sequences: int
     """Sequences of the microbatch."""
     compiled: bool = False
     bias: Tensor | None = None
-    """[rows], as `weight` has them."""
+    """This tp rank's part of the bias [rows]; None: the head has no bias."""
     transform: Callable[[Tensor], Tensor] | None = None
     """Transform of hidden vectors before the product (BERT)."""
     next_sentence_head: Callable[[Tensor], Tensor] | None = None
@@ -102,6 +102,7 @@ class ModelHead:
         token. R@cp: every rank continues with the same sums, so scale the result by `shared`.
         """
         axis = self.split.cp.axis
+        # as long as the sequence: there are at most as many documents as tokens
         none = per_token.new_zeros(document.shape)
         found = none.scatter_add(1, self.here(document), per_token)
         # all-reduce forward; `copy` sums the gradients of all cp ranks in backward
@@ -143,6 +144,7 @@ class LMHead(ModelHead):
         the logits.
         """
         hidden = hidden if self.transform is None else self.transform(hidden)
+        # (s W h) = W (s h): hidden is narrower than the vocabulary
         scale = self.tree.head.scale
         return hidden if scale == 1 else hidden * scale
 
@@ -157,11 +159,13 @@ class LMHead(ModelHead):
             )
         two = self.next_sentence_head(hidden)
         wide = two.to(torch.promote_types(two.dtype, torch.float32))
+        # log-odds: sigmoid of it is the probability that the second text follows
         own = wide[:, 0] - wide[:, 1]
         return tensor.gather_token_values(own, self.split.tp).view(self.sequences, -1)
 
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here rows"]:
         """Return the logits of this rank's rows of the vocabulary."""
+        # rows [vocabulary / tp, hidden]
         linear = Linear(self.rows, self.bias, laid_out=self.laid_out)
         logits = tensor.columns(self.scale_hidden(hidden), [linear], self.split.tp)[0]
         if self.tree.head.soft_cap is not None:
@@ -263,6 +267,7 @@ class ScalarHead(ModelHead):
         the same on every rank of tp.
         """
         tp = self.split.tp
+        # whole on every rank: of this rank's tokens, without communication
         (own,) = tensor.products(hidden, [Linear(self.weight)], tp)
         wide = own[:, 0].to(torch.promote_types(own.dtype, torch.float32))
         return tensor.gather_token_values(wide, tp).view(self.sequences, -1)
@@ -276,7 +281,7 @@ class ScalarHead(ModelHead):
 
 
 HeadFunction = Callable[[Tensor, Any], Any]
-"""(hidden, the head of the model) -> anything."""
+"""(last hidden vectors, head of the model) -> any result."""
 
 
 def compute_logits(hidden: Tensor, head: LMHead | ScalarHead) -> Tensor:

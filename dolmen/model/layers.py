@@ -59,6 +59,7 @@ def fp8_rounding(leaf: ParamSpec) -> Rounding | None:
     """
     if leaf.fp8 is None:
         return None
+    # dim of outputs: 0, or 1 of stacked experts [experts, out, in]
     outputs = len(leaf.shape) - 2
     dims = [cut.dim for cut in leaf.shards if cut.axis == "tp"]
     cut = None if not dims else "outputs" if dims[0] == outputs else "inputs"
@@ -126,6 +127,7 @@ class ParameterModule(nn.Module):
         one = self._fastest()
         if self._multi_lora is None or torch.is_grad_enabled():
             return one
+        # cut once per set of adapters, not at each forward
         if self._local_multi_lora is None:
             self._local_multi_lora = self._multi_lora.cut(self.local_rows)
         return one._replace(several=self._local_multi_lora)
@@ -163,6 +165,7 @@ class ParameterModule(nn.Module):
         one = _prepack(self._linear(), weights)
         if one.laid_out is None:
             return
+        # keeps name and shape, for checks and for counting
         gone = torch.empty_like(local_view(self.weight), device="meta")
         self.weight = nn.Parameter(state.tensor_like(self.weight, gone), self.weight.requires_grad)
         with torch.no_grad():
@@ -254,6 +257,7 @@ class Norm(ParameterModule):
     ) -> Float[Tensor, "*rows size"]:
         """Normalise x; `mine` selects the heads of x from a per-head weight [heads, size]."""
         with profiling.record_range("norm"):
+            # OLMo: no weight and no bias
             if not self.affine:
                 return F.layer_norm(x, (x.shape[-1],), None, None, self.eps)
             weight = mine(self.weight)
@@ -277,6 +281,7 @@ class Embedding(ParameterModule):
 
     def forward(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "here hidden"]:
         """Return the scaled embeddings of tokens, which are the same on every rank of tp."""
+        # rows of other ranks' tokens are zero, then summed over tp (reduce-scattered under sp)
         x = vocabulary.embed(tokens, local(self.weight), self.vocab_size, self.tp)
         if self.scale == 1:
             return x

@@ -98,6 +98,7 @@ class Layout:
                 for name in ("cp", "pp")
                 if getattr(self, name) > 1
             )
+            # what tp x dp has to be
             left, rest = divmod(processes, self.cp * self.pp)
             way = (
                 f"set --layout.tp and --layout.dp so that their product is {left}"
@@ -195,6 +196,7 @@ class Layout:
                 f"({2 * self.cp}) equal parts: set --train.sequence-length to a multiple, such as "
                 f"{-(-sequence_length // (2 * self.cp)) * 2 * self.cp}"
             )
+        # tokens of a microbatch on a cp rank, which tp ranks share
         tokens = microbatch_size * sequence_length // self.cp
         if self.sequence_parallel and tokens % self.tp:
             raise ValueError(
@@ -266,6 +268,8 @@ def balance(layers: int, stages: int) -> list[range]:
         )
     each, more = divmod(things, stages)
     within = max(more - 2, 0)  # stages between the ends that have one more
+    # layer at which each stage begins; the first stage has one unit less of layers, for the
+    # embedding
     cuts = [
         0,
         *(

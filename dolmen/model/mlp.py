@@ -103,6 +103,7 @@ class Router(ParameterModule):
     def __init__(self, experts: spec.MoESpec, leaves: ParamSpecs):
         super().__init__({n: leaf for n, leaf in leaves.items() if "." not in n})
         self.k, self.choice = experts.per_token, experts.router
+        # GPT-OSS learns a bias of the logits; `bias` acts on the choice alone
         own = select_prefix(leaves, "logits")
         self.logits = ParameterModule(own) if own else None
 
@@ -143,6 +144,7 @@ class Experts(nn.Module):
         self.gated = _gated_activation(experts.activation)
         self.share = float(split.tp.axis.rank == 0)  # of tp, where the bias of `down` joins the sum
         # each has rows of all tokens of its ep, and so of no one's tokens in particular
+        # number of this rank's first expert: each ep rank has an equal, contiguous range
         first = experts.number // split.ep.size * split.ep.rank
         self.tp = replace(split.tp, tokens=(split.edp,), first_expert=first)
         self.gate = ParameterModule(select_prefix(leaves, "gate"))
@@ -170,6 +172,7 @@ class Experts(nn.Module):
         """
         product, adapter = self.tp.product(linear), linear.adapter
         if product is None:
+            # plain product: one grouped GEMM, or a loop over experts
             y = moe.grouped_linear(rows, linear.weight, groups)
         else:
             assert not isinstance(groups, Tensor), "kernels.choose has chosen a loop"
@@ -211,9 +214,11 @@ class MoE(Component):
         self.number = experts.number
         self.k = experts.per_token
         stated, asked = experts.router.aux_loss_coef, training.aux_loss_coef
+        # the run's coefficient over that of config.json
         coef = stated if asked is None else asked
         self.balance = coef if training.balance == "loss" else 0.0
         self.z = training.z_loss_coef
+        # counts stay on the device; a loop needs them on the host
         self.kernel = split.kernels.grouped == "grouped_mm"
         self.router = Router(experts, select_prefix(leaves, "router"))
         self.experts = Experts(experts, select_prefix(leaves, "experts"), split)
@@ -252,17 +257,21 @@ class MoE(Component):
         the shared expert. Calls `given.on_routing` with the chosen experts [n, k], and adds the
         router losses to the gradient if `given.balance` is set.
         """
+        # under sequence parallelism tokens are gathered: every tp rank routes all of them alike
         x = self.tp.enter(x)
         logits, routing = self.router(x, given.forced_experts)
         if given.on_routing is not None:
             given.on_routing(routing.experts)
+        # [n, k]
         weights = routing.weights
         if given.balance is not None and torch.is_grad_enabled():
             weights = self._add_router_losses(logits, routing, given.batch, given.balance)
         # n k rows, sorted by expert: those of one expert are one matrix product
         order = moe.sort(routing.experts, self.number)
+        # all-to-all: each row goes to the ep rank of its expert
         rows, trip = expert.dispatch(moe.spread(x, order), order.counts, self.ep, self.kernel)
         rows = expert.combine(self.experts(rows, trip.groups), trip, self.ep)
+        # back in the order of tokens, sum over k of weight * row
         y = moe.combine(rows, weights, order)
         return self.tp.leave(
             y if self.shared is None else y + self._shared_expert(self.shared, x, given)
@@ -275,6 +284,7 @@ class MoE(Component):
         y = shared.part(x, given)
         if self.shared_gate is None:
             return y
+        # the gate [n, 1] is the same on all ranks of tp, so it may multiply partial sums
         return y * F.linear(x, local(self.shared_gate.weight)).sigmoid()
 
     def _add_router_losses(
@@ -288,6 +298,7 @@ class MoE(Component):
         summed over tp: each gives its part. Only counts need the whole sequence: under cp the
         losses are sums over this rank's tokens.
         """
+        # tokens of a whole sequence
         length = len(logits) // batch * self.cp.axis.size
         # counts of this rank's tokens, [batch, experts]
         here = moe.sequence_counts(routing.experts, batch, self.number)
@@ -297,6 +308,7 @@ class MoE(Component):
         z = moe.z_loss(logits, length)
         # each rank of tp adds 1 / tp of the loss, and the sum over tp makes it whole
         loss = (self.balance * uneven + self.z * z) / self.tp.axis.size
+        # tally: counts of each expert, balance loss, z loss; float64 counts exactly beyond 2^24
         found = torch.cat([here.sum(0).double(), torch.stack((uneven, z)).detach().double()])
         return _RouterLossGradient.apply(routing.weights, loss, balance.scale, found, balance.tally)
 
@@ -318,6 +330,7 @@ class _RouterLossGradient(TypedFunction):
         """Return `weights`; save `scale` and `found` for backward."""
         ctx.kept = loss.dtype
         ctx.save_for_backward(scale, found)
+        # a new tensor, as autograd requires of an output that equals an input
         return weights.view_as(weights)
 
     @staticmethod

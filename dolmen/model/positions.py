@@ -78,6 +78,7 @@ def frequencies(
         inv = rope.inverse_frequencies(r.size // r.streams, r.theta, device, dtype)
     if r.by_length:
         if lengths is None:
+            # 1: not longer than any original length
             lengths = scalar_tensor(1, torch.int64, inv.device)[None, None]
         return BY_LENGTH[type(r.scaling)](inv, r, lengths)
     return SCALED[type(r.scaling)](inv, r)
@@ -105,6 +106,7 @@ def tables(
             inv = frequencies(p, positions.device, dtype, lengths)
             cos, sin = rope.tables(positions[0], inv)
             if p.streams == 2:
+                # ChatGLM-6B: each half of a head is rotated by its own stream
                 second = rope.tables(positions[1], inv)
                 cos, sin = (torch.cat(t, -1) for t in zip((cos, sin), second, strict=True))
             factor = p.attention_factor

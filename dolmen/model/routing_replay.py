@@ -25,7 +25,9 @@ class Routes:
     """Routing of a microbatch, by layer number."""
 
     forced_experts: Mapping[int, Int64[Tensor, "n k"]] = field(default_factory=dict)
-    """Experts of this cp rank's tokens; a layer that is absent is routed by its router."""
+    """Layer -> experts forced on this cp rank's tokens; a layer that is absent uses its router's
+    choice.
+    """
     on_routing: Callable[[int, Tensor], None] | None = None
     """(layer, experts [n, k]) -> nothing; called where a layer has routed."""
 
@@ -53,6 +55,7 @@ def replay_routes(
     """Return Routes that force this cp rank's tokens of a microbatch to the experts recorded for
     all its tokens, one row of choices per token.
     """
+    # this cp rank's tokens (zigzag), as the decoder splits them
     here = split.cp.split(experts, 1)
     return Routes(
         {i: here[..., own].flatten(0, 1).contiguous() for i, own in choice_slices(tree).items()}

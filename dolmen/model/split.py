@@ -46,12 +46,12 @@ class ModelSplit:
     ep: Axis
     edp: Axis
     parts: tuple[PipelinePart, ...]
-    """The stages of this rank, one a chunk of its schedule."""
+    """Pipeline stages of this rank, one per chunk of its schedule."""
     recompute: Recompute = field(default_factory=Recompute)
     kernels: Kernels = Kernels()
-    """Kernels that its modules use."""
+    """Kernels that the modules use."""
     tied_apart: bool = False
-    """First and last stage lie on different ranks: a tied embedding has two owners."""
+    """First and last stage are on different ranks, so that a tied embedding has two owners."""
 
     @property
     def layers(self) -> list[int]:
@@ -94,12 +94,14 @@ def split_model(
         else [0]
     )
     parts = tuple(part(stage) for stage in here)
+    # None: the slice is all layers of the stage
     recomputed = frozenset(i for p in parts for i in list(p.layers)[: layout.recompute_layers])
     # zero-bubble schedules compute weight gradients later, as actions of their own
     later = Deferred() if schedule is not None and schedule.splits_backward else None
     return ModelSplit(
         TensorParallel(
             mesh.tp,
+            # with one rank there is nothing to gather or scatter
             layout.sequence_parallel and mesh.tp.size > 1,
             later,
             kernels.turned,

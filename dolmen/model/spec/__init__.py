@@ -114,16 +114,16 @@ class ModelSpec:
     embedding: EmbeddingSpec
     runs: tuple[LayerRun, ...]
     final_norm: NormSpec | None
-    """None where the blocks leave what is normed already, and in a few others."""
+    """Norm before the head; None if blocks end in a norm (post-norm), and in a few other models."""
     head: LMHeadSpec | ScalarHeadSpec
     max_position_embeddings: int
     """Longest sequence that the model was made for, tokens."""
     initializer_range: float = 0.02
     """Standard deviation of initial weights."""
     adapter: LoraSpec | None = None
-    """LoRA adapters, trained in place of all parameters."""
+    """LoRA adapters, trained instead of the model's own parameters."""
     fp8: Fp8 | None = None
-    """How the products of its matrices are rounded while it is trained."""
+    """Recipe by which products of matrices are rounded to fp8 in training; None: they are not."""
     blanks: BlankInfilling | None = None
     """Special tokens that determine prefix and positions; None: positions are plain."""
 

@@ -39,27 +39,29 @@ class AttentionSpec:
     v_bias: bool = False
     o_bias: bool = False
     clip: float | None = None
-    """Bound of the absolute value of q, k and v, before norms; None: not clipped."""
+    """Bound of the absolute value of q, k and v, applied after their norms; None: not clipped."""
     qk_norm: NormSpec | None = None
     """Norm of queries and keys, before rope."""
     qk_norm_of: NormOf = "heads"
-    """heads: of every head by itself, and all have one weight (Qwen3); each head: each has its own
-    (Cohere, StableLM); width: of all heads together (OLMo 2).
+    """heads: over each head, with one weight shared by all (Qwen3); each head: over each head, with
+    its own weight (Cohere, StableLM); width: over all heads together (OLMo 2).
     """
     positions: AttentionPositions | None = None
     scale: float | None = None
     """None: 1 / sqrt(head_size)."""
     window: int | None = None
-    """Tokens up to itself that a query sees; None: all."""
+    """Number of tokens that a query sees, itself included (sliding window); None: all."""
     soft_cap: float | None = None
     """Scores become cap * tanh(score / cap)."""
     mask: Literal["causal", "prefix", "both"] = "causal"
-    """prefix: the first tokens of a document, as many as a batch says, are seen by all of it, the
-    ones before them too (Raffel et al., 1910.10683, section 3.2). All others see back alone. both:
-    all tokens of a document see one another (BERT).
+    """causal; prefix: bidirectional within the first tokens of a document, as many as the batch
+    states, and causal after them (prefix LM; Raffel et al., 1910.10683, section 3.2); both:
+    bidirectional (BERT).
     """
     sinks: bool = False
-    """Each head has a learned score that weighs no value, as in GPT-OSS (2508.10925)."""
+    """Attention sinks: each head has a learned score in the softmax's denominator that weighs no
+    value (GPT-OSS, 2508.10925).
+    """
 
     def __post_init__(self):
         """Raise ValueError for kv heads that do not divide heads, a window below 1, a norm that is
@@ -158,7 +160,7 @@ class LatentAttentionSpec:
 
     heads: int
     q_rank: int | None
-    """Width of the queries' latent; None: there is none, q is one matrix."""
+    """Width of the queries' latent; None: queries have no latent, q is one matrix."""
     kv_rank: int
     """Width of the latent of keys and values."""
     nope_size: int
@@ -169,7 +171,9 @@ class LatentAttentionSpec:
     positions: RopeSpec
     """Rope of the rest of each query and key head; its size is that of the shared rope key."""
     mscale_all_dim: float = 0.0
-    """Scores are multiplied by the square of YaRN's temperature with this (0: by 1)."""
+    """YaRN's mscale of the softmax scale, which is multiplied by the square of the temperature; 0:
+    it is not.
+    """
     down_bias: bool = False
     """Biases on the down projections."""
     o_bias: bool = False

@@ -20,12 +20,13 @@ class EmbeddingSpec:
     """Norm of the embedding, after the position table is added (BLOOM)."""
     positions: PositionTable | None = None
     types: int | None = None
-    """Rows of a table of types, which the last stream of positions says: of two texts in a
-    sequence, which of them a token is of (BERT). None: there is no table.
+    """Number of token types (BERT: which of two texts a token belongs to), stated by the last
+    position stream; None: there is no type embedding.
     """
     width: int | None = None
-    """Width of a row, if it is not the residual stream's: project_in widens it before positions are
-    added, project_out narrows the last hidden vectors before the head (OPT-350m).
+    """Width of an embedding row, if it is not the residual stream's: project_in then widens
+    embeddings before positions are added, and project_out narrows the last hidden vectors before
+    the head (OPT-350m).
     """
 
     def leaves(self, hidden: int, tied: bool) -> ParamSpecs:
@@ -68,12 +69,12 @@ class LMHeadSpec:
     """LM head: maps the last hidden vector of a token to logits over the vocabulary."""
 
     tied: bool = False
-    """Its weight is the embedding's."""
+    """The head uses the embedding's weight."""
     soft_cap: float | None = None
     """Logits become cap * tanh(logit / cap)."""
     normalised: bool = False
-    """Each row of its weight counts by its direction alone, at length 1 (Baichuan 2, 2309.10305,
-    section 2.5); it is stored and trained as it is.
+    """Rows are normalised to length 1 before they multiply (NormHead of Baichuan 2, 2309.10305,
+    section 2.5); they are stored and trained unnormalised.
     """
     scale: float = 1.0
     """Factor of logits (Cohere: logit_scale), before the soft cap."""

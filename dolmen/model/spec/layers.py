@@ -32,9 +32,9 @@ class NormSpec:
     """Added to the variance."""
     bias: bool = False
     affine: bool = True
-    """Its result is multiplied by a weight (OLMo: it is not)."""
+    """The normalised values are multiplied by a learned weight (OLMo: they are not)."""
     zero_centred: bool = False
-    """The weight is stored less 1: y = x / rms(x) * (1 + w), and starts at 0 (Gemma)."""
+    """The weight is stored minus 1, y = x / rms(x) * (1 + w), and starts at 0 (Gemma)."""
 
     def __post_init__(self):
         """Raise ValueError for an eps that is negative or not finite, and for combinations that no
@@ -72,7 +72,7 @@ class MLPSpec:
     """A dense feed-forward layer, of each token by itself."""
 
     size: int
-    """Width inside."""
+    """Intermediate width."""
     gated: bool = True
     activation: Activation = "silu"
     """gelu is the exact erf form."""
@@ -113,17 +113,21 @@ class RouterSpec:
     scale: float = 1.0
     """Factor of the weights, applied last."""
     groups: int = 1
-    """Experts lie in as many groups of equal size, ..."""
+    """Number of groups of equal size that experts are divided into (group-limited routing)."""
     groups_per_token: int = 1
     """Number of groups that a token's experts are chosen from."""
     group_score: Literal["max", "top2"] = "max"
     """A group's score: that of its best expert, or the sum of its best two."""
     bias: bool = False
-    """A bias added for the choice alone, not moved by gradients."""
+    """Balance bias, added to scores for the choice of experts only and not moved by gradients
+    (DeepSeek-V3).
+    """
     logit_bias: bool = False
     """A bias of the logits, which is learned like any other (GPT-OSS)."""
     aux_loss_coef: float = 0.0
-    """Weight of the balance loss that its config.json states; --train.router can say otherwise."""
+    """Weight of the balance loss stated by config.json; --train.router.aux-loss-coef
+    overrides it.
+    """
 
     def leaves(self, experts: int, hidden: int) -> ParamSpecs:
         """Return the router's weight [experts, hidden] and biases, replicated over tp. Its output
@@ -172,12 +176,12 @@ class MoESpec:
     number: int
     per_token: int
     size: int
-    """Width inside an expert."""
+    """Intermediate width of an expert."""
     activation: Activation | ClampedSwiGLU = "silu"
     """Activation of the gate, which multiplies up; or ClampedSwiGLU of both."""
     router: RouterSpec = RouterSpec()
     shared: MLPSpec | None = None
-    """A dense layer beside the experts, which every token passes."""
+    """Shared expert: a dense layer that every token passes, added to the experts' output."""
     shared_gate: bool = False
     """Multiply the shared expert by the sigmoid of a learned product with the token (Qwen2-MoE,
     2407.10671, section 2.2.2).

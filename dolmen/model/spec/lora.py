@@ -23,7 +23,7 @@ from typing import Literal
 from dolmen.model.spec.param import ParamSpec, ParamSpecs
 
 ADAPTED = ("matrix", "expert")
-"""Roles of the weights that can have an adapter, and be held in eight bits."""
+"""Roles of the weights that can have an adapter and be stored as int8."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LoraSpec:
     alpha: float
     targets: frozenset[str]
     frozen: Literal["whole", "int8"] = "whole"
-    """How what is frozen is held."""
+    """Storage of frozen weights: as they are, or as int8 with a scale per output row."""
     scaling: Literal["rank", "root"] = "rank"
     """Divisor of alpha: the rank, or its square root (rsLoRA, 2312.03732)."""
     kind: Literal["lora", "dora"] = "lora"

@@ -48,13 +48,13 @@ class ShardSpec:
     units: int
     """Number of indivisible units along the dim, such as heads; the axis size must divide it."""
     option: str
-    """Name of the field that sets `units`, for the refusal."""
+    """Config field that sets `units`, named in error messages."""
     or_replicate: bool = False
     """Replicate if the axis does not divide the units: every rank stores all, uses some, and its
     gradient is partial.
     """
     uneven: bool = False
-    """The pieces need not be equal (rows of a vocabulary)."""
+    """Ranks may have unequal numbers of units (rows of a vocabulary)."""
 
     def splits(self, size: int) -> bool:
         """Return whether an axis of `size` ranks splits the dim; otherwise it is replicated."""
@@ -89,27 +89,27 @@ class ParamSpec:
     or columns, always partial.
     """
     initial: Literal["normal", "uniform", "ones", "zeros", "beside"] = "normal"
-    """uniform: within 1 / sqrt(inputs) of 0, what Kaiming's with a = sqrt(5) is; beside: it is
-    written with the weight that it is the scale of.
+    """uniform: within +- 1 / sqrt(inputs), Kaiming's with a = sqrt(5); beside: derived from another
+    weight when that is written (int8 scale, DoRA magnitude).
     """
     std_scale: float = 1.0
     """Standard deviation of `normal`, relative to the model's initializer_range."""
     products: int = 0
-    """Multiply-adds per token: the elements of a matrix, of k of E experts k / E of them, none of
-    a table or a vector.
+    """Multiply-adds per token: the elements of a matrix, k / E of them for stacked experts of which
+    a token uses k of E, 0 for a table or a vector.
     """
     trained: bool = True
-    """True if it is trained."""
+    """True if the optimizer updates it."""
     train_with_adapters: bool = False
     """True if it is trained beside adapters too: no stored model has it (a scalar head)."""
     precise: bool = False
     """Keep it in fp32 or wider, in memory and on disk, whatever the model's dtype."""
     scale: float = 1.0
-    """Factor of its product."""
+    """Factor of the product with this parameter (LoRA's alpha / rank, on B)."""
     int8: bool = False
-    """Held in eight bits, with a scale per output beside it (ops/int8.py)."""
+    """Stored as int8 with a scale per output row (ops/int8.py)."""
     fp8: Fp8 | None = None
-    """How the factors of its products are rounded; None: they are not."""
+    """Recipe by which its products are rounded to fp8 in training; None: they are not."""
 
     @property
     def elements(self) -> int:

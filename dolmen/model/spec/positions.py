@@ -29,12 +29,14 @@ from dolmen.model.spec.param import ParamSpec, ParamSpecs
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """The wavelength of each pair times a factor of its own (Ding et al., 2402.13753)."""
+    """LongRoPE: the wavelength of each pair is multiplied by its own factor (Ding et al.,
+    2402.13753).
+    """
 
     attention_factor: float
     """Factor of cos and sin, at every length."""
     short: tuple[float, ...]
-    """Factors of texts of at most the original length."""
+    """Factor of each pair in sequences of at most the original length; `long`: in longer ones."""
     long: tuple[float, ...]
     original_max_position_embeddings: int
 
@@ -48,9 +50,9 @@ class LongRopeScaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """The base grows with the text, so that the longest wavelength does as by `factor` (NTK-aware
-    scaling, which Peng et al., 2309.00071, section 3.1, describe): of n tokens it is multiplied by
-    (factor n / original - factor + 1)^(size / (size - 2)), if n is over the original length.
+    """Dynamic NTK-aware scaling (Peng et al., 2309.00071, section 3.1): in a sequence of n tokens,
+    longer than the original length, the base is multiplied by (factor n / original - factor +
+    1)^(size / (size - 2)).
     """
 
     attention_factor: ClassVar[float] = 1.0
@@ -61,8 +63,8 @@ class DynamicScaling:
 
 @dataclass(frozen=True)
 class QwenScaling:
-    """Qwen's (2309.16609, section 2.3), which acts where nothing is trained. Of a text of n tokens
-    the base is multiplied by a^(size / (size - 2)), a = 2^ceil(log2(n / original) + 1) - 1, or 1.
+    """Qwen's scaling (2309.16609, section 2.3), for inference only. In a sequence of n tokens the
+    base is multiplied by a^(size / (size - 2)), a = 2^ceil(log2(n / original) + 1) - 1, at least 1.
     """
 
     attention_factor: ClassVar[float] = 1.0
@@ -81,7 +83,7 @@ LengthScaling = LongRopeScaling | DynamicScaling | QwenScaling
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions are divided by `factor` (Chen et al., 2306.15595)."""
+    """Position interpolation: positions are divided by `factor` (Chen et al., 2306.15595)."""
 
     attention_factor: ClassVar[float] = 1.0
     factor: float
@@ -89,7 +91,9 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Long wavelengths are divided by `factor`, short ones kept, smooth between."""
+    """Llama 3.1's scaling: long wavelengths are divided by `factor`, short ones kept, with a smooth
+    transition between.
+    """
 
     attention_factor: ClassVar[float] = 1.0
     factor: float
@@ -112,7 +116,7 @@ class YarnScaling:
     attention_factor: float = 1.0
     """Factor of cos and sin."""
     truncate: bool = True
-    """The bounds between the parts are whole numbers."""
+    """Round the bounds between the interpolated and the unchanged pairs to whole pair indices."""
 
 
 def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
@@ -130,7 +134,7 @@ class RopeSpec:
     """Rotary positions: pair i of each head is rotated by position * theta^(-2i / size)."""
 
     extra_key_dims: ClassVar[int] = 0
-    """Numbers that keys carry beside their own."""
+    """Extra dims appended to queries and keys to express the positions' score bias."""
     both_ways: ClassVar[bool] = True
     """True if it is defined for keys after the query (bidirectional attention)."""
     size: int
@@ -140,11 +144,11 @@ class RopeSpec:
     interleaved: bool = False
     """Pairs are neighbours (2i, 2i + 1), not (i, i + size / 2)."""
     streams: int = 1
-    """Position streams. Two (ChatGLM-6B): each rotates its half of `size`, as if that were the
-    size.
+    """Number of position streams. Two (ChatGLM-6B): each rotates one half of the `size` elements,
+    as if that half were the whole.
     """
     halved: bool = False
-    """The angles per position are rounded to half precision, whatever the model computes in."""
+    """Round the frequencies (angle per position) to fp16, whatever the model's dtype."""
 
     def __post_init__(self):
         """Raise ValueError for a size that is no whole pairs per stream, and a theta that is
@@ -194,13 +198,15 @@ class AlibiSpec:
 
 @dataclass(frozen=True)
 class FalconAlibiSpec:
-    """ALiBi as Falcon has it: the product of query i and key j, before it is scaled, grows by
-    slope_h * j, slope, index and product each rounded to bfloat16. From 256 keys on that is a
-    staircase, whose steps a model was trained with. A key-value head has one query head.
+    """Falcon's ALiBi: slope_h * j is added to the product of query i and key j before scaling, with
+    slope, index and product each rounded to bfloat16. From 256 keys on the rounding makes it a
+    staircase, which the models were trained with. One query head per key-value head.
     """
 
     extra_key_dims: ClassVar[int] = 8
-    """The growth, and zeros: 16 bytes in half precision, of which flash asks rows to be made."""
+    """The bias, and zeros up to 16 bytes in half precision, because flash requires rows of a
+    multiple.
+    """
     both_ways: ClassVar[bool] = False
     streams: ClassVar[int] = 1
     by_length: ClassVar[bool] = False
@@ -208,7 +214,7 @@ class FalconAlibiSpec:
 
 
 AttentionPositions = RopeSpec | AlibiSpec | FalconAlibiSpec
-"""Relative positions in attention."""
+"""Positions that act inside attention, relative to the query."""
 
 
 @dataclass(frozen=True)
@@ -216,15 +222,17 @@ class PositionTable:
     """A learned row per position, added to the embedding."""
 
     length: int
-    """Tokens of a sequence that it has rows for."""
+    """Longest sequence that the table has rows for, tokens."""
     offset: int = 0
     """Row of position 0 (OPT: 2)."""
     streams: int = 1
-    """Position streams. Two (GLM-10B): a table each, with one more row, as the second counts from
-    1.
+    """Number of position streams. Two (GLM-10B): one table per stream, each with one more row,
+    because the second stream counts from 1.
     """
     padding: int | None = None
-    """A token that is not counted, whose own position is -1 (RoBERTa); None: all are counted."""
+    """Id of the padding token, which positions do not count and whose own position is -1 (RoBERTa);
+    None: all tokens are counted.
+    """
 
     def leaves(self, hidden: int) -> ParamSpecs:
         """Return the table (two, for two streams), replicated over tp: [offset + length (+ 1),
@@ -243,12 +251,14 @@ class PositionSpan(NamedTuple):
     """Prefix and position streams of one sequence, stated by token indices."""
 
     prefix: int = 0
-    """So many first tokens see one another."""
+    """Number of leading tokens that attend to one another (bidirectional prefix)."""
     stay: int = NEVER
-    """Index from which the first stream stays at `at`; before it, the stream is the index."""
+    """Token index from which on the first stream has the constant position `at`; before it, the
+    position is the index.
+    """
     at: int = 0
     begin: int = NEVER
-    """The second stream is 1 at this index, counts from there, and is 0 before."""
+    """Token index at which the second stream is 1 and starts counting; before it, it is 0."""
 
 
 def prefix_span(length: int, streams: int) -> PositionSpan:
@@ -269,10 +279,10 @@ class BlankMask:
 
     name: str
     token: int | None
-    """None: nobody has said which it is."""
+    """Its token id; None: unknown."""
     behind: Literal["stays", "counts", "stays after <sop>"] = "stays"
-    """The first stream from <sop> on: at the mask, on with the index, or there from the token
-    behind <sop> on, which itself has its index.
+    """First stream after <sop>. stays: the mask's position, from <sop> on; counts: goes on with the
+    index; stays after <sop>: <sop> has its index, and all later tokens the mask's position.
     """
 
 
@@ -281,10 +291,10 @@ class BlankInfilling:
     """Special tokens that mark the blank and the start of its completion."""
 
     start: int | None
-    """<sop>; None: nobody has said which it is."""
+    """Token id of <sop>; None: unknown."""
     masks: tuple[BlankMask, ...]
     """Mask tokens in order of priority: the first kind that the prefix contains marks the blank;
-    with `nearest` the first occurrence of any.
+    with `nearest`, the first occurrence of any kind does.
     """
     nearest: bool = False
 
