@@ -34,7 +34,7 @@ K = TypeVar("K")
 
 
 class Context(Generic[K]):
-    """torch's own object, of which no instance is made here."""
+    """Type of torch's `ctx` object; never instantiated here."""
 
     if TYPE_CHECKING:
         kept: K
@@ -49,6 +49,8 @@ class Context(Generic[K]):
 
 
 class TypedFunction(torch.autograd.Function):
+    """`torch.autograd.Function` whose forward and backward have types."""
+
     if TYPE_CHECKING:
 
         @staticmethod
@@ -58,12 +60,14 @@ class TypedFunction(torch.autograd.Function):
 
 
 def recompute(function: Callable, *args: Any) -> Any:
-    """function(*args), of which only the inputs are kept until backward. Without gradients, simply
-    the call.
+    """Return function(*args), keeping only the inputs until backward, which calls it again
+    (activation recomputation). Without gradients simply the call.
     """
     if not torch.is_grad_enabled():
         return function(*args)
+    # dynamo traces no context functions: no mark in the profile then
     if torch.compiler.is_compiling():
+        # random state is not saved: nothing here consumes any
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts

@@ -35,12 +35,14 @@ from dolmen.core.transfers import (
 
 
 def _all_gather_dim(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """All-gather along any dim: the transport gathers along dim 0."""
     if dim == 0:
         return wait(start_all_gather(x, axis), axis)
     return wait(start_all_gather(x.movedim(dim, 0), axis), axis).movedim(0, dim).contiguous()
 
 
 def _reduce_scatter_dim(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """Reduce-scatter along any dim: the transport scatters along dim 0."""
     if dim == 0:
         return finish_reduce_scatter(start_reduce_scatter(x, axis), axis)
     return (
@@ -67,35 +69,47 @@ Dim = tuple[int, Axis]
 
 
 class _Copy(TypedFunction):
+    """I -> R; backward all-reduces."""
+
     @staticmethod
     def forward(ctx: Context[Axis], x: Tensor, axis: Axis) -> Tensor:
         ctx.kept = axis
+        # autograd needs a new tensor object; no memory is copied
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Context[Axis], g: Tensor) -> tuple[Tensor, None]:
+        # each rank's gradient is a partial sum (R's gradient is P)
         return wait(start_all_reduce(g, ctx.kept), ctx.kept), None
 
 
 class _AllReduce(TypedFunction):
+    """P -> I; backward is the identity."""
+
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, axis: Axis) -> Tensor:
         return wait(start_all_reduce(x, axis), axis)
 
     @staticmethod
     def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, None]:
+        # the sum is invariant: every rank already has its whole gradient
         return g, None
 
 
 class _AllReduceInPlace(_AllReduce):
+    """P -> I in the input's memory."""
+
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, axis: Axis) -> Tensor:
+        # tells autograd that x is returned with new values
         ctx.mark_dirty(x)
         wait(start_all_reduce_(x, axis), axis)
         return x
 
 
 class _AllGather(TypedFunction):
+    """S(dim) -> R; backward reduce-scatters."""
+
     @staticmethod
     def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
         ctx.kept = dim, axis
@@ -107,6 +121,8 @@ class _AllGather(TypedFunction):
 
 
 class _ReduceScatter(TypedFunction):
+    """P -> S(dim); backward all-gathers."""
+
     @staticmethod
     def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
         ctx.kept = dim, axis
@@ -118,6 +134,8 @@ class _ReduceScatter(TypedFunction):
 
 
 class _AllToAll(TypedFunction):
+    """Rows to the ranks they are for; backward sends gradients back."""
+
     @staticmethod
     def forward(
         ctx: Context[tuple[list[int], list[int], Axis]],
@@ -134,17 +152,20 @@ class _AllToAll(TypedFunction):
         ctx: Context[tuple[list[int], list[int], Axis]], g: Tensor
     ) -> tuple[Tensor, None, None, None]:
         send, receive, axis = ctx.kept
+        # send and receive change places; differentiable again
         return _AllToAll.apply(g, receive, send, axis), None, None, None
 
 
 def copy(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
-    """I -> R: x enters computation that differs per rank."""
+    """I -> R: return x for computation that differs per rank; backward sums its gradients over the
+    axis.
+    """
     return x if axis.size == 1 else _Copy.apply(x, axis)
 
 
 def all_reduce_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
-    """P -> I: the sum, which every rank then treats as one tensor, in the memory of x, a product
-    that nothing else reads or keeps.
+    """P -> I: sum x over the axis, in x's memory; every rank then treats the sum as one tensor. x
+    must be a temporary that nothing else reads or keeps.
     """
     if axis.size == 1:
         return x
@@ -163,6 +184,7 @@ def reduce_scatter(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[
     """
     if axis.size == 1:
         return x
+    # only for its check that the axis divides the dim
     local_part(x, dim, axis)
     return _ReduceScatter.apply(x, dim, axis)
 
@@ -170,16 +192,16 @@ def reduce_scatter(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[
 def all_to_all(
     x: Shaped[Tensor, " sent *rest"], send: list[int], receive: list[int], axis: Axis
 ) -> Shaped[Tensor, " received *rest"]:
-    """S(0) -> S(0): the first send[0] rows of x go to rank 0, the next send[1] to rank 1 and so on;
-    back come receive[r] rows from each rank r, in the order of ranks. Counts may be 0; those of
+    """S(0) -> S(0): send the first send[0] rows of x to rank 0, the next send[1] to rank 1 and so
+    on; return receive[r] rows from each rank r, in the order of ranks. Counts may be 0; those of
     `send` add up to the rows of x.
     """
     return x if axis.size == 1 else _AllToAll.apply(x, send, receive, axis)
 
 
 def sum_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
-    """x, which is contiguous, summed over the axis, in place and outside autograd, and returned:
-    gradients on their way out of backward.
+    """Sum contiguous x over the axis, in place and outside autograd, and return it: for gradients
+    after backward.
     """
     return x if axis.size == 1 else wait(start_all_reduce_(x, axis), axis)
 
@@ -187,5 +209,7 @@ def sum_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
 def reduce_scalar(
     x: Shaped[Tensor, "*shape"], axis: Axis, op: str = "sum"
 ) -> Shaped[Tensor, "*shape"]:
-    """x of every rank combined, outside autograd: counts, norms, flags."""
+    """Combine x of all ranks by `op` (sum, max, min), outside autograd, into a new tensor: for
+    counts, norms, flags.
+    """
     return x if axis.size == 1 else wait(start_all_reduce(x.detach(), axis, op), axis)

@@ -20,7 +20,7 @@ SHOWN = 6  # facts told of one host
 
 
 def gather_objects(mine: Any) -> list[Any]:
-    """Gather one picklable object per rank; return the list, by rank, on every rank."""
+    """Gather one picklable object per rank; return the list, by rank, on every rank. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
@@ -42,13 +42,14 @@ def require_same(
     what: str = "agree on what to do",
     mend: str = "give every host the same command, the same version of dolmen and of torch",
 ) -> None:
-    """Raises ValueError, the same on every rank, unless all ranks bring the same facts (JSON values
-    by name): which ranks on which host differ from rank 0, and in what. `what` they then do not do,
-    and what would `mend` it.
+    """Raise ValueError, the same on every rank, unless all ranks have the same `facts` (JSON values
+    by name): the message says which ranks on which host differ from rank 0, and in what. `what`:
+    what the ranks then do not do, `mend`: how to fix it, both for the message. Collective.
     """
     digest = hashlib.blake2b(
         json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16
     ).hexdigest()
+    # 16 bytes per rank in the usual case; facts are sent only when they differ
     if len(set(gather_objects(digest))) == 1:
         return
     everyone = gather_objects((socket.gethostname(), facts))
@@ -57,6 +58,7 @@ def require_same(
     for rank, (where, other) in enumerate(everyone):
         names = [n for n in {**first, **other} if first.get(n) != other.get(n)]
         if names:
+            # ranks of a host usually differ in the same: one line for them
             lines.setdefault(f"on {where}: {_differences(names, first, other)}", []).append(rank)
     told = [
         f"rank {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''} {line}"
@@ -74,6 +76,8 @@ def require_same(
 
 
 def _differences(names: list[str], first: dict, other: dict) -> str:
+    """Return `name value, here value` for the first SHOWN names, and how many more there are."""
+
     def value(of: dict, name: str) -> str:
         return str(of.get(name, "absent"))
 
@@ -82,10 +86,10 @@ def _differences(names: list[str], first: dict, other: dict) -> str:
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
-    """work(), done by every rank, here this one's; where it raises ValueError or OSError on any,
-    all raise ValueError with what the first of them says, so that none waits for those. They meet
-    behind it: `work` itself may raise only where no other rank would wait for it within. Whatever
-    else it raises all others know of too.
+    """Run `work()` on every rank and return this rank's result. If it raises ValueError or OSError
+    on any rank, all raise ValueError with the lowest rank's message, so that none hangs; any other
+    exception is raised where it occurs, and ValueError on the others. Collective: `work` may use
+    collectives only where all ranks reach them.
     """
     found: list[T] = []
     told = None
@@ -96,14 +100,16 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
     except Exception as error:
         gather_objects(f"rank {dist.get_rank()} failed: {error!r}")
         raise
+    # every rank meets here, whether its work succeeded or not
     if refused := [one for one in gather_objects(told) if one is not None]:
         raise ValueError(refused[0])
     return found[0]
 
 
 def run_on_rank_zero(work: Callable[[], T]) -> T:
-    """work(), done by rank 0 alone; its value, or its ValueError, is everyone's. Whatever else it
-    raises all others know of too, who would wait for it.
+    """Run `work()` on rank 0 alone and return its result on every rank; its ValueError or OSError
+    becomes a ValueError on every rank. Any other exception is raised on rank 0, and ValueError on
+    the others. Collective; the result must be picklable.
     """
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:

@@ -26,8 +26,8 @@ class NotDeterministic(ValueError):
 
 @contextmanager
 def deterministic_mode(asked: bool) -> Iterator[None]:
-    """Within, if `asked`, torch takes deterministic algorithms alone; afterwards it is as before.
-    Raises NotRepeatable where there is none.
+    """Within, if `asked`, torch uses deterministic algorithms only; its previous settings are
+    restored afterwards. Raises NotDeterministic where an operator has none.
     """
     if not asked:
         yield
@@ -55,6 +55,9 @@ def deterministic_mode(asked: bool) -> Iterator[None]:
 def _set_flags(
     on: bool, warn_only: bool, fill: bool, cudnn_deterministic: bool, cudnn_benchmark: bool
 ) -> None:
+    """Set torch's determinism switches: algorithms, warn instead of raising, fill new memory,
+    cuDNN's.
+    """
     torch.use_deterministic_algorithms(on, warn_only=warn_only)  # the compiler's flag too
     # fills what `empty` gives, against those who read it: a pass over memory that nobody here
     # needs; a property of the class of the module

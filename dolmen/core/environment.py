@@ -17,7 +17,9 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def set_defaults(env: MutableMapping[str, str]) -> None:
-    """Set what the user has not. Before CUDA starts."""
+    """Set defaults for torch's allocator and CUDA's queues in `env` unless the user has. Call
+    before CUDA starts.
+    """
     # Segments that grow: gathered parameters and activations of many sizes otherwise leave gaps
     # that no later tensor fits. torch 2.11 to 2.15 read the first name; the others are older ones
     # for the same.
@@ -43,8 +45,9 @@ class Launch:
 
     @staticmethod
     def read(env: Mapping[str, str] = os.environ) -> "Launch | None":
-        """Read torchrun's variables, else SLURM's; None where no launcher started this process.
-        Raises ValueError, with the variable and its value, where they are half set.
+        """Read torchrun's variables, else SLURM's; None where no launcher started this process, or
+        SLURM started one task. Raises ValueError, with the variable and its value, where they are
+        incomplete or out of range.
         """
         if "RANK" in env and "WORLD_SIZE" in env:
             return _torchrun(env)
@@ -67,6 +70,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
+    """Read srun's variables; the rendezvous is MASTER_ADDR, else derived from the job's step."""
     world = _positive(env, "SLURM_NTASKS")
     here, name = _tasks_here(env)
     rank = _index(env, "SLURM_PROCID", world, "SLURM_NTASKS")
@@ -78,8 +82,9 @@ def _slurm(env: Mapping[str, str]) -> Launch:
 
 
 def _tasks_here(env: Mapping[str, str]) -> tuple[int, str]:
-    """Tasks of the step on this machine, and the variable that says so: "4", "4(x2)" or "4,3", by
-    machines, of which this is the one numbered SLURM_NODEID.
+    """Return the number of tasks of the step on this machine, and the variable that says so: "4",
+    "4(x2)" or "4,3", by machines, of which this is the one numbered SLURM_NODEID. Raises
+    ValueError.
     """
     name = "SLURM_STEP_TASKS_PER_NODE"
     if name not in env:
@@ -98,8 +103,8 @@ def _tasks_here(env: Mapping[str, str]) -> tuple[int, str]:
 
 
 def _rendezvous(env: Mapping[str, str]) -> str:
-    """The first machine of the step ("n[03-05,9],x1" is n03 and others), and a port that depends on
-    the step alone.
+    """Return tcp://HOST:PORT: the first machine of the step ("n[03-05,9],x1" is n03 and others),
+    and a port in 20000-29999 derived from job and step.
     """
     host = re.match(r"([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])
     if not host:
@@ -113,7 +118,9 @@ def _rendezvous(env: Mapping[str, str]) -> str:
 
 
 def _check_address(env: Mapping[str, str], world: int) -> None:
-    """Raises ValueError unless MASTER_ADDR and MASTER_PORT are set for more than one rank."""
+    """Raise ValueError unless MASTER_ADDR and MASTER_PORT are set and valid, or there
+    is one rank.
+    """
     if world == 1:
         return
     if not env.get("MASTER_ADDR"):
@@ -123,10 +130,14 @@ def _check_address(env: Mapping[str, str], world: int) -> None:
 
 
 def _positive(env: Mapping[str, str], name: str) -> int:
+    """Return the variable as a number of at least 1. Raises ValueError."""
     return _number(env, name, 1)
 
 
 def _index(env: Mapping[str, str], name: str, size: int, of: str) -> int:
+    """Return the variable as a number below `size`, which variable `of` gives. Raises
+    ValueError.
+    """
     index = _number(env, name, 0)
     if index >= size:
         raise ValueError(
@@ -136,6 +147,7 @@ def _index(env: Mapping[str, str], name: str, size: int, of: str) -> int:
 
 
 def _number(env: Mapping[str, str], name: str, least: int) -> int:
+    """Return the variable as a whole number of at least `least`. Raises ValueError."""
     value = env.get(name, "").strip()
     if not re.fullmatch(r"[0-9]{1,18}", value) or int(value) < least:
         raise ValueError(_error_text(env, name, f"it must be a whole number of at least {least}"))
@@ -143,6 +155,9 @@ def _number(env: Mapping[str, str], name: str, least: int) -> int:
 
 
 def _error_text(env: Mapping[str, str], name: str, must: str) -> str:
+    """Return the message for a bad variable: its value, what it must be, and that the rank variable
+    makes this a launched process.
+    """
     ours = "RANK" if "RANK" in env and "WORLD_SIZE" in env else "SLURM_PROCID"
     start = "torchrun" if ours == "RANK" else "srun"
     said = f"{name} is {env[name][:80]!r}" if name in env else f"{name} is not set"

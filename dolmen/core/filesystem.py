@@ -45,13 +45,14 @@ def names_file(file: int | IO, path: Path) -> bool:
 
 
 def open_locked(path: Path, wait: bool = True, optional: bool = False) -> int | None:
-    """Open the file `path`, made if there is none, and lock it; return its descriptor, or None
-    where another process holds it and `wait` is False. Raises OSError, of a link as well.
+    """Open the file `path`, created if it is missing, and lock it; return its descriptor, or None
+    where another process holds it and `wait` is False. Raises OSError, for a symbolic link as well.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             held = lock(descriptor, wait, optional)
+            # the holder may have deleted the file while we waited: then lock the new one
             if held and names_file(descriptor, path):
                 return descriptor
         except BaseException:  # Ctrl-C too: who catches it keeps no open file
@@ -63,15 +64,15 @@ def open_locked(path: Path, wait: bool = True, optional: bool = False) -> int | 
 
 
 def expand(name: str | Path) -> Path:
-    """`~` and `~user` as folders; of a user that there is not, the name as it stands, as a shell
-    does (Path.expanduser raises RuntimeError).
+    """Return the path with `~` and `~user` expanded; an unknown user's name stays as it is, as in a
+    shell (Path.expanduser raises RuntimeError).
     """
     return Path(os.path.expanduser(name))
 
 
 def may_be_hub_id(name: str) -> bool:
-    """Return True if a name that is no local path can be a hub id: `name` or `org/name`; below a
-    folder that exists it is a path that was misspelled.
+    """Return True if a name that is no local path can be a hub id: `name` or `org/name`. Below a
+    folder that exists `org/name` is a misspelled path instead.
     """
     word = r"[A-Za-z0-9][\w.-]*"
     here = "/" in name and Path(name).parent.exists()
@@ -79,13 +80,13 @@ def may_be_hub_id(name: str) -> bool:
 
 
 def is_absent(name: str | Path) -> bool:
-    """Return True if a name can only be a folder, and there is none."""
+    """Return True if a name can only be a folder (no hub id), and there is none."""
     return not expand(name).is_dir() and not may_be_hub_id(str(name))
 
 
 def refuse_empty(option: str, *names: str | None) -> None:
-    """Raises ValueError if one of the names is empty: as the value of a variable of a shell that
-    was never set, it would be taken for the option's default, or for the current folder.
+    """Raise ValueError if one of the names is empty: as the value of a variable of a shell that was
+    never set, it would be taken for the option's default, or for the current folder.
     """
     if any(name is not None and not name.strip() for name in names):
         raise ValueError(f"{option} is empty: give a name, or leave the option out")

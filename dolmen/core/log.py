@@ -17,7 +17,9 @@ from dolmen.core.messages import printable
 
 
 def console(shown: bool = True) -> Console:
-    """Standard output. Tables fit 100 columns where the terminal does not say how wide it is."""
+    """Return a console on standard output, silent unless `shown`. Tables fit 100 columns where the
+    output is no terminal.
+    """
     out = Console(quiet=not shown, highlight=False, markup=False, soft_wrap=True)
     return (
         out
@@ -27,12 +29,15 @@ def console(shown: bool = True) -> Console:
 
 
 def size(count: float, unit: str = "") -> str:
-    """12,345,678 -> '12.3 M'. Thousands by 1,000."""
+    """Return a count in words, thousands by 1,000: 12,345,678 -> '12.3 M'. `unit` follows the
+    prefix (12.3 MB).
+    """
     count = float(f"{count:.3g}")  # 999.6 is 1 k
     for factor, prefix in (
         (1e18, "E"),
         (1e15, "P"),
         (1e12, "T"),
+        # a count of parameters is in billions, 7 B; with a unit it is SI's giga
         (1e9, "B" if not unit else "G"),
         (1e6, "M"),
         (1e3, "k"),
@@ -43,19 +48,19 @@ def size(count: float, unit: str = "") -> str:
 
 
 def gib(count: float) -> str:
-    """Bytes as MiB or GiB."""
+    """Return bytes as text in MiB, or GiB from 1 GiB on."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """'1:02:03' or '2:03'."""
+    """Return seconds as '1:02:03' or '2:03'."""
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
 def say(text: str, shown: bool = True) -> None:
-    """Print lines to stderr, with what a terminal would obey escaped."""
+    """Print lines to stderr if `shown`, with terminal control characters escaped."""
     if shown:
         text = "\n".join(map(printable, text.split("\n")))
         Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
@@ -65,12 +70,14 @@ def say(text: str, shown: bool = True) -> None:
 def bar(
     title: str, total: int | None, shown: bool, count: ProgressColumn | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Says `title` and yields `reach(done)`, which moves the bar to `done` of `total` (None:
-    unknown); `count` shows the two, as bytes unless it is given.
+    """Print `title` and show a progress bar on a terminal; yields `reach(done)`, which moves the
+    bar to `done` of `total` (None: unknown) and does nothing without a bar. `count`: column that
+    shows the two, as bytes by default.
     """
     say(title, shown)
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
+        # a log file would keep every redraw of a bar
         yield lambda done: None
         return
     with Progress(

@@ -35,6 +35,7 @@ def lazy_gloo() -> Iterator[None]:
     For groups of collectives alone: a lazy group's first receive waits on the CPU for its sender,
     which is NCCL's rule and would be one more for point-to-point over gloo.
     """
+    # gloo reads the variable as each group is made, and torch has no argument for it
     if strings.LAZY_GLOO in os.environ:
         yield
         return
@@ -46,8 +47,8 @@ def lazy_gloo() -> Iterator[None]:
 
 
 def background_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of all ranks of its own: on a shared one, what happens in the background and
-    training's collectives would meet. All ranks call it at the same point.
+    """Make a separate gloo group of all ranks for work in the background, whose collectives must
+    not mix with training's. Collective: all ranks call it at the same point.
     """
     with lazy_gloo():
         return _member(dist.new_group(backend="gloo", timeout=timeout))
@@ -59,23 +60,25 @@ def process_group(
     device: torch.device = torch.device("cpu"),
     timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """The group of `ranks` for `purpose`, made once in the life of the default group: each costs
+    """Return the group of `ranks` for `purpose`, made on first use and then reused, as each costs
     threads and descriptors. Only its members meet, so that a rank of thousands makes a dozen
     groups, not all. All ranks make equally many, in one order: torch names a group after its ranks
     and the number of groups before it.
 
-    For a GPU it is NCCL alone, no full mesh of gloo's sockets beside it, on a stream of high
-    priority: whatever an axis sends, some rank's next product waits for it, and its kernel would
-    otherwise begin only when all blocks of the product under way have. Where the ranks met over
-    gloo alone, as those do that share a GPU, which NCCL refuses, it is gloo.
+    For a GPU it is NCCL alone, without a full mesh of gloo's sockets, on a stream of high priority:
+    whatever an axis sends, some rank's next product waits for it, and its kernel would otherwise
+    start only when all blocks of the running product have. Where the ranks met over gloo alone, as
+    those do that share a GPU, which NCCL refuses, it is gloo.
     """
     nccl = device.type == "cuda" and "nccl" in _backends(dist.group.WORLD)
     for group, members in processes.groups():
         known = group.group_desc == purpose and members == ranks
+        # ranks and purpose match; a backend from another mesh in this process might not
         if known and ("nccl" in _backends(group)) == nccl:
             return group
     backend = options = None
     if nccl:
+        # FSDP's own streams have high priority, too
         backend, options = "nccl", dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if timeout is not None:
             processes.set_timeout(options, timeout)
@@ -98,7 +101,7 @@ def _member(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
 
 
 def _backends(group: dist.ProcessGroup | None) -> str:
-    """Return the backend per device type, as "cpu:gloo,cuda:nccl"."""
+    """Return a group's backend per device type, as "cpu:gloo,cuda:nccl"."""
     assert group is not None
     return processes.backends(group)
 
@@ -109,8 +112,8 @@ ReductionOrder = Literal["fast", "fixed"]
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of the grid, seen from this process. `group` is None where the size is 1 and
-    nothing is ever sent.
+    """One dimension of the grid, seen from this process: its size and this rank's coordinate.
+    `group` is None where the size is 1 and nothing is ever sent.
     """
 
     name: str
@@ -126,8 +129,8 @@ class Axis:
 
     @property
     def adds(self) -> bool:
-        """True if ranks exchange parts of a reduce-scatter over it and each adds up its own; else
-        the backend adds.
+        """True if ranks exchange parts of a reduce-scatter over it and each adds up its own (gloo,
+        or a fixed order); else the backend adds.
         """
         return self.gloo or self.reduction == "fixed"
 
@@ -167,14 +170,17 @@ class Mesh:
 
     @property
     def size(self) -> int:
+        """Number of ranks in the world."""
         return self.world.size
 
     @property
     def rank(self) -> int:
+        """This process's rank in the world."""
         return self.world.rank
 
     @property
     def first(self) -> bool:
+        """True on rank 0 of the world."""
         return self.rank == 0
 
 
@@ -185,9 +191,9 @@ GroupFactory = Callable[..., dist.ProcessGroup]  # groups.process_group, of one 
 def join_world(
     launch: Launch | None, device: torch.device, timeout: timedelta | None = None
 ) -> None:
-    """Enter the default process group: gloo for CPU tensors, NCCL for GPU tensors. A lone process
-    needs no network. `timeout`: the longest a collective may take; None: as torch has it, 30
-    minutes, and 10 on the axes of a mesh of GPUs.
+    """Initialise the default process group: gloo for CPU tensors, NCCL for GPU tensors; a process
+    without `launch`, or alone in it, needs no network. `timeout`: the longest a collective may
+    take; None: torch's default, 30 minutes, and 10 on the axes of a mesh of GPUs.
 
     Without torch's `device_id`, which makes communicators at once: then all groups are split off
     the world's, in which every rank must take part for every group (ours are made by their members
@@ -200,6 +206,7 @@ def join_world(
     if launch is None or launch.world_size == 1:
         dist.init_process_group(
             backend,
+            # in memory: no port is opened
             store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]  # torch documents it
             rank=0,
             world_size=1,
@@ -217,9 +224,8 @@ def join_world(
 
 
 def _prepare(device: torch.device) -> None:
-    """This process computes on a GPU: the current one is `device`, and products of half precision
-    add up in fp32. By default cuBLAS may add the parts of a long sum in half precision, as
-    wrong as 2^-9 each.
+    """Make `device` the current GPU, and have products of half precision summed in fp32. By default
+    cuBLAS may add the parts of a long sum in half precision, as wrong as 2^-9 each.
     """
     torch.cuda.set_device(device)
     products = torch.backends.cuda.matmul
@@ -247,8 +253,8 @@ def process_group_context(
 
 
 def leave_world(hook: Callable[..., object]) -> None:
-    """Leave the default group. torch has wrapped sys.excepthook, to say which rank a traceback is
-    of, and would do so once more per group: it is `hook` again.
+    """Destroy the default group and restore sys.excepthook to `hook`: torch wraps it per group, to
+    say which rank a traceback is of.
     """
     dist.destroy_process_group()
     sys.excepthook = hook
@@ -265,9 +271,9 @@ def build_mesh(
     timeout: timedelta | None = None,
     reduction: ReductionOrder = "fast",
 ) -> Mesh:
-    """Build the mesh over the joined process group; sums are added in the order `reduction`,
-    `timeout` as in `join_world`. Raises ValueError if the product of its axes is not its size, or
-    if ep does not divide dp x cp.
+    """Build the mesh of axes over the joined process group: all ranks call it alike. `reduction`:
+    order in which sums over ranks are added; `timeout` as in `join_world`. Raises ValueError if the
+    product of its axes is not the number of ranks, or if ep does not divide dp x cp.
     """
     topology = Topology(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
     topology.require(dist.get_world_size())
@@ -275,13 +281,17 @@ def build_mesh(
     make = partial(process_group, device=device, timeout=timeout)
 
     def axis(name: str, line: str | None = None, purpose: str = "dolmen") -> Axis:
-        """The line through this rank along the axis `line`, as axis `name`."""
+        """Make axis `name` from the ranks along the grid's dimension `line` (None: `name`) through
+        this rank.
+        """
         members = topology.group(line or name, me)
+        # an axis of size 1 sends nothing: no group, no threads
         group = make(list(members), purpose) if len(members) > 1 else None
         gloo = group is not None and dist.get_backend(group) == "gloo"
         return Axis(name, len(members), members.index(me), group, gloo, reduction)
 
     axes = {name: axis(name) for name in ("pp", "dp", "cp", "tp", "fsdp", "edp", "ep")}
+    # same ranks as pp, a group per direction: sends of one never queue behind the other's
     axes |= {name: axis(name, "pp", f"dolmen {name}") for name in ("up", "down")}
     if pp > 1:
         axes["ends"] = replace(_boundary_axis(topology, me, make), reduction=reduction)
@@ -299,7 +309,11 @@ def build_mesh(
 
 
 def _boundary_axis(topology: Topology, me: int, make: GroupFactory) -> Axis:
+    """Return the axis of first and last stage; of size 1 on a rank of any other stage, which still
+    makes a group so that all ranks make equally many.
+    """
     ends = list(topology.ends(me))
+    # torch counts groups: a rank that made fewer would name the next ones differently
     group = make(ends if me in ends else [me], "dolmen ends")
     return Axis("ends", 2, ends.index(me), group) if me in ends else Axis("ends")
 
@@ -307,7 +321,8 @@ def _boundary_axis(topology: Topology, me: int, make: GroupFactory) -> Axis:
 def _device_mesh(
     stage: torch.Tensor, axes: tuple[Axis, ...], device: torch.device, make: GroupFactory
 ) -> DeviceMesh:
-    """The ranks of this stage as a grid of `axes`."""
+    """Return torch's DeviceMesh of this stage's ranks with dims `axes`."""
+    # DeviceMesh wants a group for each dim, also of size 1
     alone = make([dist.get_rank()])
     return DeviceMesh.from_group(
         [a.group or alone for a in axes],

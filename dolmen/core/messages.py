@@ -12,27 +12,28 @@ from difflib import get_close_matches
 
 
 class BadInput(Exception):
-    """Something the user gave cannot be done. The message says what and which option mends it; exit
-    code 2. On one line, also where a library's own text, which it ends in, has several, and of
-    characters that a terminal shows.
+    """User input that cannot be used. The message says what and which option mends it; exit code 2.
+    Reduced to one printable line, also where a library's own text, which it ends in, has several.
     """
 
     def __init__(self, text: str):
+        """Take the message, reduced to one line."""
         super().__init__(one_line(text))
 
 
 class Failed(RuntimeError):
-    """A run that cannot go on; the message says why and what mends it, and no traceback is shown;
-    exit code 1. `final`: starting again by itself would only fail again.
+    """A run that cannot continue; the message says why and what mends it, and no traceback is
+    shown; exit code 1. `final`: restarting would only fail again.
     """
 
     def __init__(self, text: str, final: bool = False):
+        """Take the message, reduced to one line."""
         super().__init__(one_line(text))
         self.final = final
 
 
 def message(error: Exception) -> str:
-    """An exception's text; KeyError quotes its own."""
+    """Return an exception's text; of a KeyError without the quotes that str() adds."""
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
@@ -42,12 +43,13 @@ SAID = re.compile(f"{COMMAND}|{OPTION}")
 
 
 def python_spelling(text: str, keywords: Mapping[str, str], switches: Collection[str] = ()) -> str:
-    """`text` with each of the `keywords`, by option without dashes before it and with `_` for `-`,
-    in place of its option; `switches` are the options that take no value. What has neither dashes
-    before it nor a section may be any word, and stays.
+    """Return `text` with options respelled as Python keywords. `keywords`: from an option's name
+    (without dashes before it, `_` for `-`) to its replacement; `switches`: options that take no
+    value. A word with neither dashes before it nor a section may be any word, and stays.
     """
 
     def spelled(found: re.Match[str]) -> str:
+        """Return what replaces one match of SAID."""
         dashes, name = found.groups()
         name = (name or "").replace("-", "_")  # empty: a command
         section, _, last = name.rpartition(".")
@@ -63,8 +65,8 @@ def python_spelling(text: str, keywords: Mapping[str, str], switches: Collection
 
 
 def plural(count: int, one: str, several: str | None = None) -> str:
-    """1, 'process', 'processes' -> '1 process'; 1,200 of it '1,200 processes'. `several` is unset
-    where it is `one` with an s.
+    """Return a count with its noun: '1 process', '1,200 processes'. `several` is the plural, by
+    default `one` with an s.
     """
     return f"{count:,} {one if count == 1 else several or one + 's'}"
 
@@ -78,27 +80,29 @@ def brief(value: object) -> str:
 
 
 def cut(text: str) -> str:
-    """`text` within 80 characters, and how long it was where it is cut."""
+    """Return `text` cut to 80 characters, followed by its length where it is cut."""
     if len(text) <= LONGEST:
         return text
     return f"{text[: LONGEST - 3]}... ({len(text):,} characters)"
 
 
 def printable(text: str) -> str:
-    """`text` with what a terminal would obey, not show, as Python writes it: a right-to-left
-    override turns the rest of a line around.
+    """Return `text` with characters that a terminal would obey, not show, escaped as in Python: a
+    right-to-left override turns the rest of a line around.
     """
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def one_line(text: str) -> str:
-    """A message that may hold names of files and the text of libraries, on one printable line."""
+    """Return a message, which may hold names of files and the text of libraries, as one printable
+    line.
+    """
     return printable(" ".join(line.strip() for line in text.splitlines()))
 
 
 def escape(name: object) -> str:
-    """A name that a user or a file has chosen, in a line of output: a line break or a control
-    character in it is escaped.
+    """Return a name that a user or a file has chosen, with line breaks and control characters
+    escaped.
     """
     return printable(str(name))
 
@@ -125,5 +129,7 @@ def did_you_mean(
 
 
 def divisor(number: int, near: int) -> int:
-    """The largest of `number` that is at most `near`: for `set X to a divisor, such as `."""
+    """Return the largest divisor of `number` that is at most `near`: for `set X to a divisor, such
+    as `.
+    """
     return max(n for n in range(1, min(near, number) + 1) if number % n == 0)

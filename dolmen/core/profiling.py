@@ -24,9 +24,9 @@ PREFIX = "dolmen: "
 
 
 def record_range(kind: str, what: str = "") -> AbstractContextManager:
-    """A range of the profile, if one records: `kind` is a kind of training/profile_table.py or the
-    name of an axis, `what` is told beside it. Backward needs none: it is found by the forward it
-    belongs to.
+    """Return a context that marks a range of the profile, if one records, else does nothing.
+    `kind`: a kind of training/profile_table.py or the name of an axis; `what`: detail shown with
+    it. Backward needs none: it is found by the forward it belongs to.
     """
     if torch.compiler.is_compiling() or not compute.is_profiling():
         return nullcontext()

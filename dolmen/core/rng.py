@@ -6,8 +6,8 @@ import hashlib
 
 
 def seed_of(*names: int | str) -> int:
-    """A seed of 63 bits from a run's seed and what it is for; no relation between the seeds of
-    different names.
+    """Return a seed of 63 bits, a hash of `names`: a run's seed and what it is for. Seeds of
+    different names are unrelated.
     """
     return (
         int.from_bytes(

@@ -62,6 +62,7 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
     made: dict[Tensor, nn.Parameter] = {}
     for prefix, owner in module.named_modules():
         for name, p in list(owner.named_parameters(recurse=False)):
+            # a tied parameter is met twice, and must become one DTensor
             if p not in made:
                 places = placements[f"{prefix}.{name}" if prefix else name]
                 grid = expert if isinstance(places, tuple) else dense
@@ -78,10 +79,11 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
 
 
 def gather_as_plain(record: sharding.Record, partial: Axis | None) -> None:
-    """Let FSDP gather this parameter, which lies on tp as a DTensor, as a plain tensor, and take a
-    plain gradient for it: DTensor at rest, local tensors in compute, bridged once per gathering.
-    Before the first forward. `partial`: the axis over which its gradient is a partial sum (a weight
-    stored whole but used on this rank's part of the activations); summed when FSDP reduces it.
+    """Let FSDP gather this parameter, which rests on tp as a DTensor, as a plain tensor, and take a
+    plain gradient for it: the bridge between DTensor state and local compute, crossed once per
+    gathering. Call before the first forward. `partial`: the axis over which its gradient is a
+    partial sum (a weight stored whole but used on this rank's part of the activations); summed when
+    FSDP reduces it.
 
     Otherwise every use of a weight is an autograd node, a view and a DTensor made of its gradient,
     which is then added by dispatch: 1 ms of a layer's 3 ms of host time per microbatch.
@@ -92,12 +94,12 @@ def gather_as_plain(record: sharding.Record, partial: Axis | None) -> None:
 
 
 def local(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
-    """The local tensor of a parameter, for compute: `here`, this rank's region of the `whole`. Its
-    gradient is what this rank computes: of a partial sum FSDP makes the sum (`unwrap`). A model
-    built for inference has no FSDP, and who takes its gradients makes the sums
+    """Return this rank's shard of a parameter as a plain tensor for compute, with autograd. Its
+    gradient is what this rank computes; FSDP sums partial ones (`gather_as_plain`). A model built
+    for inference has no FSDP: whoever takes its gradients makes the sums
     (parallel/data.sum_partial).
 
-    Without gradients autograd is not asked: for the hundreds of parameters of an update that takes
+    Without gradients autograd is bypassed: for the hundreds of parameters of an update that takes
     longer than its launches.
     """
     if not isinstance(p, DTensor):
@@ -106,12 +108,12 @@ def local(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
 
 
 def is_distributed(cls: type) -> bool:
-    """Return True for DTensor classes, whose tensors are parts of one on several ranks."""
+    """Return True for DTensor classes, whose tensors are sharded over ranks."""
     return issubclass(cls, DTensor)
 
 
 def region(p: Shaped[Tensor, "*whole"]) -> tuple[slice, ...]:
-    """The part of the logical tensor that this rank holds, one slice per dimension."""
+    """Return the part of the full tensor that this rank holds, one slice per dimension."""
     if not isinstance(p, DTensor):
         return tuple(slice(0, n) for n in p.shape)
     shape, offset = sharding.local_shape_and_offset(p.shape, p.device_mesh, p.placements)
@@ -119,8 +121,8 @@ def region(p: Shaped[Tensor, "*whole"]) -> tuple[slice, ...]:
 
 
 def sharded_dims(p: Shaped[Tensor, "*whole"]) -> dict[str, int | None]:
-    """The axes that p lies on, the one that has cut last first: the dim that each cuts, or None
-    where each of its ranks has all that the axes before have left.
+    """Return, per mesh axis that p is distributed over, the dim that it shards, or None where it
+    replicates; the innermost cut (made last) first. Empty for a plain tensor.
     """
     if not isinstance(p, DTensor):
         return {}
@@ -133,8 +135,8 @@ def sharded_dims(p: Shaped[Tensor, "*whole"]) -> dict[str, int | None]:
 
 
 def local_view(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
-    """The tensor that holds this rank's values, `here` its region of the `whole`: writing to it
-    changes the parameter. No autograd.
+    """Return this rank's shard as a plain tensor without autograd; writing to it changes the
+    parameter.
     """
     return sharding.local_tensor(p) if isinstance(p, DTensor) else p.detach()
 
@@ -142,7 +144,7 @@ def local_view(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
 def tensor_like(
     p: Shaped[Tensor, "*whole"], values: Shaped[Tensor, "*here"]
 ) -> Shaped[Tensor, "*whole"]:
-    """A tensor that lies as p does and holds `values` as this rank's: those of a copy of p."""
+    """Return a tensor sharded like p whose local values are `values`."""
     return sharding.dtensor_like(p, values) if isinstance(p, DTensor) else values
 
 
@@ -159,12 +161,13 @@ def write_region(p: Shaped[Tensor, "*whole"], value: Shaped[Tensor, "..."]) -> N
         raise ValueError(
             f"a value of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}"
         )
+    # also casts and moves to the device
     here.copy_(value[region(p)])
 
 
 def gather_full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
-    """The whole logical tensor, on every rank. A collective: all ranks of the parameter's mesh call
-    it.
+    """Return the full tensor, detached, on every rank. Collective: all ranks of the parameter's
+    mesh call it.
     """
     if not isinstance(p, DTensor):
         return p.detach()
@@ -180,8 +183,8 @@ def gather_full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
 
 
 def replication_weight(p: Shaped[Tensor, "*whole"]) -> float:
-    """1 / (number of ranks that hold this rank's elements of p): the weight of a local sum in a sum
-    over the world.
+    """Return 1 / (number of ranks that hold this rank's elements of p): the weight of a local sum
+    in a sum over the world that counts each element once.
     """
     if not isinstance(p, DTensor):
         return 1.0
@@ -191,18 +194,20 @@ def replication_weight(p: Shaped[Tensor, "*whole"]) -> float:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """Return the dtype of its floating-point parameters at rest, 8-bit ones excepted."""
+    """Return the dtype in which a module's floating-point parameters are stored, ignoring 8-bit
+    ones.
+    """
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
 
 
 def local_elements(p: Shaped[Tensor, "*whole"]) -> int:
-    """Number of elements this rank holds."""
+    """Return the number of elements of p that this rank holds."""
     return math.prod(s.stop - s.start for s in region(p))
 
 
 def fill_normal(p: Float[Tensor, "*whole"], name: str, seed: int, std: float) -> None:
-    """Fill p with normal values that depend on (seed, name, position in the logical tensor) and on
-    nothing else.
+    """Fill p with normal values, mean 0, that depend only on (seed, name, position in the full
+    tensor), so on no layout.
     """
     _fill(p, name, seed, lambda block, generator: block.normal_(0.0, std, generator=generator))
 
@@ -219,12 +224,12 @@ FillBlock = Callable[[Tensor, torch.Generator], Tensor]
 
 
 def _fill(p: Tensor, name: str, seed: int, draw: FillBlock) -> None:
-    """Fill p with values that depend on (seed, name, position in the logical tensor) and on nothing
-    else.
+    """Fill p by `draw`, a block at a time, so that values depend only on (seed, name, position in
+    the full tensor).
 
-    The logical tensor is cut along dim 0 into blocks of BLOCK elements, each drawn from its own
-    seed; a rank draws the blocks its region meets and keeps its part. No rank ever holds a whole
-    tensor. Of stacked matrices each has its own name.
+    The full tensor is cut along dim 0 into blocks of BLOCK elements, each sampled from its own
+    seed; a rank samples the blocks that its region meets and keeps its part. No rank ever holds a
+    full tensor. Of stacked matrices each has its own name.
     """
     # Blocks are cut of the logical tensor, not of what a rank holds, or values would follow the
     # layout. Where a rank's region ends inside a block, it draws all of it and keeps a part.
@@ -241,7 +246,7 @@ def _fill(p: Tensor, name: str, seed: int, draw: FillBlock) -> None:
 def _fill_blocks(
     out: Tensor, whole: torch.Size, where: tuple[slice, ...], name: str, seed: int, draw: FillBlock
 ) -> None:
-    """Fill `out`, the part `where` of a tensor of shape `whole`."""
+    """Fill `out`, the part `where` of a full tensor of shape `whole`, from one seed per block."""
     rows = max(1, BLOCK // math.prod(whole[1:]))
     first, last = where[0].start // rows, (where[0].stop - 1) // rows
     for block in range(first, last + 1):

@@ -18,9 +18,10 @@ class TimeLimitExceeded(Exception):
 
 @contextmanager
 def limit_time(seconds: float) -> Iterator[None]:
-    """Raises TookTooLong in what runs within, once it has taken so long: in the main thread
-    whatever it does, in any other once it is back from what is not Python.
+    """Raise TimeLimitExceeded in the code within once it has run for `seconds`: in the main thread
+    whatever it does, in any other at its next Python instruction.
     """
+    # only the main thread handles signals
     main = threading.current_thread() is threading.main_thread()
     try:
         with _alarm(seconds) if main else _async_exception(seconds):
@@ -31,7 +32,10 @@ def limit_time(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
+    """Interrupt the main thread after `seconds` by SIGALRM; the previous handler is restored."""
+
     def stop(number: int, frame: FrameType | None) -> Never:
+        """Raise the exception wherever the main thread is."""
         raise TimeLimitExceeded
 
     before = signal.signal(signal.SIGALRM, stop)
@@ -45,10 +49,12 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _async_exception(seconds: float) -> Iterator[None]:
+    """Have the interpreter raise TimeLimitExceeded in this thread after `seconds`."""
     thread, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
     schedule = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
     def stop() -> None:
+        """Schedule the exception, from the timer's thread, unless the code has finished."""
         with lock:
             if not over:
                 schedule(thread, ctypes.py_object(TimeLimitExceeded))
@@ -59,6 +65,7 @@ def _async_exception(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
+        # either stop sees that it is over, or its exception is withdrawn below
         with lock:
             over = True
         timer.cancel()

@@ -36,6 +36,7 @@ class Topology:
     ep: int = 1
 
     def __post_init__(self):
+        """Raise ValueError where ep does not divide dp x cp."""
         if self.dp * self.cp % self.ep:
             raise ValueError(
                 f"layout.ep ({self.ep}) does not divide dp x cp ({self.dp} x {self.cp}): set "
@@ -44,11 +45,13 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """Ranks of the world."""
+        """Number of ranks in the world."""
         return self.pp * self.dp * self.cp * self.tp
 
     def require(self, ranks: int) -> None:
-        """Raises ValueError where the world has not just so many."""
+        """Raise ValueError, with the dp that would fit, unless the world has exactly
+        `ranks` ranks.
+        """
         if self.size != ranks:
             others = self.pp * self.cp * self.tp
             raise ValueError(
@@ -59,7 +62,7 @@ class Topology:
 
     @property
     def grids(self) -> tuple[dict[str, int], ...]:
-        """The three ways to cut the world: axis -> size, outermost first."""
+        """The three factorisations of the world: axis -> size, outermost first."""
         fsdp = self.dp * self.cp
         return (
             {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp},
@@ -68,7 +71,8 @@ class Topology:
         )
 
     def _line(self, axis: str) -> tuple[int, int]:
-        """Size of an axis, and the distance of neighbours on it."""
+        """Return the size of an axis, and the distance in ranks between neighbours on it."""
+        # pp and tp are in all three, at the same distance in each
         grid = next(grid for grid in self.grids if axis in grid)
         names = list(grid)
         inner = names[names.index(axis) + 1 :]
@@ -77,25 +81,27 @@ class Topology:
     def index(self, axis: str, rank: int) -> int:
         """Return the coordinate of `rank` on `axis`."""
         size, distance = self._line(axis)
+        # the coordinate is a digit of the rank in mixed radix
         return rank // distance % size
 
     def group(self, axis: str, rank: int) -> range:
-        """The ranks of the line along `axis` through `rank`, in order."""
+        """Return the ranks of the group along `axis` that contains `rank`, in order."""
         size, distance = self._line(axis)
+        # the rank with coordinate 0 and all others equal
         first = rank - rank // distance % size * distance
         return range(first, first + size * distance, distance)
 
     def groups(self, axis: str) -> list[range]:
-        """Every line along `axis`, each rank in one of them."""
+        """Return every group along `axis`; each rank is in one of them."""
         _, distance = self._line(axis)
         return [self.group(axis, rank) for rank in range(self.size) if not self.index(axis, rank)]
 
     def stage(self, rank: int) -> range:
-        """The ranks that hold the same pipeline stage as `rank`."""
+        """Return the ranks that hold the same pipeline stage as `rank`."""
         inner = self.size // self.pp
         return range(rank // inner * inner, (rank // inner + 1) * inner)
 
     def ends(self, rank: int) -> tuple[int, int]:
-        """The ranks of the first and of the last stage in line with `rank`."""
+        """Return the ranks of the first and the last stage along the pipeline through `rank`."""
         line = self.group("pp", rank)
         return line[0], line[-1]

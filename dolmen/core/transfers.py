@@ -43,7 +43,9 @@ def _group(axis: Axis) -> dist.ProcessGroup:
 def start_all_reduce(
     x: Shaped[Tensor, "*shape"], axis: Axis, op: str = "sum"
 ) -> Shaped[Tensor, "*shape"]:
-    """Sum (or `op`: max, min) of x over the axis."""
+    """Start summing (or `op`: max, min) x over the axis into a new tensor, to be finished by
+    `wait`.
+    """
     if op == "sum" and axis.reduction == "fixed":
         return _add_in_order(x, axis)
     with profiling.record_range(axis.name, "all-reduce"):
@@ -53,9 +55,10 @@ def start_all_reduce(
 def start_all_reduce_(
     x: Shaped[Tensor, "*shape"], axis: Axis, op: str = "sum"
 ) -> Shaped[Tensor, "*shape"]:
-    """The same in the memory of x, which is contiguous, and which the caller has made and does not
-    read again: `start_all_reduce` copies it first, as large as the activation.
+    """Start an all-reduce in the memory of contiguous x, a temporary that the caller does not read
+    again; `start_all_reduce` would copy it first, as large as the activation. Finish by `wait`.
     """
+    # inductor decides about memory itself, and functional ops trace
     if torch.compiler.is_compiling():
         return start_all_reduce(x, axis, op)
     if op == "sum" and axis.reduction == "fixed":
@@ -65,10 +68,11 @@ def start_all_reduce_(
 
 
 def _add_in_order(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of x over the axis, in the order of its ranks: each adds up a part of it, and gives
-    it to all.
+    """Return the sum of x over the axis, added in the fixed order of its ranks: each adds up one
+    part and sends it to all.
     """
     flat = x.reshape(-1)
+    # zeros, so that every rank gets an equal part
     flat = F.pad(flat, (0, -flat.numel() % axis.size))
     own = finish_reduce_scatter(start_reduce_scatter(flat, axis), axis)
     return wait(start_all_gather(own, axis), axis)[: x.numel()].view(x.shape)
@@ -77,7 +81,7 @@ def _add_in_order(x: Tensor, axis: Axis) -> Tensor:
 def start_all_gather(
     x: Shaped[Tensor, " n *rest"], axis: Axis
 ) -> Shaped[Tensor, " {axis.size}*n *rest"]:
-    """Start gathering x of every rank, concatenated along dim 0."""
+    """Start gathering x of every rank, concatenated along dim 0; finish by `wait`."""
     with profiling.record_range(axis.name, "all-gather"):
         return processes.all_gather(x.contiguous(), 0, _group(axis))
 
@@ -92,6 +96,7 @@ def start_reduce_scatter(
     MiB of bf16 between two processes takes 5 ms instead of 15, and sums are rounded once. So it is
     everywhere where the order of the sum is fixed.
     """
+    # parts of x go straight to the rank that adds them
     if axis.adds:
         return start_all_to_all(x, None, None, axis)
     with profiling.record_range(axis.name, "reduce-scatter"):
@@ -104,8 +109,8 @@ def start_all_to_all(
     send: list[int] | None,
     axis: Axis,
 ) -> Shaped[Tensor, " arriving *rest"]:
-    """The first send[0] rows of x are on their way to rank 0, and so on; sum(receive) arrive. None:
-    equally many to all and from all.
+    """Start sending the first send[0] rows of x to rank 0, the next send[1] to rank 1 and so on;
+    receive[r] rows come from rank r. None for both: equally many to and from all. Finish by `wait`.
     """
     with profiling.record_range(axis.name, "all-to-all"):
         return processes.all_to_all(x.contiguous(), receive, send, _group(axis))
@@ -120,10 +125,11 @@ def wait(x: Shaped[Tensor, "*shape"], axis: Axis | None = None) -> Shaped[Tensor
 def finish_reduce_scatter(
     x: Shaped[Tensor, " arriving *rest"], axis: Axis
 ) -> Shaped[Tensor, " n *rest"]:
-    """This rank's rows of the sum: what `start_reduce_scatter` has begun."""
+    """Wait for `start_reduce_scatter`, and return this rank's rows of the sum."""
     x = wait(x, axis)
     if not axis.adds:
         return x
+    # arrived: each rank's part of this rank's rows, one after the other
     parts = x.view(axis.size, x.shape[0] // axis.size, *x.shape[1:])
     return tree_sum(parts) if axis.reduction == "fixed" else parts.sum(0)
 
@@ -132,6 +138,7 @@ def tree_sum(parts: Shaped[Tensor, " n *shape"]) -> Shaped[Tensor, "*shape"]:
     """Return parts[0] + parts[1] + ..., neighbours first; of an odd number the last waits for the
     next round. Half precision is added in fp32 and rounded once.
     """
+    # bf16 sums of 8 ranks would otherwise be rounded three times
     half = parts.dtype in (torch.bfloat16, torch.float16)
     sums = parts.float() if half else parts
     while len(sums) > 1:
@@ -141,8 +148,9 @@ def tree_sum(parts: Shaped[Tensor, " n *shape"]) -> Shaped[Tensor, "*shape"]:
 
 
 def start_send(x: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
-    """x on its way to rank `peer` of the axis, which calls `start_receive`. x must not be written
-    to before the work is done. From one rank to another, what is sent first comes first.
+    """Start sending x to rank `peer` of the axis, which calls `start_receive`. x must not be
+    written to before the returned work is done. Messages between two ranks arrive in the order of
+    sending.
 
     Over NCCL the first send or receive of two ranks on an axis makes their communicator, and the
     CPU waits there for the other rank: see `connect` in parallel/pipeline.py.
@@ -152,18 +160,21 @@ def start_send(x: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
 
 
 def start_receive(into: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
-    """`into` will hold what rank `peer` of the axis sends, once the work is waited for."""
+    """Start receiving into `into` what rank `peer` of the axis sends; it is there once the returned
+    work is waited for.
+    """
     with profiling.record_range("pp", "receive"):
         return _require_work(dist.irecv(into, group=axis.group, group_src=peer))
 
 
 def _require_work(work: dist.Work | None) -> dist.Work:
+    """Return the work; torch gives None only to a process that is not in the group."""
     assert work is not None, "torch gives no work where this process is not of the group"
     return work
 
 
 class Rotation(NamedTuple):
-    """Tensors under way to the next rank; `wait` gives those that have come from the
+    """Tensors on their way to the next rank of a ring; `wait` returns those from the
     previous one.
     """
 
@@ -173,6 +184,7 @@ class Rotation(NamedTuple):
     axis: Axis
 
     def wait(self) -> list[Tensor]:
+        """Wait for all messages and return the received tensors, in the order of those sent."""
         with profiling.record_range(self.axis.name, "wait"):
             for work in self.works:
                 work.wait()
@@ -180,9 +192,9 @@ class Rotation(NamedTuple):
 
 
 def start_rotate(tensors: list[Shaped[Tensor, "..."]], axis: Axis, shift: int = 1) -> Rotation:
-    """Sends each tensor to the rank `shift` further on the ring of the axis, and receives that of
-    the rank as far behind. Shapes are equal on all ranks, and all ranks call this in the same
-    order. What is sent must not be written to before `wait`.
+    """Start sending each tensor to the rank `shift` further on the ring of the axis, and receiving
+    that of the rank as far behind. Shapes are equal on all ranks, and all ranks call this in the
+    same order. What is sent must not be written to before `Rotation.wait`.
 
     One batch, so that NCCL takes the communicator of the whole axis, as a collective does, and not
     one for each pair. The CPU waits for the others only while that is made, in the first call; as
