@@ -25,7 +25,7 @@ ROUNDED = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 @dataclass(frozen=True)
 class Fault:
-    """The likely cause of a difference."""
+    """Likely cause of a difference."""
 
     kind: str
     """One of a few words."""
@@ -36,7 +36,9 @@ class Fault:
 
 
 def classify(a: Side, b: Side, row: Row) -> Fault:
-    """Classify the first tensor that differs."""
+    """Return the likely cause of the first difference, `row`: the first kind of change that
+    explains it, else "rounding" or "other values".
+    """
     if row.stage == "numbers":
         return Fault("other values", f"{row.name}: {row.note}")
     if row.name.endswith(".attn.scores") and row.stage == "forward":
@@ -51,6 +53,9 @@ def classify(a: Side, b: Side, row: Row) -> Fault:
 
 
 def _without_explanation(row: Row) -> Fault:
+    """Cause to report where no known change explains the difference: rounding if it is less than
+    NEARLY times what is allowed.
+    """
     if row.stage == "weights":
         return Fault("other values", "other numbers, that no change known here makes of B's")
     if row.difference <= NEARLY * row.allowed:
@@ -60,17 +65,21 @@ def _without_explanation(row: Row) -> Fault:
 
 
 def _explains(made: Tensor, a: Tensor, b: Tensor) -> bool:
-    """True if `made` is b, but for a hundredth of what a differs from it."""
+    """True if `made`, A's tensor after a tried change, is B's up to 1 % of the difference between
+    `a` and `b`; for small differences also up to rounding (1e-5 of b, at most 30 % of the
+    difference).
+    """
     if made.shape != b.shape:
         return False
+    # a change that explains nothing leaves 100 %
     left, deviation = (made.double() - b.double()).norm(), (a.double() - b.double()).norm()
     rounding = 1e-5 * b.double().norm()
     return bool(left <= torch.maximum(LEFT * deviation, torch.minimum(rounding, 0.3 * deviation)))
 
 
 def _compare_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
-    """Compare what single ranks of A hold with the whole of B: missing or doubled sums, and parts
-    that belong to another rank.
+    """Yield causes in sharding: compare what the ranks of A along each mesh axis hold with the
+    joined tensor of B, to find missing or doubled sums and parts of another rank.
     """
     held = _join_microbatches(x)
     if x.partial or len(held) < 2:
@@ -84,9 +93,12 @@ def _compare_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
 
 
 def _compare_group(axis: str, pieces: list[Piece], right: list[Tensor]) -> Iterator[Fault]:
-    """Compare what the ranks of one line along an axis hold with what they should hold."""
+    """Yield causes for the ranks of one line along `axis`, given what they hold (`pieces`) and
+    should hold (`right`): a missing sum, a doubled one, or another rank's part.
+    """
     n, first = len(pieces), pieces[0]
     if all(_same_region(first, piece) for piece in pieces):
+        # an all-reduce that was left out leaves partial sums on the ranks
         total = torch.stack([p.values.double() for p in pieces]).sum(0)
         if _explains(total, first.values, right[0]):
             text = f"what the ranks of {axis} hold adds up to what is right: it was not summed"
@@ -107,7 +119,7 @@ def _compare_group(axis: str, pieces: list[Piece], right: list[Tensor]) -> Itera
 
 
 def _join_microbatches(recorded: Recorded) -> dict[int, Piece]:
-    """Join the microbatches of each rank into one piece."""
+    """Join the microbatches of each rank into one piece: rank -> piece."""
     found: dict[int, Piece] = {}
     for piece in recorded.pieces:
         before = found.get(piece.rank)
@@ -121,13 +133,18 @@ def _join_microbatches(recorded: Recorded) -> dict[int, Piece]:
 
 
 def _same_region(one: Piece, other: Piece) -> bool:
+    """True if two ranks hold the same region of the tensor, so that they should hold equal
+    values.
+    """
     if one.rows is None or other.rows is None:
         return one.where == other.where
     return one.where == other.where and torch.equal(one.rows, other.rows)
 
 
 def _compare_tensors(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """One change of x that makes it y."""
+    """Yield single changes of A's tensor `x` that make it B's `y`, the most specific kinds
+    first.
+    """
     if not x.isfinite().all():
         yield Fault("not finite", f"{int((~x.isfinite()).sum())} elements of A are no numbers")
         return
@@ -144,7 +161,9 @@ def _compare_tensors(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterat
 
 
 def _find_rounding(row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """One of the two fits into a coarser dtype, and the other is within its rounding."""
+    """Yield a cause where one side's numbers fit into bf16 or fp16 exactly, and the other's are
+    within that rounding.
+    """
     for side, other, coarse in (("A", "B", x), ("B", "A", y)):
         for dtype, name in ROUNDED.items():
             near = (x - y).abs().max() <= UNITS[dtype] * y.abs().max()
@@ -155,7 +174,9 @@ def _find_rounding(row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
 
 
 def _find_terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """A sum of forward's tensors with one term less, or one twice."""
+    """Yield causes where `x` is `y` with one tensor of the same or the previous layer not added, or
+    added twice (a residual, for example).
+    """
     if row.stage != "forward":
         return
     layer = recording.layer_of(row.name)
@@ -173,7 +194,9 @@ def _find_terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
 
 
 def _find_exchange(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """Another tensor of the same stage and layer."""
+    """Yield a cause where A's tensor equals another tensor of B, of the same stage, layer and
+    shape: the two were exchanged, or one was taken for the other.
+    """
     layer = recording.layer_of(row.name)
     for name in b.recording.names(row.stage):
         if name == row.name or recording.layer_of(name) != layer:
@@ -188,7 +211,9 @@ def _find_exchange(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator
 
 
 def _find_permutation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """The same numbers in other places."""
+    """Yield causes where A holds the same numbers in another order: transposed, halves swapped,
+    heads permuted, tokens shifted, or rotated by rope.
+    """
     if x.ndim == 2 and x.shape[0] == x.shape[1] and _explains(x.t(), x, y):
         yield Fault("transposed", "A's is B's with rows and columns exchanged")
     layer = recording.layer_of(row.name)
@@ -209,14 +234,18 @@ def _find_permutation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fa
 
 
 def _halves(x: Tensor, dim: int) -> Tensor:
+    """Return x with its halves along `dim` exchanged."""
     first, second = x.chunk(2, dim)
     return torch.cat((second, first), dim)
 
 
 def _find_head_order(x: Tensor, y: Tensor, dim: int, size: int) -> Iterator[Fault]:
-    """Heads in another order, or the pairs of each head."""
+    """Yield causes where heads of `size` along `dim` are permuted, their halves are swapped, or
+    rope pairs are neighbours instead of halves (or the reverse).
+    """
     one, other = (t.movedim(dim, 0).reshape(-1, size, t.numel() // t.shape[dim]) for t in (x, y))
     if len(one) > 1:
+        # each head of B is matched with the nearest of A
         deviation = torch.cdist(other.flatten(1)[None], one.flatten(1)[None])[0]
         order = deviation.argmin(1)
         if len(order.unique()) == len(order) and _explains(one[order], one, other):
@@ -234,7 +263,7 @@ def _find_head_order(x: Tensor, y: Tensor, dim: int, size: int) -> Iterator[Faul
 
 
 def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
-    """Tokens that are off by some positions in each sequence."""
+    """Yield causes where tokens are off by 1 or 2 positions in each sequence of `length`."""
     one, other = (t.unflatten(0, (-1, length)) for t in (x, y))
     for by in (1, -1, 2, -2):
         kept, from_ = (
@@ -250,7 +279,9 @@ def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
 
 
 def _find_rotation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """Pairs of equal length that point elsewhere: what rope has turned by other angles."""
+    """Yield a cause where rope pairs of queries or keys have equal length and another direction:
+    other angles if token 0 agrees (its angle is 0), else other positions.
+    """
     layer, word = recording.layer_of(row.name), recording.inside(row.name)
     if layer is None or word not in ("attn.query", "attn.key"):
         return
@@ -271,7 +302,9 @@ def _find_rotation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault
 
 
 def _find_offset(a: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """Something more, or less."""
+    """Yield causes where A is B plus a constant: the same vector for each token (a bias), one per
+    position, or a scalar.
+    """
     deviation = x - y
     if x.ndim == 2 and row.stage == "forward":
         same = deviation.mean(0, keepdim=True).expand_as(deviation)
@@ -290,7 +323,8 @@ def _find_offset(a: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
 
 
 def _find_scale(x: Tensor, y: Tensor, row: Row) -> Iterator[Fault]:
-    """A number times B, or one for each row or column."""
+    """Yield causes where A is B times a number (least squares), or times one per row or column."""
+    # least squares: minimises |A - factor B|
     factor = (x * y).sum() / y.square().sum()
     if _explains(factor * y, y, x):
         yield Fault("a scale", f"A is {factor.item():.6g} times B")
@@ -305,7 +339,9 @@ def _find_scale(x: Tensor, y: Tensor, row: Row) -> Iterator[Fault]:
 
 
 def _find_region(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """Find differences in some rows or columns only."""
+    """Yield causes where only some positions, rows or columns differ by more than 1 % of the
+    largest difference.
+    """
     if x.ndim != 2:
         return
     one, other = flatten_rows(x), flatten_rows(y)
@@ -327,7 +363,9 @@ def _find_region(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
 
 
 def _compare_scores(a: Side, b: Side, row: Row) -> Fault:
-    """Other pairs are seen, or they are weighed otherwise."""
+    """Cause of a difference in attention probabilities: another mask, a scale of the scores, or
+    other values.
+    """
     x, y = scores_of(a, row.name), scores_of(b, row.name)
     assert x is not None and y is not None
     only_a, only_b = (x > 0) & (y == 0), (y > 0) & (x == 0)
@@ -336,6 +374,7 @@ def _compare_scores(a: Side, b: Side, row: Row) -> Fault:
         _, _, query, key = pairs.nonzero()[0].tolist()
         return Fault("another mask", f"{side} alone lets token {query} see token {key}")
     seen = (x > 0) & (y > 0)
+    # log softmax is the score up to a constant per query, which its mean removes
     logs = [torch.where(seen, t.clamp(min=1e-30).log(), 0.0).double() for t in (x, y)]
     counts = seen.sum(-1, keepdim=True)
     one, other = (torch.where(seen, t - t.sum(-1, keepdim=True) / counts, 0.0) for t in logs)

@@ -50,7 +50,7 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Side:
-    """A recording, and what is known of its model."""
+    """A recording and the model that it is of; `length`: tokens per sequence."""
 
     recording: Recording
     tree: ModelSpec
@@ -59,7 +59,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor. A difference that is not a number is not within any tolerance."""
+    """Comparison of one tensor. A NaN difference is not within any tolerance."""
 
     stage: Stage
     name: str
@@ -71,11 +71,14 @@ class Row:
 
     @property
     def ok(self) -> bool:
+        """True if the difference is allowed."""
         return self.difference <= self.allowed
 
 
 def compare_recordings(a: Side, b: Side) -> Iterator[Row]:
-    """All that both sides have, in the order of a step, and what only one has."""
+    """Yield a row for each tensor that both sides have, in the order of a training step, and for
+    each weight that only one side has.
+    """
     yield from _compare_weights(a, b)
     forward = list(_compare_forward(a, b))
     yield from forward
@@ -89,14 +92,15 @@ def compare_recordings(a: Side, b: Side) -> Iterator[Row]:
 
 
 def first_difference(found: Sequence[Row]) -> Row | None:
-    """The first that parts."""
+    """Return the first row whose difference is not allowed, None without one."""
     return next((row for row in found if not row.ok), None)
 
 
 def difference(a: Tensor, b: Tensor, least: float = 0.0) -> float:
-    """Relative difference of the worst row, of which `least` is the smallest scale. NaN where
-    either is not finite.
+    """Relative difference of the worst row: |a - b| / max(|b|, 0.1 x RMS of |b| over rows,
+    `least`). NaN where a value is not finite.
     """
+    # Rows, not elements: an element near 0 has no meaningful relative error.
     a, b = flatten_rows(a), flatten_rows(b)
     deviation = torch.linalg.vector_norm(a - b, dim=1)
     size = torch.linalg.vector_norm(b, dim=1)
@@ -104,18 +108,21 @@ def difference(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     scale = torch.maximum(size, (0.1 * usual).clamp(min=least))
     if not (deviation.isfinite().all() and scale.isfinite().all()):
         return math.nan
+    # a row of zeros on both sides has scale 0: 0 / 0 is no difference
     worst = torch.where(deviation > 0, deviation / scale, torch.zeros_like(deviation)).max().item()
     return worst
 
 
 def flatten_rows(x: Tensor) -> Tensor:
-    """x as a matrix in float64: of vectors one row, of stacked matrices the rows of all."""
+    """Return x as a float64 matrix: a vector as one row, higher dims flattened into rows."""
     x = x.double()
     return x.reshape(1, -1) if x.ndim < 2 else x.reshape(-1, x.shape[-1])
 
 
 class Tolerance:
-    """The tolerance for the next tensor, which grows with what was tolerated before it."""
+    """Allowed difference of the next tensor, which grows with the differences allowed so far.
+    `before`: the largest of an earlier stage.
+    """
 
     def __init__(self, a: Side, b: Side, before: float = 0.0):
         unit = max(UNITS[side.recording.dtype] for side in (a, b))
@@ -123,9 +130,13 @@ class Tolerance:
         self.before = before
 
     def now(self, factor: float = 1.0) -> float:
+        """Return the difference that is allowed now, times `factor`, with MOST rounding units as
+        its upper bound.
+        """
         return min(self.most, factor * max(self.own, GROWTH * self.before))
 
     def admit(self, row: Row) -> Row:
+        """Take a row's difference into account if it is allowed and has no note; return the row."""
         if row.ok and not row.note:
             self.before = max(self.before, row.difference)
         return row
@@ -134,8 +145,8 @@ class Tolerance:
 def _differences_by_rank(
     a: Recorded, b: Recorded, least: float = 0.0
 ) -> tuple[float, dict[tuple[str, int], float]]:
-    """The largest difference of what any rank of either side holds from B put together, and that
-    of each rank.
+    """Compare what each rank of either side holds with the joined tensor of B. Returns the largest
+    difference, NaN counting as largest, and that of each (side, rank).
     """
     whole = b.join()
     sides = {"A": a, "B": b}
@@ -153,17 +164,21 @@ def _differences_by_rank(
 
 
 def worse(a: float, b: float) -> float:
-    """The larger; what is no number is largest."""
+    """The larger of two differences; NaN is larger than any number."""
     return max(a, b, key=_or_inf)
 
 
 def _or_inf(x: float) -> float:
+    """x, or infinity for NaN, as a sort key."""
     return math.inf if math.isnan(x) else x
 
 
 def _row(
     stage: Stage, name: str, a: Recorded, b: Recorded, allowed: float, least: float = 0.0
 ) -> Row:
+    """Compare one tensor of both sides: its row, with the ranks beyond `allowed`. Unequal shapes
+    are an infinite difference.
+    """
     if a.shape != b.shape:
         return Row(stage, name, math.inf, allowed, note=f"shapes {a.shape} and {b.shape}")
     deviation, by_rank = _differences_by_rank(a, b, least)
@@ -172,8 +187,12 @@ def _row(
 
 
 def _compare_weights(a: Side, b: Side) -> Iterator[Row]:
-    """Equal, or rounded to the coarser of the dtypes that they rest in."""
+    """Yield a row per parameter. Weights must be equal bit for bit, or, where the sides store
+    parameters in two dtypes, up to rounding to the coarser. A parameter that only one side has is
+    an infinite difference.
+    """
     one, other = a.recording, b.recording
+    # each side rounds once when it loads: half a unit each, and room for double rounding
     unit = 0.0 if one.rest == other.rest else 2 * max(UNITS[one.rest], UNITS[other.rest])
     names = one.names("weights")
     for name in [*names, *(n for n in other.names("weights") if n not in names)]:
@@ -187,8 +206,8 @@ def _compare_weights(a: Side, b: Side) -> Iterator[Row]:
 
 
 def forward_order(a: Side, b: Side) -> list[str]:
-    """The tensors of forward that both have, as they are computed: those of A that a hook has seen
-    first, layer by layer.
+    """Names of the forward tensors that both sides have, sorted by layer, then as side A recorded
+    them.
     """
     one, other = a.recording.names("forward"), set(b.recording.names("forward"))
     both = [name for name in one if name in other]
@@ -197,6 +216,10 @@ def forward_order(a: Side, b: Side) -> list[str]:
 
 
 def _compare_forward(a: Side, b: Side) -> Iterator[Row]:
+    """Yield a row per forward tensor, with one for the attention scores before each layer's
+    weighted sums. The sums' tolerance is multiplied by the largest score: softmax amplifies
+    relative errors of q and k by it.
+    """
     allowed, names = Tolerance(a, b), forward_order(a, b)
     found: list[Row] = []
     for name in names:
@@ -213,7 +236,11 @@ def _compare_forward(a: Side, b: Side) -> Iterator[Row]:
 
 
 def _excuse_other_forms(b: Side, found: list[Row]) -> list[Row]:
-    """The same, where a difference inside a layer of which nothing is left behind it is none."""
+    """Return the rows with those excused (note, infinite tolerance) that differ inside a layer
+    while the tensors computed from them do not: the programs keep that tensor in two forms.
+    """
+    # Fused qkv or a rotated head layout differ by their own size, but nothing computed from them
+    # does.
     by_name = {row.name: row for row in found}
     out = []
     for row in found:
@@ -227,7 +254,9 @@ def _excuse_other_forms(b: Side, found: list[Row]) -> list[Row]:
 
 
 def _names_downstream(b: Side, name: str) -> list[str]:
-    """The tensors that all of one goes through inside its layer, and the layer's own."""
+    """Names of the tensors that everything computed from tensor `name` inside its layer passes
+    through, the layer's output last; empty for tensors outside layers.
+    """
     number, word = recording.layer_of(name), recording.inside(name)
     if number is None or word == "":
         return []
@@ -242,8 +271,8 @@ def _names_downstream(b: Side, name: str) -> list[str]:
 
 
 def _compare_scores(a: Side, b: Side, sums: str, allowed: float) -> Row | None:
-    """Compare the attention scores of both sides, computed from their queries and keys by the
-    definition and each side's own model.
+    """Compare the attention scores of both sides, computed by the definition from their recorded
+    queries and keys and each side's own model; None where a side lacks these.
     """
     name = sums.replace("sums", "scores")
     x, y = (scores_of(side, name) for side in (a, b))
@@ -253,9 +282,9 @@ def _compare_scores(a: Side, b: Side, sums: str, allowed: float) -> Row | None:
 
 
 def largest_score(side: Side, sums: str) -> float:
-    """Upper bound of the scores of a layer before softmax: scale |q| |k|. Where queries and keys
-    differ by e of their size, a score differs by 2 e of it, and so does a probability, however
-    small; 0 where they are not known.
+    """Upper bound of a layer's attention scores before softmax, scale x max |q| x max |k|; 0 where
+    queries or keys are not recorded. If queries and keys are off by a relative e, a score is off by
+    up to 2 e times this bound.
     """
     number = recording.layer_of(sums)
     assert number is not None
@@ -268,7 +297,9 @@ def largest_score(side: Side, sums: str) -> float:
 
 
 def _heads(side: Side, number: int, word: str) -> Tensor | None:
-    """Queries or keys of a layer, [sequences, length, heads, size], in fp32."""
+    """Recorded queries or keys of a layer (`word`), fp32 [sequences, length, heads, size]; None
+    where not recorded.
+    """
     found = side.recording.tensor("forward", f"layers.{number}.attn.{word}")
     size = side.tree.blocks[number].mixer.head_size
     return (
@@ -277,8 +308,8 @@ def _heads(side: Side, number: int, word: str) -> Tensor | None:
 
 
 def scores_of(side: Side, name: str) -> Tensor | None:
-    """softmax(scale q k^T + mask) [sequences, heads, queries, keys] of a layer; None where its
-    queries or keys are not known.
+    """Attention probabilities softmax(scale q k^T + mask) of a layer, [sequences, heads, queries,
+    keys]; None where its queries or keys are not recorded.
     """
     number = recording.layer_of(name)
     assert number is not None
@@ -294,6 +325,7 @@ def scores_of(side: Side, name: str) -> Tensor | None:
 
 
 def _compare_numbers(a: Side, b: Side, name: str, before: float) -> Iterator[Row]:
+    """Yield a row for a scalar such as the loss, if both sides have it."""
     x, y = (side.recording.tensor("numbers", name) for side in (a, b))
     if x is not None and y is not None:
         one, other = x.item(), y.item()
@@ -303,7 +335,9 @@ def _compare_numbers(a: Side, b: Side, name: str, before: float) -> Iterator[Row
 
 
 def _compare_backward(a: Side, b: Side, before: float, other_form: set[str]) -> Iterator[Row]:
-    """Gradients of parameters and of what forward has made, from the head down."""
+    """Yield rows for the gradients of forward tensors and of parameters, from the head down to the
+    embedding. `before`: largest difference allowed in forward; `other_form`: names to skip.
+    """
     one, other = a.recording.tensors, b.recording.tensors
     made = [n for n in forward_order(a, b) if ("backward", n) in one and ("backward", n) in other]
     trained = [n for n in a.recording.names("gradients") if ("gradients", n) in other]
@@ -312,6 +346,8 @@ def _compare_backward(a: Side, b: Side, before: float, other_form: set[str]) -> 
     whole = _norm(b, "gradients")
     place = {name: i for i, name in enumerate(forward_order(a, b))}
     # behind each tensor's gradient, those of the parameters that it gives
+    # (layer, place in the layer, 1 for activations): sorted in reverse, an activation's gradient
+    # comes before those of the parameters behind it.
     keyed: dict[tuple[Stage, str], tuple[int, int, int]] = {}
     for name in made:
         if name not in other_form:
@@ -330,7 +366,7 @@ def _compare_backward(a: Side, b: Side, before: float, other_form: set[str]) -> 
 
 
 def _gradient_order(parameter: str, place: dict[str, int]) -> tuple[int, int]:
-    """Sort key of the gradient of a parameter: that of the tensor computed with it."""
+    """Sort key of a parameter's gradient: that of the tensor whose gradient gives it."""
     tensor = recording.gradient_tensor(parameter)
     if tensor in place:
         return recording.place(tensor), place[tensor]
@@ -338,8 +374,8 @@ def _gradient_order(parameter: str, place: dict[str, int]) -> tuple[int, int]:
 
 
 def _compare_update(a: Side, b: Side, before: float) -> Iterator[Row]:
-    """Moments, which follow their gradient, and the change of each parameter, each element times
-    its gradient: of one that is rounding alone AdamW makes a step of full length.
+    """Yield rows for AdamW's moments and for each parameter's update. The update is weighted by
+    |gradient|: where a gradient is rounding alone, AdamW still makes a step of full length.
     """
     one, other = a.recording.tensors, b.recording.tensors
     limit = Tolerance(a, b, before).now()
@@ -357,28 +393,34 @@ def _compare_update(a: Side, b: Side, before: float) -> Iterator[Row]:
         x = _weight_by_gradient(b, name, one["update", name])
         weight, change = (_size(other[stage, name]) for stage in stages)
         unit = max(UNITS[side.recording.rest] for side in (a, b))
+        # the new weight is rounded to its dtype: relative to the change that is weight / change
+        # units
         rounded = 2 * unit * weight / change if change else 0.0  # a weight is, after its update
         yield _row("update", name, x, y, limit + rounded, _least(size, y))
 
 
 def _norm(side: Side, stage: Stage) -> float:
-    """Norm of all tensors of a stage together."""
+    """Euclidean norm of all tensors of a stage together."""
     recording = side.recording
     return math.hypot(*(_size(recording.tensors[stage, n]) for n in recording.names(stage)))
 
 
 def _size(recorded: Recorded) -> float:
+    """Euclidean norm of a recorded tensor."""
     return torch.linalg.vector_norm(recorded.join().double()).item()
 
 
 def _least(whole: float, recorded: Recorded) -> float:
-    """Smallest scale for the rows of a tensor, from the norm of all tensors of its stage."""
+    """Smallest scale that the rows of a tensor are compared at: SMALL x `whole`, the norm of its
+    stage, shared over the tensor's rows.
+    """
     rows = math.prod(recorded.shape[:-1]) if len(recorded.shape) > 1 else 1
     return SMALL * whole / math.sqrt(rows)
 
 
 def _weight_by_gradient(b: Side, name: str, recorded: Recorded) -> Recorded:
-    """Times the gradient of B."""
+    """Return the tensor times |gradient| of B, element by element."""
+    # B's gradient on both sides, so that only the updates differ
     gradient = b.recording.tensors["gradients", name].join().double().abs()
     pieces = [replace(p, values=p.values.double() * gradient[p.index]) for p in recorded.pieces]
     return Recorded(recorded.shape, recorded.partial, pieces)

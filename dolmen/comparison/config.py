@@ -40,7 +40,7 @@ class Update:
 
     @property
     def config(self) -> OptimizerConfig:
-        """Raises ValueError for what cannot be."""
+        """Settings for the optimizer. Raises ValueError for values out of range."""
         return OptimizerConfig(**vars(self))
 
 

@@ -46,7 +46,7 @@ THEIRS, SEQUENCES, SEED, DEVICE = "transformers", 4, 0, "device"
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first difference between two programs."""
+    """The first difference between two programs, with its likely cause."""
 
     row: Row
     operation: str
@@ -57,7 +57,9 @@ class FirstDifference:
 
     @property
     def ranks(self) -> str:
-        """Ranks that hold something else than B as a whole, of the sides with several processes."""
+        """Text that lists the ranks, of sides with several processes, whose values differ from B's
+        joined tensor; empty where none does.
+        """
         sides = {
             side: [rank for of, rank in self.row.ranks if of == side]
             for side, number in self.processes.items()
@@ -72,7 +74,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was compared, in the order of a step."""
+    """Everything that was compared, in the order of a step; `parting` is the first difference."""
 
     title: str
     rows: tuple[Row, ...]
@@ -81,9 +83,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """True if nothing differs by more than is allowed."""
         return self.parting is None
 
     def __str__(self) -> str:
+        """The first difference in lines, or that there is none."""
         if self.parting is None:
             return f"the same: {plural(len(self.rows), 'tensor')} compared"
         row, fault = self.parting.row, self.parting.fault
@@ -100,8 +104,8 @@ class Report:
         return "\n".join(lines)
 
     def table(self) -> Table:
-        """For a rich console: of weights, gradients and the update the worst tensor, of the layers
-        the residual stream, and of the layer that parts everything inside.
+        """Table for a rich console: the worst tensor of weights, gradients and the update, the
+        residual stream of the layers, and everything inside the layer that differs first.
         """
         table = Table(
             title=self.title,
@@ -123,7 +127,7 @@ class Report:
         return table
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values: what --json writes. What is no number, or without end, is null."""
+        """Plain values for --json. NaN and infinity become null."""
         found = self.parting
         return {
             "title": self.title,
@@ -144,7 +148,7 @@ class Report:
 
 @dataclass(frozen=True)
 class OpenSide:
-    """One side, that can be run."""
+    """One side of the comparison, its source opened, ready to be run."""
 
     name: SideName
     source: Source
@@ -154,6 +158,7 @@ class OpenSide:
 
     @property
     def title(self) -> str:
+        """Program, source, dtype and axes larger than 1, for a title."""
         sizes = to_dict(self.layout)
         axes = [f"{n} {sizes[n]}" for n in ("pp", "dp", "cp", "tp", "ep") if sizes[n] > 1]
         where = " ".join([self.dtype, *axes])
@@ -168,7 +173,7 @@ class OpenSide:
 
 @dataclass(frozen=True)
 class SidePair:
-    """Two sides, and what they do."""
+    """Both sides, and the batch and optimizer that they run."""
 
     a: OpenSide
     b: OpenSide
@@ -176,12 +181,13 @@ class SidePair:
 
     @property
     def length(self) -> int:
+        """Tokens of each sequence."""
         return self.task.windows.shape[1] - 1
 
 
 def diff(config: DiffConfig) -> Report:
-    """Run both sides and compare. Raises BadInput for what cannot be run, before anything is
-    started, and Failed where a side of several processes fails.
+    """Run both sides of `dolmen diff` and compare them. Raises BadInput for what cannot be run,
+    before anything is started, and Failed where a process of a side fails.
     """
     if process.read_launch() is not None:
         raise BadInput("diff starts the processes of each side by itself: run it in one process")
@@ -195,7 +201,7 @@ def diff(config: DiffConfig) -> Report:
 
 
 def compare_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) -> Report:
-    """Compare two recordings."""
+    """Compare two recordings and classify the first difference, if any."""
     rows = tuple(compare.compare_recordings(a, b))
     first = compare.first_difference(rows)
     if first is None:
@@ -206,7 +212,9 @@ def compare_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) -> 
 
 
 def work(request: DiffWork) -> None:
-    """Record one side, in a process that `diff` has started, with the side's other ranks."""
+    """Record this process's rank of one side into request.folder; `diff` starts such processes for
+    a side with several ranks.
+    """
     both = open_sides(request)
     side = both.a if request.side == both.a.name else both.b
     started = process.read_launch()
@@ -222,11 +230,15 @@ def work(request: DiffWork) -> None:
 
 
 def open_sides(config: DiffConfig) -> SidePair:
-    """Both sides, read and checked. Raises BadInput."""
+    """Open and check both sides, and make the random batch: its size is a multiple of what both
+    layouts divide. Raises BadInput.
+    """
     try:
         a, b = _side("A", config, config.first), _side("B", config, config.second)
         layouts = [side.layout for side in (a, b)]
         sequences = _multiple(SEQUENCES, math.lcm(*((x.dp or 1) * x.pp for x in layouts)))
+        # zigzag context parallelism divides a sequence into 2 cp chunks, sequence parallelism each
+        # by tp
         parts = math.lcm(*(2 * x.cp * x.tp if x.cp * x.tp > 1 else 1 for x in layouts))
         most = min(side.source.tree.max_position_embeddings for side in (a, b))
         length = _multiple(min(config.length, most), parts)
@@ -249,7 +261,9 @@ def open_sides(config: DiffConfig) -> SidePair:
 
 
 def _side(name: SideName, config: DiffConfig, spelled: str) -> OpenSide:
-    """Raises ValueError, KeyError or OSError."""
+    """Open side A or B as the command line spells it: a source, `transformers:SOURCE`, or
+    `transformers` (the other side's source). Raises ValueError, KeyError or OSError.
+    """
     said = config.a if name == "A" else config.b
     program, colon, folder = spelled.partition(":")
     theirs = program == THEIRS and (bool(colon) or not Path(spelled).exists())
@@ -268,11 +282,14 @@ def _side(name: SideName, config: DiffConfig, spelled: str) -> OpenSide:
 
 
 def _multiple(least: int, of: int) -> int:
+    """The smallest multiple of `of` that is at least `least`."""
     return -(-least // of) * of
 
 
 def _pin_side(spelled: str) -> str:
-    """Pin a run to its newest checkpoint: all processes must read the same one."""
+    """Replace a run by the path of its newest checkpoint, so that all processes read the same
+    one.
+    """
     program, colon, folder = spelled.partition(":")
     if program == THEIRS:
         return f"{program}{colon}{pin_source(folder)}" if folder else spelled
@@ -280,8 +297,8 @@ def _pin_side(spelled: str) -> str:
 
 
 def _record_side(side: OpenSide, both: SidePair, config: DiffConfig) -> Recording:
-    """Record a side, in this process if one is enough for it and it computes in its parameters'
-    dtype.
+    """Record a side: in this process if it has one rank and computes in its parameters' dtype, else
+    in processes that the launcher starts.
     """
     layout, dtype = side.layout, DTYPES[side.dtype]
     sizes = Topology(dp=layout.dp or 1, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
@@ -299,11 +316,15 @@ def _record_side(side: OpenSide, both: SidePair, config: DiffConfig) -> Recordin
             mesh = replace(SINGLE, device=device)
             made = dolmen_side.record(side.source, both.task, mesh, layout, side.rest, dtype)
     # norms and rope of transformers compute in float32 where all else is wider
+    # so the tolerance is that of float32
     seen = torch.float32 if side.theirs and dtype == torch.float64 else dtype
     return Recording(side.title, sizes, seen, side.rest, made)
 
 
 def _record_in_processes(side: OpenSide, processes: int, config: DiffConfig) -> recording.Tensors:
+    """Start the side's processes, wait, and load what they recorded. Raises BadInput where they
+    refused the request, Failed where one failed.
+    """
     with tempfile.TemporaryDirectory(prefix="dolmen-diff-") as folder:
         options = {name: vars(config)[name] for name in DiffConfig.__dataclass_fields__}
         handed = to_dict(DiffWork(**options, side=side.name, folder=folder))
@@ -316,13 +337,16 @@ def _record_in_processes(side: OpenSide, processes: int, config: DiffConfig) -> 
 
 
 def _title(both: SidePair) -> str:
+    """Title of the report: both sides and the size of the batch."""
     sequences, window = both.task.windows.shape
     tokens = f"{plural(sequences, 'sequence')} of {window - 1} random tokens"
     return f"{both.a.title}\n{both.b.title}\n{tokens}"
 
 
 def _notes(both: SidePair) -> tuple[str, ...]:
-    """List what differs before anything is computed, and what is not covered."""
+    """Notes for the report: fields in which the two models differ, and sliding windows that the
+    sequences are too short to test.
+    """
     a, b = both.a.source, both.b.source
     fields = [f"{name} is {x} in A, {y} in B" for name, x, y in compare_fields(a.model, b.model)]
     windows = {block.mixer.window for side in (a, b) for block in side.tree.blocks}
@@ -338,7 +362,7 @@ AFTER = 4  # rows that are shown behind the first that parts: what it leads to
 
 
 def describe_row(row: Row) -> str:
-    """A tensor as a sentence names it."""
+    """Phrase that names the tensor of a row."""
     words = {
         "backward": "the gradient that reaches {}",
         "gradients": "the gradient of {}",
@@ -349,7 +373,7 @@ def describe_row(row: Row) -> str:
 
 
 def operation(row: Row) -> str:
-    """Name the operation that computes the tensor of a row."""
+    """Phrase that names the operation which computes the tensor of a row."""
     match row.stage:
         case "weights":
             return "conversion, or loading"
@@ -366,6 +390,7 @@ def operation(row: Row) -> str:
 
 
 def _plain(row: Row) -> dict[str, Any]:
+    """Plain values of a row for JSON; NaN and infinity become None."""
     plain = {**asdict(row), "ok": row.ok, "ranks": [list(one) for one in row.ranks]}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -374,13 +399,16 @@ def _plain(row: Row) -> dict[str, Any]:
 
 
 def _is_first(row: Row, parting: FirstDifference | None) -> bool:
+    """True if the row is the first difference."""
     return parting is not None and row is parting.row
 
 
 def _shown_rows(
     rows: tuple[Row, ...], parting: FirstDifference | None
 ) -> Iterator[tuple[Row, str]]:
-    """(row, note) of what a table shows."""
+    """Yield (row, note) of the rows that the table shows (see Report.table); AFTER rows behind the
+    first difference at most.
+    """
     layer = None if parting is None else recording.layer_of(parting.row.name)
     left = math.inf
     for stage in dict.fromkeys(row.stage for row in rows):
@@ -400,7 +428,9 @@ def _shown_rows(
 
 
 def _is_shown(row: Row, layer: int | None, parting: FirstDifference | None) -> bool:
-    """The residual stream, and inside the layer that parts all that is of the same stage."""
+    """True for the residual stream and tensors outside of layers, and for all of the first
+    differing layer in the first differing stage.
+    """
     if recording.inside(row.name) in ("", *recording.OUTSIDE):
         return True
     same = parting is not None and recording.layer_of(row.name) == layer

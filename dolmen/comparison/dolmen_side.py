@@ -52,7 +52,7 @@ DEPTHS = ("weights", "forward", "backward", "update")
 
 @dataclass(frozen=True, eq=False)
 class DiffTask:
-    """The work that both sides do."""
+    """The batch and optimizer with which both sides run one step."""
 
     windows: Int64[np.ndarray, "sequences window"]
     """Tokens, and one more of each sequence, which is the label of the last."""
@@ -61,6 +61,7 @@ class DiffTask:
     """The last of DEPTHS that is compared."""
 
     def reaches(self, depth: str) -> bool:
+        """True if `depth`, one of DEPTHS, is to be compared."""
         return DEPTHS.index(depth) <= DEPTHS.index(self.until)
 
 
@@ -72,8 +73,9 @@ def record(
     rest: torch.dtype = torch.float32,
     compute: torch.dtype | None = None,
 ) -> Tensors:
-    """Record what this rank computes with the model of `source`, with parameters in `rest` and
-    computation in `compute`. `layout` is resolved and has been checked. Raises as `load_weights`.
+    """Load the model of `source` under `layout` and record this rank's part of a training step, as
+    deep as the task says. `rest`: dtype of the parameters; `compute`: of the computation.
+    Collective. Raises as `load_weights`.
     """
     rows = len(task.windows)
     schedule = layout.make_schedule(rows, 1)
@@ -90,7 +92,9 @@ def record(
 
 
 def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: Recorder) -> None:
-    """One update, and what is seen of it."""
+    """Run one training step on this rank's part of the batch, and record activations, gradients,
+    moments and updates.
+    """
     rows, length = task.windows.shape[0], task.windows.shape[1] - 1
     mine = rows // mesh.dp.size
     schedule = layout.make_schedule(rows, 1)
@@ -114,6 +118,7 @@ def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: 
     gradients: dict[str, Tensor] = {}
 
     def keep(*_: Any) -> None:
+        """Copy the gradients before the optimizer uses them: an optimizer hook."""
         held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         gradients.update({name: state.local_view(g).clone() for name, g in held.items()})
 
@@ -131,6 +136,7 @@ def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: 
     if task.reaches("backward"):
         recorder.add_number("gradient norm", metrics.grad_norm)
         clip = task.optimizer.clip  # the gradients that an update sees are clipped
+        # undone below, so that gradients are compared as backward made them
         factor = min(1.0, clip / (metrics.grad_norm + 1e-6)) if clip > 0 else 1.0
         _add(recorder, "gradients", model, {n: g / factor for n, g in gradients.items()})
     if task.reaches("update"):
@@ -143,7 +149,9 @@ def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: 
 
 
 def _add(recorder: Recorder, stage: Stage, model: Decoder, values: dict[str, Tensor]) -> None:
-    """Record this rank's part of tensors that are sharded as the parameters of these names."""
+    """Record this rank's part of tensors (parameter name -> value) that are sharded as their
+    parameters are.
+    """
     for name, p in model.named_parameters():
         if name in values:
             recorder.add(stage, name, tuple(p.shape), state.region(p), values[name])
@@ -151,7 +159,9 @@ def _add(recorder: Recorder, stage: Stage, model: Decoder, values: dict[str, Ten
 
 @dataclass(frozen=True, eq=False)
 class _RecordingObjective:
-    """An objective, which never has logits whole: they are computed once more to be seen."""
+    """Wraps the objective: passes the logits to `see` first. A fused loss never has them, so they
+    are computed once more, without gradients.
+    """
 
     head: ClassVar[type] = spec.LMHeadSpec
     see: Callable[[Tensor], None]
@@ -159,12 +169,15 @@ class _RecordingObjective:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Empty: no metrics are needed."""
         return ()
 
     def count(self, batch: Batch) -> float:
+        """Number of labels that the loss is averaged over."""
         return self.objective.count(batch)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
+        """Pass the logits to `see` and return the wrapped objective's loss."""
         with torch.no_grad():
             self.see(head.logits(hidden.detach()))
         return LossOutput(self.objective(hidden, head, batch).total)
@@ -208,21 +221,25 @@ class Hooks:
         self.stack.close()
 
     def logits(self, logits: Float[Tensor, "sequences here rows"]) -> None:
-        """Record this rank's columns of the logits, which no module computes."""
+        """Record this rank's columns (vocabulary shard) of the logits, which no module outputs."""
         vocabulary = self.model.tree.vocab_size
         first, size = vocabulary_range(vocabulary, self.mesh.tp)
         self._see("logits", logits.flatten(0, 1), vocabulary, slice(first, first + size))
 
     def _keep(self, handle: Any) -> None:
+        """Remove the hook on exit."""
         self.stack.callback(handle.remove)
 
     def _begin(self, _: nn.Module, args: tuple, options: dict[str, Any]) -> None:
+        """Before the decoder's forward: look up which rows of the batch its stage computes."""
         self.rows = self.rows_of(options.get("part", 0))
 
     def _end(self, *_: object) -> None:
+        """After the decoder's forward: record nothing until the next one."""
         self.rows = None
 
     def _block(self, block: TransformerBlock) -> None:
+        """Register hooks on all modules of a layer that are recorded."""
         layer = f"layers.{block.layer}"
         heads = HeadCounts.from_mixer(self.model.tree.blocks[block.layer].mixer, self.mesh)
         if block.layer == 0:
@@ -243,7 +260,9 @@ class Hooks:
         self._on_output(block, partial(self._stream, layer))
 
     def _norm(self, module: Norm, path: str, heads: "HeadCounts") -> None:
-        """Record the norm of the residual stream, or of the heads of queries or keys."""
+        """Record a norm's output (of the residual stream, or of query or key heads), and the
+        residual stream between attention and MLP, which is the input of mlp_norm.
+        """
         if path.endswith(("q_norm", "k_norm")):
             number = heads.queries if path.endswith("q_norm") else heads.keys
             first = heads.first if path.endswith("q_norm") else heads.first_key
@@ -258,11 +277,15 @@ class Hooks:
     def _branch(
         self, module: Branch, path: str, result: str, layer: str, heads: "HeadCounts"
     ) -> None:
+        """Record the column-parallel projections of attention or MLP, and the input of its output
+        projection as `result`.
+        """
         columns = [
             name for name, one in module.named_children() if isinstance(one, ColumnParallelLinear)
         ]
 
         def products(made: tuple[Tensor, ...]) -> None:
+            """Record the outputs of the column-parallel projections, in their order."""
             for name, x in zip(columns, made, strict=True):
                 if name in ("k", "v"):
                     self._record_heads(f"{path}.{name}", x, heads.keys, heads.first_key, heads.size)
@@ -273,9 +296,12 @@ class Hooks:
         self._on_output(module.result, partial(self._equal_part, f"{layer}.{result}"))
 
     def _scores(self, module: CoreAttention, path: str, heads: "HeadCounts") -> None:
-        """Queries and keys without what ALiBi has made them longer by."""
+        """Record queries, keys and values as they attend. ALiBi appends columns to queries and
+        keys, which are cut off.
+        """
 
         def record_inputs(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            """Record q, k and v from the arguments of CoreAttention."""
             q, k, v = args[:3]
             size, kept = heads.size, slice(None, heads.size)
             self._record_heads(f"{path}.query", q, heads.queries, heads.first, size, kept)
@@ -285,28 +311,33 @@ class Hooks:
         self._keep(module.register_forward_pre_hook(record_inputs))
 
     def _router(self, module: Router, path: str) -> None:
-        """Its logits are the same on all ranks of tp, each of which sends back a part of their
-        gradient.
+        """Record the router's logits. They are equal on all tp ranks, but their gradient is a sum
+        over these.
         """
 
         def record_logits(_: nn.Module, args: tuple, out: tuple[Tensor, ...]) -> None:
+            """Record the first output of the router."""
             logits = out[0]
             self._see(path, logits, logits.shape[-1], slice(0, logits.shape[-1]), partial=True)
 
         self._keep(module.register_forward_hook(record_logits))
 
     def _on_output(self, module: nn.Module, see: Callable[[Any], None]) -> None:
+        """Call see(output) after each forward of the module."""
         self._keep(module.register_forward_hook(lambda module, args, out: see(out)))
 
     def _on_input(self, module: nn.Module, see: Callable[[Any], None]) -> None:
+        """Call see(first argument) before each forward of the module."""
         self._keep(module.register_forward_pre_hook(lambda module, args: see(args[0])))
 
     def _stream(self, name: str, x: Float[Tensor, "here hidden"]) -> None:
-        """I@tp, or S(0)@tp."""
+        """Record hidden vectors with all columns; rows are all tokens or, under sequence
+        parallelism, this tp rank's (I@tp or S(0)@tp).
+        """
         self._see(name, x, x.shape[-1], slice(0, x.shape[-1]))
 
     def _equal_part(self, name: str, x: Float[Tensor, "tokens here"]) -> None:
-        """S(1)@tp."""
+        """Record a tensor whose columns are divided evenly over tp (S(1)@tp)."""
         tp, width = self.mesh.tp, x.shape[-1]
         self._see(name, x, width * tp.size, slice(tp.rank * width, (tp.rank + 1) * width))
 
@@ -319,9 +350,9 @@ class Hooks:
         size: int,
         kept: slice = slice(None),
     ) -> None:
-        """Heads `first` on, of `number`: x [..., heads here, size], of which `kept` is `size`, or
-        [tokens, heads here x size]. Where several ranks have a head, each sends back a part of its
-        gradient.
+        """Record this rank's heads, from number `first` of `number`. x is [..., heads here, size],
+        or [tokens, heads here x size]; `kept` selects columns of each head. Where several tp ranks
+        hold the same key or value head, their gradients are partial sums.
         """
         here = x.shape[-2] if x.ndim == 4 else x.shape[-1] // size
         where = slice(first * size, (first + here) * size)
@@ -336,15 +367,22 @@ class Hooks:
         partial: bool = False,
         kept: slice = slice(None),
     ) -> None:
-        """x [tokens, columns] or [..., heads, size], which are the columns `where` of `width`."""
+        """Record x, this rank's rows and the columns `where` of `width`, and its gradient when
+        backward reaches it. x is [tokens, columns] or [..., heads, size]; `kept` selects columns of
+        each head; `partial`: the gradient is a sum over tp. Does nothing outside the decoder's
+        forward.
+        """
         if self.rows is None:
             return
         rows, columns = self.rows, where.stop - where.start
 
         def flat(x: Tensor) -> Tensor:
+            # heads side by side, as the logical tensor has them
+            """Return x as [rows, columns] of the logical tensor."""
             return x[..., kept].reshape(-1, columns)
 
         if flat(x).shape[0] != len(rows):
+            # sequence parallelism: this rank's share of the tokens
             rows = tensor.local_tokens(rows, self.model.tp)
         shape, region = (self.tokens, width), (slice(0, self.tokens), where)
         self.recorder.add("forward", name, shape, region, flat(x), rows)
@@ -356,7 +394,7 @@ class Hooks:
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """Numbers of heads of a mixer, and this rank's first ones under tensor parallelism."""
+    """Head counts of an attention layer, and this tp rank's first query and key head."""
 
     queries: int
     keys: int
@@ -368,10 +406,12 @@ class HeadCounts:
     def from_mixer(
         cls, mixer: spec.AttentionSpec | spec.LatentAttentionSpec, mesh: Mesh
     ) -> "HeadCounts":
+        """Count the heads of a mixer on this rank of the mesh."""
         match mixer:
             case spec.AttentionSpec():
                 keys = mixer.kv_heads
             case spec.LatentAttentionSpec():
                 keys = mixer.heads
+        # with fewer key heads than ranks, several ranks share one
         first = mesh.tp.rank * (mixer.heads // mesh.tp.size)
         return cls(mixer.heads, keys, mixer.head_size, first, first * keys // mixer.heads)

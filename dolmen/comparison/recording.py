@@ -62,13 +62,13 @@ class Piece:
 
     @property
     def index(self) -> tuple[slice | Tensor, ...]:
-        """Index that selects the same region of the logical tensor."""
+        """Index that selects this piece's region of the logical tensor."""
         return self.where if self.rows is None else (self.rows, *self.where[1:])
 
 
 @dataclass(eq=False)
 class Recorded:
-    """One logical tensor."""
+    """One logical tensor as its ranks hold it."""
 
     shape: tuple[int, ...]
     partial: bool = False
@@ -76,12 +76,13 @@ class Recorded:
     pieces: list[Piece] = field(default_factory=list)
 
     def join(self, pieces: list[Piece] | None = None) -> Tensor:
-        """Put together; of pieces of one region those of the last rank, or the sum of a partial
-        one. NaN where no rank held anything.
+        """Put the pieces (default: all) together: the last rank's values where several hold a
+        region, or their sum if `partial`. NaN where no rank holds anything.
         """
         pieces = self.pieces if pieces is None else pieces
         dtype = pieces[0].values.dtype
         if not self.partial:
+            # NaN shows a region that no rank has recorded
             out = torch.full(self.shape, torch.nan, dtype=dtype)
             for piece in pieces:
                 out[piece.index] = piece.values
@@ -98,7 +99,7 @@ Tensors = dict[tuple[Stage, str], Recorded]
 
 @dataclass(eq=False)
 class Recording:
-    """One side, of all its ranks."""
+    """All recorded tensors of one side, of all its ranks."""
 
     title: str
     topology: Topology
@@ -113,7 +114,7 @@ class Recording:
         return [name for at, name in self.tensors if at == stage]
 
     def tensor(self, stage: Stage, name: str) -> Tensor | None:
-        """A tensor put together; None where this side has none of that name."""
+        """Return a tensor, joined from its pieces; None where this side has not recorded it."""
         found = self.tensors.get((stage, name))
         return None if found is None else found.join()
 
@@ -134,24 +135,27 @@ class Recorder:
         rows: Tensor | None = None,
         partial: bool = False,
     ) -> None:
-        """A piece, copied."""
+        """Record a copy on the CPU of this rank's part `values` of a tensor of the full `shape`.
+        `where`: its region, a slice per dim; `rows`: row indices in place of the first slice;
+        `partial`: the tensor is the sum over ranks.
+        """
         kept = values.detach().to("cpu", copy=True).contiguous()
         place = self.tensors.setdefault((stage, name), Recorded(shape, partial))
         assert (place.shape, place.partial) == (shape, partial), (stage, name, shape, place)
         place.pieces.append(Piece(self.rank, where, kept, rows))
 
     def add_whole(self, stage: Stage, name: str, values: Tensor) -> None:
-        """A tensor that this rank holds all of."""
+        """Record a tensor that this rank holds all of."""
         self.add(stage, name, tuple(values.shape), tuple(slice(0, n) for n in values.shape), values)
 
     def add_number(self, name: str, value: float) -> None:
-        """One number of the world."""
+        """Record a scalar that is the same on all ranks, such as the loss."""
         self.add_whole("numbers", name, torch.tensor(value, dtype=torch.float64))
 
 
 def merge_ranks(ranks: list[Tensors]) -> Tensors:
-    """Merge the recordings of several ranks, in the order in which they were made: first the names
-    of the first rank, then those that only others have.
+    """Merge the recordings of several ranks into one, in recorded order: the names of the first
+    rank, then those that only other ranks have.
     """
     out = Tensors()
     for tensors in ranks:
@@ -167,7 +171,7 @@ def merge_ranks(ranks: list[Tensors]) -> Tensors:
 
 
 def save(folder: Path, tensors: Tensors, rank: int) -> None:
-    """Write what this rank has recorded into a folder of its own."""
+    """Write this rank's recording into its own new subfolder of `folder`, as safetensors."""
     stored = dict(_named_pieces(tensors))
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in stored.items()}
     mine = folder / f"rank-{rank:05d}"
@@ -176,11 +180,14 @@ def save(folder: Path, tensors: Tensors, rank: int) -> None:
 
 
 def load(folder: Path, ranks: int) -> Tensors:
-    """Load what so many ranks have saved. Raises ValueError where one has not."""
+    """Load and merge the recordings that ranks 0 to `ranks` - 1 saved. Raises ValueError where one
+    is missing.
+    """
     return merge_ranks([_read(folder / f"rank-{rank:05d}") for rank in range(ranks)])
 
 
 def _named_pieces(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Yield (file name key, tensor) of each piece and of its row indices."""
     for (stage, name), recorded in tensors.items():
         for number, piece in enumerate(recorded.pieces):
             shape = "x".join(map(str, recorded.shape))
@@ -192,6 +199,7 @@ def _named_pieces(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(folder: Path) -> Tensors:
+    """Read the recording of one rank, the inverse of `_named_pieces`."""
     out, stored = Tensors(), safetensors.index(folder)
     for key, found in stored.items():
         *words, kind = key.split("|")
@@ -261,32 +269,34 @@ END, LAST_ONES = 1 << 30, ("final_norm", "logits", "project_out", *OF_HEAD)
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a tensor is of; None outside."""
+    """Layer number of a tensor or parameter name; None outside of layers."""
     found = LAYER.fullmatch(name)
     return None if found is None else int(found[1])
 
 
 def inside(name: str) -> str:
-    """The name without its layer."""
+    """Name of a tensor within its layer, "" for the layer's output; outside of layers the name
+    itself.
+    """
     found = LAYER.fullmatch(name)
     return name if found is None else found[2]
 
 
 def place(name: str) -> int:
-    """The layer of a tensor or parameter, where they are sorted by layers: what is in front of all
-    of them is in layer -1.
+    """Sort key by layer: the layer's number, -1 for what precedes the layers, END for what follows
+    them.
     """
     number = layer_of(name)
     return number if number is not None else END if name.startswith(LAST_ONES) else -1
 
 
 def operation(name: str) -> str:
-    """Name the operation that computes a tensor of forward."""
+    """Description of the operation that computes a forward tensor, for a report."""
     return {**OUTSIDE, **INSIDE}.get(inside(name), "a part of the layer")
 
 
 def gradient_tensor(parameter: str) -> str:
-    """The tensor whose gradient, once known, gives that of a parameter."""
+    """Name of the forward tensor whose gradient, once known, gives that of the parameter."""
     module, _, _ = parameter.rpartition(".")
     number, word = layer_of(module), inside(module)
     if number is None:
@@ -296,7 +306,9 @@ def gradient_tensor(parameter: str) -> str:
 
 
 def downstream(word: str) -> tuple[str, ...]:
-    """Names of the tensors that everything in a tensor inside a layer passes through."""
+    """Names of the tensors of a layer that everything computed from its tensor `word` passes
+    through.
+    """
     if word in ("mlp.gate", "mlp.up"):
         return ("mlp.act",)
     if word in ("attn", "attn.sums", "attn_post_norm"):

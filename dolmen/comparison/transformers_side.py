@@ -39,8 +39,9 @@ ATTENTION = "dolmen_seen"
 def record(
     source: Source, task: DiffTask, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensors:
-    """Record what transformers computes with `source`, which is exported for the while where it
-    cannot load it; its update is that of torch.optim.AdamW. Raises as `as_transformers`.
+    """Record what transformers computes for the source: weights, activations, gradients and one
+    update by torch.optim.AdamW, as deep as the task says. Exports the source to a temporary folder
+    if transformers cannot load it. Raises as `transformers_folder`.
     """
     recorder, model = Recorder(), source.model
     with reference_model.quiet_transformers(), transformers_folder(source) as folder:
@@ -78,7 +79,7 @@ def _record_update(
     weights: dict[str, Tensor],
     gradients: dict[str, Tensor],
 ) -> None:
-    """Gradients, and one update by them, in fp32 or wider."""
+    """Record gradients, their norm, and one AdamW update of `weights`, in fp32 or wider."""
     for name, gradient in gradients.items():
         recorder.add_whole("gradients", name, gradient)
     leaves, config = model.tree.leaves, task.optimizer
@@ -111,7 +112,9 @@ def _record_update(
 
 
 class _TransformersHooks:
-    """Hooks on a model of transformers, within."""
+    """Context manager with hooks on a transformers model that record under our names. `gradients`:
+    record gradients of activations too.
+    """
 
     def __init__(self, network: Any, model: Model, recorder: Recorder, gradients: bool):
         self.network, self.model = network, model
@@ -149,8 +152,8 @@ class _TransformersHooks:
         self.stack.close()
 
     def _common(self, ours: str) -> nn.Module | None:
-        """The innermost module with all parameters of ours whose names begin so; None where it is
-        one parameter's own.
+        """Return the innermost module that holds all parameters whose names begin with `ours`; None
+        where that is a single parameter's own module.
         """
         owners = {_module(entry) for entry in self.entries if entry.ours[0].startswith(ours)}
         if len(owners) < 2:
@@ -161,7 +164,9 @@ class _TransformersHooks:
     def _owner(
         self, module: nn.Module, entry: StoredTensor, ours: Sequence[str], leaf: ParamSpec
     ) -> None:
-        """Record the input and the output of a module with a weight."""
+        """Register hooks on a module that owns a weight: its output, split into our projections
+        where it is fused, or for output projections its input.
+        """
         name = ours[0]
         if leaf.role in ("norm", "router"):
             self._on_output(module, name)
@@ -178,13 +183,21 @@ class _TransformersHooks:
                 self._on_output(module, one, which)
 
     def _on_output(self, module: nn.Module, name: str, columns: Tensor | None = None) -> None:
+        """Record the module's output as `name`; `columns`: those of a fused output that belong to
+        it.
+        """
+
         def see(_: nn.Module, args: Any, out: Any) -> None:
+            """Record the module's output."""
             self._see(name, _first(out), columns)
 
         self.stack.callback(module.register_forward_hook(see).remove)
 
     def _on_input(self, module: nn.Module, name: str) -> None:
+        """Record the module's first input as `name`."""
+
         def see(_: nn.Module, args: tuple, options: dict[str, Any]) -> None:
+            """Record the module's first argument."""
             self._see(name, args[0] if args else options["hidden_states"])
 
         self.stack.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
@@ -192,7 +205,9 @@ class _TransformersHooks:
     def _attends(
         self, layers: dict[nn.Module, int], module: nn.Module, found: dict[str, Tensor]
     ) -> None:
-        """Queries, keys and values of a layer, each [batch, heads, length, size]."""
+        """Record queries, keys and values ([batch, heads, length, size]) of the layer that
+        `module`, an attention module, is in.
+        """
         for word, x in found.items():
             if module in layers:
                 self._see(f"layers.{layers[module]}.attn.{word}", x, heads_first=True)
@@ -200,11 +215,15 @@ class _TransformersHooks:
     def _see(
         self, name: str, x: Any, columns: Tensor | None = None, heads_first: bool = False
     ) -> None:
-        """x [batch, length, features], [batch, length, heads, size] or [tokens, features]."""
+        """Record x of shape [batch, length, features], [batch, length, heads, size] ([batch, heads,
+        length, size] if `heads_first`) or [tokens, features], with all tokens in one dim, and its
+        gradient. Only the first call per name is recorded.
+        """
         if not isinstance(x, Tensor):
             return
 
         def flat(x: Tensor) -> Tensor:
+            """Return x as [tokens, columns]."""
             x = x.transpose(1, 2) if heads_first else x
             x = x.reshape(-1, x.shape[-1]) if x.ndim < 4 else x.flatten(2).flatten(0, 1)
             return x if columns is None else x[:, columns.to(x.device)]
@@ -222,5 +241,5 @@ def _module(entry: StoredTensor) -> str:
 
 
 def _first(out: Any) -> Any:
-    """Output of a module; the first of several."""
+    """Return a module's output, the first if it is a tuple."""
     return out[0] if isinstance(out, tuple) else out

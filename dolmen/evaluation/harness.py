@@ -36,7 +36,9 @@ Pair = tuple[Any, list[int], list[int]]
 
 
 class Harness(TemplateLM):
-    """lm_eval's model, over one that is loaded here."""
+    """lm_eval's model interface over a model that is loaded here. Every rank runs lm_eval with all
+    requests; each batch is divided over ranks.
+    """
 
     backend = "causal"
 
@@ -48,30 +50,42 @@ class Harness(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """Id of the EOS token."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """Token before a text that has no context."""
+        """Id of the token in front of a text without context: BOS, else EOS."""
         begin = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if begin is None else begin
 
     @property
     def tokenizer_name(self) -> str:
+        """Name for lm_eval's cache files."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
+        """Return the token ids of a text, without BOS where the text begins with it already.
+        `add_special_tokens`: default as the tokenizer does.
+        """
         begun = string.startswith(self.tokenizer.decode(self.prefix_token_id))
         if add_special_tokens is None and not begun:
             return self.tokenizer.encode(string)
         return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """For each request (context, continuation): the sum of the continuation's log-probabilities
+        in nats, and whether greedy decoding gives it. No progress bar, whatever `disable_tqdm` is.
+        """
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **_: Any) -> list[tuple[float, bool]]:
+        """Score (key, context tokens, continuation tokens) as `loglikelihood` does. Contexts are
+        cut on the left to the model's length. Raises ValueError for a continuation that is empty or
+        longer than the model.
+        """
         if not requests:
             return []
         read, firsts = [], []
@@ -92,6 +106,9 @@ class Harness(TemplateLM):
         return list(zip(found.log_likelihoods.tolist(), greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[float]:
+        """For each request: the log-probability in nats of its whole text, in disjoint windows of
+        the model's length.
+        """
         of, windows = [], []
         for number, request in enumerate(requests):
             (text,) = request.args
@@ -109,7 +126,9 @@ class Harness(TemplateLM):
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
-        """Generate; requests with equal options run in one batch."""
+        """Generate a completion for each request (context, options); requests with equal options
+        run in one batch. The stop strings are not part of the results.
+        """
         answers = [""] * len(requests)
         alike: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -122,6 +141,9 @@ class Harness(TemplateLM):
         return answers
 
     def _continued(self, contexts: list[str], asked: dict[str, Any]) -> list[str]:
+        """Generate completions of `contexts` with one set of lm_eval's options. Contexts are cut on
+        the left. Raises ValueError where the new tokens leave no place for a context.
+        """
         until = handle_stop_sequences(asked["until"], self.tokenizer.decode(self.eot_token_id))
         most = self.max_length - asked["max_gen_toks"]
         if most < 1:
@@ -144,6 +166,7 @@ class Harness(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
+        """Render a chat with the tokenizer's template, as text."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -153,7 +176,9 @@ class Harness(TemplateLM):
 
 
 def known(asked: TasksConfig) -> TaskManager:
-    """Find the requested tasks. Raises ValueError for one that is nowhere."""
+    """Return lm_eval's manager of tasks, which knows those requested: of --tasks-path alone if that
+    has all of them (faster), else lm_eval's too. Raises ValueError for an unknown task.
+    """
     own = TaskManager(include_path=asked.tasks_path, include_defaults=False)
     if asked.tasks_path is not None and all(name in own.all_tasks for name in asked.names):
         return own
@@ -168,9 +193,9 @@ def known(asked: TasksConfig) -> TaskManager:
 def scores(
     loaded: Loaded, tokenizer: PreTrainedTokenizer, asked: TasksConfig
 ) -> dict[str, dict[str, float]]:
-    """Task -> metric, as lm_eval names both (`acc,none`) -> number; the same on every rank, all of
-    which call it. Random numbers go on afterwards as if nothing had been. Raises ValueError for
-    what lm_eval does not know.
+    """Run the tasks: task -> metric, as lm_eval names both (`acc,none`) -> value. Collective; equal
+    on every rank. Global random states are as before afterwards. Raises ValueError for an unknown
+    task.
     """
     manager = known(asked)
     harness, names = Harness(loaded, tokenizer), list[Any](asked.names)
@@ -192,7 +217,7 @@ def scores(
 
 
 def _numbers(found: Any) -> dict[str, dict[str, float]]:
-    """Return the metrics among lm_eval's results."""
+    """Select the numeric metrics of each task from lm_eval's results."""
     return {
         task: {
             name: float(value)
@@ -205,7 +230,7 @@ def _numbers(found: Any) -> dict[str, dict[str, float]]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within, the global random states may be set; afterwards they are as before."""
+    """Context manager that restores the global random states of random, numpy and torch."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -22,7 +22,9 @@ from dolmen.serving.request import Request, SamplingParams
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model on the processes that compute with it, and what it does there."""
+    """A loaded model, the mesh that it is sharded over, and the pipeline schedule (None for one
+    stage).
+    """
 
     model: Decoder
     mesh: Mesh
@@ -30,7 +32,9 @@ class Loaded:
 
 
 def check_foretells(model: spec.ModelSpec) -> None:
-    """Raises ValueError for a model that has no probability of a next token."""
+    """Raises ValueError for a model that does not predict a next token: without an LM head, or
+    bidirectional.
+    """
     check_head("a loss of the next token", spec.LMHeadSpec, model)
     if model.both_ways:
         raise ValueError(
@@ -40,8 +44,8 @@ def check_foretells(model: spec.ModelSpec) -> None:
 
 
 def load(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
-    """The model that is asked for, on the axes of `mesh`. Raises ValueError for what cannot be
-    loaded, and for a model that foretells no next token.
+    """Load the model of asked.source, sharded over `mesh`, in asked.dtype. Collective. Raises
+    ValueError for a source that cannot be loaded or a model that does not predict a next token.
     """
     source = open_alike(asked.source, mesh)
     check_foretells(source.tree)
@@ -54,8 +58,8 @@ def load(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
 
 
 def tokenizer_of(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> PreTrainedTokenizer:
-    """The tokenizer that is asked for, or the model's own. Raises ValueError where there is none,
-    or it is larger than the model's vocabulary.
+    """Return the tokenizer of --data.tokenizer, or the model's own. Raises ValueError where there
+    is none, or it has more tokens than the model.
     """
     source = open_alike(asked.source, mesh)
     named = asked.data.tokenizer
@@ -73,9 +77,9 @@ def generate_texts(
     until: Sequence[str] = (),
     seed: int = 0,
 ) -> list[str]:
-    """Generate the completion of each prompt, without the string of `until` that it ends at, if
-    any. Every rank calls it and has the same texts; those of dp write all of them. Raises
-    ValueError for prompts that the model cannot take.
+    """Generate the completion of each prompt (token ids) as text, ending before the first stop
+    string of `until`. Collective; all ranks return all texts. Raises ValueError for prompts that
+    the model cannot take.
     """
     texts = [Detokenizer(tokenizer, until) for _ in prompts]
     with Engine(loaded.model, mesh=loaded.mesh) as engine:

@@ -60,7 +60,9 @@ from dolmen.parallel.simulation import make_schedule
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """`read(i)` gives row i, int64 [lengths[i]], of two tokens or more."""
+    """Token sequences to evaluate. `read(i)` returns row i, int64 [lengths[i]], of two tokens or
+    more.
+    """
 
     lengths: Int64[np.ndarray, " rows"]
     firsts: Int64[np.ndarray, " rows"]
@@ -69,13 +71,13 @@ class Rows:
 
     @property
     def counted(self) -> int:
-        """Tokens that are counted, of all rows."""
+        """Number of counted tokens, over all rows."""
         return int((self.lengths - self.firsts).sum())
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Rows of a corpus, cut into windows."""
+    """A corpus as rows, cut into windows of `window` tokens, `stride` apart."""
 
     rows: Rows
     documents: int
@@ -86,12 +88,12 @@ class Windows:
 
     @property
     def tokens(self) -> int:
-        """Tokens that are counted."""
+        """Number of counted tokens."""
         return self.rows.counted
 
     @property
     def words(self) -> str:
-        """How documents are read."""
+        """Phrase that says how documents are read, for the report."""
         if self.stride == self.window:
             return f"documents whole up to {self.window:,} tokens, the first of each is not counted"
         return (
@@ -101,17 +103,20 @@ class Windows:
 
 
 def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windows:
-    """Cut documents into windows of at most `window` tokens, `stride` apart; the ends of text that
-    close documents are left out. Raises ValueError where no token is counted.
+    """Cut each document into windows of at most `window` tokens, `stride` apart, each token counted
+    once. EOS tokens at the ends of documents are left out. Raises ValueError where no token would
+    be counted.
     """
     starts = corpus.offsets[:-1]
     lengths = np.diff(corpus.offsets) - (corpus.last_tokens == end_of_text)
     over = np.maximum(lengths - window, 0)
+    # windows of each document: ceil((length - window) / stride) more than one
     counts = 1 + -(-over // stride)
     of = np.repeat(np.arange(len(lengths)), counts)  # document of each window
     index = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)  # and its own
     begin = index * stride
     stop = np.minimum(begin + window, lengths[of])
+    # the first token that the window before has not counted
     first = np.where(index == 0, 1, np.maximum(begin - stride + window, begin + 1))
     kept = stop > first
     if not kept.any():
@@ -123,6 +128,7 @@ def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windo
     stream = corpus.stream(starts, corpus.offsets[1:])
 
     def read(row: int) -> np.ndarray:
+        """Read the tokens of a window from the corpus."""
         return stream.read(int(base[row] + begin[row]), int(stop[row] - begin[row]))
 
     rows = Rows(stop - begin, first - begin, read)
@@ -143,7 +149,7 @@ class Foretold(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Rows that are read at once."""
+    """Rows that one forward reads."""
 
     rows: Int64[np.ndarray, " group"]
     length: int
@@ -161,10 +167,10 @@ def foretold(
     schedule: Schedule | None = None,
     reach: Callable[[int], None] = lambda done: None,
 ) -> Foretold:
-    """The same on every rank of `mesh`, all of which call it with the same rows. `schedule`: of a
-    model whose stages lie on several ranks; its forwards are carried out. `reach` is told how many
-    counted tokens are done. The model is left as it was. Raises ValueError for a model that
-    foretells no next token.
+    """Log-probabilities of the counted tokens of each row, and how many are the argmax. Collective
+    over `mesh`, with the same rows and result on every rank. `schedule`: for a pipeline;
+    `reach(counted tokens so far)` reports progress. Raises ValueError for a model that does not
+    predict a next token.
     """
     check_foretells(model.tree)
     order = pipeline.forward_only(schedule or make_schedule("1f1b", 1, 1))
@@ -181,14 +187,16 @@ def foretold(
             done += int((rows.lengths - rows.firsts)[group.rows].sum())
             reach(done)
     # each row is on one rank of dp, each of its tokens on one of cp, and its end on one of pp
+    # tp ranks hold equal sums: each is added tp times
     whole = collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size
     likelihoods, likeliest = np.array(device.read_back(whole), np.float64).reshape(2, -1)
     return Foretold(likelihoods, likeliest.astype(np.int64))
 
 
 def _groups(model: Decoder, rows: Rows, mesh: Mesh, micros: int) -> Iterator[_Group]:
-    """All rows, the longest first: the same on every rank. Where the length of a text tells how its
-    tokens are turned, those of a group have one length.
+    """Yield groups of rows, longest first, at most TOKENS_AT_ONCE tokens per rank; the same on
+    every rank. If positions depend on the sequence's length (dynamic rope scaling), a group has
+    rows of one length only.
     """
     lengths = rows.lengths - 1
     order = np.argsort(-lengths, kind="stable")
@@ -209,7 +217,9 @@ def _groups(model: Decoder, rows: Rows, mesh: Mesh, micros: int) -> Iterator[_Gr
 
 
 def _batch(model: Decoder, rows: Rows, own: np.ndarray, group: _Group) -> Batch:
-    """The rows `own` of a group, and empty ones."""
+    """Batch of this dp rank's rows `own`, padded to the group's length, with empty rows up to its
+    number.
+    """
     tokens = np.zeros((group.each, group.padded), np.int64)
     labels = np.full(tokens.shape, IGNORED, np.int64)
     for place, row in enumerate(own):
@@ -226,7 +236,9 @@ def _batch(model: Decoder, rows: Rows, own: np.ndarray, group: _Group) -> Batch:
 
 
 def _end(hidden: Tensor, head: Any, part: Batch) -> Float64[Tensor, "2 sequences"]:
-    """Return the two sums over this cp rank's tokens of each sequence of a microbatch."""
+    """Per sequence of a microbatch, over this cp rank's tokens: sum of log-probabilities, and
+    number of tokens that are the argmax.
+    """
     found, likeliest = head.log_probabilities_and_argmax(hidden, part.labels)
     right = likeliest == head.here(part.labels)
     return torch.stack((found.double().sum(1), right.double().sum(1)))
@@ -234,7 +246,7 @@ def _end(hidden: Tensor, head: Any, part: Batch) -> Float64[Tensor, "2 sequences
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Over all of a text."""
+    """Result of evaluating a model on a text."""
 
     loss: float
     """Nats per counted token."""
@@ -260,7 +272,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, found: Foretold, text: Windows) -> "Evaluation":
-        """Make the evaluation from the sums over all of `text`."""
+        """Make the evaluation from the per-row predictions over all of `text`."""
         nats = -math.fsum(found.log_likelihoods.tolist())
         loss = nats / text.tokens
         return cls(
@@ -277,13 +289,13 @@ class Evaluation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the values that --json writes; an infinite perplexity is null."""
+        """Values for --json; an infinite perplexity is None."""
         finite = self.perplexity if math.isfinite(self.perplexity) else None
         told = {field.name: getattr(self, field.name) for field in fields(self)}
         return told | {"perplexity": finite}
 
     def table(self, title: str) -> Table:
-        """For a rich console; within 80 columns."""
+        """Table for a rich console, within 80 columns; `title` is the model's."""
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold", max_width=60)
@@ -302,7 +314,7 @@ class Evaluation:
 
 
 def prepared(asked: EvaluateConfig, progress: bool = True, verify: bool = True) -> Windows:
-    """The text that is asked for, as `open_text`."""
+    """Open the model's source and tokenise the text of the options; as `open_text`."""
     source = open_source(asked.source)
     return open_text(source, asked.data, asked.window, asked.stride, progress, verify)
 
@@ -315,10 +327,10 @@ def open_text(
     progress: bool = True,
     verify: bool = True,
 ) -> Windows:
-    """The text of `config` as tokens of the model of `source`; from the cache, compared with its
-    digests (`verify`), or else made now. Raises ValueError, KeyError or OSError, before all text is
-    read, for what does not fit: no text, no tokenizer, one that is larger than the model's
-    vocabulary, windows over its positions.
+    """Tokenise the text of `config` with its tokenizer, default the source's, and cut it into
+    windows; read from the cache (`verify`: compare its digests) if it was tokenised before. Raises
+    ValueError, KeyError or OSError for a missing text or tokenizer, a tokenizer larger than the
+    model's vocabulary, or windows longer than its positions.
     """
     model = source.tree
     check_foretells(model)
@@ -346,8 +358,8 @@ def open_text(
 
 
 def window_of(model: ModelSpec, window: int | None, stride: int | None) -> tuple[int, int]:
-    """Tokens that are read at once: those asked for, else all that the model takes; and those from
-    a window to the next, which else do not overlap. Raises ValueError for what is out of range.
+    """Return (window, stride) in tokens: as given, by default the model's full length, without
+    overlap. Raises ValueError for values out of range.
     """
     most = model.max_position_embeddings
     window = most if window is None else window
@@ -368,13 +380,13 @@ def window_of(model: ModelSpec, window: int | None, stride: int | None) -> tuple
 def measured(
     asked: EvaluateConfig, text: Windows, mesh: Mesh = SINGLE, progress: bool = True
 ) -> Evaluation:
-    """`evaluate` of the source that is asked for, the same on every rank of `mesh`."""
+    """Load the model of the options over `mesh` and evaluate it; see `evaluate`."""
     return evaluate(load(asked, mesh), text, progress)
 
 
 def evaluate(loaded: Loaded, text: Windows, progress: bool = True) -> Evaluation:
-    """Evaluate a model on `text`. Every rank calls it and gets the same. Raises ValueError for a
-    loss that is not finite.
+    """Evaluate a loaded model on `text`. Collective; every rank returns the same. `progress`: a bar
+    on rank 0. Raises ValueError for a loss that is not finite.
     """
     mesh = loaded.mesh
     title = f"evaluating {text.tokens:,} tokens in {plural(len(text.rows.lengths), 'window')}"

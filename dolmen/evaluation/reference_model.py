@@ -21,9 +21,8 @@ from dolmen.families import Model, weight_map
 def random_tokens(
     vocabulary: int, shape: tuple[int, int], padding: int | None, seed: int
 ) -> Int64[Tensor, "sequences window"]:
-    """Random tokens, all but `padding`: transformers gives that row of the embedding no gradient
-    (`padding_idx`), and we, who never pad, give it that of any token, so one such token would be a
-    difference of 1e-2 between two right programs.
+    """Random token ids without `padding`: transformers gives that embedding row no gradient
+    (padding_idx), while dolmen treats it as any token, so it would show as a difference of 1e-2.
     """
     generator = torch.Generator().manual_seed(seed)
     if padding is None or vocabulary == 1:  # of one token, nothing else could be drawn
@@ -33,10 +32,10 @@ def random_tokens(
 
 
 def load_reference(folder: Path, stated: Model, dtype: torch.dtype, device: torch.device) -> Any:
-    """Its model in a folder of the model `stated`: causal, or one that fills in tokens, and judges
-    pairs of texts where its head does. `eager` is
-    the attention nearest to the papers, but for Falcon, whose eager attention adds ALiBi twice, to
-    scores and in the mask.
+    """Load transformers' model from a folder, for evaluation: AutoModelForCausalLM, or for
+    bidirectional models ForMaskedLM (ForPreTraining with a next-sentence head). Never runs code of
+    the folder. `stated`: its model as dolmen reads it. Attention is "eager", nearest to the papers,
+    except for Falcon, whose eager attention adds ALiBi twice.
     """
     # 2.4 s to import: not owed by `--help`
     from transformers.models.auto.modeling_auto import (
@@ -65,8 +64,8 @@ def load_reference(folder: Path, stated: Model, dtype: torch.dtype, device: torc
 def logits_and_loss(
     network: Any, stated: Model, batch: Batch
 ) -> tuple[Float[Tensor, "sequences length vocabulary"], Float[Tensor, ""]]:
-    """The logits of a batch of the model `stated`, and the mean of what it is judged by, in fp32 or
-    wider.
+    """Run transformers' `network` on a batch: its logits, and the mean cross-entropy over labels,
+    plus that of the next-sentence head if the model `stated` has one. The loss is in fp32 or wider.
     """
     tokens = batch.tokens.to(network.device)
     out = network(tokens, **({} if stated.tree.both_ways else {"use_cache": False}))
@@ -82,7 +81,7 @@ def logits_and_loss(
 
 @contextmanager
 def fp32_products() -> Iterator[None]:
-    """fp32 products in fp32: TF32 keeps 10 bits."""
+    """Context manager: fp32 matrix products in full fp32, not in TF32, which keeps 10 bits."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -93,7 +92,7 @@ def fp32_products() -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and advice of transformers around our table; errors are shown."""
+    """Context manager: transformers shows errors only, no progress bars or advice."""
     from transformers import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -108,8 +107,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def tensors_by_our_names(model: Model, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under transformers' names -> the same under ours, by the rules that import weights:
-    they are linear.
+    """Return tensors of transformers' parameters (weights or gradients) under our names, split by
+    the import rules, which are linear.
     """
     weights = weight_map(model)
     named = {weights.canonical(name): tensor for name, tensor in stored.items()}

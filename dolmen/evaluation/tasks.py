@@ -16,7 +16,9 @@ Scores = Mapping[str, Mapping[str, float]]
 
 
 def check(asked: TasksConfig) -> None:
-    """Raises ValueError where a task is not known, or nothing knows any."""
+    """Raises ValueError where no task is named, lm_eval is not installed, or does not know a
+    task.
+    """
     if not asked.names:
         raise ValueError("--tasks names no task: give names between commas")
     if find_spec("lm_eval") is None:
@@ -29,14 +31,14 @@ def check(asked: TasksConfig) -> None:
 
 
 def scores(loaded: Loaded, tokenizer: PreTrainedTokenizer, asked: TasksConfig) -> Scores:
-    """Return the scores of harness.scores."""
+    """Run the tasks with lm_eval; see harness.scores."""
     from dolmen.evaluation import harness  # an extra, and seconds to import
 
     return harness.scores(loaded, tokenizer, asked)
 
 
 def table(found: Scores) -> Table:
-    """For a rich console."""
+    """Table of the scores for a rich console."""
     told = Table("task", "metric", box=None, padding=(0, 2, 0, 0))
     told.add_column("", justify="right")
     for task, numbers in found.items():

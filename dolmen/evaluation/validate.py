@@ -30,8 +30,9 @@ from dolmen.parallel.simulation import make_schedule
 
 
 def batch_of(tree: ModelSpec, windows: Int64[np.ndarray, "sequences window"]) -> Batch:
-    """Make the batch of these windows: the labels are the next tokens, or, for an encoder, the
-    tokens themselves, and of every second sequence that its second text follows the first.
+    """Make the batch of windows [sequences, length + 1] of tokens. Labels are the next tokens, or
+    for an encoder the tokens themselves; with a next-sentence head, every other sequence is
+    labelled as following.
     """
     if not tree.both_ways:
         return Batch.of_windows(windows)
@@ -44,8 +45,9 @@ def batch_of(tree: ModelSpec, windows: Int64[np.ndarray, "sequences window"]) ->
 
 
 def objective_of(tree: ModelSpec, batch: Batch) -> Objective:
-    """Return the pretraining loss: over all tokens, and over pairs once per sequence, the sum of
-    two means, as transformers has it.
+    """Return the pretraining objective of the model on this batch: cross-entropy, or masked LM with
+    next-sentence prediction, as the sum of two means (over tokens, over sequences), like
+    transformers.
     """
     if not judges_pairs(tree):
         return CrossEntropy()
@@ -53,7 +55,7 @@ def objective_of(tree: ModelSpec, batch: Batch) -> Objective:
 
 
 def judges_pairs(tree: ModelSpec) -> bool:
-    """Return whether the head predicts if the second of two texts follows the first."""
+    """True if the model has a next-sentence prediction head."""
     return tree.both_ways and tree.head.follows
 
 
@@ -73,7 +75,7 @@ class Losses(NamedTuple):
     """Further metrics of the objective."""
 
     def bits_per_byte(self, size: int) -> float:
-        """Return the bits per byte where the tokens are `size` bytes of text."""
+        """Return the loss in bits per byte, where the tokens are `size` bytes of text."""
         return self.nats / size / math.log(2)
 
 
@@ -84,13 +86,11 @@ def mean_loss(
     schedule: Schedule | None = None,
     objective: Objective = NEXT_TOKEN,
 ) -> Losses:
-    """Each rank of dp brings its own batches; the result is the same on every rank, and does not
-    depend on the layout.
-
-    Batches may differ in size, but under ZeRO the ranks bring equally many: each forward is a
-    collective. `schedule`: of a model whose stages lie on several ranks; its forwards are carried
-    out, on batches that its microbatches divide. Raises ValueError where no label carries a loss,
-    and for a model whose head is another than the objective's.
+    """Mean loss over all batches of all ranks. Collective: each dp rank passes its own batches, and
+    every rank returns the same result for any layout. Batches may differ in size, but under ZeRO
+    each rank must pass equally many, as a forward is a collective. `schedule`: for a pipeline,
+    whose microbatches must divide a batch. Raises ValueError where no label carries a loss, and for
+    a model with another head than the objective's.
     """
     check(objective, model.tree)
     # what is told, in the order of names, then nats, tokens, count: exact to 2^53 of them
@@ -115,7 +115,7 @@ def mean_loss(
 def _sums(
     model: Decoder, batch: Batch, mesh: Mesh, order: Schedule, objective: Objective
 ) -> Tensor:
-    """Return this rank's sums over one batch: metrics, then the losses."""
+    """Return this rank's sums over one batch, float64: the objective's metrics, then the loss."""
     total = torch.zeros(len(objective.names) + 1, dtype=torch.float64, device=mesh.device)
     for judged in forward.forward(model, batch, mesh, order, objective):
         total += torch.stack((*judged.metrics, judged.total.detach()))

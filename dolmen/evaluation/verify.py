@@ -40,7 +40,7 @@ SEQUENCES, NEW_TOKENS, SEED = 4, 16, 0
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. A difference that is not a number is not within any tolerance."""
+    """Comparison of one quantity. A NaN difference is not within any tolerance."""
 
     name: str
     difference: float
@@ -49,12 +49,13 @@ class Row:
 
     @property
     def ok(self) -> bool:
+        """True if the difference is within its tolerance."""
         return abs(self.difference) <= self.tolerance
 
 
 @dataclass(frozen=True)
 class Report:
-    """Results of `verify`; only the first rank knows the notes of rows."""
+    """Results of `verify`, the same on all ranks, except that only rank 0 has the rows' notes."""
 
     title: str
     rows: tuple[Row, ...]
@@ -62,10 +63,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """True if all rows are within their tolerances."""
         return all(row.ok for row in self.rows)
 
     def table(self) -> Table:
-        """For a rich console."""
+        """Table of all rows for a rich console."""
         caption = "\n".join(self.notes) or None
         table = Table(
             "compared",
@@ -91,7 +93,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Reference:
-    """Results of transformers."""
+    """Numbers that transformers computed."""
 
     logits: Tensor  # [sequences, length, vocab]
     loss: float
@@ -102,8 +104,8 @@ class Reference:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The same on every rank: windows [sequences, length + 1], whose beginnings are the prompts of
-    the continuation.
+    """Random tokens, the same on every rank: windows [sequences, length + 1], whose first `prompt`
+    tokens are prompts for greedy generation of `new` tokens.
     """
 
     windows: Tensor
@@ -113,10 +115,11 @@ class _Tokens:
 
     @property
     def prompts(self) -> Tensor:
+        """Prompts for generation, [sequences, prompt]."""
         return self.windows[:, : self.prompt]
 
     def batch(self, tree: ModelSpec) -> Batch:
-        """Return the batch of these windows."""
+        """Training batch of the windows."""
         return batch_of(tree, self.windows.cpu().numpy())
 
 
@@ -128,12 +131,11 @@ def verify(
     gradients: bool = True,
 ) -> Report:
     """Compare dolmen on `source` with transformers on `against` (default: the same source), which
-    is exported for the while where transformers cannot load it.
+    is exported to a temporary folder if transformers cannot load it.
 
-    Every rank calls it and gets the same verdict. The first rank's device holds the model three
-    times in fp32 (ours and the gradients of both), or once where `gradients` is off. Raises
-    ValueError or KeyError, before anything is loaded, where a source cannot be read or exported, or
-    the two hold models of different shapes.
+    Collective; every rank returns the same verdict. Rank 0 holds the model three times in fp32
+    (ours, and the gradients of both), or once without `gradients`. Raises ValueError or KeyError,
+    before loading, where a source cannot be read or exported, or the models have different shapes.
     """
     against = source if against is None else against
     notes = _differences(source, against)
@@ -163,8 +165,8 @@ def verify(
 
 
 def _differences(source: Source, against: Source) -> list[str]:
-    """A note for each value in which the two differ. Raises ValueError where shapes differ, and
-    where one cannot be read or transformers is not to be asked.
+    """Return a note for each config value in which the two differ. Raises ValueError where shapes
+    differ, a source cannot be read, or transformers has no such model.
     """
     check_expressible(against.model, against.tree)
     if not against.model.family.in_transformers:
@@ -186,7 +188,9 @@ def _differences(source: Source, against: Source) -> list[str]:
 
 
 def _tokens(tree: ModelSpec, length: int, device: torch.device, padding: int | None) -> _Tokens:
-    """Random tokens; how many of them, and of a continuation, the model takes."""
+    """Random tokens for the comparison, as many as the model's positions allow. Raises ValueError
+    for a `length` below 1.
+    """
     most = tree.max_position_embeddings
     if length < 1:
         raise ValueError(f"length is {length}: use --length 1 or more")
@@ -199,8 +203,8 @@ def _tokens(tree: ModelSpec, length: int, device: torch.device, padding: int | N
 def _ask_transformers(
     folder: Path, stated: Model, tokens: _Tokens, device: torch.device, gradients: bool
 ) -> Reference:
-    """Run transformers on a folder of the model `stated`. Labels are shifted by transformers
-    itself, but for those of a model that fills in tokens.
+    """Run transformers on a folder of the model `stated`: logits, loss, gradients if wanted, and
+    greedy tokens for causal models.
     """
     from transformers import GenerationConfig  # 2.4 s to import: not owed by `--help`
 
@@ -241,8 +245,8 @@ def _ask_transformers(
 def _compare(
     model: Decoder, mesh: Mesh, tokens: _Tokens, reference: Reference | None, gradients: bool
 ) -> list[Row]:
-    """The rows, on the first rank; elsewhere (`reference` is None) rows of zeros, from the same
-    collectives.
+    """Compute logits, loss, gradients and greedy tokens with dolmen, and return a row for each.
+    Collective; on ranks without a `reference` the rows are zeros.
     """
     batch = tokens.batch(model.tree)
     objective, count = objective_of(model.tree, batch), batch.weight
@@ -282,7 +286,9 @@ FLOOR = 1e-3  # key biases have gradient zero, the rest is rounding
 
 
 def logits_row(logits: Float[Tensor, "sequences length vocab"], reference: Reference | None) -> Row:
-    """The largest difference of our logits, absolute."""
+    """Largest absolute difference of the logits, allowed LOGITS of the largest logit; zeros without
+    a reference.
+    """
     if reference is None:
         return Row("logits", 0, 0)
     assert logits.shape == reference.logits.shape, (logits.shape, reference.logits.shape)
@@ -294,7 +300,7 @@ def logits_row(logits: Float[Tensor, "sequences length vocab"], reference: Refer
 
 
 def relative_row(name: str, ours: float, reference: float | None, tolerance: float) -> Row:
-    """Compare |ours - reference| / |reference|; a row of zeros where `reference` is None."""
+    """Row of |ours - reference| / |reference|; zeros without a reference."""
     if reference is None:
         return Row(name, 0, 0)
     apart = abs(ours - reference) / abs(reference) if reference else math.nan
@@ -302,8 +308,9 @@ def relative_row(name: str, ours: float, reference: float | None, tolerance: flo
 
 
 def gradient_rows(model: Decoder, reference: dict[str, Tensor] | None) -> list[Row]:
-    """Norm of the whole gradient, and the parameter whose gradient, of its leaf's shape, differs
-    most: |ours - reference| / |reference|.
+    """Two rows: the norm of the whole gradient, and the parameter whose gradient differs most, as
+    |ours - reference| / |reference|. Gathers and frees one gradient at a time. Zeros without a
+    reference.
     """
     ours, apart = 0.0, {}
     for name, p in model.named_parameters():
@@ -337,8 +344,8 @@ def gradient_rows(model: Decoder, reference: dict[str, Tensor] | None) -> list[R
 
 
 def greedy_row(continued: list[list[int]], reference: Reference | None, tolerance: float) -> Row:
-    """Number of texts that differ, but for those whose first other token is as good within the
-    tolerance of logits.
+    """Number of generated texts that differ. A text whose first different token has a logit within
+    twice the tolerance counts as a tie, not as a difference.
     """
     if reference is None:
         return Row("greedy tokens", 0, 0)
@@ -361,7 +368,7 @@ def greedy_row(continued: list[list[int]], reference: Reference | None, toleranc
 
 
 def agreed(rows: list[Row], mesh: Mesh) -> tuple[Row, ...]:
-    """The first rank's numbers, on every rank."""
+    """Return the rows with rank 0's numbers on every rank (collective)."""
     numbers = torch.tensor(
         [[row.difference, row.tolerance] for row in rows], dtype=torch.float64, device=mesh.device
     )

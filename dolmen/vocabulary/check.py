@@ -20,24 +20,27 @@ from dolmen.vocabulary.tokenizer_folder import Vocabulary
 
 @dataclass(frozen=True)
 class Text:
-    """Text from any source."""
+    """Text to measure or train a vocabulary on, from files or the hub."""
 
     source: Source
     field: str
 
     @property
     def name(self) -> str:
+        """Name of the source, for messages."""
         return self.source.name
 
     @property
     def size(self) -> int | None:
-        """Bytes of its files, packed ones as they lie; None where some of it is of the hub."""
+        """Bytes of its files, compressed ones as stored, for a progress bar; None where some are on
+        the hub.
+        """
         files = self.source.files
         return None if self.source.hubs else sum(file.stat().st_size for file in files)
 
     def pieces(self) -> Iterator[str]:
-        """All of it in order, in pieces that fit into memory. Raises ValueError for what cannot be
-        read.
+        """Yield all text in order, in pieces that fit into memory. Raises ValueError for unreadable
+        text.
         """
         for piece in pieces(self.source, self.field):
             yield piece.text
@@ -45,7 +48,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Counts:
-    """Sizes of a tokenised text."""
+    """Number of tokens, characters and UTF-8 bytes of a text."""
 
     tokens: int
     characters: int
@@ -53,13 +56,16 @@ class Counts:
 
     @property
     def characters_per_token(self) -> float:
+        """Compression in characters."""
         return self.characters / self.tokens
 
     @property
     def bytes_per_token(self) -> float:
+        """Compression in bytes."""
         return self.bytes / self.tokens
 
     def __str__(self) -> str:
+        """One line for a report."""
         return (
             f"{self.characters_per_token:.3f} characters and {self.bytes_per_token:.3f} bytes per "
             f"token ({plural(self.tokens, 'token')})"
@@ -67,8 +73,8 @@ class Counts:
 
 
 def open_text(config: VocabText) -> Text | None:
-    """The text that is named, if any is; nothing of it is read. Raises ValueError, also for
-    weights, which have no meaning here, and for tokens.
+    """Find the text of --data.path without reading it; None where there is no such option. Raises
+    ValueError for mixture weights and for sources that are tokens already.
     """
     if not config.path:
         return None
@@ -85,8 +91,8 @@ def open_text(config: VocabText) -> Text | None:
 
 
 def count(tokenizer: PreTrainedTokenizer, text: Iterable[str], name: str) -> Counts:
-    """Over all pieces of a text, which `name` stands for. Raises ValueError where they have no
-    tokens.
+    """Count tokens, characters and bytes over all pieces of a text; `name` is the text's in errors.
+    Raises ValueError where there are no tokens.
     """
     encode, tokens, characters, size = encoder(tokenizer), 0, 0, 0
     for piece in text:
@@ -119,7 +125,9 @@ CHINESE = (
 
 
 def check_base(base: Vocabulary, new: Vocabulary) -> None:
-    """Raises ValueError where the tokens of `new` cannot be the base's, whatever they are."""
+    """Raises ValueError where tokens of `new` cannot be added to the base: the base is unigram and
+    the new one has no scores, or the base's tokenizer.json and tokenizer.model disagree.
+    """
     model, content = base.model, base.content
     if base.kind == "unigram" and new.kind != "unigram":
         raise ValueError(
@@ -145,9 +153,9 @@ def check_merged(
     tokens: Sequence[str],
     text: Text | None,
 ) -> None:
-    """Raises ValueError where the tokenizer in `folder`, which has `tokens` from id `first` on,
-    has another id for one of these, has no merges that lead to it (of bpe), or does not give texts
-    back.
+    """Check a merged tokenizer as transformers opens it: `tokens` have ids from `first` on, BPE
+    merges lead to each, sample lines (also of `text`) decode to themselves, and sentencepiece
+    agrees. Raises ValueError otherwise.
     """
     made = load_tokenizer(str(folder), "--to")
     ids = made.get_vocab()
@@ -160,6 +168,7 @@ def check_merged(
     model = made.backend_tokenizer.model if made.is_fast else None
     if base.kind == "bpe" and model is not None:
         for token in tokens:
+            # below the pre-tokenizer: the merges alone must build the token
             if len(model.tokenize(token)) != 1:
                 raise ValueError(f"no merges lead to {brief(token)}")
     lines = probes(made)
@@ -179,23 +188,23 @@ def check_merged(
 
 
 def probes(tokenizer: PreTrainedTokenizer) -> list[str]:
-    """Lines that any tokenizer must give back: those of ENGLISH and CHINESE whose characters it
-    knows.
-    """
+    """English and Chinese sample lines of which the tokenizer knows all characters."""
     encode = encoder(tokenizer)
     unknown = tokenizer.get_vocab().get(str(tokenizer.init_kwargs.get("unk_token")))
     return [line for line in (*ENGLISH, *CHINESE) if unknown not in encode(line).tolist()]
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the lines of a text that are not blank, without the spaces around them, of which
-    tokenizers that put one before each text lose some.
+    """Lines of a text that are not blank, stripped: tokenizers that put a space before each text
+    lose leading spaces.
     """
     return [line for line in map(str.strip, text.splitlines()) if line]
 
 
 def gives_back(tokenizer: PreTrainedTokenizer, lines: Iterable[str], where: str) -> None:
-    """Raises ValueError for the first line that has no tokens, or whose tokens are another text."""
+    """Raises ValueError for the first line that has no tokens or does not decode to itself; `where`
+    names the tokenizer.
+    """
     encode = encoder(tokenizer)
     for line in lines:
         ids = encode(line).tolist()
@@ -212,7 +221,9 @@ def gives_back(tokenizer: PreTrainedTokenizer, lines: Iterable[str], where: str)
 
 
 def check_sentencepiece(tokenizer: PreTrainedTokenizer, model: str, lines: Sequence[str]) -> None:
-    """Raises ValueError where sentencepiece makes other ids of more than UNLIKE of the lines."""
+    """Raises ValueError where sentencepiece itself, with the file `model`, makes other ids for more
+    than a share UNLIKE (1 %) of the lines.
+    """
     theirs = sentencepiece.SentencePieceProcessor(model_file=model)
     encode = encoder(tokenizer)
     unlike = [line for line in lines if theirs.encode(line) != encode(line).tolist()]

@@ -52,13 +52,17 @@ FILE = "extended.json"
 
 
 def write(folder: Path, old: int, tokens: int, init: str) -> None:
-    """`old`: the first id that is new; `tokens`: those that there are now."""
+    """Write extended.json: `old`, the first new id; `tokens`, the number of tokens now; `init`, how
+    new rows were initialised.
+    """
     told = {"old_tokens": old, "tokens": tokens, "init": init}
     (folder / FILE).write_text(json.dumps(told, indent=1) + "\n")
 
 
 def first_new(folder: Path) -> int | None:
-    """The first id that is new; None where nobody has said so. Raises Refused."""
+    """Return the first new id that extended.json states; None without such a file. Raises Refused
+    for a malformed one.
+    """
     file = folder / FILE
     return gate.read_json(file, kinds.EXTENDED)["old_tokens"] if file.is_file() else None
 
@@ -68,7 +72,7 @@ AT_ONCE = 4096  # new rows that are made together: their pieces are in memory in
 
 @dataclass(frozen=True)
 class Measured:
-    """A model on held-out text."""
+    """Result of measuring a model and its tokenizer on held-out text."""
 
     counts: Counts
     loss_per_byte: float | None
@@ -76,10 +80,11 @@ class Measured:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The same, as `dolmen evaluate` tells it."""
+        """Loss in bits per byte, as `dolmen evaluate` reports it."""
         return None if self.loss_per_byte is None else self.loss_per_byte / math.log(2)
 
     def __str__(self) -> str:
+        """One line for a report."""
         told = ""
         if self.loss_per_byte is not None:
             told = f", loss {self.loss_per_byte:.6f} per byte ({self.bits_per_byte:.6f} bits)"
@@ -100,7 +105,7 @@ class Extended:
     after: Measured | None
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Report in lines: new tokens and rows, and the held-out measurements."""
         padding = min(self.tokens, self.rows_before) - self.old
         told = [
             f"{self.tokens - self.old:,} new tokens, ids {self.old} to {self.tokens - 1}, "
@@ -113,8 +118,10 @@ class Extended:
 
 
 def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
-    """Writes the folder. Raises ValueError, KeyError or OSError, with nothing written, for a
-    tokenizer that is not the model's own with tokens behind, and as `dolmen export`.
+    """Write the model with rows for the new tokens of asked.tokenizer as a new transformers
+    directory. `progress`: bars on stderr. Raises ValueError, KeyError or OSError, with nothing
+    written, for a tokenizer that is not the model's own plus tokens at its end, and as `dolmen
+    export`.
     """
     to = Path(asked.to).expanduser()
     hf_export.check_target(to)
@@ -154,7 +161,7 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
 def check_grown(
     old: PreTrainedTokenizer, new: PreTrainedTokenizer, asked: VocabExtendConfig
 ) -> None:
-    """Raises ValueError unless `new` is `old` with tokens behind its own."""
+    """Raises ValueError unless `new` has all tokens of `old` under the same ids, and more."""
     had, has = vocabulary_size(old), vocabulary_size(new)
     if has <= had:
         raise ValueError(
@@ -177,13 +184,16 @@ def check_grown(
 def _pieces(
     before: Vocabulary, old: PreTrainedTokenizer, new: PreTrainedTokenizer
 ) -> dict[int, list[int]]:
-    """New id -> the ids that the old tokenizer cuts it into; all, where it cannot."""
+    """Map each new id to the old ids that its token is tokenised to. A token that the old tokenizer
+    cannot write maps to all old ids, so that its mean row is that of the whole vocabulary.
+    """
     first, every = vocabulary_size(old), sorted(old.get_vocab().values())
     model = old.backend_tokenizer.model
     special = {*new.backend_tokenizer.get_added_tokens_decoder()}
     found: dict[int, list[int]] = {}
     for token, number in new.get_vocab().items():
         if number >= first:
+            # special tokens are stored as plain text, learned ones as the vocabulary writes them
             text = before.written(token.encode()) if number in special else token
             found[number] = [piece.id for piece in model.tokenize(text or token)] or every
     return found
@@ -191,7 +201,7 @@ def _pieces(
 
 @dataclass(frozen=True)
 class Rows:
-    """Values of the rows of new tokens, for any parameter with a row for each token."""
+    """Makes the rows of new tokens, for any parameter with a row per token (embedding, head)."""
 
     first: int
     """First id that the model has no trained row for."""
@@ -199,8 +209,9 @@ class Rows:
     asked: VocabExtendConfig
 
     def grown(self, name: str, leaf: ParamSpec, old: Tensor, std: float) -> Tensor:
-        """`old`, in the shape of `leaf` and with rows for new tokens; those of tokens that there
-        are not, behind the last, are 0 or as they were.
+        """Return `old` enlarged to the shape of `leaf`, with rows for new tokens (mean, random or
+        zero; `std` is the model's initializer range). Padding rows behind the last token stay, or
+        are 0. `name` seeds random rows.
         """
         whole = old.new_zeros(leaf.shape)
         whole[: len(old)] = old
@@ -217,7 +228,9 @@ class Rows:
         return whole
 
     def _means(self, whole: Tensor, old: Tensor, ids: Tensor) -> None:
-        """Fill new rows with means, in fp32, or wider where the rows are."""
+        """Fill rows `ids` of `whole` with the mean of their pieces' rows in `old`, computed in fp32
+        or wider.
+        """
         wide = torch.promote_types(old.dtype, torch.float32)
         for some in ids.split(AT_ONCE):
             each = [self.pieces[number] for number in some.tolist()]
@@ -225,13 +238,16 @@ class Rows:
             flat = torch.tensor([piece for pieces in each for piece in pieces])
             table, places = flat.unique(return_inverse=True)
             rows = old[table].to(wide).reshape(len(table), -1)
+            # one kernel for bags of any length, without a padded [tokens, pieces, hidden] tensor
             made = embedding_bag(places, rows, offsets, mode="mean")
             whole[some] = made.reshape(len(some), *old.shape[1:]).to(old.dtype)
 
 
 @dataclass(frozen=True)
 class Grown(WeightsAlone):
-    """A source with more tokens, of which rows are made as they are read."""
+    """A source whose vocabulary parameters are enlarged as they are read; all others are
+    unchanged.
+    """
 
     source: Source
     model: Model
@@ -240,40 +256,49 @@ class Grown(WeightsAlone):
 
     @property
     def where(self) -> Path:
+        """Folder of the original source."""
         return self.source.where
 
     @property
     def title(self) -> str:
+        """Title of the original source, and that it has more tokens."""
         return f"{self.source.title}, with more tokens"
 
     @property
     def tree(self) -> ModelSpec:
+        """Spec with the larger vocabulary, where parameters with a row per token have more rows."""
         return self.model.tree
 
     @property
     def iteration(self) -> None:
+        """None: an extended model starts a new run."""
         return None
 
     @property
     def generation_config(self) -> dict[str, Any]:
+        """Generation config of the original source: new tokens do not change it."""
         return self.source.generation_config
 
     @property
     def transformers(self) -> None:
+        """None: no folder has the extended model yet."""
         return None
 
     @cached_property
     def specs(self) -> Mapping[str, Spec]:
+        """Enlarged shape and unchanged dtype of each parameter."""
         leaves = self.tree.leaves
         return {
             name: Spec(leaves[name].shape, one.dtype) for name, one in self.source.specs.items()
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, enlarged tensor) of every parameter, or of `only`."""
         for name in self.specs if only is None else only:
             yield name, self.read(name)
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
+        """Read one parameter, enlarged if it has a row per token."""
         leaf, old = self.tree.leaves[name], self.source.read(name)
         if not leaf.is_vocabulary:
             return old
@@ -287,8 +312,8 @@ def measure(
     asked: VocabExtendConfig,
     progress: bool,
 ) -> Measured:
-    """Evaluate the model of that name on the held-out text. Raises ValueError as `dolmen
-    evaluate`.
+    """Count tokens of the held-out text and, for a causal model, evaluate its loss per byte.
+    `name`: folder of the model. Raises ValueError as `dolmen evaluate`.
     """
     counts = count(tokenizer, text.pieces(), text.name)
     if open_source(name).tree.both_ways:

@@ -66,7 +66,7 @@ CONFIG = "tokenizer_config.json"
 
 @dataclass
 class Wanted:
-    """The tokens of the new vocabulary, as the base would write them."""
+    """Tokens of the new vocabulary that the base lacks, as the base writes them."""
 
     tokens: dict[str, float | None] = field(default_factory=dict)
     """Tokens in order, with their scores."""
@@ -76,6 +76,7 @@ class Wanted:
     """Reason -> how many cannot be the base's."""
 
     def leave_out(self, why: str) -> None:
+        """Count a token that cannot be added, for the reason `why`."""
         self.left_out[why] = self.left_out.get(why, 0) + 1
 
 
@@ -96,10 +97,11 @@ class Merged:
 
     @property
     def size(self) -> int:
+        """Number of tokens after the merge."""
         return self.base + self.added
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Report in lines: tokens added, skipped and left out, and the held-out compression."""
         told = [
             f"{self.base:,} tokens of the base, as they were; {self.added:,} new, from id "
             f"{self.base}; {self.size:,} in all"
@@ -114,8 +116,9 @@ class Merged:
 
 
 def merge(asked: VocabMergeConfig, progress: bool = True) -> Merged:
-    """Writes the folder. Raises ValueError or OSError, with nothing written, for what cannot be
-    merged, and where the result would not give texts of both back.
+    """Write the base tokenizer with the tokens of the new one appended, as a new folder.
+    `progress`: bars on stderr. Raises ValueError or OSError, with nothing written, for vocabularies
+    that cannot be merged, and where the result does not decode texts to themselves.
     """
     to = Path(asked.to).expanduser()
     hf_export.check_target(to)
@@ -144,7 +147,10 @@ def merge(asked: VocabMergeConfig, progress: bool = True) -> Merged:
 
 
 def wanted_of(base: Vocabulary, new: Vocabulary) -> Wanted:
-    """Select the tokens of `new` that the base can have."""
+    """Select the tokens of `new` to add to the base. Tokens it has are counted; parts of
+    characters, control characters, tokens over LONGEST characters, and those across the base's
+    pre-tokenisation are left out, with the reason.
+    """
     found, have, parts = Wanted(), {*base.learned, *base.added.values()}, splits(base)
     for token, score in new.learned.items():
         meaning = new.meaning(token)
@@ -172,45 +178,51 @@ LONGEST = 512  # characters of a token: finding its merges takes the square of i
 
 
 class Pairs(Protocol):
-    """The pairs of neighbours that a BPE joins, and their order."""
+    """Merges of a BPE: the pairs of neighbours that it joins, and their order."""
 
     def rank(self, left: str, right: str) -> int | None:
-        """Lower is sooner; None: they are not joined."""
+        """Rank of a pair, where the lowest is joined first; None if it is not joined."""
         ...
 
     def join(self, left: str, right: str) -> None:
-        """Append the pair to those that are joined."""
+        """Append a pair as the last merge."""
         ...
 
 
 @dataclass
 class Merges:
-    """Pairs of `tokenizers`: a list."""
+    """Merges of a tokenizer.json: an ordered list of pairs."""
 
     ranks: dict[tuple[str, str], int]
 
     def rank(self, left: str, right: str) -> int | None:
+        """Position of the pair in the list, or None."""
         return self.ranks.get((left, right))
 
     def join(self, left: str, right: str) -> None:
+        """Append the pair to the list."""
         self.ranks[left, right] = len(self.ranks)
 
 
 @dataclass
 class Concatenations:
-    """Pairs of sentencepiece: all that make a piece."""
+    """Merges of sentencepiece: any two neighbours whose concatenation is a piece, ordered by the
+    piece.
+    """
 
     ranks: dict[str, int]
 
     def rank(self, left: str, right: str) -> int | None:
+        """Rank of the piece that the pair makes, or None."""
         return self.ranks.get(left + right)
 
     def join(self, left: str, right: str) -> None:
+        """Add the pair's concatenation as the last piece."""
         self.ranks[left + right] = len(self.ranks)
 
 
 def cut(parts: Iterable[str], pairs: Pairs) -> list[str]:
-    """Join neighbours as BPE does."""
+    """Apply BPE: join the neighbours of lowest rank, leftmost first, until no pair is known."""
     found = list(parts)
     while len(found) > 1:
         ranked = [(pairs.rank(a, b), i) for i, (a, b) in enumerate(pairwise(found))]
@@ -238,29 +250,34 @@ def lead(
     pairs: Pairs,
     reach: Callable[[int], None] = lambda done: None,
 ) -> Added:
-    """Adds what is `wanted`, in order, to the `known` tokens; `pairs` gets what leads there, which
-    may join a token before its turn. `reach` is told how many are done.
+    """Add the `wanted` tokens, in order, to a BPE with the `known` tokens. For each, the base
+    tokenises its text, and merges (and intermediate tokens) are appended to `pairs` until it is one
+    token. `reach(n)` reports progress.
     """
     have, left, added = set(known), set(wanted), Added()
 
     def add(token: str) -> None:
+        """Add a token unless it is there."""
         if token not in have:
             have.add(token)
             added.tokens.append(token)
             added.between += token not in left
 
     def between(token: str) -> None:
+        """Add an intermediate token, unless it is a wanted one, which is added in its turn."""
         if token not in left:  # or its turn comes, in order
             add(token)
 
     for done, token in enumerate(wanted, 1):
         for character in token:
             between(character)
+        # its own merges may never apply: begin where the base ends
         parts = cut(token, pairs)
         while len(parts) > 1:
             named = [
                 i for i, (a, b) in enumerate(pairwise(parts)) if a + b in have or a + b in left
             ]
+            # prefer a join that is a token already: fewer intermediate tokens
             at = named[0] if named else 0
             pairs.join(parts[at], parts[at + 1])
             between(parts[at] + parts[at + 1])
@@ -274,6 +291,9 @@ Reach = Callable[[int], None]
 
 
 def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
+    """Add tokens to a sentencepiece model; return them and the files to write. Unigram tokens keep
+    their learned scores, BPE tokens get scores below all others.
+    """
     model = base.model
     assert model is not None
     filled = fillers(model, base.added)
@@ -313,6 +333,9 @@ def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Adde
 
 
 def _bpe(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
+    """Add tokens to a BPE of `tokenizers`; return them and the files to write. Ids follow the last
+    one taken, special tokens included.
+    """
     assert base.content is not None
     whole = deepcopy(base.content)
     model = whole["model"]
@@ -344,7 +367,7 @@ FORMS: dict[str, Callable[[Vocabulary, Wanted, Reach], tuple[Added, Files]]] = {
 
 
 def write(folder: Path, files: Files) -> None:
-    """Into an empty folder."""
+    """Write the files into a folder, mappings as JSON."""
     for name, content in files.items():
         if isinstance(content, bytes):
             (folder / name).write_bytes(content)
@@ -354,11 +377,14 @@ def write(folder: Path, files: Files) -> None:
 
 
 def _model_name(folder: Path) -> str:
+    """Name of the sentencepiece model file in a folder."""
     return next(name for name in MODELS if (folder / name).is_file())
 
 
 def _config(place: Path) -> dict[str, Any]:
-    """Its tokenizer_config.json; that of any tokenizer.json where there is none."""
+    """Content of the folder's tokenizer_config.json, or a minimal one that opens any
+    tokenizer.json.
+    """
     file = place / CONFIG
     if place.is_dir() and file.is_file():
         return gate.read_json(file, kinds.TOKENIZER_CONFIG)
@@ -366,7 +392,9 @@ def _config(place: Path) -> dict[str, Any]:
 
 
 def _copy(place: Path, to: Path) -> None:
-    """Copy files that stay as they are."""
+    """Copy the files that a merge does not change (chat template, special tokens) from `place`, if
+    it is a folder.
+    """
     for name in BESIDE if place.is_dir() else ():
         if (place / name).is_file():
             shutil.copyfile(place / name, to / name)

@@ -48,7 +48,7 @@ JSON = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Content of a tokenizer's files. Values are not to be written into."""
+    """Content of a tokenizer's files; read-only."""
 
     where: Path
     """Its folder, or its tokenizer.model."""
@@ -60,19 +60,21 @@ class Vocabulary:
 
     @property
     def kind(self) -> str:
-        """How it cuts text: unigram or bpe."""
+        """Tokenisation algorithm: "unigram" or "bpe"."""
         return "bpe" if self.model is None else self.model.kind
 
     @cached_property
     def added(self) -> dict[int, str]:
-        """Id -> token, of those that are found in a text before it is cut."""
+        """Id -> token, of added tokens (special ones, for example), which are matched before the
+        text is tokenised.
+        """
         found = [] if self.content is None else self.content.get("added_tokens") or []
         return {one["id"]: one["content"] for one in found}
 
     @cached_property
     def learned(self) -> dict[str, float | None]:
-        """Tokens that text is cut into, in order, as they are written: not special ones, nor single
-        bytes where others are characters; and their scores, where they have any.
+        """Learned tokens in order of id, as the vocabulary writes them, with their scores (None for
+        BPE of `tokenizers`). Without special tokens and byte-fallback tokens.
         """
         if self.model is not None:
             pieces = self.model.pieces
@@ -85,7 +87,9 @@ class Vocabulary:
         return dict.fromkeys(t for t in ordered if t not in added | bytes_ and t != unknown)
 
     def meaning(self, token: str) -> bytes | None:
-        """The UTF-8, whole or a part, that a token stands for; None where it is none."""
+        """UTF-8 bytes, maybe of a part of a character, that a token stands for; None for a token
+        that is not text.
+        """
         if self.form != "bytes":
             return token.replace(SPACE, " ").encode()
         if any(letter not in BYTES for letter in token):
@@ -93,7 +97,9 @@ class Vocabulary:
         return bytes(BYTES[letter] for letter in token)
 
     def written(self, meaning: bytes) -> str | None:
-        """The token that stands for it; None where this form has none: a part of a character."""
+        """Token that stands for these bytes; None for a part of a character in forms that have only
+        characters.
+        """
         if self.form == "bytes":
             return "".join(LETTERS[byte] for byte in meaning)
         try:
@@ -103,8 +109,8 @@ class Vocabulary:
 
 
 def open_vocabulary(name: str, option: str) -> Vocabulary:
-    """The tokenizer in a folder, a tokenizer.model, or that of a model of any format. Raises
-    ValueError naming `option` where there is none, or of a form that is not read.
+    """Open a tokenizer: a folder, a tokenizer.model, or the tokenizer of a model of any format.
+    Raises ValueError, naming `option`, where there is none or its form is not read.
     """
     place = expand(name)
     if place.is_file() and place.suffix == ".model":
@@ -134,7 +140,9 @@ def open_vocabulary(name: str, option: str) -> Vocabulary:
 
 
 def _content(place: Path, tokenizer: PreTrainedTokenizer) -> dict[str, Any] | None:
-    """Its tokenizer.json, or what that would be where its files are older."""
+    """Content of tokenizer.json, or what it would be for a tokenizer in older files; None for a
+    tokenizer that is not of `tokenizers`.
+    """
     if (place / JSON).is_file():
         return gate.read_json(place / JSON, kinds.TOKENIZER)
     if not tokenizer.is_fast:
@@ -143,8 +151,9 @@ def _content(place: Path, tokenizer: PreTrainedTokenizer) -> dict[str, Any] | No
 
 
 def fillers(model: SentencePieceModel, added: Mapping[int, str]) -> list[VocabularyPiece]:
-    """A piece for each id behind the model's up to the last of the `added` tokens, which other
-    files have: ids of pieces are their places. Raises ValueError for an id that is no vocabulary's.
+    """Pieces for all ids behind the sentencepiece model's, up to the last of the `added` tokens (id
+    -> token): a piece's id is its position, so gaps are filled with unused ones. Raises ValueError
+    for an id that is too large.
     """
     end = max(added, default=-1) + 1
     if end > kinds.VOCABULARY.high:
@@ -158,7 +167,9 @@ def fillers(model: SentencePieceModel, added: Mapping[int, str]) -> list[Vocabul
 
 
 def opened(vocabulary: Vocabulary, option: str) -> PreTrainedTokenizer:
-    """Open it as a tokenizer of `transformers`. Raises ValueError."""
+    """Open the vocabulary as a transformers tokenizer; `option` names it in errors. Raises
+    ValueError.
+    """
     if vocabulary.content is not None or vocabulary.model is None:
         return load_tokenizer(str(vocabulary.where), option, probe=False)
     from transformers import PreTrainedTokenizerFast
@@ -169,7 +180,9 @@ def opened(vocabulary: Vocabulary, option: str) -> PreTrainedTokenizer:
 
 
 def splits(vocabulary: Vocabulary) -> Callable[[str], int]:
-    """Text -> the parts that it is cut into before tokens are looked for."""
+    """Return a function that counts the parts into which the pre-tokenizer splits a text; always 1
+    for sentencepiece.
+    """
     if vocabulary.form == "sentencepiece" or vocabulary.content is None:
         return lambda text: 1
     steps = {name: vocabulary.content.get(name) for name in ("normalizer", "pre_tokenizer")}
@@ -177,6 +190,7 @@ def splits(vocabulary: Vocabulary) -> Callable[[str], int]:
     made = Tokenizer.from_str(json.dumps(bare))
 
     def parts(text: str) -> int:
+        """Count the parts of a text after the normaliser and the pre-tokenizer."""
         if made.normalizer is not None:
             text = made.normalizer.normalize_str(text)
         return 1 if made.pre_tokenizer is None else len(made.pre_tokenizer.pre_tokenize_str(text))
@@ -195,7 +209,7 @@ def form_of(content: dict[str, Any]) -> Form | None:
 
 
 def _has(step: Any, kind: str) -> bool:
-    """Return whether a step of a tokenizer.json, or a part of it, is of that type."""
+    """True if a step of a tokenizer.json, or a part of it, is of type `kind`."""
     if isinstance(step, list):
         return any(_has(one, kind) for one in step)
     if not isinstance(step, dict):
@@ -204,7 +218,7 @@ def _has(step: Any, kind: str) -> bool:
 
 
 def size(vocabulary: Vocabulary) -> int:
-    """Ids that are taken: the largest and one."""
+    """Number of ids: the largest one plus 1, added tokens included."""
     ids = [-1, *vocabulary.added]
     if vocabulary.model is not None:
         ids.append(len(vocabulary.model.pieces) - 1)
@@ -220,7 +234,7 @@ TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 
 def sentencepiece_as_json(model: SentencePieceModel) -> dict[str, Any]:
-    """The whole of it."""
+    """Content of a tokenizer.json that tokenises as the sentencepiece model does."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -244,7 +258,7 @@ def sentencepiece_as_json(model: SentencePieceModel) -> dict[str, Any]:
 
 
 def model_fields(pieces: Sequence[VocabularyPiece], bpe: bool) -> dict[str, Any]:
-    """The fields of its model that change with the pieces."""
+    """Fields of tokenizer.json's model that depend on the pieces: vocab, and merges if `bpe`."""
     if not bpe:
         return {"vocab": [[piece.text, piece.score] for piece in pieces]}
     vocab = {piece.text: number for number, piece in enumerate(pieces)}
@@ -252,8 +266,8 @@ def model_fields(pieces: Sequence[VocabularyPiece], bpe: bool) -> dict[str, Any]
 
 
 def merges_of_pieces(pieces: Sequence[VocabularyPiece]) -> list[list[str]]:
-    """Every pair of pieces that makes a piece, those of the highest score first: sentencepiece
-    joins the pair whose piece has the highest, wherever it comes from.
+    """Merges that equal sentencepiece's BPE: every pair of pieces that concatenates to a piece, by
+    falling score of that piece. sentencepiece joins the pair whose piece has the highest score.
     """
     normal = {piece.text for piece in pieces if piece.kind == NORMAL}
     found: dict[float, list[list[str]]] = defaultdict(list)
@@ -287,12 +301,16 @@ _EMPTY: dict[str, dict[str, Any]] = {
 
 
 def _unknown(model: SentencePieceModel) -> dict[str, Any]:
+    """Field of tokenizer.json's model that names the unknown token."""
     if model.kind == "bpe":
         return {"unk_token": model.pieces[model.unknown].text}
     return {"unk_id": model.unknown}
 
 
 def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
+    """Normalisers that do what the sentencepiece model does: its character map, stripping and
+    collapsing of spaces, a leading space, and SPACE for " ".
+    """
     spaces: list[dict[str, Any]] = []
     if model.charsmap:
         packed = base64.b64encode(model.charsmap).decode()
@@ -306,6 +324,9 @@ def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
 
 
 def _decoders(model: SentencePieceModel) -> list[dict[str, Any]]:
+    """Decoders that invert `_normalizers`: SPACE to " ", byte tokens to bytes, and the leading
+    space removed.
+    """
     steps: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
@@ -317,5 +338,6 @@ def _decoders(model: SentencePieceModel) -> list[dict[str, Any]]:
 
 
 def _added_token(number: int, text: str, special: bool) -> dict[str, Any]:
+    """Entry of tokenizer.json's added_tokens."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": text, **flags, "special": special}

@@ -57,7 +57,7 @@ LONGEST = 4000
 
 @dataclass(frozen=True)
 class Sample:
-    """Lines of a text, in its order."""
+    """Random sample of a text's lines, in their original order."""
 
     lines: list[str]
     """Each of what is left of it without the line's end."""
@@ -72,8 +72,9 @@ class Sample:
 def draw(
     text: Text, most: int, seed: int, reach: Callable[[int], None] = lambda done: None
 ) -> Sample:
-    """At most `most` bytes; `reach` is told how many were read. Raises ValueError for what cannot
-    be read.
+    """Sample lines of the text uniformly, without replacement, of at most `most` bytes in total, in
+    one pass and in memory of that size. `reach(bytes read)` reports progress. Raises ValueError for
+    unreadable text.
     """
     chance = random.Random(seed)
     heap: list[tuple[float, int, str, int]] = []  # the largest number first, as its negative
@@ -90,6 +91,8 @@ def draw(
         held += size
         while held > most:
             largest, _, _, gone = heapq.heappop(heap)
+            # Lines with larger numbers than the largest ever dropped could not have stayed: not
+            # kept at all.
             held, limit = held - gone, -largest
     heap.sort(key=lambda one: one[1])
     lines = [line for _, _, line, _ in heap]
@@ -97,7 +100,9 @@ def draw(
 
 
 def _lines(text: Text) -> Iterator[str]:
-    """Yield the lines that are not blank, each within LONGEST bytes."""
+    """Yield the lines that are not blank; longer ones are cut at a suitable place into parts of at
+    most LONGEST bytes.
+    """
     most = LONGEST // 4  # a character has up to 4 bytes
     for piece in text.pieces():
         for line in piece.splitlines():
@@ -131,7 +136,7 @@ class Trained:
     """Counts of the text that was learned from."""
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Report in lines: size of the vocabulary, text learned from, and compression."""
         part = "" if self.read == self.learned_from else f" of {plural(self.read, 'byte')}"
         return [
             f"{self.size:,} tokens ({self.kind}), learned from "
@@ -141,8 +146,9 @@ class Trained:
 
 
 def train(asked: VocabTrainConfig, progress: bool = True) -> Trained:
-    """Writes the folder. Raises ValueError or OSError, with nothing written, for what cannot be
-    read, and for a text that has not so many tokens.
+    """Learn a vocabulary and write it as a new tokenizer folder. `progress`: bars on stderr. Raises
+    ValueError or OSError, with nothing written, for unreadable text, and for text that has too few
+    different tokens.
     """
     to = Path(asked.to).expanduser()
     hf_export.check_target(to)
@@ -165,7 +171,7 @@ def train(asked: VocabTrainConfig, progress: bool = True) -> Trained:
 
 
 def check_size(asked: VocabTrainConfig, sample: Sample) -> None:
-    """Raises ValueError where the text cannot have so many tokens, or has more characters."""
+    """Raises ValueError where the sample is empty, or too small for asked.size tokens."""
     if not sample.lines:
         raise ValueError(f"--data.path {', '.join(asked.data.path[:3])}: there is no text in it")
     given = BYTES + (1 if asked.kind == "byte-bpe" else FRAME)
@@ -179,7 +185,10 @@ def check_size(asked: VocabTrainConfig, sample: Sample) -> None:
 
 
 def _of_sentencepiece(asked: VocabTrainConfig, sample: Sample, folder: Path) -> None:
-    """Raises ValueError where the text has too few pieces, or too many characters."""
+    """Learn a unigram or BPE model with sentencepiece and write tokenizer.model, tokenizer.json and
+    its config to `folder`. Raises ValueError where the text has too few pieces, or too many
+    characters.
+    """
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -216,7 +225,7 @@ def _of_sentencepiece(asked: VocabTrainConfig, sample: Sample, folder: Path) -> 
 
 
 def _reason(asked: VocabTrainConfig, error: str) -> str:
-    """Translate an error of sentencepiece to one line with our options."""
+    """Translate sentencepiece's error into a message with our options."""
     if found := re.search(r"value <= (\d+)", error):
         return (
             f"--size is {asked.size:,}, and the text has {int(found[1]):,} pieces: use --size "
@@ -231,7 +240,9 @@ def _reason(asked: VocabTrainConfig, error: str) -> str:
 
 
 def _over_bytes(asked: VocabTrainConfig, sample: Sample, folder: Path) -> None:
-    """Raises ValueError where the text gives fewer tokens."""
+    """Learn a byte-level BPE with `tokenizers` and write it to `folder`. Raises ValueError where
+    the text gives fewer tokens than asked.size.
+    """
     train_bpe((line + "\n" for line in sample.lines), asked.size, folder, progress=False)
     found = len(load_tokenizer(str(folder), "--to").get_vocab())
     if found < asked.size:
