@@ -52,6 +52,7 @@ class GenerationModel:
             raise ValueError(
                 f"rollout.tp ({tp}) does not divide the run's {mesh.size} processes: set another"
             )
+        # all ranks that tp and pp leave are data-parallel copies: cp and ep of training become dp
         layout = Layout(tp=tp, pp=pp, dp=mesh.size // (tp * pp))
         self.training_mesh = mesh
         self.mesh = mesh if mesh.size == 1 else layout.mesh(mesh.device)
@@ -69,6 +70,7 @@ class GenerationModel:
         """
         if self.model.device.type == "meta":
             build.allocate(self.model, self.mesh.device)
+        # every rank takes part in each gather, and keeps what its stage needs
         local_names = {name for name, _ in self.model.named_parameters()}
 
         def stream(write: Callable[[str, Tensor], None]) -> None:
@@ -92,6 +94,7 @@ def full_parameters(model: Decoder, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of each parameter of `model` on every rank, whatever its sharding,
     in fp32 or wider (int8 stays int8). A collective of all ranks, one parameter at a time.
     """
+    # one parameter at a time: the peak memory is that of the largest, not of the model
     local = dict(model.named_parameters())
     wide = torch.promote_types(state.dtype_of(model), torch.float32)
     # tied embedding and head are both on the boundary stages: the first stage sends the weight
@@ -123,6 +126,7 @@ def compute_over_rows(
     """
     share, results = batch_size // mesh.dp.size, []
     for first in range(0, rows, batch_size):
+        # as many rows per rank as in a training step: the schedule's microbatches divide them
         local = slice(first + mesh.dp.rank * share, first + (mesh.dp.rank + 1) * share)
         result = compute(batch(local))
         full = torch.zeros(
@@ -184,7 +188,8 @@ def generate_completions(
 ) -> list[Completion]:
     """Return a completion of each prompt, in order, on every rank of `mesh`. Each data-parallel
     copy of the model generates its share of the prompts, at most `max_num_seqs` at the same time.
-    `names` and `seed` determine the random numbers. Raises an error for logits that are not finite.
+    `names` and `seed` determine the random numbers. Raises ValueError for logits that are not
+    finite.
     """
     # rounded up: the last copies may have fewer prompts, or none
     share = -(-len(prompts) // mesh.dp.size)
@@ -194,6 +199,8 @@ def generate_completions(
         index_of = {}
         for i in local:
             limited = replace(options, max_new_tokens=max_new_tokens[i])
+            # "processed": log-probabilities of the distribution that was sampled, with the
+            # temperature
             request = Request(prompts[i], limited, id=names[i], seed=seed, logprobs="processed")
             index_of[engine.add(request)] = i
         while engine.busy:
@@ -208,6 +215,7 @@ def generate_completions(
         # all ranks of tp generate the same: one of them sends
         per_rank = consensus.gather_objects(completions if mesh.tp.rank == 0 else [])
         completions = [each for rank in per_rank for each in rank]
+    # by prompt_index, the first field
     return sorted(completions)
 
 
@@ -250,6 +258,7 @@ def resample_degenerate_groups(
             break
         resampled += len(degenerate)
         for place, new in enumerate(sample(degenerate, attempt)):
+            # `place` counts the samples of the degenerate groups alone
             group, i = divmod(place, group_size)
             samples[degenerate[group] * group_size + i] = new
     return samples, Resampling(resampled, len(_degenerate_numbers(samples, group_size)))
@@ -268,6 +277,7 @@ def degenerate_groups(
     reward that failed (NaN) is ignored.
     """
     grouped = rewards.view(-1, group_size)
+    # NaN becomes the neutral element of each reduction; a group of failures only is degenerate too
     highest = grouped.nan_to_num(-torch.inf).amax(1)
     lowest = grouped.nan_to_num(torch.inf).amin(1)
     return highest <= lowest

@@ -25,6 +25,7 @@ def open_tallies(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, Router
     zero tally whose gradient will count tokens. `scale` multiplies the gradients of auxiliary
     losses (loss scale / sequences of the global batch).
     """
+    # tokens per expert, then the sums of the balance loss and of the z-loss
     number = model.tree.experts + 2
     return {
         i: RouterLosses(
@@ -103,6 +104,7 @@ def update_router_bias(
     if not update or model.router.balance != "bias":
         return
     for block in (b for part in range(len(model.split.parts)) for b in model.blocks(part)):
+        # no gradient and no optimizer moves it, this rule does
         bias = block.mlp.balance_bias
         if bias is not None:
             load = tallies[block.layer, : model.tree.experts]

@@ -67,8 +67,8 @@ def _ending() -> Iterator[None]:
 
 
 def forget_other(out: Path, step: int, changed: Iterable[str]) -> None:
-    """Delete the rollouts after `step` if an option that they depend on is in `changed`, lines of
-    "option: old -> new": completions, rewards and log-probabilities are of the old options.
+    """Delete the rollouts after `step` if an option that they depend on is among the `changed`
+    lines ("option: old -> new"): completions, rewards and log-probabilities are of the old options.
     """
     if any(line.startswith(ROLLOUT_OPTIONS) and not line.startswith(CHOSEN) for line in changed):
         delete_rollouts(out, range(step, sys.maxsize))
@@ -88,6 +88,7 @@ def rollout_batches(
     Failed where a reward fails and the run is to stop.
     """
     run = resolved.config
+    # sampling without dropout, and in the run's dtype: fp8 would make the generator another policy
     training = replace(run.training, dropout=0.0, fp8=None)
     generator = GenerationModel(
         run.tree, training, mesh, run.rollout.tp or run.layout.tp, DTYPES[run.train.dtype]
@@ -96,6 +97,7 @@ def rollout_batches(
     if run.needs_kl_reference:
         reference_model = reference.initial_model(resolved, state, mesh)
     eos_token_id = loader.tokenizer.eos_token_id
+    # a chat model may end its turn with another token (generation_config.json) than the tokenizer's
     stop_ids = set() if eos_token_id is None else {int(eos_token_id)}
     if resolved.init is not None:
         stop_ids |= stop_tokens(resolved.init)
@@ -143,6 +145,7 @@ def make_offloader(
     if run.rollout.offload == "none":
         return Offloader()
     learning = [state] if state.critic is None else [state, state.critic.state]
+    # the generator is no part of these: its values are dropped, as each iteration copies them anew
     frozen = reward.models if reference is None else [reference, *reward.models]
     trained = [(one.model, one.optimizer) for one in learning]
     return Offloader(offload_parts(generator.mesh.device, trained, generator.model, frozen))

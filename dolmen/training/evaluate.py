@@ -75,6 +75,7 @@ class RunEvaluator:
             if mesh.first:
                 folder.claim(out, SAMPLES)
                 self.file = write.append(out / SAMPLES)
+        # without memory until the first evaluation
         self.generator = _make_generator(run, mesh)
         self.prompt_tokens = [encode(tokenizer, prompt, run.known_model) for prompt in self.prompts]
 
@@ -144,6 +145,7 @@ def _make_generator(run: RunConfig, mesh: Mesh) -> GenerationModel | None:
         return None
     training = replace(run.training, dropout=0.0, fp8=None)
     dtype = DTYPES[run.train.dtype]
+    # released: between evaluations the memory belongs to training
     return GenerationModel(run.tree, training, mesh, layout.tp, dtype, layout.pp, released=True)
 
 
@@ -215,6 +217,7 @@ def plot_calibration(calibration: Calibration, accuracy: float, title: str) -> b
     figure = Figure(figsize=(5.2, 5), dpi=120)
     axis = figure.subplots()
     figure.subplots_adjust(left=0.13, right=0.96, bottom=0.11, top=0.9)
+    # perfect calibration: right as often as confident
     axis.plot([0.5, 1], [0.5, 1], color="#7a9e7e", linestyle="--", linewidth=1)
     bins = [i for i, share in enumerate(calibration.confident) if share > 0]
     axis.scatter(
@@ -298,6 +301,7 @@ def validate_sources(
     for name, held in every.items():
         batches = loader.validation_batches(most, mesh.dp.rank, mesh.dp.size, held)
         losses[name] = mean_loss(state.model, through(batches), mesh, state.schedule).loss
+    # masked LM predicts only some of the tokens, so its bytes are not all predicted
     per_byte = bits_per_byte(losses, every) if loader.cloze is None else {}
     result = SourceValidation(losses, per_byte, dict(before))
     return result if state.step else replace(result, before=per_byte)
@@ -343,10 +347,12 @@ class Validator:
         out, and bits per byte are known only where the whole validation split was read.
         """
         most = self.most(state)
+        # `through` tells the watchdog that validation progresses; the first one may compile
         through = partial(self.watch.through, phase="validate", patient=not state.step)
         batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
         objective = validation_objective(state.objective)
         result = mean_loss(state.model, through(batches), self.mesh, state.schedule, objective)
+        # 20 numbers that only the diagram shows
         shown = without_bins(result.metrics)
         if len(shown) < len(result.metrics):
             shown["calibration_error"] = self._write_calibration(result.metrics)

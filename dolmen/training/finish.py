@@ -68,6 +68,7 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     model = engine.load_decoder(source)
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     max_new = model.tree.max_position_embeddings - len(tokens)
+    # greedy text of a small model repeats itself, so it is sampled
     config = GenerateConfig(
         folder=str(folder), max_new_tokens=min(96, max_new), temperature=0.7, top_p=0.95
     )

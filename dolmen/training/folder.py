@@ -38,6 +38,7 @@ def lock_folder(out: Path, patience: float = 0) -> int | None:
     end = time.monotonic() + patience
     try:
         out.mkdir(parents=True, exist_ok=True)
+        # polled and not waited for, so that `patience` bounds it
         while (descriptor := filesystem.open_locked(out / LOCK, wait=False)) is None:
             if time.monotonic() > end:
                 raise Unusable(
@@ -155,6 +156,7 @@ def split_by_owner(out: Path) -> tuple[list[tuple[str, str]], list[tuple[str, st
         without a list, in a run's folder, the form alone decides.
         """
         kind = _kind(path, what)
+        # a tokenizer may have files of any name: those are in the list one by one
         first, _, name = path.partition("/")
         known = FORMS.get(first)
         if listed and what == "file" and known and known.list_kind == "files" and "/" not in name:
@@ -226,6 +228,7 @@ def clear_run(out: Path, owner: str = "") -> None:
     repeated.
     """
     ours = require_own_files(out)
+    # config.yaml and the list show that the folder is a run's
     last = [(name, "file") for name in ("config.yaml", LIST)]
     _delete(out, [entry for entry in ours if entry not in last])
     _delete(out, [entry for entry in last if entry in ours])
@@ -257,6 +260,7 @@ def _delete(out: Path, ours: list[tuple[str, str]]) -> None:
     for path, what in ours:
         if what == "file" and path != LOCK:
             (out / path).unlink(missing_ok=True)  # in `hang`, all ranks write
+    # in reverse order a folder comes after what it contains
     for path, what in sorted(ours, reverse=True):
         if what == "folder":
             try:
@@ -278,6 +282,7 @@ def is_run(file: Path) -> bool:
         values = None if file.is_symlink() else gate.read_yaml(file, kinds.RUN)
     except gate.Refused:
         return False
+    # a model's config.yaml, or another program's, has other sections
     names = {f.name for f in fields(RunConfig)}
     return isinstance(values, dict) and {"name", "train", "data"} <= values.keys() <= names
 
@@ -330,6 +335,7 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
         raise ValueError(
             "--resume and --overwrite exclude each other: go on with the run, or throw it away"
         )
+    # the nearest existing folder: nothing is created before all checks have passed
     ground = next(p for p in (out, *out.absolute().parents) if p.exists())
     if not ground.is_dir():
         raise ValueError(f"--out {out}: {ground} is a file: give a folder")
@@ -339,6 +345,7 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
         raise ValueError(
             f"--out {out}: {ground} cannot be written to ({error.strerror}): give another folder"
         ) from None
+    # raises where another run holds it
     if (out / LOCK).exists():
         unlock_folder(out, lock_folder(out))
     held = out.is_dir() and any(path.name != LOCK for path in out.iterdir())

@@ -57,6 +57,8 @@ class TrainingHooks:
         began: float,
     ):
         self.stop = stop
+        # a dynamic loss scale starts at 2^16 and is halved at each overflow: 16 skipped steps in a
+        # row are a search, not a failure
         self.max_skips = (
             max(run.train.max_skipped_steps, SKIPS_SCALED)
             if state.scale.dynamic
@@ -72,6 +74,7 @@ class TrainingHooks:
         self.began = began
         self.validator = Validator(run, loader, mesh, out, watch)
         # by the starts before
+        # steps without an update that are not part of the critic's warm-up
         self.skipped = state.step - state.updates - min(state.step, state.critic_warmup_steps)
         self.skipped_in_a_row, self.finite = 0, True
         self.disagreed = False  # trainer and generator have, which is said once
@@ -101,6 +104,8 @@ class TrainingHooks:
         """Return the hooks as (every so many steps, hook), in the order in which they are
         called.
         """
+        # order matters: `count` may end the run before anything is written, and `save` comes after
+        # validation, whose result is part of the checkpoint
         every = self.run.log.validate_every
         validating = self.tenth if every is None else every
         hooks = [(1, self.count), (self.run.log.every, self.log)]
@@ -171,6 +176,7 @@ class TrainingHooks:
         completions go to the trackers before it.
         """
         now = time.monotonic()
+        # `since` is moved by validation, evaluation and profile: they are not the training's time
         rate = self.tokens_since / max(1e-9, now - self.since)
         self.since, self.tokens_since = now, 0
         row = {
@@ -192,6 +198,7 @@ class TrainingHooks:
         }
         if state.scale.dynamic:
             row["loss_scale"] = state.scale.value
+        # the column appears with the first skipped step
         if state.scale.dynamic or self.skipped:
             row["skipped_steps"] = self.skipped
         completions, self.loader.completions = self.loader.completions, []
@@ -209,6 +216,7 @@ class TrainingHooks:
         """
         if state.step != self.first and state.step % self.tenth:
             return
+        # a collective: all ranks decide by `step` alone whether they come here
         per_rank = [round(gib, 4) for gib in metrics.gather_ranks(memory_gib(self.mesh), self.mesh)]
         row: dict[str, object] = {"memory_gib": per_rank}
         if m.tallies is not None and (load := balance.expert_loads(self.run.tree, m.tallies)):
@@ -277,6 +285,7 @@ class TrainingHooks:
             tokens=state.tokens,
             updates=state.updates,
             inherited=state.inherited,
+            # the position in the data, in samples: another batch size can continue from it
             samples=self.loader.first(state.step),
             seconds=time.monotonic() - self.began,
             data=self.loader.fingerprint(),
@@ -343,6 +352,7 @@ def memory_gib(mesh: Mesh) -> float:
     """
     if mesh.device.type == "cuda":
         return torch.cuda.max_memory_allocated(mesh.device) / 2**30
+    # Linux counts it in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

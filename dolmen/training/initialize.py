@@ -104,8 +104,10 @@ def load_initial(model: Decoder, source: Source | None, run: RunConfig) -> None:
     if source is None:
         build.initialize(model, run.train.seed)
         return
+    # names decide the random numbers, so what is sampled does not depend on what is loaded
     stored = [name for name, _ in model.named_parameters() if name in source.tree.leaves]
     build.initialize(model, run.train.seed, stored)
+    # rounded once, from the stored dtype to the master weights'
     masters = cast_source(source, master_dtype(run.train.dtype))
     build.load(model, lambda write: load_weights(masters, write, only=stored))
 
@@ -167,6 +169,7 @@ def objective_of(run: RunConfig) -> Objective:
     sequence.
     """
     options = run.objective
+    # then log-ratios are 0 before the first update, and accuracies mean nothing
     same = options.reference in (None, run.init)
     if options.name == "reward":
         return PairwiseRewardLoss(options.center_rewards_coefficient, options.margin or 0.0)
@@ -205,5 +208,6 @@ def objective_of(run: RunConfig) -> Objective:
         )
     if not run.tree.both_ways:
         return CrossEntropy()
+    # masked tokens of a sequence: the weight that makes both of BERT's losses means of their own
     masked = max(1.0, run.data.masked_fraction * run.sequence_length)
     return MaskedLM(masked if run.tree.head.follows else 0.0)

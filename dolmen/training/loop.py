@@ -68,6 +68,7 @@ class _RecompileLimitHandler(logging.Handler):
         if not record.msg.startswith(strings.GAVE_UP):
             return
         assert record.args is not None, record.msg
+        # the arguments of torch's format string (tests/training/test_compiled.py)
         limit, number, function, reason, *_ = record.args
         reason = str(reason).split("#")[0].strip()  # then follow the place and a stack
         self.report(
@@ -138,10 +139,12 @@ def train_steps(
     beat(state.step, "the first batch", True)
     if state.step >= state.steps:
         return 0
+    # the generator may sample a whole iteration before it yields
     for _, batch in batches.starting_at(state.step, mesh.dp.rank, mesh.dp.size):
         beat(state.step, "a step", state.step == first_step)  # the first may compile
         with around(state.step + 1):
             metrics = _step(state, batch, mesh, lambda: stop.signal)
+        # the same on every rank, so that all leave the loop after the same step
         stopped = stop.agreed_signal = metrics.signal
         last = bool(stopped) or state.step == state.steps
         for every, hook in hooks:

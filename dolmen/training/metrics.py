@@ -76,6 +76,7 @@ class MetricsFile:
         kept_rows = [row for row in rows if row["step"] <= step] if step else []
         self.reached = max((row["step"] for row in rows), default=step)
         """The last step that had been told of before."""
+        # one line more than rows: the last one was cut by a crash, and has nothing after it to keep
         if file.exists() and sum(1 for _ in file.open("rb")) > len(rows) + 1:
             damaged_copy = folders.free(file.with_suffix(".damaged.jsonl"))
             with open(file, "rb") as old, open(damaged_copy, "xb") as copy:
@@ -130,6 +131,7 @@ class TensorBoard:
     def __init__(self, folder: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
+        # purge_step hides the events of steps that will be repeated
         self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def write(self, row: Mapping[str, float]) -> None:
@@ -190,6 +192,7 @@ def _smooth(values: list[float]) -> list[float]:
     """Return the exponential running mean over about a twentieth of the run, with bias correction
     at its start.
     """
+    # bias correction as Adam's: divide by the weight that the mean has received
     keep = 1 - 1 / max(2, len(values) / 20)
     mean, weight, out = 0.0, 0.0, []
     for v in values:
@@ -293,6 +296,7 @@ class WandB:
         import wandb
 
         settings = wandb.setup().settings
+        # the user has set WANDB_MODE: no login is tried
         chosen = settings.mode != "online"  # which it is by itself
         authorized = chosen or wandb.login(prompt=False, verify=False)
         self.run = wandb.init(
@@ -335,6 +339,7 @@ class Trackio:
 
         self.run = trackio.init(
             project=PROJECT,
+            # trackio knows runs by name, so the name has to be unique
             name=f"{run.name}-{run.identity[:6]}",
             config=dict(run.config),
             resume="allow" if run.step else "never",
@@ -380,6 +385,7 @@ class TrackerThread:
     def __init__(self, name: str, run: TrackedRun, report: Callable[[str], None]):
         self.name, self.report = name, report
         self.failed = False
+        # daemon: a tracker that hangs does not keep the process alive
         self.rows: Queue[Mapping[str, float] | Completions | None] = Queue(MAX_QUEUED)
         self.thread = Thread(target=self._live, args=(run,), name=f"log to {name}", daemon=True)
         self.thread.start()
@@ -413,6 +419,7 @@ class TrackerThread:
             self.rows.put_nowait(None)
         except Full:
             return self._fail(f"it is {MAX_QUEUED:,} rows behind")
+        # None, queued above, ends the thread when all before it is written
         self.thread.join(CLOSE_SECONDS)
         if self.thread.is_alive():
             self._fail(f"it has not ended within {CLOSE_SECONDS:g} s")

@@ -89,6 +89,7 @@ def datasheet(name: str, dtype: torch.dtype) -> float | None:
     known = [start for start in DATASHEET if re.match(rf"{start}\b", name)]
     if not known or ANOTHER.search(name):
         return None
+    # "NVIDIA H200 NVL" starts with "NVIDIA H200" too: the longest name is meant
     rates = DATASHEET[max(known, key=len)]
     found = dict(zip((torch.bfloat16, torch.float16, torch.float32), rates, strict=True)).get(dtype)
     return None if found is None else 1e12 * found
@@ -98,6 +99,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.25)
     """Return the FLOP/s of the fastest of several square matrix products in `dtype`; takes about
     `seconds`. Ranks measure at the same time, so those that share a device share its rate.
     """
+    # 2 size^3 FLOP: 1.1 TFLOP, about 2 ms on an H100; 2.1 GFLOP on a CPU
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best, end = float("inf"), time.perf_counter() + seconds

@@ -81,7 +81,9 @@ def step(
     parameters = [p for p in module.parameters() if p.requires_grad]
     norm = data.gradient_norm(parameters, mesh)
     if clip > 0:
+        # as torch.nn.utils.clip_grad_norm_, without reading the norm on the host
         data.scale_gradients(parameters, (clip / (norm + 1e-6)).clamp(max=1.0))
+    # reduced numbers: every rank decides the same
     numbers = torch.stack([collectives.reduce_scalar(total, mesh.dp), norm])
     if numbers.isfinite().all():
         optimizer.step()
@@ -137,6 +139,7 @@ def restore(
     """
     store = _store(folder, mesh)
     newest = store.newest()
+    # raises on every rank where the steps differ
     store.together(newest or 0, lambda: None)  # a rank may see another folder than the others
     if newest is None:
         return 0
@@ -222,6 +225,8 @@ def _checkpoint_state(
     numbers: dict[str, Any] = {}
     for name, p in _parameter_names(module, optimizer).items():
         for kind, value in optimizer.state.get(p, {}).items():
+            # sharded as its parameter is, or a scalar (a step count): another layout can read
+            # either
             whole = isinstance(value, Tensor) and (
                 value.ndim == 0
                 or state.is_distributed(type(value)) == state.is_distributed(type(p))
@@ -247,6 +252,7 @@ def _initialize_state(optimizer: torch.optim.Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
+    # a learning rate of 0 keeps the parameters; weight decay is scaled by it in torch's optimizers
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
     for p in parameters:

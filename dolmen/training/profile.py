@@ -45,6 +45,7 @@ class StepRecording:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        # the warm-up step takes the profiler's own start, which costs up to seconds
         once = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
         self.profiler = torch.profiler.profile(activities=kinds, schedule=once, acc_events=True)
         self.started = False
@@ -158,7 +159,9 @@ class Profile:
         mesh, failed = self.mesh, []
         table, durations = recording.tabulate()
         measured = {kind: sum(seconds) for kind, seconds in durations.items()}
+        # waiting: what this rank spent in collectives, less what the last rank to arrive spent
         table = table.split_waiting(measured, _least(durations, mesh))
+        # the first rank of each stage
         shown = mesh.dp.rank == mesh.cp.rank == mesh.tp.rank == 0
         with _collect_failure(failed):
             if mesh.first:
@@ -166,6 +169,7 @@ class Profile:
             if shown:
                 packed = gzip.compress(recording.trace(), 6, mtime=0)
                 write.replace(self._make() / f"trace-rank-{mesh.rank}.json.gz", packed)
+        # failures travel with the tables, so that the first rank reports them for all
         mine = ((mesh.rank, mesh.pp.rank, table) if shown else None, mesh.rank, failed)
         everyone = consensus.gather_objects(mine) if mesh.size > 1 else [mine]
         if not mesh.first:
@@ -234,6 +238,7 @@ def _least(durations: Mapping[str, list[float]], mesh: Mesh) -> dict[str, float]
     for axis in (mesh.tp, mesh.cp, mesh.ep, mesh.fsdp, mesh.edp, mesh.dp, mesh.world):
         kind = f"{profile_table.COLLECTIVES} {axis.name}"
         mine = durations.get(kind, [])
+        # ranks agree on the number first: a reduction of different lengths would hang
         if axis.size > 1 and _same(len(mine), axis, mesh) and mine:
             times = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
             out[kind] = float(collectives.reduce_scalar(times, axis, "min").sum())

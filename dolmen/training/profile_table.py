@@ -167,6 +167,7 @@ def tabulate(events: Iterable[FunctionEvent]) -> tuple[ProfileTable, Mapping[str
     if step is None:
         raise ValueError(f"the profile has no range {STEP!r}")
     ranges = {e.name for e in host if e.is_user_annotation}  # a GPU repeats them beside kernels
+    # without kernels it is a CPU run: operators are the work
     kernels = [e for e in events if e.device_type != DeviceType.CPU and e.name not in ranges]
     if kernels:
         work, seconds = _gpu_work(host, kernels, step.time_range)
@@ -214,11 +215,15 @@ def _gpu_work(
     launch_kinds = _launch_kinds(host)
     work, times = WorkTally(), defaultdict(list)
     for kernel in kernels:
+        # equal kernels of equal duration are told apart by their order alone, which suffices for
+        # sums
         own, length = name_kind(kernel.name), kernel.time_range.elapsed_us()
         known = launch_kinds.get((kernel.name, length))
         kind, recomputed = known.popleft() if known else (own, False)
+        # a copy inside of an FSDP range is no communication: the kernel's own name decides
         if is_collective(own) != is_collective(kind) or kind == OTHER:
             kind = own
+        # kernels may overlap the ends of the step's range
         start, end = max(kernel.time_range.start, step.start), min(kernel.time_range.end, step.end)
         if end > start:
             work.add(kind, end - start, recomputed)
@@ -228,6 +233,7 @@ def _gpu_work(
             work.durations[kind].append(length / 1e6)
     computing = [span for kind in times if not is_collective(kind) for span in times[kind]]
     counted, total = _union(computing), sum(end - start for start, end in computing) / 1e6
+    # streams overlap, so kinds share the union of their intervals in proportion to their busy time
     seconds = {k: work.busy[k] * counted / total for k in times if not is_collective(k)}
     for kind in filter(is_collective, sorted(times)):  # what each adds to those before
         # a collective counts only where neither computing nor an earlier collective runs
@@ -289,6 +295,7 @@ def _kind(event: FunctionEvent, forward: Mapping[int, FunctionEvent]) -> str:
         if name.startswith(PREFIX):
             word = name.removeprefix(PREFIX).split()[0]
             kind = RANGES.get(word, f"{COLLECTIVES} {word}")
+            # the matrix product of the LM head is inside the loss's range
             return PRODUCTS if named == PRODUCTS and kind in (LOSS, NORMS) else kind
         backward = name.startswith("autograd::engine::evaluate_function")
         if name.startswith(strings.FSDP):
@@ -296,6 +303,8 @@ def _kind(event: FunctionEvent, forward: Mapping[int, FunctionEvent]) -> str:
         elif named == OTHER and not (backward or in_forward):
             named = name_kind(name)
         if backward and not in_forward and at.sequence_nr in forward:
+            # from a backward operator to the forward operator that recorded it, whose ranges name
+            # the layer
             at, in_forward = forward[at.sequence_nr], True
         else:
             at = at.cpu_parent

@@ -52,6 +52,7 @@ def add_reference_logprobs(
     run, model, source = resolved.config, state.model, resolved.start
     assert source is not None, "check_objective has seen it"
     if resolved.reference is not None:
+        # a second model, freed when this function returns
         model = load_model(run, resolved.reference, state, mesh)
     else:
         _require_init(resolved, "objective.name dpo has it as reference model")
@@ -59,6 +60,7 @@ def add_reference_logprobs(
     known: dict[str, np.ndarray] = {}
     for rows in (loader.mixture, loader.validation):
         assert isinstance(rows, Rows), "check_objective has seen that they are pairs"
+        # validation may be empty
         if len(rows.chosen):
             key = _key(weights, run, rows)
             logprobs = on_first_rank(mesh, lambda key=key, rows=rows: _read_stored(out, key, rows))
@@ -114,6 +116,7 @@ def _digest(source: Source) -> str:
     """Return a digest of the weights and the structure of a model, as another model may come to lie
     at the same path.
     """
+    # several GB/s: reading the weights takes longer
     digest = xxhash.xxh3_128()
     for parameter, tensor in source.stream():
         digest.update(parameter.encode())
@@ -125,6 +128,7 @@ def _key(weights: str, run: RunConfig, rows: Rows) -> str:
     """Return a hash of the reference model, of the examples, and of the dtype."""
     examples = rows.examples
     arrays = (examples.tokens, examples.trained, examples.offsets, rows.chosen)
+    # the dtype changes the numbers by rounding, so it is part of the key
     facts = [weights, run.train.dtype, examples.longest, rows.sequence_length, rows.say]
     digest = xxhash.xxh3_128(repr(facts).encode())
     for array in arrays:
@@ -176,6 +180,7 @@ def _compute_rows(
     logprobs: np.ndarray | None = None
     for first in range(0, len(rows.rows), size):
         batch_rows = rows.rows[first : first + size]
+        # the last batch is filled up with empty rows: every forward has one shape
         batch_rows = batch_rows + [[]] * (size - len(batch_rows))
         local_rows = slice(mesh.dp.rank * rows_per_rank, (mesh.dp.rank + 1) * rows_per_rank)
         local = forward.log_probabilities(

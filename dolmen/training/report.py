@@ -130,6 +130,7 @@ def describe_length(state_: TrainState, loader: Loader, tokens: int) -> str:
     """
     left = size(float(tokens) * (state_.steps - state_.step))
     before, after = loader.epochs(state_.step), loader.epochs(state_.steps)
+    # sources of a mixture are read at different rates
     passes = sorted(after[name] - before[name] for name in after)
     several = f"{passes[0]:.3g} to " if f"{passes[0]:.3g}" != f"{passes[-1]:.3g}" else ""
     return f"steps {state_.step} to {state_.steps}, {left} tokens, {several}{passes[-1]:.3g} epochs"
@@ -260,6 +261,7 @@ class ProgressLine:
         start.
         """
         done = row["step"] - self.start
+        # pace of this start, validations and saves included
         left = (time.monotonic() - self.began) / max(1, done) * (self.steps - row["step"])
         numbers = (
             f"loss {row['loss']:.4f}  {size(row['tokens_per_second'])} tok/s  {_mfu(row)} "

@@ -92,6 +92,7 @@ def acting_options(config: RunConfig) -> dict[str, Any]:
     None by default and now, and sections in NOT_ACTING that equal the defaults.
     """
     values, default = to_dict(config), to_dict(RunConfig())
+    # a section that differs from its default in one option is kept as a whole
     for path in NOT_ACTING:
         section, _, name = path.rpartition(".")
         options, default_options = (
@@ -99,6 +100,7 @@ def acting_options(config: RunConfig) -> dict[str, Any]:
         )
         if options[name] == default_options[name]:
             del options[name]
+    # a None that overrides another default must stay: it means something
     sections = [(values, default)]
     sections += [(section, default[name]) for name, section in values.items() if name != "model"]
     for section, default_options in sections:
@@ -110,8 +112,8 @@ def acting_options(config: RunConfig) -> dict[str, Any]:
 
 
 def write_config(out: Path, config: RunConfig) -> None:
-    """Write config.yaml into the folder `out`, which is created: the resolved options, sealed with
-    a checksum, that `dolmen train` can run again.
+    """Write config.yaml into the folder `out`, which is created: the resolved options, which
+    `dolmen train` can run again. Its last line shows readers that the file is complete.
     """
     import yaml  # 15 ms, which no help owes
 

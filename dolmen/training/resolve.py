@@ -99,6 +99,7 @@ def resolve(
             checkpoint if checkpoint is not None and name is not None and is_absent(name) else name
         )
 
+    # weights come from the checkpoint on resume; an initial model only has to say what the model is
     init, critic = or_checkpoint(config.init), or_checkpoint(config.critic.init)
     rewards: dict[str, Source] = {}
     if config.objective.uses_rollouts:
@@ -111,6 +112,7 @@ def resolve(
         config,
         stored,
         None if stored is None or init is None else reopen_as(stored, init, config.known_model),
+        # a critic without an initial model of its own starts from the policy's body
         open_model(critic) if critic is not None and ppo else stored,
         None if reference is None else open_model(reference),
         rewards,
@@ -283,6 +285,7 @@ def run_steps(config: RunConfig, loader: Loader) -> int:
     if config.train.steps is not None:
         return config.train.steps
     if config.train.tokens is not None:
+        # first(0) is the sample that step 0 would have begun at with the current batch size
         samples = math.ceil(config.train.tokens / config.sequence_length) - loader.first(0)
         return max(1, math.ceil(samples / loader.global_batch_size))
     if config.train.epochs is not None:
@@ -293,6 +296,8 @@ def run_steps(config: RunConfig, loader: Loader) -> int:
 def epoch_steps(loader: Loader, epochs: float = 1.0) -> int:
     """Return the step (rounded) after which every source was read at least `epochs` times."""
     step = 1000
+    # epochs per step, measured over 1,000 steps, as sources of a mixture are read at different
+    # rates
     samples = loader.first(step) - loader.first(0)
     per_step = max(min(loader.mixture.epochs(samples).values()) / step, 1e-12)
     return max(1, round(epochs / per_step - loader.first(0) / loader.global_batch_size))
@@ -307,6 +312,7 @@ def fill_in_length(config: RunConfig, loader: Loader) -> RunConfig:
     if train.steps is not None or train.tokens is not None or train.epochs is not None:
         return config
     steps = run_steps(config, loader)
+    # epochs and not steps: a resume with another batch size reads as much
     one_epoch = steps == epoch_steps(loader)
     length = {"epochs": 1.0} if one_epoch else {"steps": steps}
     return replace(config, train=replace(train, **length))

@@ -123,6 +123,7 @@ def run_training(
     prepared: `config` as this process has already resolved it, with its data
     """
     began, start = time.monotonic(), start or StartMode(resumed, overwrite)
+    # around everything: weights are sampled within too
     with determinism.deterministic_mode(config.train.deterministic):
         resolved, loader = prepared or prepare(config, out, mesh, start)
         job = _Job(
@@ -137,9 +138,11 @@ def run_training(
             Checkpoints(out / "checkpoints", mesh, resolved.config.checkpoint.keep),
             began,
         )
+        # before the first collective that depends on the data
         require_same_data(loader, mesh)
         if not start.resumed:
             check_profile(resolved.config, run_steps(resolved.config, loader))
+        # the reference of DPO is the model before anything is resumed into it
         state = make_initial(job)
         references = {}
         if resolved.config.objective.needs_reference:
@@ -212,6 +215,7 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
     set_length(job, state)
     config = fill_in_length(job.config, job.loader)
     job = replace(job, resolved=replace(job.resolved, config=config))
+    # a run that has ended keeps the config.yaml that it ended with
     if job.mesh.first and state.step < state.steps:
         write_inputs(job, references)
     hooks = _open_hooks(job, state, saved)
@@ -224,9 +228,11 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
         ended = signals.Signals(signal).name if signal else "done"
     finally:
         hooks.close(state.step, ended)
+    # a run whose last loss is not finite has diverged, even if too few steps were skipped to end it
     if not hooks.finite and not state.scale.dynamic:
         raise FloatingPointError(hooks.too_many_skips(state))
     if saved is not None and saved.step == state.step:  # nothing was left to do
+        # the time of this start is not training
         seconds = saved.seconds
     else:
         seconds = time.monotonic() - job.began
@@ -243,6 +249,8 @@ def set_length(job: _Job, state: TrainState) -> None:
         each.steps = run_steps(config, loader)
         if config.optimizer.warmup_tokens is not None:
             each.warmup = config.warmup_steps
+            # schedules count tokens, in steps of the current batch size: those before count as what
+            # they read
             each.lr_step_offset = loader.first(0) / loader.global_batch_size
     state.new_rows = NewRows.from_config(config.train.new_rows, state.steps)
 

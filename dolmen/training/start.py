@@ -98,6 +98,7 @@ def changes_since(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
     option that is also part of the data's fingerprint is listed once.
     """
     # a section that checkpoints of before do not have was as it is by default
+    # length filled in: a run that was not given one has it in its checkpoint
     options = changed_options(
         {**to_dict(RunConfig()), **saved.run}, to_dict(fill_in_length(run, loader))
     )
@@ -155,6 +156,7 @@ def _load(
             f"{run.objective.name}: go on as it began, or give another --out"
         )
     count_processes, scaling, now = state.tensors(), state.scaling(), to_dict(run.train)
+    # amax histories are of the roundings of one recipe: another starts without
     if all(saved.run["train"].get(name) == now[name] for name in ("precision", "fp8")):
         for delayed in state.delayed():
             delayed.begun = delayed.begun or saved.updates > 0
@@ -194,6 +196,7 @@ def rank_facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -
     may differ.
     """
     options = flatten({k: v for k, v in to_dict(run).items() if v is not None})
+    # hosts may have different disks and cores
     for name in ("data.cache", "data.workers"):
         options.pop(name, None)
     code = consensus.hash_sources(Path(__file__).parents[1])
@@ -232,6 +235,7 @@ def agree_on_start(
         if not checked:
             consensus.run_on_rank_zero(lambda: _check(request))
         return StartMode(resume, overwrite, False, owner)
+    # a kill may have come before the first start has emptied the folder: then it still has to
     goes_on = not overwrite or consensus.run_on_rank_zero(lambda: bool(set(jobs) & _owners(out)))
     return StartMode(resumed=goes_on, overwrite=not goes_on, restarted=True, owner=owner)
 

@@ -96,6 +96,7 @@ def reset_optimizer(optimizer: Optimizer) -> None:
     Old rows have no moments yet, and the step count that corrects their bias is shared by the whole
     table.
     """
+    # moments exist before they are zeroed, also where no step was made yet
     optim.prime(optimizer)
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -124,6 +125,7 @@ class SpikePolicy:
         """
         if not math.isfinite(norm):
             return False
+        # compared with the norms before this one, so that a spike does not raise its own threshold
         spike = (
             self.factor is not None
             and len(self.norms) >= LEAST

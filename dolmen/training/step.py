@@ -190,6 +190,7 @@ def _global_counts(state: TrainState, terms: list[LossTerm], mesh: Mesh) -> tupl
     each term's loss [terms]. The host does not read them, as it would wait for the device before
     the first forward.
     """
+    # [tokens, count] of each term, one after the other, in one all-reduce
     numbers = [each for term in terms for each in count_term(term, state)]
     numbers = [device.scalar_tensor(n, torch.float64, mesh.device) for n in numbers]
     read, counts = collectives.reduce_scalar(torch.stack(numbers), mesh.dp).view(-1, 2).unbind(1)
@@ -204,6 +205,7 @@ def _reduce_over_world(
     """
     tallies = torch.stack([each for _, each in local_sums]).sum(0)
     sizes = [len(sums) for sums, _ in local_sums]
+    # one collective for all sums: latency, not bytes, is what it costs
     parts = torch.cat([*(sums for sums, _ in local_sums), tallies.flatten()])
     # every rank of tp computed the same losses and counted the same tokens
     parts = collectives.reduce_scalar(parts, mesh.world) / mesh.tp.size
@@ -225,6 +227,7 @@ def _reduce_gradients(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]
         state.frozen_phase.mask_gradients(state.model)
     with profiling.record_range("optimizer", "norm"):
         squares = state.model.split.kernels.squares
+        # the tied weight is on two stages: its gradient counts once in the norm
         norm = data.gradient_norm(parameters, mesh, tied, squares) / state.scale.value
     return parameters, norm
 
@@ -268,6 +271,7 @@ def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -
     # one factor for both, so that gradients are read and written once
     factor = torch.full_like(norm, 1 / state.scale.value)
     if state.config.clip > 0:
+        # as torch.nn.utils.clip_grad_norm_; no host read, the norm stays on the device
         factor = factor * (state.config.clip / (norm + 1e-6)).clamp(max=1.0)
     data.scale_gradients(parameters, factor)
     for group in state.optimizer.param_groups:
@@ -322,6 +326,7 @@ def forward_backward(
     # auxiliary losses are means over the sequences of the global batch
     share = scale / (rows * mesh.dp.size)
     losses = balance.open_tallies(model, device.scalar_tensor(share, torch.float64, mesh.device))
+    # divides the loss before backward: gradients are sums over dp, never means
     factor = scale * term.weight / count
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:

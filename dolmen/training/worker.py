@@ -53,9 +53,11 @@ def run(request: TrainRequest, guarded: Guard = lambda work: work()) -> int:
     for errors that are found before.
     """
     started = process.read_launch()
+    # no launcher: this process is the run, or starts it
     if started is None:
         return _start_processes(request, guarded)
     if process.one_store():
+        # torchrun keeps its store over restarts: keys of the attempt before would be read again
         started = replace(started, rendezvous=rendezvous.register())
     return _join(request, started, guarded)
 
@@ -104,6 +106,7 @@ def count_processes(config: RunConfig, nproc: int | None) -> int | None:
     if config.layout.dp is not None:
         return config.layout.world
     gpus = devices.visible_gpus(config.train.device)
+    # whole copies of the model; too few GPUs are reported later, with their number
     return max(1, gpus // config.layout.inner) * config.layout.inner if gpus else None
 
 
@@ -221,9 +224,11 @@ def worker(
                 f"dolmen train {escape(out)}/config.yaml --resume",
                 flush=True,
             )
+        # no rank leaves before the first has written the summary
         dist.barrier()
     if outcome.signal:
         return 128 + outcome.signal
+    # workers of our launcher leave it to the process that waits for them
     return finish(config, out) if mesh.first and not process.launched_here() else 0
 
 

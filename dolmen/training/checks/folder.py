@@ -67,6 +67,7 @@ def check_resume(run: RunConfig, out: Path) -> None:
             *["samples.jsonl"] * (run.evaluate.samples is not None),
             *["reference"] * run.objective.needs_reference,
         )
+    # raises Refused where the path is a folder, say
     metrics.read_metrics(out / "metrics.jsonl")
     saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)
     step = saved.newest()
@@ -125,6 +126,7 @@ def _structure(model: Model, training: Training) -> dict:
     """Return what must not change on resume: the fields that fix parameters and forward pass,
     whether routers have a bias, and the adapters.
     """
+    # fields such as dropout do not change the parameters
     free = training_fields(model)
     fields = {n: v for n, v in model.family.write(model.tree).items() if n not in free}
     biased = replace(training, adapter=None, fp8=None).apply_to(model.tree) != model.tree

@@ -22,6 +22,7 @@ def check_init(resolved: ResolvedRun) -> None:
         stored = source.specs
     except (ValueError, KeyError):
         check_whole(stated)  # those of its own model, or it is refused
+        # the message names the options of --model that differ, as the user can change those
         changes = ", ".join(
             f"{flag(name)} {new} ({old})"
             for name, old, new in compare_fields(stated.model, source.model)
@@ -30,6 +31,7 @@ def check_init(resolved: ResolvedRun) -> None:
             f"{init} holds weights of another model than the run's {changes}: leave out what "
             "changes its shape, or train without --init"
         ) from None
+    # stored router biases are part of the model: without them tokens go to other experts
     lost = stored.keys() - run.train.training.apply_to(run.tree).leaves.keys()
     if source.tree.head != run.tree.head:  # one number is learned in the place of logits
         lost -= source.tree.head.leaves(source.tree.vocab_size, source.tree.width).keys()
@@ -74,8 +76,8 @@ def check_new_rows(resolved: ResolvedRun) -> None:
 
 def check_moments(resolved: ResolvedRun) -> None:
     """Raise ValueError where --optimizer.from-init is set and its moments cannot be used: no
-    --init, adapters (the moments are of frozen weights), no readable AdamW moments in the model, or
-    moments of another head. Shapes are compared later, on loading.
+    --init, adapters (the moments are of frozen weights), no AdamW moments in the model or
+    unreadable ones, or moments of another head.
     """
     run = resolved.config
     if not resolved.inherits_moments:

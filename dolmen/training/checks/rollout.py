@@ -64,6 +64,7 @@ def check_rollout(resolved: ResolvedRun) -> None:
             f"and from no reward: objective.reference is {run.objective.reference or 'none'}, "
             f"reward {' '.join(run.reward) or 'none'}"
         )
+    # raises ValueError where the iteration does not fit the batch, or is too far off-policy
     run.rollout.updates(run.train.global_batch_size)
     if run.rollout.needs_reference and run.init is None and run.objective.reference is None:
         raise ValueError(
@@ -227,6 +228,7 @@ def _shape_differences(run: RunConfig, source: Source) -> str:
     """Return how the source's shape differs from the run's model, as text, ignoring the head; ""
     where it does not.
     """
+    # any head will do, as the critic gets a scalar one
     body = replace(source.tree, head=run.tree.head)
     if body.leaves == run.tree.leaves:
         return ""

@@ -133,6 +133,7 @@ def check_precision(config: RunConfig) -> None:
         )
     check_fp8_sharding(specs, {"tp": layout.tp})
     length = config.sequence_length
+    # tokens of one rank, in which a block that shares a scale must lie
     local = config.microbatch_size * length // layout.cp
     tokens = {}
     if layout.cp > 1:
@@ -170,6 +171,7 @@ def check_agreement(config: RunConfig) -> None:
             f"say how long the run is: leave one out, or set --train.{other} None"
         )
     if train.steps is not None and train.tokens is not None:
+        # as many steps as --train.tokens alone would give
         steps = replace(config, train=replace(train, steps=None)).steps
         if steps != train.steps:
             raise ValueError(

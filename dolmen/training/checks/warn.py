@@ -56,6 +56,7 @@ def batch_over_epoch(run: RunConfig, loader: Loader) -> str | None:
     passes = min(loader.mixture.epochs(batch).values())
     if run.objective.uses_rollouts or passes <= 1:  # prompts may be asked again
         return None
+    # sequences of an epoch of the source that lasts longest
     most = int(batch / passes)
     return (
         f"train.global-batch-size ({batch:,}) is over an epoch of the training data "
@@ -103,6 +104,7 @@ def no_eos_learned(resolved: ResolvedRun, loader: Loader) -> str | None:
         return None
     eos_tokens = stop_tokens(resolved.init) | {loader.tokenizer.eos_token_id}
     examples = loader.mixture.examples
+    # templates end all completions alike: some are enough
     last = [examples.last_learned(int(i)) for i in loader.mixture.chosen[:LOOKED_AT]]
     if eos_tokens & {*last}:
         return None
