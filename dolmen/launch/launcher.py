@@ -45,9 +45,9 @@ def launch(
     max_restarts: int = 0,
     handed: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run `dolmen *words` as `processes` workers of one group; the exit code of the whole. What
-    is `handed` to a worker, plain values that have been checked here, it takes instead of the
-    words after the verb (`process.run_file`).
+    """Run `dolmen *words` as `processes` workers of one group on this machine, and return an exit
+    code for all. `handed`: the configuration, as plain values checked here, which workers then use
+    instead of the words after the verb (`process.run_file`).
 
     0 if all end well; 130 or 143 if they ended because this process was asked to; otherwise 1 (or
     2, a worker's own refusal), after the first failure's traceback has been printed, once. Of
@@ -78,15 +78,15 @@ def launch(
 
 
 class _End(NamedTuple):
-    """How a group ended: its exit code, and whether another start is of no use."""
+    """How a group ended: its exit code, and whether restarting would be useless (`final`)."""
 
     code: int
     final: bool
 
 
 class _Group:
-    """The workers of one `launch`, however often they are started. `asked`: the first signal that
-    asked this process to end, 0 if none did; `more`: of each worker's environment.
+    """The workers of one `launch`, over all restarts. `asked`: the first signal that asked this
+    process to end, 0 if none did; `more`: extra environment variables of each worker.
     """
 
     def __init__(self, processes: int, words: list[str], before: Mapping[signal.Signals, Any]):
@@ -97,6 +97,9 @@ class _Group:
         self.workers: PContext | None = None
 
     def _forward(self, got: int, _: FrameType | None) -> None:
+        """Signal handler: remember the first signal, and pass it on to all workers, SIGINT as
+        SIGUSR1 and SIGTERM as SIGUSR2.
+        """
         self.asked = self.asked or got
         for pid in self.workers.pids().values() if self.workers is not None else ():
             try:
@@ -105,7 +108,9 @@ class _Group:
                 pass
 
     def run(self, attempt: int, reports: str) -> _End:
-        """Start the group once and wait for it."""
+        """Start the workers once (`attempt` counts from 0), wait until all end or one fails, and
+        return how. `reports`: folder of their error files.
+        """
         # documented as torch.distributed's, where it is imported without being listed
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
         from torch.distributed.elastic.multiprocessing import (
@@ -152,26 +157,29 @@ class _Group:
         }
 
     def _judge(self, workers: "PContext", result: "RunProcsResult") -> _End:
-        """Print why a group failed, and return how it ended."""
+        """Print the cause of a failed group once, and return how it ended: 2 if workers only
+        refused their input, else 1. Silent if they ended as asked.
+        """
         codes = {failure.exitcode for failure in result.failures.values()}
         if self.asked and codes <= STOPPED:
             return _End(128 + self.asked, True)
         reports = [_report(file) for file in workers.error_files.values()]
         hangs = [report["message"] for report in reports if report.get("hang")]
         print(hangs[0] if hangs else cause(result.failures), file=sys.stderr, flush=True)
+        # every rank that failed by itself refused its input: a restart would refuse again
         if codes <= {2, -signal.SIGTERM} and not hangs:
             return _End(2, True)
         return _End(1, any(report.get("final") for report in reports))
 
 
 def _write(file: Path, handed: Mapping[str, Any]) -> str:
-    """Write it as YAML, of which a run's own config.yaml is made too: it has every float."""
+    """Write the configuration as YAML, which keeps every float exactly, and return the path."""
     file.write_text(yaml.safe_dump(dict(handed), sort_keys=False))
     return str(file)
 
 
 def _report(file: str) -> dict:
-    """Read a worker's error file; empty if there is nothing readable."""
+    """Read a worker's error file; {} if there is nothing readable."""
     try:
         return gate.read_json(file, kinds.WORKER_ERROR)["message"]
     except gate.Refused:
@@ -179,7 +187,9 @@ def _report(file: str) -> dict:
 
 
 def cause(failures: dict) -> str:
-    """The first failure, told once: a rank killed from outside, else the earliest traceback."""
+    """Return the text of the first failure: a rank killed from outside, else the earliest traceback
+    with its rank. A refusal (exit code 2) is its message alone.
+    """
     killed = [f for f in failures.values() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
     if killed:
         first, name = killed[0], signal.Signals(-killed[0].exitcode).name
@@ -203,8 +213,9 @@ def cause(failures: dict) -> str:
 
 @contextmanager
 def _reports() -> Iterator[str]:
-    """A temporary folder, for what workers leave to their launcher. Its file OURS is locked while
-    the launcher lives: so the folders of launchers that were killed are known, and deleted here.
+    """Yield a temporary folder for what workers leave to their launcher. Its file OURS is locked
+    while the launcher lives, so that folders of killed launchers can be told, and are deleted
+    first.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         _delete_if_left(left)
@@ -217,7 +228,9 @@ def _reports() -> Iterator[str]:
 
 
 def _delete_if_left(folder: Path) -> None:
-    """Delete a folder of reports if a launcher of this user has made it and none holds it."""
+    """Delete a folder of reports if it is this user's and its launcher is gone (its
+    lock is free).
+    """
     try:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             return

@@ -90,6 +90,7 @@ def run_file() -> Path | None:
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set these environment variables inside, unless the user has set them."""
+    # a worker inherits this process's environment
     missing = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(missing)
     try:

@@ -23,8 +23,8 @@ URL = "dolmen://"
 
 
 def meet(store: Store, rank: int, size: int, seconds: float = 600) -> Store:
-    """The part of `store` that belongs to this start. Raises TimeoutError, on rank 0, naming ranks
-    that have not come.
+    """Return the part of `store` (a name prefix) that belongs to this start of `size` ranks; blocks
+    until all have come. Raises TimeoutError on rank 0 after `seconds`, naming ranks that have not.
     """
     me = uuid.uuid4().hex
     if rank:
@@ -40,6 +40,7 @@ def meet(store: Store, rank: int, size: int, seconds: float = 600) -> Store:
             elif store.check([f"here/{other}"]) and (
                 name := store.get(f"here/{other}").decode()
             ) != answered.get(other):
+                # a name may be that of a dead process: the living rank overwrites it later
                 answered[other] = name
                 store.set(f"go/{name}", me)
         if missing and time.monotonic() > end:
@@ -54,12 +55,15 @@ def meet(store: Store, rank: int, size: int, seconds: float = 600) -> Store:
 def _handler(
     url: str, timeout: timedelta = timedelta(minutes=30), **more: object
 ) -> Iterator[tuple[Store, int, int]]:
+    """Yield (store, rank, size) for `dolmen://`, as torch's rendezvous protocol wants: those of
+    env://, met by `meet`.
+    """
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     yield meet(store, rank, size), rank, size
 
 
 def register() -> str:
-    """Teach torch the way to meet; its URL. Once per process."""
+    """Register `meet` with torch and return its URL, `dolmen://`. Calling it again is harmless."""
     try:
         register_rendezvous_handler("dolmen", _handler)
     except RuntimeError:

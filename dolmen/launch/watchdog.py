@@ -99,6 +99,7 @@ class Watch:
             return
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         write.folder(self.folder.parent, self.folder.name)
+        # of an earlier start of this run
         self._file().unlink(missing_ok=True)
         self.log = write.append(self._file(kind="txt"))
         self.thread.start()

@@ -26,8 +26,8 @@ ACTIVATIONS = {
 def clamped_swiglu(
     gate: Float[Tensor, "rows size"], up: Float[Tensor, "rows size"], alpha: float, limit: float
 ) -> Float[Tensor, "rows size"]:
-    """SwiGLU with clamped inputs: with a = min(gate, limit) and b = up between -limit and limit, a
-    sigmoid(alpha a) (b + 1) (GPT-OSS, 2508.10925).
+    """SwiGLU with clamped inputs (GPT-OSS, 2508.10925): with a = min(gate, limit) and b = up
+    clamped to +- limit, a sigmoid(alpha a) (b + 1).
     """
     gate = gate.clamp(max=limit)
     return gate * (gate * alpha).sigmoid() * (up.clamp(-limit, limit) + 1)
@@ -52,7 +52,9 @@ class Noise(NamedTuple):
     """
 
     def site(self, number: int) -> Int64[Tensor, ""]:
-        """The site `number` (not EMBEDDING) of this layer, different from that of any other."""
+        """Return the site number of dropout `number` (SCORES, MIXER or MLP) in this layer,
+        different from that of any other.
+        """
         assert self.layer is not None, "only a layer has sites"
         return 3 * self.layer + number
 
@@ -72,14 +74,16 @@ def keep(
     site: int | Int64[Tensor, ""],
     *indices: Int64[Tensor, "#*elements"],
 ) -> Bool[Tensor, "*elements"]:
-    """True with probability 1 - p: of each of the `elements` that `indices` are broadcast to, fixed
-    by its indices, `key` and `site`.
+    """Return which of the `elements` that `indices` broadcast to are kept, each with probability 1
+    - p: a hash of its indices, `key` and `site`, so the same on any device or layout.
     """
+    # splitmix64's mixing, once per index
     z = key
     for index in (site, *indices):
         z = (z ^ index) * MIX[0]
         z = (z ^ (z >> 29)) * MIX[1]
     z = z ^ (z >> 32)
+    # 24 bits decide: p is met to 6e-8
     return (z & 0xFFFFFF) >= int(p * (1 << 24))
 
 
@@ -90,14 +94,14 @@ def residual(
     site: int | Int64[Tensor, ""],
     rows: Int64[Tensor, " tokens"],
 ) -> Float[Tensor, "tokens hidden"]:
-    """Dropout of x; `rows` are the tokens' indices in the global batch."""
+    """Apply dropout to x; `rows` are the tokens' indices in the global batch."""
     kept = keep(p, noise.key, site, rows[:, None], torch.arange(x.shape[1], device=x.device))
     return torch.where(kept, x / (1 - p), 0)
 
 
 def accumulate(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Add each of `parts` to its total, in place. Where dtypes differ torch first makes a copy of
-    the part in the total's.
+    """Add each of `parts` to its total, in place. Where dtypes differ torch first copies the part
+    to the total's.
     """
     for total, part in zip(totals, parts, strict=True):
         total.add_(part)
@@ -109,7 +113,7 @@ Accumulate = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 @cache
 def compile_accumulate() -> Accumulate:
-    """The same in one pass (bf16 to fp32, on a CPU: a third of the time). Compiled when first asked
-    for: inductor takes a second to import.
+    """Return `accumulate` compiled to one pass (bf16 to fp32, on a CPU: a third of the time); on
+    first use, as inductor takes a second to import.
     """
     return torch.compile(accumulate, dynamic=True)

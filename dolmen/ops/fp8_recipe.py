@@ -70,16 +70,20 @@ class Fp8:
 
     @property
     def block(self) -> int:
-        """Neighbours that share a scale; 1: no scale is of neighbours."""
+        """Neighbours that share a scale; 1 where scales are of tensors or rows."""
         return BLOCKS.get(self.precision, 1)
 
     def format(self, operand: Operand) -> Format:
-        """The format of an operand."""
+        """Return the 8-bit format of an operand: E5M2 for gradients of a hybrid recipe,
+        else E4M3.
+        """
+        # gradients span more powers of two than E4M3 has
         hybrid = self.config.format == "hybrid" and operand == "gradient"
         return "e5m2" if hybrid else "e4m3"
 
     def granularity(self, operand: Operand) -> Granularity:
         """Return which elements of an operand share a scale."""
+        # as in DeepSeek-V3: one payload of a weight serves both of its products
         if self.precision == "fp8-blockwise" and operand == "weight":
             return "128x128"
         return GRANULARITY[self.precision]
@@ -89,7 +93,7 @@ class Fp8:
         return product not in self.config.unrounded
 
     def __str__(self) -> str:
-        """For a person."""
+        """Describe the recipe in words for the run's header."""
         config = self.config
         formats = "E4M3, gradients E5M2" if config.format == "hybrid" else "E4M3"
         words = [f"{self.precision}, {formats}"]
@@ -101,6 +105,7 @@ class Fp8:
             words.append(f"{config.amax_compute} of {config.amax_history} steps{margin}{interval}")
         if config.unrounded:
             words.append(f"{' and '.join(config.unrounded)} not rounded")
+        # layers left in train.dtype, at either end of the model
         ends = {"first": config.first_layers, "last": config.last_layers}
         left = [f"the {end} {number}" for end, number in ends.items() if number]
         if left:
@@ -109,5 +114,5 @@ class Fp8:
 
 
 def room(margin: int) -> float:
-    """Return 2^margin, by which a format's largest number is divided."""
+    """Return 2^margin, the headroom by which a format's largest number is divided."""
     return math.ldexp(1.0, margin)

@@ -27,11 +27,15 @@ SMALLEST_SCALE = 2.0**-126
 def quantise(
     weight: Float[Tensor, "*experts out in"],
 ) -> tuple[Int8[Tensor, "*experts out in"], Float[Tensor, "*experts out"]]:
-    """A weight as (payload, scale), the scale in fp32."""
+    """Return a weight as (payload in int8, scale of each output in fp32); a row that is not finite
+    has a NaN scale.
+    """
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     amax = wide.abs().amax(-1)
     scale = torch.where(amax > 0, amax / LARGEST, 1.0).clamp(min=SMALLEST_SCALE).float()
+    # NaN in, NaN out: a broken weight is not hidden by rounding
     scale = torch.where(amax.isfinite(), scale, torch.nan)
+    # -128 is not used, so that the range is symmetric
     steps = (wide / scale.unsqueeze(-1).to(wide.dtype)).round_().clamp_(-LARGEST, LARGEST)
     return steps.nan_to_num_(0.0).to(torch.int8), scale
 
@@ -41,7 +45,7 @@ def dequantise(
     scale: Float[Tensor, "*experts out"],
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "*experts out in"]:
-    """The weight that the two stand for: multiplied in fp32 (fp64 of fp64), then in `dtype`."""
+    """Return payload times scale, computed in fp32 (fp64 for fp64), in `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
     return (payload.to(wide) * scale.unsqueeze(-1).to(wide)).to(dtype)
 
@@ -49,12 +53,12 @@ def dequantise(
 def output(
     x: Float[Tensor, "tokens in"], payload: Int8[Tensor, "out in"], scale: Float[Tensor, " out"]
 ) -> Float[Tensor, "tokens out"]:
-    """x W^T, in x's dtype: a payload is exact in it, as bf16 has eight bits of mantissa."""
+    """Return x W^T in x's dtype. A payload is exact in it, as bf16 has eight bits of mantissa."""
     return (F.linear(x, payload.to(x.dtype)) * scale).to(x.dtype)
 
 
 def input_gradient(
     g: Float[Tensor, "tokens out"], payload: Int8[Tensor, "out in"], scale: Float[Tensor, " out"]
 ) -> Float[Tensor, "tokens in"]:
-    """g W, in g's dtype."""
+    """Return g W in g's dtype."""
     return (g * scale).to(g.dtype) @ payload.to(g.dtype)

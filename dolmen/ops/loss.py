@@ -24,11 +24,11 @@ def exponentials(
     labels: Int64[Tensor, " n"],
     first: int,
 ) -> tuple[Float[Tensor, "n size"], Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """exp(z - m), its sum, and z_label - m (zero where the label lies outside first .. first +
-    size).
+    """Return exp(z - m) of one slice of the vocabulary, its sum per token, and z_label - m (zero
+    where the label lies outside first .. first + size).
 
-    `logits`, fp32 or wider, become the exponentials; `maximum` and `labels` are over and in the
-    whole vocabulary.
+    `logits`, fp32 or wider, are overwritten by the exponentials; `maximum` is over the whole
+    vocabulary, and `labels` are ids in it.
     """
     shifted = logits.sub_(maximum[:, None])
     row = labels - first
@@ -39,14 +39,16 @@ def exponentials(
 
 
 def soft_cap(logits: Float[Tensor, "*any"], cap: float) -> Float[Tensor, "*any"]:
-    """cap tanh(logits / cap), with autograd."""
+    """Return cap tanh(logits / cap), with autograd."""
     return (logits / cap).tanh_() * cap
 
 
 def soft_cap_with_slope(
     logits: Float[Tensor, "n size"], cap: float
 ) -> tuple[Float[Tensor, "n size"], Float[Tensor, "n size"]]:
-    """The same, and its derivative; `logits` are overwritten."""
+    """Return cap tanh(logits / cap) and its derivative, without autograd; `logits` are
+    overwritten.
+    """
     tanh = logits.div_(cap).tanh_()
     return tanh * cap, tanh.square_().neg_().add_(1)
 
@@ -60,9 +62,10 @@ def gradient(
     slope: Float[Tensor, "n size"] | None = None,
     weights: Float[Tensor, " n"] | None = None,
 ) -> Float[Tensor, "n size"]:
-    """softmax - onehot for real labels, zero for ignored ones, times `weights` if there are any, in
-    `dtype`. `total` is over the whole vocabulary, `slope` what multiplies it, of soft-capped
-    logits. `e` is overwritten.
+    """Return the loss's gradient of one slice's logits, in `dtype`: softmax - onehot for real
+    labels, zero for ignored ones, times `weights` if there are any. `e` are the slice's
+    exponentials and are overwritten; `total` is their sum over the whole vocabulary; `slope` is the
+    soft cap's derivative, or None.
     """
     real = labels != IGNORED
     row = labels - first

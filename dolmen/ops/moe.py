@@ -44,12 +44,12 @@ def route(
     group_score: Literal["max", "top2"] = "max",
     experts: Int64[Tensor, "n k"] | None = None,
 ) -> Routing:
-    """The k best experts of each token, or those that are given, whatever they score now.
+    """Choose the k best experts of each token, or take `experts` if given, whatever they score now.
 
     Scores are the softmax, or (2412.19437 eq. 15) the sigmoid of each logit, whose shares of their
-    sum are then the probabilities. `bias` is added for the choice alone (2408.15664). With
-    several `groups` of E / groups neighbours, a token's experts come from its best
-    `groups_per_token`: a group counts as its best expert, or its best two together (2405.04434
+    sum are then the probabilities. `bias` is added for the choice alone (2408.15664). With several
+    `groups` of E / groups neighbours, a token's experts come from its best `groups_per_token`: a
+    group scores as its best expert (`group_score` max), or its best two together (top2) (2405.04434
     section 2.1.2; 2412.19437 section 2.1.2). `normalize`: the weights of a token sum to 1, before
     `scale` multiplies them.
     """
@@ -59,11 +59,13 @@ def route(
         scores = logits.sigmoid()
         probabilities = scores / scores.sum(-1, keepdim=True)
     if experts is None:
+        # which experts are chosen has no gradient, their scores do
         choice = scores.detach() if bias is None else scores.detach() + bias
         if groups_per_token < groups:
             best = 1 if group_score == "max" else 2
             choice = _best_groups(choice, groups, groups_per_token, best)
         experts = choice.topk(k, -1).indices
+    # the weights are without the bias: it steers load, not outputs
     weights = scores.gather(1, experts)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -71,8 +73,8 @@ def route(
 
 
 def _best_groups(choice: Tensor, groups: int, kept: int, best: int) -> Tensor:
-    """choice [n, E] with -inf for the experts outside each token's `kept` best groups; a group
-    counts as the sum of its `best` best.
+    """Return choice [n, E] with -inf for the experts outside each token's `kept` best groups; a
+    group scores as the sum of its `best` best experts.
     """
     apart = choice.view(len(choice), groups, -1)
     totals = apart.topk(best, -1).values.sum(-1)
@@ -93,22 +95,25 @@ class ExpertOrder(NamedTuple):
 
 
 def sort(experts: Int64[Tensor, "n k"], number: int) -> ExpertOrder:
-    """The order of `experts`, of `number` in all. The host reads nothing, as it would for
-    `bincount`, whose result is as long as the largest value says.
+    """Sort (token, expert) pairs by expert, of `number` experts. The host reads nothing, as it
+    would for `bincount`, whose result is as long as the largest value says.
     """
     sorted, pairs = experts.flatten().sort(stable=True)
+    # E binary searches of n k sorted numbers
     ends = torch.searchsorted(sorted, torch.arange(number, device=sorted.device), right=True)
     return ExpertOrder(pairs, inverse(pairs), ends.diff(prepend=ends.new_zeros(1)))
 
 
 def inverse(permutation: Int64[Tensor, " m"]) -> Int64[Tensor, " m"]:
-    """inverse(p)[p[i]] = i."""
+    """Return the inverse permutation: inverse(p)[p[i]] = i."""
     return torch.empty_like(permutation).scatter_(
         0, permutation, torch.arange(len(permutation), device=permutation.device)
     )
 
 
 class _Permute(TypedFunction):
+    """Autograd of `permute`: a gather each way."""
+
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, permutation: Tensor, inverted: Tensor) -> Tensor:
         ctx.save_for_backward(inverted)
@@ -120,10 +125,13 @@ class _Permute(TypedFunction):
 
 
 class _Spread(TypedFunction):
+    """Autograd of `spread`: backward gathers each token's k gradients and adds them."""
+
     @staticmethod
     def forward(ctx: Context[int], x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
         ctx.kept = k = len(pairs) // len(x)
         ctx.save_for_backward(places)
+        # pair i is choice i % k of token i // k
         return x[pairs // k]
 
     @staticmethod
@@ -134,21 +142,24 @@ class _Spread(TypedFunction):
 def permute(
     x: Shaped[Tensor, " m *rest"], permutation: Int64[Tensor, " m"], inverted: Int64[Tensor, " m"]
 ) -> Shaped[Tensor, " m *rest"]:
-    """x[permutation] along dim 0, whose backward is the inverse gather: no atomic additions, so the
-    same every time.
+    """Return x[permutation] along dim 0. Backward is a gather by `inverted`: no atomic additions,
+    so the same every time.
     """
     return _Permute.apply(x, permutation, inverted)
 
 
 def spread(x: Float[Tensor, "n H"], order: ExpertOrder) -> Float[Tensor, "pairs H"]:
-    """A row for each pair, in order."""
+    """Copy each token's row once per expert it goes to, sorted by expert."""
     return _Spread.apply(x, order.pairs, order.places)
 
 
 def combine(
     rows: Float[Tensor, "pairs H"], weights: Float[Tensor, "n k"], order: ExpertOrder
 ) -> Float[Tensor, "n H"]:
-    """The weighted sum of each token's rows, which are in order; in their dtype."""
+    """Return each token's sum of its experts' rows (sorted by expert) times its weights, in the
+    rows' dtype.
+    """
+    # back to the order of pairs: [n, k, H]
     apart = permute(rows, order.places, order.pairs).view(*weights.shape, rows.shape[-1])
     return (apart * weights.to(rows.dtype)[..., None]).sum(1)
 
@@ -165,7 +176,7 @@ product each; or where each ends, on the device, for one kernel that does all.
 
 
 class _Loop(TypedFunction):
-    """grouped_linear, a product for each group that has rows."""
+    """Autograd of grouped_linear: a product for each group that has rows."""
 
     @staticmethod
     def forward(
@@ -229,7 +240,9 @@ def _save_if_needed(ctx: Context, x: Tensor, weight: Tensor) -> tuple[Tensor | N
 
 
 def _products(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """x [m, in] in groups of `counts` rows, weight [groups, in, out] -> [m, out]."""
+    """Return the product of each group of `counts` rows of x [m, in] with its weight [groups, in,
+    out]: [m, out].
+    """
     out = x.new_empty(len(x), weight.shape[2])
     for i, part, rows in _groups(counts, out, x):
         torch.mm(rows, weight[i], out=part)
@@ -237,7 +250,9 @@ def _products(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _outer_products(g: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """g [m, out], x [m, in] in groups of `counts` rows -> g^T x of each, [groups, out, in]."""
+    """Return g^T x of each group of `counts` rows of g [m, out] and x [m, in]: [groups,
+    out, in].
+    """
     # zeros, since a group without rows is skipped and has a gradient all the same
     out = x.new_zeros(len(counts), g.shape[1], x.shape[1])
     for i, grad, rows in _groups(counts, g, x):
@@ -246,7 +261,7 @@ def _outer_products(g: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _groups(counts: Sequence[int], *tensors: Tensor) -> Iterator[tuple[int, *tuple[Tensor, ...]]]:
-    """(group, its rows of each tensor) of those that have rows."""
+    """Yield (group, its rows of each tensor) for groups that have rows."""
     for i, parts in enumerate(zip(*(t.split(list(counts)) for t in tensors), strict=True)):
         if counts[i]:
             yield i, *parts
@@ -255,15 +270,16 @@ def _groups(counts: Sequence[int], *tensors: Tensor) -> Iterator[tuple[int, *tup
 def grouped_linear(
     x: Float[Tensor, "m in"], weight: Float[Tensor, "groups out in"], groups: Groups
 ) -> Float[Tensor, "m out"]:
-    """y = x W_e^T with the W of each row's group: the first rows are group 0's and so on. Groups
-    may be empty; their weights' gradient is zero. Of what is frozen, x or weight, none is computed.
+    """Return y = x W_e^T with the W of each row's group: the first rows are group 0's and so on.
+    Groups may be empty; their weights' gradient is zero. No gradient is computed for a frozen x or
+    weight.
     """
     road = _Kernel if isinstance(groups, Tensor) else _Loop
     return road.apply(x, weight, groups)
 
 
 class _Bias(TypedFunction):
-    """grouped_bias."""
+    """Autograd of grouped_bias; `group` is each row's."""
 
     @staticmethod
     def forward(ctx: Context[int], y: Tensor, bias: Tensor, group: Tensor) -> Tensor:
@@ -285,7 +301,7 @@ class _Bias(TypedFunction):
 def grouped_bias(
     y: Float[Tensor, "m out"], bias: Float[Tensor, "groups out"], groups: Groups
 ) -> Float[Tensor, "m out"]:
-    """y and the bias of each row's group."""
+    """Add the bias of each row's group to y."""
     if isinstance(groups, Tensor):
         ends = groups
     else:
@@ -297,7 +313,9 @@ def grouped_bias(
 def sequence_counts(
     experts: Int64[Tensor, "n k"], batch: int, number: int
 ) -> Int64[Tensor, "{batch} {number}"]:
-    """Pairs of each sequence and expert, of `batch` sequences one after the other."""
+    """Count the (token, expert) pairs of each sequence and expert, for `batch` sequences one after
+    the other and `number` experts.
+    """
     chosen = experts.view(batch, -1, 1)  # of one_hot, a CPU reads the largest
     return (chosen == torch.arange(number, device=experts.device)).sum(1)
 
@@ -305,9 +323,9 @@ def sequence_counts(
 def balance_loss(
     probabilities: Float[Tensor, "tokens E"], counts: Int64[Tensor, "batch E"], length: int, k: int
 ) -> Float[Tensor, ""]:
-    """Sum over sequences of E / (k T) sum_e count_e mean_t p_te, T = `length`: 1 for each where all
-    experts are equally busy, E / k where k of them do everything (2101.03961 eq. 4, a sequence at a
-    time as in 2412.19437 eq. 17).
+    """Return the load-balancing loss, summed over sequences: E / (k T) sum_e count_e mean_t p_te, T
+    = `length`: 1 for each where all experts are equally busy, E / k where k of them do everything
+    (2101.03961 eq. 4, a sequence at a time as in 2412.19437 eq. 17).
 
     `probabilities` are of the tokens here, equally many of each sequence, `counts` of whole
     sequences. Where the tokens here are a part of them, so is the result: it adds up over the
@@ -315,11 +333,13 @@ def balance_loss(
     """
     batch, number = counts.shape
     sums = probabilities.view(batch, -1, number).sum(1)
+    # E / (k T) times mean_t p = sum_t p / T
     return (sums * counts).sum() * (number / (k * length * length))
 
 
 def z_loss(logits: Float[Tensor, "tokens E"], length: int) -> Float[Tensor, ""]:
-    """Sum over sequences of mean_t logsumexp(logits_t)^2, which keeps logits small (2202.08906 eq.
-    5). Sequences are of `length` tokens; of a part of them, its part.
+    """Return the router z-loss, the sum over sequences of mean_t logsumexp(logits_t)^2, which keeps
+    logits small (2202.08906 eq. 5). Sequences have `length` tokens; for a part of their tokens it
+    is that part of the sum.
     """
     return logits.logsumexp(-1).square().sum() / length

@@ -29,9 +29,9 @@ def rms_norm(
     kind: Literal["passes", "fused"] = Kernels().norm,
     zero_centred: bool = False,
 ) -> Float[Tensor, "*rows size"]:
-    """Normalise each row, in any float dtype; statistics in fp32 (fp64 for fp64 input). `kind`:
-    ops/kernels.py says how. `zero_centred`: the weight is stored less 1, and as in Gemma 1 + weight
-    and its product are fp32, cast after: 1 + 0.003 is no number of bf16.
+    """Return RMSNorm of each row, in any float dtype; statistics in fp32 (fp64 for fp64 input).
+    `kind`: which kernel, see ops/kernels.py. `zero_centred`: the weight is stored less 1, and as in
+    Gemma 1 + weight and its product are fp32, cast after: 1 + 0.003 is no number of bf16.
     """
     if torch.compiler.is_compiling():
         # the compiler chooses what to keep: a block's forward is 4 % faster
@@ -46,6 +46,7 @@ def rms_norm(
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
+    """Return the output and 1 / rms of each row."""
     wide = _wide(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if zero_centred:
@@ -54,12 +55,13 @@ def _forward(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple
 
 
 def _wide(x: Tensor) -> Tensor:
+    """Return x in fp32, or fp64 unchanged."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 class _RMSNorm(TypedFunction):
-    """Kept for backward: x and one number per row. Autograd alone would keep x in fp32 and the
-    normalised x.
+    """Autograd of RMSNorm in elementwise passes. Kept for backward: x and one number per row.
+    Autograd alone would keep x in fp32 and the normalised x.
     """
 
     @staticmethod
@@ -86,13 +88,14 @@ class _RMSNorm(TypedFunction):
             dnormal = _wide(g * weight)
             if wants_dweight:
                 dweight = (g * normal.to(x.dtype)).flatten(0, -2).sum(0)
+        # dx = (dn - n mean(dn n)) / rms
         dx = (dnormal - normal * (dnormal * normal).mean(-1, keepdim=True)).mul_(scale)
         return dx.to(x.dtype), dweight, None, None
 
 
 class _FusedRMSNorm(TypedFunction):
-    """The same with torch's kernels. Kept for backward: x and one number per row. Rounded as Llama
-    on the way forward; backward rounds its results alone, and not g * weight between.
+    """Autograd of RMSNorm by torch's kernels. Kept for backward: x and one number per row. Forward
+    rounds as Llama does; backward rounds its results alone, and not g * weight in between.
     """
 
     @staticmethod

@@ -40,7 +40,7 @@ def inverse_frequencies(
 
 
 def linear(inv: Float[Tensor, " half"], factor: float) -> Float[Tensor, " half"]:
-    """All divided by `factor` (2306.15595)."""
+    """Position interpolation (2306.15595): all frequencies divided by `factor`."""
     return inv / factor
 
 
@@ -51,12 +51,14 @@ def llama3(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> Float[Tensor, " half"]:
-    """Wavelengths longer than original / low_freq_factor are divided by `factor`, those shorter
-    than original / high_freq_factor kept, and between them it goes smoothly.
+    """Llama 3.1's frequency scaling: wavelengths longer than original / low_freq_factor have their
+    frequency divided by `factor`, those shorter than original / high_freq_factor are kept, and
+    between them it is interpolated.
     """
     wavelength = 2 * math.pi / inv
     low = original_max_position_embeddings / low_freq_factor
     high = original_max_position_embeddings / high_freq_factor
+    # 0 at the long end, 1 at the short end
     smooth = (original_max_position_embeddings / wavelength - low_freq_factor) / (
         high_freq_factor - low_freq_factor
     )
@@ -73,21 +75,22 @@ def yarn(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> Float[Tensor, " half"]:
-    """The frequencies `inv` of base `theta`, extended by parts (2309.00071, section
-    3.2): what turns more than `beta_fast` times in the original context is kept, what turns less
-    than `beta_slow` times divided by `factor`, and between the two lies a ramp over the dims.
-    `truncate`: the ramp begins and ends at whole dims.
+    """YaRN's frequencies (2309.00071, section 3.2), from `inv` of base `theta`: dims that turn more
+    than `beta_fast` times in the original context are kept, those that turn less than `beta_slow`
+    times divided by `factor`, and a ramp over the dims lies between. `truncate`: the ramp begins
+    and ends at whole dims.
     """
     size = 2 * len(inv)
 
     def dim_of(turns: float) -> float:
-        """The dim that turns so often."""
+        """Return the (fractional) dim that makes `turns` turns over the original context."""
         wavelength = original_max_position_embeddings / (turns * 2 * math.pi)
         return size * math.log(wavelength) / (2 * math.log(theta))
 
     low, high = dim_of(beta_fast), dim_of(beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
+    # the ramp stays within the head
     low, high = max(low, 0), min(high, size - 1)
     if low == high:
         high += 0.001  # a step, and no division by zero
@@ -102,8 +105,8 @@ def longrope(
     long: Sequence[float],
     beyond: Bool[Tensor, "*tokens"],
 ) -> Float[Tensor, "*tokens half"]:
-    """Each divided by a factor of its own, one of `long` for tokens of texts `beyond` the original
-    length (2402.13753).
+    """LongRoPE (2402.13753): each frequency divided by a factor of its own, from `long` for tokens
+    of sequences `beyond` the original length, else from `short`.
     """
     factors = to_device(torch.tensor([short, long], dtype=inv.dtype), inv.device)
     return inv / torch.where(beyond[..., None], factors[1], factors[0])
@@ -121,7 +124,7 @@ def dynamic(
 def dynamic_by_powers(
     inv: Float[Tensor, " half"], longer: Float[Tensor, "*tokens"]
 ) -> Float[Tensor, "*tokens half"]:
-    """Return `dynamic` with growth 2^ceil(log2(longer) + 1) - 1, as Qwen has it."""
+    """Dynamic NTK as Qwen has it: `dynamic` with growth 2^ceil(log2(longer) + 1) - 1."""
     return _scale_base(inv, (longer.double().log2() + 1).ceil().exp2() - 1)
 
 
@@ -130,20 +133,23 @@ def _scale_base(inv: Tensor, growth: Tensor) -> Tensor:
     1.
     """
     size = 2 * len(inv)
+    # dim i scales by growth^(-2i / (size - 2)): none of it at i = 0
     powers = torch.arange(0, size, 2, device=inv.device, dtype=torch.float64) / (size - 2)
     return inv * (growth.double().clamp(min=1)[..., None] ** -powers).to(inv.dtype)
 
 
 def log_n(positions: Int[Tensor, "*tokens"], original: int) -> Float64[Tensor, "*tokens"]:
-    """log(i) / log(original) of the token numbered i from 1, where i is over `original`; else 1."""
+    """Return Qwen's log-n factor of queries: log(i) / log(original) for the i-th token, counted
+    from 1, where i is over `original`; else 1.
+    """
     return ((positions + 1).double().log() / math.log(original)).clamp(min=1)
 
 
 def tables(
     positions: Int[Tensor, "*tokens"], inv: Float[Tensor, "*of_tokens half"]
 ) -> tuple[Float[Tensor, "*tokens 1 half"], Float[Tensor, "*tokens 1 half"]]:
-    """cos and sin in inv's dtype: one row per token, the same for every head. `inv` is of all, or
-    of each of them, as it broadcasts.
+    """Return cos and sin of each token's angles in inv's dtype, with a head dim of 1. `inv` is the
+    same for all tokens, or of each.
     """
     angle = (positions[..., None].to(inv.dtype) * inv)[..., None, :]
     return angle.cos(), angle.sin()
@@ -156,12 +162,14 @@ def rotate(
     interleaved: bool = False,
     streams: int = 1,
 ) -> Float[Tensor, "batch length heads head_dim"]:
-    """x turned by its token's angle, in fp32 (fp64 for fp64 input); x's dtype. `tokens` is batch
-    and length, or length alone. Where the tables are of a part of the head, its first 2 `half` dims
-    are turned and the others kept. `interleaved` says which dims are a pair, before and after. Of
-    several `streams` of positions each has its part of the tables, and of the dims that are turned.
+    """Rotate x by its token's angles, in fp32 (fp64 for fp64 input); returns x's dtype. `tokens` is
+    batch and length, or length alone. Where the tables cover part of the head, its first 2 `half`
+    dims are rotated and the others kept. `interleaved`: pairs are neighbouring dims, not i and i +
+    size / 2. With several `streams` of positions each has its part of the tables, and of the
+    rotated dims.
     """
     size = 2 * cos.shape[-1]
+    # partial rotary embedding
     if size < x.shape[-1]:
         turned = rotate(x[..., :size], cos, sin, interleaved, streams)
         return torch.cat((turned, x[..., size:]), -1)
@@ -185,23 +193,27 @@ class PositionIds:
 
     @staticmethod
     def of(ids: Int64[Tensor, "batch streams length"]) -> "PositionIds":
-        """Construct from ids on the host."""
+        """Construct from ids on the host, taking `longest` from their values: the first stream's
+        largest plus 1, the second's counts from 1 already.
+        """
         largest = [max(map(max, stream.tolist())) for stream in ids.unbind(1)]
         return PositionIds(ids, max([largest[0] + 1, *largest[1:]]))
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "PositionIds":
-        """Apply `change` to the ids."""
+        """Return the position ids with `change` applied to the tensor."""
         return replace(self, ids=change(self.ids))
 
     def on(self, device: torch.device) -> "PositionIds":
-        """The same on `device`; the host does not wait for it."""
+        """Copy the ids to `device`; the host does not wait."""
         return self.map_tensors(lambda ids: to_device(ids, device))
 
 
 def prefix_positions(
     index: Int64[Tensor, "*tokens"], prefix: Int64[Tensor, "*tokens"]
 ) -> Int64[Tensor, "2 ..."]:
-    """Both streams, of tokens at `index` in documents with prefixes of so many tokens."""
+    """Return both position streams of tokens at `index` in documents whose prefix has `prefix`
+    tokens.
+    """
     return span_positions(index, prefix, (prefix - 1).clamp(min=0), prefix)
 
 
@@ -211,5 +223,7 @@ def span_positions(
     at: Int64[Tensor, "*tokens"],
     begin: Int64[Tensor, "*tokens"],
 ) -> Int64[Tensor, "2 ..."]:
-    """Both streams, of tokens at `index` in documents of these spans (model/tree/blanks.py)."""
+    """Return both position streams of tokens at `index` in their document: the first is the index
+    up to `stay`, then constant `at`; the second is 0 before `begin`, then counts from 1.
+    """
     return torch.stack((torch.where(index < stay, index, at), (index - begin + 1).clamp(min=0)))

@@ -88,21 +88,26 @@ def learning_rate(
     steps: float,
     warmup: float | None = None,
 ) -> float:
-    """Learning rate of update `step` (0-based) of `steps`, of which the first `warmup` (None: as
-    `config` has them) warm up. The last update of a decaying schedule uses min_lr's neighbour, not
-    min_lr itself, so that no update is wasted; warm-up's first update is lr / warmup, not 0.
+    """Return the learning rate of update `step` (0-based) of `steps`, of which the first `warmup`
+    (None: as in `config`) warm up. All three may be tokens instead. A decaying schedule would reach
+    min_lr one update after the last, so that none is wasted; warm-up's first update has lr /
+    warmup, not 0.
     """
     warmup = config.warmup_steps if warmup is None else warmup
     if step < warmup:
+        # (step + 1): the first update already moves, the last of warm-up has the peak
         return config.lr * min(1.0, (step + 1) / warmup)
+    # progress after warm-up
     done = (step - warmup) / max(1, steps - warmup)  # in [0, 1)
     if config.schedule == "constant":
         return config.lr
     fall = config.lr - config.min_lr
     if config.schedule == "cosine":
+        # half a cosine wave, from lr down to min_lr
         return config.min_lr + fall * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     if config.schedule == "linear":
         return config.min_lr + fall * max(0.0, 1 - done)
+    # wsd: decay_fraction is of all steps, warm-up included
     start = steps * (1 - config.decay_fraction)
     if step < start:
         return config.lr

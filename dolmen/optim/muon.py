@@ -48,8 +48,8 @@ EPS = 1e-7  # of the norm: a matrix of zeros stays one
 def orthogonalize(
     g: Float[Tensor, "rows columns"], dtype: torch.dtype
 ) -> Float[Tensor, "rows columns"]:
-    """Orthogonalise g by Newton-Schulz in `dtype`; the norm is added in fp64, for on a CPU torch
-    adds squares one by one.
+    """Return g with its singular values brought near 1 by STEPS Newton-Schulz iterations in
+    `dtype`. The norm is summed in fp64, as torch adds squares one by one on a CPU.
     """
     norm = torch.linalg.vector_norm(g, dtype=torch.float64) + EPS
     x = (g / norm.to(g.dtype)).to(dtype)
@@ -63,7 +63,7 @@ def orthogonalize(
 
 
 def flops(rows: int, columns: int) -> int:
-    """Floating-point operations of the products of `orthogonalize`."""
+    """Return the floating-point operations of `orthogonalize` for one matrix."""
     short, long = sorted((rows, columns))
     return STEPS * (4 * short * short * long + 2 * short**3)
 
@@ -73,11 +73,12 @@ RATIO = 0.2  # root mean square of an update's elements, over lr
 
 
 class Muon(torch.optim.Optimizer):
-    """Parameters are [rows, columns], or stacks of such, and lie anyhow. All ranks that hold parts
-    of them make each step together.
+    """Muon over parameters [rows, columns], or stacks of such, however they are sharded. All ranks
+    that hold parts of them make each step together.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, mesh: Mesh):
+        """Take the hyperparameters from `config`, and assign each matrix an owner rank."""
         own = config.muon
         group = {
             "params": list(parameters),
@@ -92,7 +93,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of every parameter, each of which has a gradient."""
+        """Make one update of every parameter; each must have a gradient. `closure` is torch's and
+        unused. Collective.
+        """
         (group,) = self.param_groups
         parameters = group["params"]
         gradients = [_view(p.grad) for p in parameters]
@@ -121,5 +124,6 @@ def matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _view(p: Tensor | None) -> Tensor:
+    """Return this rank's shard of a parameter, gradient or state; asserts that there is one."""
     assert p is not None, "a trained matrix has no gradient"
     return state.local_view(p)

@@ -57,14 +57,14 @@ int8_product = torch.ops.aten._weight_int8pack_mm
 
 
 def prepack_weight(weight: Tensor, rows: int) -> Tensor:
-    """A weight [out, in] as oneDNN multiplies products of so many rows: what torch.compile does
-    with weights that are frozen, and eager torch nowhere. 2.11 to 2.13.
+    """Return a weight [out, in] packed as oneDNN multiplies it with about `rows` rows: what
+    torch.compile does with frozen weights, and eager torch nowhere. 2.11 to 2.13.
     """
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
 
 
 def prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + b of what `laid_out` gives. 2.11 to 2.13."""
+    """Return x W^T + b, `weight` being packed by `prepack_weight`. 2.11 to 2.13."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -74,22 +74,22 @@ def can_prepack() -> bool:
 
 
 def version_of(x: Tensor) -> int:
-    """How often x was written in place: what autograd tells a tensor by that has changed since it
-    was kept. 2.11 to 2.13.
+    """Return how often x was written in place, by which autograd detects changes since it was
+    saved. 2.11 to 2.13.
     """
     return x._version
 
 
 def is_profiling() -> bool:
-    """Return True while a profile records: torch asks this flag before ranges of its own. 2.11 to
+    """Return True while a profile records: torch checks this flag before ranges of its own. 2.11 to
     2.13.
     """
     return profiler._is_profiler_enabled
 
 
 def has_fast_bfloat16() -> bool:
-    """Return True if this CPU multiplies bfloat16 by instructions of its own: `torch.cpu` tells
-    nobody but the compiler. 2.11 to 2.13.
+    """Return True if this CPU has instructions that multiply bfloat16 (AVX512-BF16 or AMX):
+    `torch.cpu` tells nobody but the compiler. 2.11 to 2.13.
     """
     return torch.cpu._is_avx512_bf16_supported() or has_amx()
 
@@ -102,16 +102,16 @@ def has_amx() -> bool:
 
 
 def mark_dynamic(x: Tensor, dim: int) -> None:
-    """A size of x may change from batch to batch: torch.compile makes no constant of it, and no
-    error where it is one after all. `torch.compiler` has no such function. 2.11 to 2.13.
+    """Tell torch.compile that size `dim` of x may change from batch to batch: it makes no constant
+    of it, and raises no error where it is one after all. `torch.compiler` has no such function.
+    2.11 to 2.13.
     """
     torch._dynamo.maybe_mark_dynamic(x, dim)
 
 
 def transpose_contiguous(x: Tensor) -> Tensor:
-    """x^T, whose rows lie in memory one after the other. The compiler takes `x.t().contiguous()`
-    for a copy that may lie as x does; the strides of this operator of its own it keeps. 2.11 to
-    2.13.
+    """Return x^T in contiguous memory, under torch.compile too, which may elide the copy of
+    `x.t().contiguous()` but keeps the strides of this operator of its own. 2.11 to 2.13.
     """
     if not torch.compiler.is_compiling():
         return x.t().contiguous()
@@ -121,21 +121,22 @@ def transpose_contiguous(x: Tensor) -> Tensor:
 
 
 def disable_compile(function: Callable[P, T]) -> Callable[P, T]:
-    """`torch.compiler.disable(function)`, which torch does to its own functions without importing
-    its compiler before one is called: half a second of every process. To be called where something
-    is compiled. 2.11 to 2.13.
+    """Return the function, excluded from torch.compile, as `torch.compiler.disable(function)` does,
+    but without importing the compiler before the first call: half a second of every process. For
+    functions called where something is compiled. 2.11 to 2.13.
     """
     return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class ViewAdamW(torch.optim.AdamW):
-    """torch's, whose step reads and writes `view` of each parameter, gradient and state, and not
-    the tensor itself: nothing public is called between the lists and the kernel. 2.11 to 2.13.
+    """torch's AdamW whose step reads and writes `view(t)` of each parameter, gradient and state
+    tensor, not the tensor itself: nothing public is called between the lists and the kernel. 2.11
+    to 2.13.
     """
 
     @staticmethod
     def view(p: Tensor) -> Tensor:
-        """The tensor that a step computes with."""
+        """Return the tensor that a step computes with in place of p."""
         raise NotImplementedError
 
     def _init_group(
@@ -148,7 +149,9 @@ class ViewAdamW(torch.optim.AdamW):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Fills the lists with what the step reads and writes."""
+        """Fill the lists with the views of what the step reads and writes; returns what torch's
+        does.
+        """
         lists = params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
         found = super()._init_group(group, *lists)
         for tensors in lists:

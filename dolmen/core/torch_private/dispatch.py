@@ -26,13 +26,15 @@ that of nothing. 2.11 to 2.13."""
 
 
 def join_fake(world: int, rank: int = 0) -> None:
-    """Be `rank` of a default group of `world` ranks, in which nothing is sent. 2.11 to 2.13."""
+    """Initialise a default group in which this process is `rank` of `world` ranks, and nothing is
+    sent. 2.11 to 2.13.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
 
 def completed_work() -> torch.ScriptObject:
-    """Work that is complete, as an operator gives it: that of a fake group never is, unless waited
-    for, as gloo's. 2.11 to 2.13.
+    """Return a completed work object, as an operator returns it: that of a fake group never
+    completes unless waited for, like gloo's. 2.11 to 2.13.
     """
     future: torch.futures.Future[None] = torch.futures.Future()
     future.set_result(None)
@@ -56,12 +58,13 @@ def backward_sequence_number() -> int | None:
 
 @contextmanager
 def observe_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Within, `seen` is told of each storage that has just been given another size: FSDP frees what
-    it has gathered so, and no operator says it. 2.11 to 2.13.
+    """Within, call `seen(storage)` after each resize of a storage: FSDP frees gathered parameters
+    that way, and no operator shows it. 2.11 to 2.13.
     """
     resize = torch.UntypedStorage.resize_
 
     def told(storage: torch.UntypedStorage, size: int) -> None:
+        """Resize, then report."""
         resize(storage, size)
         seen(storage)
 

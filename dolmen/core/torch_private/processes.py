@@ -31,7 +31,7 @@ all_reduce_ = torch.ops._c10d_functional.all_reduce_
 
 
 def groups() -> Iterator[tuple[dist.ProcessGroup, list[int]]]:
-    """Every group of this process, and its ranks in the world. Its own alone: torch keeps no other.
+    """Yield every process group that this process is in, and its ranks in the world.
     2.11 to 2.13.
     """
     for group, members in dist.distributed_c10d._world.pg_group_ranks.items():
@@ -43,22 +43,22 @@ Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 
 
 def store(name: str) -> Store:
-    """The one in which the ranks of the default group have met, for words of this `name`. The
-    public ones are made by who uses them, and need an address. 2.11 to 2.13.
+    """Return the rendezvous store of the default group, with keys prefixed by `name`. Public stores
+    are created by their user, and need an address. 2.11 to 2.13.
     """
     met = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(name, met)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def backends(group: dist.ProcessGroup) -> str:
-    """Return the backend per device type: "cpu:gloo,cuda:nccl". `dist.get_backend` tells that of
-    one. 2.11 to 2.13.
+    """Return a group's backend per device type: "cpu:gloo,cuda:nccl". `dist.get_backend` returns
+    that of one. 2.11 to 2.13.
     """
     return dist.distributed_c10d._world.pg_backend_config[group]
 
 
 def set_timeout(options: "dist.ProcessGroupNCCL.Options", timeout: timedelta) -> None:
-    """Let the options of a group say how long it waits: where they do not, torch warns that the
+    """Set the timeout in a group's NCCL options: where they have none, torch warns that the
     argument of `new_group` wins. 2.11 to 2.13.
     """
     options._timeout = timeout

@@ -32,22 +32,22 @@ input, group and operation. 2.13; tried in no other.
 
 
 def local_tensor(p: Any) -> Tensor:
-    """The tensor in which a DTensor holds this rank's values. `to_local()` is public, and of a
-    parameter a view with a node of autograd, which takes longer than the launches of an update.
-    2.11 to 2.13.
+    """Return the tensor in which a DTensor stores this rank's values. `to_local()` is public, and
+    of a parameter a view with a node of autograd, which takes longer than the launches of an
+    update. 2.11 to 2.13.
     """
     return p._local_tensor
 
 
 def dtensor_like(p: Any, values: Tensor) -> Tensor:
-    """A DTensor that lies as the DTensor p, and holds `values`. The public `from_local` computes
-    p's shape and strides again. 2.11 to 2.13.
+    """Return a DTensor sharded like the DTensor p with local `values`. The public `from_local`
+    computes p's shape and strides again. 2.11 to 2.13.
     """
     return type(p)(values, p._spec, requires_grad=False)
 
 
 def records(unit: FSDPModule) -> list[Record]:
-    """Return the records of the parameters of a unit of FSDP. 2.11 to 2.13."""
+    """Return FSDP's records of the parameters of a unit. 2.11 to 2.13."""
     kept = vars(unit._get_fsdp_state())
     # 2.11 has one group per unit
     groups = (
@@ -58,8 +58,8 @@ def records(unit: FSDPModule) -> list[Record]:
 
 def gather_plain(record: Record, sum_gradient: Callable[[Tensor], Tensor] | None) -> None:
     """Let FSDP gather a parameter, which tp has split as a DTensor, as a plain tensor, and take a
-    plain gradient for it, of which `sum_gradient` makes the sum over tp before it is reduced.
-    Before the first forward. No-op of a parameter that is none of tp's. 2.11 to 2.13: what is
+    plain gradient for it, to which `sum_gradient` (if any) is applied before it is reduced. Call
+    before the first forward. No-op for a parameter that is not on tp. 2.11 to 2.13: what is
     gathered becomes a DTensor where `is_dtensor` says so, and in 2.13 where there is a spec.
     """
     if not record.is_dtensor:
@@ -73,9 +73,8 @@ def gather_plain(record: Record, sum_gradient: Callable[[Tensor], Tensor] | None
 
 
 def run_final_callback(root: FSDPModule) -> None:
-    """Call what FSDP does at the end of a backward: each unit is looked at once more,
-    and what has come to its gradients since is added up, and reduced if it is their turn. 2.11 to
-    2.13.
+    """Run FSDP's end-of-backward callback by hand: it looks at each unit once more, accumulates the
+    gradients that have come since, and reduces them if that is switched on. 2.11 to 2.13.
     """
     root._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -87,11 +86,12 @@ class One(float):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        """Return x for x / self, without computing."""
         return args[0]  # x / 1
 
 
 def ranks(record: Record) -> int:
-    """How many a parameter is sharded over; 1 of `replicate`. 2.11 to 2.13."""
+    """Return the number of ranks a parameter is sharded over; 1 for `replicate`. 2.11 to 2.13."""
     info = record.mesh_info
     return info.shard_mesh_size if isinstance(info, _fsdp_common.FSDPMeshInfo) else 1
 
@@ -106,18 +106,20 @@ def gather_as(
     sent: Callable[[Tensor, nn.Module], tuple[Tensor, ...]],
     received: Callable[[Sequence[Tensor]], Tensor],
 ) -> None:
-    """Let FSDP gather what `sent(shard, module)` makes of a rank's shard, tensors that begin with
-    its dim 0, and copy what `received` makes of them: each whole, in the same order. How many there
-    are may change from one gathering to the next, as all ranks agree. On a shard that has memory.
+    """Let FSDP all-gather the tensors of `sent(shard, module)` in place of a rank's shard, and use
+    `received(gathered tensors)`, in the same order, as the copy. Each tensor has the shard's dim 0
+    first. Their number may change from one gathering to the next, if all ranks agree. Call once the
+    shard has memory.
 
-    The door is public: two methods of the shard, which FSDP looks for; the methods of a class of
-    tensors, as it is documented, and here of this one tensor, so that parameters at rest are as all
-    others. Private is that it is told of them, and the list of what it gathers into. 2.11 to 2.13.
+    The extension is public: two methods of the shard, which FSDP looks for; documented for a class
+    of tensors, and here set on this one tensor, so that parameters at rest are as all others.
+    Private is that FSDP is told of them, and the list of what it gathers into. 2.11 to 2.13.
     """
     shard = local_tensor(record.sharded_param)
     shapes: list[torch.Size] = []
 
     def before(mesh, size, stride, module, policy) -> tuple[tuple[Tensor, ...], None]:
+        """Return what this rank sends."""
         parts = sent(shard, module)
         shapes[:] = [part.shape for part in parts]
         if len(parts) != len(record.all_gather_outputs):
@@ -125,6 +127,7 @@ def gather_as(
         return parts, None
 
     def after(outputs, metadata, dtype, *, out: Tensor | None = None):
+        """Return the copy made of what was gathered, or write it to `out`; frees the buffers."""
         copy = received([o.view(-1, *shape[1:]) for o, shape in zip(outputs, shapes, strict=True)])
         if out is not None:
             # FSDP has kept the copy's place; backward may hold it, as the same values

@@ -21,7 +21,7 @@ from dolmen.ops.elementwise import accumulate
 
 
 def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
-    """See `spec.Attention`."""
+    """`spec.Attention.attention` by blocks, with autograd."""
     kv_heads, rule = k.shape[2], _rule(q, k, Place(k.shape[1] - later - q.shape[1], 0, attend))
     sinks = None if attend.sinks is None else attend.sinks.view(kv_heads, 1, rule.group)
     out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), sinks, *rule)
@@ -29,7 +29,7 @@ def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) ->
 
 
 def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
-    """See `spec.Attention`. The two runs may also overlap, in any way."""
+    """`spec.Attention.partial` by blocks. The two runs may also overlap, in any way."""
     kv_heads, rule = k.shape[2], _rule(q, k, at)
     rows_q, rows_k, rows_v = (_rows(t, kv_heads) for t in (q, k, v))
     weighted, total, log_sum = blocks.forward(rows_q, rows_k, rows_v, rule)
@@ -40,7 +40,7 @@ def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum
 def partial_backward(
     g: Attended, q: Queries, k: Keys, v: Values, whole: tuple[Attended, LogSum], at: Place
 ) -> tuple[Queries, Keys, Values]:
-    """See `spec.Attention`."""
+    """`spec.Attention.partial_backward` by blocks; dk and dv in log_sum's dtype."""
     kv_heads, rule, (out, log_sum) = k.shape[2], _rule(q, k, at), whole
     delta = _delta(g, out, log_sum)
     rows_g, rows_q, rows_k, rows_v, rows_delta, rows_log_sum = (
@@ -55,7 +55,9 @@ def partial_backward(
 
 
 def _rule(q: Tensor, k: Tensor, at: Place) -> Rule:
-    """Build the score rule of q and k, both [batch, length, heads, size], which lie at `at`."""
+    """Build the score rule of q and k, both [batch, length, heads, size], at the positions `at`;
+    documents become indices among these keys.
+    """
     attend = at.attend
     masks: tuple[Tensor | None, ...] = (None,) * 4
     if attend.documents is not None:
@@ -73,13 +75,13 @@ def _rule(q: Tensor, k: Tensor, at: Place) -> Rule:
 
 
 def _delta(g: Tensor, out: Tensor, log_sum: Tensor) -> Tensor:
-    """Return sum(g * out) of each row: see blocks.py. [..., 1], in log_sum's dtype."""
+    """Return sum(g * out) of each row [..., 1], in log_sum's dtype: see blocks.py."""
     return (g.to(log_sum.dtype) * out).sum(-1, keepdim=True)
 
 
 def _rows(x: Tensor, kv_heads: int) -> Tensor:
-    """[batch, length, heads, size] -> [batch * kv_heads, length * group, size], group = heads /
-    kv_heads.
+    """Reshape [batch, length, heads, size] -> [batch * kv_heads, length * group, size], group =
+    heads / kv_heads: the rows of blocks.py's products.
     """
     batch, length, heads, size = x.shape
     if heads > kv_heads:
@@ -89,15 +91,17 @@ def _rows(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _heads(x: Tensor, kv_heads: int, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `_rows`: [batch * kv_heads, length * group, size] -> shape [batch, length,
-    heads, size].
+    """Reshape [batch * kv_heads, length * group, size] back to `shape` [batch, length, heads,
+    size]: the inverse of `_rows`.
     """
     batch, length, heads, size = shape
     return x.view(batch, kv_heads, length, heads // kv_heads, size).transpose(1, 2).reshape(shape)
 
 
 def _split_heads(x: Tensor, sinks: Tensor) -> Tensor:
-    """x [batch * kv_heads, queries * group, size] -> [batch, kv_heads, queries, group, size]."""
+    """View x [batch * kv_heads, queries * group, size] as [batch, kv_heads, queries, group, size],
+    to which sinks broadcast.
+    """
     return x.view(-1, len(sinks), x.shape[1] // sinks.shape[2], sinks.shape[2], x.shape[2])
 
 
@@ -106,8 +110,8 @@ def _split_heads(x: Tensor, sinks: Tensor) -> Tensor:
 # concatenations fused into slow kernels (59 ms backward, not 37).
 @cache
 def _compile(passes: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled at the first call: inductor takes a second to import, which runs without it do not
-    owe.
+    """Return a pass of blocks.py compiled, once per function; on first use, as inductor takes a
+    second to import, which runs without it do not owe.
     """
     return torch.compile(passes, dynamic=True)
 
@@ -126,6 +130,7 @@ _RULE = (
     schema=f"(Tensor q, Tensor k, Tensor v, {_RULE}) -> (Tensor, Tensor, Tensor)",
 )
 def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `blocks.forward`, its passes compiled, as one operator to torch.compile."""
     return blocks.forward(q, k, v, Rule(*rule), _compile(blocks.exponentials))
 
 
@@ -138,6 +143,9 @@ def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor
 def _opaque_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, log_sum: Tensor, *rule: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `blocks.backward`, its passes compiled, as one operator to torch.compile; all gradients
+    in the inputs' dtype.
+    """
     fused = _compile(blocks.gradient), _compile(accumulate)
     dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, Rule(*rule), *fused)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
@@ -157,9 +165,9 @@ def _(
 
 
 class _Blockwise(TypedFunction):
-    """q [n, queries * group, size], k [n, keys, size], v [n, keys, value size], sinks [kv_heads, 1,
-    group] or None, and a Rule, one after the other -> [n, queries * group, value size]. Kept for
-    backward: these, and one number per row.
+    """Autograd of block attention: q [n, queries * group, size], k [n, keys, size], v [n, keys,
+    value size], sinks [kv_heads, 1, group] or None, and an unpacked Rule -> [n, queries * group,
+    value size]. Kept for backward: these, and one number per row.
     """
 
     @staticmethod

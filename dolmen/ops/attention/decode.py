@@ -49,7 +49,7 @@ class Pages:
 
 @dataclass(frozen=True, eq=False)
 class Alone:
-    """The pages of a single sequence that is decoded by itself."""
+    """Pages of a sequence that is decoded alone, as the only one of its batch."""
 
     pages: slice | Int64[Tensor, " pages"]
     """Pages of the sequence, in order."""
@@ -64,18 +64,21 @@ def one_query(
     attend: Attend,
     pages: Pages | Alone,
 ) -> Float[Tensor, "queries heads value_size"]:
-    """softmax(scores) v of each query, at its text's last key: see `spec.Attention`. Documents and
-    dropout have no meaning here. The queries of a key-value head are rows of one product.
+    """Return softmax(scores) v of each query, which is at its sequence's last key: see
+    `spec.Attention`. `pages` says which sequence owns each page. Documents and dropout have no
+    meaning here. The queries of a key-value head are rows of one product.
     """
     scale = attend.scale_of(q.shape[2])
     if isinstance(pages, Alone):
         return _one_sequence(q, k, v, scale, attend, pages)
     owner, of_heads = pages.owner, (len(q), k.shape[1], -1)
+    # a copy of its query's rows for each page
     heads = q.view(*of_heads, q.shape[2]).index_select(0, owner)
     products = _page_products(heads, k.transpose(2, 3), pages)
     scores = _scores(products, scale, attend, pages)
     highest = scores.amax(-1)
     to_text = owner[:, None, None].expand_as(highest)
+    # softmax over pages: maximum, then sums, each scattered to the page's query
     maximum = highest.new_full((len(q), *highest.shape[1:]), -torch.inf)
     maximum.scatter_reduce_(0, to_text, highest, "amax")
     e = scores.sub_(maximum.index_select(0, owner)[..., None]).exp_()
@@ -95,9 +98,10 @@ def _one_sequence(
     attend: Attend,
     text: Alone,
 ) -> Float[Tensor, "1 heads value_size"]:
-    """Attend for one sequence, where nothing is scattered or gathered: its keys are copied to lie
-    together, and what is computed is a softmax; 27 us for what takes 160 by pages.
+    """Attend for one sequence, where nothing needs scattering or gathering: its keys are copied to
+    lie together, and what is computed is a softmax; 27 us for what takes 160 by pages.
     """
+    # keys before the window are not even copied
     first = 0 if attend.window is None else max(0, text.length - attend.window)
     keys, values = (
         pool[text.pages].transpose(0, 1).flatten(1, 2)[:, first : text.length] for pool in (k, v)
@@ -107,6 +111,7 @@ def _one_sequence(
     scores = _raw(products, scale, attend, back)
     if attend.sinks is not None:
         sinks = attend.sinks.to(scores.dtype).view(*scores.shape[:2], 1)
+        # the sink takes its share of the sum, and weighs no value
         weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
@@ -119,8 +124,8 @@ def _page_products(
     pool: Float[Tensor, "pages kv_heads in out"],
     pages: Pages,
 ) -> Float[Tensor, "entries kv_heads group out"]:
-    """The rows of each entry times its page: where it lies, or one gathered for all that share it,
-    whose rows are then those of one product.
+    """Multiply the rows of each entry by its page: where the page lies, or, for pages shared by
+    several sequences, gathered once and multiplied with all their rows in one product.
     """
     if pages.shared is None:
         return torch.matmul(rows, pool)
@@ -151,7 +156,9 @@ def _raw(
     attend: Attend,
     back: Int64[Tensor, "*_ keys"],
 ) -> Float[Tensor, "*entries kv_heads group keys"]:
-    """Return scores of keys `back` tokens back, whether they are seen or not."""
+    """Return scores (scaled, soft-capped, with ALiBi) of keys `back` tokens before the query,
+    unmasked.
+    """
     kv_heads, group = products.shape[-3:-1]
     wide = products if products.dtype == torch.float64 else products.float()
     scores = wide * scale
@@ -160,6 +167,7 @@ def _raw(
     slopes = attend.slopes_of(kv_heads * group)
     if slopes is not None:
         each = device.to_device(torch.tensor(slopes, dtype=scores.dtype), scores.device)
+        # ALiBi: score - slope * distance
         far = back.to(scores.dtype)
         scores = scores.addcmul_(each.view(kv_heads, group, 1), far, value=-1)
     return scores

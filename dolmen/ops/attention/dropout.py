@@ -18,8 +18,9 @@ from dolmen.ops.attention.spec import Attend, Attended, Keys, Queries, Values, s
 def attention(
     q: Queries, k: Keys, v: Values, attend: Attend, rows: Int64[Tensor, " queries"]
 ) -> Attended:
-    """Compute `spec.Attention` with dropout; `rows` are the queries' indices in the sequence, whose
-    keys are all from 0 on. `attend.dropout` says what falls out.
+    """Compute `spec.Attention.attention` with dropout (`attend.dropout`), forming all
+    probabilities. `rows`: the queries' indices in the sequence; keys are those of the whole
+    sequence, from 0 on.
     """
     assert attend.dropout is not None
     heads, size = q.shape[2:]
@@ -55,9 +56,12 @@ def _scores(scores: Tensor, attend: Attend, rows: Tensor, columns: Tensor) -> Te
 
 
 def _keep_mask(attend: Attend, rows: Tensor, columns: Tensor, heads: int) -> Tensor:
-    """Bool [batch, heads, queries, keys]: which probabilities stay."""
+    """Return which probabilities are kept, bool [batch, heads, queries, keys], by their indices in
+    the whole model.
+    """
     assert attend.dropout is not None
     p, noise, site = attend.dropout
+    # indices in the whole model, so that tp and cp drop the same elements
     head = torch.arange(attend.first_head, attend.first_head + heads, device=rows.device)
     sequence = noise.sequences[:, None, None, None]
     return elementwise.keep(
@@ -66,8 +70,8 @@ def _keep_mask(attend: Attend, rows: Tensor, columns: Tensor, heads: int) -> Ten
 
 
 class _Probabilities(TypedFunction):
-    """softmax of the scores [batch, heads, queries, keys] that are seen, in fp32 or wider, then
-    dropout; in the scores' dtype.
+    """Softmax of scores [batch, heads, queries, keys] over the keys seen, in fp32 or wider, then
+    dropout; returns the scores' dtype.
 
     Autograd alone would keep the softmax in fp32, and the mask of what is seen; here backward has
     it in the scores' dtype.
@@ -81,18 +85,23 @@ class _Probabilities(TypedFunction):
         kept: Tensor,
         p: float,
     ) -> Tensor:
+        """Return the dropped-out probabilities; `seen` and `kept` are masks, p the probability of
+        dropping.
+        """
         wide = torch.promote_types(scores.dtype, torch.float32)
         probabilities = (
             scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=wide).to(scores.dtype)
         )
         ctx.kept = p, wide
         ctx.save_for_backward(probabilities, kept)
+        # inverted dropout: the expected value is that without
         return torch.where(kept, probabilities / (1 - p), 0)
 
     @staticmethod
     def backward(
         ctx: Context[tuple[float, torch.dtype]], g: Tensor
     ) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of the scores."""
         (probabilities, kept), (p, wide) = ctx.saved_tensors, ctx.kept
         dp = torch.where(kept, g / (1 - p), 0).to(wide)
         dscores = compute.softmax_backward(dp, probabilities.to(wide), -1, wide).to(g.dtype)

@@ -44,8 +44,11 @@ from dolmen.ops.attention.spec import (
 def attention(
     q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0, *, cudnn: bool = False
 ) -> Attended:
-    """See `spec.Attention`; `later` is 0, as there are no prefixes. `cudnn`: as `Cudnn`."""
+    """`spec.Attention.attention` by flash's kernels, with autograd; `later` is 0, as there are no
+    prefixes. `cudnn`: use cuDNN's where they fit.
+    """
     size, run, call = v.shape[3], _run(attend.documents), _call(q, attend, cudnn)
+    # multi-head latent attention: q and k of 192, v of 128
     q, k, v = _pad_heads(q, k, v)
     if run is None:
         return _narrow(Flash.apply(q, k, v, attend.sinks, *call), size)
@@ -58,7 +61,9 @@ def attention(
 def partial(
     q: Queries, k: Keys, v: Values, at: Place, *, cudnn: bool = False
 ) -> tuple[Attended, LogSum]:
-    """See `spec.Attention`."""
+    """`spec.Attention.partial` by flash's kernels: a run of queries to its own keys, or to earlier
+    ones.
+    """
     size, call = v.shape[3], _call(q, at.attend, cudnn)
     q, k, v = _pad_heads(q, k, v)
     if at.q_start == at.k_start:
@@ -78,7 +83,7 @@ def partial_backward(
     *,
     cudnn: bool = False,
 ) -> tuple[Queries, Keys, Values]:
-    """See `spec.Attention`; dk and dv in fp32."""
+    """`spec.Attention.partial_backward` by flash's kernels; dk and dv in fp32."""
     (out, log_sum), sizes = whole, (q.shape[3], k.shape[3], v.shape[3])
     call = _call(q, at.attend, cudnn)
     g, q, k, v, out = _pad_heads(g, q, k, v, out)
@@ -91,7 +96,9 @@ def partial_backward(
 
 
 def _earlier(q: Tensor, k: Tensor, v: Tensor, at: Place, whole: FlashCall) -> tuple[Tensor, Tensor]:
-    """A run of queries and keys before it."""
+    """Return out and log_sum of a run of queries against keys that all lie before it; 0 and -inf
+    where a query sees none.
+    """
     out = torch.zeros_like(q)
     log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=_wide(q))
     for rows, mine, theirs, bounds in _pieces(len(q), q.shape[1], k.shape[1], at):
@@ -110,6 +117,7 @@ def _earlier_backward(
     at: Place,
     call: FlashCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv of a run of queries against earlier keys, dk and dv in fp32."""
     dq, (out, log_sum) = torch.zeros_like(q), whole
     dk, dv = (torch.zeros_like(t, dtype=_wide(q)) for t in (k, v))
     for rows, mine, theirs, bounds in _pieces(len(q), q.shape[1], k.shape[1], at):
@@ -123,13 +131,14 @@ def _earlier_backward(
             no_state(q),
             FlashCall.of(None, bounds, call.scale, call.cudnn),
         )
+        # several pieces may share a key, so they add up
         dk[rows, theirs] += more_k
         dv[rows, theirs] += more_v
     return dq, dk, dv
 
 
 def _local_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
-    """A run of queries and its own keys."""
+    """Return out and log_sum of a run of queries against its own keys."""
     if call.queries is None:
         out, log_sum, _ = forward(q, k, v, call)
         return out, log_sum.transpose(1, 2)
@@ -140,8 +149,10 @@ def _local_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Te
 def _local_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: tuple[Tensor, Tensor], call: FlashCall
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv of a run of queries against its own keys, dk and dv in fp32."""
     out, log_sum = whole
     if call.queries is None:
+        # the kernel's layout is heads first, ours tokens first
         by_head = log_sum.transpose(1, 2)
         dq, dk, dv = backward(g, q, k, v, out, by_head, no_state(q), call)
     else:
@@ -153,7 +164,9 @@ def _local_backward(
 
 
 def _call(q: Tensor, attend: Attend, cudnn: bool) -> FlashCall:
-    """Build the call of all queries and earlier keys; q is not yet padded by `_pad_heads`."""
+    """Build the call of queries and all earlier keys; q is not yet padded by `_pad_heads`, as the
+    scale is that of its size.
+    """
     assert attend.plain and attend.mask == "causal", (
         "no soft cap, no slopes and no prefixes: ops/kernels.py chooses other kernels for them"
     )
@@ -162,30 +175,34 @@ def _call(q: Tensor, attend: Attend, cudnn: bool) -> FlashCall:
 
 
 def _pad_heads(*tensors: Tensor) -> list[Tensor]:
-    """Pad heads to one size, which is all that the kernels know: zeros at their ends add nothing
-    to a product, and come out as zeros.
+    """Pad heads with zeros to one size, the only kind that the kernels know: zeros add nothing to a
+    product, and come out as zeros.
     """
     size = max(t.shape[3] for t in tensors)
     return [t if t.shape[3] == size else F.pad(t, (0, size - t.shape[3])) for t in tensors]
 
 
 def _narrow(t: Tensor, size: int) -> Tensor:
-    """Without what `_alike` put to its heads."""
+    """Cut off the padding that `_pad_heads` added, down to `size`."""
     return t if t.shape[3] == size else t[..., :size]
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """fp32: the kernels know no wider; a test's stand-in for them does."""
+    """Return fp32, or the wider dtype that a test's stand-in for the kernels has."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _causal(window: int | None) -> tuple[int, int]:
-    """Keys left and right of the diagonal: no later one, and of a window the query itself."""
+    """Return the keys seen left and right of the diagonal: no later one, and a window counts the
+    query itself.
+    """
     return CAUSAL if window is None else (window - 1, 0)
 
 
 def _run(documents: Documents | None) -> Run | None:
-    """The run of these queries; None where all is one document."""
+    """Return the run of these queries; None without documents. Raises ValueError where `documents`
+    has not exactly one run.
+    """
     if documents is None:
         return None
     if len(documents.runs) != 1:
@@ -197,7 +214,9 @@ def _run(documents: Documents | None) -> Run | None:
 
 
 def _visible_keys(t: Tensor, run: Run) -> Tensor:
-    """t [batch, keys, ...] -> [keys of `run`, ...], sequence after sequence."""
+    """Return the keys (or values) of the run's segments, sequence after sequence: t [batch, keys,
+    ...] -> [keys of all segments, ...].
+    """
     flat = t.flatten(0, 1)
     return flat if run.kept is None else flat.index_select(0, run.kept)
 
@@ -205,13 +224,15 @@ def _visible_keys(t: Tensor, run: Run) -> Tensor:
 def _pieces(
     batch: int, queries: int, keys: int, at: Place
 ) -> Iterator[tuple[slice, slice, slice, tuple[int, int]]]:
-    """Yield what queries see of a run of keys that ends before they begin: sequences, their
-    queries, their keys, and the keys seen left and right of the diagonal. Neighbouring sequences
-    with equal pieces are one.
+    """Yield what queries see of a run of keys that ends before they begin, as dense calls:
+    (sequences, their queries, their keys, (keys seen left, right of the diagonal)). Neighbouring
+    sequences with equal pieces are one call.
     """
     found, run, offset = [], _run(at.attend.documents), at.q_start - at.k_start
     for sequence in range(batch):
+        # only a document that reaches over both runs is seen
         rows, first = (queries, 0) if run is None else run.rectangle(sequence, at.k_start, keys)
+        # host numbers only: the device is not read
         found.append(_band(rows, first, keys, offset, at.attend.window))
     first = 0
     for end in range(1, batch + 1):
@@ -240,6 +261,7 @@ def _band(
     if queries <= 0 or first >= keys:
         return ()
     theirs, whole = slice(first, keys), first - oldest + 1  # the queries that see all of them
+    # no query has lost a key to the window: a plain rectangle
     if whole >= queries:
         return ((slice(0, queries), theirs, ALL),)
     band = (keys - queries - oldest, -1)
@@ -251,24 +273,24 @@ def _band(
 
 
 class Cudnn:
-    """The backend of cuDNN's attention on Hopper and Blackwell: this module's, but that whole
-    sequences and whole chunks without documents or a window are computed by cuDNN's operators
-    (operators.py says which calls fit).
+    """The backend of cuDNN's attention on Hopper and Blackwell: as this module, but whole sequences
+    and chunks without documents or a window are computed by cuDNN's operators (operators.py says
+    which calls fit).
     """
 
     @staticmethod
     def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
-        """See `spec.Attention`; `later` is 0, as there are no prefixes."""
+        """As `attention`, with cuDNN's operators where they fit."""
         return attention(q, k, v, attend, later, cudnn=True)
 
     @staticmethod
     def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
-        """See `spec.Attention`."""
+        """As `partial`, with cuDNN's operators where they fit."""
         return partial(q, k, v, at, cudnn=True)
 
     @staticmethod
     def partial_backward(
         g: Attended, q: Queries, k: Keys, v: Values, whole: tuple[Attended, LogSum], at: Place
     ) -> tuple[Queries, Keys, Values]:
-        """See `spec.Attention`; dk and dv are fp32."""
+        """As `partial_backward`, with cuDNN's operators where they fit."""
         return partial_backward(g, q, k, v, whole, at, cudnn=True)

@@ -23,10 +23,11 @@ from dolmen.core import device
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Return the slope of each head, as the paper's code, BLOOM and Falcon have them: 2^(-8/n),
+    """Return the ALiBi slope of each head, as in the paper's code, BLOOM and Falcon: 2^(-8/n),
     2^(-16/n), ..., 2^-8 where n = heads is a power of two. Else those of the next lower n, and
     after them the first, third, fifth, ... of 2 n, between which n's own lie.
     """
+    # the largest power of two that is at most `heads`
     n = 1 << (heads.bit_length() - 1)
     return (
         *(2 ** (-8 * i / n) for i in range(1, n + 1)),
@@ -35,8 +36,8 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 
 def alibi_key_bias(heads: int, positions: Int64[Tensor, "b s"]) -> BFloat16[Tensor, "b s {heads}"]:
-    """Return the ALiBi bias of the key at each of `positions`, per head; `b` may be 1.
-    Slopes, positions and their products are rounded, as in the build_alibi_tensor of Falcon in
+    """Return the ALiBi bias of the key at each of `positions`, per head; `b` may be 1. Slopes,
+    positions and their products are rounded to bf16, as in the build_alibi_tensor of Falcon in
     transformers.
     """
     each = torch.tensor(alibi_slopes(heads), dtype=torch.bfloat16)
@@ -49,8 +50,8 @@ def append_key_bias(
     steps: Float[Tensor, "#b s heads"],
     more: int,
 ) -> tuple[Float[Tensor, "b s heads wide"], Float[Tensor, "b s heads wide"]]:
-    """Both `more` numbers wider, so that each product is the sum of what it was and of the key's
-    step: a 1 in every query, the step in the key, then zeros.
+    """Return q and k widened by `more` numbers per head so that each product q k^T also adds the
+    key's `steps` (ALiBi): a 1 in every query, the step in the key, then zeros.
     """
     step, zeros = steps.to(k.dtype).expand(k.shape[:3])[..., None], (0, more - 1)
     return F.pad(F.pad(q, (0, 1), value=1.0), zeros), F.pad(torch.cat((k, step), -1), zeros)
@@ -61,8 +62,11 @@ def join_sinks(
     log_sum: Float[Tensor, "*queries"],
     sinks: Float[Tensor, "..."],
 ) -> tuple[Float[Tensor, "*queries size"], Float[Tensor, "*queries"]]:
-    """out' in the dtype of out, log_sum'. `queries` ends in heads; `sinks` broadcasts to it."""
+    """Return out' (in out's dtype) and log_sum' of attention with sinks from those without.
+    `queries` ends in heads; `sinks` broadcasts to it.
+    """
     total = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
+    # the sink takes a share of the softmax, so out shrinks
     return (out * (log_sum - total).exp()[..., None]).to(out.dtype), total
 
 
@@ -72,8 +76,8 @@ def sink_gradient(
     log_sum: Float[Tensor, "*queries"],
     sinks: Float[Tensor, "..."],
 ) -> Float[Tensor, "..."]:
-    """Return the gradient of `sinks`, in their shape, from the gradient of out'; out and log_sum
-    are what `join` made.
+    """Return the gradient of `sinks`, in their shape, from g, the gradient of out'; `out` and
+    `log_sum` are what `join_sinks` returned.
     """
     delta = (g.to(log_sum.dtype) * out).sum(-1)
     p = (sinks.to(log_sum.dtype) - log_sum).exp()
