@@ -73,12 +73,14 @@ class _Copy(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[Axis], x: Tensor, axis: Axis) -> Tensor:
+        """Return x unchanged."""
         ctx.kept = axis
         # autograd needs a new tensor object; no memory is copied
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Context[Axis], g: Tensor) -> tuple[Tensor, None]:
+        """Sum the gradient over the axis."""
         # each rank's gradient is a partial sum (R's gradient is P)
         return wait(start_all_reduce(g, ctx.kept), ctx.kept), None
 
@@ -88,10 +90,12 @@ class _AllReduce(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, axis: Axis) -> Tensor:
+        """Return the sum over the axis."""
         return wait(start_all_reduce(x, axis), axis)
 
     @staticmethod
     def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient unchanged."""
         # the sum is invariant: every rank already has its whole gradient
         return g, None
 
@@ -101,6 +105,7 @@ class _AllReduceInPlace(_AllReduce):
 
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, axis: Axis) -> Tensor:
+        """Overwrite x with the sum over the axis, and return it."""
         # tells autograd that x is returned with new values
         ctx.mark_dirty(x)
         wait(start_all_reduce_(x, axis), axis)
@@ -112,11 +117,13 @@ class _AllGather(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
+        """Concatenate all ranks' parts along dim."""
         ctx.kept = dim, axis
         return _all_gather_dim(x, dim, axis)
 
     @staticmethod
     def backward(ctx: Context[Dim], g: Tensor) -> tuple[Tensor, None, None]:
+        """Sum the gradient and keep this rank's part."""
         return _reduce_scatter_dim(g, *ctx.kept), None, None
 
 
@@ -125,11 +132,13 @@ class _ReduceScatter(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
+        """Sum x and keep this rank's part along dim."""
         ctx.kept = dim, axis
         return _reduce_scatter_dim(x, dim, axis)
 
     @staticmethod
     def backward(ctx: Context[Dim], g: Tensor) -> tuple[Tensor, None, None]:
+        """Concatenate all ranks' gradients."""
         return _all_gather_dim(g, *ctx.kept), None, None
 
 
@@ -144,6 +153,7 @@ class _AllToAll(TypedFunction):
         receive: list[int],
         axis: Axis,
     ) -> Tensor:
+        """Send rows to their ranks."""
         ctx.kept = send, receive, axis
         return wait(start_all_to_all(x, receive, send, axis), axis)
 
@@ -151,6 +161,7 @@ class _AllToAll(TypedFunction):
     def backward(
         ctx: Context[tuple[list[int], list[int], Axis]], g: Tensor
     ) -> tuple[Tensor, None, None, None]:
+        """Send the rows' gradients back."""
         send, receive, axis = ctx.kept
         # send and receive change places; differentiable again
         return _AllToAll.apply(g, receive, send, axis), None, None, None

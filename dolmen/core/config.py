@@ -282,6 +282,7 @@ def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "
     `default` (or the class's own). Raises ValueError with the path of the key: unknown (with the
     nearest name), of the wrong type or out of its range.
     """
+    # unknown keys are found here, wrong values by pydantic
     merged = _merge(cls, values, default, path)
     try:
         return cls.__pydantic_validator__.validate_python(merged)  # type: ignore[attr-defined]

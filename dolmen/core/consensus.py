@@ -118,6 +118,7 @@ def run_on_rank_zero(work: Callable[[], T]) -> T:
         except (ValueError, OSError) as error:
             found[1] = str(error)
         except Exception as error:
+            # the others wait in this broadcast: they must hear of it before this rank ends
             dist.broadcast_object_list([None, f"rank 0 failed: {error!r}"])
             raise
     dist.broadcast_object_list(found)

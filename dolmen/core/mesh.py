@@ -200,6 +200,7 @@ def join_world(
     alone), and sends of a group share its one communicator and wait for each other. What it would
     save the pipeline from, `connect` does.
     """
+    # gloo too on GPUs: objects and flags on the host travel without touching the device
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         _prepare(device)
@@ -242,6 +243,7 @@ def process_group_context(
     """
     hook = sys.excepthook
     join_world(launch, device, timeout)
+    # nobody can wait for a lone process
     alone = dist.get_world_size() == 1
     try:
         yield
@@ -277,6 +279,7 @@ def build_mesh(
     """
     topology = Topology(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
     topology.require(dist.get_world_size())
+    # groups are made in the same order on every rank: the axes as listed below
     me = dist.get_rank()
     make = partial(process_group, device=device, timeout=timeout)
 

@@ -115,4 +115,5 @@ class Fp8:
 
 def room(margin: int) -> float:
     """Return 2^margin, the headroom by which a format's largest number is divided."""
+    # exact: scales with and without margin differ by a power of two
     return math.ldexp(1.0, margin)

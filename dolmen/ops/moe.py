@@ -116,11 +116,13 @@ class _Permute(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, permutation: Tensor, inverted: Tensor) -> Tensor:
+        """Return x[permutation]."""
         ctx.save_for_backward(inverted)
         return x[permutation]
 
     @staticmethod
     def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, None, None]:
+        """Gather the gradient by the inverse."""
         return g[ctx.saved_tensors[0]], None, None
 
 
@@ -129,6 +131,7 @@ class _Spread(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[int], x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+        """Return each pair's row."""
         ctx.kept = k = len(pairs) // len(x)
         ctx.save_for_backward(places)
         # pair i is choice i % k of token i // k
@@ -136,6 +139,7 @@ class _Spread(TypedFunction):
 
     @staticmethod
     def backward(ctx: Context[int], g: Tensor) -> tuple[Tensor, None, None]:
+        """Add each token's k gradients."""
         return g[ctx.saved_tensors[0]].view(-1, ctx.kept, g.shape[-1]).sum(1), None, None
 
 
@@ -182,6 +186,7 @@ class _Loop(TypedFunction):
     def forward(
         ctx: Context[Sequence[int]], x: Tensor, weight: Tensor, counts: Sequence[int]
     ) -> Tensor:
+        """Return each group's rows times its W^T, from row counts on the host."""
         ctx.kept = counts
         ctx.save_for_backward(*_save_if_needed(ctx, x, weight))
         return _products(x, weight.transpose(1, 2), counts)
@@ -190,6 +195,7 @@ class _Loop(TypedFunction):
     def backward(
         ctx: Context[Sequence[int]], g: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None]:
+        """Return the gradients of x and weight, None where not needed."""
         x, weight = ctx.saved_tensors
         wants_dx, wants_dw, _ = ctx.needs_input_grad
         dx = _products(g, weight, ctx.kept) if wants_dx else None
@@ -213,6 +219,7 @@ class _Kernel(TypedFunction):
     def forward(
         ctx: Context[tuple[torch.Size, torch.Size]], x: Tensor, weight: Tensor, ends: Tensor
     ) -> Tensor:
+        """Return each group's rows times its W^T, from end offsets on the device."""
         ctx.save_for_backward(*_save_if_needed(ctx, x, weight), ends)
         ctx.kept = x.shape, weight.shape
         if len(x) == 0:
@@ -223,6 +230,7 @@ class _Kernel(TypedFunction):
     def backward(
         ctx: Context[tuple[torch.Size, torch.Size]], g: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None]:
+        """Return the gradients of x and weight, None where not needed."""
         x, weight, ends = ctx.saved_tensors
         wants_dx, wants_dw, _ = ctx.needs_input_grad
         if len(g) == 0:
@@ -283,12 +291,14 @@ class _Bias(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[int], y: Tensor, bias: Tensor, group: Tensor) -> Tensor:
+        """Return y plus its group's bias, row by row."""
         ctx.kept = len(bias)
         ctx.save_for_backward(group)
         return y + bias[group]
 
     @staticmethod
     def backward(ctx: Context[int], g: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        """Return the gradients of y and bias."""
         (group,) = ctx.saved_tensors
         _, wants_db, _ = ctx.needs_input_grad
         if not wants_db:

@@ -68,6 +68,7 @@ class _RMSNorm(TypedFunction):
     def forward(
         ctx: Context[bool], x: Tensor, weight: Tensor, eps: float, zero_centred: bool
     ) -> Tensor:
+        """Return the normalised rows times the weight."""
         y, scale = _forward(x, weight, eps, zero_centred)
         ctx.kept = zero_centred
         ctx.save_for_backward(x, weight, scale)
@@ -75,6 +76,7 @@ class _RMSNorm(TypedFunction):
 
     @staticmethod
     def backward(ctx: Context[bool], g: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        """Return the gradients of x and, where needed, of the weight."""
         x, weight, scale = ctx.saved_tensors
         _, wants_dweight, *_ = ctx.needs_input_grad
         dweight = None
@@ -100,12 +102,14 @@ class _FusedRMSNorm(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return the normalised rows times the weight."""
         normal, scale = compute.rms_norm(x, weight.shape, None, eps)
         ctx.save_for_backward(x, weight, scale)
         return normal * weight
 
     @staticmethod
     def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        """Return the gradients of x and, where needed, of the weight."""
         x, weight, scale = ctx.saved_tensors
         _, wants_dweight, _ = ctx.needs_input_grad
         dx, dweight = compute.rms_norm_backward(

@@ -151,6 +151,7 @@ def tables(
     """Return cos and sin of each token's angles in inv's dtype, with a head dim of 1. `inv` is the
     same for all tokens, or of each.
     """
+    # [*tokens, 1, half]: the 1 broadcasts over heads
     angle = (positions[..., None].to(inv.dtype) * inv)[..., None, :]
     return angle.cos(), angle.sin()
 

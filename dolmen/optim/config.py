@@ -89,9 +89,8 @@ def learning_rate(
     warmup: float | None = None,
 ) -> float:
     """Return the learning rate of update `step` (0-based) of `steps`, of which the first `warmup`
-    (None: as in `config`) warm up. All three may be tokens instead. A decaying schedule would reach
-    min_lr one update after the last, so that none is wasted; warm-up's first update has lr /
-    warmup, not 0.
+    (None: as in `config`) warm up. A decaying schedule would reach min_lr one update after the
+    last, so that none is wasted; warm-up's first update has lr / warmup, not 0.
     """
     warmup = config.warmup_steps if warmup is None else warmup
     if step < warmup:

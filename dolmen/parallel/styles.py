@@ -73,6 +73,7 @@ class _Columns(nn.Module):
         self.weight, self.bias, self.tp = linear.weight, linear.bias, tp
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows here"]:
+        """Return this rank's outputs of x, which is whole on every rank."""
         # copy: identity whose backward sums the gradients of x over tp
         return F.linear(collectives.copy(x, self.tp), self.weight, self.bias)
 
@@ -85,6 +86,7 @@ class _Rows(nn.Module):
         self.weight, self.bias, self.tp = linear.weight, linear.bias, tp
 
     def forward(self, x: Float[Tensor, "*rows here"]) -> Float[Tensor, "*rows outputs"]:
+        """Return all outputs, from this rank's inputs."""
         whole = collectives.all_reduce_(F.linear(x, self.weight), self.tp)
         return whole if self.bias is None else whole + self.bias
 
@@ -100,6 +102,7 @@ class _Table(nn.Module):
         self.tp = TensorParallel(tp)
 
     def forward(self, tokens: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape width"]:
+        """Return each token's row of the table; that of the padding index has no gradient."""
         found = vocabulary.embed(tokens.reshape(-1), self.weight, self.rows, self.tp)
         found = found.view(*tokens.shape, -1)
         if self.padding is None:
@@ -117,6 +120,7 @@ class _Logits(nn.Module):
         self.rows = linear.out_features
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows vocabulary"]:
+        """Return the outputs of all ranks, [..., vocabulary]."""
         here = F.linear(collectives.copy(x, self.tp), self.weight, self.bias)
         # rows need not divide: 10 over tp 4 are 3, 3, 3 and 1
         first, _ = vocabulary.vocabulary_range(self.rows, self.tp)
@@ -139,11 +143,13 @@ def _shard_tokens(part: nn.Module, tp: Axis) -> None:
         return
 
     def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Keep this rank's tokens of the first argument."""
         # the copy's backward sums over tp what the slice gives to each rank
         x, *others = given
         return collectives.local_part(collectives.copy(x, tp), -2, tp), *others
 
     def after(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
+        """Gather the output over all tokens."""
         here = y.shape[-2]
         return _join_parts(y, -2, here * tp.rank, here * tp.size, tp)
 

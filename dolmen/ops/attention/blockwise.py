@@ -179,6 +179,7 @@ class _Blockwise(TypedFunction):
         sinks: Tensor | None,
         *rule: Any,
     ) -> Tensor:
+        """Return the attention output, sinks included, in q's dtype."""
         own = Rule(*rule)
         if torch.compiler.is_compiling():
             weighted, total, log_sum = _opaque_forward(q, k, v, *own)
@@ -198,6 +199,7 @@ class _Blockwise(TypedFunction):
 
     @staticmethod
     def backward(ctx: Context[tuple[Any, ...]], g: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k, v and the sinks."""
         q, k, v, sinks, out, log_sum, *masks = ctx.saved_tensors
         rule, delta = Rule(*ctx.kept, *masks), _delta(g, out, log_sum)
         g = g.contiguous()

@@ -24,6 +24,7 @@ def attention(
     """
     assert attend.dropout is not None
     heads, size = q.shape[2:]
+    # key-value heads are repeated: memory is dominated by the scores anyway
     k, v = (t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2) for t in (k, v))
     column = torch.arange(k.shape[2], device=q.device)
     allowed = seen(rows, column, attend.window, attend.starts, attend.reach)

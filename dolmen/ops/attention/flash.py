@@ -99,6 +99,7 @@ def _earlier(q: Tensor, k: Tensor, v: Tensor, at: Place, whole: FlashCall) -> tu
     """Return out and log_sum of a run of queries against keys that all lie before it; 0 and -inf
     where a query sees none.
     """
+    # what `_pieces` leaves out sees no key: out 0, log_sum -inf
     out = torch.zeros_like(q)
     log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=_wide(q))
     for rows, mine, theirs, bounds in _pieces(len(q), q.shape[1], k.shape[1], at):
@@ -143,6 +144,7 @@ def _local_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Te
         out, log_sum, _ = forward(q, k, v, call)
         return out, log_sum.transpose(1, 2)
     out, log_sum, _ = forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), call)
+    # varlen's log_sum is [heads, tokens]
     return out.view(q.shape), log_sum.t().reshape(q.shape[:3])
 
 
@@ -280,17 +282,17 @@ class Cudnn:
 
     @staticmethod
     def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
-        """As `attention`, with cuDNN's operators where they fit."""
+        """Compute `attention` with cuDNN's operators where they fit."""
         return attention(q, k, v, attend, later, cudnn=True)
 
     @staticmethod
     def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
-        """As `partial`, with cuDNN's operators where they fit."""
+        """Compute `partial` with cuDNN's operators where they fit."""
         return partial(q, k, v, at, cudnn=True)
 
     @staticmethod
     def partial_backward(
         g: Attended, q: Queries, k: Keys, v: Values, whole: tuple[Attended, LogSum], at: Place
     ) -> tuple[Queries, Keys, Values]:
-        """As `partial_backward`, with cuDNN's operators where they fit."""
+        """Compute `partial_backward` with cuDNN's operators where they fit."""
         return partial_backward(g, q, k, v, whole, at, cudnn=True)

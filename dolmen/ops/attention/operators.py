@@ -91,6 +91,7 @@ def forward(
     """Return out, log_sum as the kernel lays it out, and the kernel's random state (unused: nothing
     is dropped).
     """
+    # both keep the natural log of the sum, so either backward can follow
     if call.fits_cudnn(q.shape[1], k.shape[1]):
         out, log_sum = _cudnn_forward(q, k, v, call)
         return out, log_sum, no_state(q)
@@ -125,6 +126,7 @@ def backward(
     attention over all keys. The kernel reads the random state (two numbers) even though nothing is
     dropped.
     """
+    # cuDNN's backward adds up in any order
     repeatable = torch.are_deterministic_algorithms_enabled()
     if call.fits_cudnn(q.shape[1], k.shape[1]) and not repeatable:
         return _cudnn_backward(g, q, k, v, out, log_sum, call)
@@ -165,6 +167,7 @@ def _cudnn_backward(
     by_head = (t.transpose(1, 2) for t in (g, q, k, v, out))
     state, causal = log_sum.new_empty(0, dtype=torch.int64), call.right == 0
     rest = (None, None, None, q.shape[1], k.shape[1], 0.0, causal)
+    # the state is empty: without dropout it is not read
     grads = compute.cudnn_backward(
         *by_head, log_sum.contiguous().unsqueeze(-1), state, state, *rest, scale=call.scale
     )

@@ -24,6 +24,7 @@ def definition(q: Queries, k: Keys, v: Values, attend: Attend = Attend()) -> Att
     does not.
     """
     group = q.shape[2] // k.shape[2]
+    # grouped-query attention: each key head serves `group` query heads
     k, v = (t.repeat_interleave(group, 2) for t in (k, v))
     s = torch.einsum("bqhd,bkhd->bhqk", q, k)
     s = s / q.shape[3] ** 0.5 if attend.scale is None else s * attend.scale
@@ -102,6 +103,7 @@ class Case:
         self, dtype: torch.dtype, device: torch.device
     ) -> tuple[Queries, Keys, Values, Attended]:
         """q, k, v and a gradient of the output, standard normal, the same on every device."""
+        # on the CPU, so that every device gets the same numbers
         g = torch.Generator().manual_seed(0)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         value_dim = self.value_dim or self.head_dim
@@ -197,6 +199,7 @@ def run_gathered(
     """
     by, n = BACKENDS[backend], case.length // chunks
     attends = [(mine, _attend(case, mine.start, n, device)) for mine in _slices(case.length, n)]
+    # a prefix may reach past the chunk, so all keys are given
     stops = [mine.stop if case.prefixes is None else case.length for mine, _ in attends]
 
     def road(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -225,6 +228,7 @@ def run_ring(
         seen = mine.stop if case.prefixes is None else case.length
         place = [(theirs, Place(mine.start, theirs.start, attend)) for theirs in _slices(seen, n)]
         pieces = [by.partial(q[:, mine], k[:, t], v[:, t], at) for t, at in place]
+        # merging in float64 adds no error of its own
         log_sum = torch.stack([part.double() for _, part in pieces]).logsumexp(0)
         for o, part in pieces:
             out[:, mine] += o.double() * (part - log_sum).exp()[..., None]

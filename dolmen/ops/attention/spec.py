@@ -34,6 +34,7 @@ def seen(
     """
     rows = rows[:, None]
     out = columns <= rows
+    # a prefix is seen by all of its document, ahead of the query too
     if reach is not None:
         out = out | (columns < reach[..., None])
     if window is not None:
@@ -85,8 +86,10 @@ class Run:
         Only a document that reaches over both is seen: by the run's first `queries` queries, from
         `key` on, counted in the keys' run. (0, 0) where there is none.
         """
+        # ascending starts, the first at 0
         own = self.begins[sequence]
         at = sum(begin <= self.first for begin in own)  # documents up to that of the first query
+        # the first query's document starts after these keys: nothing is seen
         if own[at - 1] >= k_start + keys:
             return 0, 0
         # where the document of the first query ends, at most the run's end
@@ -135,6 +138,7 @@ class Documents:
         """Copy starts and reach from the host to `device` asynchronously; the host's
         copies stay.
         """
+        # the host's copies stay: kernels size their blocks by them
         reach = None if self.reach is None else to_device(self.reach, device)
         return replace(self, starts=to_device(self.starts, device), reach=reach)
 
@@ -255,6 +259,7 @@ class Attend(NamedTuple):
         """Return this attention with a microbatch's documents and dropout; prefixes are dropped
         where the mask is causal.
         """
+        # a causal layer ignores prefixes that the batch may have for other layers
         if documents is not None and self.mask == "causal":
             documents = documents.causal
         return self._replace(documents=documents, dropout=dropout)
