@@ -67,6 +67,7 @@ class AdapterConfig:
         if self.rank is None:
             return None
         names = targets(model, self.targets)
+        # B A cannot have a higher rank than W
         highest = max(min(model.tree.leaves[name].shape[-2:]) for name in names)
         if self.rank > highest:
             raise ValueError(

@@ -1,12 +1,13 @@
 """Baichuan and Baichuan 2 (2309.10305), 7B and 13B: Llama with q, k and v in one tensor. 7B turns
 by rope, 13B has ALiBi; the head of Baichuan 2 has rows of length 1.
 
-One `model_type` is four models, and no field of a config.json says which of them:
+One `model_type` stands for four models, and no field of a config.json states which:
 
     positions   13B calls its longest sequence model_max_length, and has no max_position_embeddings
     head        Baichuan 2 has twice as many tokens, and a field that the first has not
 
-So it is taken by these, aloud, and better stated: `"dolmen": {"head": "normalised"}`.
+So the variant is assumed by these, with a warning; it can be stated as
+`"dolmen": {"head": "normalised"}`.
 """
 
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ def assume_variant(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the fields `head` and `positions` that the config leaves open, with values assumed
     from vocabulary size, z_loss_weight, width and the name of the length field.
     """
+    # nearer to Baichuan 2's vocabulary than to Baichuan's
     second = 2 * config["vocab_size"] > sum(TOKENS) or config["z_loss_weight"] is not None
     short, long = (config[name] is not None for name in LONGEST)
     alibi = long and not short or config["hidden_size"] >= WIDE

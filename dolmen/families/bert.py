@@ -23,8 +23,7 @@ from dolmen.model.spec import (
 )
 from dolmen.model.spec.layers import Activation
 
-# What BERT and RoBERTa share: encoders, whose tokens see both ways and whose head says what a
-# masked token was.
+# What BERT and RoBERTa share: bidirectional encoders with a masked-LM head.
 
 EPS = common.eps("layer_norm_eps", 1e-12)
 FIELDS = (
@@ -81,6 +80,7 @@ def read_encoder(
     head also has next-sentence logits. `head_activation`: unset, that of the layers. Raises
     ValueError for an untied head and for a position table without usable rows.
     """
+    # RoBERTa: rows 0 to pad_token_id belong to no real position
     offset = 0 if padding is None else padding + 1
     if not config["tie_word_embeddings"]:
         raise ValueError(
@@ -114,6 +114,7 @@ def read_encoder(
     )
     tree = common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"], embedding)
     transform = HeadTransformSpec(head_activation or act, norm)
+    # the logits have a bias of their own though the weight is tied
     head = replace(tree.head, bias=True, transform=transform, follows=follows)
     return replace(tree, final_norm=None, head=head, max_position_embeddings=longest)
 
@@ -155,11 +156,11 @@ def encoder_rules(prefix: str, head: Mapping[str, str], logits: Rename) -> list[
     ]
 
 
-# BERT (1810.04805): an encoder that fills in masked tokens and, where its head has it, says of two
-# texts whether the second follows the first.
-#
-# Which head a file has is stated by `architectures`: BertForPreTraining has both. A file that has
-# more of the head than its config.json states, as those first published, is read without it.
+# BERT (1810.04805): an encoder with a masked-LM head and, in some checkpoints, a next-sentence
+# head.
+# `architectures` states which heads a file has: BertForPreTraining has both. If files store a
+# next-sentence head that the config.json does not state, as the first published ones do, it is
+# ignored.
 
 BOTH, MASKED = "BertForPreTraining", "BertForMaskedLM"
 BERT_HEAD = {
@@ -219,8 +220,8 @@ BERT = Family(
 )
 
 
-# RoBERTa (1907.11692): BERT whose positions are counted behind that of padding, which none counts,
-# whose tokens have one type, and whose head fills in masked tokens alone.
+# RoBERTa (1907.11692): BERT without token types and next-sentence head, whose first position is
+# pad_token_id + 1; padding tokens all have position pad_token_id and are not counted.
 
 PADDING = "pad_token_id"
 ROBERTA_HEAD = {"lm_head.dense": "transform", "lm_head.layer_norm": "transform.norm"}

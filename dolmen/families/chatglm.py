@@ -22,9 +22,9 @@ from dolmen.model.spec import (
 )
 from dolmen.model.spec.positions import LinearScaling
 
-# ChatGLM-6B (2406.12793, section 2; 2210.02414): a GLM whose heads rope turns by two streams of
-# positions, half each, in DeepNorm's arrangement; its prefix, and where its tokens stand, are known
-# by special tokens (spec/positions.py).
+# ChatGLM-6B (2406.12793, section 2; 2210.02414): a GLM with DeepNorm and rope by two position
+# streams, each for half of a head; prefix and positions follow from special tokens
+# (spec/positions.py).
 #
 # - DeepNorm's number is that of 28 layers, however many there are: its code makes each block so.
 # - The angles of rope are rounded to half precision, whatever it computes in.
@@ -93,6 +93,7 @@ def _blanks(config: dict[str, Any]) -> BlankInfilling:
         return BlankInfilling(
             ids["sop"], (BlankMask("gmask", ids["gmask"]), BlankMask("mask", ids["mask"]))
         )
+    # ids in the code of versions before 1.1, by vocabulary size
     for name, token in BUILT_IN.get(config["vocab_size"], {}).items():
         ids[name] = token if ids[name] is None else ids[name]
     of_gmask = BlankMask("gmask", ids["gmask"], "stays after <sop>")
@@ -151,19 +152,15 @@ CHATGLM = Family(
 )
 
 
-# ChatGLM2-6B, ChatGLM3-6B and GLM-4-9B as code of their folders has them (2406.12793): GLM-4
-# (glm.py) under other names, q, k, v one tensor. Their model_type is that of ChatGLM-6B, another
-# model (chatglm.py).
-#
-# [gMASK] and sop stand in front of a text. The `inv_freq` that files hold is not used by that code.
-#
-# What `rope_ratio` does is said by that code alone, where it is not 1:
+# ChatGLM2-6B, ChatGLM3-6B and GLM-4-9B as their published code has them (2406.12793): GLM-4
+# (glm.py) under other names, with q, k, v fused. Their model_type is "chatglm", as ChatGLM-6B's.
+# A prompt starts with [gMASK] sop. The `inv_freq` stored in files is not used by that code.
+# What a `rope_ratio` other than 1 does is known only from the code of each checkpoint:
 #
 #     positions   ChatGLM2-6B-32K divides them by it
 #     base        ChatGLM3-6B-32K and -128K, GLM-4-9B: the base is 10,000 times as much
-#
-# `_name_or_path` tells them; without it the base is taken, aloud, and better stated:
-# `"dolmen": {"rope_ratio_of": "positions"}`.
+# `_name_or_path` tells which it is. Without it "base" is assumed, with a warning; it can be stated
+# as `"dolmen": {"rope_ratio_of": "positions"}`.
 
 THETA = 10000.0
 RATIO_OF = ("base", "positions")
@@ -243,6 +240,7 @@ def read_chatglm2(config: dict[str, Any]) -> ModelSpec:
         q_bias=bias,
         k_bias=bias,
         v_bias=bias,
+        # rope acts on the first half of each head
         positions=_rope(size // 2, config["rope_ratio"], _ratio_of(config) or RATIO_OF[0]),
     )
     norm = NormSpec("rmsnorm", float(config["layernorm_epsilon"]))

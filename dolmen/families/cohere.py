@@ -9,8 +9,8 @@ from dolmen.families.rules import Rule
 from dolmen.files.schema import Flag, Real, optional
 from dolmen.model.spec import ModelSpec, NormSpec, ParallelResidual, group_repeats
 
-# Command R (Cohere, 2024): Llama with LayerNorms without bias, attention and feed-forward layer
-# side by side after one of them, rope over neighbours, and logits times a number.
+# Command R (Cohere, 2024): Llama with LayerNorms without bias, parallel attention and mlp after one
+# of them, rope over neighbours, and scaled logits.
 
 EPS = "layer_norm_eps"
 COHERE_FIELDS = llama.fields_with(common.eps(EPS, 1e-5))
@@ -83,8 +83,8 @@ COHERE = Family(
 )
 
 
-# Command R7B and Command A (Cohere, 2504.00698): Command R of which three of four layers see a
-# window, and these alone turn by rope: the others know nothing of positions.
+# Command R7B and Command A (Cohere, 2504.00698): Command R in which three of four layers have a
+# sliding window and rope; the fourth has full attention and no positions (NoPE).
 
 COHERE2_FIELDS = llama.drop_fields(
     (*COHERE.fields, windows.SIZE, *windows.pattern(4)), "use_qk_norm", "head_dim"
@@ -104,6 +104,7 @@ def read_cohere2(config: dict[str, Any]) -> ModelSpec:
     tree = read_cohere({**config, "use_qk_norm": False, "head_dim": None})
     blocks = []
     for block, size in zip(tree.blocks, sizes, strict=True):
+        # full layers have no positions (NoPE)
         positions = block.mixer.positions if size is not None else None
         mixer = replace(block.mixer, window=size, positions=positions)
         blocks.append(replace(block, mixer=mixer))

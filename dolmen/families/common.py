@@ -46,7 +46,7 @@ def eps(name: str, default: float) -> Field:
 
 QKV = tuple(f"layers.{{}}.attn.{part}" for part in "qkv")  # ours, of what stores them as one
 LAYER_NORM_EPS = eps("layer_norm_epsilon", 1e-5)
-# of the head, by what stating nothing of it means
+# tie_word_embeddings, by the default of the family
 TIED = {
     default: Field("tie_word_embeddings", Flag(), default, "Head and embedding are one parameter.")
     for default in (False, True)

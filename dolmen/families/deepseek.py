@@ -21,10 +21,9 @@ from dolmen.model.spec import (
 
 # What DeepSeek-V2 and V3 share: latent attention, and dense layers before those of many small
 # experts and a shared one.
-#
-# In the configs of transformers `n_shared_experts` make one dense layer of so many times the width
-# of an expert. The norms of the latents have the eps of its class, 1e-6, whatever `rms_norm_eps`
-# says.
+# The `n_shared_experts` of a config.json are one dense layer of that many times an expert's width.
+# The norms of the latents have eps 1e-6, the default of transformers' class, whatever
+# `rms_norm_eps` is.
 
 LATENT_EPS = 1e-6
 SIZES_OF_HEADS = ("num_key_value_heads", "head_dim")  # which here are others
@@ -84,6 +83,7 @@ def read_deepseek(config: dict[str, Any], router: RouterSpec, interleaved: bool)
             scale=float(config["routed_scaling_factor"]),
             aux_loss_coef=float(config["aux_loss_alpha"]),
         ),
+        # n experts that every token passes are one dense layer n times as wide
         shared=replace(dense, size=size * config["n_shared_experts"]),
     )
     first = config["first_k_dense_replace"]
@@ -125,6 +125,7 @@ def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttentionSpec:
         config["v_head_dim"],
         NormSpec("rmsnorm", LATENT_EPS),
         replace(turned, interleaved=interleaved),
+        # without YaRN the temperature is 1 whatever mscale is
         mscale_all_dim=0.0 if turned.scaling is None else mscale,
         down_bias=config["attention_bias"],
         o_bias=config["attention_bias"],
@@ -214,11 +215,10 @@ def deepseek_rules(tree: ModelSpec) -> list[Rule]:
     ]
 
 
-# DeepSeek-V2 and V2-Lite (2405.04434): experts by softmax, of one group or of the groups with the
-# best experts.
-#
-# transformers never normalises the weights of a token's experts; the original does with
-# `norm_topk_prob`, and then leaves `routed_scaling_factor` out. No published file sets it.
+# DeepSeek-V2 and V2-Lite (2405.04434): a softmax router, over all experts or over the groups with
+# the best experts (V2: 3 of 8).
+# transformers never normalises the weights of a token's experts; the published code does with
+# `norm_topk_prob`, and then ignores `routed_scaling_factor`. No published file sets it.
 
 PER_TOKEN = 6  # of both models; transformers computes nothing where none is stated
 METHODS = ("greedy", "group_limited_greedy")
@@ -304,11 +304,10 @@ DEEPSEEK_V2 = Family(
 )
 
 
-# DeepSeek-V3 and R1 (2412.19437): experts by sigmoid, whose choice a bias balances, of the groups
-# whose best two experts are the best.
-#
-# The layers of multi-token prediction that files hold behind the last (`num_nextn_predict_layers`)
-# are no part of the decoder: transformers leaves them out, and so is done here, aloud.
+# DeepSeek-V3 and R1 (2412.19437): a sigmoid router with a balance bias, limited to the groups whose
+# best two experts have the highest sum of scores.
+# Files also store layers of multi-token prediction after the last (`num_nextn_predict_layers`).
+# They are no part of the decoder: like transformers, dolmen drops them, with a warning.
 
 
 def read_deepseek_v3(config: dict[str, Any]) -> ModelSpec:

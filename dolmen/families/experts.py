@@ -20,13 +20,13 @@ AUX_LOSS = Field(
     "Weight of the loss that keeps experts equally busy, summed over layers, mean over sequences; "
     "--train.router.aux-loss-coef over it.",
 )
-# of Mixtral and of Qwen3
+# fields of Mixtral and Qwen3
 FIELDS = (
     Field("num_local_experts", kinds.EXPERTS, 8, NUMBER, ("num_experts",)),
     Field("num_experts_per_tok", kinds.EXPERTS, 2, PER_TOKEN),
     AUX_LOSS,
 )
-# of Qwen2 and Qwen3, whose layers are not all sparse
+# fields of Qwen2-MoE and Qwen3-MoE that state which layers are sparse
 WHICH = (
     Field(
         "decoder_sparse_step",
@@ -91,6 +91,7 @@ def rules(tree: ModelSpec, module: str, names: Mapping[str, str], bias: str = "b
     of the experts' matrices, stored under `module` with the `names` -> ours.
     """
     ours = "layers.{}.mlp."
+    # dense layers have 0, and their rules make nothing
     number = max((block.mlp.experts for block in tree.blocks), default=0)
     return [
         Rename(f"{module}.gate", ours + "router", bias),

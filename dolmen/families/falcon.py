@@ -219,6 +219,7 @@ def rules(tree: ModelSpec) -> list[Rule]:
     layer, ours = "transformer.h.{}.", "layers.{}."
     mixer, arrangement = common.attention(tree), tree.blocks[0].arrangement
     qkv = tuple(f"{ours}attn.{part}" for part in "qkv")
+    # 40B: 16 queries, 1 key, 1 value per group, 8 groups
     per_kv_head = (mixer.heads // mixer.kv_heads, 1, 1)
     return [
         Rename("transformer.word_embeddings", "embed"),

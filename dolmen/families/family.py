@@ -43,6 +43,7 @@ class OuterModel:
         own = content.get(self.field)
         if not isinstance(own, dict):
             raise ValueError(f"{self.field} is {brief(own)}: it must be the config.json of a model")
+        # the inner config.json wins where both state a field
         carried = {name: content[name] for name in INHERITED if name in content}
         return {**carried, **own, "model_type": model_type}
 
@@ -50,6 +51,7 @@ class OuterModel:
         """Return the name that a tensor of the outer checkpoint has in a checkpoint of the text
         model alone.
         """
+        # the first prefix that fits
         for before, now in self.prefixes.items():
             if stored.startswith(before):
                 return now + stored.removeprefix(before)
@@ -137,7 +139,7 @@ def mapping(name: str, *inside: Field, spell: Callable | None = None, ours: bool
     return Field(name, kind, nested=inside, spell=spell, ours=ours)
 
 
-# Of a family whose files may leave out its prefix, and whose exports then do too.
+# Field of families whose files may leave out the prefix of names; exports then leave it out too.
 BARE = Field(
     "bare_names", Flag(), False, "Names of tensors leave out what they begin with.", ours=True
 )
@@ -249,7 +251,7 @@ def flag(name: str) -> str:
     return f"--model.{name.replace('_', '-')}"
 
 
-# Of a config.json made here: no token has a meaning before there is a tokenizer.
+# Fields of a new config.json: special tokens are unknown before there is a tokenizer.
 BESIDE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": True}
 
 
@@ -287,6 +289,7 @@ def fill_defaults(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     ours = {RESERVED, *(field.name for field in family.fields if field.ours)}
     others = {n: v for n, v in canonical_names(family, config).items() if n not in ours}
+    # later ones win: defaults, then what the file states, then dolmen's own fields
     return {**{f.name: f.default for f in family.fields}, **others, **config.get(RESERVED, {})}
 
 
@@ -325,6 +328,7 @@ def spell_field(field: Field, config: Mapping[str, Any], value: Any) -> dict[str
         return field.spell(config, value)
     if field.ours:
         return {RESERVED: {**config.get(RESERVED, {}), field.name: value}}
+    # all spellings in the file, so that none keeps the old value
     return dict.fromkeys(_spellings(field, config) or [field.name], value)
 
 

@@ -18,8 +18,8 @@ from dolmen.model.spec import (
     group_repeats,
 )
 
-# Gemma (2403.08295): Llama with norms whose weight is stored less 1, an embedding times
-# sqrt(hidden_size), and heads whose size is their own.
+# Gemma (2403.08295): Llama with norm weights stored minus 1, an embedding scaled by
+# sqrt(hidden_size), and a head size independent of the width.
 
 TANH = "gelu_pytorch_tanh"
 
@@ -84,8 +84,8 @@ GEMMA = Family(
 )
 
 
-# Gemma 2 (2408.00118): Gemma with a norm after each layer too, soft caps of scores and of logits,
-# a sliding window on every other layer, and a scale of scores that its config.json states.
+# Gemma 2 (2408.00118): Gemma with sandwich norms, soft caps of scores (50) and logits (30), a
+# sliding window of 4,096 on every other layer, and a softmax scale from query_pre_attn_scalar.
 
 WINDOW = 4096
 NORMS = {
@@ -123,6 +123,7 @@ def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> ModelS
             block,
             mixer=replace(
                 block.mixer,
+                # 27B: 144 for heads of 128, so that the default scale would be wrong
                 scale=None if scalar == block.mixer.head_size else scalar**-0.5,
                 window=window,
                 soft_cap=cap,
@@ -154,6 +155,7 @@ def write_gemma2(tree: ModelSpec) -> dict[str, Any]:
         "sliding_window": of_layers["sliding_window"] or WINDOW,
         "hidden_activation": fields["hidden_act"],
         "query_pre_attn_scalar": (
+            # the field is an integer: scale = scalar^-1/2
             mixer.head_size if mixer.scale is None else round(mixer.scale**-2)
         ),
         "attn_logit_softcapping": mixer.soft_cap,
@@ -219,11 +221,10 @@ GEMMA2 = Family(
 )
 
 
-# Gemma 3, text (2503.19786): Gemma 2 without caps, with norms of queries and keys, five layers
-# with a sliding window to each without, and a rope for each of the two kinds.
-#
-# transformers 5 states both ropes in `rope_parameters`, by the types of layers; older files the one
-# of full attention as all families do, and beside it `rope_local_base_freq`.
+# Gemma 3, text (2503.19786): Gemma 2 without caps, with q and k norms, five layers with a sliding
+# window to one without, and two ropes: base 10,000 in sliding layers, 1,000,000 in full ones.
+# transformers 5 states both ropes in `rope_parameters`, by layer type; older files state that of
+# full attention as all families do, and the other one's base as `rope_local_base_freq`.
 
 FULL, SLIDING = windows.FULL, windows.SLIDING
 LOCAL = "rope_local_base_freq"
@@ -283,7 +284,7 @@ def _mixers(tree: ModelSpec) -> Iterable[AttentionSpec]:
 
 STATED = Object(optional={field.name: field.kind for field in (*rope.PARAMETERS, *rope.NEVER)})
 OF_TYPES = tuple(Field(kind, optional(STATED)) for kind in (FULL, SLIDING))
-# no options: of which of the two ropes one would be is not said
+# not command-line options: they could not say which of the two ropes they mean
 ROPES = (
     Field(
         "rope_parameters",

@@ -26,11 +26,9 @@ from dolmen.model.spec import (
 )
 from dolmen.model.spec.block import Arrangement
 
-# GLM-4 and GLM-4-9B as transformers has them (2406.12793): Llama with biases on q, k, v, rope that
-# turns neighbours in the first half of each head, and gate and up of the feed-forward layer in one
-# tensor.
-#
-# ChatGLM2, ChatGLM3 and the first form of GLM-4-9B are the same under other names (chatglm2.py).
+# GLM-4 and GLM-4-9B as transformers has them (2406.12793): Llama with biases on q, k, v, rope over
+# neighbours in the first half of each head, and gate and up of the mlp fused in one tensor.
+# ChatGLM2, ChatGLM3 and the first form of GLM-4-9B are the same under other names (chatglm.py).
 
 PARTS = ("layers.{}.mlp.gate", "layers.{}.mlp.up")  # of what files store as one
 
@@ -100,8 +98,8 @@ GLM = Family(
 )
 
 
-# What the GLMs before GLM-4 share (chatglm.py, chatglm2.py, glm_10b.py, glm_130b.py): names of
-# fields, biased attention under a prefix mask, and names of tensors.
+# What the GLMs before GLM-4 share (also those of chatglm.py): names of fields, biased attention
+# with a prefix mask, and names of tensors.
 
 
 def sizes(width: int, layers: int, heads: int) -> tuple[Field, ...]:
@@ -173,7 +171,7 @@ def glm_like_rules(
     ]
 
 
-# GLM-4-0414 (9B, 32B, Z1): GLM-4 with a norm after each layer too.
+# GLM-4-0414 (9B, 32B, Z1): GLM-4 with sandwich norms: before and after each branch.
 
 NORMS = {
     "input_layernorm": "attn_norm",
@@ -207,12 +205,11 @@ GLM4 = Family(
 )
 
 
-# GLM-10B, GLM-2B and smaller ones (Du et al., 2103.10360): GPT-2 with two tables of positions,
-# whose prefix, and where its tokens stand, are known by special tokens (spec/positions.py).
-#
-# Their model_type is that of GLM-4, another model (glm.py). A config.json does not say the norms'
-# eps nor the width of the feed-forward layer; files have names with and without the leading "glm.".
-# Any of three mask tokens marks the blank, whichever comes first.
+# GLM-10B, GLM-2B and smaller ones (Du et al., 2103.10360): GPT-2 with two position tables; prefix
+# and positions follow from special tokens (spec/positions.py).
+# Their model_type is "glm", as GLM-4's. A config.json states neither the norms' eps (1e-5) nor the
+# width of the mlp (4 hidden_size); names of tensors come with and without the leading "glm.". Any
+# of three mask tokens marks the blank, whichever comes first.
 
 NORM = NormSpec("layernorm", 1e-5, bias=True)
 MASKS = ("mask", "smask", "gmask")
@@ -285,6 +282,7 @@ def frame_glm_10b(tokens: list[int], ids: Ids) -> list[int]:
     blank = [] if masks & {*tokens} else [ids["gmask"]]
     begin, end = ids["cls"], ids["eos"]
     inner = [*([] if tokens[:1] == [begin] else [begin]), *tokens]
+    # the tokenizer may have added [CLS] and the end already
     inner = inner[:-1] if inner[-1:] == [end] else inner
     return [*inner, *blank, end, ids["sop"]]
 
@@ -335,12 +333,12 @@ GLM_10B = Family(
 )
 
 
-# GLM-130B (Zeng et al., 2210.02414): a GLM with rope, in DeepNorm's arrangement, whose feed-forward
-# layer is gated by the second half of what it stores, x1 * gelu(x2). Its prefix, and where its
-# tokens stand, are known by special tokens (spec/positions.py).
-#
-# Its config.json has the names of arguments of SAT, the program that it was trained by. The angles
-# of rope are rounded to half precision. Behind [gMASK] positions count on, behind [MASK] they stay.
+# GLM-130B (Zeng et al., 2210.02414): a GLM with rope, DeepNorm, and a gated mlp x1 * gelu(x2),
+# where x1 and x2 are the halves of one stored matrix. Prefix and positions follow from special
+# tokens (spec/positions.py).
+# Its config.json uses the argument names of SAT, which it was trained with. Rope's frequencies are
+# rounded to fp16. A completion of [gMASK] has consecutive positions, one of [MASK] the position of
+# the blank.
 
 EPS = common.eps("layernorm_epsilon", 1e-5)
 GLM_130B_FIELDS = (
@@ -366,6 +364,7 @@ def read_glm_130b(config: dict[str, Any]) -> ModelSpec:
     layers, inner = config["num_layers"], config["inner_hidden_size"]
     turned = RopeSpec(common.head_size(config, GLM_130B_FIELDS), halved=True)
     mixer = attention(config, GLM_130B_FIELDS, turned)
+    # 12,288 -> 32,768: as many parameters as a plain mlp of 4 hidden_size
     width = 4 * config["hidden_size"] * 2 // 3 if inner is None else inner
     mlp = MLPSpec(width, activation="gelu", bias=True)
     norm, around = (

@@ -11,8 +11,8 @@ from dolmen.files import kinds
 from dolmen.files.schema import Flag, optional
 from dolmen.model.spec import AttentionSpec, BlockSpec, EmbeddingSpec, ModelSpec, PositionTable
 
-# What GPT-2 and those written after it share: the fields of their config.json, a plain
-# feed-forward layer, and the names of the weights around the layers' own.
+# What GPT-2 and its descendants share: the fields of config.json, a plain mlp, and the names of the
+# weights outside the layers' matrices.
 
 GPT2_LIKE_FIELDS = (
     common.vocab_size(50257),
@@ -85,12 +85,10 @@ def gpt2_like_rules(layer: Sequence[Rule], first: str = "attn_norm") -> list[Rul
 
 # GPT-2 (Radford et al., 2019): learned positions, LayerNorm, a plain feed-forward layer, biases
 # everywhere.
-#
-# Linear weights are stored [in, out] (Conv1D) and q, k, v are one of them. Files in the wild come
-# with and without the leading "transformer.", and with the causal mask saved as a buffer.
-#
-# GPT-3 (Brown et al., 2005.14165) is this at other sizes, but for every second layer, which sees a
-# band of tokens. No config.json says both: gpt_neo.py has such layers, and does not scale scores.
+# Linear weights are stored [in, out] (Conv1D), q, k, v fused. Published files come with and without
+# the leading "transformer.", and with the causal mask saved as a buffer.
+# GPT-3 (Brown et al., 2005.14165) is GPT-2 at other sizes with windowed attention in every second
+# layer. No family states it: GPT-Neo has such layers, but unscaled scores.
 
 
 def read_gpt2(config: dict[str, Any]) -> ModelSpec:
@@ -137,9 +135,8 @@ GPT2 = Family(
 )
 
 
-# StarCoder and SantaCoder (Li et al., 2305.06161): GPT-2 whose queries share one key-value head,
-# and whose q, k, v are one linear: all queries, key, value, or q, k, v of each head where every
-# query has its own (`multi_query` false).
+# StarCoder and SantaCoder (Li et al., 2305.06161): GPT-2 with multi-query attention (one key-value
+# head). q, k, v are fused: all queries, key, value; or q, k, v per head if `multi_query` is false.
 
 GPT_BIGCODE_FIELDS = (
     *(

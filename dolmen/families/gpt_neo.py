@@ -30,11 +30,10 @@ from dolmen.model.spec import (
     SequentialResidual,
 )
 
-# GPT-Neo (Black et al., 2021): GPT-2 whose layers see all tokens before or a window of them, by
-# turns, whose scores are not scaled, and whose q, k, v have no biases.
-#
-# The kinds of layers are stated twice, as patterns with a number of times (`attention_types`) and
-# layer by layer (`attention_layers`).
+# GPT-Neo (Black et al., 2021): GPT-2 with alternating full and windowed (256) layers, unscaled
+# attention scores, and no biases on q, k, v.
+# Layer types are stated twice: as patterns with repeat counts (`attention_types`), and per layer
+# (`attention_layers`).
 
 GLOBAL, LOCAL = "global", "local"
 KINDS = List(String((GLOBAL, LOCAL)), 1, kinds.LAYERS.high)
@@ -176,12 +175,10 @@ GPT_NEO = Family(
 )
 
 
-# GPT-NeoX, Pythia and what was trained like them (Black et al., 2204.06745): rope over a part of
-# each head, attention and feed-forward layer side by side with a norm each, and q, k, v of each
-# head in one tensor.
-#
-# In transformers 4 a config.json said `rotary_pct` and `rotary_emb_base`; the head is stored as
-# `embed_out` by 5 too.
+# GPT-NeoX, Pythia and models trained like them (Black et al., 2204.06745): rope over a quarter of
+# each head, parallel attention and mlp with a norm each, and q, k, v of each head fused.
+# In transformers 4 the fields were `rotary_pct` and `rotary_emb_base`; the head is stored as
+# `embed_out` in 5 too.
 
 EPS = common.eps("layer_norm_eps", 1e-5)
 GPT_NEOX_FIELDS = (

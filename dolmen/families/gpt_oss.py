@@ -44,6 +44,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
     sparse = experts.read(whole, config["intermediate_size"], normalise=True)
     sparse = replace(
         sparse,
+        # instead of the silu that FIELDS would give
         activation=ClampedSwiGLU(float(config["swiglu_alpha"]), float(config["swiglu_limit"])),
         router=replace(sparse.router, logit_bias=True),
         bias=True,
@@ -86,6 +87,7 @@ def rules(tree: ModelSpec) -> list[Rule]:
         *llama.llama_like_rules(tree),
         BareParameter(Rename(f"{layer}self_attn.sinks", "layers.{}.attn.sinks")),
         Rename(f"{layer}mlp.router", f"{mlp}router"),
+        # one module on disk: its weight is ours "router", its bias "router.logits"
         Rename(f"{layer}mlp.router", f"{mlp}router.logits"),
         BareParameter(Each(Transpose(both))),
         BareParameter(Each(Transpose(Rename(f"{stored}down_proj", f"{ours}down")))),

@@ -10,9 +10,8 @@ from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.model.spec import AttentionSpec, BlockSpec, ModelSpec, ParallelResidual, RopeSpec
 
-# GPT-J (Wang and Komatsuzaki, 2021): attention and feed-forward layer side by side after one
-# LayerNorm, rope over neighbours of a part of each head, biases of the feed-forward layer and of
-# the head alone.
+# GPT-J (Wang and Komatsuzaki, 2021): parallel attention and mlp after one LayerNorm, rope over
+# neighbours in a part of each head, biases on the mlp and the LM head only.
 
 FIELDS = llama.change_fields(
     gpt2.GPT2_LIKE_FIELDS,
@@ -95,7 +94,9 @@ PARTS = tuple(f"{OURS}attn.{part}" for part in "qvk")
 
 
 def read_codegen(config: dict[str, Any]) -> ModelSpec:
-    """Raises ValueError for heads that do not fill the blocks."""
+    """Return the spec of a CodeGen config.json: as GPT-J's. Raises ValueError if n_head is not a
+    multiple of the 4 blocks in which q, v and k are stored.
+    """
     common.head_size(config, FIELDS)
     if (heads := config["n_head"]) % BLOCKS:
         raise ValueError(
@@ -106,6 +107,9 @@ def read_codegen(config: dict[str, Any]) -> ModelSpec:
 
 
 def codegen_rules(tree: ModelSpec) -> list[Rule]:
+    """Return the weight rules of CodeGen: GPT-J's, with q, v, k (in this order) fused in each of 4
+    blocks.
+    """
     qkv = Split(LAYER + "attn.qkv_proj", PARTS, BLOCKS, (1, 1, 1))
     return gpt2.gpt2_like_rules([qkv, *MATRICES], first="norm")
 

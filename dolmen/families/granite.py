@@ -1,5 +1,5 @@
-"""Granite 3 (IBM, 2024): Llama with four numbers in the manner of muP (2203.03466): what its
-embedding and what its layers add is multiplied by, the scale of scores, what logits are divided by.
+"""Granite 3 (IBM, 2024): Llama with four multipliers in the manner of muP (2203.03466): of the
+embedding, of the branches' outputs, of attention scores, and a divisor of the logits.
 """
 
 from dataclasses import replace
@@ -18,6 +18,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
     bias, mlp_bias = bool(config["attention_bias"]), bool(config["mlp_bias"])
     tree = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
     scale = float(config["attention_multiplier"])
+    # the default scale is None, so that equal models have equal specs
     own = None if scale == common.attention(tree).head_size ** -0.5 else scale
     added = SequentialResidual(branch_scale=float(config["residual_multiplier"]))
     tree = common.map_blocks(

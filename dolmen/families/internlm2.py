@@ -30,6 +30,7 @@ def rules(tree: ModelSpec) -> list[Rule]:
     first.
     """
     mixer, layer, ours = common.attention(tree), llama.LAYER, "layers.{}."
+    # queries per key-value head, stored before its k and v
     group = mixer.heads // mixer.kv_heads
     names = {
         "attention.wo": "attn.o",

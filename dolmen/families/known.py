@@ -56,5 +56,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
     for family in candidates:
         if family.matches is not None and family.matches(config):
             return family
+    # at most one family of a model_type has no `matches`
     rest = [family for family in candidates if family.matches is None]
     return rest[0] if rest else find_family(model_type)

@@ -29,8 +29,8 @@ from dolmen.model.spec import (
 )
 from dolmen.model.spec.attention import NormOf
 
-# What Llama and its descendants share: the fields of their config.json, the tree that they say,
-# and the names of the weights.
+# What Llama and its descendants share: the fields of config.json, the spec they parse to, and the
+# names of the weights.
 #
 # Rope is the rotate-half layout in transformers and here: q and k rows are never permuted.
 
@@ -176,6 +176,7 @@ def write_llama_like(tree: ModelSpec, fields: Sequence[Field] = FIELDS) -> dict[
     attention, mlp = common.attention(tree), tree.blocks[0].mlp
     names = {field.name for field in fields}
     known = (block.mixer.positions for block in tree.blocks)
+    # Cohere2: the first layers with positions are those with a window
     turned = expect(next((p for p in known if p is not None), None), RopeSpec, "positions")
     stated = {
         "intermediate_size": mlp.size,

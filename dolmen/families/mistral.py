@@ -42,8 +42,8 @@ MISTRAL = Family(
 )
 
 
-# Mixtral 8x7B and 8x22B (2401.04088): Mistral whose every feed-forward layer is experts, weights
-# of the chosen ones normalised.
+# Mixtral 8x7B and 8x22B (2401.04088): Mistral with an MoE of 8 experts in every layer, 2 per token,
+# whose weights are normalised.
 
 
 def read_mixtral(config: dict[str, Any]) -> ModelSpec:

@@ -55,6 +55,7 @@ def has_scalar_head(config: Mapping[str, Any], family: Family) -> bool:
             f"architectures is {brief(named)}: {family.name} ends in one number as "
             f"{family.scorer} alone"
         )
+    # transformers derives the number of labels from id2label, and only then from num_labels
     labels = config.get("id2label")
     count = config.get("num_labels", TRANSFORMERS) if labels is None else len(labels)
     if count != 1:
@@ -137,6 +138,7 @@ class Model(CustomValue):
         except Mismatch as error:
             raise ValueError(str(error)) from None
         self._refuse()
+        # schema and unsupported values are checked before `read`, which relies on kinds
         tree = check_matrix_count(family.read(fill_defaults(family, self.config)))
         return (
             replace(tree, head=ScalarHeadSpec()) if has_scalar_head(self.config, family) else tree
@@ -237,6 +239,7 @@ def model_from_spec(
     """
     family = known.find_family(model_type)
     try:
+        # marker fields tell apart families that share a model_type
         own = {"model_type": family.model_type, **family.marker_fields, **family.write(tree)}
         if isinstance(tree.head, ScalarHeadSpec):
             own = scorer_config(own, family)
@@ -306,6 +309,7 @@ def replace_fields(model: Model, fields: Mapping[str, Any]) -> Model:
         field = known_fields[name]
         if inner:
             before = whole.get(name) or explicit_fields(model)[name] or {}
+            # one field inside a mapping changes, the others are kept
             value = {**before, inner: value}
         whole[field.name] = value
     config = deepcopy(model.config)
@@ -350,6 +354,7 @@ def edit(
     names = model.family.names
     fields = {"vocab_size": vocab_size, "tie_word_embeddings": tie}
     if context is not None:
+        # RoBERTa: the field counts pad_token_id + 1 rows that no position uses
         fields["max_position_embeddings"] = context + _rows_before(model)
     made = replace_fields(
         model, {names[n]: value for n, value in fields.items() if value is not None}
@@ -395,6 +400,7 @@ def compare_fields(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
     """Return (name, value, other value) of the fields in which two models differ: the family, and
     the structural fields that both families have, under the names of the first model.
     """
+    # compared by what both specs say, not by spelling
     names, theirs = other.family.names, other.family.write(other.tree)
     pairs = [("model_type", one.model_type, other.model_type)]
     pairs += [

@@ -38,8 +38,7 @@ ATTENTION = (
         "What scores are multiplied by; None: 1 / sqrt(d_model / n_heads).",
     ),
 )
-# in attn_config too: what changes the function, with the values that are computed, and what does
-# not
+# keys of attn_config that change what is computed, with their supported values; and harmless ones
 ONLY = {
     "alibi": (True,),
     "alibi_bias_max": (8,),
@@ -120,6 +119,7 @@ def _ratio(size: int, width: int) -> int | float:
     """Return the expansion ratio from which `read` computes `size`, by int(width * ratio)."""
     if size % width == 0:
         return size // width
+    # half a unit more, where the quotient rounds down to size - 1
     return size / width if int(width * (size / width)) == size else (size + 0.5) / width
 
 

@@ -10,8 +10,8 @@ from dolmen.files import kinds
 from dolmen.files.schema import Flag, Real, optional
 from dolmen.model.spec import ModelSpec, MoESpec, NormSpec, SequentialResidual
 
-# OLMo (2402.00838): Llama with LayerNorms that have no parameters and an epsilon that no field
-# says; queries, keys and values may be clipped.
+# OLMo (2402.00838): Llama with LayerNorms without parameters, whose epsilon (1e-5) no field states;
+# q, k and v may be clipped.
 
 NORM = NormSpec("layernorm", 1e-5, affine=False)
 CLIP = Field(
@@ -70,8 +70,8 @@ OLMO = Family(
 )
 
 
-# OLMo 2 (2501.00656): Llama with norms after its layers, not before, and one norm of all queries
-# of a token and one of all its keys.
+# OLMo 2 (2501.00656): Llama with norms after each branch instead of before it, and q and k norms
+# over the width of all heads.
 
 NORMS = {
     "post_attention_layernorm": "attn_post_norm",
@@ -119,8 +119,8 @@ OLMO2 = Family(
 )
 
 
-# OLMoE (2409.02060): OLMo 2's norms of queries and keys in Llama's blocks, whose feed-forward
-# layers are many small experts; queries, keys and values may be clipped.
+# OLMoE (2409.02060): Llama with OLMo 2's q and k norms and an MoE of 64 small experts, 8 per token,
+# in every layer; q, k and v may be clipped.
 
 NUMBER = "num_experts"
 

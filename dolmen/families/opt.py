@@ -99,6 +99,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
         width=None if width == config["hidden_size"] else width,
     )
     tree = common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"], embedding)
+    # post-norm blocks (OPT-350m) end in a norm already
     last = before and not config["_remove_final_layer_norm"]
     return tree if last else replace(tree, final_norm=None)
 

@@ -16,8 +16,8 @@ from dolmen.model.spec import (
     RopeSpec,
 )
 
-# Phi-1, 1.5 and 2 (2306.11644, 2309.05463): attention and a plain feed-forward layer side by side
-# after one LayerNorm, rope over a part of each head, biases everywhere, that of the head too.
+# Phi-1, 1.5 and 2 (2306.11644, 2309.05463): parallel attention and plain mlp after one LayerNorm,
+# rope over a part of each head, biases on everything, the LM head too.
 
 EPS = "layer_norm_eps"
 PHI_FIELDS = llama.drop_fields(
@@ -49,6 +49,7 @@ def write_phi(tree: ModelSpec) -> dict[str, Any]:
     """
     fields = llama.write_llama_like(tree, PHI_FIELDS)
     if fields["hidden_act"] == "gelu_pytorch_tanh":
+        # the same function; Phi's files have this name
         fields["hidden_act"] = "gelu_new"
     return {**fields, "qk_layernorm": common.attention(tree).qk_norm is not None}
 
@@ -91,8 +92,8 @@ PHI = Family(
 )
 
 
-# Phi-3, Phi-3.5 and Phi-4 (2404.14219, 2412.08905): Llama with q, k, v in one tensor and gate and
-# up in another, a window in some, and in some rope over a part of each head.
+# Phi-3, Phi-3.5 and Phi-4 (2404.14219, 2412.08905): Llama with q, k, v fused and gate, up fused;
+# some have a sliding window, some rope over a part of each head.
 
 PHI3_FIELDS = (
     *llama.fields_with(turned=rope.fields(part=1.0)),
@@ -119,6 +120,7 @@ def write_phi3(tree: ModelSpec) -> dict[str, Any]:
 def phi3_rules(tree: ModelSpec) -> list[Rule]:
     """Return the weight rules of Phi-3: q, k, v fused one after the other, gate and up fused."""
     mixer, layer = common.attention(tree), llama.LAYER
+    # units of a head's size: rows of all queries, all keys, all values
     counts = (mixer.heads, mixer.kv_heads, mixer.kv_heads)
     both = tuple(f"layers.{{}}.mlp.{name}" for name in ("gate", "up"))
     fused = [

@@ -1,5 +1,5 @@
-"""Qwen, the first (2309.16609): Llama with biases on q, k, v, which are one tensor, and names of
-its own. Of long texts, where nothing is trained, rope has another base and queries are longer.
+"""Qwen, the first (2309.16609): Llama with biases on q, k, v, which are fused, and names of its
+own. In inference on long sequences, rope's base grows (NTK) and queries are scaled (log-n).
 
 The feed-forward layer is c_proj(w1 x * silu(w2 x)), and `intermediate_size` counts both of its
 columns. First files say n_embd, n_layer, n_head, n_positions and ffn_hidden_size.

@@ -10,10 +10,9 @@ from dolmen.files import kinds
 from dolmen.files.schema import Flag, Int
 from dolmen.model.spec import MLPSpec, ModelSpec, MoESpec
 
-# Qwen2 and Qwen2.5 (2407.10671): Llama with biases on q, k, v and a sliding window on some layers.
-#
-# Which layers slide is `layer_types`, or, in older files, those from `max_window_layers` on, if
-# `use_sliding_window`.
+# Qwen2 and Qwen2.5 (2407.10671): Llama with biases on q, k, v and a sliding window in some layers.
+# Layers with a window are stated by `layer_types` or, in older files, are those from
+# `max_window_layers` on, if `use_sliding_window` is set.
 
 FIELDS = llama.change_fields(
     (*llama.FIELDS, windows.SIZE),
@@ -81,8 +80,8 @@ QWEN2 = Family(
 )
 
 
-# Qwen2-MoE and Qwen1.5-MoE (2407.10671, section 2.2.2): Qwen2 whose feed-forward layers are many
-# small experts and a dense layer for every token, which each token weighs by a gate of its own.
+# Qwen2-MoE and Qwen1.5-MoE (2407.10671, section 2.2.2): Qwen2 with an MoE of 60 small experts, 4
+# per token, and a shared expert that is weighted by a sigmoid gate per token.
 
 NUMBER = "num_experts"
 
@@ -229,8 +228,8 @@ QWEN3 = Family(
 )
 
 
-# Qwen3 with experts (2505.09388): Qwen3 whose feed-forward layers are many small experts, but for
-# those named dense.
+# Qwen3-MoE (2505.09388): Qwen3 with an MoE of 128 small experts, 8 per token, in every layer that
+# is not stated to be dense.
 
 
 def read_qwen3_moe(config: dict[str, Any]) -> ModelSpec:

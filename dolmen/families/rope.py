@@ -23,7 +23,7 @@ from dolmen.model.spec import (
 )
 from dolmen.model.spec.positions import RopeScaling, yarn_temperature
 
-# rope_type -> the fields that it needs; and what it takes beside
+# rope_type -> parameters that it requires; optional ones are in BESIDE
 NEEDED = {
     "default": (),
     "linear": ("factor",),
@@ -129,10 +129,11 @@ PART = Field(
     "Leading part of each head that rope turns, as a fraction of it.",
     common=("partial_rotary_factor",),
 )
-# no options: the older name of a field, and a part where a family turns all
+# not command-line options: the older name of rope_type, and the rotated fraction in families that
+# rotate whole heads
 NEVER = (Field("type", TYPE), Field("partial_rotary_factor", optional(Real())))
 NAMES = frozenset(field.name for field in PARAMETERS + NEVER)
-# what transformers 4 stated beside `rope_scaling` -> by which name most families did
+# fields that transformers 4 has at top level, next to `rope_scaling` -> their usual names
 OUTER = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
 
 
@@ -231,6 +232,7 @@ def _scaling(
     naming the parameters that the type needs and that are missing.
     """
     of = rope_type(stated)
+    # Phi-3 states it as a field of its own, which transformers reads first
     original = config["original_max_position_embeddings"] or stated.get(
         "original_max_position_embeddings"
     )
@@ -272,6 +274,7 @@ def _longrope(values: Mapping[str, Any], longest: int, turned: int) -> LongRopeS
                 f"pairs of each head: it needs one per pair"
             )
     original = values["original_max_position_embeddings"]
+    # Phi-3 states no factor: 131072 / 4096 = 32
     factor = values.get("factor") or longest / original
     attention_factor = values.get("attention_factor")
     if attention_factor is None:
@@ -302,6 +305,7 @@ def _yarn(values: Mapping[str, Any]) -> YarnScaling:
 
 def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
     """Return the attention factor that follows from the other fields."""
+    # DeepSeek: the quotient is 1 where both are equal
     if mscale and mscale_all_dim:
         return yarn_temperature(factor, mscale) / yarn_temperature(factor, mscale_all_dim)
     return yarn_temperature(factor)
@@ -379,6 +383,7 @@ def spell(
     extra = {n: wanted[n] for n in ORIGINAL if config.get(n) is not None and n in wanted}
     outer_fields = {outer[name]: wanted[name] for name in outer if name in wanted}
     outer_fields |= {name: wanted[name] for name in outer if name in wanted and name in config}
+    # spelling of transformers 5, also for a config.json that states no rope yet
     if "rope_parameters" in config or not {"rope_scaling", *outer_fields} & config.keys():
         own = _unknown(config.get("rope_parameters"))
         if config.get("rope_scaling"):
@@ -386,6 +391,7 @@ def spell(
         extra |= {name: value for name, value in outer_fields.items() if name in config}
         stated = own | {k: v for k, v in wanted.items() if k in uses}
         return {"rope_parameters": stated, **extra}
+    # spelling of transformers 4: base and fraction at top level, the rest in rope_scaling
     scaling = _unknown(config.get("rope_scaling"))
     scaling |= {name: value for name, value in wanted.items() if name in uses - OUTER.keys()}
     return {

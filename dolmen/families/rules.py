@@ -217,9 +217,11 @@ def entries(
     """
     found: dict[str, StoredTensor] = {}
     for rule in rules:
+        # rules without "{}" are of modules outside the layers
         for layer in range(layers if "{}" in rule.hf else 1):
             for kind in ("weight", "bias"):
                 found |= {entry.hf: entry for entry in _layer_entries(rule, layer, kind, shapes)}
+    # an export writes tensors in the order of the model
     order = {name: i for i, name in enumerate(shapes)}
     made = {name for entry in found.values() for name in entry.ours}
     if left := [name for name in shapes if name not in made]:

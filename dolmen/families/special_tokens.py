@@ -1,8 +1,8 @@
-"""Special tokens that a model knows positions by, or that its texts are framed in: which they are
-is said by config.json, by the names in the tokenizer, or by the user.
+"""Special tokens that determine a model's positions or frame its prompts. Their ids are stated by
+config.json, by names in the tokenizer's vocabulary, or by the user.
 
-Code of model folders finds them by their names in a tokenizer that is code too, so a config.json
-may say none of them. What is found beside it stands under its `dolmen` key.
+The published code finds them by name in a tokenizer that is remote code too, so a config.json may
+state none of them. Ids that come from elsewhere are stored under its `dolmen` key.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from dolmen.families.model import Model
 from dolmen.files import kinds
 from dolmen.files.schema import optional
 
-# Key -> by which names tokenizers of GLM have it.
+# Key of a special token -> its names in tokenizers of the GLM models.
 NAMES = {
     "mask": ("[MASK]",),
     "smask": ("[sMASK]",),
@@ -118,6 +118,7 @@ def add_special_ids(model: Model, specified: Ids, vocabulary: Callable[[], Ids])
     if not uses_special_tokens(model):
         return model
     known = ids_of(model)
+    # later ones win
     found = {**ids_in_vocabulary(vocabulary()), **known, **specified}
     if found == known:
         return model

@@ -1,6 +1,5 @@
 """StableLM (Bellagente et al., 2402.17834): Llama with LayerNorms and rope over a part of each
-head; in some q, k, v have biases, each head a norm, and attention and feed-forward layer stand side
-by side.
+head; some have biases on q, k, v, a norm per query and key head, or parallel attention and mlp.
 """
 
 from dataclasses import replace
@@ -48,6 +47,7 @@ def rules(tree: ModelSpec) -> list[Rule]:
     on disk.
     """
     mixer, one = common.attention(tree), tree.blocks[0].arrangement == ParallelResidual(1)
+    # one stored norm per head is one row of ours
     numbers = {"q": mixer.heads, "k": mixer.kv_heads}
     layer, ours = f"{llama.LAYER}self_attn.", "layers.{}.attn."
     norms = [

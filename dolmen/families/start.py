@@ -1,5 +1,5 @@
-"""A run's model before and after what is said of it: options of the command line, keywords of
-Python. What is said is a field of the family and its value; one inside another is
+"""A run's model before and after options are applied (of the command line, or keywords in Python).
+An option is a field of the family and its value; a field inside another one is named
 `rope_parameters.factor`.
 """
 
@@ -51,6 +51,7 @@ def apply_options(start: StartModel, said: Mapping[str, Any]) -> Model | None:
     impossible model.
     """
     whole = explicit_fields(start.model)
+    # unchanged values would only rewrite the config.json's spelling
     news = {path: value for path, value in said.items() if value != _value(whole, path)}
     if not news and not start.wanted:
         return None

@@ -35,6 +35,7 @@ class WeightMap:
         """
         found, family = dict(self.entries), self.model.family
         if family.stores_tied_head and self.model.tree.head.tied:
+            # the same parameter, stored a second time
             found[self.head] = replace(found[self.embedding], hf=self.head)
         if not self.model.config.get(RESERVED, {}).get(BARE.name):
             return found
@@ -79,6 +80,7 @@ class WeightMap:
         family, layers = self.model.family, self.model.tree.layers
         if family.dropped_layers_field is None:
             return ()
+        # any rule of the layers, for the prefix before the number
         stored = next(entry.rule.hf for entry in self.entries.values() if "{}" in entry.rule.hf)
         start, more = (
             stored.split("{}")[0],
@@ -133,6 +135,8 @@ def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
     plain = with_scalar_head(plain) if isinstance(model.tree.head, ScalarHeadSpec) else plain
     for name, value in whole.items():
         if isinstance(value, int) and not isinstance(value, bool):
+            # a field may be bound to others (heads divide the width): the first value that gives a
+            # model
             for other in (2 * value, value // 2, 1):
                 if (found := _shape(plain, {name: other}, stored)) is not None:
                     yield name, found

@@ -1,5 +1,5 @@
-"""Sliding windows in a config.json: one for all layers, or one for the layers whose type says that
-they slide.
+"""Sliding windows in a config.json: in all layers, or in those whose layer type is
+"sliding_attention".
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ SIZE = Field(
     "Tokens a query sees, itself included; None: all before it.",
 )
 USED = Field("use_sliding_window", Flag(), False, "Whether any layer has a sliding window.")
-# of families that have no types of layers, and of those that have no window either
+# `only` of families without layer types, and of those without a window
 NO_TYPES = {"layer_types": (None,)}
 NONE = {**NO_TYPES, SIZE.name: (None,)}
 
@@ -71,6 +71,7 @@ def typed_windows(
             f"{flag('layer_types')} to one per layer"
         )
     size = config[SIZE.name] if used else None
+    # `used` is False: the file has a size and switches it off (Qwen2)
     if size is None and SLIDING in of:
         missing = f"{SIZE.name} is None" if used else f"{USED.name} is False"
         sliding = plural(of.count(SLIDING), "layer")
