@@ -73,6 +73,7 @@ def token_rewards(
     valid = masked.valid_tokens(mask)
     if clip is not None:
         low, high = clip if isinstance(clip, tuple) else (-clip, clip)
+        # the score is clipped, and never the KL penalty
         scores = scores.clamp(low, high)
     penalty = -kl_coef * kl_of_difference(masked.zero_outside(policy - reference, valid), kl)
     return penalty + scores[:, None] * last_token(mask)
@@ -116,6 +117,7 @@ def gae(
     value = advantage = values.new_zeros(len(values))
     backwards = []
     for t in reversed(range(values.shape[1])):
+        # TD error: V_next is 0 after the last valid token
         delta = rewards[:, t] + gamma * value - values[:, t]
         advantage = torch.where(steps[:, t], delta + gamma * lam * advantage, advantage)
         # a skipped hole keeps V and A of the next valid token
@@ -143,6 +145,7 @@ def whiten(
     valid = masked.valid_tokens(mask)
     values = values - values[valid][:1].sum()  # exact, as in `_center_by_group`; 0 without tokens
     centred = masked.zero_outside(values - masked.token_mean(values, valid), valid)
+    # unbiased: n - 1
     variance = centred.square().sum() / (valid.sum() - 1).clamp(min=1)
     return centred * (variance + eps).rsqrt()
 
@@ -171,6 +174,7 @@ def normalize_by_group(
     """
     if variance not in ("unbiased", "biased"):
         raise ValueError(f"variance is {variance!r}: it must be 'unbiased' or 'biased'")
+    # group numbers may have gaps: renumber them 0, 1, 2, ...
     _, group = torch.unique(groups, return_inverse=True)
     centred = _center_by_group(scores, group)
     match scale:
@@ -204,6 +208,7 @@ def leave_one_out(
     """
     _, group = torch.unique(groups, return_inverse=True)
     size = torch.bincount(group)[group]
+    # s_i - mean of the others = n / (n - 1) (s_i - mean of all)
     others_count = (size - 1).clamp(min=1)
     return _center_by_group(scores, group) * size / others_count
 
@@ -251,6 +256,7 @@ def overlong_penalty(
     equation 13): 0 up to max_length - buffer, then -1 / buffer per token, down to -1 at max_length
     and above. verl's DAPO reward manager (`overlong_buffer`).
     """
+    # tokens in the buffer at the end of the allowed length
     over = lengths - (max_length - buffer)
     return -(over / buffer).clamp(0, 1)
 

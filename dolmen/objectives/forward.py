@@ -117,6 +117,7 @@ def routed_log_probabilities(
     experts = routing_replay.gather_routes(
         routes, model.tree, model.split, mesh, shape, schedule.micros
     )
+    # one tensor, so that one gather brings both
     return torch.cat([results[..., None], experts.to(results.dtype)], -1)
 
 
@@ -153,8 +154,10 @@ def _compute_per_token(
             model, batch, mesh, pipeline.forward_only(schedule), head_function, route_callback
         )
     dtype = torch.promote_types(model.compute or state.dtype_of(model), torch.float32)
+    # ranks without the last stage contribute 0
     gathered = torch.zeros(batch.tokens.shape, dtype=dtype, device=mesh.device)
     if results:
+        # positions of this rank's tokens in the sequence, by the layout of cp
         places = model.split.cp.indices(gathered.shape[1], mesh.device)
         gathered[:, places] = torch.cat(results)
     # every token is on one rank of cp and one of pp, and 0 on the others

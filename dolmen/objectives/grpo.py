@@ -59,6 +59,7 @@ class GRPOLoss:
         """Return the divisor of the loss: trained tokens for kinds in BY_TOKENS, else rows. Raises
         ValueError for a batch without the numbers that the loss reads.
         """
+        # without a KL term no reference is computed
         needed = (OLD, ADVANTAGE, REFERENCE) if self.beta else (OLD, ADVANTAGE)
         if missing := [name for name in needed if name not in batch.numbers]:
             raise ValueError(
@@ -99,6 +100,7 @@ class GRPOLoss:
             )
 
         mean, _ = loss(new, slice(None), valid)
+        # the mean becomes a sum, which the step divides by the global count
         size = valid.sum() if self.kind in BY_TOKENS else len(valid)
         metrics = tuple(head.shared(one) for one in self._row_metrics(loss, new.detach(), batch))
         return LossOutput(head.shared(mean * size), metrics)

@@ -131,6 +131,7 @@ class MaskedLM:
         masked_loss = head.cross_entropy(hidden, batch.labels, batch.weights)
         if not self.follows:
             return LossOutput(masked_loss)
+        # labels are 1 or -1 at one token per pair and 0 elsewhere, which drops all other tokens
         scores, labels = head.follows(hidden), head.here(batch.numbers[FOLLOWS])
         pairs = self.follows * (-F.logsigmoid(labels * scores) * labels.abs()).sum()
         return LossOutput(masked_loss + pairs, (masked_loss.detach(), pairs.detach()))

@@ -51,6 +51,7 @@ class CompletionIndex:
     @cached_property
     def document(self) -> Int64[Tensor, "sequences length"]:
         """The index of each token's document in its row."""
+        # a token that is at the start of its document begins the next index
         starts, places = self.batch.starts, self._positions
         return (starts == places).cumsum(1) - 1
 
@@ -58,6 +59,7 @@ class CompletionIndex:
     def last(self) -> Int64[Tensor, "sequences documents"]:
         """The position of the last real label of each document; -1 without one."""
         real = torch.where(self._real, self._positions, -1)
+        # scatter with amax: per document the largest position that has a label
         none = torch.full_like(real, -1)
         return none.scatter_reduce(1, self.document, real, "amax")
 
@@ -103,6 +105,7 @@ class PairIndex(CompletionIndex):
         """Return values per completion as those of chosen and of rejected ones, by numbers[SIDE];
         without it the even rows are chosen.
         """
+        # completion k of row 2 i against completion k of row 2 i + 1
         first, second = values[0::2], values[1::2]
         if SIDE not in self.batch.numbers:
             return PairValues(first, second)
@@ -142,6 +145,7 @@ class PairIndex(CompletionIndex):
 
     def total(self, per_pair: Float[Tensor, "rows documents"]) -> Float[Tensor, ""]:
         """Return the sum over pairs, padding left out."""
+        # torch.where and not a product: padding may be NaN
         return torch.where(self.real, per_pair, 0.0).sum()
 
 
@@ -154,6 +158,7 @@ def count_pairs(batch: Batch) -> int:
         raise ValueError(
             f"{rows} sequences are not divisible into pairs: use an even --train.microbatch-size"
         )
+    # on the CPU, before the batch goes to the device
     has_label = (CompletionIndex(batch).last >= 0).numpy()
     unpaired = np.argwhere(has_label[0::2] != has_label[1::2])
     if len(unpaired):

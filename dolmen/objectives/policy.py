@@ -53,11 +53,13 @@ def ppo_loss(
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip is {dual_clip}: it must be over 1, or None")
     valid = masked.valid_tokens(mask)
+    # 0 outside of the mask before exp: an inf there would make NaN gradients
     ratio = (masked.zero_outside(new - old, valid)).exp()
     advantages = masked.zero_outside(advantages, valid)
     losses, is_clipped = _surrogate(ratio, advantages, clip_low, clip_high)
     metrics = _ratio_metrics(new, old, ratio, is_clipped, valid)
     if dual_clip is not None:
+        # for A < 0 the surrogate grows with r without bound: at most -c A
         bound = -dual_clip * advantages
         over = (advantages < 0) & (losses > bound)
         losses = torch.where(over, bound, losses)
@@ -114,6 +116,7 @@ def grpo_loss(
             f"beta is {beta}: it is the weight of a KL from a reference, and none is given"
         )
     valid = masked.valid_tokens(mask)
+    # one advantage per completion: each of its tokens has it
     advantages = advantages[:, None].expand_as(new) if advantages.ndim == 1 else advantages
     advantages = masked.zero_outside(advantages, valid)
     ratio = _ratios(masked.zero_outside(new - old, valid), valid, kind, level)
@@ -127,6 +130,7 @@ def grpo_loss(
         )
     metrics = _ratio_metrics(new, old, ratio, is_clipped, valid)
     if reference is not None:
+        # k3 of new from the reference: not negative, and with a gradient
         kl = advantage.kl(
             masked.zero_outside(new, valid), masked.zero_outside(reference, valid), estimator="k3"
         )
@@ -165,6 +169,7 @@ def _ratios(
         raise ValueError(f"level is {level!r}: it must be one of {Level.__args__}")
     if level == "token" and kind != "gspo":
         return log_ratios.exp()
+    # the geometric mean of the ratios of a row's tokens (GSPO, equation 7)
     mean = masked.row_means(log_ratios, valid)[:, None].expand_as(log_ratios)
     if level == "sequence":
         return mean.exp()
@@ -207,6 +212,7 @@ def _aggregate_losses(
                 raise ValueError(
                     f"max_length is {max_length}: dr-grpo divides by it, so it must be at least 1"
                 )
+            # a constant divisor: no length bias, which is the point of Dr. GRPO
             rows = max(len(valid), 1) if empty == "counted" else valid.any(1).sum().clamp(min=1)
             return masked.zero_outside(losses, valid).sum() / (rows * max_length)
     raise ValueError(f"kind is {kind!r}: it must be one of {Kind.__args__}")
@@ -254,6 +260,7 @@ def value_loss(
     if clip is not None:
         if clip < 0:
             raise ValueError(f"clip is {clip}: it must not be negative")
+        # the value may move at most `clip` from what it was when completions were sampled
         bounded = (old + (new - old).clamp(-clip, clip) - returns).square()
         squares = torch.maximum(unclipped, bounded)
     metrics = {

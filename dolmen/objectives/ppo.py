@@ -138,5 +138,6 @@ def _sum_output(
     """Return means over this rank's valid tokens as sums over them, the metrics in the order of
     `names`.
     """
+    # means over local tokens have different weights: sums do not, and the step divides by the count
     size = valid.sum()
     return LossOutput(mean * size, tuple(metrics[name] * size for name in names))

@@ -52,6 +52,7 @@ def log_ratios(
     """
     batch = index.batch
     real = head.here(batch.labels) != IGNORED
+    # token by token: the difference of two sums of hundreds of nats would lose digits
     ratios = logps - head.here(batch.numbers[REFERENCE]) * real
     return head.sum_per_document(ratios, index.document)
 
@@ -88,6 +89,7 @@ class DPO:
         """Return the sum of the pairs' losses, and their metrics."""
         index = pairs.PairIndex(batch)
         token_logps = head.log_probabilities(hidden, batch.labels)
+        # chosen and rejected: log(policy / reference), summed over tokens
         c, r = index.pair_up(log_ratios(token_logps, head, index))
         lengths = index.pair_up(index.lengths)
         losses = dpo_losses(c, r, self.beta, self.kind, self.label_smoothing, lengths)
@@ -172,6 +174,7 @@ class KTO:
         ratios, side = log_ratios(logps, head, index), index.number(SIDE)
         # SIDE is 1 or -1 for a desirable or undesirable completion, 0 for a mismatched one
         first = side[0::2] != 0  # which of the two rows has the answer of the prompt
+        # the completion of its own prompt, and the one that belongs to another prompt
         own_ratio = torch.where(first, ratios[0::2], ratios[1::2])
         mismatched = torch.where(first, ratios[1::2], ratios[0::2])
         wanted = torch.where(first, side[0::2], side[1::2]) > 0
@@ -180,7 +183,9 @@ class KTO:
         kl = torch.where(index.real, mismatched, 0.0).sum(1, keepdim=True) / answers
         weights = self.desirable_weight, self.undesirable_weight
         losses = kto_losses(own_ratio, wanted, kl, self.beta, *weights)
+        # a KL is not negative, its estimate may be; no gradient, as in the paper
         kl_baseline = kl.detach().clamp(min=0).expand_as(own_ratio)
+        # margin to z, on the side where the completion belongs
         better = pairs.PairValues(
             torch.where(wanted, own_ratio, kl_baseline), torch.where(wanted, kl_baseline, own_ratio)
         )
@@ -297,6 +302,7 @@ def log_odds(log_p: Float[Tensor, "*pairs"]) -> Float[Tensor, "*pairs"]:
     """Return log(p / (1 - p)) of probabilities given as log p. p = 1 is replaced by the largest p
     below 1, so that the gradient is finite.
     """
+    # log(1 - exp(x)) by expm1 keeps the digits of probabilities near 1
     bounded = log_p.clamp(max=-torch.finfo(log_p.dtype).eps)
     return bounded - torch.log(-torch.expm1(bounded))
 

@@ -87,6 +87,7 @@ class PairwiseRewardLoss:
     ) -> LossOutput:
         """Return the sum of the pairs' losses, and their metrics."""
         index = pairs.PairIndex(batch)
+        # 0 at all other tokens, so that a sum per document is the score at its last token
         here = head.values(hidden) * head.here(index.is_last)
         rewards = index.pair_up(head.sum_per_document(here, index.document))
         margin: Tensor | float = self.margin
@@ -126,6 +127,7 @@ class CalibratedRewardLoss(PairwiseRewardLoss):
         confidence = 2 * torch.sigmoid(margins.abs()) - 1
         bin_index = (confidence * BINS).long().clamp(max=BINS - 1)
         each = [(bin_index == i).to(margins.dtype) for i in range(BINS)]
+        # of each bin, the pairs that are also ranked correctly
         each += [value * (margins > 0) for value in each]
         return output._replace(
             metrics=(*output.metrics, *(head.shared(index.total(value)) for value in each))

@@ -104,6 +104,7 @@ def choose(job: Job) -> BestOfN:
                 continue
             best.append(max(scored))
             chosen = fields["samples"][each.index(best[-1])]
+            # of equal rewards the first sample is taken
             made.append(json_line({**row.fields, **chosen, "reward": best[-1]}))
     write.replace(expand(job.config.best or ""), b"".join(made))
     return BestOfN(len(made), without, failed, _mean(best), _mean(every))

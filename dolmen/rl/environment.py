@@ -87,6 +87,7 @@ class MultiTurn:
         )
         turns = [[self._decode(each.tokens)] for each in completions]
         failed = calls = 0
+        # a truncated completion has no room for another turn
         active = [each.prompt_index for each in completions if each.finished]
         for number in range(1, self.max_turns + 1):
             replies = self._call_environment([(prompts[i], turns[i]) for i in active])
@@ -103,6 +104,8 @@ class MultiTurn:
                     continued.append(i)
             if not continued:
                 break
+            # the text so far is the next prompt, token by token: encoding it again could split it
+            # otherwise
             texts = [[*prompts[i].tokens, *completions[i].tokens] for i in continued]
             left = [max_tokens - len(completions[i].tokens) for i in continued]
             # a seed of its own for each turn

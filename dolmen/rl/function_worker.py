@@ -58,6 +58,7 @@ class FunctionWorker:
         if self.process is None:
             self.start()
         self.requests += 1
+        # a reply that comes too late, or from a forked child, has another number
         numbered = {**request, "number": self.requests}
         reply = self._send(json.dumps(numbered, default=str) + "\n", self.timeout)
         if reply is None:
@@ -80,6 +81,7 @@ class FunctionWorker:
         """Start the process and wait until it has imported the function, START_SECONDS at most.
         Raises ValueError where that fails.
         """
+        # a descriptor of its own, so that what the function prints is no reply
         ours, theirs = os.pipe()
         module = "dolmen.rl.function_worker"
         self.process = subprocess.Popen(
@@ -89,6 +91,7 @@ class FunctionWorker:
             text=True,
             start_new_session=True,  # processes of the function are killed with it
         )
+        # else the end of the process would not end the pipe
         os.close(theirs)
         self.replies = open(ours)  # noqa: SIM115  # closed by stop
         first = self._read(START_SECONDS)
@@ -122,6 +125,7 @@ class FunctionWorker:
         while (left := end - time.monotonic()) > 0:
             if select.select([self.replies], [], [], left)[0]:
                 line = self.replies.readline()
+                # a line without its end: the process died while it wrote
                 return _parse_reply(line) if line.endswith("\n") else None
         return None
 
@@ -129,6 +133,7 @@ class FunctionWorker:
         """Kill the process and all processes that it started, and close the pipes."""
         if self.process is not None:
             with suppress(ProcessLookupError):
+                # SIGKILL: a function that hangs may ignore anything else
                 os.killpg(self.process.pid, signal.SIGKILL)
             assert self.process.stdin is not None
             try:
@@ -198,6 +203,7 @@ def compute_reward(function: Callable[..., object], request: dict[str, Any]) -> 
     """Call a reward function and return {"reward": float}, or {"failed": reason} for a result that
     is no number (bool is none) or not below LARGEST.
     """
+    # numpy and torch scalars have __float__
     found = function(request["prompt"], request["completion"], request["row"])
     kind = type(found).__name__  # numpy's bool is not Python's
     if not isinstance(found, SupportsFloat) or kind.startswith("bool"):

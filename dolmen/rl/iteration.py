@@ -145,6 +145,7 @@ class RolloutBatches:
         """
         rows, rollout = self.batch_size // ranks, None
         for now in count(step):
+            # a run that resumes in the middle of an iteration reads its file and continues in it
             first_step = now - now % self.updates
             if rollout is None or now == first_step:
                 rollout = self._load_or_make(first_step)
@@ -155,6 +156,7 @@ class RolloutBatches:
         """Return the indices of the completions that update number `update` of an iteration reads
         [global batch size]; each epoch is a new permutation of all completions.
         """
+        # completions are a whole number of batches, so no update spans two epochs
         epoch, first = divmod(update * self.batch_size, self.completions)
         key = seed_of(self.setup.seed, "answers", first_step, epoch)
         places = torch.arange(first, first + self.batch_size).numpy()
@@ -207,6 +209,7 @@ class RolloutBatches:
             # a truncated completion has no right reward: it might have gone on to the answer
             labels = torch.where(finished[:, None], rollout.labels, IGNORED)
             rollout = replace(rollout, labels=labels)
+        # after resampling: the penalty would make groups of equal rewards look different
         rewards = self._with_overlong_penalty(
             torch.tensor([each.reward for each in scored]), completions
         )
@@ -252,6 +255,8 @@ class RolloutBatches:
             of_groups, names = [], []
             for group in numbers:
                 prompt = prompts.prompts[prompts.index(first_prompt + group, attempt)]
+                # a resampled group reads the prompt that its number has in the permutation of that
+                # attempt
                 of_groups += [prompt] * config.num_generations
                 first = group * config.num_generations
                 suffix = f"/{attempt}" if attempt else ""
@@ -274,6 +279,7 @@ class RolloutBatches:
         0, and again in each later attempt (resampling) if models are offloaded, as the generator's
         weights are dropped then.
         """
+        # without offloading the generator keeps its weights for resampling
         models, offloader = self.models, self.setup.offloader
         if attempt and not offloader.parts:
             return models.generator.model
@@ -290,6 +296,7 @@ class RolloutBatches:
         model = self._load_generator(attempt)
         config, setup, mesh = self.config, self.setup, self.models.generator.mesh
         stop = tuple(sorted(setup.stop_tokens))
+        # no top-k or top-p: the policy's own distribution is what the loss takes the ratio of
         options = SamplingParams(temperature=config.temperature, stop=stop)
         setup.offloader.use_weights(model)
         if setup.offloader.parts:
@@ -328,6 +335,8 @@ class RolloutBatches:
                 prompt.content,
                 decode(completion.tokens, skip_special_tokens=True),
                 prompt.row,
+                # a reward model reads the tokens themselves: decoding and encoding again may change
+                # them
                 [*prompt.tokens, *completion.tokens],
             )
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -368,6 +377,7 @@ class RolloutBatches:
         labels, so that nothing is learned from them.
         """
         scored = ~rollout.rewards.isnan()
+        # a failure with --rollout.on-failure leave-out
         labels = torch.where(scored[:, None], rollout.labels, IGNORED)
         rollout = replace(rollout, labels=labels)
         if not self.config.routing_replay:
@@ -380,6 +390,7 @@ class RolloutBatches:
             return forward.routed_log_probabilities(model, batch, mesh, schedule, temperature)
 
         found = self.compute_per_token(compute, self.models.policy, rollout)
+        # expert indices are below 2^15, and exact in the float that they came in
         old, experts = found[..., 0].contiguous(), found[..., 1:].short()
         return replace(rollout, old_logprobs=old, experts=experts)
 
@@ -417,6 +428,7 @@ class RolloutBatches:
         """
         rewards = rollout.rewards[~rollout.rewards.isnan()]
         self.metrics |= rollout.logprob_difference() | {
+            # NaN: every reward of the iteration failed
             "rollout/reward": float(rewards.mean()) if len(rewards) else math.nan,
             "rollout/reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,
         }
@@ -432,6 +444,7 @@ class RolloutBatches:
             "rollout/finished": float(finished.mean()),
         }
         trained = rollout.labels != IGNORED
+        # k1, the unbiased estimate, in nats per token
         kl = (rollout.old_logprobs - rollout.reference_logprobs)[trained]
         if self.models.reference is not None and len(kl):
             self.metrics["rollout/reference_kl"] = float(kl.mean())
@@ -480,6 +493,8 @@ class PPORolloutBatches(RolloutBatches):
         """
         super().report(rollout)
         assert isinstance(rollout, PPORollout)
+        # kl_coef from the file: after a resume the step of the coefficient is made again, from its
+        # old value
         kl_coef, kl = float(rollout.kl_coef), self.kl_per_completion(rollout)
         self.kl_controller.value = self.kl_controller.next_value(kl_coef, kl, self.completions)
         self.metrics |= {

@@ -65,6 +65,7 @@ class OffloadableMemory:
         undefined. Nothing if it is not offloaded.
         """
         for number, (storage, size) in enumerate(self.offloaded):
+            # the same storage object: views of it, and graphs, see the restored values
             storage.untyped_storage().resize_(size)
             if self.keep:
                 storage.copy_(self.copies[str(number)])
@@ -78,6 +79,7 @@ def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for tensor in tensors:
         storage = state.local_view(tensor).untyped_storage()
+        # several tensors may be views of one storage: it is moved once
         if storage.nbytes() and storage.data_ptr() not in found:
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
             found[storage.data_ptr()] = flat.set_(storage)

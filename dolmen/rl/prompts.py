@@ -61,6 +61,7 @@ class Prompts:
     @property
     def parts(self) -> Sequence[Part]:
         """The prompts as one part of a data mixture, for statistics."""
+        # all prompts in one array, as the mixture's statistics read documents
         ends = np.cumsum([len(prompt.tokens) for prompt in self.prompts])
         tokens = np.concatenate([np.asarray(prompt.tokens) for prompt in self.prompts])
         starts = np.concatenate([[0], ends[:-1]])
@@ -68,6 +69,7 @@ class Prompts:
 
     def documents(self, first: int, count: int) -> list[str]:
         """Return file and row of the prompts of samples first ... first + count - 1."""
+        # rounded outwards: a batch may begin or end within a prompt's completions
         numbers = range(first // self.repeats, -(-(first + count) // self.repeats))
         return [f"{self.name}: {self.prompts[self.index(number)].location}" for number in numbers]
 
@@ -160,6 +162,7 @@ def prepare(
     """
     refuse_model(data, model.tree)
     (source,) = inputs.sources
+    # one more than the row: inputs leave out the last token of a text
     room = sequence_length + 1 - rollout.max_new_tokens
     if room < 1:
         raise ValueError(
@@ -194,6 +197,7 @@ def prepare(
         changes=(left_out,) if len(kept) < len(read) else (),
         details=(f"prompt of {kept[0].location}: {shown[:SHOWN]!r}",),
     )
+    # the fingerprint shows on resume whether the prompts have changed
     content = hashlib.blake2b(digest_size=8)
     for prompt in kept:
         # -1, which is no token id, between prompts

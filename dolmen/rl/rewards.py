@@ -112,6 +112,7 @@ def last_number(text: str) -> float | None:
     one, as GSM8K marks answers (2110.14168). None without a number.
     """
     _, _, marked = text.rpartition("####")
+    # rpartition without #### leaves the whole text in `marked`
     found = NUMBER.findall(marked)
     return float(found[-1].replace(",", "")) if found else None
 
@@ -231,8 +232,11 @@ class RewardModel:
                 f"a prompt with its completion has {longest} tokens, and the reward model reads "
                 f"{limit} (max_position_embeddings): set a smaller --rollout.max-new-tokens"
             )
+        # the length that every layout can split: 2 cp chunks, for the zigzag of causal attention,
+        # times tp
         multiple = 2 * self.mesh.cp.size * self.mesh.tp.size
         width = -(-longest // multiple) * multiple
+        # filled up with rows of one token, whose scores are dropped below
         rows = -(-len(texts) // self.batch_size) * self.batch_size
         tokens = torch.zeros(rows, width, dtype=torch.int64)
         lengths = torch.ones(rows, dtype=torch.int64)
@@ -257,6 +261,7 @@ class RewardModel:
         values = generation.compute_over_rows(
             batch, compute, len(tokens), self.batch_size, self.mesh
         )
+        # the score is that of the last token, which has seen the whole text
         return values[torch.arange(len(texts)), lengths[: len(texts)] - 1]
 
 
@@ -276,6 +281,7 @@ def check_reward_model(name: str, source: Source, vocab_size: int, tokenizer: st
             f"reward {name} has a vocab_size of {tree.vocab_size:,}, the model {vocab_size:,}: "
             "give a reward model of the same tokens"
         )
+    # nothing to compare: equal vocab_size has to do
     if source.tokenizer is None or tokenizer is None:
         return
     ours, theirs = (
@@ -337,6 +343,7 @@ class CombinedReward:
         for a failure with --rollout.on-failure stop.
         """
         total, failed, metrics = torch.zeros(len(completions)), 0, {}
+        # one part after the other: a reward model is a collective, which all ranks enter together
         for place, part in enumerate(self.parts):
             results = self._score(part, completions)
             try:

@@ -91,6 +91,7 @@ class Rollout:
         difference = (self.old_logprobs - self.sampled_logprobs)[self.trained].abs()
         if not len(difference):
             return {}
+        # relative for large |log p|, whose rounding grows with them
         tolerance = 1e-4 * (old.abs() / 10).clamp(min=1)
         return {
             "rollout/logprob_difference": float(difference.mean()),
@@ -147,6 +148,7 @@ def make_rollout(
     have at most `max_length` + 1 tokens. Tokens that were not `sampled` from the model have no
     label. Rewards, log-probabilities of trainer and reference, and advantages are 0.
     """
+    # inputs are one token shorter than the text: the last token predicts nothing
     longest = max(len(p) + len(c) - 1 for p, c in zip(prompts, completions, strict=True))
     length = min(max_length, -(-longest // length_multiple) * length_multiple)
     tokens = torch.zeros(len(prompts), length, dtype=torch.int64)
@@ -179,6 +181,7 @@ def _document_starts(labels: Int64[Tensor, "rows length"]) -> Int64[Tensor, "row
     and the first padding position in the padding, which is a document of its own.
     """
     index = torch.arange(labels.shape[1])
+    # padding starts behind the last label: tokens there have none
     end = torch.where(labels != IGNORED, index + 1, 0).amax(1, keepdim=True)
     return torch.where(index >= end, end, 0).expand_as(labels).contiguous()
 
@@ -201,6 +204,7 @@ def save(rollout: Rollout, out: Path, step: int, rows: Sequence[dict[str, Any]])
     tensors = {each.name: vars(rollout)[each.name].clone() for each in fields(rollout)}
     if not rollout.experts.numel():
         del tensors[EXPERTS]
+    # last: a resumed run takes the iteration as complete where this file exists
     write.replace(rollout_file(out, step), safetensors.torch.save(tensors))
 
 
@@ -240,6 +244,7 @@ def load(
     tensors = {name: stored[name].read() for name in names}
     shape = tensors["tokens"].shape
     experts = tensors.setdefault(EXPERTS, _no_experts(shape))
+    # files may be damaged or forged: every shape and dtype is checked before use
     if len(shape) != 2 or not all(shape):
         raise gate.refuse(file, f"tokens have shape {tuple(shape)}, not [completions, length]")
     for name, tensor in tensors.items():
@@ -292,6 +297,7 @@ def delete_rollouts(out: Path, steps: Container[int]) -> None:
     """
     for file in sorted((out / FOLDER).glob("*")):
         number, _, kind = file.name.partition(".")
+        # nothing but what `save` has written
         if number.isdigit() and len(number) == 8 and kind in ("safetensors", "jsonl"):
             if int(number) in steps:
                 file.unlink()

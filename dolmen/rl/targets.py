@@ -35,6 +35,7 @@ class KLController:
         """
         if self.target is None:
             return self.value
+        # proportional control, with a step of at most 20 % per `horizon` completions
         error = max(-MAX_KL_ERROR, min(MAX_KL_ERROR, (kl - self.target) / self.target))
         return value * (1 + error * completions / self.horizon)
 
@@ -49,6 +50,7 @@ def compute_advantages(rollout: Rollout, config: RolloutConfig) -> Rollout:
     scored = ~rollout.rewards.isnan()
     kl_rewards = _kl_rewards(rollout, config) * (trained & scored[:, None])
     groups = torch.arange(len(scored)) // config.num_generations
+    # of whole completions: their rewards, and the summed KL for estimators of whole completions
     scores = rollout.rewards.clone()
     if config.reward_kl_coef and config.advantage_estimator in ("grpo", "rloo"):
         scores += kl_rewards.sum(1)
@@ -71,8 +73,10 @@ def compute_advantages(rollout: Rollout, config: RolloutConfig) -> Rollout:
     elif config.advantage_estimator in ("grpo", "rloo"):
         advantages = scores[:, None] * trained
     else:
+        # REINFORCE++: rewards of tokens, whitened over the iteration
         rewards = kl_rewards + scores[:, None] * advantage.last_token(trained)
         advantages = advantage.reinforce(rewards, trained & scored[:, None])
+    # the surrogate is linear in the advantage, so the weight of a token's loss can be put there
     if config.importance_sampling_cap is not None:
         advantages = advantages * advantage.importance_weights(
             rollout.old_logprobs,

@@ -115,6 +115,7 @@ class Watched:
         """Return the page as HTML. With `every`, for a page that is served, its script asks for new
         data every so many seconds; None for a file.
         """
+        # the page is one file: style, script and data are written into it
         script = "\n".join(gate.read_text(HERE / name, gate.MIB) for name in SCRIPTS)
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         connect = "" if every is None else "; connect-src 'self'"
@@ -136,6 +137,7 @@ class Watched:
 
 def in_script(value: Any) -> str:
     """Return JSON that can stand in a script element: characters that could end it are escaped."""
+    # "</script>" in a prompt would end the element: no "<" is left
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -145,6 +147,7 @@ def write_page(folders: list[Path], to: Path) -> Path:
     for a folder without a run, for a file that exists, and where it cannot be written.
     """
     to = write.check_new("--out", to)
+    # folders are checked before the file is made
     watched = Watched(folders)
     try:
         write.replace(to, watched.page(), lasting=False)

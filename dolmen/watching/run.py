@@ -66,8 +66,10 @@ class Run:
         Damage is noted in `refused`.
         """
         try:
+            # each time: a file may be replaced by a link while it is watched
             _refuse_link(tail.file)
             for row in tail.read():
+                # `first`: this row is the first of a file, perhaps of one written anew
                 if tail.first:
                     self._clear(name)
                 self._add(name, row)
@@ -101,6 +103,7 @@ class Run:
             self.history.add(row)
         elif name == COMPLETIONS:
             texts = self.completions.setdefault(row["step"], [])
+            # bounds on everything: a page of a long run must stay small
             if len(texts) < MOST_COMPLETIONS:
                 texts.append(describe_completion(row))
         elif row["prompt"] in self.samples or len(self.samples) < MOST_PROMPTS:
@@ -109,6 +112,7 @@ class Run:
     def as_dict(self) -> dict[str, Any]:
         """Return all that the page shows of the run, as plain values for JSON."""
         config = self._config()
+        # files of a run are not trusted: there may be more in them than dolmen writes
         options = dict(list(flatten(config).items())[:MOST_OPTIONS])
         return {
             "label": self.label,
@@ -160,6 +164,7 @@ class Run:
         start = self.history.starts[-1] if self.history.starts else {}
         model = [str(options[n]) for n in ("model.model_type",) if n in options]
         model += [f"{size(start['parameters'])} parameters"] if "parameters" in start else []
+        # the last step that metrics.jsonl has
         step = max((i.step for i in self.series.intervals.values()), default=0)
         total = start.get("steps") or options.get("train.steps")
         facts = {
@@ -187,6 +192,7 @@ class Run:
         again = f", {plural(starts, 'start')}" if starts > 1 else ""
         if last["ended"] is not None:
             return last["ended"] + again
+        # a killed run writes no end, so files alone cannot tell which
         return f"in progress, or killed; last heard of at {self._heard()} (UTC){again}"
 
     def _heard(self) -> str:
@@ -217,6 +223,7 @@ class History:
             found = {name: row[name] for name in (*names, "parameters") if name in row}
             changed = [_cut(line) for line in row.get("changed", ())][:50]
             self.starts.append({**found, "changed": changed, "ended": None, "until": None})
+            # checkpoints after the step that it starts from are not of this course
             self.saved = [step for step in self.saved if step <= row["step"]]
         if "ended" in row and self.starts:
             self.starts[-1] |= {"ended": row["ended"], "until": row["step"]}
@@ -249,6 +256,7 @@ def labels(paths: list[Path]) -> list[str]:
     different.
     """
     whole = [path.absolute().parts for path in paths]
+    # runs/a/x and runs/b/x become a/x and b/x; 64 ends the search for equal paths
     depth = 1
     while len({parts[-depth:] for parts in whole}) < len({*whole}) and depth < 64:
         depth += 1
@@ -280,6 +288,7 @@ def _some(steps: Mapping[int, Any]) -> list[int]:
     if len(found) <= MOST_TEXTS:
         return found
     last = len(found) - 1
+    # i = 0 is the first, i = MOST_TEXTS - 1 the last
     return [found[round(i * last / (MOST_TEXTS - 1))] for i in range(MOST_TEXTS)]
 
 

@@ -48,6 +48,7 @@ class Spread:
         if not other.count:
             return
         self.count += other.count
+        # weighted by counts; a product of sums could overflow
         mean = self.mean + (other.mean - self.mean) * (other.count / self.count)
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
         self.mean = self._within(mean)
@@ -96,6 +97,7 @@ class Series:
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a row of metrics.jsonl, and double the width of intervals if there are too many."""
         self.rows += 1
+        # steps 0 ... width - 1 are interval 0, and so on
         index = row["step"] // self.width
         interval = self.intervals.setdefault(index, Interval())
         interval.step = max(interval.step, row["step"])
@@ -106,14 +108,17 @@ class Series:
             if name in PLACES or not self._known(name):
                 continue
             found = number(value)
+            # null, and a float that is not finite, are gaps; texts and lists are no column
             if found is not None or value is None or isinstance(value, float):
                 self.last[name] = found
                 interval.columns.setdefault(name, Spread()).add(found)
+        # a row far ahead may need several doublings
         while len(self.intervals) > self.most:
             self._halve()
 
     def _known(self, name: str) -> bool:
         """Return whether the series has a column of this name, adding it if there is room."""
+        # names come from files, so their number and length are bounded
         if name not in self.names and len(self.names) < MOST_COLUMNS and len(name) <= LONGEST:
             self.names.add(name)
         return name in self.names
@@ -129,6 +134,7 @@ class Series:
         time = number(row.get("time"))
         if self._timed or time is None:
             return None
+        # before `seconds` was recorded: wall time, with the stops between starts
         self._begun = time if self._begun is None else self._begun
         return time - self._begun
 
@@ -165,6 +171,7 @@ def _column(name: str, intervals: list[Interval]) -> dict[str, Any]:
     spreads = {i: one.columns[name] for i, one in enumerate(intervals) if name in one.columns}
     found = {i: spread for i, spread in spreads.items() if spread.count}
     column: dict[str, Any] = {"mean": [_short(spread.mean) for spread in found.values()]}
+    # indices only where they are needed: most columns have a value in every interval
     if len(found) < len(intervals):
         column["at"] = list(found)
     if any(spread.count > 1 for spread in found.values()):

@@ -57,6 +57,7 @@ class Shown:
             return None
         with self.lock:
             made, found = self.answers.get(path, (0.0, None))
+            # half of `every`: a page that asks each `every` seconds always gets new data
             if found is None or time.monotonic() - made > self.every / 2:
                 found = self._made(path)
                 self.answers[path] = time.monotonic(), found
@@ -78,6 +79,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, shown: Shown, host: str, port: int):
+        # 192 random bits
         self.shown, self.token = shown, secrets.token_urlsafe(24)
         super().__init__((host, port), Handler)
 
@@ -102,9 +104,11 @@ class Handler(BaseHTTPRequestHandler):
         """Answer a GET request: 403 without the token, 404 for any path but / and /data."""
         try:
             asked = urlsplit(self.path)
+            # bounded: a long query costs nothing
             given = parse_qs(asked.query, max_num_fields=8).get("token", [""])[0]
         except ValueError:
             return self._say(HTTPStatus.BAD_REQUEST, "that is no address\n")
+        # in constant time: response times do not show how much of the token was right
         if not hmac.compare_digest(given.encode(), self.server.token.encode()):
             return self._say(HTTPStatus.FORBIDDEN, "the address lacks its token\n")
         answer = self.server.shown.answer(asked.path)
