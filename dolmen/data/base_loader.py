@@ -18,30 +18,32 @@ from dolmen.data.tokenizer import PreTrainedTokenizer
 
 
 class Mixed(Protocol):
-    """Samples to train on, numbered for ever."""
+    """Training samples, numbered without end, in a reproducible order."""
 
     @property
     def parts(self) -> Sequence[Part]: ...
     def documents(self, first: int, count: int) -> list[str]:
-        """Return the documents that these samples were cut from, a line each."""
+        """Describe which documents samples first .. first + count - 1 were cut from, a line per
+        sample.
+        """
         ...
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often each source has been read after `samples` samples."""
+        """Epochs of each source, by name, that `samples` samples amount to."""
         ...
 
 
 class HeldOutRows(Protocol):
-    """Validation rows, in order."""
+    """Rows of the validation split, in order."""
 
     @property
     def tokens(self) -> int:
-        """Predictions of a full validation."""
+        """Number of predictions in a full validation."""
         ...
 
     @property
     def bytes(self) -> int | None:
-        """Bytes of the text, exactly; None where they are not known."""
+        """Bytes of the validation text; None where unknown."""
         ...
 
     def batches(
@@ -51,8 +53,9 @@ class HeldOutRows(Protocol):
         first_row: int = 0,
         rows: int | None = None,
     ) -> Iterator[Batch]:
-        """All rows, `batch_size` at a time, or of each batch the `rows` rows from `first_row`. With
-        `max_sequences`, only that many, evenly spread. All batches are full.
+        """Yield batches of `batch_size` rows in order, or only the rows `first_row` to `first_row +
+        rows` of each: a data-parallel rank's share. `max_sequences`: only so many rows, evenly
+        spread. All batches are full; the last is padded with IGNORED labels.
         """
         ...
 
@@ -70,7 +73,9 @@ class Description:
 
 
 class Loader(ABC):
-    """Training batches of `mixture`, validation batches of `validation`."""
+    """Base class of loaders: training batches of `mixture`, validation batches of `validation`. A
+    batch depends on seed and step only.
+    """
 
     cloze: Cloze | None = None
     """How text is masked for a model that fills in; None for any other."""
@@ -98,29 +103,29 @@ class Loader(ABC):
 
     @abstractmethod
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """The rows of global batch `step` (from 0) that data-parallel rank `rank` holds:
-        consecutive samples.
+        """Return the rows of global batch `step` (from 0) that data-parallel rank `rank` of `ranks`
+        holds: consecutive samples.
         """
 
     def first(self, step: int) -> int:
-        """The first sample of global batch `step`."""
+        """Number of the first sample of global batch `step`."""
         return step * self.global_batch_size + self.ahead
 
     def go_on(self, step: int, samples: int) -> None:
-        """Let batch `step` begin where `samples` samples end. Batches before it may have been of
-        another size: none is skipped or repeated.
+        """Make batch `step` begin with sample `samples`, so that no sample is skipped or repeated
+        where earlier batches had another size.
         """
         self.ahead = samples - step * self.global_batch_size
 
     def documents(self, step: int) -> list[str]:
-        """Return which documents the rows of global batch `step` were cut from, a line each:
-        `source: documents a..b`.
+        """Describe which documents global batch `step` was cut from, one line per row (`source:
+        documents a..b`), 16 at most.
         """
         lines = self.mixture.documents(self.first(step), self.global_batch_size)
         return lines if len(lines) <= 16 else [*lines[:16], f"and {len(lines) - 16} more rows"]
 
     def starting_at(self, step: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[int, Batch]]:
-        """(step, batch) for ever; a thread prepares the next batch while this one is used."""
+        """Yield (step, batch) without end; a thread prepares the next batch while one is used."""
         with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
             coming = thread.submit(self.batch, step, rank, ranks)
             for now in count(step):
@@ -134,9 +139,9 @@ class Loader(ABC):
         ranks: int = 1,
         of: HeldOutRows | None = None,
     ) -> Iterator[Batch]:
-        """The held-out tokens in order, or those `of` a source (`held_apart`), as InOrder.batches
-        gives them: every rank gets equally many full batches. With `max_sequences`, only that many
-        windows, evenly spread. Raises ValueError where nothing is held out.
+        """Yield this rank's share of full validation batches, equally many on every rank.
+        `max_sequences`: only so many rows, evenly spread. `of`: rows of one source (`held_apart`)
+        in place of all. Raises ValueError where nothing is held out.
         """
         if not self.validation.tokens:
             raise ValueError(
@@ -148,8 +153,8 @@ class Loader(ABC):
         return held.batches(self.global_batch_size, max_sequences, rank * rows, rows)
 
     def rows(self, ranks: int) -> int:
-        """Sequences of a global batch that one of `ranks` data-parallel ranks holds. Raises
-        ValueError where they cannot hold equally many.
+        """Sequences of a global batch per data-parallel rank. Raises ValueError where `ranks` does
+        not divide the batch.
         """
         if self.global_batch_size % ranks:
             raise ValueError(
@@ -160,41 +165,45 @@ class Loader(ABC):
         return self.global_batch_size // ranks
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How often each source has been read after `step` steps."""
+        """Epochs of each source, by name, after `step` steps."""
         return self.mixture.epochs(self.first(step))
 
     @property
     def unit(self) -> str:
-        """Name of one prediction: token or answer."""
+        """Name of one prediction, for reports: "token", or "answer" for reward models."""
         return "token"
 
     @property
     def validation_tokens(self) -> int:
-        """Predictions of a full validation."""
+        """Number of predictions in a full validation."""
         return self.validation.tokens
 
     def validation_share(self, sequence_length: int) -> tuple[float, int]:
-        """The share of all that is held out, and how many of its units a batch has."""
+        """Return (fraction of all data that is held out, predictions per training batch), to choose
+        how often to validate.
+        """
         total = self.validation_tokens + sum(len(part.stream) for part in self.mixture.parts)
         return self.validation_tokens / max(1, total), self.global_batch_size * sequence_length
 
     @property
     def validation_bytes(self) -> int | None:
-        """Bytes of held-out text, exactly; None where they are not known, or not predicted."""
+        """Bytes of the validation text; None where unknown, or for masked LM, which does not
+        predict all of it.
+        """
         return None if self.cloze else self.validation.bytes
 
     @property
     def held_apart(self) -> dict[str, HeldOutRows]:
-        """Validation rows of each source, by its name; empty where there is one source."""
+        """Validation rows per source, by name; empty where there is one source."""
         return {}
 
     @property
     def validation_files(self) -> tuple[Path, ...]:
-        """The held-out files, or () if some that is held out is no whole file."""
+        """Files that make up the validation split; () if some of it is not a whole file."""
         return ()
 
     def fingerprint(self) -> dict[str, str]:
-        """Return everything that decides the batches, by content and not by path: equal here and on
-        another machine.
+        """Everything that decides the batches, as name -> text, by content and not by path: equal
+        on every machine. A resumed run compares it.
         """
         return self.identity

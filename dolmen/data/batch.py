@@ -28,7 +28,7 @@ MARGIN = "margin"
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences of equal length."""
+    """Sequences of equal length, the unit that a training step or validation reads."""
 
     tokens: Int64[Tensor, "sequences length"]
     labels: Int64[Tensor, "sequences length"]
@@ -51,9 +51,9 @@ class Batch:
     def of_windows(
         cls, windows: Int64[np.ndarray, "sequences window"], end_of_text: int | None = None
     ) -> "Batch":
-        """Make a batch of windows of length + 1 consecutive tokens; IGNORED marks where the text
-        has ended. With `end_of_text`, a document begins at the window's first token and after each
-        end of text.
+        """Make a batch of windows of length + 1 consecutive tokens, where IGNORED follows the end
+        of a text. With `end_of_text`, a document begins at each window's first token and after each
+        such id.
         """
         whole = torch.from_numpy(windows)
         tokens = whole[:, :-1]
@@ -64,15 +64,17 @@ class Batch:
         )
 
     def with_prefixes(self, lengths: Int64[Tensor, "#sequences #length"]) -> "Batch":
-        """The same, made on the CPU, where so many first tokens of each document are its prefix: by
-        sequence, or at each token as its document has. Of a shorter document all. A token that sees
-        the one it is to predict predicts nothing: labels inside a prefix are IGNORED.
+        """Return the batch (on CPU) as a prefix LM: the first `lengths` tokens of each document see
+        each other, per sequence or per token as its document has, at most the whole document.
+        Labels inside a prefix are IGNORED, as those tokens see what they would predict.
         """
         starts = self.starts
         return self._reaching(torch.minimum(starts + lengths, document_ends(starts)))
 
     def _reaching(self, reach: Int64[Tensor, "sequences length"]) -> "Batch":
-        """The same with the first token behind the prefix of each token's document."""
+        """Return the batch with `reach`: for each token the index behind its document's prefix.
+        Labels inside prefixes are IGNORED.
+        """
         starts = self.starts
         seen = torch.arange(1, starts.shape[1] + 1) < reach
         labels = torch.where(seen, IGNORED, self.labels)
@@ -80,12 +82,12 @@ class Batch:
 
     @property
     def starts(self) -> Int64[Tensor, "sequences length"]:
-        """Index of the first token of each token's document."""
+        """Index in its sequence of the first token of each token's document."""
         return torch.zeros_like(self.tokens) if self.documents is None else self.documents.starts
 
     def with_positions(self, streams: int) -> "Batch":
-        """The same, made on the CPU, with positions that begin anew in each document: so many
-        `streams` as the model knows (ops/rope.py).
+        """Return the batch (on CPU) with positions that restart in each document, in as many
+        `streams` as the model's rope has (ops/rope.py).
         """
         index = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
         prefix = torch.zeros_like(index)
@@ -97,10 +99,9 @@ class Batch:
         return replace(self, positions=PositionIds.of(ids.transpose(0, 1)))
 
     def read_by(self, model: ModelSpec) -> "Batch":
-        """The same, made on the CPU, as the model reads it: where it knows prefixes and positions
-        by special tokens, with those that the tokens of each document say, and labels as of
-        `with_prefixes`; where it counts no padding, with positions that do not. Raises ValueError
-        where nobody has said which tokens those are.
+        """Return the batch (on CPU) as the model reads it: with prefixes and positions that its
+        special tokens define (GLM), or positions that skip padding (RoBERTa). Raises ValueError
+        where such tokens are not known.
         """
         table, blanks = model.embedding.positions, model.blanks
         if table is not None and table.padding is not None:
@@ -119,8 +120,8 @@ class Batch:
         return replace(made, positions=PositionIds.of(ids.transpose(0, 1)))
 
     def _without(self, padding: int, streams: int) -> "Batch":
-        """The same where the first of `streams` of positions counts no `padding`, and is -1 there:
-        as `create_position_ids_from_input_ids` of transformers has it.
+        """Return the batch with position stream 0 counting no `padding` tokens, which get -1, as
+        transformers' create_position_ids_from_input_ids does.
         """
         padded = self.tokens == padding
         if not padded.any():
@@ -134,21 +135,22 @@ class Batch:
         return replace(self, positions=PositionIds.of(ids))
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch, made on the CPU, on `device`, and the host does not wait for it; of its
-        documents the host goes on knowing.
+        """Copy the batch from CPU to `device` asynchronously. The host keeps its knowledge of
+        documents.
         """
         documents = None if self.documents is None else self.documents.on(device)
         return self._each(lambda t: to_device(t, device), documents)
 
     @property
     def real_tokens(self) -> int:
-        """Predictions asked for. Of a batch on the CPU."""
+        """Number of labels that are not IGNORED. For a batch on CPU."""
         return int(np.count_nonzero(self.labels.numpy() != IGNORED))
 
     @property
     def weight(self) -> float:
-        """Sum of the weights of all predictions: the divisor of the sum of losses, over all ranks.
-        Of a batch on the CPU. Raises ValueError for weights that are no weights.
+        """Sum of the loss weights of all labels that are not IGNORED: the divisor of the summed
+        loss, after adding over ranks. For a batch on CPU. Raises ValueError for weights that are
+        negative or not finite.
         """
         if self.weights is None:
             return self.real_tokens
@@ -161,8 +163,8 @@ class Batch:
         return float(given[self.labels.numpy() != IGNORED].sum())
 
     def split(self, parts: int) -> list["Batch"]:
-        """`parts` batches of equally many consecutive sequences. Raises ValueError where they
-        would not be equally many.
+        """Split into `parts` batches of consecutive sequences. Raises ValueError where they would
+        not have equally many.
         """
         if parts < 1 or len(self.tokens) % parts:
             raise ValueError(
@@ -172,13 +174,14 @@ class Batch:
         return [self._rows(slice(i * rows, (i + 1) * rows)) for i in range(parts)]
 
     def _rows(self, rows: slice) -> "Batch":
+        """Return the sequences `rows` as a batch."""
         documents = (
             None if self.documents is None else self.documents.map_tensors(lambda t: t[rows])
         )
         return self._each(lambda t: t[rows], documents)
 
     def _each(self, change: Callable[[Tensor], Tensor], documents: Documents | None) -> "Batch":
-        """The same of tensors that are `change` of these, with these documents."""
+        """Return a batch with `change` applied to each tensor, and with `documents`."""
         return Batch(
             change(self.tokens),
             change(self.labels),
@@ -190,8 +193,8 @@ class Batch:
         )
 
     def microbatches(self, size: int) -> list["Batch"]:
-        """Batches of `size` consecutive sequences. Raises ValueError, with the options, where some
-        are left.
+        """Split into batches of `size` consecutive sequences. Raises ValueError, naming the
+        options, where `size` does not divide them.
         """
         if size < 1 or len(self.tokens) % size:
             raise ValueError(
@@ -204,7 +207,10 @@ class Batch:
 def document_starts(
     tokens: Int64[Tensor, "sequences length"], end_of_text: int
 ) -> Int64[Tensor, "sequences length"]:
-    """Index of the first token of each token's document. An end of text is its document's last."""
+    """Index of the first token of each token's document. An end-of-text token belongs to the
+    document that it ends.
+    """
     begins = torch.zeros_like(tokens)
     begins[:, 1:] = torch.where(tokens[:, :-1] == end_of_text, torch.arange(1, tokens.shape[1]), 0)
+    # nonzero only at first tokens: the running maximum spreads it over the document
     return begins.cummax(1).values

@@ -36,11 +36,9 @@ def tokenizer_folder(
     vocab_size: int | None,
     progress: bool,
 ) -> str | None:
-    """The tokenizer to load: config.tokenizer itself, or the folder of the one trained for `bpe:N`,
-    now if need be.
-
-    Raises ValueError for an N that is no number or over `vocab_size`, and for data that is not
-    local.
+    """Return the tokenizer to load: config.tokenizer as it is, or for `bpe:N` the folder of a BPE
+    trained on the training text, now if it is not cached. Raises ValueError for an N that is not a
+    number or over `vocab_size`, and for data that is not local text.
     """
     if config.tokenizer is None or not config.tokenizer.startswith(PREFIX):
         return config.tokenizer
@@ -82,7 +80,7 @@ def tokenizer_folder(
 
 
 def _whole(folder: Path) -> bool:
-    """Return whether the folder has the files that were written."""
+    """True if the folder's files match the digest written with them."""
     try:
         return read_text(folder / DIGEST, 64) == _digest(folder)
     except Refused:
@@ -102,8 +100,8 @@ def _digest(folder: Path) -> str:
 def _texts(
     config: DataConfig, sources: Sequence[Source], validation: Source | None
 ) -> Iterator[str]:
-    """The text that is trained on, in pieces; a first pass, at once, finds what is held out. Raises
-    ValueError for what cannot be read, and where nothing is left.
+    """Return the training text in pieces, without held-out documents, which a first pass over all
+    text finds before returning. Raises ValueError for unreadable text, and where none is left.
     """
     tables = [_table(source, config.text_field) for source in sources]
     if validation is None:
@@ -118,7 +116,7 @@ def _texts(
 
 
 def _left(found: Iterable[tuple[Source, np.ndarray]], text_field: str) -> Iterator[str]:
-    """The pieces of the documents [documents] of each source that are not out."""
+    """Yield the text of each source, without the documents whose mask [documents] is set."""
     for source, out in found:
         document = 0
         for piece in pieces(source, text_field):
@@ -128,7 +126,9 @@ def _left(found: Iterable[tuple[Source, np.ndarray]], text_field: str) -> Iterat
 
 
 def _table(source: Source, text_field: str) -> np.ndarray:
-    """DOCUMENT [documents] of the source; the files are not told."""
+    """Return DOCUMENT records (size and hashes) of the source's documents; their file index is
+    -1.
+    """
     documents, text = Column(DOCUMENT), TextHash()
     for piece in pieces(source, text_field):
         text.update(piece.text.encode())

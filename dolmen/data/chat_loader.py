@@ -24,16 +24,20 @@ SHOWN = 600  # characters of the example that is shown, about the first trained 
 
 
 class ChatLoader(Loader):
-    """Rows of chats, or of answers."""
+    """Loader of chats, preference pairs or completions, in packed rows."""
 
     mixture: Rows
     validation: Rows
 
     @property
     def unit(self) -> str:
+        """ "answer" for reward models, which are trained on one number per answer, else "token"."""
         return "answer" if self.validation.say == "end" else "token"
 
     def validation_share(self, sequence_length: int) -> tuple[float, int]:
+        """Return (held-out fraction, predictions per training batch), counted in answers for reward
+        models.
+        """
         if self.unit == "token":
             return super().validation_share(sequence_length)
         training, held = len(self.mixture.chosen), len(self.validation.chosen)
@@ -41,6 +45,7 @@ class ChatLoader(Loader):
         return held / (training + held), round(batch)
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
+        """Return rank `rank`'s rows of global batch `step`."""
         rows = self.rows(ranks)
         return self.mixture.batch(self.mixture.read(self.first(step) + rank * rows, rows))
 
@@ -55,8 +60,9 @@ def prepare(
     verify: bool,
     model: ModelSpec | None,
 ) -> ChatLoader:
-    """Build the loader of chats. Raises ValueError for chats that cannot be trained on, and for a
-    model that is not taught by them.
+    """Build the loader of chats, pairs or completions from checked inputs. `verify`: compare the
+    cache with its digests. Sets the tokenizer's chat template to the one used. Raises ValueError
+    for rows that cannot be trained on, and for a model that cannot be trained on them.
     """
     refuse_model(config, model)
     template = template_of(inputs.tokenizer, config.template)
@@ -105,8 +111,8 @@ def _rows(
     say: Say,
     seed: int | None,
 ) -> Rows:
-    """The chosen examples, or pairs, in sequences. `seed`: None of what is validated on, where no
-    example weighs more than another.
+    """Pack the chosen examples, pairs or completions into rows. `seed` None: validation, where
+    examples are not weighted.
     """
     number = 0 if seed is None else seed
     match config.rows:
@@ -141,13 +147,15 @@ def _describe(mixture: Rows, validation: Rows, config: DataConfig) -> Descriptio
 
 
 def set_padding(tokenizer: PreTrainedTokenizer) -> None:
-    """Give the tokenizer, which is saved with a reward model, padding that programs which look for
-    it, as transformers does, do not take for the end of a text; none, where it has no such token.
+    """Set the pad token of a tokenizer that is saved with a reward model to a token that is not
+    EOS, or to None: transformers finds the end of a text, where it reads the reward, by looking for
+    padding.
     """
     tokenizer.pad_token_id = tokenizers.padding(tokenizer)
 
 
 def _told_padding(tokenizer: PreTrainedTokenizer) -> str:
+    """Sentence for the run's header that names the pad token."""
     token = tokenizer.pad_token_id
     if token is None:
         return (
@@ -158,7 +166,7 @@ def _told_padding(tokenizer: PreTrainedTokenizer) -> str:
 
 
 def refuse_model(config: DataConfig, model: ModelSpec | None) -> None:
-    """Raises ValueError for a model that foretells no next token."""
+    """Raises ValueError for a model that is not causal, or has blank-filling prefixes."""
     if model is not None and (model.both_ways or model.blanks is not None):
         why = "fills in masked tokens" if model.both_ways else "has blanks and prefixes of its own"
         raise ValueError(
@@ -177,8 +185,9 @@ def opened(
     progress: bool,
     verify: bool,
 ) -> Examples:
-    """The chats of a source, or its pairs, of which the answer alone is trained, or, of one number,
-    no token.
+    """Open the tokenised chats of a source. Trained are, for chats, the tokens of
+    config.masking_strategy, for pairs and completions the last turn; a scalar head (`say` is "end")
+    reads all.
     """
     assert config.rows != "text" and config.rows != "prompts"
     train_on: MaskingStrategy = config.masking_strategy if config.rows == "chats" else "last"
@@ -197,7 +206,7 @@ def opened(
 
 
 def identify(config: DataConfig, examples: Examples, judge: Examples | None) -> dict[str, str]:
-    """Return the training and validation chats, identified by content."""
+    """Entries of the run's fingerprint: training and validation chats, by content."""
     return {
         "data 1": f"{len(examples):,} chats, hash {examples.content}",
         "validation": (
@@ -212,9 +221,9 @@ def identify(config: DataConfig, examples: Examples, judge: Examples | None) -> 
 def divide(
     examples: Examples, judge: Examples | None, fraction: float, pairs: bool, say: Say
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The examples to train on, or the pairs of two, and those to validate on, which are of `judge`
-    if there is one. Which are held out is decided by their tokens, of a pair by the chosen ones:
-    copies are together. Where chance draws none, it is the one with the smallest hash. Raises
+    """Return indices of the examples (or first ones of pairs) to train and to validate on.
+    Validation has all of `judge` if given, whose copies are not trained on, else `fraction` of the
+    examples, chosen by a hash of their tokens, so that copies stay together; at least one. Raises
     ValueError where nothing is left to train on.
     """
     useful = np.flatnonzero(_useful(examples, pairs, say))
@@ -225,6 +234,7 @@ def divide(
     elif not fraction:
         training, held = useful, useful[:0]
     else:
+        # a uniform 64-bit hash is below fraction x 2^64 with probability `fraction`
         drawn = hashes < np.uint64(int(fraction * 2**64))
         if not drawn.any():
             drawn = hashes == hashes.min(initial=2**64 - 1)
@@ -242,15 +252,17 @@ def divide(
 
 
 def _useful(examples: Examples, pairs: bool, say: Say) -> np.ndarray:
+    """Mask of the examples, or pairs, that have something to train on."""
     return useful(examples, say) if pairs else examples.predictions() > 0
 
 
 def _hashes(examples: Examples, pairs: bool) -> np.ndarray:
+    """Hashes of the tokens of examples, or of the chosen answers of pairs."""
     return examples.hashes[0::2] if pairs else examples.hashes
 
 
 def describe_chats(mixture: Rows, config: DataConfig) -> list[str]:
-    """Describe the chats that are trained on, then what is left out or cut off."""
+    """Lines for the run's header: the training chats, then what is left out or truncated."""
     examples = mixture.examples
     places = int(examples.places()[mixture.chosen].sum())
     lines = [
@@ -271,7 +283,9 @@ def describe_chats(mixture: Rows, config: DataConfig) -> list[str]:
 
 
 def marked(examples: Examples, index: int, tokenizer: PreTrainedTokenizer) -> str:
-    """The text of an example on one line, with what is trained of it in »«."""
+    """Text of example `index` on one line, around its first trained token, with trained parts in
+    »«.
+    """
     span = examples.span(index)
     ids, trained = examples.tokens[span].tolist(), examples.trained[span] > 0
     edges = np.flatnonzero(np.diff(trained, prepend=not trained[0])).tolist()
@@ -287,7 +301,9 @@ def marked(examples: Examples, index: int, tokenizer: PreTrainedTokenizer) -> st
 def pairs_of(
     examples: Examples, pairs: np.ndarray, sequence_length: int, packing: bool, say: Say, seed: int
 ) -> Rows:
-    """Rows of these pairs, the answers of each in two that are side by side."""
+    """Pack preference pairs (indices `pairs`) into rows: the chosen answers in one row, the
+    rejected ones in the next, in the same order.
+    """
     both = np.stack((2 * pairs, 2 * pairs + 1), 1).reshape(-1)
     said = {SIDE: np.tile(np.array([1, -1], np.float32), len(examples) // 2)}
     if examples.said.any():
@@ -323,11 +339,12 @@ def completions_of(
 
 
 def with_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
-    """The same examples, and behind them for each chosen one its prompt with the answer of the one
-    that is chosen next.
+    """Append, for each chosen completion, its prompt with the completion of the next chosen one:
+    the unrelated pairs of KTO's KL estimate. Returns the extended examples.
     """
 
     def parts(index: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Tokens and trained mask of an example, and the index of its first trained token."""
         span = examples.span(index)
         trained = examples.trained[span]
         return examples.tokens[span], trained, int(np.argmax(trained > 0))
@@ -351,8 +368,8 @@ def with_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
 
 
 def useful(examples: Examples, say: Say) -> np.ndarray:
-    """Return for each pair whether it can be trained on: two answers that differ, with a token
-    each; where a number is said of the end, two whose ends are read.
+    """Mask [pairs]: True if the two answers differ and each has a trained token; for a scalar head
+    also if neither is truncated.
     """
     each = examples.predictions() > 0
     if say == "end":
@@ -361,12 +378,12 @@ def useful(examples: Examples, say: Say) -> np.ndarray:
 
 
 def equal(examples: Examples) -> np.ndarray:
-    """Return for each pair whether its answers are equal, [pairs]."""
+    """Mask [pairs]: True if both answers are equal."""
     return examples.hashes[0::2] == examples.hashes[1::2]
 
 
 def describe_pairs(mixture: Rows) -> list[str]:
-    """Describe the pairs that are trained on, then what is left out or cut off."""
+    """Lines for the run's header: the training pairs, then what is left out or truncated."""
     examples, count = mixture.examples, len(mixture.examples) // 2
     of = "tokens of answers" if mixture.say == "next" else "answers, by their last token"
     lines = [
@@ -391,7 +408,7 @@ def describe_pairs(mixture: Rows) -> list[str]:
 
 
 def describe_completions(mixture: Rows) -> str:
-    """Describe the completions, wanted or not, that are trained on."""
+    """Line for the run's header: the training completions and how many are desirable."""
     answers = mixture.chosen[0::2]  # behind each, the one to another prompt
     examples = mixture.examples
     return (

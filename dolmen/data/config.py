@@ -38,6 +38,7 @@ class TokenConfig:
 
     @property
     def cache_folder(self) -> Path:
+        """Folder of the token cache, "~" expanded."""
         return expand(self.cache or "~/.cache/dolmen")
 
 
@@ -144,7 +145,9 @@ class DataConfig(TextConfig):
 
     @property
     def shares(self) -> str:
-        """The split of Megatron's order."""
+        """Training, validation and test shares of Megatron's order; with --data.validation all is
+        trained on.
+        """
         if self.validation is not None:
             return "1,0,0"
         return "969,30,1" if self.split is None else self.split

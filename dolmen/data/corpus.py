@@ -43,7 +43,9 @@ FORM = Form(CORPUS, ("tokens.bin", "offsets.npy", "documents.npy", "seams.npy"))
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents as tokens, of one folder of the cache, of one .bin, or of several of these."""
+    """Documents as memory-mapped tokens, from the cache, from a .bin of Megatron, or from several
+    of these in order.
+    """
 
     name: str
     files: Sequence[Path]
@@ -75,18 +77,22 @@ class Corpus:
 
     @property
     def token_count(self) -> int:
+        """Number of tokens, end-of-text tokens included."""
         return int(self.offsets[-1])
 
     @property
     def document_count(self) -> int:
+        """Number of documents."""
         return len(self.documents)
 
     def stream(self, starts: np.ndarray, stops: np.ndarray) -> TokenStream:
-        """Ranges of tokens, none of which goes from one of `memory` into the next."""
+        """Make a stream of the token ranges starts[i]:stops[i], counted over all of `memory`; none
+        may cross from one array of `memory` into the next.
+        """
         return TokenStream.over(self.memory, starts, stops)
 
     def doc(self, index: int) -> np.ndarray:
-        """Tokens of a document, its end-of-text token included."""
+        """Read the tokens of document `index`, its end-of-text token included."""
         start, stop = self.offsets[index : index + 2]
         return self.stream(np.array([start]), np.array([stop])).read(0, int(stop - start))
 
@@ -102,18 +108,21 @@ class Corpus:
         return found
 
     def file(self, index: int) -> Path | None:
-        """The file that is this document, or None for a document that is a row."""
+        """File that document `index` is all of; None for one that is a row of a file or data
+        set.
+        """
         file = int(self.documents["file"][index])
         return self.files[file] if file >= 0 else None
 
 
 def join(name: str, parts: Sequence[Corpus]) -> Corpus:
-    """The documents of all, in order."""
+    """Concatenate corpora into one called `name`."""
     if len(parts) == 1:
         return parts[0]
     tables, seams, documents, files = [], [], 0, 0
     for part in parts:
         table, seam = part.documents.copy(), part.seams.copy()
+        # -1 marks a row: not an index into files
         table["file"] += np.where(table["file"] < 0, 0, files).astype(np.int32)
         seam["document"] += documents
         tables.append(table)
@@ -139,7 +148,7 @@ def join(name: str, parts: Sequence[Corpus]) -> Corpus:
 
 
 def added(sizes: Sequence[int | None]) -> int | None:
-    """Their sum; None where one is not known."""
+    """Sum of the sizes; None where one is not known."""
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
@@ -155,13 +164,14 @@ def open_text(
     option: str = "--data.path",
     verify: bool = True,
 ) -> Corpus:
-    """The tokens of the text of `source`, from the cache or built into it. ValueError if it holds
-    no text.
+    """Return the tokenised text of `source`, from the cache, or tokenised into it now by `workers`
+    threads. `verify`: compare the cache with its digests. Raises ValueError where there is no text.
     """
     origin = provenance(source, tokenizer, end_of_text, text_field, option)
     threads = workers or len(os.sched_getaffinity(0))
 
     def build(part: Path) -> None:
+        """Tokenise into a new cache folder."""
         build_corpus(source, tokenizer, origin, part, threads, progress, option)
 
     folder, index = found_or_built(cache, origin, FORM, build, verify, progress)
@@ -187,7 +197,9 @@ def provenance(
     text_field: str,
     option: str,
 ) -> dict:
-    """Everything that decides the tokens, as JSON. Changes when a file does."""
+    """Everything that the tokens depend on (files, tokenizer, options), as JSON; hashed into the
+    cache key.
+    """
     return {
         "format": FORMAT,
         **identities(source, option),
@@ -200,8 +212,8 @@ def provenance(
 
 
 def identities(source: Source, option: str) -> dict[str, list]:
-    """Identify the text of the source, as JSON, without reading it: `identity_of` each file, and of
-    each data set of the hub [name, rows, `identity_of` each shard].
+    """Identify the source's text without reading it, as JSON: path, size and times of each file;
+    name, rows and shards of each hub data set.
     """
     hubs = []
     for name in source.hubs:
@@ -220,8 +232,8 @@ def build_corpus(
     progress: bool,
     option: str,
 ) -> None:
-    """Writes the files of FORM and the index into `folder`. ValueError if there is no text, or a
-    file changes meanwhile.
+    """Tokenise a source with `workers` threads and write the cache files and the index into
+    `folder`. Raises ValueError where there is no text or no tokens, or a file changes meanwhile.
     """
     started, sizes = time.monotonic(), [size for _, size, *_ in origin["files"]]
     title = (

@@ -61,8 +61,8 @@ SPEAKERS = {
 def chats(
     source: Source, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Chat]:
-    """Yield the chat of each row of `source`, in order. Raises ValueError, with the row, for one
-    that is no chat.
+    """Yield a chat for each row of `source`. `max_bytes`: bound of a row. Raises ValueError, naming
+    the row, for one that is not a chat.
     """
     for row, where in rows(source, option, max_bytes):
         yield chat_of(row, where)
@@ -71,8 +71,8 @@ def chats(
 def pairs(
     source: Source, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Chat]:
-    """Yield of each row of `source`, in order, the chat with the chosen answer and the one with the
-    rejected. Raises ValueError, with the row, for one that has no two answers.
+    """Yield two chats for each row of `source`: prompt with the chosen, then with the rejected
+    answer. Raises ValueError, naming the row, for one without two answers.
     """
     for row, where in rows(source, option, max_bytes):
         yield from pair_of(row, where)
@@ -81,8 +81,8 @@ def pairs(
 def completions(
     source: Source, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Chat]:
-    """Yield of each row of `source`, in order, the chat with the completion, or of a row with two
-    answers both, of which the chosen one is wanted. Raises as `pairs`.
+    """Yield a chat per completion of `source`, labelled 1 (desirable) or -1; a row with a chosen
+    and a rejected answer gives two. Raises as `pairs`.
     """
     for row, where in rows(source, option, max_bytes):
         if row.get("completion") is None and row.get("chosen") is not None:
@@ -94,7 +94,9 @@ def completions(
 
 
 def pair_of(row: dict[str, Any], where: str) -> tuple[Chat, Chat]:
-    """Raises Refused for a row without two answers, and where an answer has no prompt before it."""
+    """Return the chats with the chosen and the rejected answer of a row, both with its margin.
+    Raises Refused, naming `where`, for a row without two answers, or without a prompt.
+    """
     row = {name: value for name, value in row.items() if value is not None}
     gate.check_schema(row, where, PAIR_ROW)
     margin = float(row.get("margin", 0.0))
@@ -103,8 +105,8 @@ def pair_of(row: dict[str, Any], where: str) -> tuple[Chat, Chat]:
 
 
 def completion_of(row: dict[str, Any], where: str) -> Chat:
-    """Raises Refused for a row that has no completion, or does not say whether it is wanted, and
-    where there is no prompt before it.
+    """Return the chat of a row with `completion` and `label`. Raises Refused, naming `where`, where
+    these or the prompt are missing.
     """
     row = {name: value for name, value in row.items() if value is not None}
     gate.check_schema(row, where, COMPLETION_ROW)
@@ -112,7 +114,9 @@ def completion_of(row: dict[str, Any], where: str) -> Chat:
 
 
 def _answered(row: dict[str, Any], name: str, where: str) -> Chat:
-    """The prompt of a row, and the answer that is its field `name`."""
+    """Join a row's prompt (and system message) with the answer in its field `name`, which may also
+    be the whole chat. Raises Refused where it does not end with an answer of the assistant.
+    """
     prompt = row.get("prompt", [])
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -133,7 +137,9 @@ def _answered(row: dict[str, Any], name: str, where: str) -> Chat:
 
 
 def chat_of(row: dict[str, Any], where: str) -> Chat:
-    """Raises Refused for a row of no known form, and for one that is not what its form says."""
+    """Return the chat of a row in one of the three published forms. Raises Refused, naming `where`,
+    for a row in none of them, or malformed.
+    """
     # a table has the columns of all its rows, and null where a row has no such field
     row = {name: value for name, value in row.items() if value is not None}
     form = next((name for name in CHAT_ROWS if name in row), None)
@@ -153,10 +159,14 @@ def chat_of(row: dict[str, Any], where: str) -> Chat:
 
 
 def _spoken(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Messages of the form `messages`, as they are."""
     return row["messages"]
 
 
 def _shared(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Messages of the ShareGPT form, its speakers mapped to roles. Raises Refused for an unknown
+    speaker.
+    """
     made = []
     for turn in row["conversations"]:
         role = SPEAKERS.get(turn["from"].lower())
@@ -169,6 +179,7 @@ def _shared(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _asked(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Messages of the Alpaca form: the instruction (and its input) and the output."""
     question = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
     return [{"role": "user", "content": question}, {"role": ASSISTANT, "content": row["output"]}]
 
@@ -183,7 +194,7 @@ READERS = {"chats": chats, "pairs": pairs, "completions": completions}
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Examples of one source, truncated to `longest` tokens."""
+    """Tokenised examples of one source, memory-mapped, each truncated to `longest` tokens."""
 
     name: str
     tokens: np.ndarray
@@ -200,16 +211,17 @@ class Examples:
         return len(self.weights)
 
     def span(self, index: int) -> slice:
+        """Range of example `index` in `tokens`, truncated."""
         first, end = (int(at) for at in self.offsets[index : index + 2])
         return slice(first, min(end, first + self.longest))
 
     def last_learned(self, index: int) -> int:
-        """The last token of an example, one that has any, that is trained on."""
+        """Id of the last trained token of example `index`, which must have one."""
         span = self.span(index)
         return int(self.tokens[span][np.flatnonzero(self.trained[span] > 0)[-1]])
 
     def places(self) -> np.ndarray:
-        """Positions that each example takes, [examples]."""
+        """Number of positions that each example takes in a row, [examples]: its tokens less one."""
         return np.minimum(np.diff(self.offsets), self.longest) - 1
 
     def predictions(self) -> np.ndarray:
@@ -242,9 +254,10 @@ def open_examples(
     rows: ChatRows = "chats",
     max_row_bytes: int | None = None,
 ) -> Examples:
-    """Open the examples of a source, from the cache or built into it; a pair is two examples.
-    Raises ValueError where there are no chats, or where none or all of their tokens would be
-    trained.
+    """Open the tokenised examples of a source, from the cache or built into it now; a pair is two
+    consecutive examples. `longest`: tokens to truncate to; `max_row_bytes`: bound of a row. Raises
+    ValueError where there are no rows, or the template leaves none or all of their tokens to train
+    on.
     """
     tokenizer = template.tokenizer
     origin = {
@@ -258,6 +271,7 @@ def open_examples(
     }
 
     def build(folder: Path) -> None:
+        """Tokenise into a new cache folder."""
         _build(
             READERS[rows](source, option, max_row_bytes),
             source.name,
@@ -285,8 +299,8 @@ def open_examples(
 
 
 def _refuse_all_or_none(index: dict, train_on: MaskingStrategy, name: str, option: str) -> None:
-    """Raises ValueError where training would have nothing to learn, or does not know an answer from
-    its question.
+    """Raises ValueError where no token would be trained, or all, which means that the template does
+    not tell answers from questions.
     """
     told = f"{option} {name}: of {plural(index['tokens'], 'token')} of chats"
     how = f"--data.masking-strategy {train_on}"
@@ -312,7 +326,9 @@ def _build(
     progress: bool,
     option: str,
 ) -> None:
-    """Writes the files of FORM and the index."""
+    """Tokenise all chats and write the cache files and the index into `folder`. Raises ValueError
+    where there are none.
+    """
     ends, weights, hashes, said = [0], [], [], []
     trained_in_all, untrained, largest = 0, 0, 0
     with (

@@ -35,8 +35,8 @@ def open_indexed(
     option: str = "--data.path",
     verify: bool = True,
 ) -> Corpus:
-    """The data set whose .bin is `file`, of tokens below `vocab_size`. ValueError for what cannot
-    be trained on.
+    """Open Megatron's data set `file` (.bin) as a corpus; its documents are hashed once, into the
+    cache. Raises ValueError for tokens that are not below `vocab_size`, or not text.
     """
     found = check_indexed(file, option)
     bounds = found.offsets[found.documents]
@@ -50,6 +50,7 @@ def open_indexed(
     }
 
     def build(part: Path) -> None:
+        """Hash all documents into a new cache folder."""
         title = f"hashing the documents of {file}: {found.tokens.nbytes / 1e6:,.1f} MB"
         with bar(title, found.tokens.nbytes, progress) as reach:
             hashes, largest = hash_documents(file, found.tokens, offsets, vocab_size, option, reach)
@@ -89,8 +90,8 @@ def open_indexed(
 
 
 def check_indexed(file: Path, option: str) -> indexed.Indexed:
-    """The data set, without reading its tokens. ValueError where they are no tokens, or not of
-    text.
+    """Open a .bin and its .idx without reading tokens. Raises ValueError where it is empty, has
+    floats, or sequences of another modality.
     """
     found = indexed.read(file)
     if not len(found.tokens):
@@ -116,9 +117,9 @@ def hash_documents(
     option: str,
     reach: Callable[[int], None],
 ) -> tuple[np.ndarray, int]:
-    """uint64 [documents]: the hash of each document's tokens, the same in any type of them; and the
-    largest token. `reach` is told how many bytes have been read. ValueError for a token that is
-    none of the vocabulary.
+    """Return (hash of each document's tokens, uint64 [documents], the same for any dtype; the
+    largest token). `reach(bytes read)` reports progress. Raises ValueError for a token outside the
+    vocabulary.
     """
     hashes, at, state, largest = np.empty(len(offsets) - 1, np.uint64), 0, xxhash.xxh3_64(), 0
     for first in range(0, len(tokens), BLOCK):

@@ -28,9 +28,9 @@ class Tokenized(NamedTuple):
 
 
 def tokenize(config: TokenizeConfig, progress: bool = True) -> Tokenized:
-    """Writes every document with its end-of-text token, one behind the other, as Megatron's own
-    tools do with --append-eod; tokens that are in the cache are not made again. Raises ValueError
-    or OSError, before all text is read, for what cannot be read and for files that exist.
+    """Write text or token data sets as one .bin and .idx of Megatron, each document with its
+    end-of-text token, as --append-eod does. Uses and fills the token cache. Raises ValueError or
+    OSError, before all text is read, for unreadable data and for files that exist.
     """
     if config.data.tokenizer is None:
         raise ValueError("no tokenizer: use --data.tokenizer FOLDER, or a hub id")
@@ -55,7 +55,9 @@ def tokenize(config: TokenizeConfig, progress: bool = True) -> Tokenized:
 
 
 def boundaries(corpus: Corpus) -> np.ndarray:
-    """int64 [sequences + 1]: the first token of each that has one, and their number."""
+    """First token of each sequence, counted over all of the corpus, and their number: int64
+    [sequences + 1]. Empty sequences are dropped.
+    """
     bases = np.cumsum([0] + [len(tokens) for tokens in corpus.memory])
     return np.unique(
         np.concatenate([one + base for one, base in zip(corpus.sequences, bases, strict=False)])
@@ -63,7 +65,7 @@ def boundaries(corpus: Corpus) -> np.ndarray:
 
 
 def blocks(corpus: Corpus) -> Iterator[np.ndarray]:
-    """All tokens, in order."""
+    """Yield all tokens in order, at most BLOCK at a time."""
     for tokens in corpus.memory:
         for first in range(0, len(tokens), BLOCK):
             yield tokens[first : first + BLOCK]

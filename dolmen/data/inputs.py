@@ -39,12 +39,11 @@ def check_inputs(
     progress: bool = True,
     verify: bool = True,
 ) -> Inputs:
-    """Refuses, with the numbers and the knob, what can be refused without reading all data; writes
-    nothing but the tokenizer of `bpe:N`, into the cache.
-
-    Missing, empty or unreadable data, a missing field in the first rows, too little text for one
-    window, no tokenizer or end-of-text token, a tokenizer larger than `vocab_size` (None: no model
-    yet). `tokenizer`: used if the config has none. Without `verify` its expressions are not tried.
+    """Open the sources and the tokenizer, and raise ValueError for all that can be refused without
+    reading all data: missing, empty or unreadable data, a missing field in the first rows, too
+    little text for one window, a missing tokenizer or end-of-text token, a tokenizer larger than
+    `vocab_size` (None: no model yet). `tokenizer`: used if the config has none. `verify`: try the
+    tokenizer's regular expressions. Writes only the tokenizer of `bpe:N`, into the cache.
     """
     sources = resolve_sources(config.path, cache=config.cache_folder)
     validation = None
@@ -94,9 +93,9 @@ def open_corpus(
     option: str = "--data.path",
     verify: bool = True,
 ) -> Corpus:
-    """The tokens of `source`: those of its text from the cache or built into it, and then those of
-    its .bin. With `verify` each cached byte is compared with its digest, else only sizes.
-    ValueError if it holds no text, and for tokens that are none.
+    """Return the tokens of a source: its text, tokenised into the cache if need be, then its .bin
+    files. `verify`: compare each cached byte with its digest, else only sizes. Raises ValueError
+    for a source without text, and for invalid tokens.
     """
     parts, tokenizer, cache = [], inputs.tokenizer, config.cache_folder
     if source.text:
@@ -120,7 +119,9 @@ def open_corpus(
 
 
 def check_chats(config: DataConfig, sources: tuple[Source, ...]) -> None:
-    """Raises ValueError for what chats cannot be."""
+    """Raises ValueError for sources that cannot hold chats: several with weights, tokens (.bin), or
+    a tokenizer to be trained on them.
+    """
     if len(sources) != 1:
         raise ValueError(
             f"--data.path has {len(sources)} sources with weights, and chats are one set: give "
@@ -140,8 +141,8 @@ def check_chats(config: DataConfig, sources: tuple[Source, ...]) -> None:
 
 
 def look_at(source: Source, text_field: str, least: int, option: str) -> str:
-    """The text that the first document begins with. A token has a byte or is an end of text, so
-    sizes alone refuse very short text.
+    """Return the beginning of the source's first document. Raises ValueError where there is no
+    text, or where its bytes cannot give `least` tokens (a token has a byte or is an end of text).
     """
     first = next(pieces(source, text_field, option), None)
     if first is None:
@@ -158,8 +159,8 @@ def look_at(source: Source, text_field: str, least: int, option: str) -> str:
 
 
 def same_files(source: Source, judge: Source) -> bool:
-    """Return whether each file of `source` is also one of `judge`, by its bytes; what has another
-    size is not read, nor what is the same file.
+    """True if each file of `source` is also a file of `judge`, by its bytes. Reads only files with
+    a counterpart of the same size.
     """
     if source.hubs:
         return False

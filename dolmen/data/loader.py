@@ -43,8 +43,8 @@ from dolmen.ops.loss import IGNORED
 
 
 class InOrder:
-    """`parts`, one after the other, in windows of `sequence_length` predictions. `boundary`: the
-    token behind which attention does not look; None: it looks at all of its window.
+    """Windows of `sequence_length` predictions over the validation splits `parts`, in order.
+    `boundary`: id of the token that attention does not look past; None: it sees its whole window.
     """
 
     def __init__(
@@ -60,11 +60,12 @@ class InOrder:
 
     @cached_property
     def stream(self) -> TokenStream:
+        """All parts as one token stream."""
         return TokenStream.join([part.stream for part in self.parts])
 
     @property
     def tokens(self) -> int:
-        """Predictions of a full reading: every token, the ends of documents included."""
+        """Number of predictions in a full pass: every token, end-of-text tokens included."""
         return len(self.stream) if self.parts else 0
 
     @property
@@ -74,10 +75,12 @@ class InOrder:
 
     @property
     def documents(self) -> int:
+        """Number of documents."""
         return sum(part.documents for part in self.parts)
 
     @property
     def windows(self) -> int:
+        """Number of windows, the last one partly filled."""
         return -(-self.tokens // self.sequence_length)
 
     def batches(
@@ -87,9 +90,9 @@ class InOrder:
         first_row: int = 0,
         rows: int | None = None,
     ) -> Iterator[Batch]:
-        """All windows in order, `batch_size` at a time, or of each batch the `rows` rows from
-        `first_row`. With `max_sequences`, only that many windows, evenly spread. All batches are
-        full, the last one filled up with positions that are IGNORED.
+        """Yield batches of `batch_size` windows in order, or only rows `first_row` to `first_row +
+        rows` of each. `max_sequences`: only so many windows, evenly spread. All batches are full;
+        the last is padded with IGNORED labels.
         """
         windows, rows = self.windows, rows or batch_size
         chosen = min(windows, max_sequences or windows)
@@ -102,16 +105,24 @@ class InOrder:
             yield self._batch(np.stack([self.window(number) for number in numbers]), numbers)
 
     def _batch(self, made: np.ndarray, numbers: list[int]) -> Batch:
+        """Make a batch of windows, masked if the model is a masked LM; `numbers` name them for its
+        seed.
+        """
         if self.cloze is None:
             return Batch.of_windows(made, self.boundary)
 
         def other(row: int) -> np.ndarray:
+            """Return another text, for next-sentence prediction: the window half of all windows
+            further on.
+            """
             return self.window((numbers[row] + self.windows // 2) % self.windows)
 
         return self.cloze.batch(made, [f"held out {number}" for number in numbers], other)
 
     def window(self, index: int) -> np.ndarray:
-        """int64 [sequence_length + 1], IGNORED behind the last token."""
+        """Return window `index`, int64 [sequence_length + 1], with IGNORED behind the last
+        token.
+        """
         length = self.sequence_length
         window, start = np.full(length + 1, IGNORED, np.int64), index * length
         real = min(length, self.tokens - start)
@@ -125,7 +136,7 @@ ELSEWHERE = 1 << 16  # samples, within which a text of elsewhere is found
 
 
 class TextLoader(Loader):
-    """Windows of text."""
+    """Loader of text: windows of a mixture of sources, and validation windows in order."""
 
     mixture: Order
     validation: InOrder
@@ -149,8 +160,8 @@ class TextLoader(Loader):
         self.held_out, self.end_of_text, self.cloze = held_out, end_of_text, cloze
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """The rows of global batch `step` (from 0) that data-parallel rank `rank` holds:
-        consecutive samples.
+        """Return the rows of global batch `step` (from 0) that data-parallel rank `rank` of `ranks`
+        holds: consecutive samples.
         """
         rows = self.rows(ranks)
         first = self.first(step) + rank * rows
@@ -160,7 +171,9 @@ class TextLoader(Loader):
         seed = self.cloze.seed
 
         def other(row: int) -> np.ndarray:
-            """A text of elsewhere: of a sample that comes later."""
+            """Return an unrelated text, for next-sentence prediction: of a sample up to ELSEWHERE
+            later.
+            """
             away = 1 + seed_of(seed, "other text", first + row) % ELSEWHERE
             return self.mixture.windows(first + row + away, 1)[0]
 
@@ -168,6 +181,7 @@ class TextLoader(Loader):
 
     @property
     def held_apart(self) -> dict[str, HeldOutRows]:
+        """Validation windows per source, by name; empty with one source."""
         if len(self.held_out) < 2:
             return {}
         length = self.mixture.sequence_length
@@ -183,7 +197,7 @@ class TextLoader(Loader):
 
 
 def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """Return the differences between two fingerprints, a line each."""
+    """List the differences between two fingerprints, one line each (`name: before -> after`)."""
     return [
         f"{name}: {before.get(name, 'none')} -> {after.get(name, 'none')}"
         for name in sorted(before.keys() | after.keys())
@@ -203,10 +217,10 @@ def prepare_loader(
     steps: int | None = None,
     model: ModelSpec | None = None,
 ) -> Loader:
-    """Build the loader: check, tokenise or open from the cache, split, mix or pack.
-    `verify`: try the tokenizer's expressions and compare the cache with its digests, once per host.
-    `steps`: of the whole run, where they are known. `model`: what reads the batches; one that sees
-    both ways is given masked tokens to fill in.
+    """Build a run's loader from its data options: check, tokenise or open the cache, hold out, mix
+    or pack. `verify`: try the tokenizer's regular expressions and compare the cache with its
+    digests (once per host). `steps`: of the whole run, which Megatron's order needs. `model`: reads
+    the batches; a bidirectional one gets masked tokens. Raises ValueError.
     """
     inputs = check_inputs(config, tokenizer, vocab_size, sequence_length, progress, verify)
     return load(
@@ -225,8 +239,8 @@ def load(
     steps: int | None = None,
     model: ModelSpec | None = None,
 ) -> Loader:
-    """Return batches of `inputs`, opened before: tokenise or find in the cache, hold out, mix or
-    pack. The other arguments are those of `prepare_loader`.
+    """Build the loader of inputs that `check_inputs` has opened; the other arguments are those of
+    `prepare_loader`.
     """
     if config.rows != "text":
         return chat_loader.prepare(
@@ -277,8 +291,8 @@ def load(
 def make_cloze(
     config: DataConfig, inputs: Inputs, sequence_length: int, seed: int, model: ModelSpec | None
 ) -> Cloze | None:
-    """How sequences are made for a model that fills in masked tokens; None for any other. Raises
-    ValueError for what such a model's data cannot have.
+    """Return the masking for a masked LM; None for other models. Raises ValueError for options that
+    do not apply to masked LM.
     """
     if model is None or not model.both_ways:
         return None
@@ -296,8 +310,9 @@ def make_cloze(
 def divide_corpora(
     config: DataConfig, inputs: Inputs, corpora: list[Corpus], judge: Corpus | None
 ) -> tuple[list[Division], list[ValidationSplit]]:
-    """Divide each corpus into training text and validation split: all of `judge`, the text of
-    --data.validation, if there is one, else a fraction of the documents.
+    """Divide each corpus into training and validation text: validation is all of `judge`
+    (--data.validation) if given, else a fraction of the documents. Returns the divisions and the
+    validation splits.
     """
     if config.order == "megatron":
         divisions = [divide_by_split(corpus, config.shares) for corpus in corpora]
@@ -315,7 +330,9 @@ def divide_corpora(
 def identify(
     config: DataConfig, mixture: Order, corpora: list[Corpus], judge: Corpus | None
 ) -> dict[str, str]:
-    """Return training text, order and validation split, identified by content."""
+    """Entries of the run's fingerprint: training text, its order and the validation split, by
+    content.
+    """
     drawn = f"{config.validation_fraction:g} of the documents held out, drawn by their words"
     if config.order == "megatron":
         drawn = f"split {config.shares}"
@@ -330,11 +347,12 @@ def identify(
 
 
 def content(corpus: Corpus) -> str:
+    """Identify a corpus by counts and hash."""
     return f"{corpus.document_count:,} documents, {amount(corpus)}, hash {corpus.content}"
 
 
 def amount(corpus: Corpus) -> str:
-    """How much text, or, where nobody knows, how many tokens."""
+    """Size of a corpus in bytes of text, or in tokens where its text is unknown."""
     if corpus.byte_count is None:
         return plural(corpus.token_count, "token")
     return plural(corpus.byte_count, "byte")
@@ -347,7 +365,9 @@ def describe(
     changes: list[str],
     config: DataConfig,
 ) -> Description:
-    """Describe the mixture: one source in full, several by their sums, with each in the details."""
+    """Describe the data for the run's header: one source in full, or sums over several, with each
+    in the details.
+    """
     sources = []
     for part, weight, size, corpus in zip(
         mixture.parts, mixture.weights, mixture.sizes, corpora, strict=True

@@ -33,7 +33,7 @@ Text = Int64[np.ndarray, " _"]
 
 @dataclass(frozen=True, eq=False)
 class Cloze:
-    """How sequences of `sequence_length` tokens are made of text."""
+    """How sequences of `sequence_length` tokens for a masked LM are made of text."""
 
     sequence_length: int
     begin: int
@@ -62,8 +62,9 @@ class Cloze:
         names: Sequence[Hashable],
         other: Callable[[int], Text],
     ) -> Batch:
-        """Mask texts of `text` tokens, IGNORED after the end of one, each with a name of its own;
-        `other(row)` is a text of elsewhere.
+        """Make a batch of `texts`, each [text] tokens with IGNORED behind its end. Masking is
+        seeded by each row's name. `other(row)` returns an unrelated text, the second one of half of
+        the pairs.
         """
         made = [self._row(row, text, names[row], other) for row, text in enumerate(texts)]
         tokens, labels, types, ends, said = (np.stack(one) for one in zip(*made, strict=True))
@@ -83,7 +84,9 @@ class Cloze:
     def _row(
         self, row: int, text: Text, name: Hashable, other: Callable[[int], Text]
     ) -> tuple[Text, Text, Text, np.integer, np.floating]:
-        """(tokens, labels, types, where padding begins, whether the second text follows)."""
+        """Return (tokens, labels, token types, index where padding begins, 1 / -1 / 0: the second
+        text follows / does not / there is none).
+        """
         chance = np.random.default_rng(seed_of(self.seed, "cloze", str(name)))
         first, said = text[text != IGNORED], np.float32(0)
         parts = [first]
@@ -108,8 +111,8 @@ class Cloze:
         return tokens, labels, types, np.int64(end), said
 
     def _chosen(self, tokens: Text, chance: np.random.Generator) -> Text:
-        """Places to be filled in: of whole words in a random order, until they are so many. A word
-        that would be too many is passed over.
+        """Sorted indices of the tokens to predict: whole words in random order, up to `fraction` of
+        the text's tokens, at least one. A word that would exceed this is skipped.
         """
         masked = np.isin(tokens, self.ordinary)
         apart = self.begins[tokens] | ~masked | ~np.append(False, masked[:-1])
@@ -126,8 +129,8 @@ class Cloze:
 def of_tokenizer(
     tokenizer: PreTrainedTokenizer, sequence_length: int, fraction: float, pairs: bool, seed: int
 ) -> Cloze:
-    """Make the collator of a tokenizer, from its special tokens and the form of its pieces. Raises
-    ValueError for one that has no such tokens, and for sequences without room for text.
+    """Make the masking for a tokenizer, from its special tokens and the form of its pieces. Raises
+    ValueError where it lacks such tokens, and for sequences too short for two texts.
     """
     if sequence_length < 8:
         raise ValueError(
@@ -160,7 +163,7 @@ def of_tokenizer(
 
 
 def _named(kind: str, token: int | None) -> int:
-    """The id of a special token. Raises ValueError where the tokenizer names none of this kind."""
+    """Return the special token id. Raises ValueError, naming the `kind`, where it is None."""
     if token is None:
         raise ValueError(
             f"the model fills in masked tokens, and the tokenizer names no {kind} token: use "

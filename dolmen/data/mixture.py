@@ -33,7 +33,7 @@ from dolmen.core.rng import seed_of
 
 
 class TokenStream:
-    """Ranges of memory-mapped tokens, read as one circular stream. `len` is its number of
+    """Ranges of memory-mapped tokens, read as one circular stream; `len` is its number of
     tokens.
     """
 
@@ -48,16 +48,16 @@ class TokenStream:
 
     @classmethod
     def of(cls, tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> "TokenStream":
-        """Ranges of one array."""
+        """Make a stream of the ranges starts[i]:stops[i] of one array."""
         return cls.over([tokens], starts, stops)
 
     @classmethod
     def over(
         cls, memory: Sequence[np.ndarray], starts: np.ndarray, stops: np.ndarray
     ) -> "TokenStream":
-        """Ranges of several arrays, counted as if each lay behind the one before; no range is of
-        two. Neighbours become one range, so a stream without 3 % of the documents has 3 % as many
-        ranges.
+        """Make a stream of ranges of several arrays, with positions counted over their
+        concatenation; no range may span two arrays. Adjacent ranges are merged, so a stream that
+        leaves out 3 % of the documents has about 3 % as many ranges.
         """
         bases = np.cumsum([0] + [len(tokens) for tokens in memory])
         starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
@@ -71,6 +71,7 @@ class TokenStream:
 
     @classmethod
     def join(cls, streams: Sequence["TokenStream"]) -> "TokenStream":
+        """Concatenate streams."""
         lengths = [np.diff(stream.ends, prepend=0) for stream in streams]
         memory = [tokens for stream in streams for tokens in stream.memory]
         first = np.cumsum([0] + [len(stream.memory) for stream in streams])
@@ -85,12 +86,12 @@ class TokenStream:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """`count` tokens from position `start`, int64; after the last token comes the first."""
+        """Read `count` tokens from position `start`, int64; the first token follows the last."""
         parts = [self.memory[which][begin:end] for which, begin, end in self.places(start, count)]
         return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
     def places(self, start: int, count: int) -> list[tuple[int, int, int]]:
-        """Return the ranges that `read` reads, as (index of the memory, first token, end)."""
+        """Ranges that `read` reads, as (index in `memory`, first token, end)."""
         # `ends` are positions in the stream, so the range of a position is found by bisection; from
         # there on ranges follow one another, past the last the first again
         out, left, position = [], count, start % len(self)
@@ -119,9 +120,10 @@ class Part:
 
 
 class Mixture:
-    """Windows of `sequence_length` + 1 tokens of the parts; a window's last token is the next one's
-    first, so that each token is predicted once per epoch (all but the remainder of tokens /
-    sequence_length, which differ by epoch).
+    """Samples of several sources in dolmen's order: windows of sequence_length + 1 tokens. A
+    window's last token is the next one's first, so that each token is predicted once per epoch,
+    except for a remainder of fewer than sequence_length, which differs by epoch. Raises ValueError
+    for a source shorter than a window.
     """
 
     name = ""
@@ -141,21 +143,21 @@ class Mixture:
         self.sizes = [len(part.stream) // sequence_length for part in parts]
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often each source has been read after `samples` samples."""
+        """Epochs of each source, by name, after `samples` samples."""
         taken = counts(self.weights, samples)
         return {
             part.name: n / size for part, n, size in zip(self.parts, taken, self.sizes, strict=True)
         }
 
     def windows(self, first: int, count: int) -> np.ndarray:
-        """Samples first .. first + count - 1 as int64 [count, sequence_length + 1]."""
+        """Read samples first .. first + count - 1 as int64 [count, sequence_length + 1]."""
         out = np.empty((count, self.sequence_length + 1), np.int64)
         for row, source, start in self.places(first, count):
             out[row] = self.parts[source].stream.read(start, self.sequence_length + 1)
         return out
 
     def documents(self, first: int, count: int) -> list[str]:
-        """Return what samples first .. first + count - 1 were cut from, a line each: `source:
+        """Describe what samples first .. first + count - 1 were cut from, one line each: `source:
         documents a..b`, counted from 0.
         """
         lines = [""] * count
@@ -175,8 +177,8 @@ class Mixture:
         return lines
 
     def places(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """(row, source, first token in its stream) of samples first .. first + count - 1, source by
-        source.
+        """Yield (row, source, first token in its stream) for samples first .. first + count - 1,
+        grouped by source.
         """
         # A source's samples are numbered by themselves: its i-th is window i mod size of epoch
         # i // size. So it is enough to know how many each source has had before `first`.
@@ -192,8 +194,8 @@ class Mixture:
                     yield int(row), source, int(start)
 
     def starts(self, source: int, epoch: int, within: np.ndarray) -> np.ndarray:
-        """First tokens of the windows that come at positions `within` of this epoch of
-        this source.
+        """First tokens of the windows that an epoch of a source reads at positions `within`: the
+        epoch's permutation and shift applied.
         """
         key = seed_of(self.seed, "window", source, epoch)
         shift = seed_of(self.seed, "shift", source, epoch) % len(self.parts[source].stream)
@@ -201,7 +203,7 @@ class Mixture:
 
 
 def counts(weights: Sequence[int], samples: int) -> list[int]:
-    """How many of the first `samples` samples each source has.
+    """Number of samples per source among the first `samples`, by Webster's rule in closed form.
 
     After "time" t, Webster's rule has given each source round(t w / W), in all between t - k/2 and
     t + k/2 for k sources. So start at t = samples - k/2 and give the few that are missing one by
@@ -215,12 +217,14 @@ def counts(weights: Sequence[int], samples: int) -> list[int]:
 
 
 def turns(weights: Sequence[int], first: int, count: int) -> list[int]:
-    """The sources of samples first .. first + count - 1."""
+    """Source index of each of the samples first .. first + count - 1."""
     return take(weights, counts(weights, first), count)
 
 
 def take(weights: Sequence[int], taken: Sequence[int], count: int) -> list[int]:
-    """The next `count` sources after `taken` samples of each; ties go to the earlier source."""
+    """Next `count` sources by Webster's rule, where each has had `taken` samples; ties go to the
+    earlier source.
+    """
     taken, common, order = list(taken), math.lcm(*weights), []
     shares = [common // weight for weight in weights]
     for _ in range(count):
@@ -231,7 +235,7 @@ def take(weights: Sequence[int], taken: Sequence[int], count: int) -> list[int]:
 
 
 def permute_index(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Map each `index` by the permutation of 0 .. size - 1 that `key` selects; int64."""
+    """Map each `index` (int64) by the permutation of 0 .. size - 1 that `key` selects."""
     # A network of 2 x half bits permutes at most 4 x size values. What lands outside is sent on
     # until it is inside: that follows the one cycle it lies on, so no two meet, and takes fewer
     # than 4 turns on average.
@@ -243,7 +247,7 @@ def permute_index(index: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def feistel(value: np.ndarray, half: int, key: int, rounds: int = 6) -> np.ndarray:
-    """A bijection of the integers of 2 x `half` bits, uint64."""
+    """Permute integers of 2 x `half` bits (uint64) by a Feistel network keyed with `key`."""
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = value >> shift, value & mask
     for round in range(rounds):
@@ -252,13 +256,13 @@ def feistel(value: np.ndarray, half: int, key: int, rounds: int = 6) -> np.ndarr
 
 
 def scramble(value: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014), uint64."""
+    """Mix the bits of uint64 values: the finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
 
 
 def normal(weights: Sequence[float]) -> list[float]:
-    """Each over the sum of all, as numpy rounds it."""
+    """Divide weights by their sum, in float64 as numpy rounds it (Megatron does so)."""
     given = np.array(weights, np.float64)
     return (given / np.sum(given)).tolist()

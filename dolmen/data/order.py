@@ -37,7 +37,7 @@ from dolmen.data.validation_split import Division
 
 
 class Order(Protocol):
-    """Sample i, for any i, of sources that are mixed."""
+    """Samples of mixed sources in a reproducible order: sample i is known for any i."""
 
     @property
     def parts(self) -> Sequence[Part]: ...
@@ -45,7 +45,7 @@ class Order(Protocol):
     def weights(self) -> Sequence[float]: ...
     @property
     def sizes(self) -> Sequence[int]:
-        """Windows of an epoch of each part."""
+        """Windows per epoch of each part."""
         ...
 
     @property
@@ -56,15 +56,15 @@ class Order(Protocol):
         ...
 
     def windows(self, first: int, count: int) -> np.ndarray:
-        """Samples first .. first + count - 1 as int64 [count, sequence_length + 1]."""
+        """Read samples first .. first + count - 1 as int64 [count, sequence_length + 1]."""
         ...
 
     def documents(self, first: int, count: int) -> list[str]:
-        """Return the documents that these samples were cut from, a line each."""
+        """Describe which documents these samples were cut from, one line each."""
         ...
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often each source has been read after `samples` samples."""
+        """Epochs of each source, by name, after `samples` samples."""
         ...
 
 
@@ -77,8 +77,9 @@ def make_order(
     seed: int,
     samples: int | None,
 ) -> Order:
-    """The order of `config`, of what is to be trained on. `samples`: how many the whole run will
-    read. Raises ValueError for what Megatron's order cannot have.
+    """Make the order of config.order over the training text. `samples`: number that the whole run
+    reads, which Megatron's order needs. Raises ValueError for options that Megatron's order does
+    not allow.
     """
     parts = [
         Part(source.name, source.weight or Fraction(1), division.training, corpus.offsets)
@@ -115,8 +116,8 @@ def make_order(
 
 
 def data_sets(config: DataConfig, sources: Sequence[Source]) -> Sequence[Source]:
-    """The sources as the order takes them: Megatron's has the text of one and each .bin by itself.
-    Raises ValueError where several of these have one weight.
+    """Return the sources as the order takes them: for Megatron's, all text of a source is one data
+    set and each .bin another. Raises ValueError where several of them share one weight.
     """
     if config.order == "dolmen":
         return sources
@@ -138,7 +139,7 @@ SURPLUS = 0.005
 
 
 class Epochs(NamedTuple):
-    """How often a data set is gone through."""
+    """Number of epochs of a data set in Megatron's order."""
 
     times: int
     apart: bool
@@ -150,8 +151,8 @@ class Epochs(NamedTuple):
 
 
 class Shuffled:
-    """The samples of one data set: sequences `first` to `last`, that one not included, of those
-    that begin at `bounds` in `tokens`.
+    """Samples of one data set in Megatron's order: of its sequences `first` to `last` (exclusive),
+    which begin at `bounds` in `tokens`.
     """
 
     def __init__(
@@ -196,12 +197,14 @@ class Shuffled:
         return len(self.shuffle)
 
     def read(self, sample: int) -> Int64[np.ndarray, " window"]:
-        """Its sequence_length + 1 tokens."""
+        """Read the sequence_length + 1 tokens of a sample, int64."""
         parts = [self.tokens[begin:end] for begin, end in self.places(sample)]
         return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
     def places(self, sample: int) -> list[tuple[int, int]]:
-        """Ranges of the tokens that it is read from; behind the last sample comes the first."""
+        """Token ranges that a sample is read from, as (begin, end); past the last sample the first
+        follows.
+        """
         position = int(self.shuffle[sample % len(self)]) * self.sequence_length
         left, run = self.sequence_length + 1, int(np.searchsorted(self.ends, position, "right"))
         out = []
@@ -217,7 +220,9 @@ class Shuffled:
 
 
 def epochs_of(tokens: int, sequence_length: int, samples: int | None) -> Epochs:
-    """Count the epochs of `tokens` tokens each. ValueError for fewer than one sample has."""
+    """Number of epochs of `tokens` tokens that `samples` samples need (None: one epoch), and
+    whether the last is shuffled separately. Raises ValueError for less than one sample of tokens.
+    """
     per_epoch = (tokens - 1) // sequence_length
     if per_epoch < 1:
         raise ValueError(
@@ -233,8 +238,8 @@ def epochs_of(tokens: int, sequence_length: int, samples: int | None) -> Epochs:
 
 
 class MegatronOrder:
-    """Megatron's order of samples, with the interface of `Mixture`: `parts` are read as `orders`
-    say, by `weights`.
+    """Megatron's order of samples over several data sets; the interface of `Mixture`. `orders` has
+    the shuffled samples of each part.
     """
 
     def __init__(
@@ -258,14 +263,14 @@ class MegatronOrder:
         self.name = f"Megatron, epochs: {', '.join(told)}"
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often each data set has been read after `samples` samples."""
+        """Epochs of each data set, by name, after `samples` samples."""
         taken = self.counts(samples)
         return {
             part.name: n / size for part, n, size in zip(self.parts, taken, self.sizes, strict=True)
         }
 
     def counts(self, samples: int) -> list[int]:
-        """How many of the first `samples` samples each data set has."""
+        """Number of samples of each data set among the first `samples`."""
         rounds, rest = divmod(samples, len(self.turns))
         whole, part = (
             np.bincount(turns, minlength=len(self.parts))
@@ -274,11 +279,11 @@ class MegatronOrder:
         return (rounds * whole + part).tolist()
 
     def windows(self, first: int, count: int) -> Int64[np.ndarray, "count window"]:
-        """Samples first .. first + count - 1."""
+        """Read samples first .. first + count - 1."""
         return np.stack([self.orders[which].read(n) for which, n in self.samples(first, count)])
 
     def documents(self, first: int, count: int) -> list[str]:
-        """Return what samples first .. first + count - 1 were cut from, a line each: `source:
+        """Describe what samples first .. first + count - 1 were cut from, one line each: `source:
         sequences a, b`, counted from 0.
         """
         lines = []
@@ -290,7 +295,7 @@ class MegatronOrder:
         return lines
 
     def samples(self, first: int, count: int) -> list[tuple[int, int]]:
-        """(data set, which of its samples) of samples first .. first + count - 1."""
+        """(data set index, number of its sample) for samples first .. first + count - 1."""
         taken, out = self.counts(first), []
         for sample in range(first, first + count):
             which = int(self.turns[sample % len(self.turns)])
@@ -300,13 +305,15 @@ class MegatronOrder:
 
 
 def shares(weights: Sequence[float], samples: int) -> list[int]:
-    """How many samples each data set is shuffled for, of `normal` weights."""
+    """Number of samples to shuffle each data set for: its share by `normal` weights plus 0.5 %,
+    rounded up as Megatron does.
+    """
     return [math.ceil(math.ceil(samples * weight) * (1 + SURPLUS)) for weight in weights]
 
 
 def blend(weights: Sequence[float], samples: int) -> Int16[np.ndarray, " samples"]:
-    """The data set of each sample, of `normal` weights: that which is furthest behind its share of
-    those before; of equals the first.
+    """Data set of each sample, by `normal` weights: the one furthest behind its share, the first of
+    equals.
     """
     if len(weights) == 1:
         return np.zeros(samples, np.int16)

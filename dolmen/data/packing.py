@@ -38,15 +38,15 @@ from dolmen.ops.loss import IGNORED
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Rows of `room` as the indices of what lies in each. Of equal lengths the earlier comes first.
-    Raises ValueError for a length that is over `room`.
+    """Pack items of `lengths` into rows of `room` by best fit decreasing; return the indices in
+    each row. Ties go to the earlier item. Raises ValueError for a length over `room`.
     """
     return pack_beside(np.asarray(lengths, np.int64)[:, None], room)
 
 
 def pack_beside(lengths: Int64[np.ndarray, "items pieces"], room: int) -> list[list[int]]:
-    """The same of items of one piece or of two: two consecutive rows have a piece each of the items
-    that they have, in the same order. Piece i of item n is n * pieces + i. Raises as `pack`.
+    """Pack items of one or two pieces: two consecutive rows hold a piece each of the same items, in
+    the same order. Piece i of item n is returned as n * pieces + i. Raises as `pack`.
     """
     if lengths.max(initial=0) > room:
         raise ValueError(f"a length is {lengths.max()}, over the room of {room}")
@@ -68,12 +68,15 @@ def pack_beside(lengths: Int64[np.ndarray, "items pieces"], room: int) -> list[l
         for row, piece in zip(emptiest, largest, strict=True):
             rows[unit * pieces + row].append(item * pieces + piece)
             own[row] -= sizes[piece]
+        # indexed again under its new room
         units.put(unit, max(own), min(own))
     return rows
 
 
 class _Units:
-    """Rows side by side, by the room of the emptier and of the fuller one."""
+    """Index of rows (or pairs of rows) by the room of the emptier and of the fuller one, as bit
+    sets.
+    """
 
     def __init__(self) -> None:
         self.having: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -81,6 +84,7 @@ class _Units:
         self.emptier, self.fuller = 0, defaultdict(int)
 
     def put(self, unit: int, more: int, less: int) -> None:
+        """Add a unit with `more` room in its emptier and `less` in its fuller row."""
         self.having[more, less].append(unit)
         self.emptier |= 1 << more
         self.fuller[more] |= 1 << less
@@ -103,7 +107,7 @@ class _Units:
 
 
 def lowest(bits: int) -> int:
-    """The number of the lowest bit that is set."""
+    """Number of the lowest bit that is set."""
     return (bits & -bits).bit_length() - 1
 
 
@@ -114,16 +118,18 @@ it; "end" is the last one only, for models with a scalar head.
 
 
 def shuffled(number: int, size: int, seed: int) -> int:
-    """Return which of `size` rows is read as number `number`: each epoch is a new permutation."""
+    """Row that is read as number `number` of `size` rows; each epoch is a new permutation by
+    `seed`.
+    """
     epoch, within = divmod(number, size)
     return int(permute_index(np.array([within]), size, seed_of(seed, "row", epoch))[0])
 
 
 class Rows:
-    """Rows of `sequence_length` places, each of as many of the examples `chosen` as fit, or of one.
-
-    Those that belong together, `together` of them, as the answers of a pair, are consecutive ones
-    of `chosen`, and lie in as many consecutive rows, each at the same number of its row.
+    """Examples `chosen`, packed into rows of `sequence_length`, or one per row without `packing`.
+    Examples that belong together (the two answers of a pair: `together` is 2) are consecutive in
+    `chosen`, and lie in consecutive rows in the same order. `said`: a number per example that the
+    batch carries for each of its tokens.
     """
 
     bytes = None
@@ -155,11 +161,12 @@ class Rows:
         self.rows = [chosen[row].tolist() for row in pack_beside(room, sequence_length)]
 
     def _lengths(self) -> np.ndarray:
-        """Places that each example takes."""
+        """Positions that each example takes in a row."""
         return self.examples.places() + 1 - self.first
 
     @property
     def parts(self) -> Sequence[Part]:
+        """The chosen examples as one source."""
         spans = [self.examples.span(index) for index in sorted(self.chosen.tolist())]
         starts, stops = (
             np.array([one(span) for span in spans], np.int64)
@@ -177,16 +184,16 @@ class Rows:
 
     @property
     def full(self) -> float:
-        """The share of places that examples take."""
+        """Share of positions that are not padding."""
         places = int(self._lengths()[self.chosen].sum())
         return places / (len(self.rows) * self.sequence_length)
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often the examples have been read after `samples` samples."""
+        """Epochs, by the source's name, after `samples` samples."""
         return {self.examples.name: samples / len(self.rows)}
 
     def read(self, first: int, count: int) -> list[list[int]]:
-        """The examples of samples first .. first + count - 1."""
+        """Rows (lists of example indices) of samples first .. first + count - 1."""
         units, found = len(self.rows) // self.together, []
         for sample in range(first, first + count):
             unit, row = divmod(sample, self.together)
@@ -200,7 +207,7 @@ class Rows:
         first_row: int = 0,
         rows: int | None = None,
     ) -> Iterator[Batch]:
-        """Yield batches as HeldOutRows.batches; the last one is padded with empty rows."""
+        """Yield batches as HeldOutRows.batches does; the last is padded with empty rows."""
         rows, together = rows or batch_size, self.together
         units = len(self.rows) // together
         chosen = min(units, max(1, (max_sequences or len(self.rows)) // together))
@@ -214,11 +221,14 @@ class Rows:
             yield self.batch(made + [[]] * (rows - len(made)))
 
     def documents(self, first: int, count: int) -> list[str]:
+        """Describe which examples samples first .. first + count - 1 hold, one line each."""
         name = self.examples.name
         return [f"{name}: examples {', '.join(map(str, row))}" for row in self.read(first, count)]
 
     def places(self, row: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
-        """(example, where it lies in the row, its tokens that have numbers there)."""
+        """Yield, for each example of a row: its index, its slice of the row, and its slice of the
+        source's tokens there.
+        """
         place = 0
         for index in row:
             span = self.examples.span(index)
@@ -228,7 +238,7 @@ class Rows:
             place = here.stop
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
-        """These rows of examples."""
+        """Make the batch of these rows of example indices."""
         shape = len(rows), self.sequence_length
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         weights, starts = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
@@ -254,7 +264,7 @@ class Rows:
         return replace(made, weights=torch.from_numpy(weights)) if self.weighted else made
 
     def _written(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tokens of an example that are read, their labels, and what these weigh."""
+        """Input tokens of an example, their labels (IGNORED where not trained) and loss weights."""
         span = self.examples.span(index)
         ids = self.examples.tokens[span].astype(np.int64)
         if self.say == "end":

@@ -34,8 +34,8 @@ def standard_library_files() -> list[Path]:
 
 
 def gzip_xz_bits(files: Sequence[Path]) -> tuple[float, float]:
-    """Bits per byte of `gzip -9` and of `xz -9`, each file compressed by itself: sum of sizes over
-    sum of sizes. Raises ValueError where all are empty.
+    """Bits per byte of `gzip -9` and of `xz -9`, each file compressed by itself, over all bytes.
+    Raises ValueError where all files are empty.
     """
     texts = [file.read_bytes() for file in files]
     plain = sum(map(len, texts))

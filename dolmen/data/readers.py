@@ -35,8 +35,8 @@ BLOCK = 512  # packed bytes at once: zstd makes at most 128 KiB of 4 bytes
 
 @contextmanager
 def unpacked(file: Path) -> Iterator[BinaryIO]:
-    """The bytes of `file`, unpacked. ValueError names a file that is damaged, cut short or unpacks
-    to far too much.
+    """Context manager: a binary stream of the file, decompressed if it is .gz or .zst. Raises
+    ValueError, naming the file, for one that is damaged, truncated or unpacks to far too much.
     """
     suffix = file.suffix.lower()
     with open(file, "rb") as packed:
@@ -49,7 +49,7 @@ def unpacked(file: Path) -> Iterator[BinaryIO]:
 
 
 class Unpacked(io.RawIOBase):
-    """`inner`, the unpacked bytes of `file`, counted."""
+    """Raw stream of a file's decompressed bytes (`inner`) that bounds their number."""
 
     def __init__(self, file: Path, inner: "gzip.GzipFile | Zstandard"):
         self.file, self.inner, self.count = file, inner, 0
@@ -57,10 +57,13 @@ class Unpacked(io.RawIOBase):
         self.most = max(ALWAYS, MOST_TIMES * self.size)
 
     def readable(self) -> bool:
+        """True, as io requires."""
         return True
 
     def readinto(self, buffer) -> int:
-        """Raises ValueError where the file is damaged, or unpacks to more than a text would."""
+        """Read into `buffer`; return the number of bytes. Raises ValueError where the file is
+        damaged, or unpacks to more than text would.
+        """
         try:
             data = self.inner.read(len(buffer))
         except (EOFError, OSError, zlib.error, zstandard.ZstdError) as error:
@@ -76,8 +79,8 @@ class Unpacked(io.RawIOBase):
 
 
 class Zstandard(io.RawIOBase):
-    """All frames of a zstd file, one after the other. `zstandard`'s own reader ends in
-    silence where a file is cut short.
+    """Decompressed bytes of all frames of a zstd file. The reader of `zstandard` itself ends
+    without an error where a file is truncated.
     """
 
     def __init__(self, packed: BinaryIO):
@@ -85,7 +88,9 @@ class Zstandard(io.RawIOBase):
         self.frame = None
 
     def read(self, size: int = -1) -> bytes:
-        """At most `size` bytes; b"" at the end. Raises EOFError, ZstdError."""
+        """Read at most `size` bytes; b"" at the end. Raises EOFError for a truncated file,
+        ZstdError for a damaged one.
+        """
         while not self.ready:
             block = self.rest or self.packed.read(BLOCK)
             if not block:
@@ -112,8 +117,8 @@ Located = tuple[dict[str, Any], str]
 
 
 def form(file: Path) -> str | None:
-    """The suffix that says how to read `file`, that of compression left away; "" for a file that is
-    read if it is UTF-8 text; None if it is not read.
+    """Suffix that decides how to read `file`, without that of compression; "" for a file that is
+    read if it is UTF-8 text, None if it is not read.
     """
     name = Path(file.stem) if file.suffix.lower() in PACKED else file
     suffix = name.suffix.lower()
@@ -125,12 +130,12 @@ def form(file: Path) -> str | None:
 
 
 def is_whole_file(file: Path) -> bool:
-    """Return whether the file is one document, uncompressed."""
+    """True if the file is one uncompressed document."""
     return form(file) in TEXT and file.suffix.lower() not in PACKED
 
 
 def looks_like_text(file: Path) -> bool:
-    """Return whether a file begins with UTF-8 text."""
+    """True if the file begins with UTF-8 text without zero bytes (4096 bytes are read)."""
     try:
         with unpacked(file) as stream:
             head = stream.read(4096)
@@ -144,16 +149,19 @@ def looks_like_text(file: Path) -> bool:
 
 
 def read_documents(file: Path, text_field: str) -> Iterator[Iterable[str]]:
-    """The documents of `file`, each as blocks of text. ValueError names the file, and the row."""
+    """Yield the documents of a file, each as blocks of text. Raises ValueError naming the file and
+    row.
+    """
     return READERS[form(file) or ""](file, text_field)
 
 
 def text_documents(file: Path, text_field: str) -> Iterator[Iterator[str]]:
-    """The whole file as one document, exact to the byte (`newline=""` keeps \\r\\n). Raises
+    r"""Yield the whole file as one document, exact to the byte (`newline=""` keeps \r\n). Raises
     ValueError where it is not UTF-8.
     """
 
     def blocks() -> Iterator[str]:
+        """Yield blocks of up to 4 PIECE characters."""
         with unpacked(file) as stream, io.TextIOWrapper(stream, "utf-8", newline="") as lines:
             try:
                 while block := lines.read(4 * PIECE):
@@ -168,12 +176,15 @@ def text_documents(file: Path, text_field: str) -> Iterator[Iterator[str]]:
 
 
 def jsonl_documents(file: Path, text_field: str) -> Iterator[list[str]]:
+    """Yield each line's text as a document."""
     for row, where in jsonl_rows(file):
         yield [row_text(row, text_field, where)]
 
 
 def jsonl_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
-    """Raises ValueError for a line of more than `max_bytes`, before it is parsed."""
+    """Yield each line that is not blank as (row, where). Raises ValueError for a line of more than
+    `max_bytes`, before it is parsed.
+    """
     with unpacked(file) as stream:
         for number, line in enumerate(lines_of(stream, file, max_bytes), 1):
             if line.strip():
@@ -182,7 +193,9 @@ def jsonl_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
 
 
 def lines_of(stream: BinaryIO, file: Path, max_bytes: int | None = None) -> Iterator[bytes]:
-    """Raises ValueError for a line longer than a row may be."""
+    """Yield the lines of a stream. Raises ValueError for a line over `max_bytes`, or over what any
+    row may have.
+    """
     most = min(TEXT_ROW.size, max_bytes or TEXT_ROW.size)
     for number, line in enumerate(iter(lambda: stream.readline(most + 1), b""), 1):
         check_row_bytes(len(line), max_bytes, f"{file}, line {number}")
@@ -197,8 +210,8 @@ def lines_of(stream: BinaryIO, file: Path, max_bytes: int | None = None) -> Iter
 def check_row_bytes(
     size: int, max_bytes: int | None, where: str, option: str = "--data.max-row-bytes"
 ) -> None:
-    """Raise Refused for a row of more than `max_bytes`: it is rendered and tokenised as one text,
-    which takes 3 s and 160 MB of memory for each MB.
+    """Raises Refused for a row of more than `max_bytes`, naming `where` and the option: it is
+    rendered and tokenised as one text, which takes 3 s and 160 MB of memory per MB.
     """
     if max_bytes is not None and size > max_bytes:
         raise refuse(
@@ -219,12 +232,15 @@ def small_rows(rows: Iterator[Located], max_bytes: int | None) -> Iterator[Locat
 
 
 def json_documents(file: Path, text_field: str) -> Iterator[list[str]]:
+    """Yield each row's text as a document."""
     for row, where in json_rows(file):
         yield [row_text(row, text_field, where)]
 
 
 def json_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
-    """One row, or a list of rows. Raises ValueError for a file larger than may be, and Refused."""
+    """Yield the rows of a .json file, a list or a single row, as (row, where). Raises ValueError
+    for a file that is too large, and Refused for malformed JSON.
+    """
     with unpacked(file) as stream:
         data = stream.read(ROWS.size + 1)
     if len(data) > ROWS.size:
@@ -239,22 +255,24 @@ def json_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
 
 
 def parquet_documents(file: Path, text_field: str) -> Iterator[list[str]]:
-    """Raises Refused where the file is damaged or has no such column."""
+    """Yield each row's text as a document. Raises Refused where the file is damaged or lacks the
+    column.
+    """
     with parquet(file, [text_field]) as table:
         for text in column_texts(table, text_field, str(file)):
             yield [text]
 
 
 def parquet_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
-    """Raises Refused where the file is damaged."""
+    """Yield the rows of a .parquet file as (row, where). Raises Refused where it is damaged."""
     with parquet(file, None) as table:
         yield from table_rows(table, str(file), max_bytes)
 
 
 @contextmanager
 def parquet(file: Path, wanted: list[str] | None) -> Iterator["IterableDataset"]:
-    """The columns `wanted` of the file, None: all, as `datasets` reads them. What is raised while
-    they are read becomes Refused.
+    """Context manager: the file's columns `wanted` (None: all) as a streamed data set. Errors while
+    reading become Refused.
     """
     import datasets
     import pyarrow
@@ -284,7 +302,7 @@ def parquet(file: Path, wanted: list[str] | None) -> Iterator["IterableDataset"]
 def table_rows(
     table: "Dataset | IterableDataset", where: str, max_bytes: int | None = None
 ) -> Iterator[Located]:
-    """The rows of a data set, by batches as `column_texts`."""
+    """Yield the rows of a data set as (row, where), read in batches."""
     batches = cast(Iterable[dict[str, list]], table.iter(batch_size=512))
     rows = (
         dict(zip(batch, values, strict=True))
@@ -296,7 +314,9 @@ def table_rows(
 
 
 def column_texts(table: "Dataset | IterableDataset", text_field: str, where: str) -> Iterator[str]:
-    """The texts of a data set; by batches, because `datasets` takes 13 times as long row by row."""
+    """Yield the texts of one column of a data set, read in batches, because `datasets` takes 13
+    times as long row by row. Raises Refused for a value that is not text.
+    """
     number = 0
     # datasets types a batch as whatever a row may be made into; without a format it is columns
     batches = cast(Iterable[dict[str, list]], table.iter(batch_size=512))
@@ -307,13 +327,13 @@ def column_texts(table: "Dataset | IterableDataset", text_field: str, where: str
 
 
 def check_column(text_field: str, columns: Sequence[str], where: str) -> None:
-    """Raises Refused, with the columns there are, unless one of them is `text_field`."""
+    """Raises Refused, listing the columns, unless `text_field` is one of them."""
     if text_field not in columns:
         raise refuse(where, f"no {text_field!r} but columns {advice(columns)}")
 
 
 def row_text(row: dict[str, Any], text_field: str, where: str) -> str:
-    """The text of a row. Raises ValueError with what to do if it has none."""
+    """Text of a row's field. Raises ValueError, saying what to do, if it has no such field."""
     if text_field not in row:
         told = f"no {text_field!r} but keys {advice(list(row))}"
         raise refuse(where, f"{told}; {LEAVE_OUT}")
@@ -321,7 +341,7 @@ def row_text(row: dict[str, Any], text_field: str, where: str) -> str:
 
 
 def advice(names: Sequence[str]) -> str:
-    """The names, and what to do with such rows."""
+    """List the field names, with a hint on how to read such rows."""
     told = ", ".join(str(name)[:40] for name in names[:6])
     if chat := [name for name in ("messages", "conversations", "conversation") if name in names]:
         return f"{told}: {chats(chat[0])}"
@@ -335,6 +355,7 @@ def advice(names: Sequence[str]) -> str:
 
 
 def chats(name: str) -> str:
+    """Hint for rows whose field `name` holds chats."""
     return (
         f"{name!r} holds chats, and training here is on plain text: dolmen train sft, or "
         "--data.rows chats, trains on their answers; to train on all as text, write each into one "
@@ -344,8 +365,8 @@ def chats(name: str) -> str:
 
 
 def text_of(value: object, text_field: str, where: str) -> str:
-    """The text, "" for null (which leaves the document out). ValueError if it is no text that UTF-8
-    can write.
+    """Return the text, "" for null, which leaves the document out. Raises ValueError where it is
+    not text, or cannot be written as UTF-8.
     """
     if isinstance(value, list) and value and isinstance(value[0], dict):
         raise refuse(where, chats(text_field))

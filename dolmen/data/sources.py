@@ -28,7 +28,7 @@ LINKS = "links to folders"  # which would have to be named themselves
 
 
 class Found:
-    """The files of one entry, and what was left out of them."""
+    """Files of one --data.path entry, and counts of what was left out."""
 
     def __init__(self, entry: str, files: list[Path] | None = None):
         self.entry, self.files, self.seen = entry, files or [], 0
@@ -37,7 +37,9 @@ class Found:
         self.folders: dict[Path, str] = {}
 
     def walk(self, root: Path, cache: Path | None) -> None:
-        """Everything below `root`."""
+        """Add all files to read below folder `root`; hidden ones, links to folders, and folders
+        that dolmen wrote (`cache` too) are counted as left out.
+        """
         for where, folders, files in os.walk(root):
             here = Path(where)
             inside = [name for name in folders if not name.startswith(".")]
@@ -52,8 +54,8 @@ class Found:
                 self.add(here / name)
 
     def match(self, pattern: Path, cache: Path | None) -> None:
-        """Every file that the glob names, less those behind a link or in a folder of ours below its
-        fixed part.
+        """Add the files that a glob names, except those behind a link to a folder or in a folder
+        that dolmen wrote, below the glob's fixed part.
         """
         fixed = next(p for p in pattern.parents if not glob.has_magic(str(p)))
         links: set[Path] = set()
@@ -67,6 +69,7 @@ class Found:
         self.skipped[LINKS] += len(links)
 
     def add(self, file: Path) -> None:
+        """Add a file if it is read, else count it as skipped, by kind."""
         self.seen += 1
         if file.name.startswith("."):
             self.skipped["hidden folders and files"] += 1
@@ -85,17 +88,20 @@ class Found:
             self.files.append(file.absolute())
 
     def _skip(self, file: Path, kind: str) -> None:
+        """Count a skipped file and its bytes."""
         self.skipped[kind] += 1
         self.bytes_skipped += file.stat().st_size
 
     def left_out(self, folder: Path, cache: Path | None) -> bool:
-        """Return whether dolmen has written `folder`, and remember it."""
+        """True if dolmen has written `folder`; the reason is remembered for the notes."""
         if folder not in self.folders:
             self.folders[folder] = ours(folder, cache)
         return bool(self.folders[folder])
 
     def notes(self) -> list[str]:
-        """Return notes on what was left out, a line each."""
+        """Return lines about what was left out: folders that dolmen wrote, and counts of skipped
+        files by kind with their share of the bytes.
+        """
         found = [f"{folder} ({why})" for folder, why in sorted(self.folders.items()) if why]
         told = found[:4] + ([f"{len(found) - 4} more such folders"] if len(found) > 4 else [])
         kinds = [f"{count:,} {kind}" for kind, count in self.skipped.most_common(6) if count]
@@ -105,7 +111,7 @@ class Found:
 
 
 def ours(folder: Path, cache: Path | None) -> str:
-    """Name what dolmen has written in `folder`; empty if nothing."""
+    """Say what in `folder` dolmen has written (a run, tokens, the cache); "" if it has not."""
     if cache is not None and cache.exists() and folder.exists() and folder.samefile(cache):
         return "the token cache"
     if (folder / "tokens.bin").exists() and (folder / "index.json").exists():
@@ -121,8 +127,8 @@ def ours(folder: Path, cache: Path | None) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """Documents that are mixed as one: those of `files`, the rows of the hub's data sets `hubs`,
-    and those that Megatron's .bin `indexed` hold as tokens.
+    """Documents that are mixed as one source: of `files`, of the hub data sets `hubs`, and of
+    Megatron's .bin files `indexed`, which hold tokens.
     """
 
     name: str
@@ -135,29 +141,30 @@ class Source:
 
     @property
     def paths(self) -> list[Path]:
-        """All that is read of it here."""
+        """All local files that are read, .idx files included."""
         return [*self.files, *self.indexed, *(file.with_suffix(IDX) for file in self.indexed)]
 
     @property
     def text(self) -> bool:
-        """True if some of it is text."""
+        """True if some of it is text, and not only tokens."""
         return bool(self.files or self.hubs)
 
     def only_text(self) -> "Source":
+        """The source without its .bin files."""
         return replace(self, indexed=())
 
     def only(self, file: Path) -> "Source":
-        """One of `indexed`."""
+        """The source with only the .bin `file`."""
         return Source(str(file), self.weight, (), (), (), (file,))
 
 
 def resolve_sources(
     entries: Sequence[str], option: str = "--data.path", cache: Path | None = None
 ) -> tuple[Source, ...]:
-    """One source for all entries without weights, or one for each entry with a weight. ValueError
-    (FileNotFoundError for a path that does not exist) names `option` and the entry; nothing but
-    folders, sizes and the first bytes of files of an unknown suffix is read. Folders that dolmen
-    has written, and `cache`, are left out.
+    """Return one source for all entries without weights, or one per entry with a weight. Folders
+    that dolmen has written, and `cache`, are left out. Reads no data but the first bytes of files
+    with unknown suffixes. Raises ValueError, or FileNotFoundError for a missing path, naming
+    `option` and the entry.
     """
     if not entries:
         raise ValueError(f"no data: use {option} with a file, a folder, a glob or a hub id")
@@ -174,8 +181,8 @@ def resolve_sources(
 
 
 def parse_weight(entry: str, option: str) -> tuple[str, Fraction | None]:
-    """`0.3:path` -> path, 3/10; None where no weight is given. Raises ValueError for a weight
-    of 0.
+    """Split `0.3:path` into path and 3/10; the weight is None where there is none. Raises
+    ValueError for a weight of 0.
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+):(.+)", entry)
     if not match or Path(entry).exists():
@@ -188,7 +195,7 @@ def parse_weight(entry: str, option: str) -> tuple[str, Fraction | None]:
 def gather(
     entries: Sequence[str], weight: Fraction | None, option: str, cache: Path | None
 ) -> Source:
-    """One source of all the entries. Raises as `entry_files` does, and ValueError where all files
+    """Make one source of the entries. Raises as `entry_files` does, and ValueError where all files
     are empty.
     """
     files, hubs, left_out = [], [], []
@@ -208,8 +215,9 @@ def gather(
 
 
 def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
-    """The absolute files of `entry`, sorted, or None for a hub id. Raises ValueError for a file
-    that is not read, FileNotFoundError where nothing is there.
+    """Absolute files of an entry (file, folder, glob, .bin, or the standard library), sorted; None
+    for a hub id. Raises ValueError for a file that cannot be read, FileNotFoundError where nothing
+    is there.
     """
     path = expand(entry)
     if entry == STANDARD_LIBRARY and not path.exists():
@@ -241,8 +249,8 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
 
 
 def named_indexed(path: Path) -> Path | None:
-    """The .bin that is meant by it, by its .idx, or, as Megatron names them, by what both begin
-    with; None where it is none.
+    """The .bin that `path` means, by its own name, by its .idx, or by the common prefix that
+    Megatron uses; None where there is none.
     """
     if path.suffix == IDX:
         path = path.with_suffix(BIN)
@@ -252,8 +260,8 @@ def named_indexed(path: Path) -> Path | None:
 
 
 def is_hub_id(entry: str) -> bool:
-    """Return whether a path that does not exist can be a hub id: `name`, `org/name`, either with
-    `:config`. One with the suffix of a file is a path that was misspelled.
+    """True if an entry that is not a path can be a hub id: `name` or `org/name`, maybe with
+    `:config`. With a data file's suffix it is a misspelled path.
     """
     known = form(Path(entry)) or Path(entry).suffix in (BIN, IDX)
     return may_be_hub_id(re.sub(r":[\w.-]+$", "", entry)) and not known

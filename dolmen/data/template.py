@@ -69,7 +69,7 @@ class Chat:
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """How a tokenizer writes chats."""
+    """A chat template with its tokenizer."""
 
     tokenizer: PreTrainedTokenizer
     text: str
@@ -79,11 +79,13 @@ class Template:
 
     @property
     def marks(self) -> bool:
-        """True if the template marks generated text itself."""
+        """True if the template marks generated text itself ({% generation %})."""
         return MARK.search(self.text) is not None
 
     def tokens(self, chat: Chat, train_on: MaskingStrategy) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, and whether each is trained. Raises ValueError for a chat that it cannot write."""
+        """Return (token ids of the rendered chat, mask of the trained ones): the assistant's turns,
+        only its last turn, or all. Raises ValueError for a chat that the template cannot render.
+        """
         text, spans = self._marked(chat) if self.marks else self._matched(chat)
         ids, turns = self._encoded(text, spans)
         if not len(ids):
@@ -96,8 +98,9 @@ class Template:
         return ids, trained
 
     def prompt(self, chat: Chat, tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Ids of a chat whose next message is the assistant's, who may call `tools`, where the
-        template tells of them. Raises Refused where it cannot write that.
+        """Return the token ids of a chat, up to where the assistant's next message begins. `tools`:
+        functions that it may call, if the template supports them. Raises Refused where it cannot be
+        rendered.
         """
         text = self._apply(
             chat, chat.messages, add_generation_prompt=True, tokenize=False, tools=tools
@@ -105,7 +108,9 @@ class Template:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """The chat as text, and the characters between the template's generation marks."""
+        """Render the chat: text, and the character spans between the template's generation
+        marks.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, spans = self._rendered(
@@ -120,8 +125,8 @@ class Template:
         return texts[0], spans[0]
 
     def _matched(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """The chat as text, and the characters of each turn, found by rendering the chat's
-        beginnings.
+        """Render the chat: text, and the character span of each assistant turn, found by rendering
+        the chat's beginnings.
         """
         whole = self._render(chat, chat.messages)
         numbers = [i for i, one in enumerate(chat.messages) if one["role"] == ASSISTANT]
@@ -130,11 +135,12 @@ class Template:
     def _encoded(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, list[slice]]:
-        """Token ids of the text, and the tokens that overlap each span of characters.
+        """Token ids of the text, and for each span of characters the slice of tokens that overlap
+        it.
 
-        Tokenizers that trim offsets (ByteLevel(trim_offsets=True)) give the spaces before a word to
-        no character of the text, and a token of spaces alone no characters: that one is what lies
-        between it and the token before.
+        Tokenizers that trim offsets (ByteLevel(trim_offsets=True)) assign the spaces before a word
+        to no character, and a token of spaces has an empty range: it is taken to reach from the
+        token before it.
         """
         encoded = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         starts, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
@@ -148,7 +154,9 @@ class Template:
         return np.array(encoded.ids, np.int64), turns
 
     def _span(self, chat: Chat, whole: str, number: int) -> tuple[int, int]:
-        """The characters of a turn of the assistant."""
+        """Character span of the assistant's message `number` in the rendered chat `whole`. Raises
+        Refused where the template renders earlier messages differently once others follow.
+        """
         messages = chat.messages
         if number:
             before = self._render(chat, messages[:number], prompt=True)
@@ -169,9 +177,14 @@ class Template:
         return len(before), len(before) + len(bare if ends else turn)
 
     def _render(self, chat: Chat, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        """Render messages as text; `prompt`: with the beginning of the assistant's next turn."""
         return self._apply(chat, messages, add_generation_prompt=prompt, tokenize=False)
 
     def _apply(self, chat: Chat, messages: list[dict[str, Any]], **options: Any) -> Any:
+        """Call the tokenizer's apply_chat_template with this template and `options`; return its
+        result. Raises Refused, naming the chat, for errors of the template and where it exceeds the
+        time limit.
+        """
         return self._rendered(
             chat,
             lambda: self.tokenizer.apply_chat_template(
@@ -180,8 +193,8 @@ class Template:
         )
 
     def _rendered(self, chat: Chat, render: Callable[[], Any]) -> Any:
-        """Return the result of `render`. Raises Refused for a chat that the template cannot
-        write.
+        """Return render(), within the time limit. Raises Refused, naming the chat, for errors of
+        the template.
         """
         from jinja2.exceptions import TemplateError
 
@@ -201,8 +214,8 @@ class Template:
 
 
 def template_of(tokenizer: PreTrainedTokenizer, asked: str | None) -> Template:
-    """The one that --data.template names, by name or as a file, else the tokenizer's own. Raises
-    ValueError where there is none.
+    """Return the template that --data.template names (built in, or a file), else the tokenizer's
+    own. Raises ValueError where there is none, or the tokenizer is not a fast one.
     """
     if not tokenizer.is_fast:
         raise ValueError(
@@ -224,8 +237,8 @@ def template_of(tokenizer: PreTrainedTokenizer, asked: str | None) -> Template:
 
 
 def own_template(tokenizer: PreTrainedTokenizer, mend: str, choose: str) -> Template:
-    """The tokenizer's own. Raises ValueError where there is none, which `mend` mends, and where it
-    has several and none by default, which `choose` does.
+    """Return the tokenizer's own template. Raises ValueError where there is none (`mend` says what
+    to do), or several and no default (`choose` says what to do).
     """
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer has no chat template: {mend}")

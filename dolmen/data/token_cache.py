@@ -42,7 +42,7 @@ INDEX = "index.json"
 
 
 class Form(NamedTuple):
-    """Files of a cache folder: the index, and these."""
+    """File format of a kind of cache folder: schema of its index, and names of its other files."""
 
     kind: Kind
     files: tuple[str, ...]
@@ -56,9 +56,10 @@ def found_or_built(
     verify: bool,
     progress: bool,
 ) -> tuple[Path, dict[str, Any]]:
-    """The whole folder of `origin` and its index: the one there is, or else one that `build` fills.
-    With `verify` each cached byte is compared with its digest, else only sizes. Raises ValueError
-    where the cache cannot be written, and what `build` raises.
+    """Return (folder, index) of the cache entry for `origin`: an existing one, or else built now by
+    build(folder). `verify`: compare each cached byte with its digest, else only sizes; a damaged
+    entry is built again. One process builds, others wait. Raises ValueError where the cache cannot
+    be written, and whatever `build` raises.
     """
     key = hashlib.blake2b(json.dumps(origin).encode(), digest_size=16).hexdigest()
     folder = cache / "corpora" / key
@@ -90,8 +91,8 @@ def found_or_built(
 
 
 def examined(folder: Path, form: Form, origin: Mapping[str, Any], verify: bool) -> dict[str, Any]:
-    """The index of a whole folder of the tokens of `origin`. Raises Refused, with the file that is
-    missing or damaged.
+    """Return the index of a cache folder, once the folder is checked to be complete and made from
+    `origin`. Raises Refused, naming the file that is missing or damaged.
     """
     index = read_json(folder / INDEX, form.kind)
     if index.pop("digest") != digest_of(index):
@@ -115,7 +116,9 @@ def examined(folder: Path, form: Form, origin: Mapping[str, Any], verify: bool) 
 def write_index(
     folder: Path, form: Form, index: dict[str, Any], digests: Mapping[str, str] | None = None
 ) -> None:
-    """Writes the index of a folder that has its files; `digests` are those that are known."""
+    """Write the index of a folder whose files are there, with their sizes and digests; `digests`
+    has those already computed.
+    """
     known = digests or {}
     index = {
         **index,
@@ -126,13 +129,13 @@ def write_index(
 
 
 def identity_of(file: Path) -> list:
-    """[path, bytes, time of modification, time of change] of a file; times in nanoseconds."""
+    """[path, bytes, modification time, change time] of a file; times in ns."""
     found = file.stat()
     return [str(file), found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def file_digest(file: Path) -> str:
-    """XXH3 of the content."""
+    """XXH3 (128 bits, hexadecimal) of a file's content."""
     found = xxhash.xxh3_128()
     with open(file, "rb") as content:
         while block := content.read(1 << 22):
@@ -141,6 +144,7 @@ def file_digest(file: Path) -> str:
 
 
 def digest_of(index: Mapping[str, Any]) -> str:
+    """XXH3 of an index, as JSON with sorted keys."""
     return xxhash.xxh3_128_hexdigest(json.dumps(index, sort_keys=True).encode())
 
 
@@ -150,7 +154,9 @@ NAMES = re.compile(r"([0-9a-f]{32}|bpe-\d+-[0-9a-f]{24})\.(lock|[a-z0-9_]{8})") 
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Within, no other process is in the same; one that waits goes on after the first is done."""
+    """Context manager: an exclusive lock between processes on the lock file `path`, which is
+    deleted at the end. Blocks until it is free; does nothing on file systems without locks.
+    """
     descriptor = filesystem.open_locked(path, optional=True)
     assert descriptor is not None
     try:
@@ -162,8 +168,9 @@ def lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its name when the block ends well, unless another
-    was first; nothing is left of it otherwise.
+    """Context manager: a new temporary folder that is renamed to `folder` at the block's normal
+    end, unless another process made it first; it is deleted otherwise. Leftovers of killed
+    processes are removed first.
     """
     sweep(folder.parent)
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
@@ -181,7 +188,9 @@ def building(folder: Path) -> Iterator[Path]:
 
 
 def sweep(parent: Path) -> None:
-    """Removes what killed processes have left in `parent`."""
+    """Delete temporary folders and lock files in `parent` that killed processes left: those that
+    nobody has locked.
+    """
     for path in parent.iterdir():
         if not NAMES.fullmatch(path.name) or path.is_symlink():
             continue
@@ -196,7 +205,9 @@ def sweep(parent: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """A folder of plain files, which ours are; what else is in it stays, and so the folder."""
+    """Delete a folder of plain files. Subfolders stay, and so does the folder then. Errors are
+    ignored.
+    """
     with suppress(OSError):
         # the mark last: what a kill leaves here is swept too
         for file in sorted(folder.iterdir(), key=lambda file: file.name == MARK):

@@ -42,8 +42,8 @@ WIDE_SPACE = re.compile(
 
 
 class TextHash:
-    """`exact`, `words` (64 bits each, the same on every machine) and `size` in bytes of a document
-    that comes in `pieces`.
+    """Incremental hashes of a document: `exact` of its bytes, `words` of its text without white
+    space (64 bits each, equal on every machine), and its `size` in bytes.
     """
 
     def __init__(self):
@@ -51,6 +51,7 @@ class TextHash:
         self.size = self.pieces = 0
 
     def update(self, text: bytes) -> None:
+        """Add the next piece of the text, UTF-8."""
         self._exact.update(text)
         words = text.translate(None, WHITE_SPACE)
         self._words.update(words if words.isascii() else WIDE_SPACE.sub(b"", words))
@@ -58,16 +59,20 @@ class TextHash:
 
     @property
     def exact(self) -> int:
+        """Hash of the bytes."""
         return int.from_bytes(self._exact.digest(), "little")
 
     @property
     def words(self) -> int:
+        """Hash of the text without white space: equal for copies that differ in white space
+        only.
+        """
         return self._words.intdigest()
 
 
 class Piece(NamedTuple):
-    """A part of a document, in order. `source`: index of its file, or the number of files plus that
-    of its hub id.
+    """A part of a document's text. `source`: index of its file, or number of files + index of its
+    hub id; `last`: it ends the document.
     """
 
     text: str
@@ -76,7 +81,7 @@ class Piece(NamedTuple):
 
 
 def pieces(source: Source, text_field: str, option: str = "--data.path") -> Iterator[Piece]:
-    """All documents of `source` in order, each cut into pieces; documents without text are left
+    """Yield all documents of a source in order, each cut into pieces. Empty documents are left
     out.
     """
     for index, file in enumerate(source.files):
@@ -92,8 +97,8 @@ def pieces(source: Source, text_field: str, option: str = "--data.path") -> Iter
 def rows(
     source: Source, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Located]:
-    """All rows of `source` in order, each with where it stands. Raises ValueError for files that
-    have none, and for a row of more than `max_bytes`.
+    """Yield all rows of a source in order, as (row, where). Raises ValueError for files that have
+    no rows, and for a row of more than `max_bytes`.
     """
     for file in source.files:
         reader = ROW_READERS.get(form(file) or "")
@@ -110,8 +115,8 @@ def rows(
 def first_lines(
     source: Source, text_field: str, max_bytes: int | None, option: str = "--data.path"
 ) -> Iterator[Located]:
-    """All rows of `source` in order, and of each of its texts the first line that has something,
-    as the row of a `prompt`. Raises ValueError.
+    """Yield prompts: all rows of a source in order, and for each text document a row with its first
+    line that is not blank as `prompt`. Raises ValueError.
     """
     for file in source.files:
         if form(file) in ROW_READERS:
@@ -125,8 +130,8 @@ def first_lines(
 
 
 def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is the last) pieces of at most `piece` characters, whatever the blocks of
-    the document are.
+    """Cut a document that comes in `blocks` into (text, is it the last) of at most `piece`
+    characters each.
     """
     rest = ""
     for block in blocks:
@@ -141,9 +146,9 @@ def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]
 
 
 def seam(text: str, low: int, high: int) -> int:
-    """Find where to cut in (low, high]: at the last line that is not indented, where byte-level
-    tokenizers begin a word anyway, so that no token changes; else at a line, else before a space,
-    else at `high`.
+    """Find where to cut a text in (low, high]: before the last line that is not indented, where
+    byte-level tokenizers begin a word anyway, so that no token changes; else before a line, else
+    before a space, else at `high`.
     """
     at = high
     while (at := text.rfind("\n", low, at)) >= 0:
@@ -156,7 +161,9 @@ def seam(text: str, low: int, high: int) -> int:
 
 
 def load_hub(name: str, option: str):
-    """The split `train` of a hub id, in the cache of `datasets`; ValueError names the option."""
+    """Load the split `train` of a hub id (`name` or `name:config`) through `datasets`. Raises
+    ValueError naming the option.
+    """
     import datasets
 
     identity, _, config = name.partition(":")
@@ -169,6 +176,7 @@ def load_hub(name: str, option: str):
 
 
 def hub_rows(name: str, text_field: str, option: str) -> Iterator[str]:
+    """Yield the texts of a hub data set. Raises Refused where the column is missing."""
     table = load_hub(name, option)
     check_column(text_field, table.column_names, f"{option} {name}")
     yield from column_texts(table.select_columns([text_field]), text_field, name)
@@ -199,7 +207,9 @@ def write_tokens(
     reach: Callable[[int], None],
     option: str,
 ) -> Written:
-    """Writes tokens.bin. `reach` is told how much has been read."""
+    """Tokenise a source with `workers` threads and write tokens.bin into `folder`; return the other
+    records. `reach(bytes read)` reports progress.
+    """
     ends, documents, seams = array("q"), Column(DOCUMENT), Column(SEAM)
     before = np.cumsum([0] + [size for _, size, *_ in origin["files"]])
     mark = np.array([origin["end_of_text"]], origin["dtype"])
@@ -242,15 +252,17 @@ def write_tokens(
 
 
 class Column:
-    """Records of `dtype`, appended one by one without an object for each."""
+    """Growing array of records of `dtype`, without a Python object for each."""
 
     def __init__(self, dtype: np.dtype):
         self.dtype, self.bytes = dtype, bytearray()
 
     def append(self, record: tuple[int, ...]) -> None:
+        """Append one record."""
         self.bytes += np.array(record, self.dtype).tobytes()
 
     def array(self) -> np.ndarray:
+        """All records as an array."""
         return np.frombuffer(self.bytes, self.dtype)
 
 
@@ -277,7 +289,7 @@ def encoded(
 
 
 def grouped(parts: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in lists of about PIECE characters, so that a short document is not a task of
+    """Group pieces into lists of about PIECE characters, so that a short document is not a task of
     its own.
     """
     group, characters = [], 0

@@ -29,8 +29,8 @@ NUMBERED = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _alphabet() -> dict[int, str]:
-    """Byte -> the letter that stands for it: itself where it is printable, and else the next of
-    those behind Latin-1, as GPT-2 has it.
+    """Byte -> the letter that stands for it in byte-level BPE: itself where it is printable, else
+    the next code point from 256 on, as in GPT-2.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -121,9 +121,9 @@ class PreTrainedTokenizer(Protocol):
 def load_tokenizer(
     name: str | None, option: str = "--data.tokenizer", probe: bool = True
 ) -> PreTrainedTokenizer:
-    """The tokenizer in folder `name` or of that id on the hub, which the user named by `option`
-    (empty: by itself). No code of the repository is run. `probe` tries its expressions first, in a
-    process of their own. ValueError if none.
+    """Load the tokenizer in folder `name`, or of that id on the hub, without running code of the
+    repository. `option` named it, for errors. `probe`: try its regular expressions in a process
+    with limits first. Raises ValueError where there is none.
     """
     from transformers import AutoTokenizer  # 2.4 s to import: not owed by `--help`
 
@@ -153,15 +153,15 @@ def load_tokenizer(
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizer) -> int:
-    """Rows an embedding needs: the largest id plus one, added tokens and gaps included."""
+    """Rows that an embedding needs: the largest id + 1, added tokens and gaps included."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def check_vocabulary(
     tokenizer: PreTrainedTokenizer, vocab_size: int, trained: bool = False
 ) -> None:
-    """ValueError if the tokenizer has ids that the model lacks, which cannot grow if it is
-    `trained`.
+    """Raises ValueError if the tokenizer has ids beyond the model's vocabulary; `trained`: the
+    model cannot grow, so the message does not suggest it.
     """
     needed = vocabulary_size(tokenizer)
     if needed > vocab_size:
@@ -173,8 +173,8 @@ def check_vocabulary(
 
 
 def check_encodes(tokenizer: PreTrainedTokenizer, text: str, where: str) -> None:
-    """ValueError if `text`, which is not empty, has no tokens: a bare sentencepiece model, which
-    `transformers` converts on its own, can come out so.
+    """Raises ValueError if `text`, not blank, has no tokens: a bare sentencepiece model that
+    `transformers` converts can come out so. `where`: source of the text, for the message.
     """
     if text.strip() and not len(encoder(tokenizer)(text)):
         raise ValueError(
@@ -185,8 +185,8 @@ def check_encodes(tokenizer: PreTrainedTokenizer, text: str, where: str) -> None
 
 
 def end_of_text_id(tokenizer: PreTrainedTokenizer, override: str | None = None) -> int:
-    """Id of the token that ends a document: `override` if given, else the tokenizer's eos.
-    ValueError if neither.
+    """Id of the token that ends a document: `override`, else the tokenizer's EOS. Raises ValueError
+    where there is neither, or the vocabulary lacks `override`.
     """
     if override is not None:
         if override not in tokenizer.get_vocab():
@@ -205,8 +205,8 @@ def end_of_text_id(tokenizer: PreTrainedTokenizer, override: str | None = None) 
 
 
 def padding(tokenizer: PreTrainedTokenizer) -> int | None:
-    """Id of a token that may stand behind a text and is not taken for its end: that of padding, or
-    of what is unknown, or begins a text, whichever first is not the end of one; None: none is.
+    """Id of a pad token that is not EOS: the first of pad, unknown and BOS that differs from it;
+    None without one.
     """
     known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
     own = [token for token in known if token is not None and token != tokenizer.eos_token_id]
@@ -228,12 +228,12 @@ def fingerprint(tokenizer: PreTrainedTokenizer) -> str:
 
 
 def encoder(tokenizer: PreTrainedTokenizer) -> Callable[[str], np.ndarray]:
-    """Text -> its ids, uint16 if they all fit, else uint32; no special token is added and nothing
-    is truncated.
+    """Return a function from text to its ids (uint16 if all fit, else uint32), without special
+    tokens or truncation.
 
-    `encode_batch_fast` of one text, because it releases the interpreter's lock and `encode` does
-    not: two threads tokenise 1.85 times as fast as one. The few tokenizers without a Rust backend
-    gain nothing from threads.
+    It uses `encode_batch_fast` on one text, which releases the interpreter's lock while `encode`
+    does not: two threads tokenise 1.85 times as fast as one. The few tokenizers without a Rust
+    backend gain nothing from threads.
     """
     dtype = token_dtype(tokenizer)
     if not tokenizer.is_fast:
@@ -243,6 +243,7 @@ def encoder(tokenizer: PreTrainedTokenizer) -> Callable[[str], np.ndarray]:
     backend.no_padding()
 
     def encode(text: str) -> np.ndarray:
+        """Token ids of a text."""
         with tokenizer_files.refused_by_name("--data.tokenizer"):
             found = backend.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(found.ids, dtype)
@@ -251,17 +252,18 @@ def encoder(tokenizer: PreTrainedTokenizer) -> Callable[[str], np.ndarray]:
 
 
 def token_dtype(tokenizer: PreTrainedTokenizer) -> np.dtype:
+    """uint16 if the vocabulary has at most 65,536 ids, else uint32."""
     return np.dtype("<u2" if vocabulary_size(tokenizer) <= 1 << 16 else "<u4")
 
 
 def train_bpe(
     texts: Iterable[str], vocab_size: int, folder: Path | str, progress: bool = True
 ) -> None:
-    """Trains a byte-level BPE of `vocab_size` tokens on `texts` and saves it where AutoTokenizer
+    """Train a byte-level BPE of `vocab_size` tokens and save it in `folder`, where AutoTokenizer
     finds it.
 
-    `<|endoftext|>` is id 0 and serves as eos, bos and pad. Any text decodes to itself, byte for
-    byte. Raises ValueError for fewer tokens than there are bytes, and one.
+    `<|endoftext|>` is id 0 and serves as EOS, BOS and pad. Any text decodes to itself, byte for
+    byte. Raises ValueError for fewer than 257 tokens.
     """
     from transformers import PreTrainedTokenizerFast
 

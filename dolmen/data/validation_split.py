@@ -65,7 +65,7 @@ class ValidationSplit:
 
 @dataclass(frozen=True)
 class Division:
-    """A source, divided into training text and validation split."""
+    """A source divided into training text and validation split."""
 
     training: TokenStream
     validation: ValidationSplit | None
@@ -84,13 +84,11 @@ class Choice:
 
 
 def choose_held_out(tables: Sequence[np.ndarray], fraction: float) -> Choice:
-    """Choose held-out documents from each source's table, with the fields `bytes`, `hash` and
-    `words`.
+    """Choose held-out documents from each source's table (fields `bytes`, `hash`, `words`).
 
-    A document with more than a quarter of the bytes of a source, copies counted once, is never held
-    out whole, in no source. A source in which chance draws none gives the one of the others whose
-    words have the smallest hash; a source that has no others (one document, or a few large ones)
-    gives the end of its longest.
+    A document with more than a quarter of a source's bytes, copies counted once, is never held out
+    whole. A source in which chance selects none gives the one of the others whose words have the
+    smallest hash; if it has no others (one document, or a few large ones), the end of its longest.
     """
     if not fraction:
         return Choice(np.zeros(0, np.uint64), {})
@@ -123,8 +121,8 @@ def all_validated(name: str) -> ValueError:
 
 
 def large_words(table: np.ndarray) -> np.ndarray:
-    """Words of the documents with more than a quarter of the bytes, copies counted once, as large
-    as the largest of them.
+    """Words' hashes of the documents with more than a quarter of the source's bytes; copies count
+    once, as large as the largest.
     """
     words, which = np.unique(table["words"], return_inverse=True)
     sizes = np.zeros(len(words), np.int64)
@@ -133,13 +131,14 @@ def large_words(table: np.ndarray) -> np.ndarray:
 
 
 def union(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The different values of all, sorted."""
+    """Sorted distinct values of all arrays."""
     return np.unique(np.concatenate([*parts, np.zeros(0, np.uint64)]))
 
 
 def split_of(text: str, count: int) -> list[tuple[int, int]]:
-    """Divide `count` sequences into those to train, validate and test on, as `first, behind the
-    last`; "99,1" is 99,1,0. ValueError for what are no shares, and where nothing is trained on.
+    """Divide `count` sequences into ranges (first, end) for training, validation and test, by
+    shares such as "969,30,1" ("99,1" is 99,1,0). Raises ValueError for malformed shares, and where
+    nothing is trained on.
     """
     words = [word for word in re.split(r"[,\s/]+", text.strip()) if word]
     if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", w) for w in words):
@@ -160,7 +159,9 @@ PIECES = 8  # held-out pieces from which on a cut between two pieces misses the 
 
 
 class Ending(NamedTuple):
-    """`token`: the first held-out token, counted in the document; `bytes` of text from there."""
+    """Held-out end of a document: its first `token`, counted in the document, and the `bytes` of
+    text from there.
+    """
 
     token: int
     bytes: int
@@ -174,9 +175,10 @@ def ending(
     tokenizer: PreTrainedTokenizer,
     text_field: str,
 ) -> Ending:
-    """Find where to cut off the last `fraction` of the tokens of document `index` of `source`, at
-    least one token and the end of text; at any token where nobody can know its bytes. Raises
-    ValueError if the text is not what was tokenised.
+    """Find where to cut off the last `fraction` of the tokens of document `index`: at least one
+    token and the end of text, at a token that begins with a character. `source` is read again if
+    need be. Raises ValueError if the text has changed since it was tokenised, or offsets are not
+    known.
     """
     length = int(corpus.offsets[index + 1] - corpus.offsets[index])
     size = int(corpus.documents["bytes"][index])
@@ -209,7 +211,7 @@ def ending(
 
 
 def seams(corpus: Corpus, index: int, length: int, size: int) -> np.ndarray:
-    """int64 [pieces, 2]: tokens and bytes of the document up to the end of each piece."""
+    """Tokens and bytes of a document up to the end of each of its pieces, int64 [pieces, 2]."""
     own = corpus.seams[corpus.seams["document"] == index]
     if not len(own):
         return np.array([[length - 1, size]])
@@ -217,7 +219,7 @@ def seams(corpus: Corpus, index: int, length: int, size: int) -> np.ndarray:
 
 
 def document(source: Source, index: int, text_field: str) -> Iterator[str]:
-    """The pieces of document `index`."""
+    """Yield the pieces of the source's document `index`."""
     number = 0
     for piece in pieces(source, text_field):
         if number == index:
@@ -228,8 +230,8 @@ def document(source: Source, index: int, text_field: str) -> Iterator[str]:
 
 
 def cuts(tokenizer: PreTrainedTokenizer, text: str, near: int) -> list[int | None]:
-    """Per token of `text`, the number of characters before it; None where the token before it ends
-    inside a character, and, for a tokenizer without offsets, far from token `near`.
+    """For each token of `text`, the number of characters before it; None where a cut there would
+    split a character, and, for tokenizers without offsets, far from token `near`.
     """
     if not tokenizer.is_fast:
         return slow_cuts(tokenizer, text, near)
@@ -247,7 +249,9 @@ def cuts(tokenizer: PreTrainedTokenizer, text: str, near: int) -> list[int | Non
 def slow_cuts(
     tokenizer: PreTrainedTokenizer, text: str, near: int, reach: int = 8
 ) -> list[int | None]:
-    """A cut is clean where what is before it and what is behind decode to the whole text."""
+    """`cuts` for a tokenizer without offsets, tried within `reach` tokens of `near`: a cut is clean
+    where the tokens before and behind decode to the whole text.
+    """
     ids = tokenizer.encode(text, add_special_tokens=False)
     places: list[int | None] = [None] * len(ids)
     for at in range(max(0, near - reach), min(len(ids), near + reach)):
@@ -267,7 +271,7 @@ def hold_out(
     tokenizer: PreTrainedTokenizer,
     text_field: str,
 ) -> list[Division]:
-    """Divide all sources by one choice of `fraction` of their documents."""
+    """Divide all sources by one choice of `fraction` of their documents; see `choose_held_out`."""
     choice = choose_held_out([corpus.documents for corpus in corpora], fraction)
     endings: dict[int, Ending] = {}
     for exact in choice.cut:
@@ -283,17 +287,15 @@ def hold_out(
 def divide_sources(
     corpora: Sequence[Corpus], choice: Choice, endings: dict[int, Ending], why: str
 ) -> list[Division]:
-    """Divide each source by `choice`. `endings` says where the documents of `choice.cut` are cut,
-    by their exact hash; `why` says how the held-out ones were chosen, for the notes.
+    """Divide each source by `choice`. `endings`: exact hash of a document in `choice.cut` -> where
+    it is cut; `why`: how the held-out ones were chosen, for the notes.
     """
     validated: set[int] = set()
     return [divide_one(corpus, choice, endings, validated, why) for corpus in corpora]
 
 
 class Masks(NamedTuple):
-    """The documents of a source that are not trained on as they are: three masks over all, as there
-    may be millions.
-    """
+    """Masks [documents] of the documents of a source that are not trained on as they are."""
 
     whole: np.ndarray
     """Held out whole, or a copy of one that is."""
@@ -314,8 +316,8 @@ def find_held_out(documents: np.ndarray, choice: Choice) -> Masks:
 def divide_one(
     corpus: Corpus, choice: Choice, endings: dict[int, Ending], validated: set[int], why: str
 ) -> Division:
-    """Divide one source. `validated` has the words of what the sources before it validate, and gets
-    those of this one.
+    """Divide one source. `validated`: words' hashes that earlier sources validate already; those of
+    this source are added to it. `why` is for the note.
     """
     words, exact = corpus.documents["words"], corpus.documents["hash"]
     masks = find_held_out(corpus.documents, choice)
@@ -341,8 +343,8 @@ def divide_one(
 
 
 def exclude_validation(corpora: Sequence[Corpus], validation: Corpus) -> list[Division]:
-    """Take the documents of --data.validation out of each source. Raises ValueError where nothing
-    is left.
+    """Divide each source by removing the documents (and copies) of --data.validation from its
+    training text. Raises ValueError where nothing is left of a source.
     """
     words, divisions = np.unique(validation.documents["words"]), []
     for corpus in corpora:
@@ -356,8 +358,8 @@ def exclude_validation(corpora: Sequence[Corpus], validation: Corpus) -> list[Di
 
 
 def divide_by_split(corpus: Corpus, shares: str) -> Division:
-    """Divide a corpus of one data set as Megatron does, by its sequences in order, whatever they
-    hold. The test split is neither trained on nor validated.
+    """Divide a corpus of one data set as Megatron does: its sequences in order, by `shares`. The
+    test split is neither trained on nor validated.
     """
     (bounds,), why = corpus.sequences, f", by --data.split {shares}"
     train, valid, test = split_of(shares, len(bounds) - 1)
@@ -377,8 +379,8 @@ def divide_by_split(corpus: Corpus, shares: str) -> Division:
 
 
 def first_copies(words: np.ndarray, mask: np.ndarray, validated: set[int]) -> np.ndarray:
-    """Indices of the first document in `mask` with each words that are not in `validated`, which
-    gets them.
+    """Indices of the first document in `mask` for each words' hash that is not in `validated`, to
+    which they are added.
     """
     indices = np.flatnonzero(mask)
     different, first = np.unique(words[indices], return_index=True)
@@ -388,7 +390,9 @@ def first_copies(words: np.ndarray, mask: np.ndarray, validated: set[int]) -> np
 
 
 def whole_documents(corpus: Corpus, indices: Iterable[int], why: str = "") -> ValidationSplit:
-    """The documents at `indices`, held out whole; `why` says how they were chosen."""
+    """Validation split of the documents at `indices`; `why` says how they were chosen, for its
+    note.
+    """
     chosen = np.asarray(indices)
     stream = corpus.stream(corpus.offsets[chosen], corpus.offsets[chosen + 1])
     whole = (corpus.documents["file"][chosen] >= 0).all()
@@ -403,7 +407,7 @@ def whole_documents(corpus: Corpus, indices: Iterable[int], why: str = "") -> Va
 
 
 def document_end(corpus: Corpus, index: int, ending: Ending) -> ValidationSplit:
-    """The end of document `index`, which is too large to be held out whole."""
+    """Validation split with the end of document `index`."""
     start, stop = int(corpus.offsets[index]) + ending.token, int(corpus.offsets[index + 1])
     length = stop - int(corpus.offsets[index])
     note = (
@@ -417,7 +421,7 @@ def document_end(corpus: Corpus, index: int, ending: Ending) -> ValidationSplit:
 
 
 def join_parts(parts: Sequence[ValidationSplit]) -> ValidationSplit:
-    """Join the parts of one source."""
+    """Join the validation splits of one source into one."""
     if len(parts) == 1:
         return parts[0]
     whole = all(each.files for each in parts)
@@ -432,7 +436,7 @@ def join_parts(parts: Sequence[ValidationSplit]) -> ValidationSplit:
 
 
 def exclusion_note(corpus: Corpus, indices: np.ndarray, why: str) -> str:
-    """Say which share of a source is not trained on."""
+    """Note that says which share of a source is not trained on, and `why`."""
     tokens = int((corpus.offsets[indices + 1] - corpus.offsets[indices]).sum())
     return (
         f"not trained on: {len(indices):,} of {corpus.document_count:,} documents of "
@@ -441,8 +445,8 @@ def exclusion_note(corpus: Corpus, indices: np.ndarray, why: str) -> str:
 
 
 def check_length(division: Division, corpus: Corpus, sequence_length: int) -> None:
-    """Raise ValueError where a source has fewer tokens left than one window; it says where they
-    went.
+    """Raises ValueError where a source has fewer training tokens than one window, saying where the
+    others went.
     """
     left = len(division.training)
     if left > sequence_length:
