@@ -12,7 +12,7 @@ import pytest
 from test_house import files, nodes
 
 LIMITS = {
-    "fragments": 23,
+    "fragments": 20,
     "participles": 48,
     "prepositions": 75,
     "shared class names": 29,

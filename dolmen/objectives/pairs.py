@@ -42,8 +42,9 @@ class PairValues(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CompletionIndex:
-    """Positions of the completions of a batch. Tensors have a column for each possible document, as
-    many as tokens: the real number is data, and reading it would make the host wait.
+    """Finds the completions in the rows of a batch. Tensors per document have as many columns as a
+    row has tokens, as the number of documents depends on the data, and reading it would make the
+    host wait for the device.
     """
 
     batch: Batch
@@ -94,7 +95,7 @@ class CompletionIndex:
 
 @dataclass(frozen=True, eq=False)
 class PairIndex(CompletionIndex):
-    """Completions of rows 2 i and 2 i + 1, paired."""
+    """The completions of rows 2 i and 2 i + 1 as pairs."""
 
     @property
     def real(self) -> Bool[Tensor, "rows documents"]:

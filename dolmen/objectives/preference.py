@@ -59,8 +59,8 @@ def log_ratios(
 
 @dataclass(frozen=True)
 class DPO:
-    """`dpo` of a batch of pairs, mean over pairs. Reads `numbers[REFERENCE]`. Metrics are
-    pairs.REWARDS and pairs.LOGPS.
+    """The objective of `dpo` over a batch of pairs: mean over pairs. Reads `numbers[REFERENCE]`.
+    Metrics are pairs.REWARDS and pairs.LOGPS.
     """
 
     beta: float = 0.1
@@ -103,7 +103,9 @@ class DPO:
 
 @dataclass(frozen=True)
 class ReferenceFreePreference:
-    """`simpo` or `orpo` of a batch of pairs, without a reference model; metrics as of DPO."""
+    """The objective of `simpo` or `orpo` over a batch of pairs, without a reference model; metrics
+    as of DPO.
+    """
 
     kind: ReferenceFreeKind
     beta: float

@@ -62,8 +62,8 @@ def reward_losses(
 
 @dataclass(frozen=True)
 class PairwiseRewardLoss:
-    """`pairwise` of a batch, mean over pairs. The score of a completion is the head's number at its
-    last token with a real label. Metrics are pairs.METRICS.
+    """The objective of `pairwise` over a batch: mean over pairs. The score of a completion is the
+    head's number at its last token with a real label. Metrics are pairs.METRICS.
     """
 
     center: float = 0.0

@@ -23,7 +23,7 @@ Generate = Callable[[Sequence[Sequence[int]], Sequence[str], Sequence[int]], lis
 
 
 class EnvironmentTurn(NamedTuple):
-    """The reply of an environment."""
+    """The reply of an environment: text that follows the model's turn, the end, or a failure."""
 
     text: str | None
     """None ends the completion."""
@@ -53,9 +53,11 @@ class UserEnvironment:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop the worker process."""
         self.worker.stop()
 
     def __call__(self, prompt: Prompt, turns: list[str]) -> EnvironmentTurn:
+        """Return the function's turn; a failed call ends the completion, with its reason."""
         request = {"prompt": prompt.content, "turns": turns, "row": prompt.row}
         reply: dict[str, Any] = self.worker.call(request)
         return EnvironmentTurn(reply.get("turn"), reply.get("failed", ""))

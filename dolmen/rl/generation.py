@@ -45,8 +45,9 @@ class GenerationModel:
         pp: int = 1,
         released: bool = False,
     ):
-        """`mesh` is that of training, and so is `pp`, or it is 1. A `released` model has no memory
-        until weights are loaded. Raises ValueError where `tp` does not divide the processes.
+        """Build the model in the layout tp x pp x copies. `mesh` is training's; `pp` is training's,
+        or 1. A `released` model has no memory until weights are loaded. Raises ValueError where
+        `tp` does not divide the number of processes.
         """
         if mesh.size % tp:
             raise ValueError(
@@ -139,7 +140,7 @@ def compute_over_rows(
 
 
 class Completion(NamedTuple):
-    """Tokens that follow a prompt."""
+    """The tokens generated after a prompt, in one or several turns."""
 
     prompt_index: int
     """Index of the prompt in the list that was given."""

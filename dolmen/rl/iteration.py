@@ -78,7 +78,7 @@ class ScoredCompletion(NamedTuple):
 
     @property
     def row(self) -> dict[str, Any]:
-        """Fields of its line in rollouts/STEP.jsonl."""
+        """The fields of its line in rollouts/STEP.jsonl; reward None where it failed."""
         return {
             "prompt": self.text.prompt,
             "completion": self.text.completion,
@@ -100,7 +100,7 @@ class RolloutModels:
 
 @dataclass(frozen=True, eq=False)
 class RolloutSetup:
-    """What an iteration needs to know of the run."""
+    """The context of an iteration: mesh, schedule, limits, seed, folder, offloader."""
 
     mesh: Mesh
     schedule: Schedule
@@ -116,7 +116,9 @@ class RolloutSetup:
 
 
 class RolloutBatches:
-    """Training batches of a run that samples its own completions (the `Batches` of training)."""
+    """Training batches of a run that samples its own completions: implements the `Batches` of
+    training by rollout iterations.
+    """
 
     rollout_type: type[Rollout] = Rollout
     """The class that an iteration's file is read as."""
@@ -469,8 +471,8 @@ class PPORolloutBatches(RolloutBatches):
         kl_controller: KLController,
         multi_turn: MultiTurn | None = None,
     ):
-        """`kl_controller` is updated when an iteration begins, so that its value at any checkpoint
-        is that of the next iteration.
+        """Make the batches. `kl_controller` is updated when an iteration begins, so that its value
+        at any checkpoint is that of the next iteration.
         """
         super().__init__(config, loader, models, reward, setup, multi_turn)
         self.ppo, self.critic, self.kl_controller = ppo, critic, kl_controller

@@ -33,9 +33,9 @@ class OffloadableMemory:
         pinned: Pinned | None = None,
         keep: bool = True,
     ):
-        """`tensors` returns the tensors; nobody may read them while they are offloaded. `pinned` is
-        as of `writer.pinned_for`. Without `keep` the values are dropped: whoever reloads writes
-        them.
+        """Describe the memory of what `tensors` returns; nobody may read these while they are
+        offloaded. `pinned` is the pinned host memory of `writer.pinned_for`. Without `keep` the
+        values are dropped: whoever reloads writes them.
         """
         self.tensors, self.pinned, self.keep = tensors, pinned, keep
         self.offloaded: list[tuple[Tensor, int]] = []
@@ -99,7 +99,7 @@ class Offloader:
     """Moves models and optimizer state to host memory while they are not needed."""
 
     def __init__(self, parts: Sequence[OffloadPart] = ()):
-        """Without parts nothing is ever moved."""
+        """Take the parts that are moved; without parts nothing ever is."""
         self.parts = parts
 
     @property
@@ -108,11 +108,13 @@ class Offloader:
         return sum(part.memory.bytes for part in self.parts)
 
     def use_weights(self, *models: nn.Module) -> None:
-        """Reload the weights of these models, and offload everything else."""
+        """Reload the weights of these models onto the device, after offloading everything else."""
         self._use([part for part in self.parts if part.model in models and not part.is_optimizer])
 
     def use_for_updates(self) -> None:
-        """Reload all models that have an optimizer, with it, and offload everything else."""
+        """Reload the trained models and their optimizer state onto the device, after offloading
+        everything else.
+        """
         trained = {part.model for part in self.parts if part.is_optimizer}
         self._use([part for part in self.parts if part.model in trained])
 
@@ -149,6 +151,7 @@ def _optimizer_tensors(optimizer: Optimizer) -> Callable[[], Iterable[Tensor]]:
     """Return a function that yields the optimizer's tensors at the time of its call."""
 
     def tensors() -> Iterable[Tensor]:
+        """Yield the moments of all parameters."""
         for moments in optimizer.state.values():
             yield from (each for each in moments.values() if isinstance(each, Tensor))
 

@@ -42,7 +42,7 @@ VOWELS = frozenset("aeiouAEIOU")
 
 
 class RewardInput(NamedTuple):
-    """What a reward function is given."""
+    """The arguments of a reward function: a prompt and its completion."""
 
     prompt: str | list[dict[str, Any]]
     """A text, or the messages of a chat."""
@@ -54,7 +54,7 @@ class RewardInput(NamedTuple):
 
 
 class RewardResult(NamedTuple):
-    """A reward, or why there is none."""
+    """A reward, or None and the reason why there is none."""
 
     reward: float | None
     error: str = ""
@@ -92,6 +92,7 @@ class RuleReward(RewardFunction):
         self.rule = rule
 
     def __call__(self, completion: RewardInput) -> RewardResult:
+        """Return the rule's reward, or the reason why it has none."""
         try:
             return RewardResult(self.rule(completion))
         except KeyError as error:
@@ -140,6 +141,7 @@ class UserReward(RewardFunction):
         self.worker = FunctionWorker("reward", name, timeout)
 
     def __exit__(self, *_: object) -> None:
+        """Stop the worker process."""
         self.worker.stop()
 
     def start(self) -> None:
@@ -147,6 +149,7 @@ class UserReward(RewardFunction):
         self.worker.start()
 
     def __call__(self, completion: RewardInput) -> RewardResult:
+        """Return the function's reward, or the reason why the call failed."""
         request = {
             "prompt": completion.prompt,
             "completion": completion.completion,
@@ -297,7 +300,7 @@ def check_reward_model(name: str, source: Source, vocab_size: int, tokenizer: st
 
 
 class WeightedReward(NamedTuple):
-    """One --reward."""
+    """One --reward: its name, its weight and what computes it."""
 
     name: str
     weight: float
@@ -332,6 +335,7 @@ class CombinedReward:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop all worker processes, even if stopping one of them fails."""
         with ExitStack() as stack:
             for part in self.parts:
                 if isinstance(part.scorer, RewardFunction):

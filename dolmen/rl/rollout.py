@@ -36,8 +36,8 @@ DTYPES = {"tokens": torch.int64, "labels": torch.int64, EXPERTS: torch.int16}
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """Completions in rows [completions, length], each behind its prompt and before padding. Values
-    of a label stand at the position of the token before it, as logits do.
+    """The completions of an iteration in rows [completions, length]: prompt, completion, padding.
+    Values that belong to a label stand at the position of the token before it, as logits do.
     """
 
     other_shapes: ClassVar[dict[str, tuple[int, ...]]] = {}

@@ -26,7 +26,9 @@ class KLController:
     """
 
     def __init__(self, value: float, target: float | None, horizon: float):
-        """Without a `target` the value is fixed."""
+        """Start at `value`, which stays fixed without a `target` (KL per completion). `horizon` is
+        in completions.
+        """
         self.value, self.target, self.horizon = value, target, horizon
 
     def next_value(self, value: float, kl: float, completions: int) -> float:

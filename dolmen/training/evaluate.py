@@ -137,8 +137,8 @@ class RunEvaluator:
 
 
 def _make_generator(run: RunConfig, mesh: Mesh) -> GenerationModel | None:
-    """Return a model for generation with training's tp and pp, one stage per rank and no cp; None
-    where training's own layout can generate.
+    """Return a model for generation with training's tp and pp, one stage per rank and no cp, its
+    memory not allocated; None where training's own layout can generate.
     """
     layout = run.layout
     if layout.virtual_stages == 1 and layout.cp == 1:
@@ -164,7 +164,9 @@ CALIBRATION_FILE = "calibration.png"
 
 @dataclass(frozen=True)
 class Calibration:
-    """Shares of all pairs, by bins of how sure the model is, from 1 / 2 to 1."""
+    """Calibration of a reward model in BINS equal bins of confidence, from 1 / 2 to 1. Values are
+    shares of all validation pairs.
+    """
 
     confident: tuple[float, ...]
     """Share of all pairs in each bin."""
@@ -244,7 +246,7 @@ def plot_calibration(calibration: Calibration, accuracy: float, title: str) -> b
 
 @dataclass(frozen=True)
 class SourceValidation:
-    """The validation of each data source, by its name."""
+    """Validation results of each data source, by its name."""
 
     losses: dict[str, float] = field(default_factory=dict)
     """Nats per predicted token."""
@@ -308,8 +310,9 @@ def validate_sources(
 
 
 def bits_per_byte(losses: Mapping[str, float], held: Mapping[str, HeldOutRows]) -> dict[str, float]:
-    """Return nats per token times tokens per byte / ln 2 of each source of known size. Tokens per
-    byte are those of its whole validation split, so the result is exact where all of it was read.
+    """Return bits per byte of each source whose size is known: loss (nats per token) times tokens
+    per byte / ln 2. Tokens per byte are those of the source's whole validation split `held`, so the
+    result is exact where all of it was read.
     """
     return {
         name: loss * held[name].tokens / size / math.log(2)

@@ -90,6 +90,7 @@ class MetricsFile:
         self.handle.write(json.dumps(row, allow_nan=False) + "\n")
 
     def close(self) -> None:
+        """Close the file."""
         self.handle.close()
 
 
@@ -149,6 +150,7 @@ class TensorBoard:
             self.writer.add_text("completions", "\n\n".join(texts), step + 1)
 
     def close(self) -> None:
+        """Write what is pending, and close the file of events."""
         self.writer.close()
 
 
@@ -223,6 +225,7 @@ class HistoryFile:
             self.handle.write(json.dumps(whole, allow_nan=False) + "\n")
 
     def close(self) -> None:
+        """Close the file, if it was opened."""
         if self.handle is not None:
             self.handle.close()
 
@@ -246,7 +249,7 @@ def run_id(file: Path, step: int) -> str:
 
 
 def gather_ranks(value: float, mesh: Mesh) -> list[float]:
-    """Return the value of each rank, by rank. Every rank calls it."""
+    """Return the `value` of every rank, in the order of ranks, on every rank. A collective."""
     # an all-reduce of one-hot rows is a gather for which every backend has a collective
     mine = torch.zeros(mesh.size, dtype=torch.float64, device=mesh.device)
     mine[mesh.rank] = value
@@ -262,7 +265,7 @@ MAX_QUEUED = 10_000
 
 
 class TrackedRun(NamedTuple):
-    """A run, as trackers know it."""
+    """The description of a run that experiment trackers get."""
 
     out: Path
     name: str
@@ -279,11 +282,17 @@ class Logger(Protocol):
     notice: str
     """A message for the user, or an empty string."""
 
-    def write(self, row: Mapping[str, float]) -> None: ...
+    def write(self, row: Mapping[str, float]) -> None:
+        """Log the metrics of a row at the row's step."""
+        ...
 
-    def write_completions(self, rows: Completions) -> None: ...
+    def write_completions(self, rows: Completions) -> None:
+        """Log sampled completions."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is pending, and end the tracker."""
+        ...
 
 
 class WandB:
@@ -326,6 +335,7 @@ class WandB:
             self.run.log({"completions": table}, step=step)
 
     def close(self) -> None:
+        """Upload what is pending, and end the run in W&B."""
         self.run.finish()
 
 
@@ -361,6 +371,7 @@ class Trackio:
             self.run.log({"completions": table}, step=step)
 
     def close(self) -> None:
+        """End the run in trackio."""
         import trackio
 
         trackio.finish()  # of itself, the run would be finished once more as Python ends

@@ -47,7 +47,7 @@ ANOTHER = re.compile(r"MIG|Laptop|\bD\b")
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of matrix products, of one device; times ranks it is a run's."""
+    """FLOP/s of matrix products of one device."""
 
     measured: float
     datasheet: float | None

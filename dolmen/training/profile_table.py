@@ -69,8 +69,8 @@ counts.
 
 @dataclass(frozen=True)
 class KindRow:
-    """One kind of work: the seconds of the step that it accounts for, and how long it was `busy`
-    (longer, where it ran beside other work).
+    """One kind of work: the seconds of the step that it accounts for, and how long it was `busy`,
+    which is longer where it overlapped with other work.
     """
 
     kind: str
@@ -81,7 +81,9 @@ class KindRow:
 
 @dataclass(frozen=True)
 class ProfileTable:
-    """The kinds of a step, the longest first; their seconds add up to `seconds`."""
+    """A profiled step by kind of work, the longest first; the seconds of the rows add up to
+    `seconds`.
+    """
 
     seconds: float
     gpu: bool

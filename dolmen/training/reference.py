@@ -125,7 +125,9 @@ def _digest(source: Source) -> str:
 
 
 def _key(weights: str, run: RunConfig, rows: Rows) -> str:
-    """Return a hash of the reference model, of the examples, and of the dtype."""
+    """Return a hash of all that reference log-probabilities depend on: digest of the model's
+    `weights`, dtype, examples and how they are paired.
+    """
     examples = rows.examples
     arrays = (examples.tokens, examples.trained, examples.offsets, rows.chosen)
     # the dtype changes the numbers by rounding, so it is part of the key

@@ -60,7 +60,9 @@ class ResolvedRun:
 
     @property
     def inherits_moments(self) -> bool:
-        """True if the optimizer starts with the moments of the initial model."""
+        """True if the optimizer starts with the AdamW moments of the initial model, which must
+        still exist.
+        """
         return self.config.optimizer.from_init and not self.init_is_gone
 
     @property
@@ -180,7 +182,7 @@ def checkpoint_to_resume(out: Path, resumes: bool) -> Path | None:
 
 @dataclass(frozen=True)
 class Data:
-    """The opened data of a run."""
+    """The tokenizer and the data sources of a run, opened but not tokenized."""
 
     inputs: Inputs
     pretraining: Inputs | None = None

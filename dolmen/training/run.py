@@ -73,7 +73,7 @@ class Outcome:
 
 
 class Prepared(NamedTuple):
-    """A run that was resolved and checked, and what it reads."""
+    """A resolved and checked run, with its data loader."""
 
     resolved: ResolvedRun
     loader: Loader

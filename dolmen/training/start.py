@@ -175,7 +175,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StartMode:
-    """How a run starts. `owner` is written into the folder when it is emptied."""
+    """The way a run starts. `owner` lists the ids of the launchers' jobs; it is written into the
+    folder when that is emptied, so that their restarts do not empty it again.
+    """
 
     resumed: bool = False
     overwrite: bool = False

@@ -49,7 +49,9 @@ from dolmen.training.config import NewRowsConfig
 
 @dataclass(frozen=True)
 class NewRows:
-    """The new rows of the vocabulary, and the steps in which only they are trained."""
+    """The frozen phase: new rows of the vocabulary, and the steps in which only they are
+    trained.
+    """
 
     first: int
     """Id of the first new token."""
@@ -58,7 +60,9 @@ class NewRows:
 
     @classmethod
     def from_config(cls, config: NewRowsConfig, steps: int) -> "NewRows | None":
-        """Return the frozen phase of a run of `steps` steps, at least one; None without it."""
+        """Return the frozen phase of a run of `steps` steps: the configured share of them, at least
+        one step; None where none is configured.
+        """
         if not config.share or config.first is None:
             return None
         return cls(config.first, max(1, round(config.share * steps)))
@@ -111,9 +115,10 @@ LEAST = 16  # steps before anything is a spike: norms at the start of a run are 
 
 class SpikePolicy:
     """Skips steps whose gradient norm is over `factor` times the median norm of the last WINDOW
-    steps, skipped ones included: a lasting change becomes usual after half a window, and a single
-    giant, which would spoil a mean, does not count (PaLM, 2204.02311, skipped some hundred batches
-    around each spike by hand). None: nothing is a spike. Pure, and the same on every rank.
+    steps (None: no step is a spike). Skipped steps are part of the median: a lasting change becomes
+    usual after half a window, and a single giant, which would spoil a mean, does not count (PaLM,
+    2204.02311, skipped some hundred batches around each spike by hand). It depends on norms alone,
+    which are the same on every rank, and so are its decisions.
     """
 
     def __init__(self, factor: float | None = None):
@@ -182,6 +187,7 @@ class TrainState:
         return rows if rows is not None and self.step < rows.until else None
 
     def __post_init__(self):
+        """Raise ValueError where the objective reads another head than the model has."""
         check(self.objective, self.model.tree)
 
     def tensors(self) -> dict[str, Tensor]:

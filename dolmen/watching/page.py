@@ -33,7 +33,7 @@ class Figure(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Figures under one heading, one below the other or two in a row."""
+    """Figures under one heading; small ones share a row, wide ones have one of their own."""
 
     heading: str
     figures: tuple[Figure, ...]

@@ -1,6 +1,6 @@
-"""What lies in a run's folder, read again and again while it grows: only what is new of its rows.
-Every file goes through the gate, and what of it is refused is told, not fatal: a page of a damaged
-run shows what is left.
+"""Reads the files in a run's folder repeatedly while it grows, each time only the rows that are
+new. Every file goes through the gate (files/gate.py); one that it refuses is reported on the page
+and not fatal, so that a damaged run shows what is left.
 """
 
 import json
@@ -131,7 +131,9 @@ class Run:
         }
 
     def _completion_tables(self) -> list[dict[str, Any]]:
-        """Return the i-th logged completion of each iteration as a table, for each i."""
+        """Return a table of texts by step for each i: the i-th logged completion of every
+        iteration.
+        """
         tables = []
         for i in range(max(map(len, self.completions.values()), default=0)):
             by = {step: texts[i] for step, texts in self.completions.items() if i < len(texts)}

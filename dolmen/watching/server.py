@@ -23,7 +23,7 @@ from dolmen.watching.config import ShowConfig
 from dolmen.watching.page import Watched
 
 PATIENCE = 10.0
-"""Seconds in which a request must be said."""
+"""Seconds after which a connection without a complete request is closed."""
 ALWAYS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -94,7 +94,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """Handles one request."""
 
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version, sys_version = "dolmen", ""

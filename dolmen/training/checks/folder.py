@@ -123,8 +123,8 @@ def check_same_optimizer(saved: dict, run: RunConfig, step: int) -> None:
 
 
 def _structure(model: Model, training: Training) -> dict:
-    """Return what must not change on resume: the fields that fix parameters and forward pass,
-    whether routers have a bias, and the adapters.
+    """Return the options that must not change on resume, as plain values: the fields that determine
+    parameters and forward pass, whether routers have a bias, and the adapters.
     """
     # fields such as dropout do not change the parameters
     free = training_fields(model)

@@ -135,7 +135,9 @@ def _check_layout(run: RunConfig) -> None:
 
 
 def check_group_size(config: RolloutConfig) -> None:
-    """Raise ValueError where an estimator needs groups, and a group is one completion."""
+    """Raise ValueError where the advantage estimator, or resampling, compares the completions of a
+    prompt, and --rollout.num-generations is 1.
+    """
     if config.num_generations < 2 and config.advantage_estimator in GROUP_ESTIMATORS:
         raise ValueError(
             f"rollout.num-generations ({config.num_generations}) must be at least 2: "

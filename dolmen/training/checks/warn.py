@@ -66,7 +66,9 @@ def batch_over_epoch(run: RunConfig, loader: Loader) -> str | None:
 
 
 def no_replay_source(run: RunConfig, loader: Loader) -> str | None:
-    """Return a warning where a model learns tokens of a new language from one source, or None."""
+    """Return a warning where new vocabulary rows are trained (another language) on a single data
+    source, so that the model forgets what it knew, or None.
+    """
     if not run.train.new_rows.share or len(loader.mixture.parts) > 1:
         return None
     return (
@@ -95,8 +97,8 @@ def one_validation_source(run: RunConfig, loader: Loader) -> str | None:
 
 
 def no_eos_learned(resolved: ResolvedRun, loader: Loader) -> str | None:
-    """Return a warning where no trained completion ends with an EOS token, so that generation would
-    not stop, or None.
+    """Return a warning where none of the first LOOKED_AT trained completions ends with an EOS
+    token, so that generation would not stop, or None.
     """
     run = resolved.config
     learned = run.objective.name in ("tokens", "dpo") and run.data.masking_strategy != "all"
@@ -129,7 +131,9 @@ def profile_out_of_range(run: RunConfig, step: int, steps: int) -> str | None:
 
 
 def unused_rows(vocab_size: int, tokens: int) -> str | None:
-    """Return a warning where many rows of the embedding have no token, or None."""
+    """Return a warning where more rows of the embedding have no token than padding explains: over
+    128, and over a tenth of the vocabulary; or None.
+    """
     unused = vocab_size - tokens
     if unused <= max(UNUSED_ROWS, UNUSED_SHARE * vocab_size):
         return None
