@@ -99,6 +99,7 @@ def config(section: str = "", *, kw_only: bool = False) -> Callable[[type[T]], t
     """
 
     def decorate(cls: type[T]) -> type[T]:
+        """Make the class a strict frozen dataclass of pydantic."""
         annotations = get_annotations(cls)
         # the shared rules are added here, so that a class states only its own bounds
         cls.__annotations__ = {name: strict_type(hint) for name, hint in annotations.items()}

@@ -79,6 +79,7 @@ def _differences(names: list[str], first: dict, other: dict) -> str:
     """Return `name value, here value` for the first SHOWN names, and how many more there are."""
 
     def value(of: dict, name: str) -> str:
+        """Return a fact as text."""
         return str(of.get(name, "absent"))
 
     told = [f"{n} {value(other, n)}, here {value(first, n)}" for n in names[:SHOWN]]

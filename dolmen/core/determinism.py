@@ -21,7 +21,7 @@ NONE = re.compile(r"(\w+) does not have a deterministic implementation")
 
 
 class NotDeterministic(ValueError):
-    """Something cannot be computed so that its bits are always the same; the message says what."""
+    """An operator has no deterministic implementation; the message names it and the option."""
 
 
 @contextmanager

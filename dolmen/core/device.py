@@ -1,17 +1,17 @@
 """The device of a process: which one it computes on, and when the host waits for it.
 
-Memory that a step frees is kept for the next one, on CPU.
+On a CPU, memory that a step frees is kept for the next one (`keep_freed_memory`). glibc takes every
+block over 32 MiB from the kernel and gives it back when it is freed, and the top of the heap too: a
+training step then touches gigabytes of fresh pages, each a fault and a page of zeros. Kept, they
+cost nothing the second time.
 
-glibc takes every block over 32 MiB from the kernel and gives it back when it is freed, and the top
-of the heap too: a training step then touches gigabytes of fresh pages, each a fault and a page of
-zeros. Kept, they cost nothing the second time.
+Between the host and the device there are two ways (`to_device`, `read_back`). The host runs ahead
+of a GPU and fills its queue; to `read_back` it waits until the queue is empty, and the queue is
+empty until it is back. A step reads once, when it must be known whether to update, and once more
+per layer of experts where ep > 1. Nothing else in compute reads (tests/test_house.py,
+tests/training/test_reads.py).
 
-The two ways between the host and the device in compute. The host runs ahead of a GPU and fills
-its queue; to `read_back` it waits until the queue is empty, and the queue is empty until it is
-back. A step reads once, when it must be known whether to update, and once more per layer of experts
-where ep > 1. Nothing else in compute reads (tests/test_house.py, tests/training/test_reads.py).
-
-Which device a process computes on, chosen once at the entry point.
+The device is chosen once at the entry point (`choose_device`):
 
 GPUs visible to a process         what each local rank takes
 none                              the CPU

@@ -1,9 +1,6 @@
-"""The environment of a process: defaults for torch and CUDA, and what its launcher has set.
-
-What torch and CUDA read from the environment as they start, set once at the entry point, of
-launchers and workers alike. What the user has set stays.
-
-What a launcher (torchrun, srun, ours) told this process in its environment.
+"""Environment variables: defaults that torch and CUDA read as they start, set once at the entry
+point of launchers and workers alike (what the user has set stays), and the rank and world that a
+launcher (torchrun, srun, ours) has set.
 """
 
 import os

@@ -1,10 +1,7 @@
 """The console and progress bars.
 
-What a person sees: one console, silent on all ranks but the first; plain lines where no one
-watches a terminal.
-
-What long preparations show: a bar where a person watches the terminal, else one plain line.
-Always on stderr.
+One console, silent on all ranks but the first; plain lines where the output is no terminal. Long
+preparations show a progress bar on a terminal, else one plain line, always on stderr.
 """
 
 from collections.abc import Callable, Iterator

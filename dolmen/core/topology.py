@@ -70,7 +70,7 @@ class Topology:
             {"pp": self.pp, "edp": fsdp // self.ep, "ep": self.ep, "tp": self.tp},
         )
 
-    def _line(self, axis: str) -> tuple[int, int]:
+    def _size_and_distance(self, axis: str) -> tuple[int, int]:
         """Return the size of an axis, and the distance in ranks between neighbours on it."""
         # pp and tp are in all three, at the same distance in each
         grid = next(grid for grid in self.grids if axis in grid)
@@ -80,20 +80,20 @@ class Topology:
 
     def index(self, axis: str, rank: int) -> int:
         """Return the coordinate of `rank` on `axis`."""
-        size, distance = self._line(axis)
+        size, distance = self._size_and_distance(axis)
         # the coordinate is a digit of the rank in mixed radix
         return rank // distance % size
 
     def group(self, axis: str, rank: int) -> range:
         """Return the ranks of the group along `axis` that contains `rank`, in order."""
-        size, distance = self._line(axis)
+        size, distance = self._size_and_distance(axis)
         # the rank with coordinate 0 and all others equal
         first = rank - rank // distance % size * distance
         return range(first, first + size * distance, distance)
 
     def groups(self, axis: str) -> list[range]:
         """Return every group along `axis`; each rank is in one of them."""
-        _, distance = self._line(axis)
+        _, distance = self._size_and_distance(axis)
         return [self.group(axis, rank) for rank in range(self.size) if not self.index(axis, rank)]
 
     def stage(self, rank: int) -> range:
@@ -102,6 +102,8 @@ class Topology:
         return range(rank // inner * inner, (rank // inner + 1) * inner)
 
     def ends(self, rank: int) -> tuple[int, int]:
-        """Return the ranks of the first and the last stage along the pipeline through `rank`."""
+        """Return the ranks of the first and the last pipeline stage, with `rank`'s coordinates on
+        all other axes.
+        """
         line = self.group("pp", rank)
         return line[0], line[-1]

@@ -136,7 +136,7 @@ class _Group:
             with handling(self.handlers):
                 result = workers.wait(period=0.2)
         assert result is not None  # without a timeout, it waits for all
-        return self._judge(workers, result) if result.is_failed() else _End(0, True)
+        return self._report_failure(workers, result) if result.is_failed() else _End(0, True)
 
     def _environment(self, rank: int, attempt: int, port: int) -> dict[str, str]:
         """Return the variables that a worker reads in addition to this process's
@@ -156,7 +156,7 @@ class _Group:
             **self.more,
         }
 
-    def _judge(self, workers: "PContext", result: "RunProcsResult") -> _End:
+    def _report_failure(self, workers: "PContext", result: "RunProcsResult") -> _End:
         """Print the cause of a failed group once, and return how it ended: 2 if workers only
         refused their input, else 1. Silent if they ended as asked.
         """

@@ -121,7 +121,7 @@ class Watch:
 
     def _run(self) -> None:
         """Body of the watching thread: write a heartbeat each quarter of `seconds` (at most 30 s),
-        until stopped, or until nothing has moved for the limit: then `_expired`.
+        until stopped, or until nothing has moved for the limit: then `_report_hang`.
         """
         assert self.seconds is not None  # `watching` starts no thread without
         period, last = min(self.seconds / 4, 30), time.monotonic()
@@ -129,13 +129,13 @@ class Watch:
             now, limit = time.monotonic(), self.seconds * (PATIENT if self.patient else 1)
             # the second: this thread did not run for as long, so the whole process was stopped
             if now - self.since > limit or now - last > self.seconds + period:
-                return self._expired(period)  # late, or it was stopped
+                return self._report_hang(period)  # late, or it was stopped
             last = now
             # in C: also where this thread cannot run
             faulthandler.dump_traceback_later(limit + 2 * period, file=self.log)
-            self._tell()
+            self._write_heartbeat()
 
-    def _tell(self) -> None:
+    def _write_heartbeat(self) -> None:
         """Write this rank's heartbeat file anew. Ignores OSError: a full disk must not end a run by
         this.
         """
@@ -154,7 +154,7 @@ class Watch:
         with contextlib.suppress(OSError):
             write.replace(self._file(), json.dumps(row), lasting=False)
 
-    def _expired(self, period: float) -> None:
+    def _report_hang(self, period: float) -> None:
         """Report a hang: dump all stacks, read the other ranks' heartbeats twice to see who still
         ticks, continue and end stopped siblings, and call `fail` with the verdict. `period`:
         seconds between heartbeats.
@@ -170,11 +170,11 @@ class Watch:
             print(ALL, file=self.log, flush=True)
             faulthandler.dump_traceback(self.log, all_threads=True)
         # a live rank's tick moves between two reads, whatever its main thread does
-        before = self._others()
+        before = self._read_heartbeats()
         for _ in range(4):  # the others' next ticks come within a period
-            self._tell()
+            self._write_heartbeat()
             time.sleep(period / 3)
-        now = self._others()
+        now = self._read_heartbeats()
         silent = [
             r
             for r, row in now.items()
@@ -189,12 +189,12 @@ class Watch:
         # the main thread has moved on meanwhile: no hang after all
         if self.done.is_set():
             return
-        text = verdict(now, silent, {r: self._stack(r) for r in now})
+        text = verdict(now, silent, {r: self._read_stack(r) for r in now})
         for pid in siblings:
             _send(pid, signal.SIGTERM)
         self.fail(f"{text}\n(stacks of all ranks that could leave one: {self.folder})")
 
-    def _others(self) -> dict[int, dict]:
+    def _read_heartbeats(self) -> dict[int, dict]:
         """Return every rank's last heartbeat; {} for a file that is missing or unreadable."""
         found = {}
         for rank in range(self.ranks):
@@ -204,7 +204,7 @@ class Watch:
                 found[rank] = {}
         return found
 
-    def _stack(self, rank: int) -> str:
+    def _read_stack(self, rank: int) -> str:
         """Return the newest main-thread stack in a rank's file (of all threads where it could not
         tell which is main), without torch's inner frames and at most 12 long; empty if none.
         """

@@ -43,7 +43,7 @@ class Noise(NamedTuple):
     """The batch's inputs to dropout masks: step key, sequence indices, layer number."""
 
     key: Int64[Tensor, ""]
-    """It differs from step to step."""
+    """Random key of the step."""
     sequences: Int64[Tensor, " batch"]
     """Index of each sequence in the global batch."""
     layer: Int64[Tensor, ""] | None = None
@@ -108,7 +108,7 @@ def accumulate(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
 
 Accumulate = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
-"""`accumulate`, or what has been compiled of it."""
+"""`accumulate`, plain or compiled."""
 
 
 @cache

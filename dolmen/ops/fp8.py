@@ -70,10 +70,10 @@ def amax(x: Float[Tensor, "*shape"], granularity: Granularity, axis: int) -> Flo
     infinite where x has NaN (a maximum over ranks may drop NaN). The maximum of the parts' results
     is that of the whole.
     """
-    return _largest(x.detach(), granularity, axis).nan_to_num(torch.inf, torch.inf)
+    return _block_amax(x.detach(), granularity, axis).nan_to_num(torch.inf, torch.inf)
 
 
-def _largest(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
+def _block_amax(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
     """Return the largest |x| per scale in fp32, NaN where x has one; 0 for an empty x."""
     if granularity == "tensor":
         return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)

@@ -146,8 +146,8 @@ class _Spread(TypedFunction):
 def permute(
     x: Shaped[Tensor, " m *rest"], permutation: Int64[Tensor, " m"], inverted: Int64[Tensor, " m"]
 ) -> Shaped[Tensor, " m *rest"]:
-    """Return x[permutation] along dim 0. Backward is a gather by `inverted`: no atomic additions,
-    so the same every time.
+    """Return x[permutation] along dim 0. Backward is a gather by `inverted`, without atomic
+    additions: deterministic.
     """
     return _Permute.apply(x, permutation, inverted)
 

@@ -69,6 +69,7 @@ class OptimizerConfig:
     muon: Muon = Muon()
 
     def __post_init__(self):
+        """Raise ValueError for options of another optimizer than `name`."""
         asked = [f.name for f in fields(Muon) if getattr(self.muon, f.name) != f.default]
         if self.name != "muon" and asked:
             raise ValueError(

@@ -1,7 +1,5 @@
-"""Muon (Jordan et al., 2024), and the Newton-Schulz iteration that orthogonalises its updates.
-
-A matrix with all its singular values brought near 1, by Newton-Schulz (Jordan et al., 2024,
-kellerjordan.github.io/posts/muon).
+"""Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon), and the Newton-Schulz iteration
+that orthogonalises its updates: it brings all singular values of a matrix near 1.
 
     X0 = G / |G|         |G| Frobenius: no singular value is over 1
     A  = X X^T           [m, m], m the shorter side

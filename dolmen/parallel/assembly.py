@@ -43,7 +43,7 @@ class _Entry:
     owner: int
     """Its rank on the axis."""
     dim: int | None
-    """Dim that the axis cuts; None: each rank has what the owner has."""
+    """Dim that the axis shards; None: it replicates."""
     parts: tuple[Shape, ...]
     """Shape of the part of each rank of the axis."""
 
@@ -83,7 +83,7 @@ class _PartExchange:
         going = [held[e.number] for e in self.others if e.dim is not None]
         cut = [e for e in self.mine if e.dim is not None]
         shapes = [e.parts[r] for r in self.peers for e in cut]
-        coming = iter(self._sent(going, self.there, self.from_there, shapes, like))
+        coming = iter(self._exchange_parts(going, self.there, self.from_there, shapes, like))
         parts: dict[int, list[Tensor]] = {e.number: [] for e in self.mine}
         for r in range(self.axis.size):
             for e in self.mine:
@@ -100,11 +100,11 @@ class _PartExchange:
         parts = {e.number: _parts(done[e.number], e) for e in self.mine}
         going = [parts[e.number][r] for r in self.peers for e in self.mine]
         shapes = [e.parts[self.axis.rank] for e in self.others]
-        coming = self._sent(going, self.back, self.from_back, shapes, like)
+        coming = self._exchange_parts(going, self.back, self.from_back, shapes, like)
         own = {e.number: parts[e.number][self.axis.rank] for e in self.mine}
         return own | {e.number: x for e, x in zip(self.others, coming, strict=True)}
 
-    def _sent(
+    def _exchange_parts(
         self,
         going: list[Tensor],
         send: list[int],
@@ -133,9 +133,9 @@ def _parts(whole: Tensor, entry: _Entry) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the matrices of one parameter lie: (axis, dim of a matrix that it cuts, or None) of each
-    axis of more than one rank that the parts of a matrix lie on, the innermost first; and the axes
-    that cut the stack, so that each of their ranks has other matrices.
+    """How the matrices of one parameter are sharded. `inner`: the axes of more than one rank that a
+    matrix is spread over, innermost first, each with the dim it cuts, or None if it replicates;
+    `outer`: the axes that cut the stack, so that each of their ranks has other matrices.
     """
 
     shape: Shape
@@ -156,9 +156,9 @@ class Assembly:
         ways = [_layout(p, mesh) for p in parameters]
         owners = _owners(ways, mesh, cost)
         self.owned: list[int] = []
-        """Numbers of the matrices of which this rank is the owner, of those it holds part of."""
+        """Numbers of the matrices that this rank owns, among those it holds a part of."""
         self.shapes: list[Shape] = []
-        """Of each matrix that this rank holds a part of: its logical shape."""
+        """Full shape of each matrix that this rank holds a part of."""
         entries: dict[Axis, list[_Entry]] = {a: [] for a in (mesh.fsdp, mesh.edp, mesh.ep, mesh.tp)}
         for way, owned in zip(ways, owners, strict=True):
             here = tuple(axis.rank for axis in way.outer)
@@ -174,7 +174,7 @@ class Assembly:
         number, shape, cuts = len(self.shapes), way.shape, []
         # the outermost axis has cut the matrix first: shapes shrink inwards
         for axis, dim in reversed(way.inner):
-            parts = tuple(_shares(shape, dim, axis.size))
+            parts = tuple(_part_shapes(shape, dim, axis.size))
             cuts.append((axis, dim, parts))
             shape = parts[axis.rank]
         self.shapes.append(way.shape)
@@ -204,7 +204,7 @@ class Assembly:
         return [held[number] for number in range(len(parts))]
 
 
-def _shares(shape: Shape, dim: int | None, ranks: int) -> list[Shape]:
+def _part_shapes(shape: Shape, dim: int | None, ranks: int) -> list[Shape]:
     """Return the shape on each rank of a tensor cut along dim; the last may have less."""
     if dim is None:
         return [shape] * ranks

@@ -192,7 +192,7 @@ def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 #     hop 3               kv 1     kv 2     kv 3     kv 0      kv is not sent on; dkv goes home
 
 
-def _passing(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _rotate_keys(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (source rank, its keys, its values) as they travel around the ring, this rank's own
     first. While the caller uses one part the next is under way, and is waited for when the caller
     asks for it.
@@ -212,7 +212,7 @@ def _forward(
     wide = torch.promote_types(q.dtype, torch.float32)
     log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=wide)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
-    for source, keys, values in _passing(k, v, context.axis):
+    for source, keys, values in _rotate_keys(k, v, context.axis):
         for mine, theirs, at in context.visible(source, q.shape[1] // 2, attend):
             piece = context.backend.partial(q[:, mine], keys[:, theirs], values[:, theirs], at)
             if at.q_start != at.k_start:
@@ -235,7 +235,7 @@ def _backward(
     """
     (out, log_sum), travelling = whole, None
     dq = torch.zeros_like(q, dtype=log_sum.dtype)
-    for source, keys, values in _passing(k, v, context.axis):
+    for source, keys, values in _rotate_keys(k, v, context.axis):
         dkv = torch.zeros(k.numel() + v.numel(), dtype=log_sum.dtype, device=k.device)
         dk, dv = _unpack(dkv, k, v)
         for mine, theirs, at in context.visible(source, q.shape[1] // 2, attend):

@@ -91,7 +91,7 @@ def shard_model(
                 mesh=grid[axis.name],
                 reshard_after_forward=zero == 3,
                 mp_policy=policy,
-                shard_placement_fn=_even(axis) if unit.experts else None,
+                shard_placement_fn=_even_placement(axis) if unit.experts else None,
             )
         assert isinstance(unit.module, FSDPModule)
         if axis.size == 1:  # a factor would be a pass that divides by 1
@@ -170,13 +170,14 @@ class _Alone(sharding.ReduceScatter):
         raise AssertionError
 
 
-def _even(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:
+def _even_placement(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:
     """Return a function that chooses the dim of stacked matrices that `axis` shards: the first it
     divides here, where experts may be fewer than ranks; else dim 0, of which some ranks then hold
     less than others.
     """
 
     def place(p: nn.Parameter) -> state.Shard:
+        """Return the shard placement of one parameter."""
         return state.Shard(
             next(
                 (

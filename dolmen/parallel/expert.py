@@ -30,7 +30,7 @@ class Trip(NamedTuple):
     """How rows were dispatched, which `combine` needs to send them back."""
 
     groups: moe.Groups
-    """The rows of each expert here, those of all ranks of ep."""
+    """Rows of each local expert, from all ranks of ep together: counts, or end offsets."""
     send: list[int]
     """Rows that this rank sent to each."""
     receive: list[int]

@@ -131,7 +131,7 @@ class Segment(NamedTuple):
 
     name: str
     tokens: Int64[Tensor, " own"] | None
-    """Their indices; None: all of them."""
+    """Indices of the tokens in the forward; None: all of them."""
 
 
 @dataclass

@@ -302,12 +302,12 @@ class _Step:
         self._reduction.before_backward(
             self.work.chunks[action.chunk], self.left[action.chunk] == 0, last
         )
-        if not self._through_the_graph(action, dy) and last:
+        if not self._run_backward_graph(action, dy) and last:
             self._reduction.after_weights(last)  # no backward, so no hook of FSDP's
 
     def inputs(self, action: Action, dy: Tensor | None) -> None:
         """Run I: compute and send dx, and keep the weight gradients deferred."""
-        self._through_the_graph(action, dy)
+        self._run_backward_graph(action, dy)
         # all that was left there is of this backward: whatever was before it has been taken
         assert self.work.later is not None, "the schedule splits backward, its Work does not"
         self.products[action.micro, action.chunk] = self.work.later.take()
@@ -327,7 +327,7 @@ class _Step:
         assert self.work.reduction is not None, "the schedule goes backward, its Work does not"
         return self.work.reduction
 
-    def _through_the_graph(self, action: Action, dy: Tensor | None) -> bool:
+    def _run_backward_graph(self, action: Action, dy: Tensor | None) -> bool:
         """Run autograd from dy (None on the last stage: from the loss) to x, and send dx to the
         stage before. Returns False where there was no graph, as all is frozen.
         """

@@ -172,7 +172,7 @@ class Delayed:
         )
         """By OPERANDS. The first entry is 0: the place of the step that is under way."""
         self.scale: Float[Tensor, "*experts 3"] = torch.ones(self.shape, device=device)
-        """What an operand is multiplied by before it is rounded, as Transformer Engine says it: the
+        """Factor of an operand before it is rounded, as Transformer Engine defines scales: the
         inverse of ops/fp8.py's.
         """
         self.now: Float[Tensor, "*experts 3"] = torch.zeros(self.shape, device=device)
@@ -208,7 +208,7 @@ class Delayed:
         `first` on (or one for a dense weight).
         """
         # a maximum: recomputed activations and further microbatches may note it twice
-        place = self._of(self.now, operand, first, len(amaxes))
+        place = self._select_experts(self.now, operand, first, len(amaxes))
         torch.maximum(place, torch.stack(list(amaxes)).view_as(place), out=place)
 
     def scales(self, operand: Operand, first: int, number: int) -> list[Tensor] | None:
@@ -217,10 +217,10 @@ class Delayed:
         """
         if not self.begun:
             return None
-        return list(self._of(self.scale, operand, first, number).view(-1).reciprocal())
+        return list(self._select_experts(self.scale, operand, first, number).view(-1).reciprocal())
 
     @staticmethod
-    def _of(values: Tensor, operand: Operand, first: int, number: int) -> Tensor:
+    def _select_experts(values: Tensor, operand: Operand, first: int, number: int) -> Tensor:
         """View of `values` [*experts, 3] for one operand and `number` experts from `first` on."""
         mine = values[..., OPERANDS.index(operand)]
         return mine if mine.ndim == 0 else mine.narrow(0, first, number)
@@ -271,13 +271,13 @@ def end_step(states: Iterable[Delayed], mesh: Mesh, updates: int | None) -> None
 
 @dataclass(frozen=True, eq=False)
 class Rounding:
-    """How the factors of one weight's products are rounded, as a leaf says and a module keeps."""
+    """How the factors of one weight's products are rounded."""
 
     recipe: Fp8
     cut: Dim | None
     """The dim of the weight that tp splits."""
     experts: bool = False
-    """It is one matrix of every expert."""
+    """True for a stack of one matrix per expert."""
     delayed: Delayed | None = None
 
     def on(
@@ -314,14 +314,15 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Fp8Product:
-    """The three products. Each takes a list: one matrix, or one per expert. What a product adds up
-    is added in fp32 (fp64 of fp64), and its result in the dtype of what was not rounded.
+    """The three products of a weight with factors rounded to 8 bits. Each takes lists: one matrix,
+    or one per expert. Sums are accumulated in fp32 (fp64 for fp64); results have the unrounded
+    factor's dtype.
     """
 
     rounding: Rounding
     axes: ProductAxes
     kernel: Literal["rounded", "scaled_mm"] = "rounded"
-    """ops/kernels.py says."""
+    """How products are computed: `Kernels.fp8`."""
     first: int = 0
     """Index of the first local expert."""
 

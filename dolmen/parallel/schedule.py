@@ -31,6 +31,7 @@ class Action(NamedTuple):
     chunk: int = 0
 
     def __str__(self) -> str:
+        """Return the action as text: F3 or F3.1."""
         return f"{self.kind}{self.micro}" + (f".{self.chunk}" if self.chunk else "")
 
 
@@ -107,7 +108,9 @@ def parse_schedule(text: str, name: str) -> Schedule:
         if line.startswith("placement:"):
             placement = line.removeprefix("placement:").strip()
         else:
-            ranks.append(tuple(_action(word, f"{name}, line {number}") for word in line.split()))
+            ranks.append(
+                tuple(_parse_action(word, f"{name}, line {number}") for word in line.split())
+            )
     if not ranks:
         raise gate.refuse(name, "has no line of actions")
     every = [action for actions in ranks for action in actions]
@@ -134,7 +137,7 @@ def format_yaml(schedule: Schedule) -> str:
     return f"{head}actions:\n{lines}"
 
 
-def _action(word: str, where: str) -> Action:
+def _parse_action(word: str, where: str) -> Action:
     """Parse one action such as F3 or F3.1. Raises ValueError that starts with `where`."""
     # at most 9 digits: a file cannot ask for lists of 10^30 entries
     found = re.fullmatch(r"([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", word)
@@ -151,7 +154,7 @@ def gpipe(ranks: int, micros: int, chunks: int = 1) -> Schedule:
     """GPipe: all forwards, then all backwards, so every rank holds all microbatches at once. Raises
     ValueError for several `chunks`.
     """
-    _single("gpipe", chunks)
+    _require_one_chunk("gpipe", chunks)
     one = tuple(Action(kind, micro) for kind in "FB" for micro in range(micros))
     return Schedule("gpipe", ranks, micros, 1, (one,) * ranks)
 
@@ -160,7 +163,7 @@ def one_f_one_b(ranks: int, micros: int, chunks: int = 1) -> Schedule:
     """1F1B: ranks - r - 1 warm-up forwards on rank r, then one forward and one backward in turn, so
     it holds at most ranks - r microbatches. Raises ValueError for several `chunks`.
     """
-    _single("1f1b", chunks)
+    _require_one_chunk("1f1b", chunks)
     return Schedule(
         "1f1b",
         ranks,
@@ -222,13 +225,14 @@ def zero_bubble(ranks: int, micros: int, chunks: int = 1) -> Schedule:
     fills its drain with them, so earlier stages get input gradients sooner; every rank holds up to
     `ranks` microbatches, as rank 0 of 1F1B does. Raises ValueError for several `chunks`.
     """
-    _single("zero-bubble", chunks)
+    _require_one_chunk("zero-bubble", chunks)
 
     # 1F1B's list, its B replaced by I, and the W of the microbatch `rank` places behind after it.
     # While a rank drains it has as many W left as it has places to fill: r of them.
     lists = one_f_one_b(ranks, micros).actions
 
     def one(rank: int) -> Iterator[Action]:
+        """Yield the actions of one rank."""
         for action in lists[rank]:
             if action.kind == "F":
                 yield action
@@ -261,14 +265,14 @@ def zero_bubble_v(ranks: int, micros: int, chunks: int = 2) -> Schedule:
         micros,
         2,
         tuple(
-            tuple(a for a in _v_shape(rank, ranks, whole) if a.micro < micros)
+            tuple(a for a in _zero_bubble_v_actions(rank, ranks, whole) if a.micro < micros)
             for rank in range(ranks)
         ),
         "v",
     )
 
 
-def _v_shape(rank: int, ranks: int, micros: int) -> list[Action]:
+def _zero_bubble_v_actions(rank: int, ranks: int, micros: int) -> list[Action]:
     """Return the actions of one rank of ZB-V. Chunk 0 goes down the p ranks, chunk 1 up again:
     microbatch 0 is back at rank r after 2 (p - r) - 1 forwards, and so many of chunk 0 fill the
     time until then. With p = 2, and one unit of time for each of F, I and W:
@@ -281,6 +285,7 @@ def _v_shape(rank: int, ranks: int, micros: int) -> list[Action]:
     out, next_ = [], {kind + chunk: 0 for kind in "FIW" for chunk in "01"}
 
     def do(*what: str) -> None:
+        """Append the next action of each kind and chunk, such as F0."""
         for name in what:
             out.append(Action(name[0], next_[name], int(name[1])))
             next_[name] += 1
@@ -319,7 +324,7 @@ def _alternate(forward: list[Action], backward: list[Action], warm: int) -> Iter
     yield from backward[len(forward) - warm :]
 
 
-def _single(name: str, chunks: int) -> None:
+def _require_one_chunk(name: str, chunks: int) -> None:
     """Raise ValueError if schedule `name` is asked for more than one chunk per rank."""
     if chunks != 1:
         raise ValueError(

@@ -145,8 +145,8 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The tp axis and how the residual stream lies on it between blocks: invariant, or sharded by
-    tokens (`sequence`).
+    """The tp axis, and the placement of the residual stream on it between blocks: replicated (I),
+    or sharded by tokens (`sequence`, sequence parallelism).
     """
 
     axis: Axis
@@ -154,11 +154,11 @@ class TensorParallel:
     later: Deferred | None = field(default=None, compare=False)
     """Queue for deferred weight gradients. None: backward computes them."""
     turned: bool = False
-    """How a weight gradient is multiplied: ops/kernels.py says."""
+    """Transpose a factor of weight gradients first: `Kernels.turned`."""
     tokens: tuple[Axis, ...] = ()
-    """Axes beside tp over which the tokens of a microbatch lie."""
+    """Axes other than tp that split the tokens of a microbatch."""
     fp8: Literal["rounded", "scaled_mm"] = "rounded"
-    """How products of eight bits are made: ops/kernels.py says."""
+    """How products in 8 bits are computed: `Kernels.fp8`."""
     first_expert: int = 0
     """Index of the first local expert."""
 
@@ -254,14 +254,14 @@ class TensorParallel:
 
 
 class _Call(NamedTuple):
-    """How a `_Linear` was called."""
+    """Arguments of a `_Linear` other than tensors, and its deferred weights."""
 
     tp: TensorParallel
     enters: bool
     """x comes from the residual stream of several ranks, else it is already this rank's part."""
     deferred: tuple[Tensor, ...]
-    """The weights as autograd knows them, where their gradients are for later and what is
-    multiplied is detached; else ().
+    """The weights with autograd, if their gradients are deferred and the products take detached
+    ones; else ().
     """
     products: tuple[Product | None, ...]
     """8-bit product of each weight; None: torch's own."""
@@ -327,7 +327,7 @@ class _Linear(TypedFunction):
         else:
             factors = list(zip(grads, call.products, strict=True))
             wanted = [g for g, wants in zip(factors, wants_dw, strict=True) if wants]
-            made = iter(_rounded_or_not(wanted, x, tp.turned))
+            made = iter(_compute_weight_gradients(wanted, x, tp.turned))
             dw = [next(made) if wants else None for wants in wants_dw]
         db = [g.sum(0) if wants else None for g, wants in zip(grads, wants_db, strict=True)]
         if dx is not None and call.enters:
@@ -392,14 +392,15 @@ def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callab
     ]
 
     def run() -> None:
+        """Compute the gradients, and accumulate them in .grad."""
         # gathered again: under sequence parallelism only this rank's tokens were kept
         whole = _gather_tokens(x, call.gather)
-        torch.autograd.backward(weights, _rounded_or_not(wanted, whole, call.tp.turned))
+        torch.autograd.backward(weights, _compute_weight_gradients(wanted, whole, call.tp.turned))
 
     return run
 
 
-def _rounded_or_not(
+def _compute_weight_gradients(
     grads: Sequence[tuple[Tensor, Product | None]], x: Tensor, turned: bool
 ) -> list[Tensor]:
     """Return the weight gradient g^T x for each (gradient, product): by its 8-bit product, or
@@ -448,7 +449,7 @@ def _multiply_linears(
     if any(one.laid_out is not None or one.several is not None for one in linears):
         # inference: nothing is kept for a backward, so x enters by a bare all-gather
         whole = tp.entered(x) if enters else x
-        return tuple(_read(whole, one, tp) for one in linears)
+        return tuple(_infer_linear(whole, one, tp) for one in linears)
     weights = [one.weight for one in linears]
     # of DoRA the gain comes before the bias
     gains = [
@@ -480,13 +481,13 @@ def _apply_gain(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def _read(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
+def _infer_linear(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
     """Return x W^T + b for inference, by the prepacked weight where there is one, plus what each
     token's adapter adds (multi-LoRA). x has entered.
     """
     if one.several is not None:
         # an adapter may turn rows of outputs (DoRA), and leaves the bias as it is
-        y = one.several.added(_read(x, one._replace(bias=None, several=None), tp), x)
+        y = one.several.added(_infer_linear(x, one._replace(bias=None, several=None), tp), x)
         return y if one.bias is None else y.add_(one.bias)
     if one.laid_out is not None:
         return one.laid_out(x, one.bias)

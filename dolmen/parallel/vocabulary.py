@@ -1,17 +1,13 @@
-"""The embedding, the LM head and its cross-entropy, with the vocabulary split over tp.
-
-The vocabulary split over tp by rows (1909.08053, section 3): the embedding, and logits read.
+"""The embedding, the LM head and its cross-entropy, with the vocabulary split over tp by rows
+(1909.08053, section 3).
 
     vocabulary 10, tp 4:    rows 0-2 | 3-5 | 6-8 | 9      as torch.chunk cuts, nothing is padded
 
-The head and its cross-entropy as one function over the vocabulary-parallel weight (1909.08053,
-section 3).
-
-Logits exist for one chunk of tokens at a time, and their gradient is formed in the same visit, so
-that [tokens, vocabulary] is never held and never sent: per token, the maximum, the sum of
-exponentials and the label's logit cross the tp axis, three fp32 numbers. The gradient of the sum of
-losses is ready after forward; backward scales and sends it. Of a frozen head, or input, there is
-none.
+The head and its cross-entropy are one function over the vocabulary-parallel weight. Logits exist
+for one chunk of tokens at a time, and their gradient is formed in the same visit, so that [tokens,
+vocabulary] is never held and never sent: per token, the maximum, the sum of exponentials and the
+label's logit cross the tp axis, three fp32 numbers. The gradient of the sum of losses is ready
+after forward; backward scales and sends it. Of a frozen head, or input, there is none.
 
     forward            X [tokens, hidden] = enter(x), logits [tokens, rows] = X W^T + b
                        with a soft cap, logits = cap tanh(logits / cap), slope = 1 - tanh^2

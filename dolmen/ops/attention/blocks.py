@@ -50,13 +50,13 @@ class Rule(NamedTuple):
     starts: Tensor | None
     """[batch, queries]: where each query's document begins, as an index among the keys."""
     host_starts: Tensor | None
-    """The same on the host."""
+    """`starts` on the host, to size blocks by."""
     reach: Tensor | None
     """[batch, queries]: where the prefix of each query's document ends, as an index among the keys;
     with starts alone.
     """
     host_reach: Tensor | None
-    """The same on the host."""
+    """`reach` on the host, to size blocks by."""
 
 
 class ScoreRule(NamedTuple):
@@ -254,7 +254,7 @@ def gradient(
 
 
 Exponentials = Callable[[Tensor, ScoreRule], tuple[Tensor, Tensor, Tensor]]
-"""`exponentials`, or what has been compiled of it."""
+"""`exponentials`, plain or compiled."""
 Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, ScoreRule], tuple[Tensor, Tensor]]
 
 

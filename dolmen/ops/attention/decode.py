@@ -108,7 +108,7 @@ def _one_sequence(
     )
     products = torch.bmm(q.view(len(keys), -1, q.shape[2]), keys.transpose(1, 2))
     back = torch.arange(keys.shape[1] - 1, -1, -1, device=q.device)
-    scores = _raw(products, scale, attend, back)
+    scores = _unmasked_scores(products, scale, attend, back)
     if attend.sinks is not None:
         sinks = attend.sinks.to(scores.dtype).view(*scores.shape[:2], 1)
         # the sink takes its share of the sum, and weighs no value
@@ -146,11 +146,11 @@ def _scores(
     pages: Pages,
 ) -> Float[Tensor, "entries kv_heads group page"]:
     """Return scores in fp32 or wider, -inf where a query does not see a key."""
-    scores = _raw(products, scale, attend, pages.back[:, None, None])
+    scores = _unmasked_scores(products, scale, attend, pages.back[:, None, None])
     return scores.masked_fill_(pages.hidden(attend.window), -torch.inf)
 
 
-def _raw(
+def _unmasked_scores(
     products: Float[Tensor, "*entries kv_heads group keys"],
     scale: float,
     attend: Attend,

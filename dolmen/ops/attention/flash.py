@@ -235,7 +235,7 @@ def _pieces(
         # only a document that reaches over both runs is seen
         rows, first = (queries, 0) if run is None else run.rectangle(sequence, at.k_start, keys)
         # host numbers only: the device is not read
-        found.append(_band(rows, first, keys, offset, at.attend.window))
+        found.append(_window_pieces(rows, first, keys, offset, at.attend.window))
     first = 0
     for end in range(1, batch + 1):
         if end == batch or found[end] != found[first]:
@@ -244,7 +244,7 @@ def _pieces(
             first = end
 
 
-def _band(
+def _window_pieces(
     queries: int, first: int, keys: int, offset: int, window: int | None
 ) -> tuple[tuple[slice, slice, tuple[int, int]], ...]:
     """Return the parts of the rectangle of queries [0, queries) and keys [first, keys), what a

@@ -65,7 +65,7 @@ class Case:
     """Lengths of the documents of each sequence."""
     batch: int = 2
     prefixes: tuple[tuple[int, ...], ...] | None = None
-    """Lengths of the prefixes of these."""
+    """Length of each document's prefix."""
 
     @property
     def starts(self) -> Int64[Tensor, "batch length"] | None:
@@ -73,7 +73,7 @@ class Case:
         return (
             None
             if self.documents is None
-            else self._starts_and(tuple((0,) * len(d) for d in self.documents))
+            else self._add_to_starts(tuple((0,) * len(d) for d in self.documents))
         )
 
     @property
@@ -81,14 +81,14 @@ class Case:
         """End of the prefix of each token's document, on the host."""
         if self.documents is None or self.prefixes is None:
             return None
-        return self._starts_and(self.prefixes)
+        return self._add_to_starts(self.prefixes)
 
     @property
     def whole(self) -> spec.Documents | None:
         """`Documents` of the unsplit sequences, on the host; None without documents."""
         return None if self.starts is None else spec.Documents.of(self.starts, self.reach)
 
-    def _starts_and(self, more: tuple[tuple[int, ...], ...]) -> Int64[Tensor, "batch length"]:
+    def _add_to_starts(self, more: tuple[tuple[int, ...], ...]) -> Int64[Tensor, "batch length"]:
         """Return, per token, its document's start plus the number that `more` has for that
         document.
         """

@@ -61,7 +61,7 @@ class Run:
     first: int
     """Index in the sequence of the run's first token."""
     length: int
-    """Tokens of it in every sequence."""
+    """Number of the run's tokens in every sequence."""
     begins: tuple[tuple[int, ...], ...]
     """Start of each document per whole sequence, ascending, the first at 0."""
     kept: Tensor | None
@@ -69,11 +69,11 @@ class Run:
     the run's end, those from where the first query's document begins. None: these are all.
     """
     queries: Tensor
-    """[segments + 1] int32, on the device: where each begins among the queries of all sequences,
-    one after the other, and where the last ends.
+    """[segments + 1] int32, on the device: where each segment begins among the concatenated queries
+    of all sequences, and where the last ends (cu_seqlens_q of FlashAttention).
     """
     keys: Tensor
-    """The same among the keys."""
+    """Segment boundaries among the keys, as `queries` (cu_seqlens_k)."""
     longest: Tensor
     """[queries or keys of the longest segment, or up to 127 more, 0]: a number as a shape, which
     torch.compile takes for one that changes.
@@ -108,7 +108,7 @@ class Documents:
     document; it never falls from a token to the next.
     """
     host_starts: Tensor
-    """The same numbers where the host reads them without waiting for a device."""
+    """Copy of `starts` on the host, which reads it without waiting for the device."""
     runs: tuple[Run, ...] = ()
     """One `Run` per run of consecutive tokens; empty for kernels that need none."""
     reach: Tensor | None = None
@@ -117,7 +117,7 @@ class Documents:
     falls either. None: no document has a prefix.
     """
     host_reach: Tensor | None = None
-    """The same where the host reads it."""
+    """Copy of `reach` on the host."""
 
     @staticmethod
     def of(starts: Tensor, reach: Tensor | None = None) -> "Documents":
@@ -240,7 +240,7 @@ class Attend(NamedTuple):
     """Scores become soft_cap * tanh(score / soft_cap) (Gemma 2, 2408.00118); None: they stay."""
     slopes: tuple[float, ...] | None = None
     """ALiBi (2108.12409): the score of query i and key j, capped or not, grows by slope * (j - i).
-    Of every head of the model (score_bias.py); None: of none.
+    One for every head of the model (score_bias.py); None: no ALiBi.
     """
     first_head: int = 0
     """Index in the model of the first head of these queries."""
@@ -253,7 +253,7 @@ class Attend(NamedTuple):
     document's. causal: none has one here, whatever a microbatch says.
     """
     sinks: Tensor | None = None
-    """[heads of these queries]: of each a score that weighs no value (score_bias.py); or None."""
+    """[heads of these queries]: attention sink logits (score_bias.py), or None."""
 
     def of(self, documents: Documents | None, dropout: Dropout | None = None) -> "Attend":
         """Return this attention with a microbatch's documents and dropout; prefixes are dropped
