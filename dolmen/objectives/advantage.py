@@ -75,6 +75,7 @@ def token_rewards(
         low, high = clip if isinstance(clip, tuple) else (-clip, clip)
         # the score is clipped, and never the KL penalty
         scores = scores.clamp(low, high)
+    # 0 outside of the mask: k1, k2 and k3 of a difference of 0 are 0
     penalty = -kl_coef * kl_of_difference(masked.zero_outside(policy - reference, valid), kl)
     return penalty + scores[:, None] * last_token(mask)
 
@@ -112,6 +113,7 @@ def gae(
     if holes not in ("skipped", "steps"):
         raise ValueError(f"holes is {holes!r}: it must be 'skipped' or 'steps'")
     valid = masked.valid_tokens(mask)
+    # steps at which V and A move backwards
     steps = valid if holes == "skipped" else torch.ones_like(valid)
     rewards, values = masked.zero_outside(rewards, valid), masked.zero_outside(values, valid)
     value = advantage = values.new_zeros(len(values))
@@ -229,6 +231,7 @@ def reinforce(
     compute_reinforce_plus_plus_outcome_advantage. With scores minus the mean of their group it is
     REINFORCE++-baseline. Holes are skipped, as in `gae`.
     """
+    # without values and with lambda 1, GAE is the discounted return
     _, returns = gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
     return whiten(returns, mask)
 
@@ -292,6 +295,7 @@ def _center_by_group(
     they are: in fp32 the mean of eight scores of -237.3 is not -237.3, and dividing by the
     deviation would blow up what is left.
     """
+    # the minimum of each group, by a scatter
     least = scores.new_full((int(group.max()) + 1 if len(group) else 0,), torch.inf)
     shifted = scores - least.scatter_reduce(0, group, scores, "amin")[group]
     return shifted - _group_means(shifted, group)

@@ -69,6 +69,7 @@ class GRPOLoss:
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         """Return the loss of a microbatch; log-probabilities are gathered over cp first."""
+        # means over rows need rows that are complete over cp
         new = head.whole(head.log_probabilities(hidden, batch.labels, self.temperature))
         return self.compute_loss(new, None, head, batch)
 

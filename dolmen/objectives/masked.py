@@ -28,6 +28,7 @@ def zero_outside(
     values: Float[Tensor, "rows tokens"], valid: Bool[Tensor, "rows tokens"]
 ) -> Float[Tensor, "rows tokens"]:
     """Return the values where `valid`, and 0 elsewhere, even where there was a NaN."""
+    # not values * valid: NaN times 0 is NaN
     return torch.where(valid, values, 0.0)
 
 
@@ -35,6 +36,7 @@ def token_mean(
     values: Float[Tensor, "rows tokens"], valid: Bool[Tensor, "rows tokens"]
 ) -> Float[Tensor, ""]:
     """Return the mean of all valid values; 0 where there are none."""
+    # clamp: 0 / 1 where no token is valid
     return zero_outside(values, valid).sum() / valid.sum().clamp(min=1)
 
 

@@ -128,6 +128,7 @@ class MaskedLM:
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         """Return the sum of both terms over this rank's tokens."""
+        # labels are IGNORED but at masked tokens
         masked_loss = head.cross_entropy(hidden, batch.labels, batch.weights)
         if not self.follows:
             return LossOutput(masked_loss)

@@ -110,6 +110,7 @@ class PairIndex(CompletionIndex):
         first, second = values[0::2], values[1::2]
         if SIDE not in self.batch.numbers:
             return PairValues(first, second)
+        # the preferred completion may be in either of the two rows
         ahead = self.number(SIDE)[0::2] > 0
         return PairValues(torch.where(ahead, first, second), torch.where(ahead, second, first))
 
@@ -164,6 +165,7 @@ def count_pairs(batch: Batch) -> int:
     unpaired = np.argwhere(has_label[0::2] != has_label[1::2])
     if len(unpaired):
         row, document = unpaired[0]
+        # the row of the two that lacks it
         empty = 2 * row + int(has_label[2 * row, document])
         raise ValueError(
             f"sequence {empty} of a batch of pairs has no completion in document {document}: "

@@ -134,6 +134,7 @@ def grpo_loss(
         kl = advantage.kl(
             masked.zero_outside(new, valid), masked.zero_outside(reference, valid), estimator="k3"
         )
+        # GRPO has the KL in the loss, PPO in the rewards
         losses = losses + beta * kl
         metrics["reference_kl"] = masked.token_mean(kl, valid).detach()
     losses = _subtract_entropy_bonus(losses, entropy, entropy_coef, valid, metrics)
@@ -203,8 +204,10 @@ def _aggregate_losses(
     for an unknown kind, and for dr-grpo without `max_length`.
     """
     match kind:
+        # completions count alike, whatever their length
         case "grpo" | "gspo":
             return masked.sequence_mean(losses, valid, empty)
+        # tokens count alike, so long completions weigh more
         case "bnpo" | "dapo" | "cispo":
             return masked.token_mean(losses, valid)
         case "dr-grpo":
@@ -262,6 +265,8 @@ def value_loss(
             raise ValueError(f"clip is {clip}: it must not be negative")
         # the value may move at most `clip` from what it was when completions were sampled
         bounded = (old + (new - old).clamp(-clip, clip) - returns).square()
+        # the larger square is the pessimistic one: where it is the clipped one, there is no
+        # gradient
         squares = torch.maximum(unclipped, bounded)
     metrics = {
         "clip_fraction": masked.fraction(squares > unclipped, valid),

@@ -286,8 +286,10 @@ def reference_free_losses(
     alone.
     """
     match kind:
+        # 2405.14734, equation 6
         case "simpo":
             return smoothed_sigmoid_loss(beta * (c - r) - gamma, s)
+        # 2403.07691, equations 6 and 7: cross-entropy of the chosen completion, plus the odds ratio
         case "orpo":
             return -c - beta * F.logsigmoid(log_odds(c) - log_odds(r))
     raise AssertionError(kind)
@@ -358,6 +360,7 @@ def kto_losses(
        undesirable_weight sigmoid(-beta (z - h))     elsewhere
     """
     kl_baseline = kl.detach().clamp(min=0)
+    # 1 - sigmoid(x) = sigmoid(-x), without the loss of digits
     good = desirable_weight * torch.sigmoid(-beta * (ratio - kl_baseline))
     bad = undesirable_weight * torch.sigmoid(-beta * (kl_baseline - ratio))
     return torch.where(wanted, good, bad)
@@ -426,18 +429,25 @@ def dpo_losses(
     """
     d = beta * (c - r)
     match kind:
+        # 2305.18290, equation 7; with label smoothing it is cDPO
         case "sigmoid":
             return smoothed_sigmoid_loss(d, s)
+        # 2403.00409: unbiased under labels that are swapped with probability s
         case "robust":
             return (-(1 - s) * F.logsigmoid(d) + s * F.logsigmoid(-d)) / (1 - 2 * s)
+        # 2305.10425 (SLiC): no gradient beyond a margin of 1
         case "hinge":
             return torch.relu(1 - d)
+        # 2310.12036, equation 17: a target of 1 / (2 beta) for the difference, and not as large as
+        # possible
         case "ipo":
             assert lengths is not None
             chosen_length, rejected_length = (each.clamp(min=1) for each in lengths)
             return (c / chosen_length - r / rejected_length - 1 / (2 * beta)).square()
+        # 2405.00675, equation 4.7, for a probability of winning of 1
         case "sppo":
             return (c - 1 / (2 * beta)).square() + (r + 1 / (2 * beta)).square()
+        # 2408.06266, equation 7: raises the chosen and lowers the rejected one, each by itself
         case "apo-zero":
             return torch.sigmoid(-beta * c) + torch.sigmoid(beta * r)
         case "exo":

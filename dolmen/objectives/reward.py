@@ -57,6 +57,7 @@ def reward_losses(
     """
     margins = chosen - rejected
     losses = -F.logsigmoid(margins if margin is None else margins - margin)
+    # the loss depends on differences alone: without the penalty scores may drift
     return losses + center * (chosen + rejected).square() if center else losses
 
 

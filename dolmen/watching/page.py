@@ -117,6 +117,7 @@ class Watched:
         """
         # the page is one file: style, script and data are written into it
         script = "\n".join(gate.read_text(HERE / name, gate.MIB) for name in SCRIPTS)
+        # the hash by which the policy allows this script
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         connect = "" if every is None else "; connect-src 'self'"
         names = ", ".join(run.label for run in self.runs)

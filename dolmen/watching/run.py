@@ -227,6 +227,7 @@ class History:
             self.starts.append({**found, "changed": changed, "ended": None, "until": None})
             # checkpoints after the step that it starts from are not of this course
             self.saved = [step for step in self.saved if step <= row["step"]]
+        # `until` is the last step of a start
         if "ended" in row and self.starts:
             self.starts[-1] |= {"ended": row["ended"], "until": row["step"]}
         if row.get("saved") and row["step"] not in self.saved[-1:]:
@@ -338,6 +339,7 @@ def _layout(options: Mapping[str, Any]) -> str:
     """Return the parallel layout as text, such as "tp 2 x dp 4 x ZeRO 1", axes of size 1 left
     out.
     """
+    # values come from a file: anything may be there, so types are checked
     found = [(axis, options.get(f"layout.{axis}")) for axis in AXES]
     words = [f"{axis} {n}" for axis, n in found if isinstance(n, int) and n > 1]
     zero = options.get("layout.zero")

@@ -50,6 +50,7 @@ class Spread:
         self.count += other.count
         # weighted by counts; a product of sums could overflow
         mean = self.mean + (other.mean - self.mean) * (other.count / self.count)
+        # a peak stays visible, however wide the interval
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
         self.mean = self._within(mean)
 
@@ -186,6 +187,7 @@ def _carried(values: list[float | None]) -> list[float]:
     """Return the values with each None replaced by the value before it, 0 at the start."""
     out, last = [], 0.0
     for value in values:
+        # an interval may lack it, and a curve needs a place for each
         last = last if value is None else value
         out.append(_short(last))
     return out

@@ -55,6 +55,7 @@ class Shown:
         """
         if path not in ("/", "/data"):
             return None
+        # one reader at a time: runs are read incrementally, and state is shared
         with self.lock:
             made, found = self.answers.get(path, (0.0, None))
             # half of `every`: a page that asks each `every` seconds always gets new data
