@@ -50,7 +50,7 @@ def gib(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as '1:02:03' or '2:03'."""
+    """Return seconds as H:MM:SS or M:SS text, such as '1:02:03' or '2:03'."""
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

@@ -53,12 +53,16 @@ def dequantise(
 def output(
     x: Float[Tensor, "tokens in"], payload: Int8[Tensor, "out in"], scale: Float[Tensor, " out"]
 ) -> Float[Tensor, "tokens out"]:
-    """Return x W^T in x's dtype. A payload is exact in it, as bf16 has eight bits of mantissa."""
+    """Return x W^T in x's dtype, W being the dequantised payload; the scales multiply the result. A
+    payload is exact in x's dtype, as bf16 has eight bits of mantissa.
+    """
     return (F.linear(x, payload.to(x.dtype)) * scale).to(x.dtype)
 
 
 def input_gradient(
     g: Float[Tensor, "tokens out"], payload: Int8[Tensor, "out in"], scale: Float[Tensor, " out"]
 ) -> Float[Tensor, "tokens in"]:
-    """Return g W in g's dtype."""
+    """Return the input gradient g W in g's dtype, W being the dequantised payload; the scales
+    multiply g.
+    """
     return (g * scale).to(g.dtype) @ payload.to(g.dtype)

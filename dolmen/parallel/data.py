@@ -308,8 +308,8 @@ def sum_over(p: nn.Parameter, axis: Axis) -> None:
 
 
 def sum_partial(model: nn.Module, partial: Container[str], mesh: Mesh) -> None:
-    """Sum the gradients of the parameters named in `partial` over tp, in place, of a model that
-    `shard_model` was not called for; after its backward.
+    """Sum the gradients of the parameters named in `partial` over tp, in place, after a backward.
+    For a model without FSDP (`shard_model` not called), whose gradients nothing else reduces.
     """
     for name, p in model.named_parameters():
         if name in partial:

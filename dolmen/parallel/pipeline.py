@@ -70,7 +70,7 @@ class StageMessage(NamedTuple):
 
     @property
     def source(self) -> int:
-        """The stage it comes from."""
+        """Stage that sends this message."""
         return self.stage - 1 if self.forward else self.stage + 1
 
 

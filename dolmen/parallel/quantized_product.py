@@ -329,7 +329,9 @@ class Fp8Product:
     def output(
         self, xs: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> list[Float[Tensor, "tokens out"]]:
-        """Return the output x W^T of each pair, its factors rounded as the recipe says."""
+        """Return the output x W^T of each (x, weight), with both factors quantised to 8 bits unless
+        the recipe leaves this product unrounded.
+        """
         if not self.rounding.recipe.rounds("output"):
             return [F.linear(x, w) for x, w in zip(xs, weights, strict=True)]
         x = self.rounded(xs, "input", 1)
@@ -338,7 +340,9 @@ class Fp8Product:
     def input_gradient(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> list[Float[Tensor, "tokens in"]]:
-        """Return the input gradient g W of each pair, its factors rounded as the recipe says."""
+        """Return the input gradient g W of each (g, weight), with both factors quantised to 8 bits
+        unless the recipe leaves this product unrounded.
+        """
         if not self.rounding.recipe.rounds("input-gradient"):
             return [g @ w for g, w in zip(grads, weights, strict=True)]
         g = self.rounded(grads, "gradient", 1)
@@ -347,8 +351,9 @@ class Fp8Product:
     def weight_gradient(
         self, grads: Sequence[Tensor], xs: Sequence[Tensor]
     ) -> list[Float[Tensor, "out in"]]:
-        """Return the weight gradient g^T x of each pair, its factors rounded as the recipe says;
-        unrounded for experts where scales are per block.
+        """Return the weight gradient g^T x of each (g, x), with both factors quantised to 8 bits
+        unless the recipe leaves this product unrounded, or scales are per block and the weight is
+        an expert's.
         """
         recipe = self.rounding.recipe
         # Blocks would be of the rows of experts, which come in another order, and begin elsewhere,
@@ -430,14 +435,14 @@ class Int8Product:
     def output(
         self, xs: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> list[Float[Tensor, "tokens out"]]:
-        """Return the output x W^T of each pair."""
+        """Return the output x W^T of each (x, 8-bit weight)."""
         factors = zip(xs, weights, self._scales, strict=True)
         return [int8.output(x, w, scale) for x, w, scale in factors]
 
     def input_gradient(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> list[Float[Tensor, "tokens in"]]:
-        """Return the input gradient g W of each pair."""
+        """Return the input gradient g W of each (g, 8-bit weight)."""
         factors = zip(grads, weights, self._scales, strict=True)
         return [int8.input_gradient(g, w, scale) for g, w, scale in factors]
 

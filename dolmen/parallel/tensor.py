@@ -84,9 +84,9 @@ class Adapter(NamedTuple):
     """True if tp cuts the inputs of the weight, so that a rank has a part of each row."""
 
     def merged(self, weight: Float[Tensor, "*experts out in"]) -> Float[Tensor, "*experts out in"]:
-        """Return W + scale B A, each row rescaled to DoRA's length if the adapter has a magnitude:
-        one weight that computes what W and the adapter do. `weight` must hold whole rows (tp does
-        not cut its inputs).
+        """Return one weight that computes what the weight and this adapter do together: W + scale B
+        A, its rows rescaled by `gain` for DoRA. Needs full rows: tp must not cut the inputs of
+        `weight`.
         """
         gain = self.gain(weight)
         turned = weight + self.scale * (self.up @ self.down)

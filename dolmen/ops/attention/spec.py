@@ -352,13 +352,13 @@ class Attention(Protocol):
 
     @staticmethod
     def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
-        """Attention of a run of queries to a run of keys, as if there were no other keys, and what
-        merges it with other runs.
+        """Return (out, log_sum) of attention from a run of queries to a run of keys, as if there
+        were no other keys; results of several runs are merged by their log_sum.
 
-        The two are the same run, or apart; the keys are behind the queries only where a prefix is
-        seen. -> out, in fp32 or wider (flash: in q's dtype), and log_sum in fp32 or wider. A query
-        that sees none of the keys has out 0 and log_sum -inf. No autograd: `partial_backward` is
-        its gradient.
+        The two runs are the same or disjoint; keys lie behind the queries only where a prefix is
+        seen. out is fp32 or wider (flash: in q's dtype), log_sum fp32 or wider. A query that sees
+        none of the keys has out 0 and log_sum -inf. No autograd: `partial_backward` is its
+        gradient.
         """
         ...
 
