@@ -17,7 +17,9 @@ KIND = gate.Kind(List(Map()))
 
 @dataclass(frozen=True)
 class Checked:
-    """A small model of one structure that a family can take, all of whose values were random."""
+    """Measured differences from the reference implementation, of one small randomly initialised
+    model of a family.
+    """
 
     case: str
     model_type: str
@@ -44,7 +46,7 @@ class Checked:
 
 @cache
 def measured_cases() -> tuple[Checked, ...]:
-    """Return all measured cases, ordered by family and case."""
+    """Return the cases recorded in checked.json, ordered by family and case; read once."""
     return tuple(Checked(**row) for row in gate.read_json(FILE, KIND))
 
 

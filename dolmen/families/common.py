@@ -61,7 +61,7 @@ def last_fields(eps: Field, tied: bool) -> tuple[Field, ...]:
 
 
 def layer_norm(config: dict[str, Any], eps: Field = LAYER_NORM_EPS) -> NormSpec:
-    """Return a LayerNorm with bias whose eps is the config's field `eps`."""
+    """Return the spec of a LayerNorm with bias, whose epsilon is the config's field `eps`."""
     return NormSpec("layernorm", float(config[eps.name]), bias=True)
 
 
@@ -137,7 +137,9 @@ def map_blocks(tree: ModelSpec, change: Callable[[BlockSpec], BlockSpec]) -> Mod
 
 
 def attention(tree: ModelSpec) -> AttentionSpec:
-    """Return the first layer's AttentionSpec. Raises ValueError if its mixer is another."""
+    """Return the first layer's attention spec. Raises ValueError if its mixer is latent
+    attention.
+    """
     return expect(tree.blocks[0].mixer, AttentionSpec, "mixer")
 
 

@@ -157,8 +157,8 @@ def write_deepseek(tree: ModelSpec) -> dict[str, Any]:
 
 
 def _rope(mixer: LatentAttentionSpec) -> dict[str, Any]:
-    """Return `rope_parameters` with YaRN's mscale fields: an attention factor of 1 is written as
-    equal mscales.
+    """Return `rope_parameters`, with YaRN's mscale_all_dim if the softmax scale uses it; an
+    attention factor of 1 is then stated by an equal mscale, as in DeepSeek's files.
     """
     stated, mscale = rope.write(mixer.positions), mixer.mscale_all_dim
     if not mscale:

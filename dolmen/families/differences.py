@@ -87,13 +87,17 @@ def differences(one: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]:
 
 
 def _inside(name: str, found: dict[str, tuple[Any, Any]]) -> bool:
-    """Return whether a component that contains the value differs itself."""
+    """Return whether the value at `name` lies in a component that is itself among the differences
+    (`found`).
+    """
     parts = name.split(".")
     return any(".".join(parts[:n]) in found for n in range(1, len(parts)))
 
 
 def _word(name: str) -> str:
-    """Return the word for a value, or that of the component it lies in: rope_scaling.factor."""
+    """Return the name of a value for messages; if it has none, that of the innermost component that
+    has one, followed by the rest of the path: "rope_scaling.factor".
+    """
     parts = name.split(".")
     for n in range(len(parts), 0, -1):
         if word := WORDS.get(".".join(parts[:n])):

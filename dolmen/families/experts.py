@@ -87,8 +87,8 @@ def write(layer: MoESpec, number: str = "num_local_experts") -> dict[str, Any]:
 
 
 def rules(tree: ModelSpec, module: str, names: Mapping[str, str], bias: str = "bias") -> list[Rule]:
-    """Return the rules of the MoE layers: the router, whose bias the file calls `bias`, and stacks
-    of the experts' matrices, stored under `module` with the `names` -> ours.
+    """Return the weight rules of MoE layers whose modules are under `module`: the router, whose
+    bias is stored as `bias`, and each expert's matrices, `names` mapping stored names to ours.
     """
     ours = "layers.{}.mlp."
     # dense layers have 0, and their rules make nothing

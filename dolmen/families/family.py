@@ -26,7 +26,9 @@ INHERITED = (*kinds.SPECIAL_TOKENS, "dtype", "torch_dtype", "tie_word_embeddings
 
 @dataclass(frozen=True)
 class OuterModel:
-    """The multimodal model that contains a family's model as its text model."""
+    """The multimodal model that contains a family's model as its text model, and how to find this
+    one in its files.
+    """
 
     model_type: str
     field: str
@@ -108,7 +110,9 @@ HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class Field:
-    """A field of config.json that the family reads."""
+    """A field of config.json that the family reads: name, schema, default, and the option that sets
+    it.
+    """
 
     name: str
     kind: Schema

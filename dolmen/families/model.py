@@ -43,8 +43,9 @@ TRANSFORMERS = 2  # labels, where a config.json states none
 
 
 def has_scalar_head(config: Mapping[str, Any], family: Family) -> bool:
-    """Return whether a config.json is of a model with a scalar head. Raises ValueError for a
-    classifier of several labels, and for a family that has another class or none.
+    """Return whether a config.json describes a model with a scalar head (reward or value model), by
+    its architectures. Raises ValueError for a classifier of several labels, and for a class that is
+    not the family's own.
     """
     named = config.get("architectures") or []
     if not (isinstance(named, list) and any(str(name).endswith(ENDING) for name in named)):
@@ -291,7 +292,9 @@ def convert_family(model: Model, model_type: str) -> Model:
 
 
 def assumed_fields(model: Model) -> dict[str, Any]:
-    """Return the dolmen fields that the config.json leaves open, with assumed values."""
+    """Return dolmen's own fields that the config.json leaves open, with the values assumed for
+    them; {} if it leaves none open.
+    """
     family = model.family
     return {} if family.assume is None else family.assume(fill_defaults(family, model.config))
 
@@ -381,8 +384,8 @@ def with_lm_head(model: Model) -> Model:
 
 
 def _rows_before(model: Model) -> int:
-    """Return the surplus of the max_position_embeddings field over the real positions: RoBERTa
-    counts table rows that no position uses.
+    """Return how much the field max_position_embeddings exceeds the longest sequence: 0 but for
+    RoBERTa, whose table has rows that no position uses.
     """
     stated = explicit_fields(model)[model.family.names["max_position_embeddings"]]
     return stated - model.tree.max_position_embeddings

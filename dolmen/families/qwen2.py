@@ -118,7 +118,9 @@ def read_qwen2_moe(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_qwen2_moe(tree: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a spec, from its first dense layer, if any, and its first sparse one."""
+    """Return the fields of a Qwen2-MoE config.json for a spec, sizes from its first dense layer (if
+    any) and its first MoE layer.
+    """
     dense, sparse = common.dense_layers(tree), common.sparse_layers(tree)
     return {
         **llama.write_llama_like(tree),
@@ -250,7 +252,9 @@ def read_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_qwen3_moe(tree: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a spec, from its first dense layer, if any, and its first sparse one."""
+    """Return the fields of a Qwen3-MoE config.json for a spec, sizes from its first dense layer (if
+    any) and its first MoE layer.
+    """
     window, mixer = windows.write(tree), common.attention(tree)
     dense, sparse = common.dense_layers(tree), common.sparse_layers(tree)
     return {

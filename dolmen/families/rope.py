@@ -264,8 +264,9 @@ def _scaling(
 
 
 def _longrope(values: Mapping[str, Any], longest: int, turned: int) -> LongRopeScaling:
-    """Return LongRoPE with transformers' defaults: attention factor sqrt(1 + ln f / ln original), f
-    the extension of the context.
+    """Return the LongRoPE spec; the default attention factor is transformers' sqrt(1 + ln f / ln
+    original), with f = `longest` / original. Raises ValueError if a factor list does not have one
+    number per pair of the `turned` elements.
     """
     for name in ("short_factor", "long_factor"):
         if len(values[name]) != turned // 2:
@@ -304,7 +305,9 @@ def _yarn(values: Mapping[str, Any]) -> YarnScaling:
 
 
 def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Return the attention factor that follows from the other fields."""
+    """Return YaRN's attention factor: the quotient of the temperatures for mscale and
+    mscale_all_dim if both are set, else 0.1 ln(factor) + 1.
+    """
     # DeepSeek: the quotient is 1 where both are equal
     if mscale and mscale_all_dim:
         return yarn_temperature(factor, mscale) / yarn_temperature(factor, mscale_all_dim)

@@ -42,7 +42,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rename:
-    """The same tensor under another name."""
+    """One stored module is one of ours, under another name; tensors are equal."""
 
     hf: str
     ours: str

@@ -71,8 +71,8 @@ def special_tokens_field(ids: Mapping[str, int | None]) -> dict[str, Any]:
 
 
 def uses_special_tokens(model: Model) -> bool:
-    """Return whether the family's positions depend on special tokens, or its prompts are framed by
-    them.
+    """Return whether the family has the field special_tokens: its positions depend on special
+    tokens, or its prompts are framed by them.
     """
     return SPECIAL_TOKENS.name in {field.name for field in model.family.fields}
 
@@ -144,12 +144,12 @@ def frame_prompt(model: Model, tokens: list[int]) -> list[int]:
 
 
 def end_token_ids(ids: Ids) -> set[int]:
-    """Return the ids that end a sequence."""
+    """Return the ids, of those in `ids`, that end a sequence: <eop>, <eot> and </s>."""
     return {ids[name] for name in ENDS if name in ids}
 
 
 def ids_of(model: Model) -> Ids:
-    """Return the special token ids that are known of a model, by their keys."""
+    """Return key -> id of the special tokens that a model's spec and its dolmen fields state."""
     blanks, found = model.tree.blanks, {}
     if blanks is not None:
         found = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}

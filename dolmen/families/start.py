@@ -34,8 +34,9 @@ class StartModel:
 
 
 def start_model(model: Model | None, model_type: str | None) -> StartModel:
-    """Return the model of a run, converted to the family `model_type` if specified, or that
-    family's defaults. Raises ValueError.
+    """Return the model that options are applied to: `model`, converted to the family `model_type`
+    if that is another one; or, without a model, the defaults of that family (default: llama).
+    Raises ValueError for an unknown family.
     """
     if model is None:
         bare = Model({"model_type": model_type or DEFAULT_FAMILY})

@@ -49,7 +49,9 @@ def unknown_fields(model: Model) -> list[str]:
 
 
 def unknown_fields_warning(model: Model) -> str | None:
-    """Return a warning about fields that the family does not know, or None."""
+    """Return a warning that lists the config.json's fields unknown to the family, 8 at most by
+    name; None if there are none.
+    """
     names = unknown_fields(model)
     if not names:
         return None
@@ -63,8 +65,8 @@ def unknown_fields_warning(model: Model) -> str | None:
 
 
 def assumption_warning(model: Model) -> str | None:
-    """Return a warning about the values assumed for fields that the config.json leaves open, or
-    None.
+    """Return a warning that names the values assumed for fields that the config.json leaves open,
+    and how to state them; None if there are none.
     """
     found = assumed_fields(model)
     if not found:
@@ -87,7 +89,9 @@ def lost_on_export(model: Model) -> dict[str, Any]:
 
 
 def export_warning(model: Model) -> str | None:
-    """Return a warning about fields that an export loses, or None."""
+    """Return a warning that names the fields an export loses, without which it is read as another
+    model; None if there are none.
+    """
     lost = lost_on_export(model)
     if not lost:
         return None
@@ -100,7 +104,7 @@ def export_warning(model: Model) -> str | None:
 
 
 def model_warnings(model: Model) -> list[str]:
-    """Return the warnings about a model that was read."""
+    """Return the warnings about a model that was read: unknown fields and assumed values."""
     return [line for line in (unknown_fields_warning(model), assumption_warning(model)) if line]
 
 

@@ -16,7 +16,7 @@ SCORE = (Rename("score", "score"),)  # in every family that has one
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Every tensor a checkpoint of `model` stores, and what it holds."""
+    """Every tensor that a checkpoint of `model` stores, and which parameters it holds."""
 
     model: Model
     entries: dict[str, StoredTensor]
@@ -76,7 +76,9 @@ class WeightMap:
 
     @cached_property
     def _beyond(self) -> tuple[str, ...]:
-        """Prefixes of the names in dropped layers."""
+        """Prefixes of the stored names of dropped layers, such as "model.layers.61."; empty if the
+        family drops none.
+        """
         family, layers = self.model.family, self.model.tree.layers
         if family.dropped_layers_field is None:
             return ()
@@ -98,8 +100,8 @@ class WeightMap:
         return entry.shape if entry else None
 
     def disagreeing_fields(self, name: str, shape: Shape) -> list[str]:
-        """Names of config fields that set a dimension in which the stored `shape` is not the
-        expected one: those whose change changes it. Empty where the number of dimensions differs.
+        """Return the config fields that could explain a stored `shape` other than the expected one:
+        those whose change changes a mismatching dim. Empty if the number of dims differs.
         """
         stored = self.embedding if self.is_tied_head(name) else name
         expected = self.entries[stored].shape

@@ -90,6 +90,7 @@ class CoreAttention(nn.Module):
         """
         if self.kv_head_of_query is not None:
             k, v = (_per_query(t, self.kv_head_of_query, 2) for t in (k, v))
+        # None without dropout
         noise, dropped = given.noise, None
         if noise is not None:
             # the mask is a function of layer, sequence, head, query and key, so that recomputation
@@ -160,6 +161,7 @@ class Attention(Branch):
         self.first_head = self.tp.axis.rank * self.heads
         # the key-value head of each of our queries
         used = [(self.first_head + i) // group for i in range(self.heads)]
+        # contiguous: queries of a rank are neighbours, and so are their key-value heads
         self.kv_first, self.kv_heads = used[0], used[-1] - used[0] + 1
         equal = used == _equal_groups(used[0], self.kv_heads, self.heads)
         attend = self.attend(attention)._replace(first_head=self.first_head)
@@ -194,7 +196,9 @@ class Attention(Branch):
         return attend.scaled(mixer.head_size)
 
     def _local_kv_rows(self, p: Tensor) -> Tensor:
-        """Return the rows of this rank's key-value heads of a per-head parameter."""
+        """Return, of a parameter with rows per key-value head (a per-head norm), the rows of the
+        heads that this rank's queries use.
+        """
         return _rows(p, self.kv_first, self.kv_heads) if self.whole_kv else local(p)
 
     @property
@@ -218,7 +222,9 @@ class Attention(Branch):
         first.
         """
         q, k, v = (
-            y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size) for y in products
+            # [batch, length, heads, size]; with a cache batch is 1 and sequences follow one another
+            y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size)
+            for y in products
         )
         # order of transformers: norm, clip, rope
         q, k = self._normalize_qk(q, k)
@@ -328,6 +334,7 @@ class LatentAttention(Component):
         key = self._apply_rope(key, given)
         if cache is None:
             (kv,) = self._columns(latent, self.kv_b)
+            # kv_b enters tp here (columns), with the latent as its input
             y = self.scores(q, *self._expand_kv(kv, key), given)
         else:
             latent = self.tp.enter(latent).view(given.batch, -1, 1, self.spec.kv_rank)
@@ -370,6 +377,7 @@ class LatentAttention(Component):
         of all heads from kv, the output of kv_b [tokens, heads * (nope + value)], and the shared
         rope key [batch, length, 1, rope].
         """
+        # rows of kv_b are, head by head, nope and then value
         kv = kv.view(*key.shape[:2], self.heads, self.spec.nope_size + self.spec.value_size)
         nope, v = kv.split((self.spec.nope_size, self.spec.value_size), -1)
         return torch.cat((nope, key.expand(-1, -1, self.heads, -1)), -1), v
@@ -385,10 +393,10 @@ class LatentAttention(Component):
         return self.scores.attend_sequences(q, *self._expand_kv(kv, key), documents)
 
     def _attend_absorbed(self, q: Tensor, kept: Tensor, pages: Pages | Alone) -> Tensor:
-        """Attend the last token of each sequence, q [sequences, heads, nope + rope], with kv_b
-        absorbed: one head of keys [latent | key] and values latent, as q W_k c = (q W_k) c, and the
-        sum of p (W_v c) = W_v (sum of p c). kept [pages, 1, page, latent + rope] -> [sequences,
-        heads, value].
+        """Attend the last token of each sequence, q [sequences, heads, nope + rope], to the cached
+        latents, with kv_b absorbed into query and output: q W_k c = (q W_k) c, and sum p (W_v c) =
+        W_v (sum p c). So attention has a single key head [latent | rope key] with the latent as its
+        value. `kept` [pages, 1, page, latent + rope] -> [sequences, heads, value].
         """
         # [heads, nope + value, kv_rank]: rows of W_k and then of W_v of each head
         weight = self.kv_b.linear().merged(q.dtype).view(self.heads, -1, self.spec.kv_rank)

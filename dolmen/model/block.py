@@ -189,6 +189,7 @@ class SequentialBlock(TransformerBlock[Component]):
         y = x if norm is None or post else norm(x)
         # Granite: residual_multiplier
         added = _scale(branch(y), around.branch_scale)
+        # BLOOM and DeepNorm add to the normed input
         x = _scale(y if around.residual == "normed" else x, around.residual_scale) + added
         return norm(x) if norm is not None and post else x
 
@@ -199,7 +200,7 @@ def _scale(y: Tensor, scale: float) -> Tensor:
 
 
 class ParallelBlock(TransformerBlock[Branch]):
-    """spec.Parallel: x += mixer(norm x) + mlp(norm x), with dropout of the sum.
+    """Parallel mixer and mlp: x += mixer(norm x) + mlp(norm x), with dropout of the sum.
 
         one norm                           two norms
         x -> norm -> enter -> mixer \\      x -> norm -> enter -> mixer \\

@@ -72,6 +72,7 @@ def allocate(model: Decoder, device: torch.device) -> Decoder:
     for delayed in model.delayed().values():
         delayed.on(device)
     recipes = {name: leaf.fp8 for name, leaf in model.held().items() if leaf.fp8 is not None}
+    # FSDP then gathers fp8 bytes instead of bf16
     quantized_product.gather_payloads(model, recipes)
     return model
 
@@ -133,6 +134,7 @@ def choose_kernels(
     """Return the kernels that a rank of `mesh` uses on `hardware`, for products in dtype `compute`:
     chosen by head sizes, expert widths, attention kinds and fp8.
     """
+    # a set: equal layers have equal specs
     experts = {leaf for leaf in tree.leaves.values() if leaf.stacked}
     widths = {width for leaf in experts for width in leaf.held({"tp": mesh.tp.size})[1:]}
     # flash kernels have an upper bound on the head size
@@ -235,6 +237,7 @@ def load_inference_weights(
         name: {own for own, _ in part.named_parameters(recurse=False)}
         for name, part in alone.items()
     }
+    # modules whose plain memory is allocated
     begun: set[str] = set()
 
     def through(write: Callable[[str, Tensor], None], name: str, value: Tensor) -> None:

@@ -94,7 +94,9 @@ class ForwardCache(Protocol):
 
 
 class RouterLosses(NamedTuple):
-    """How the auxiliary losses of one layer of experts enter the gradient, and what is counted."""
+    """Inputs by which the auxiliary losses of one MoE layer enter the gradient, and by which its
+    statistics are collected.
+    """
 
     scale: Float[Tensor, ""]
     """Weight of the losses of one sequence in the gradient."""
@@ -170,7 +172,9 @@ class LayerInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleContext:
-    """Context of a module beside its spec and parameters: layer number, split, training options."""
+    """What a module is built with besides its spec and parameters: layer number, split, training
+    options.
+    """
 
     layer: int
     split: ModelSplit
@@ -191,7 +195,7 @@ class Component(nn.Module):
 
     @property
     def balance_bias(self) -> Float[Tensor, " experts"] | None:
-        """Balance bias of the router, if it has one."""
+        """Balance bias of the router [experts]; None if there is none."""
         return None
 
     @staticmethod
@@ -270,8 +274,8 @@ class Branch(Component):
     def part(
         self, x: Float[Tensor, "tokens hidden"], given: LayerInputs
     ) -> Float[Tensor, "tokens hidden"]:
-        """Return the branch's partial sum P@tp of x R@tp, without the row bias: it is reduced
-        together with other sums.
+        """Return the branch's partial sum P@tp of x, which is replicated (R@tp), without the row
+        bias. The caller adds it to other partial sums and reduces them together.
         """
         y = self.inner_with_hooks(tensor.products(x, self.columns, self.tp), given)
         # x has entered already: `products`, not `columns`

@@ -65,19 +65,18 @@ def activation_bytes_per_layer(
     cp: int = 1,
     element_bytes: int = 2,
 ) -> float:
-    """Bytes that a rank keeps of one layer, the first, between forward and backward of a microbatch
-    of `batch` sequences.
+    """Return the bytes that a rank keeps of the first layer between forward and backward of a
+    microbatch of `batch` sequences.
 
     Korthikanti et al. (2205.05198), eq. 1-6, for any widths: a GPT block with dropout, whose
-    probabilities are formed whole, keeps s b h (10 + 24 / t + 5 a s / h t), all of it / t under
-    sequence parallelism; selective recomputation drops the last term and full keeps 2 s b h. Beside
-    it, what the paper leaves out: the norms' fp32 statistics. Without dropout attention is fused
-    (2205.14135): in place of 5 a s it keeps one fp32 number per query and head, besides q, k, v and
-    the output. Over cp, that is of a ring; dropout gathers all keys. This is eager execution;
-    torch.compile keeps as much or less.
+    probabilities are materialised, keeps s b h (10 + 24 / t + 5 a s / h t), all of it / t under
+    sequence parallelism; selective recomputation drops the last term and full keeps 2 s b h. Added
+    to that is what the paper leaves out: the norms' fp32 statistics. Without dropout attention is
+    fused (2205.14135): in place of 5 a s it keeps one fp32 number per query and head, besides q, k,
+    v and the output. Over cp ring attention is assumed; with dropout all keys are gathered. This is
+    for eager execution; torch.compile keeps as much or less.
 
-    Raises ValueError for experts, of which the router decides, and for other mixers than heads of
-    keys and values.
+    Raises ValueError for MoE layers, whose bytes depend on the routing, and for latent attention.
     """
     block = tree.blocks[0]
     if not isinstance(block.mixer, AttentionSpec):
@@ -102,6 +101,7 @@ def activation_bytes_per_layer(
     outside += around.additions * h if dropout else 0  # masks
     # per rank
     heads, kv_heads = attention.heads / tp, _kv_heads(attention, tp)
+    # numbers per token
     q, k = heads * attention.head_size, kv_heads * attention.head_size
     inside = e * (q + 2 * k) + e * q  # q, k, v; the input of the output projection
     if attention.qk_norm:

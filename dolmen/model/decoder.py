@@ -130,6 +130,7 @@ class Decoder(nn.Module):
         # a tied head on another rank keeps a copy of the embedding
         has_table = first or (self.split.last and tree.head.tied)
         self.embed = Embedding(embedding, select_prefix(leaves, "embed"), tp) if has_table else None
+        # OPT-350m: rows of 512, widened to 1,024
         width, norm = embedding.width, embedding.norm
         self.project_in = (
             ReplicatedLinear(select_prefix(leaves, "project_in"), tp) if first and width else None
@@ -250,7 +251,9 @@ class Decoder(nn.Module):
         return {name for name, leaf in self.held().items() if is_partial(leaf, self.tp)}
 
     def units(self) -> list[Unit]:
-        """Return the FSDP units, inner modules first."""
+        """Return the FSDP units of this rank: modules whose parameters are gathered and reduced
+        together, inner ones before the block that contains them.
+        """
         return [unit for block in self.local_blocks() for unit in (*block.units(), Unit(block))]
 
     def ahead(self) -> list[list[list[nn.Module]]]:
@@ -322,6 +325,7 @@ class Decoder(nn.Module):
         scalings.
         """
         dtype = torch.promote_types(self.compute or dtype_of(self), torch.float32)
+        # a set of kinds: Gemma 3 has two, most models one
         mixers = [self.tree.blocks[i].mixer for i in self.split.parts[part].layers]
         return {
             kind: tables(*kind, positions, dtype, lengths, self.training)
@@ -452,6 +456,7 @@ class Decoder(nn.Module):
         if self.tree.both_ways:
             none = torch.zeros(tokens.shape, dtype=torch.int64)  # where one document begins
             documents = (documents or Documents.of(none).on(tokens.device)).both_ways
+        # this rank's queries, against the keys that cp brings
         here = None if documents is None else cp.documents(documents)
         return LayerInputs(batch, documents=here, noise=noise, rows=rows)
 
@@ -488,13 +493,14 @@ class Decoder(nn.Module):
         if positions is None:
             index = self.split.cp.indices(length, tokens.device)[None, None]
             return torch.cat((index, torch.zeros_like(index))) if typed else index
+        # ids are [sequences, streams, length]
         return self.split.cp.split(positions.ids, 2).transpose(0, 1)
 
     def _lengths(
         self, tokens: Tensor, cache: ForwardCache | None, positions: PositionIds | None
     ) -> Int64[Tensor, "1 _"] | None:
-        """Return the length of the sequence of each token, or of all (1); None if no layer needs
-        it.
+        """Return the length of each token's sequence, or a single length [1, 1] for all; None if no
+        layer's rope depends on it.
         """
         if not self.tree.by_length:
             return None

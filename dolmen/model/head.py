@@ -89,7 +89,9 @@ class ModelHead:
     """Packed form of `weight` for products without gradients; None: not packed."""
 
     def here(self, per_token: Shaped[Tensor, "sequences length"]) -> Shaped[Tensor, "sequences _"]:
-        """Return this cp rank's part of a value per token (labels, weights)."""
+        """Return this cp rank's tokens of a per-token value (labels, weights) [sequences,
+        length].
+        """
         return self.split.cp.split(per_token, 1)
 
     def sum_per_document(
@@ -136,21 +138,25 @@ class LMHead(ModelHead):
 
     @cached_property
     def rows(self) -> Float[Tensor, "rows hidden"]:
-        """Rows that multiply hidden vectors; normalised to length 1 if the head is."""
+        """Weight rows that multiply hidden vectors; each normalised to length 1 if the spec's head
+        is (Baichuan 2).
+        """
         return F.normalize(self.weight) if self.tree.head.normalised else self.weight
 
     def scale_hidden(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "_ hidden"]:
         """Return hidden vectors after the transform, times the logit scale: cheaper than scaling
         the logits.
         """
+        # BERT
         hidden = hidden if self.transform is None else self.transform(hidden)
         # (s W h) = W (s h): hidden is narrower than the vocabulary
         scale = self.tree.head.scale
         return hidden if scale == 1 else hidden * scale
 
     def follows(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here"]:
-        """Return, per token, logit "is next sentence" (label 0, as in transformers) minus logit "is
-        not", in fp32 or wider.
+        """Return, per token, the next-sentence logit "follows" (label 0, as in transformers) minus
+        "does not follow", in fp32 or wider. Raises ValueError if the model has no next-sentence
+        head.
         """
         if self.next_sentence_head is None:
             raise ValueError(
@@ -164,11 +170,14 @@ class LMHead(ModelHead):
         return tensor.gather_token_values(own, self.split.tp).view(self.sequences, -1)
 
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here rows"]:
-        """Return the logits of this rank's rows of the vocabulary."""
+        """Return the logits of this rank's rows of the vocabulary, scaled and soft-capped, for this
+        cp rank's tokens.
+        """
         # rows [vocabulary / tp, hidden]
         linear = Linear(self.rows, self.bias, laid_out=self.laid_out)
         logits = tensor.columns(self.scale_hidden(hidden), [linear], self.split.tp)[0]
         if self.tree.head.soft_cap is not None:
+            # cap * tanh(logits / cap)
             logits = loss.soft_cap(logits, self.tree.head.soft_cap)
         return logits.view(self.sequences, -1, self.weight.shape[0])
 

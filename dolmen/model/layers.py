@@ -63,14 +63,15 @@ def fp8_rounding(leaf: ParamSpec) -> Rounding | None:
     outputs = len(leaf.shape) - 2
     dims = [cut.dim for cut in leaf.shards if cut.axis == "tp"]
     cut = None if not dims else "outputs" if dims[0] == outputs else "inputs"
+    # one amax history per expert
     experts = leaf.shape[0] if leaf.stacked else None
     delayed = Delayed(leaf.fp8, experts) if leaf.fp8.delayed else None
     return Rounding(leaf.fp8, cut, leaf.stacked, delayed)
 
 
 def _prepack(one: Linear, weights: Weights) -> Linear:
-    """Return `linear` with a packed copy for fast products; unchanged for stacked or int8 weights
-    and DoRA.
+    """Return the linear `one` with a packed copy of its weight (adapter merged in) in the format
+    `weights`; unchanged for stacked experts, int8 weights and DoRA, which have no packed form.
     """
     gained = one.adapter is not None and one.adapter.magnitude is not None
     if one.weight.ndim != 2 or one.scale is not None or gained:
@@ -121,8 +122,8 @@ class ParameterModule(nn.Module):
             setattr(self, name, nn.Parameter(made, requires_grad=leaf.trained))
 
     def linear(self) -> Linear:
-        """Return the weight, bias and adapters that multiply x. Raises ValueError for gradients of
-        a freed weight.
+        """Return what multiplies x: weight, bias, adapter, rounding; a packed weight and multi-LoRA
+        adapters if set and gradients are off. Raises ValueError for gradients of a freed weight.
         """
         one = self._fastest()
         if self._multi_lora is None or torch.is_grad_enabled():
@@ -133,8 +134,9 @@ class ParameterModule(nn.Module):
         return one._replace(several=self._local_multi_lora)
 
     def set_multi_lora(self, several: MultiLora | None) -> None:
-        """Set adapters that `linear` adds where no gradient is kept (multi-LoRA), whose outputs are
-        this rank's rows; None removes them.
+        """Set the multi-LoRA adapters that `linear` returns while gradients are off; None removes
+        them. They have the output rows that this rank stores; those it multiplies by are selected
+        at first use.
         """
         self._multi_lora, self._local_multi_lora = several, None
 
@@ -208,6 +210,7 @@ class ParameterModule(nn.Module):
         adapter = None
         if self.lora_A is not None and self.lora_B is not None:
             length = None if self.lora_magnitude is None else mine(self.lora_magnitude)
+            # A has the weight's inputs, B its outputs
             down, up = local(self.lora_A), mine(self.lora_B)
             adapter = Adapter(down, up, self.lora_scale, length, self.over_inputs)
         scale = None if self.weight_scale is None else mine(self.weight_scale)
@@ -255,7 +258,9 @@ class Norm(ParameterModule):
     def forward(
         self, x: Float[Tensor, "*rows size"], mine: Callable[[Tensor], Tensor] = local
     ) -> Float[Tensor, "*rows size"]:
-        """Normalise x; `mine` selects the heads of x from a per-head weight [heads, size]."""
+        """Normalise x over its last dim. `mine` selects, of a per-head weight [heads, size], the
+        rows of x's heads.
+        """
         with profiling.record_range("norm"):
             # OLMo: no weight and no bias
             if not self.affine:
@@ -264,6 +269,7 @@ class Norm(ParameterModule):
             if weight.ndim == 2:
                 # per-head LayerNorm (Cohere, StableLM)
                 return F.layer_norm(x, (x.shape[-1],), None, None, self.eps) * weight
+            # RMSNorm; LayerNorm below
             if not self.centres:
                 return rms_norm(x, weight, self.eps, self.kernel, self.zero_centred)
             bias = None if self.bias is None else local(self.bias)

@@ -181,6 +181,7 @@ class Layout:
                 "--train.global-batch-size to a multiple, such as "
                 f"{-(-global_batch_size // dp) * dp}"
             )
+        # sequences of a dp rank in a step
         rank_batch = global_batch_size // dp
         if rank_batch % microbatch_size:
             raise ValueError(
@@ -230,6 +231,7 @@ class Layout:
         """Raise ValueError if ep is over 1 for a model without experts, or does not divide
         dp x cp.
         """
+        # experts are sharded over the ranks of dp x cp
         shared = (self.dp or 1) * self.cp
         if self.ep > 1 and not model.experts:
             raise ValueError(

@@ -74,6 +74,7 @@ class MLP(Branch):
     @property
     def columns(self) -> list[Linear]:
         """Column-parallel weights that multiply x: gate (if there is one) and up."""
+        # separate parameters, multiplied in one call: entered once
         ins = [self.up] if self.gate is None else [self.gate, self.up]
         return [one.linear() for one in ins]
 
@@ -119,6 +120,7 @@ class Router(ParameterModule):
         logits = F.linear(x.to(wide), local(self.weight).to(wide))
         if self.logits is not None and self.logits.bias is not None:
             logits = logits + local(self.logits.bias).to(wide)
+        # added to the scores for top-k, and not to the weights
         choice, bias = self.choice, None if self.bias is None else local(self.bias)
         return logits, moe.route(
             logits,
@@ -135,8 +137,8 @@ class Router(ParameterModule):
 
 
 class Experts(nn.Module):
-    """rows [m, H] in `groups` of this rank's experts, R@tp -> [m, H] P@tp. Each weight is one
-    matrix of every expert, [E, out, in], and each bias one vector of every.
+    """This rank's experts: rows [m, hidden] sorted into `groups` by expert, R@tp -> [m, hidden]
+    P@tp. Weights are stacked, [experts, out, in], and biases [experts, out].
     """
 
     def __init__(self, experts: spec.MoESpec, leaves: ParamSpecs, split: ModelSplit):
@@ -158,6 +160,7 @@ class Experts(nn.Module):
         """Return the experts' outputs for `rows`, sorted by expert into `groups`: [m, hidden], a
         partial sum over tp.
         """
+        # [m, expert width / tp]
         gate, up = (
             self._grouped_linear(rows, one.linear(), groups) for one in (self.gate, self.up)
         )
@@ -176,6 +179,7 @@ class Experts(nn.Module):
             y = moe.grouped_linear(rows, linear.weight, groups)
         else:
             assert not isinstance(groups, Tensor), "kernels.choose has chosen a loop"
+            # fp8 or int8: expert by expert, counts on the host
             y = expert.rounded_linear(rows, linear.weight, groups, product)
         if adapter is not None:
             # y += scale B (A x), each row with its own expert's A and B
@@ -191,7 +195,9 @@ class Experts(nn.Module):
 def _gated_activation(
     activation: Activation | spec.ClampedSwiGLU,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function (gate, up) -> hidden of an expert."""
+    """Return the function (gate, up) -> hidden of an expert: act(gate) * up, or GPT-OSS's clamped
+    SwiGLU.
+    """
     match activation:
         case spec.ClampedSwiGLU(alpha, limit):
             return partial(clamped_swiglu, alpha=alpha, limit=limit)
@@ -305,6 +311,7 @@ class MoE(Component):
         uneven = moe.balance_loss(
             routing.probabilities, collectives.reduce_scalar(here, self.cp.axis), length, self.k
         )
+        # mean square of logsumexp (ST-MoE, 2202.08906, eq. 5), per sequence
         z = moe.z_loss(logits, length)
         # each rank of tp adds 1 / tp of the loss, and the sum over tp makes it whole
         loss = (self.balance * uneven + self.z * z) / self.tp.axis.size

@@ -68,8 +68,9 @@ def frequencies(
     dtype: torch.dtype = torch.float32,
     lengths: Int[Tensor, "*tokens"] | None = None,
 ) -> Float[Tensor, "*_ half"]:
-    """Return the angle per position of each rope pair, in `dtype`, for one stream; where it depends
-    on the length of a sequence, for each of `lengths` (None: for short sequences).
+    """Return the rope frequencies, the angle per position of each pair, in `dtype`, for one
+    position stream: [half], or, for length-dependent scalings, [*tokens, half] for sequences of
+    `lengths` (None: short ones).
     """
     if r.halved:
         # ChatGLM-6B and GLM-130B were trained with fp16 frequencies
@@ -109,11 +110,13 @@ def tables(
                 # ChatGLM-6B: each half of a head is rotated by its own stream
                 second = rope.tables(positions[1], inv)
                 cos, sin = (torch.cat(t, -1) for t in zip((cos, sin), second, strict=True))
+            # on cos and sin, so that queries and keys are each scaled once
             factor = p.attention_factor
             if factor != 1:
                 cos, sin = cos * factor, sin * factor
             return PositionInputs(cos, sin, growth=_growth(p.scaling, positions[0], dtype))
         case spec.FalconAlibiSpec():
+            # plain ALiBi needs no tables: its slopes go to the kernel (`slopes`)
             return PositionInputs(steps=score_bias.alibi_key_bias(heads, positions[0]))
     return PositionInputs()
 
@@ -141,7 +144,7 @@ def pairs(p: AttentionPositions | None) -> tuple[bool, int]:
 
 
 def slopes(p: AttentionPositions | None, heads: int) -> tuple[float, ...] | None:
-    """Return the ALiBi slope of each head; None: no ALiBi."""
+    """Return the ALiBi slope of each of `heads` heads; None if the positions are not ALiBi."""
     match p:
         case spec.AlibiSpec():
             return score_bias.alibi_slopes(heads)

@@ -22,7 +22,9 @@ from dolmen.model.split import ModelSplit
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """Routing of a microbatch, by layer number."""
+    """Routing replay of one microbatch: experts to force, and a callback that records them, both by
+    layer number.
+    """
 
     forced_experts: Mapping[int, Int64[Tensor, "n k"]] = field(default_factory=dict)
     """Layer -> experts forced on this cp rank's tokens; a layer that is absent uses its router's

@@ -16,7 +16,9 @@ from dolmen.parallel.tensor import Deferred, TensorParallel
 
 @dataclass(frozen=True)
 class PipelinePart:
-    """One stage: `first` embeds, `last` has the final norm, the head and the loss."""
+    """One pipeline stage: its layers; `first` has the embedding, `last` the final norm, the head
+    and the loss.
+    """
 
     layers: range
     first: bool = True

@@ -30,7 +30,7 @@ class RouterTraining:
 
 @dataclass(frozen=True)
 class Training:
-    """Knobs of training that act inside the model."""
+    """Training options that change what the model computes."""
 
     dropout: float = 0.0
     """Dropout after embedding, attention and feed-forward, and on attention probabilities."""

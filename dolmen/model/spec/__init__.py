@@ -145,6 +145,7 @@ class ModelSpec:
         names.
         """
         hidden, stream = self.hidden_size, ResidualStream(self.hidden_size, self.layers)
+        # dicts keep their order, which is the order of checkpoints and of fsdp units
         leaves = self.embedding.leaves(hidden, self.head.tied)
         for i, block in enumerate(self.blocks):
             leaves |= add_prefix(f"layers.{i}", block.leaves(stream))
@@ -153,12 +154,13 @@ class ModelSpec:
         leaves |= self.embedding.output_params(hidden)
         leaves |= self.head.leaves(self.vocab_size, self.width)
         if self.adapter is not None:
+            # after all others exist, as it freezes them
             leaves = self.adapter.beside(leaves)
         return leaves if self.fp8 is None else mark_fp8(leaves, self.layers, self.fp8)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's full shape."""
+        """Full shape of every parameter, by name."""
         return {name: leaf.shape for name, leaf in self.leaves.items()}
 
     @property
@@ -205,7 +207,7 @@ class ModelSpec:
 
     @property
     def by_length(self) -> bool:
-        """True if rope depends on the length of a sequence."""
+        """True if some layer's rope depends on the length of the sequence."""
         known = (block.mixer.positions for block in self.blocks)
         return any(p is not None and p.by_length for p in known)
 
@@ -214,6 +216,7 @@ class ModelSpec:
         `longer` tokens.
         """
         known = (block.mixer.positions for block in self.blocks)
+        # LongRoPE: the original context, 4,096 in Phi-3
         bounds = {p.reprefill_beyond for p in known if p is not None}
         return any(length <= bound < longer for bound in bounds if bound is not None)
 

@@ -78,6 +78,7 @@ class AttentionSpec:
                 f"sliding_window is {self.window}: it must be at least 1, the query itself, or None"
             )
         of, norm = self.qk_norm_of, self.qk_norm
+        # None: either kind
         kind = {"heads": None, "each head": "layernorm", "width": "rmsnorm"}[of]
         if norm is not None and kind is not None and (norm.kind != kind or norm.bias):
             raise ValueError(
@@ -97,6 +98,7 @@ class AttentionSpec:
     @property
     def head_sizes(self) -> tuple[int, ...]:
         """Sizes of a key head, with ALiBi's extra dims, and of a value head."""
+        # Falcon's ALiBi: 8 more dims of a key
         carried = 0 if self.positions is None else self.positions.extra_key_dims
         return self.head_size + carried, self.head_size
 
@@ -114,6 +116,7 @@ class AttentionSpec:
         hidden = stream.hidden_size
         q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
         of_q = ShardSpec("tp", 0, self.heads, "num_attention_heads")
+        # 8 kv heads on tp 16: replicated, and each rank uses one of them
         of_kv = ShardSpec("tp", 0, self.kv_heads, "num_key_value_heads", or_replicate=True)
         of_o = ShardSpec("tp", 1, self.heads, "num_attention_heads")
         leaves = {
@@ -180,7 +183,7 @@ class LatentAttentionSpec:
 
     @property
     def head_size(self) -> int:
-        """Size of a query or key head."""
+        """Size of a query or key head: without rope plus with rope."""
         return self.nope_size + self.positions.size
 
     @property
@@ -194,11 +197,12 @@ class LatentAttentionSpec:
         scaling, scale = self.positions.scaling, 1 / math.sqrt(self.head_size)
         if not isinstance(scaling, YarnScaling) or not self.mscale_all_dim:
             return scale
+        # once for queries and once for keys
         return scale * yarn_temperature(scaling.factor, self.mscale_all_dim) ** 2
 
     @property
     def window(self) -> int | None:
-        """Tokens a query sees; None: all before it."""
+        """Sliding window in tokens: always None, attention is full."""
         return None
 
     @property
@@ -218,6 +222,7 @@ class LatentAttentionSpec:
         hidden, knob = stream.hidden_size, "num_attention_heads"
         of_heads = ShardSpec("tp", 0, self.heads, knob)
         q, kv = self.heads * self.head_size, self.heads * (self.nope_size + self.value_size)
+        # DeepSeek-V3: 512 + 64
         down = self.kv_rank + self.positions.size
         return {
             **self._queries(hidden, q, of_heads),

@@ -24,7 +24,7 @@ from dolmen.model.spec.param import ParamSpecs, ResidualStream, add_prefix
 
 @dataclass(frozen=True)
 class SequentialResidual:
-    """First the mixer, then the mlp, each added to the residual stream."""
+    """Mixer, then mlp, each added to the residual stream."""
 
     norms: Literal["pre", "post", "output", "sandwich"] = "pre"
     residual: Literal["input", "normed"] = "input"
@@ -91,7 +91,7 @@ class ParallelResidual:
 
     @property
     def additions(self) -> int:
-        """Number of additions to the residual stream."""
+        """Number of times a branch sum is added to the residual stream, with dropout: once."""
         return 1
 
     @property

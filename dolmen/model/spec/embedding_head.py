@@ -34,6 +34,7 @@ class EmbeddingSpec:
         type tables. `tied`: the table is the head's weight too, so it counts multiply-adds.
         """
         width = self.width or hidden
+        # a lookup multiplies nothing; a tied head does
         products = self.rows * width if tied else 0
         weight = ParamSpec(
             (self.rows, width), "embedding", (vocabulary_shard(self.rows),), products=products

@@ -57,6 +57,7 @@ class NormSpec:
         """
         if not self.affine:
             return {}
+        # the same function in both cases
         initial = "zeros" if self.zero_centred else "ones"
         leaves = {"weight": ParamSpec(shape, "norm", shards, gradient, initial)}
         if self.bias:
@@ -105,7 +106,7 @@ class MLPSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Router: chooses the experts of a token and their weights."""
+    """How a router chooses the experts of each token, and their weights."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True
@@ -220,6 +221,7 @@ class MoESpec:
                 f"topk_group ({kept}) must lie in 1 to n_group ({groups}): set --model.topk-group"
             )
         best = 2 if router.group_score == "top2" else 1
+        # with all groups kept their scores do not matter
         if kept < groups and number // groups < best:
             raise ValueError(
                 f"a group counts as its best {best} experts, but n_group ({groups}) leaves "
@@ -243,6 +245,7 @@ class MoESpec:
     def leaves(self, stream: ResidualStream) -> ParamSpecs:
         """Return the parameters of router, stacked experts, shared expert and its gate."""
         hidden = stream.hidden_size
+        # gate and up, sharded over tp by outputs
         inner = self._stacked_matrix(self.size, hidden, 1)
         down = self._stacked_matrix(hidden, self.size, 2, stream.out_scale)
         return {
@@ -273,13 +276,14 @@ class MoESpec:
         """Return the experts' biases, each [experts, out]. That of `down` is replicated over tp,
         where it is added to a partial sum.
         """
+        # gate and up biases are sharded with their outputs
         of_experts, of_inner = self._shards(1)
         inner = ParamSpec((self.number, self.size), "bias", (of_experts, of_inner), initial="zeros")
         down = ParamSpec((self.number, hidden), "bias", (of_experts,), "branch", "zeros")
         return {"gate.bias": inner, "up.bias": inner, "down.bias": down}
 
     def _shards(self, dim: int) -> tuple[ShardSpec, ShardSpec]:
-        """Return the shards of a stacked parameter: experts over ep, `dim` over tp."""
+        """Return how a stacked parameter is sharded: dim 0, experts, over ep, and `dim` over tp."""
         return (
             ShardSpec("ep", 0, self.number, "num_experts"),
             ShardSpec("tp", dim, self.size, "moe_intermediate_size"),

@@ -54,6 +54,7 @@ class LoraSpec:
             raise KeyError(f"{len(left)} targets of adapters are no parameters, e.g. {left[:3]}")
         found: ParamSpecs = {}
         for name, leaf in leaves.items():
+            # everything is frozen but a new scalar head
             found[name] = replace(leaf, trained=leaf.train_with_adapters)
             if self.frozen == "int8" and leaf.role in ADAPTED:
                 found[name] = replace(found[name], int8=True)
@@ -75,6 +76,7 @@ class LoraSpec:
         """Return the spec of DoRA's magnitude [out], the row norms of a weight. Like a norm's gain
         it is not decayed.
         """
+        # row-parallel W: m multiplies a partial sum, so its gradient is partial
         inputs = len(weight.shape) - 1
         return ParamSpec(
             weight.shape[:-1],
@@ -105,9 +107,11 @@ class LoraSpec:
         return ParamSpec(
             (*experts, self.rank, inp),
             "adapter",
+            # A: sharded with W's inputs
             tuple(cut for cut in weight.shards if cut.dim != len(experts)),
             gradient="branch" if _shards_dim(weight, len(experts)) else weight.gradient,
             initial="uniform",
+            # rank * in multiply-adds; k / E of them for experts, as `products` of W has it
             products=weight.products // out * self.rank,
         )
 
@@ -119,6 +123,7 @@ class LoraSpec:
         return ParamSpec(
             (*experts, out, self.rank),
             "adapter",
+            # B: sharded with W's outputs
             tuple(cut for cut in weight.shards if cut.dim != len(experts) + 1),
             gradient="branch" if _shards_dim(weight, len(experts) + 1) else weight.gradient,
             initial="zeros",

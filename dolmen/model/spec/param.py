@@ -64,6 +64,7 @@ class ShardSpec:
         """Raise ValueError, with the numbers and the option, if an axis of `size` ranks does not
         divide the units, or, for an uneven split, leaves a rank without a row.
         """
+        # ranks get ceil(units / size) rows each, so the last ones may get none
         if self.uneven and (size - 1) * -(-self.units // size) >= self.units:
             raise ValueError(
                 f"{self.option} ({self.units}) leaves a rank of {self.axis} ({size}) without a "
@@ -118,7 +119,7 @@ class ParamSpec:
 
     @property
     def stacked(self) -> bool:
-        """True if it is a stack of one matrix per expert."""
+        """True if it stacks one matrix per expert, [experts, out, in]."""
         return len(self.shape) == 3
 
     @property
@@ -139,6 +140,7 @@ class ParamSpec:
         for cut in self.shards:
             size = sizes.get(cut.axis, 1)
             if cut.splits(size):
+                # rounded up: the first ranks of an uneven split
                 shape[cut.dim] = -(-shape[cut.dim] // size)
         return tuple(shape)
 
@@ -216,6 +218,7 @@ def mark_fp8(leaves: ParamSpecs, layers: int, recipe: Fp8) -> ParamSpecs:
     attention and mlp, but for the first and last layers that the recipe excludes. `layers`: number
     of layers.
     """
+    # layers multiplied in fp8
     inner = range(recipe.config.first_layers, layers - recipe.config.last_layers)
     return {
         name: replace(leaf, fp8=recipe) if _inside(name, leaf, inner) else leaf
@@ -248,6 +251,7 @@ def check_fp8_sharding(leaves: ParamSpecs, sizes: Mapping[str, int]) -> None:
                     "leave out --train.precision"
                 )
             size, block = leaf.shape[cut.dim] // tp, leaf.fp8.block
+            # a block across ranks would have two scales, and the result would depend on tp
             if size % block:
                 raise ValueError(
                     f"{leaf.fp8.precision} shares a scale among {block} neighbours, and tp ({tp}) "

@@ -179,7 +179,7 @@ class RopeSpec:
 
     @property
     def attention_factor(self) -> float:
-        """Factor of cos and sin."""
+        """Factor of cos and sin that the scaling requires (YaRN, LongRoPE); 1 otherwise."""
         return 1.0 if self.scaling is None else self.scaling.attention_factor
 
 
@@ -219,7 +219,7 @@ AttentionPositions = RopeSpec | AlibiSpec | FalconAlibiSpec
 
 @dataclass(frozen=True)
 class PositionTable:
-    """A learned row per position, added to the embedding."""
+    """Learned position embedding: one row per position, added to the token embedding."""
 
     length: int
     """Longest sequence that the table has rows for, tokens."""
@@ -288,7 +288,9 @@ class BlankMask:
 
 @dataclass(frozen=True)
 class BlankInfilling:
-    """Special tokens that mark the blank and the start of its completion."""
+    """Special tokens of blank infilling (GLM), which mark the blank and the start of its
+    completion.
+    """
 
     start: int | None
     """Token id of <sop>; None: unknown."""
@@ -323,6 +325,7 @@ class BlankInfilling:
             return PositionSpan()
         begin = tokens.index(self.start)
         prefix = tokens[:begin]
+        # in order of priority: the first is taken unless `nearest`
         found = [(prefix.index(m.token), m) for m in self.masks if m.token in prefix]
         if not found:
             return PositionSpan()
