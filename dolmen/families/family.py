@@ -1,5 +1,5 @@
-"""What a model family declares: how its config.json is parsed into a `ModelSpec`
-(dolmen/model/spec) and written from one, and the weight rules.
+"""Declaration of a model family: how its config.json is parsed into a `ModelSpec`
+(dolmen/model/spec) and written from one, and its weight rules.
 
     config.json --fields: names, limits, defaults--> all fields --read--> ModelSpec
     ModelSpec --write--> the fields that state it, in the spelling of transformers 5

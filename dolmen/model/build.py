@@ -1,4 +1,4 @@
-"""From a spec to a placed model: build on meta -> split over tp -> fully_shard per block, then root
+"""Builds a placed model from a spec: on meta -> split over tp -> fully_shard per block, then root
 -> allocate -> initialise or load. Every model, for training or for serving, is built here.
 
 On meta first, because a model that needs a cluster does not fit in one process, and because checks

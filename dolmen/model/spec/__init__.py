@@ -1,5 +1,5 @@
-"""What a model is, as a tree of specs: small frozen dataclasses without torch. Each lists its
-parameters (`params`); dolmen/model computes it, and a family (dolmen/families) parses it from a
+"""Model specs: a model as a tree of small frozen dataclasses, without torch. Each lists its
+parameters (`leaves`); dolmen/model computes it, and a family (dolmen/families) parses it from a
 `config.json`.
 
     ModelSpec

@@ -9,9 +9,9 @@ function of them:
 
     shape, shards    -> placement on (ep, tp), local shapes, "is not divisible by tp" errors
     gradient         -> whether it is summed over tp (partial) or complete
-    init, std_scale  -> initial values from name and seed
+    initial          -> initial values from name and seed
     role             -> optimizer group, weight decay, LoRA targets, fp8
-    macs_per_token   -> FLOPs
+    products         -> FLOPs
 
     column-parallel  W split over its outputs: this rank's heads, or part of the mlp's width
     row-parallel     W split over its inputs: its product is a partial sum over tp
