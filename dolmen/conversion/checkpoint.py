@@ -120,6 +120,7 @@ class RunCheckpoint(WeightsAlone):
             for name, spec in self.checkpoint.specs.items()
             if name.startswith(self._kind)
         }
+        # with A and B: they are stored beside the weights
         shapes = replace(self.tree, adapter=self.adapter).shapes
         if absent := [
             name for name in (*shapes, *stored) if name not in shapes or name not in stored
@@ -160,6 +161,7 @@ class RunCheckpoint(WeightsAlone):
         """
         if name not in self.specs:
             raise KeyError(f"{self.where} has no parameter {name}")
+        # the base weight, as it was during training
         weight = self.frozen(name)
         if self.adapter is None or name not in self.adapter.targets:
             return weight
@@ -168,6 +170,7 @@ class RunCheckpoint(WeightsAlone):
         lengths = None
         if self.adapter.kind == "dora":
             lengths = self.read_adapter(magnitude_name(name))
+        # in fp32, rounded once to the weight's dtype
         return tensor.Adapter(down, up, self.adapter.scale, lengths).merged(weight)
 
     def frozen(self, name: str) -> Shaped[Tensor, "*whole"]:
@@ -223,9 +226,11 @@ def open_run(folder: Path, model: Model | None = None) -> RunCheckpoint:
         own, training = model_of(kept.run)
     except ValueError as error:
         raise Damaged(f"{folder / STATE}: {error}") from None
+    # a run with --init has its special tokens from that config.json
     if kept.run.get("init") is None:
         own = _make_model(own, _tokenizer(folder))
     model, adapter = model or own, training.adapter
+    # adapters are merged on reading, so the tree has none
     tree = replace(training, adapter=None).apply_to(model.tree)
     return RunCheckpoint(model, tree, adapter, kept.step, own, checkpoint, kept.run.get("init"))
 
@@ -241,6 +246,7 @@ def critic(source: RunCheckpoint) -> RunCheckpoint:
         )
     named = None if source.tokenizer is None else str(source.tokenizer)
     model = pad_vocabulary(with_scalar_head(source.own), named)
+    # same body, another head: hidden_size -> 1
     tree = replace(source.tree, head=model.tree.head)
     return replace(source, model=model, own=model, tree=tree, part=CRITIC)
 

@@ -77,6 +77,7 @@ def export_model(
     `critic`: write the critic of a PPO run in place of its policy. Warns of optimizer state and fp8
     scales, which are dropped. Raises ValueError, KeyError or OSError.
     """
+    # Export needs no proof: a run's own weights are written, in one process, as its model is saved.
     opened = open_source(source)
     if critic:
         opened = _open_critic(opened)
@@ -158,6 +159,7 @@ def _optimizer_state(source: Source, to: str) -> Moments | None:
     """
     try:
         state, why = source.moments, f"--to {to} has no place for it"
+    # State that cannot be read is no reason to refuse the weights.
     except (ValueError, KeyError) as error:
         state, why = None, str(error.args[0])
     else:
@@ -165,6 +167,7 @@ def _optimizer_state(source: Source, to: str) -> Moments | None:
             return None
         if to == "torch-dist":
             masters = source.precise
+            # `precise` of a source without masters is the source itself
             more = {} if masters is source else {"param": masters}
             return Moments(state.step, {**state.kinds, **more})
     warnings.warn(f"the optimizer's state is left behind: {why}", stacklevel=3)
@@ -189,6 +192,7 @@ def _check_one_dtype(source: Source) -> None:
     that a family always keeps in fp32 are not counted.
     """
     specs, leaves = source.specs, source.tree.leaves
+    # dtype -> the trained parameters that are stored in it
     kinds: dict[torch.dtype, list[str]] = {}
     for name, spec in specs.items():
         if leaves[name].trained and not leaves[name].precise:
@@ -291,6 +295,7 @@ def compare_state(state: Moments, written: Source) -> str:
     """Check that the written optimizer state has the same update count, dtypes and bits as `state`;
     return a clause for the report. Raises Unlike where it differs.
     """
+    # read back through the same importer that a later resume uses
     found = written.moments
     if found is None or found.step != state.step:
         raise Unlike(f"{written.where} has not the optimizer of {state.step} updates")
@@ -302,6 +307,7 @@ def compare_state(state: Moments, written: Source) -> str:
                 raise Unlike(f"{kind} of {name} is {specs[name].dtype} in {written.where}")
         for _ in compare_weights(tensors, kinds[kind], of=f"{kind} of "):
             pass
+    # text, for the report
     masters = " and fp32 masters" * ("param" in state.kinds)
     return f"; AdamW's moments of {state.step} updates{masters} too"
 
@@ -331,17 +337,20 @@ def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:
     # two models in fp32: 2 x 4 bytes per parameter
     need = 8 * sum(leaf.elements for leaf in tree.leaves.values())
     step = tree.layers if need <= room else 1
+    # 24 tokens: enough for every kind of mask and position, and cheap at 70 B parameters
     length = min(TOKENS, tree.longest or TOKENS)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(tree.vocab_size, (1, length), generator=draw)
     # Both are rounded to the written dtype first: bf16 written from fp32 must give equal logits.
     dtypes = {name: spec.dtype for name, spec in written.specs.items()}
+    # hidden vectors that the layer before has returned, on each side
     one = other = None
     for start in range(0, tree.layers, step):
         layers = range(start, min(start + step, tree.layers))
         one = _run(source, layers, dtypes, tokens, one)
         other = _run(written, layers, dtypes, tokens, other)
         if not _same(one, other):
+            # only the last part of the model returns logits
             last = layers.stop == tree.layers
             raise Unlike(
                 f"{'logits' if last else f'hidden vectors behind layer {start}'} of "
@@ -362,12 +371,14 @@ def _run(
     # A model of these layers alone, as a pipeline stage has them: built without memory, then
     # filled.
     part = PipelinePart(layers, layers.start == 0, layers.stop == tree.layers)
+    # no memory yet: only these layers are materialised below
     with torch.device("meta"):
         model = Decoder(tree, replace(single_process(tree.layers), parts=(part,)))
     model = model.to(torch.float32).to_empty(device="cpu").eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(source.read(name).to(dtypes[name]))
+        # without a head function the decoder returns hidden vectors
         end: Any = head.compute_logits if part.last else None
         return model(tokens, end, x=x)
 
@@ -376,6 +387,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
     """True if shape, dtype and every bit are equal, so that NaN equals itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
+    # as bytes: NaN is unequal to itself as a number, and -0.0 equal to 0.0
     return torch.equal(
         one.contiguous().reshape(-1).view(torch.uint8),
         other.contiguous().reshape(-1).view(torch.uint8),

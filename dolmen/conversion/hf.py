@@ -58,6 +58,7 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
     """
     if expand(name).is_dir():
         return expand(name)
+    # most often someone's model.safetensors
     if expand(name).is_file():
         raise ValueError(f"{name} is a file: give its folder, {expand(name).parent}")
     if is_absent(name):
@@ -66,6 +67,7 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    # Only what is read: a repository may also hold GGUF, ONNX or original weights.
     patterns = [
         "model*.safetensors",
         safetensors.INDEX,
@@ -104,6 +106,7 @@ def read_config(folder: Path | str) -> Model:
         model = Model(text_config(content) or content)
     except ValueError as error:
         raise gate.refuse(file, error) from error
+    # GLM and others name special tokens in the tokenizer alone
     return special_tokens.add_special_ids(model, {}, lambda: tokens_by_name(folder))
 
 
@@ -112,6 +115,7 @@ def tokens_by_name(folder: Path | str) -> dict[str, int]:
     a tokenizer. Empty where there are none. Raises Refused for a malformed file.
     """
     found: dict[str, int] = {}
+    # later files override earlier ones, as transformers lets added tokens override
     for name in ("vocab.json", "tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
         file = Path(folder) / name
         if not file.is_file():
@@ -194,6 +198,7 @@ class Transformers(WeightsAlone):
         """Read one parameter by our name. Raises KeyError where there is none."""
         if name not in self._holding:
             raise KeyError(f"{self.where} has no parameter {name}")
+        # several entries for a stack of experts, one otherwise
         ((_, tensor),) = assemble(self._holding[name], self._tensor, [name])
         return tensor
 
@@ -228,6 +233,7 @@ class Transformers(WeightsAlone):
         the embedding. Raises as `stream`.
         """
         read, weights = dict(self._stored), self._weights
+        # some exporters write both copies of a tied matrix
         if head := read.pop(weights.head if weights.is_tied_head(weights.head) else "", None):
             _require_equal(head, read[weights.embedding])
         return read
@@ -256,6 +262,7 @@ def _with_name(model: Model, folder: Path) -> Model:
     family = model.family
     if BARE not in family.fields:
         return model
+    # exports of the base class (BertModel, not BertForMaskedLM) have no prefix
     bare = not any(name.startswith(family.prefix) for name in safetensors.index(folder))
     return replace_fields(model, {BARE.name: True}) if bare else model
 
@@ -278,6 +285,7 @@ def stated_dtype(model: Model) -> torch.dtype:
     that weights cannot have.
     """
     named = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+    # older transformers wrote "torch.float16"
     name = model.dtype.removeprefix("torch.")
     if name not in named:
         raise ValueError(f"dtype is {name!r} in config.json: choose another, of {', '.join(named)}")
@@ -294,6 +302,9 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     beyond: list[str] = []
     form = next((one for one in FORMS if one.lies_in(folder)), None)
     other_parts: list[str] = []
+    # Every stored tensor falls into one of four groups: a parameter, a layer behind the last
+    # (multi-token prediction), a part of a multimodal model, or a buffer that is ignored. What is
+    # left over is an error, never skipped.
     for name, stored in safetensors.index(folder, form).items():
         canonical = weights.canonical(name)
         if canonical in found:
@@ -344,6 +355,7 @@ def _check_tensor(name: str, stored: Stored, weights: WeightMap) -> None:
     """
     expected = weights.expected_shape(name)
     if stored.spec.shape != expected:
+        # which config fields would give the shape that is stored
         fields = weights.disagreeing_fields(name, stored.spec.shape)
         raise ValueError(
             f"{stored.name} is {stored.spec.shape} in {stored.file}, config.json makes it "

@@ -70,6 +70,7 @@ def check_expressible(model: Model, tree: ModelSpec) -> None:
     """Raises ValueError where the stored parameters (`tree`) have more than the config.json of
     `model` can express: a router's balancing bias.
     """
+    # training adds one thing that config.json lacks a field for
     if tree != model.tree:
         raise ValueError(
             f"train.router.balance is bias: transformers' {model.model_type} has no place for "
@@ -88,8 +89,10 @@ def export_weights(
     """
     shapes = model.tree.shapes
     written = weight_map(model).exported_entries.values() if entries is None else entries
+    # pieces of one stack follow one another: the parameter is read once for all of them
     for _, group in groupby(written, key=lambda entry: entry.ours):
         first, *rest = group
+        # not one expert of a stack
         if first.piece is None:
             yield first.hf, _join(first, full, shapes)
         else:
@@ -126,6 +129,7 @@ def save(
     """
     check_target(folder, tokenizer_folder)
     folder, dtype = Path(folder), dtype or stated_dtype(model)
+    # shapes are known before any tensor exists: the header of a shard comes first
     specs = _specs(model, dtype)
     with writing.build_beside(folder) as (part, words):
         safetensors.write_tensors(part, specs, export_weights(model, full), shard_bytes)
@@ -166,6 +170,7 @@ class TransformersWriter:
             for _ in shards.write(tensors, [entry.hf for entry in entries]):
                 advance(1)
 
+        # files get their final size and header now: threads then write at fixed offsets
         shards.begin()
         entries = weight_map(model).exported_entries.values()
         pool.run(write_layer, group_by_layer(entries, lambda entry: entry.ours[0]))
@@ -205,6 +210,7 @@ def _write_sidecar_files(
     """
     if dtype != stated_dtype(model):
         model = edit(model, dtype=str(dtype).removeprefix("torch."))
+    # stacklevel 4: the caller of write, save or write_sidecars
     if lost := unknown.export_warning(model):
         warnings.warn(lost, stacklevel=4)
     content = model.export_config()
@@ -218,6 +224,7 @@ def _specs(model: Model, dtype: torch.dtype) -> dict[str, Spec]:
     """Shape and dtype of each tensor that is written, by its stored name: `dtype`, or at least fp32
     for parameters that the family keeps precise.
     """
+    # a router's bias, for example, stays in fp32 in a bf16 export
     leaves, wide = model.tree.leaves, torch.promote_types(dtype, torch.float32)
     return {
         name: Spec(entry.shape, wide if leaves[entry.ours[0]].precise else dtype)
@@ -246,6 +253,7 @@ def _generation_config(content: dict[str, Any]) -> dict[str, Any]:
     """
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: content[name] for name in names if content.get(name) is not None}
+    # as transformers marks a generation config that nobody has edited
     return {"_from_model_config": True, **ids} if ids else {}
 
 

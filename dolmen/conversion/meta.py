@@ -146,6 +146,7 @@ class Consolidated(WeightsAlone, Joined):
         """How ranks shard a tensor: as ours do, except that Llama 1 and 2 shard the embedding by
         columns.
         """
+        # ParallelEmbedding of Llama 1 and 2 cuts columns, VocabParallelEmbedding of Llama 3 rows
         if name == EMBEDDING:
             return Share(_embedding_dim(self.ranks, self.tree.hidden_size))
         entry = self._entries[name]
@@ -157,6 +158,7 @@ class Consolidated(WeightsAlone, Joined):
         ValueError where they do not fit the model, or ranks differ.
         """
         for i, rank in enumerate(self.ranks):
+            # a buffer in Llama 1's files
             held = {name for name in rank if name != "rope.freqs"}
             if other := sorted(held ^ self._entries.keys()):
                 raise KeyError(
@@ -225,7 +227,9 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
     mixer = AttentionSpec(
         heads, said.get("n_kv_heads") or heads, size // heads, positions=_rope(folder, said)
     )
+    # the width follows from multiple_of and ffn_dim_multiplier: the tensor is simpler
     inner = ranks[0][UP].spec.shape[0] * len(ranks)
+    # -1 in Llama 1 and 2: it was the tokenizer's
     rows = said.get("vocab_size", -1)
     tree = ModelSpec(
         hidden_size=size,
@@ -261,6 +265,7 @@ def _longest(said: Mapping[str, Any]) -> int:
     (params.json of these has no such field).
     """
     theta = said.get("rope_theta", 10000.0)
+    # Llama 1 (eps 1e-6): 2048; Llama 2 (1e-5): 4096; Code Llama (theta 1e6): 16384; Llama 3: 8192
     by_theta = {10000.0: 4096 if said["norm_eps"] > 1e-6 else 2048, 1e6: 16384}
     known = 131072 if said.get("use_scaled_rope") else by_theta.get(theta, 8192)
     return said.get("max_seq_len", known)

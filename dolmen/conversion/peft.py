@@ -73,6 +73,7 @@ class LowRank:
         """
         if name not in self.form.targets:
             return value
+        # in the order of KINDS
         parts = list(self.tensors(name).values())
         dtype = torch.promote_types(value.dtype, parts[0].dtype)
         down, up, *lengths = (part.to(dtype) for part in parts)
@@ -115,11 +116,13 @@ def read(folder: Path, model: Model) -> LowRank:
     peft_config.check(file, said)
     known, stored = _modules(model), safetensors.read_header(folder / WEIGHTS)
     leaves = model.tree.leaves
+    # an example for error messages
     such = next(module for module, weight in known.items() if leaves[weight].role in ADAPTED)
     by_name: dict[str, Stored] = {}
     modules: dict[str, str] = {}
     for name, one in stored.items():
         kind = next((kind for kind in KINDS if name.endswith(f".{kind}")), "")
+        # base_model.model.X.lora_A.weight -> X
         module = name.removeprefix(PREFIX).removesuffix(f".{kind}")
         if not kind or module not in known:
             raise gate.refuse(
@@ -135,10 +138,13 @@ def read(folder: Path, model: Model) -> LowRank:
                 f"layer: an adapter is beside one, such as {PREFIX}{such}.lora_A.weight",
             )
         modules[module] = weight
+        # (A, B, magnitude) by kind
         by_name[(*LoraSpec.pair(weight), magnitude_name(weight))[KINDS.index(kind)]] = one
+    # "all-linear" is all but the output embedding
     heads = [module for module, weight in modules.items() if leaves[weight].role == "head"]
     peft_config.Reach(file, said).check(list(modules), heads)
     weights = frozenset(w for w in known.values() if LoraSpec.pair(w)[0] in by_name)
+    # "whole": the base is not stored in eight bits
     form = LoraSpec(said["r"], said["lora_alpha"], weights, "whole", _scaling(said), _kind(said))
     _check_shapes(folder / WEIGHTS, form, by_name, model)
     return LowRank(form, by_name)
@@ -188,6 +194,7 @@ def _modules(model: Model) -> dict[str, str]:
     """
     whole = {}
     for stored, entry in weight_map(model).entries.items():
+        # GPT-2's Conv1D stores weights transposed: still one of ours
         rule = entry.rule.rule if isinstance(entry.rule, Transpose) else entry.rule
         if isinstance(rule, Rename) and stored.endswith(".weight") and entry.piece is None:
             whole[stored.removesuffix(".weight")] = entry.ours[0]
@@ -221,11 +228,13 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
     with writing.build_beside(folder) as (part, words):
         safetensors.write_tensors(part, specs, tensors.items())
+        # the shard writer names files as transformers does
         os.rename(part / safetensors.SAFETENSORS.single, part / WEIGHTS)
         (words / CONFIG).write_text(json.dumps(_config(run, form, modules), indent=2) + "\n")
         copy_tokenizer(run.tokenizer, words)
     base = "the weights it began with" if run.init is None else run.init
     title = f"the adapters of {run.title}, which were trained beside {base}"
+    # QLoRA-like runs: the base that PEFT will use is not the rounded one they trained with
     if form.frozen != "whole":
         warnings.warn(
             f"{title} rounded to {form.frozen} (--adapter.frozen): beside its own weights, which "

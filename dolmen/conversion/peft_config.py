@@ -68,6 +68,7 @@ def check(file: Path, said: Mapping[str, Any]) -> None:
     if said.get("bias", "none") != "none":
         raise gate.refuse(file, f"trains biases ({said['bias']}): dolmen reads bias none")
     for name, value in said.items():
+        # options of later PEFT releases are refused too, by the form of their name
         unknown = name.endswith("_config") or name.startswith("use_")
         other = name in OTHERWISE or (unknown and name not in (*HARMLESS, *FORMS))
         if (other and value) or (name in FORMS and value is not None and value is not False):
@@ -76,6 +77,7 @@ def check(file: Path, said: Mapping[str, Any]) -> None:
                 f"has {name}, which dolmen does not read: train without it, or merge the adapter "
                 "with PEFT and give the merged model",
             )
+    # PiSSA and others subtract B A from the base on loading
     begun = str(said.get("init_lora_weights")).lower()
     if begun.startswith(OTHER_BASES):
         raise gate.refuse(
@@ -100,6 +102,7 @@ class Reach:
         adapter tensors in the file: it would ignore them silently. `heads`: output embeddings,
         which "all-linear" leaves out.
         """
+        # PEFT looks at exclude_modules first
         excluded = self._match_field("exclude_modules", modules)
         targets = self._find_targets(modules, heads)
         for module in modules:
@@ -195,6 +198,7 @@ class Reach:
         module is in; None where there is none.
         """
         parts = module.split(".")
+        # parts that are numbers, neither first nor last
         numbered = [i for i in range(1, len(parts) - 1) if parts[i].isdecimal()]
         if not self._lists:  # PEFT has one name at least before that of the list
             return next((int(parts[i]) for i in numbered if i > 1), None)
@@ -216,6 +220,7 @@ def _match_expression(
     invalid, or takes too much time or memory.
     """
     given = {"expression": expression, "modules": list(modules)}
+    # Python's re backtracks: "(a+)+b" takes 2^n steps
     ended = run_limited(MATCH, given, seconds=SECONDS, memory=MEMORY)
     if ended.returncode == INVALID:
         raise gate.refuse(

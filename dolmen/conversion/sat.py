@@ -117,6 +117,7 @@ class Sat(WeightsAlone, Joined):
         """
         leaf, rule = self.tree.leaves[entry.ours[0]], entry.rule
         cut = next((cut for cut in leaf.shards if cut.axis == "tp"), None)
+        # [x1; x2]: each rank has rows of both
         stacked = isinstance(rule, Split) and rule.groups == 1
         return Share(None if cut is None else cut.dim, len(entry.ours) if stacked else 1)
 
@@ -125,6 +126,7 @@ class Sat(WeightsAlone, Joined):
         """Stored name -> the tensor's part on each rank, after checking names, shapes and dtypes.
         Raises KeyError or ValueError where they do not fit the model, or ranks differ.
         """
+        # rank 0 is the measure for names
         first, *others = [
             {name: one for name, one in rank.items() if not self._weights.ignores(name)}
             for rank in self.held
@@ -178,6 +180,7 @@ def open_sat(folder: Path, model: Model | None = None) -> Sat:
     """
     place = sidecars.place(folder)
     model = model or hf.read_config(place)
+    # SAT saved other models too, with other names
     if model.model_type != FAMILY:
         raise ValueError(
             f"{folder} has files of SAT, and {place / 'config.json'} is of {model.model_type}: "

@@ -67,6 +67,7 @@ def vocabulary(folder: Path, said: Model | None, rows: int | None) -> int | None
                 f"--vocab-size is {rows}, vocab_size {said.tree.vocab_size} in "
                 f"{folder / 'config.json'}: leave out one of the two"
             )
+        # the config.json's number wins over the padded rows of the checkpoint
         return said.tree.vocab_size
     where = tokenizer(folder)
     if rows is not None or where is None:
@@ -86,6 +87,7 @@ def express(tree: ModelSpec) -> Model:
         try:
             return model_from_spec(tree, name)
         except ValueError as error:
+            # the first is of llama, the most common: its reason tells most
             reasons.append(str(error))
     raise ValueError(f"no family's config.json can say this model; {reasons[0]}")
 
@@ -156,6 +158,7 @@ class Joined:
         """
         if name not in self._holding:
             raise KeyError(f"{self.where} has no parameter {name}")
+        # raises for a damaged folder before any tensor is read
         _ = self._checked
         ((_, tensor),) = assemble([self._holding[name]], self._tensor, [name])
         return tensor

@@ -129,6 +129,7 @@ def _open_adapted(folder: Path, model: Model | None, vocab_size: int | None) -> 
     """Open a PEFT folder as its base model with the adapters merged. `model` and `vocab_size` are
     for the base (see `open_source`). Raises ValueError where the base is a PEFT folder too.
     """
+    # base_model_name_or_path: a folder, or a hub id
     named = hf.resolve_model(peft.base(folder))
     if peft.is_peft(named):
         raise ValueError(f"{folder} names {named} as its model, which is a folder of adapters too")
@@ -206,6 +207,7 @@ def pin_source(name: str | Path) -> str:
     """
     folder = hf.resolve_model(name)
     newest = _format(folder).newest(folder)
+    # a hub id stays an id: its folder in the cache is nobody's name
     return str(name) if newest == folder else str(newest)
 
 
@@ -214,6 +216,7 @@ def open_alike(name: str | Path, mesh: Mesh) -> Source:
     for all. Raises as `open_source`.
     """
     return open_source(
+        # a save may end between two ranks' looks at the folder
         name if mesh.size == 1 else consensus.run_on_rank_zero(lambda: pin_source(name))
     )
 
@@ -257,6 +260,7 @@ def _format(folder: Path) -> Format:
             return format_
     names = sorted(os.listdir(folder))
     held = f"holds {', '.join(names[:5])}{' ...' * (len(names) > 5)}" if names else "is empty"
+    # the error lists what would have been recognised
     known = ", nor ".join(format_.title for format_ in FORMATS)
     raise ValueError(f"{folder} is neither {known}: it {held}")
 
@@ -283,6 +287,7 @@ def open_adapters(name: str | Path, base: Source) -> LowRank:
     id. Raises ValueError, naming the folder, where it has no adapters or they do not fit the base.
     """
     folder = hf.resolve_model(name)
+    # PEFT first: such a folder may lie inside a run's
     if peft.is_peft(folder):
         return peft.read(folder, base.model)
     if not checkpoint.is_run(folder):
@@ -318,12 +323,14 @@ def _from_run(run: RunCheckpoint, base: Source) -> LowRank:
         raise ValueError(
             f"{run.where} is of another model than {base.where}: {'; '.join(differences)}"
         )
+    # shapes and names first: the comparison below reads one weight only
     check_whole(run)
     # One weight is enough to tell another base; min, so that the same one is read every time. A
     # frozen weight may lie in eight bits, so it is compared up to rounding, relative to the
     # largest.
     weight = min(form.targets)
     theirs, ours = run.frozen(weight).double(), base.read(weight).double()
+    # A run that froze its base in int8 stores rounded weights: up to half a scale of each row.
     off = float((theirs - ours).abs().max() / ours.abs().max().clamp(min=torch.finfo().tiny))
     if not off <= ROUNDED:
         raise ValueError(

@@ -94,12 +94,14 @@ def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
             for part in grouped.split(counts, 1):
                 yield part.reshape(-1, *tensor.shape[1:])
         case BareParameter(inner):
+            # only the name differs: the file leaves out ".weight"
             yield from split_stored(inner, tensor)
         case Paired(heads=heads):
             # rows x0 y0 x1 y1 ... of a head -> x0 x1 ... y0 y1 ...
             pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
             yield pairs.transpose(1, 2).reshape(tensor.shape)
         case Each(inner):
+            # per expert (its parts) -> per part (its experts)
             parts = zip(*(split_stored(inner, one) for one in tensor), strict=True)
             yield from (torch.stack(part) for part in parts)
         case Stack():
@@ -128,9 +130,11 @@ def join_stored(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Te
             halves = parts[0].reshape(heads, 2, -1, *parts[0].shape[1:])
             return halves.transpose(1, 2).reshape(parts[0].shape)
         case Each(inner):
+            # per part (its experts) -> per expert (its parts)
             each = zip(*parts, strict=True)
             return torch.stack([join_stored(inner, list(ones)) for ones in each])
         case Stack():
+            # a view: one expert of our stack
             return parts[0][piece]
 
 
@@ -144,6 +148,7 @@ def assemble(
     of experts are read when its first comes. Raises ValueError where pieces have several dtypes.
     """
     stored = list(stored)
+    # our name -> expert -> stored name
     stacks: dict[str, dict[int, str]] = {}
     for entry in stored:
         if entry.piece is not None:
@@ -155,7 +160,10 @@ def assemble(
             pairs = zip(entry.ours, split_stored(entry.rule, read(entry.hf)), strict=True)
         else:
             pairs = [
-                (name, _read_stack(stacks.pop(name), read)) for name in entry.ours if name in stacks
+                # popped: the later pieces find nothing and yield nothing
+                (name, _read_stack(stacks.pop(name), read))
+                for name in entry.ours
+                if name in stacks
             ]
         for ours, tensor in pairs:
             if only is None or ours in only:
@@ -172,6 +180,7 @@ def _read_stack(pieces: dict[int, str], read: Callable[[str], Tensor]) -> Tensor
     for i, name in sorted(pieces.items()):
         piece = read(name)
         if whole is None:
+            # filled in place: torch.stack would hold all experts twice
             whole = piece.new_empty((len(pieces), *piece.shape))
         if piece.dtype != whole.dtype:
             raise ValueError(

@@ -44,6 +44,7 @@ def build_beside(target: Path) -> Iterator[tuple[Path, Path]]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}."
+    # next to the target: a rename works within one file system only
     with TemporaryDirectory(prefix=prefix, suffix=SUFFIX, dir=target.parent) as made:
         part, words = Path(made) / target.name, Path(made) / "sidecars"
         part.mkdir()
@@ -59,6 +60,7 @@ def check(folder: Path) -> None:
     """Raises ValueError for a folder that lies inside an unfinished conversion's temporary
     folder.
     """
+    # also a subfolder (a rank's, an iteration's) of an unfinished one
     for place in (folder.resolve(), *folder.resolve().parents):
         if NAME.fullmatch(place.name):
             raise ValueError(
@@ -103,6 +105,7 @@ class LayerPool:
         `advance(n)` after each n tensors. Raises the exception of the first call that fails; the
         others then stop at their next `advance` (CancelledError), also at Ctrl-C.
         """
+        # the lock is for `done` and the bar
         lock, stopped, done = Lock(), Event(), 0
 
         def advance(tensors: int) -> None:
@@ -122,5 +125,7 @@ class LayerPool:
                 for call in as_completed(calls):
                     call.result()
             finally:
+                # also at Ctrl-C, which as_completed raises here: threads are no daemons and would
+                # go on
                 stopped.set()
                 pool.shutdown(wait=False, cancel_futures=True)

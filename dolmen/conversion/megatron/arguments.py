@@ -62,6 +62,7 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> ModelSpec:
                 f"{name} is {brief(said[name])}: of Megatron's models dolmen computes those with "
                 f"{allowed[0]!r}"
             )
+    # options that the code ignored have no say, whatever their value
     unread = OF_CORE if legacy else OF_OLDER
     said = Said({name: value for name, value in said.items() if name not in unread})
     if legacy and said["num_experts"]:
@@ -119,6 +120,7 @@ def _mixer(said: Said, norm: NormSpec, bias: bool) -> AttentionSpec:
     hidden, heads = said["hidden_size"], said["num_attention_heads"]
     if said["kv_channels"] is None and hidden % heads:
         raise ValueError(f"hidden_size ({hidden}) is not divisible by its heads ({heads})")
+    # head size
     size = said["kv_channels"] or hidden // heads
     groups = said["num_query_groups"] if said["group_query_attention"] else None
     qkv_bias = bias or bool(said["add_qkv_bias"])
@@ -163,6 +165,7 @@ def _window(said: Said) -> int | None:
     before, behind = window if isinstance(window, (tuple, list)) else (window, 0)
     if behind not in (0, -1):
         raise ValueError(f"window_size is {brief(window)}: dolmen computes none that looks ahead")
+    # -1: unlimited; ours counts the query itself
     return None if before < 0 else before + 1
 
 
@@ -208,6 +211,7 @@ def _experts(said: Said) -> MoESpec:
     if not said["swiglu"] or _has_biases(said):
         raise ValueError("experts without swiglu, or with biases: dolmen has names for neither")
     top, groups = said["moe_router_topk"] or 2, said["moe_router_num_groups"] or 1
+    # group-limited routing of DeepSeek-V3; all groups without it
     kept = said["moe_router_group_topk"] or groups
     sigmoid = said["moe_router_score_function"] == "sigmoid"
     # Megatron scores a group by the sum of its best topk / group_topk experts
@@ -259,6 +263,7 @@ def _arguments(tree: ModelSpec) -> dict[str, Any]:
     gated = dense[0].gated if dense else True
     return {
         "num_layers": tree.layers,
+        # an alias that some versions read
         "encoder_num_layers": tree.layers,
         "hidden_size": tree.hidden_size,
         "ffn_hidden_size": (dense or sparse)[0].size,
@@ -390,6 +395,7 @@ def read_latent(said: Said, norm: NormSpec, bias: bool) -> LatentAttentionSpec:
             scaling,
             interleaved=True,
         ),
+        # mscale equals mscale_all_dim here, so cos and sin have factor 1
         mscale_all_dim=float(said["mscale"]) if scaling else 0.0,
         o_bias=bias,
     )

@@ -82,6 +82,7 @@ class Chunk:
         """Find the chunk's numbers in the torch.save archive. `name`: of the tensor, for errors.
         Raises Refused where the archive holds no tensor of this shape and dtype.
         """
+        # restricted unpickling: finds where numbers lie, executes nothing
         held = torch_files.load_part(self.file, self.position, self.length)
         if not isinstance(held, StoredView) or (held.shape, held.dtype) != (self.sizes, dtype):
             raise gate.refuse(
@@ -125,6 +126,7 @@ class Pieces(Stored):
     def _piece(self, part: Chunk) -> Tensor:
         """Read the part of a chunk that belongs to this slice of the stack."""
         held, first = part.locate(self.name, self.spec.dtype), len(self.at)
+        # a layer of a stack is a slice of the chunk: skip to it by its strides
         steps = zip(self.at, part.offsets, held.strides, strict=False)
         skipped = sum((at - offset) * stride for at, offset, stride in steps)
         own = replace(
@@ -177,6 +179,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(
         folder,
         common["args"].values,
+        # tensors are whole: no sharding to undo
         Sizes(1, 1, 1),
         float(common.get("checkpoint_version", 3)),
         common.get("iteration"),
@@ -219,7 +222,9 @@ def _shards(
     shards: dict[str, Shards] = {}
     layers = 0
     for key, whole in stored.items():
+        # the names that a checkpoint of rank folders would have
         named = list(_name_pieces(key, whole))
+        # leading dims that count layers and experts
         dims = len(named[0][1]) if named else 0
         lying = group_by_index(chunks[whole.name], dims)
         for name, at in named:
@@ -281,6 +286,7 @@ def _states(folder: Path, description: Foreign) -> States:
         if shard is None:
             continue
         at = [int(index) for index in shard["at"].split(".")]
+        # the state is known by the weight that it belongs to
         own, expert = f"{shard['module']}weight", 0
         if match := LAYERED.fullmatch(own):
             layer, rest = match["layer"] or at.pop(0), match["rest"]
@@ -302,6 +308,7 @@ def updates(common: Mapping[str, Any], file: Path) -> int | None:
     """
     own = common.get("optimizer", {})
     own = own if isinstance(own, Mapping) else {}
+    # one optimizer, or several by number (of experts and of the rest)
     parts = [own] if own.keys() & {"optimizer", "param_groups"} else list(own.values())
     said = {
         _number(one, file)
@@ -334,6 +341,7 @@ def _number(step: Any, file: Path) -> int:
     if isinstance(step, StoredView) and step.shape in ((), (1,)):
         step = step.locate("step", file).read().item()
     if isinstance(step, int | float) and not isinstance(step, bool):
+        # torch.optim stores steps as float32 tensors
         if 0 <= step < 2**40 and step == int(step):
             return int(step)
     raise ValueError(f"{file}: the optimizer's step is {step!r:.40}, which is no count")

@@ -128,6 +128,7 @@ class TorchDistWriter:
         """Write the .distcp files, then .metadata, common.pt and metadata.json, into `folder`."""
         where = folder / self._name
         where.mkdir()
+        # one file per group, so that threads need no lock
         layers = group_by_layer(self.plan.entries.items(), lambda item: item[1].ours[0])
         held: list[list[FileEntry]] = [[] for _ in layers]
 
@@ -139,6 +140,7 @@ class TorchDistWriter:
                 for canonical, entry in layers[number]:
                     self._write_one(file, canonical, entry)
                     advance(1)
+                # Megatron expects a state for the head too
                 if number == len(layers) - 1:
                     _state(file, "output_layer.", (), (), [])
 
@@ -161,6 +163,7 @@ class TorchDistWriter:
         lying.states(file, len(whole), scaling.products(plan.scales, entry))
         del whole
         for kind, tensors in kinds.items() if leaf.trained else ():
+            # one kind at a time: a moment is as large as its fp32 weight
             moment = _read_entry(plan, entry, tensors.read, padding=kind not in MOMENTS)
             lying.write(file, f"{OPTIMIZER}{kind}.", moment)
             del moment
@@ -192,6 +195,7 @@ def _common(
         "content_metadata": content,
     }
     if state is not None:
+        # the form whose tensors have the shapes of parameters
         content["distrib_optim_sharding_type"] = "fully_reshardable"
         common["optimizer"] = {"optimizer": {"param_groups": [{"step": state.step}]}}
     return common
@@ -229,6 +233,7 @@ class StackPlace:
         """Write the tensor as one layer of its stack, under `prefix` + key (the prefix is that of
         an optimizer state, or empty).
         """
+        # leading dims of size 1: the layer is a chunk of the stack
         part = whole[(None,) * len(self.index)]
         shape, at = (*self.count, *whole.shape), (*self.index, *(0,) * whole.ndim)
         file.tensor(prefix + self.key, shape, at, part.contiguous().clone())

@@ -74,6 +74,7 @@ class Ranks:
         shards: heads and widths by tp, experts by ep, layers by pp x virtual stages.
         """
         for leaf in tree.leaves.values():
+            # Megatron shards what we shard: the same divisibility
             for cut in leaf.shards:
                 if cut.axis == "tp" and not cut.uneven and cut.units % self.tp:
                     raise ValueError(
@@ -176,16 +177,19 @@ class Plan:
         assert parsed is not None
         last, spell = self.ranks.stages - 1, self.dialect.spell
         if parsed.layer is not None:
+            # layers per stage
             per = self.tree.layers // self.ranks.stages
             stage, layer = divmod(parsed.layer, per)
             block = self.tree.blocks[parsed.layer]
             if not _is_expert(name):
                 return [self._place(stage, [spell(parsed.rest, layer, block)])]
             each = range(block.mlp.experts // self.ranks.ep)
+            # counted on the ep rank, from 0
             own = [spell(parsed.rest, layer, block, expert) for expert in each]
             return [replace(self._place(stage, own), ep=ep) for ep in range(self.ranks.ep)]
         if name == names.EMBEDDING and self.tree.head.tied and self.ranks.pp > 1:
             return [self._place(0, [spell(name)]), self._place(last, [self.dialect.tied])]
+        # embeddings on the first stage; final norm and head on the last
         first = name.startswith("embedding.")
         return [self._place(0 if first else last, [spell(name)])]
 
@@ -211,6 +215,7 @@ class Plan:
             shape = share.shape(whole, self.ranks.tp)
             for place in self.places(name):
                 if place.lies_on(pp, ep):
+                    # Megatron has one tensor per expert, ours is stacked
                     one = shape[1:] if _is_expert(name) else shape
                     found |= {own: Spec(one, wide if precise else dtype) for own in place.names}
         return found
@@ -232,6 +237,8 @@ class Plan:
                     continue
                 first = 0 if place.ep is None else place.ep * len(place.names)
                 for i, own in enumerate(place.names, first):
+                    # linear_fc1.weight3 -> linear_fc1._extra_state: one for all experts of the
+                    # module
                     state = re.sub(r"weight\d*$", "_extra_state", own)
                     found.setdefault(state, []).extend(known[i : i + 1])
         if pp == self.ranks.pp - 1:
@@ -297,6 +304,7 @@ class Plan:
             "expert_tensor_parallel_size": ranks.tp,
             "context_parallel_size": 1,
             "world_size": ranks.tp * ranks.pp * ranks.ep,
+            # expert parallelism runs over data-parallel ranks
             "data_parallel_size": ranks.ep,
             "use_mcore_models": not self.dialect.legacy,
             "transformer_impl": "transformer_engine" if te else "local",
@@ -304,6 +312,7 @@ class Plan:
             "bf16": dtype == torch.bfloat16,
             "fp16": dtype == torch.float16,
             "iteration": iteration,
+            # a new run: the data order starts at its beginning
             "consumed_train_samples": 0,
             "consumed_valid_samples": 0,
             "tokenizer_type": "HuggingFaceTokenizer",
@@ -409,6 +418,7 @@ def _write_shares(
         for place, ep in product(places, range(plan.ranks.ep)):
             if place.ep not in (None, ep):
                 continue
+            # experts of this ep rank
             parts = [held] if place.ep is None else held.chunk(plan.ranks.ep)[place.ep]
             for name, part in zip(place.names, parts, strict=True):
                 files[tp, ep].write(name, part)

@@ -85,11 +85,13 @@ def sizes(folder: Path, args: Mapping[str, Any]) -> Sizes:
     numbers = [
         [int(n) for n in match.groups() if n] for name in names if (match := RANK.match(name))
     ]
+    # largest number per column of the names: tp, then pp and ep where they occur
     seen = [1 + max(column) for column in zip(*numbers, strict=False)] + [1, 1]
     said = [
         args.get(name) for name in ("pipeline_model_parallel_size", "expert_model_parallel_size")
     ]
     pp, ep = said[0] or seen[1], said[1] or seen[2]
+    # model_parallel_size: its older name
     tp = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or seen[0]
     found = Sizes(tp, pp, ep)
     expected = (found.name(*at) for at in product(range(tp), range(pp), range(ep)))

@@ -117,6 +117,7 @@ def _qkv(tree: ModelSpec, version: float) -> Split:
     stored = LAYER + QKV
     if version < 2 and number != groups:
         raise ValueError(f"checkpoint_version is {version}, which has no groups of queries")
+    # The layout of fused q, k, v changed twice (checkpoint_version 0, 1, 2 and later):
     if version < 1:  # [3, heads, size] on each rank
         return Split(stored, names, 1, (1, 1, 1), shard_parts=True)
     if version < 2:  # [heads, size, 3]
@@ -169,6 +170,7 @@ class Dialect:
         """
         if layer is None or block is None:
             return _replace_start(name, self.ends)
+        # a router needs the normed input too, so the norm is a module of its own
         if block.mlp.experts and name.startswith(MLP_NORM):
             return f"{self.layers}{layer}.{name}"
         if expert is not None:
@@ -284,6 +286,7 @@ def canonical(stored: str) -> Name | None:
     if expert := EXPERT.fullmatch(rest):
         said = expert.groupdict()
         module, kind = said["one"] or said["all"], said["kind"] or said["of"]
+        # SequentialMLP counts modules, GroupedLinear numbers its weights
         number_of = int(said["local"] or said["grouped"])
         return Name(start, int(number), f"mlp.experts.{module}.{kind}", number_of)
     return Name(start, int(number), _first(WITHIN, rest))

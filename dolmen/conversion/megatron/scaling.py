@@ -50,6 +50,7 @@ def read_extra_state(state: bytes, where: Path) -> list[Scaling]:
     kept = [value.get(name) for name in TENSORS]
     shapes = [tuple(one.shape) if isinstance(one, Tensor) else None for one in kept]
     forward, backward = shapes[0] or (0, 0), shapes[2] or (0, 0)
+    # input, weight and output of each product
     number = forward[-1] // 3
     steps = forward[0]
     want = [(steps, 3 * number), (3 * number,), (steps, 2 * number), (2 * number,)]
@@ -62,6 +63,7 @@ def read_extra_state(state: bytes, where: Path) -> list[Scaling]:
     assert backward == want[2]
     histories, scales, back, back_scales = (torch.as_tensor(one).float() for one in kept)
     for name, one in zip(TENSORS[1::2], (scales, back_scales), strict=True):
+        # a factor: 0 or infinity would destroy the weight
         if not ((one > 0) & one.isfinite()).all():
             raise refuse(where, f"holds a state whose {name} is not positive and finite: no scale")
     return [
@@ -193,6 +195,7 @@ def _join_scaling(name: str, kept: Mapping[int, list[Kept]], leaf: ParamSpec) ->
             raise refuse(
                 kept[first][0].file, f"holds a state of {name} that ranks of tp have otherwise"
             )
+        # each tp rank has seen a part of the weight: the largest amax is that of all
         each += [join_scaling(parts) for parts in zip(*ranks, strict=True)]
     if not each:
         return None
@@ -215,6 +218,7 @@ def products(scales: Scales, entry: StoredTensor) -> list[Scaling]:
     where one of our parameters in it has none.
     """
     parts = [scales[name] for name in entry.ours if name in scales]
+    # q has a scale and k has none: then the product has none
     if len(parts) < len(entry.ours):
         return []
     whole = join_scaling(parts)

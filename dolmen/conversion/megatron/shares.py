@@ -55,12 +55,14 @@ def _split_stacked(
     """Yield (expert, place of its matrix) of a stacked tensor, as strided views into the file.
     `first`: of weight1, which is stored transposed.
     """
+    # experts x hidden x width numbers (weight1: gate and up count as width)
     width, left = divmod(math.prod(stored.spec.shape), max(1, experts * hidden))
     if left or not experts or isinstance(stored, Strided):
         raise refuse(
             stored.file,
             f"{stored.name} is {stored.spec.shape}, not {experts} experts of {hidden} numbers in",
         )
+    # weight1 is [hidden, width] per expert, read as [width, hidden]
     shape, strides = ((width, hidden), (1, width)) if first else ((hidden, width), (1, hidden))
     size = hidden * width
     for e in range(experts):

@@ -97,10 +97,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read the pickles of all ranks, no tensors yet. Raises ValueError for ranks that are missing,
     damaged, of another iteration, or whose experts are sharded over another tp size than the rest.
     """
+    # any rank's file has the args
     first, *_ = folders.ranks(folder)
     values = _values(folders.weights_file(first))
     args = values["args"].values
     sizes = folders.sizes(folder, args)
+    # expert tensor parallelism may have a size of its own in newer Megatron-Core
     if (args.get("expert_tensor_parallel_size") or sizes.tp) != sizes.tp and sizes.ep > 1:
         raise ValueError(
             f"{folder}: expert_tensor_parallel_size is {args['expert_tensor_parallel_size']}, tp "
@@ -113,6 +115,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         for ep in range(sizes.ep)
     }
     ranks = {at: _values(file) for at, file in files.items()}
+    # a save that was interrupted leaves files of two iterations
     iterations = {rank.get("iteration") for rank in ranks.values()}
     if len(iterations) > 1:
         raise ValueError(
@@ -151,6 +154,7 @@ def check_said(values: Mapping[str, Any], file: Path) -> None:
     args = values.get("args")
     if not isinstance(args, torch_files.Namespace):
         raise gate.refuse(file, "holds no `args`, from which the model's sizes are read")
+    # schemas know lists only
     plain = {n: list(v) if type(v) is tuple else v for n, v in args.values.items()}
     gate.check_schema(plain, f"{file}, args", options.SCHEMA)
     gate.check_schema(values.get("checkpoint_version", 0), file, VERSION)
@@ -183,6 +187,7 @@ def _shards(
     part of the model that others have.
     """
     found: dict[str, Shards] = {}
+    # `before`: layers in all earlier stages and chunks
     before, args = 0, ranks[0, 0, 0]["args"].values
     hidden, experts = args["hidden_size"], (args.get("num_experts") or 0) // sizes.ep
     for key in _chunks(ranks[0, 0, 0]):
@@ -193,6 +198,7 @@ def _shards(
                     at = (tp, pp, ep)
                     if key not in ranks[at]:
                         raise gate.refuse(files[at], f"holds no {key}, which other ranks' do")
+                    # places in the file, not tensors
                     held = torch_files.tensors(ranks[at][key], files[at])
                     held = shares.split_experts(held, hidden, experts)
                     here = max(here, _place(held, at, before, found))
@@ -211,6 +217,7 @@ def _place(
     tp, _, ep = at
     here = 0
     parsed = [(names.canonical(name), stored) for name, stored in held.items()]
+    # experts on this ep rank
     experts = 1 + max((n.expert for n, _ in parsed if n and n.expert is not None), default=-1)
     for name, stored in parsed:
         if name is None:
@@ -257,6 +264,7 @@ class Megatron(Joined):
         """The source with the optimizer's fp32 masters as its weights; itself where there are
         none.
         """
+        # tensors without a master (buffers) stay as the weights have them
         masters = self.checkpoint.state.shards.get("param")
         return self._replace_shards({**self.checkpoint.shards, **masters}) if masters else self
 
@@ -345,6 +353,7 @@ class Megatron(Joined):
         Raises KeyError or ValueError as `specs`.
         """
         held = dict(self.checkpoint.shards)
+        # the last stage's copy of a tied embedding, where pp > 1
         tied = held.pop(names.HEAD, None) if self.tree.head.tied else None
         extra = [shards.name for name, shards in held.items() if name not in self._entries]
         missing = [name for name in self._entries if name not in held]
@@ -367,6 +376,7 @@ class Megatron(Joined):
         not of the shape that `args` give, or not of a floating dtype.
         """
         entry, share, tp = self._entries[name], self._share(name), self.checkpoint.sizes.tp
+        # one element if all ranks and experts agree
         specs = {one.spec for one in shards.stored}
         experts = {tuple(sorted(rank)) for rank in shards.held.values()}
         first = shards.stored[0]
@@ -375,6 +385,7 @@ class Megatron(Joined):
                 f"{self.where}: {shards.name} is not alike on all {tp} ranks of tp: "
                 f"{sorted(str(spec.shape) for spec in specs)} on {len(shards.held)}"
             )
+        # ours is one tensor of all experts
         stacked = len(entry.shape) == len(first.spec.shape) + 1
         count = (len(experts.pop()),) if stacked else ()
         found = share.full_shape((*count, *first.spec.shape), tp)
@@ -426,6 +437,7 @@ class Megatron(Joined):
             torch.stack([one[e].read() for e in sorted(one)]) if stacked else one[0].read()
             for one in ranks
         ]
+        # padding rows of the vocabulary are cut off
         return share.join(parts)[: entry.shape[0]]
 
     @cached_property
@@ -477,6 +489,7 @@ def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:
             f"{checkpoint.folder} has no {names.EMBEDDING}, by any name that dolmen knows"
         )
     shape, dtype = embedding.stored[0].spec.shape, embedding.stored[0].spec.dtype
+    # rows over all tp ranks, padding included
     stored = Share(0).full_shape(shape, checkpoint.sizes.tp)[0]
     if known is None:
         raise ValueError(
@@ -494,6 +507,7 @@ def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:
             f"{checkpoint.folder} has {plural(checkpoint.layers, 'layer')}, num_layers in its "
             f"args is {checkpoint.args['num_layers']}"
         )
+    # also with a config.json, to warn where the two differ
     tree = arguments.read(checkpoint.args, checkpoint.legacy, known)
     if said is None:
         model = sidecars.with_special_tokens(sidecars.express(tree), sidecars.tokenizer(place))
