@@ -218,6 +218,7 @@ def _check_tensors(stored: dict[str, TensorStorageMetadata]) -> None:
             _check_size(name, chunk.sizes, t.size)
             ends = [a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)]
             _check_size(name, torch.Size(ends), t.size)
+        # enough elements and no overlap means that nothing is missing
         if sum(math.prod(c.sizes) for c in t.chunks) != math.prod(t.size):
             raise ValueError(f"the chunks of {name} do not add up to it")
 
@@ -260,6 +261,7 @@ def _check_places(places: Mapping, stored: dict[str, TensorStorageMetadata]) -> 
         if type(index) is not MetadataIndex or type(place) is not Place:
             raise TypeError("it has a place for something that is not part of a tensor")
         tensor = stored[index.fqn]
+        # the index is a hint of the place in `chunks`, which may be absent
         hints = [index.index] if index.index is not None else range(len(tensor.chunks))
         chunk = next((c for i in hints if (c := tensor.chunks[i]).offsets == index.offset), None)
         if chunk is None:

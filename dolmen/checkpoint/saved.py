@@ -84,6 +84,7 @@ class Saved:
 
     def meta(self) -> dict[str, Any]:
         """Return the state as plain JSON values; `read_saved` is the inverse."""
+        # JSON has lists only: tuples are written as such, and made tuples again
         meta = asdict(self)
         own = {"loss_scale": list(self.loss_scale), "norms": list(self.norms)}
         if self.critic is not None:
@@ -100,6 +101,7 @@ def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
         gate.check_schema(dict(meta), where / STATE, kinds.STATE.schema)
     except gate.Refused as error:
         raise Damaged(str(error)) from None
+    # a renamed folder would be resumed at the wrong step
     named = folders.WHOLE.fullmatch(where.name)
     if named and int(named[1]) != meta["step"]:
         raise Damaged(f"{where} is of step {meta['step']} (its {STATE}), and named as of another")

@@ -61,6 +61,7 @@ def digest(content: bytes) -> str:
 
 def digest_of_parts(parts: Iterable[tuple[int, int, int]]) -> str:
     """Digest of a file's list of parts (position, length, CRC-32 of the numbers), in any order."""
+    # sorted: ranks report parts in any order
     lines = [f"{position} {length} {crc}\n" for position, length, crc in sorted(parts)]
     return digest("".join(lines).encode())
 
@@ -152,6 +153,7 @@ def _refuse_newer(folder: Path, content: bytes) -> None:
     if number <= FORMAT:
         return
     path = folder / STATE
+    # both files say so: not damage, but a newer version
     if _state(path, _read(path, LARGEST[STATE])).get("format") == number:
         raise ValueError(
             f"{folder} was written by a newer dolmen: it has format {number}, and this version "

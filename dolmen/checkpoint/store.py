@@ -153,6 +153,7 @@ class Checkpoints:
             """Rename the folder on rank 0; None on the others."""
             return folders.put_aside(self.path(step)) if self._rank == 0 else None
 
+        # rank 0's result
         aside = self.together(step, rename)[0]
         assert aside is not None
         return aside

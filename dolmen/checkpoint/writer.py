@@ -229,6 +229,7 @@ class Writer(FileSystemWriter):
             with open(self.partial / folders.STATE, "w", encoding="utf-8") as file:
                 file.write(self.state)
                 file.flush()
+                # before the rename: after a power cut the name must not outlive the content
                 os.fsync(file.fileno())
             files: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
             for r in (r for written in results for r in written):

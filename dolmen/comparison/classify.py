@@ -82,10 +82,12 @@ def _compare_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
     joined tensor of B, to find missing or doubled sums and parts of another rank.
     """
     held = _join_microbatches(x)
+    # summands cannot be told apart, and one rank has nothing to be compared with
     if x.partial or len(held) < 2:
         return
     whole = y.join()
     for axis in ("tp", "cp", "dp", "ep", "fsdp"):
+        # each line of ranks along this axis of the mesh
         for group in side.recording.topology.groups(axis):
             pieces = [held[rank] for rank in group if rank in held]
             if len(group) > 1 and len(pieces) == len(group):
@@ -97,6 +99,7 @@ def _compare_group(axis: str, pieces: list[Piece], right: list[Tensor]) -> Itera
     should hold (`right`): a missing sum, a doubled one, or another rank's part.
     """
     n, first = len(pieces), pieces[0]
+    # replicated along the axis: an all-reduce belongs here
     if all(_same_region(first, piece) for piece in pieces):
         # an all-reduce that was left out leaves partial sums on the ranks
         total = torch.stack([p.values.double() for p in pieces]).sum(0)
@@ -111,6 +114,7 @@ def _compare_group(axis: str, pieces: list[Piece], right: list[Tensor]) -> Itera
                     yield Fault("another rank's part", text, axis)
     for piece, mine in zip(pieces, right, strict=True):
         for factor, kind, many in (
+            # a mean where a sum belongs has the same look
             (n, "a missing sum", f"1/{n} of"),
             (1 / n, "a doubled sum", f"{n} times"),
         ):
@@ -181,6 +185,7 @@ def _find_terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
         return
     layer = recording.layer_of(row.name)
     for name in b.recording.names("forward"):
+        # the residual stream of the layer before is a term too
         near = recording.layer_of(name) in (layer, None if not layer else layer - 1)
         other = b.recording.tensor("forward", name) if near and name != row.name else None
         if other is None or other.shape != x.shape:
@@ -205,6 +210,7 @@ def _find_exchange(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator
         if other is None or other.shape != x.shape or mine is None:
             continue
         if _explains(other.double(), y, x):
+            # and A's tensor of that name is B's of this
             both = _explains(mine.double(), x, y)
             text = f"exchanged with {name}" if both else f"it is {name} of B"
             yield Fault("swapped", text)
@@ -264,6 +270,7 @@ def _find_head_order(x: Tensor, y: Tensor, dim: int, size: int) -> Iterator[Faul
 
 def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
     """Yield causes where tokens are off by 1 or 2 positions in each sequence of `length`."""
+    # [sequences, length, columns]: a shift does not cross sequences
     one, other = (t.unflatten(0, (-1, length)) for t in (x, y))
     for by in (1, -1, 2, -2):
         kept, from_ = (
@@ -287,6 +294,7 @@ def _find_rotation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault
         return
     size = side.tree.blocks[layer].mixer.head_size
     one, other = (t.unflatten(1, (-1, size)) for t in (x, y))
+    # pairs as halves of a head, or as neighbours
     for halves in (True, False):
         lengths = [
             torch.hypot(*(t.chunk(2, -1) if halves else (t[..., ::2], t[..., 1::2])))
@@ -294,6 +302,7 @@ def _find_rotation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault
         ]
         if (lengths[0] - lengths[1]).abs().max() > LEFT * (one - other).abs().max():
             continue
+        # token 0 has angle 0 under any base and scaling
         begins = (one - other).unflatten(0, (-1, side.length))[:, 0].abs().max()
         if begins <= 1e-4 * other.abs().max():
             yield Fault("other angles", "turned by other angles: the base or scaling of rope")
@@ -307,6 +316,7 @@ def _find_offset(a: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """
     deviation = x - y
     if x.ndim == 2 and row.stage == "forward":
+        # mean over tokens
         same = deviation.mean(0, keepdim=True).expand_as(deviation)
         if _explains(same, torch.zeros_like(deviation), deviation):
             yield Fault("an offset", "the same vector is added to every token: a bias")
@@ -368,6 +378,7 @@ def _compare_scores(a: Side, b: Side, row: Row) -> Fault:
     """
     x, y = scores_of(a, row.name), scores_of(b, row.name)
     assert x is not None and y is not None
+    # a masked pair has probability exactly 0
     only_a, only_b = (x > 0) & (y == 0), (y > 0) & (x == 0)
     if only_a.any() or only_b.any():
         side, pairs = ("A", only_a) if only_a.any() else ("B", only_b)

@@ -80,6 +80,7 @@ def compare_recordings(a: Side, b: Side) -> Iterator[Row]:
     each weight that only one side has.
     """
     yield from _compare_weights(a, b)
+    # in full: backward needs the largest difference that forward allowed
     forward = list(_compare_forward(a, b))
     yield from forward
     before = max((row.difference for row in forward if row.ok), default=0.0)
@@ -104,6 +105,7 @@ def difference(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     a, b = flatten_rows(a), flatten_rows(b)
     deviation = torch.linalg.vector_norm(a - b, dim=1)
     size = torch.linalg.vector_norm(b, dim=1)
+    # RMS over rows
     usual = size.square().mean().sqrt()
     scale = torch.maximum(size, (0.1 * usual).clamp(min=least))
     if not (deviation.isfinite().all() and scale.isfinite().all()):
@@ -137,6 +139,7 @@ class Tolerance:
 
     def admit(self, row: Row) -> Row:
         """Take a row's difference into account if it is allowed and has no note; return the row."""
+        # a row with a note is in another form: its difference says nothing of rounding
         if row.ok and not row.note:
             self.before = max(self.before, row.difference)
         return row
@@ -153,6 +156,7 @@ def _differences_by_rank(
     found: dict[tuple[str, int], float] = {}
     for side, recorded in sides.items():
         pieces = recorded.pieces
+        # each rank has a summand: only their sum can be compared
         if recorded.partial:
             region = tuple(slice(0, n) for n in recorded.shape)
             pieces = [Piece(pieces[0].rank, region, recorded.join())]
@@ -230,6 +234,7 @@ def _compare_forward(a: Side, b: Side) -> Iterator[Row]:
             if scores is not None:
                 found.append(allowed.admit(scores))
         x, y = (side.recording.tensors["forward", name] for side in (a, b))
+        # after the scores: their difference is admitted first
         row = _row("forward", name, x, y, allowed.now(factor))
         found.append(allowed.admit(row))
     yield from _excuse_other_forms(b, found)
@@ -244,6 +249,7 @@ def _excuse_other_forms(b: Side, found: list[Row]) -> list[Row]:
     by_name = {row.name: row for row in found}
     out = []
     for row in found:
+        # rows of the tensors that depend on this one
         behind = [] if row.ok else [by_name.get(name) for name in _names_downstream(b, row.name)]
         limit = HEALED * _or_inf(row.difference)
         if any(one is not None and one.ok and one.difference <= limit for one in behind):
@@ -258,6 +264,7 @@ def _names_downstream(b: Side, name: str) -> list[str]:
     through, the layer's output last; empty for tensors outside layers.
     """
     number, word = recording.layer_of(name), recording.inside(name)
+    # the layer's own output has nothing behind it inside the layer
     if number is None or word == "":
         return []
     layer = f"layers.{number}"
@@ -318,6 +325,7 @@ def scores_of(side: Side, name: str) -> Tensor | None:
         return None
     attend = block.attention_kinds(side.tree)[number]
     sinks = side.recording.tensor("weights", f"layers.{number}.attn.sinks.weight")
+    # values = identity: the attention output then is the matrix of probabilities
     one = torch.eye(side.length, dtype=q.dtype)[:, None]
     one = one.expand(len(q), side.length, k.shape[2], side.length)
     attend = attend._replace(sinks=None if sinks is None else sinks.to(q.dtype))
@@ -339,6 +347,7 @@ def _compare_backward(a: Side, b: Side, before: float, other_form: set[str]) -> 
     embedding. `before`: largest difference allowed in forward; `other_form`: names to skip.
     """
     one, other = a.recording.tensors, b.recording.tensors
+    # activations whose gradient both sides recorded
     made = [n for n in forward_order(a, b) if ("backward", n) in one and ("backward", n) in other]
     trained = [n for n in a.recording.names("gradients") if ("gradients", n) in other]
     if not trained:
@@ -385,6 +394,7 @@ def _compare_update(a: Side, b: Side, before: float) -> Iterator[Row]:
     for name in names:
         for stage, power in moments:
             x, y = one[stage, name], other[stage, name]
+            # the second moment is a square: twice the relative error
             yield _row(stage, name, x, y, power * limit, _least(sizes[stage], y))
     steps = {name: _weight_by_gradient(b, name, other["update", name]) for name in names}
     size = math.hypot(*(_size(step) for step in steps.values()))

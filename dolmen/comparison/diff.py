@@ -189,9 +189,11 @@ def diff(config: DiffConfig) -> Report:
     """Run both sides of `dolmen diff` and compare them. Raises BadInput for what cannot be run,
     before anything is started, and Failed where a process of a side fails.
     """
+    # started by torchrun or dolmen launch
     if process.read_launch() is not None:
         raise BadInput("diff starts the processes of each side by itself: run it in one process")
     both = open_sides(config)
+    # after opening: a bad name is reported before a checkpoint is chosen
     config = replace(config, first=_pin_side(config.first), second=_pin_side(config.second))
     sides = [
         Side(_record_side(one, both, config), one.source.tree, both.length)
@@ -236,6 +238,7 @@ def open_sides(config: DiffConfig) -> SidePair:
     try:
         a, b = _side("A", config, config.first), _side("B", config, config.second)
         layouts = [side.layout for side in (a, b)]
+        # each dp rank and microbatch of a pipeline gets equally many
         sequences = _multiple(SEQUENCES, math.lcm(*((x.dp or 1) * x.pp for x in layouts)))
         # zigzag context parallelism divides a sequence into 2 cp chunks, sequence parallelism each
         # by tp
@@ -254,6 +257,7 @@ def open_sides(config: DiffConfig) -> SidePair:
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     padding = [side.source.model.config.get("pad_token_id") for side in (a, b)]
+    # transformers gives the pad token's embedding no gradient
     known = next((one for one in padding if one is not None), None)
     size = min(side.source.tree.vocab_size for side in (a, b))
     windows = random_tokens(size, (sequences, length + 1), known, SEED)
@@ -266,6 +270,7 @@ def _side(name: SideName, config: DiffConfig, spelled: str) -> OpenSide:
     """
     said = config.a if name == "A" else config.b
     program, colon, folder = spelled.partition(":")
+    # a folder named "transformers" is a folder
     theirs = program == THEIRS and (bool(colon) or not Path(spelled).exists())
     if theirs and not folder:
         other = config.second if name == "A" else config.first
@@ -328,6 +333,7 @@ def _record_in_processes(side: OpenSide, processes: int, config: DiffConfig) -> 
     with tempfile.TemporaryDirectory(prefix="dolmen-diff-") as folder:
         options = {name: vars(config)[name] for name in DiffConfig.__dataclass_fields__}
         handed = to_dict(DiffWork(**options, side=side.name, folder=folder))
+        # exit code 2: refused with a message, which the child has printed
         code = launcher.launch(processes, ["diff"], handed=handed)
         if code == 2:
             raise BadInput(f"side {side.name} was refused")

@@ -96,6 +96,7 @@ def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: 
     moments and updates.
     """
     rows, length = task.windows.shape[0], task.windows.shape[1] - 1
+    # sequences of this dp rank
     mine = rows // mesh.dp.size
     schedule = layout.make_schedule(rows, 1)
     # of each stage of this rank, the microbatches whose forward is yet to come
@@ -103,6 +104,7 @@ def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: 
         [a.micro for a in schedule.actions[mesh.pp.rank] if a.kind == "F" and a.chunk == chunk]
         for chunk in range(schedule.chunks)
     ]
+    # positions of this cp rank's tokens in a sequence (zigzag)
     index = model.split.cp.indices(length, torch.device("cpu"))
     hooks = Hooks(
         model,
@@ -210,6 +212,7 @@ class Hooks:
 
     def __enter__(self) -> None:
         model = self.model
+        # model hooks bracket one microbatch of one stage
         self._keep(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._keep(model.register_forward_hook(self._end))
         for block in model.local_blocks():
@@ -280,6 +283,7 @@ class Hooks:
         """Record the column-parallel projections of attention or MLP, and the input of its output
         projection as `result`.
         """
+        # q, k, v, or gate and up: products with the same input
         columns = [
             name for name, one in module.named_children() if isinstance(one, ColumnParallelLinear)
         ]
@@ -387,6 +391,7 @@ class Hooks:
         shape, region = (self.tokens, width), (slice(0, self.tokens), where)
         self.recorder.add("forward", name, shape, region, flat(x), rows)
         if self.gradients and x.requires_grad:
+            # fires when backward has summed the whole gradient of x
             x.register_hook(
                 lambda g: self.recorder.add("backward", name, shape, region, flat(g), rows, partial)
             )

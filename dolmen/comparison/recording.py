@@ -139,6 +139,7 @@ class Recorder:
         `where`: its region, a slice per dim; `rows`: row indices in place of the first slice;
         `partial`: the tensor is the sum over ranks.
         """
+        # a copy: the step goes on to overwrite gradients and weights
         kept = values.detach().to("cpu", copy=True).contiguous()
         place = self.tensors.setdefault((stage, name), Recorded(shape, partial))
         assert (place.shape, place.partial) == (shape, partial), (stage, name, shape, place)
@@ -174,6 +175,7 @@ def save(folder: Path, tensors: Tensors, rank: int) -> None:
     """Write this rank's recording into its own new subfolder of `folder`, as safetensors."""
     stored = dict(_named_pieces(tensors))
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in stored.items()}
+    # one folder per rank: nobody waits for a lock
     mine = folder / f"rank-{rank:05d}"
     mine.mkdir()
     safetensors.write_tensors(mine, specs, stored.items())

@@ -88,6 +88,7 @@ def _record_update(
         wide = torch.promote_types(gradient.dtype, torch.float32)
         kept[name] = nn.Parameter(weights[name].detach().to(wide, copy=True))
         kept[name].grad = gradient.to(wide, copy=True)
+    # clip_grad_norm_ returns the norm even where it clips nothing
     most = config.clip if config.clip > 0 else torch.inf
     norm = nn.utils.clip_grad_norm_(kept.values(), most)
     recorder.add_number("gradient norm", norm.item())
@@ -123,6 +124,7 @@ class _TransformersHooks:
         self.entries = [
             entry
             for entry in weight_map(model).entries.values()
+            # experts that transformers has one by one see other tokens each: not recorded
             if entry.piece is None and _module(entry) in self.modules
         ]
         self.stack = ExitStack()
@@ -141,6 +143,7 @@ class _TransformersHooks:
                 if inner is not None and inner is not layer:
                     self._on_output(inner, f"layers.{number}.{part}")
             if layer is not None:
+                # attention is observed by module: this says of which layer
                 layers |= dict.fromkeys(layer.modules(), number)
                 self._on_output(layer, f"layers.{number}")
                 if number == 0:
@@ -158,6 +161,7 @@ class _TransformersHooks:
         owners = {_module(entry) for entry in self.entries if entry.ours[0].startswith(ours)}
         if len(owners) < 2:
             return None
+        # of lists of names, so that layers.1 is no prefix of layers.10
         path = os.path.commonprefix([owner.split(".") for owner in owners])
         return self.modules.get(".".join(path))
 
@@ -178,6 +182,7 @@ class _TransformersHooks:
             )
         elif leaf.role == "matrix" and name.startswith("layers."):
             out = sum(self.model.tree.leaves[f"{one}.weight"].shape[0] for one in ours)
+            # the rule, applied to column numbers, says which belong to q, k and v
             columns = list(split_stored(entry.rule, torch.arange(out)))
             for one, which in zip(ours, columns, strict=True):
                 self._on_output(module, one, which)

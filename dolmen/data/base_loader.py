@@ -127,6 +127,7 @@ class Loader(ABC):
     def starting_at(self, step: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[int, Batch]]:
         """Yield (step, batch) without end; a thread prepares the next batch while one is used."""
         with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
+            # one batch ahead: reading and packing run while the device computes
             coming = thread.submit(self.batch, step, rank, ranks)
             for now in count(step):
                 batch, coming = coming.result(), thread.submit(self.batch, now + 1, rank, ranks)

@@ -58,6 +58,7 @@ class Batch:
         whole = torch.from_numpy(windows)
         tokens = whole[:, :-1]
         return cls(
+            # any valid id will do: such positions have no label
             torch.where(tokens == IGNORED, 0, tokens),
             whole[:, 1:].contiguous(),
             None if end_of_text is None else Documents.of(document_starts(tokens, end_of_text)),
@@ -76,6 +77,7 @@ class Batch:
         Labels inside prefixes are IGNORED.
         """
         starts = self.starts
+        # the label of token i is token i + 1: inside the prefix if i + 1 < reach
         seen = torch.arange(1, starts.shape[1] + 1) < reach
         labels = torch.where(seen, IGNORED, self.labels)
         return replace(self, labels=labels, documents=Documents.of(starts, reach))
@@ -92,6 +94,7 @@ class Batch:
         index = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
         prefix = torch.zeros_like(index)
         if self.documents is not None:
+            # position 0 at each document's first token
             index = index - self.documents.starts
         if self.documents is not None and self.documents.reach is not None:
             prefix = self.documents.reach - self.documents.starts
@@ -110,6 +113,7 @@ class Batch:
             return self
         spans, starts = [], self.starts
         for tokens, own in zip(self.tokens.tolist(), begins(starts), strict=True):
+            # each document [first, end) of the sequence
             for first, end in zip(own, (*own[1:], len(tokens)), strict=True):
                 spans += [blanks.span(tokens[first:end])] * (end - first)
         of_token = torch.tensor(spans).view(*starts.shape, -1).unbind(-1)
@@ -131,6 +135,7 @@ class Batch:
             ids[:, 0] = torch.arange(padded.shape[1])
         else:
             ids = self.positions.ids.clone()
+        # index less the padding before it
         ids[:, 0] = torch.where(padded, -1, ids[:, 0] - padded.cumsum(1))
         return replace(self, positions=PositionIds.of(ids))
 
@@ -154,6 +159,7 @@ class Batch:
         """
         if self.weights is None:
             return self.real_tokens
+        # float64: sums of 2^24 float32 weights would round
         given = self.weights.numpy().astype(np.float64)
         if not np.all(np.isfinite(given) & (given >= 0)):
             raise ValueError(

@@ -63,6 +63,7 @@ def tokenizer_folder(
     held = identities(validation, "--data.validation") if validation else config.validation_fraction
     files = [identity_of(file) for source in sources for file in source.files]
     recipe = ["bpe 3", size, held, config.text_field, files]
+    # what decides the tokenizer: its size, what is held out, the files
     key = hashlib.blake2b(json.dumps(recipe).encode(), digest_size=12).hexdigest()
     folder = config.cache_folder / "tokenizers" / f"bpe-{size}-{key}"
     if not _whole(folder):

@@ -41,6 +41,7 @@ class ChatLoader(Loader):
         if self.unit == "token":
             return super().validation_share(sequence_length)
         training, held = len(self.mixture.chosen), len(self.validation.chosen)
+        # answers per batch: rows hold several
         batch = self.global_batch_size * training / len(self.mixture.rows)
         return held / (training + held), round(batch)
 
@@ -230,6 +231,7 @@ def divide(
     hashes = _hashes(examples, pairs)[useful]
     if judge is not None:
         held = np.flatnonzero(_useful(judge, pairs, say))
+        # copies of validation examples are not trained on
         training = useful[~np.isin(hashes, _hashes(judge, pairs))]
     elif not fraction:
         training, held = useful, useful[:0]
@@ -237,6 +239,7 @@ def divide(
         # a uniform 64-bit hash is below fraction x 2^64 with probability `fraction`
         drawn = hashes < np.uint64(int(fraction * 2**64))
         if not drawn.any():
+            # at least one example, always the same
             drawn = hashes == hashes.min(initial=2**64 - 1)
         training, held = useful[~drawn], useful[drawn]
     if not len(training):
@@ -258,6 +261,7 @@ def _useful(examples: Examples, pairs: bool, say: Say) -> np.ndarray:
 
 def _hashes(examples: Examples, pairs: bool) -> np.ndarray:
     """Hashes of the tokens of examples, or of the chosen answers of pairs."""
+    # even: chosen, odd: rejected
     return examples.hashes[0::2] if pairs else examples.hashes
 
 
@@ -350,6 +354,7 @@ def with_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
         return examples.tokens[span], trained, int(np.argmax(trained > 0))
 
     tokens, marks = [examples.tokens], [examples.trained]
+    # the next chosen one, the last with the first: each answer is used once
     for index, other in zip(chosen, np.roll(chosen, -1), strict=True):
         (own, told, first), (theirs, said, begin) = parts(int(index)), parts(int(other))
         tokens.append(np.concatenate((own[:first], theirs[begin:])))
@@ -373,6 +378,7 @@ def useful(examples: Examples, say: Say) -> np.ndarray:
     """
     each = examples.predictions() > 0
     if say == "end":
+        # a truncated answer has no end to read the reward at
         each = each & ~examples.long
     return each.reshape(-1, 2).all(1) & ~equal(examples)
 

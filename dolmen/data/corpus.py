@@ -103,6 +103,7 @@ class Corpus:
         at = self.offsets[1:] - 1
         found = np.empty(len(at), np.int64)
         for tokens, base, stop in zip(self.memory, bases, bases[1:], strict=False):
+            # last tokens that lie in this array
             here = (at >= base) & (at < stop)
             found[here] = tokens[at[here] - base]
         return found
@@ -130,6 +131,7 @@ def join(name: str, parts: Sequence[Corpus]) -> Corpus:
         documents, files = documents + part.document_count, files + len(part.files)
     table = np.concatenate(tables)
     bases = np.cumsum([0] + [part.token_count for part in parts])
+    # positions in the concatenation of all parts
     inner = [part.offsets[:-1] + base for part, base in zip(parts, bases, strict=False)]
     contents = "".join(part.content for part in parts)
     return Corpus(
@@ -168,6 +170,7 @@ def open_text(
     threads. `verify`: compare the cache with its digests. Raises ValueError where there is no text.
     """
     origin = provenance(source, tokenizer, end_of_text, text_field, option)
+    # cores of this process, not of the machine
     threads = workers or len(os.sched_getaffinity(0))
 
     def build(part: Path) -> None:
@@ -218,6 +221,7 @@ def identities(source: Source, option: str) -> dict[str, list]:
     hubs = []
     for name in source.hubs:
         table = load_hub(name, option)
+        # Arrow files in the cache of `datasets`
         shards = [identity_of(Path(shard["filename"])) for shard in table.cache_files]
         hubs.append([name, table.num_rows, shards])
     return {"files": [identity_of(file) for file in source.files], "hubs": hubs}
@@ -253,6 +257,7 @@ def build_corpus(
             f"{option} {source.name}: the tokenizer gives no tokens for the text of all "
             f"{len(ends):,} documents: use another --data.tokenizer"
         )
+    # otherwise the cache would hold text under the wrong key
     if origin["files"] != [identity_of(file) for file in source.files]:
         raise ValueError(
             f"{option} {source.name}: a file changed while it was tokenised; start again"

@@ -226,6 +226,7 @@ class Examples:
 
     def predictions(self) -> np.ndarray:
         """Number of trained tokens of each example, [examples]; 0 where its weight is 0."""
+        # prefix sums: a count per example by two lookups
         before = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
         first = np.minimum(self.offsets[:-1] + 1, self.offsets[1:])  # the first is not predicted
         end = np.minimum(self.offsets[1:], self.offsets[:-1] + self.longest)
@@ -344,9 +345,11 @@ def _build(
             ends.append(ends[-1] + len(ids))
             weights.append(chat.weight)
             said.append(chat.said)
+            # of tokens: equal chats in two files are copies
             hashes.append(xxhash.xxh3_64_intdigest(data))
             largest = max(largest, int(ids.max()))
             trained_in_all += int(trained.sum())
+            # the first token is never predicted
             untrained += not trained[1:].any()
             reach(ends[-1])
     if not weights:

@@ -39,6 +39,7 @@ def open_indexed(
     cache. Raises ValueError for tokens that are not below `vocab_size`, or not text.
     """
     found = check_indexed(file, option)
+    # sequences that begin a document
     bounds = found.offsets[found.documents]
     # a document without tokens is none
     offsets = np.append(bounds[:-1][bounds[1:] > bounds[:-1]], bounds[-1:])
@@ -55,6 +56,7 @@ def open_indexed(
         with bar(title, found.tokens.nbytes, progress) as reach:
             hashes, largest = hash_documents(file, found.tokens, offsets, vocab_size, option, reach)
         table = np.zeros(len(hashes), DOCUMENT)
+        # 4 bytes per token stand for its text, whose size is unknown
         table["bytes"], table["file"] = 4 * np.diff(offsets), -1
         table["hash"] = table["words"] = hashes
         np.save(part / "documents.npy", table)
@@ -132,11 +134,13 @@ def hash_documents(
                 f"{vocab_size:,}: use the --data.tokenizer that it was made with"
             )
         largest = max(largest, most)
+        # one type for all files, so that copies in uint16 and int32 are equal
         plain = memoryview(block.astype("<u4").tobytes())
         # of a document that began in a block before, the rest
         while at < len(hashes) and offsets[at] < behind:
             begin, end = max(offsets[at], first) - first, min(offsets[at + 1], behind) - first
             state.update(plain[4 * begin : 4 * end])
+            # the document goes on in the next block
             if offsets[at + 1] > behind:
                 break
             hashes[at] = state.intdigest()

@@ -45,10 +45,12 @@ def tokenize(config: TokenizeConfig, progress: bool = True) -> Tokenized:
             "out"
         )
     (source,) = found.sources
+    # through the token cache: a later run with the same text is ready
     corpus = open_corpus(source, data, found, progress)
     dtype = indexed.dtype_of(vocabulary_size(found.tokenizer))
     bounds = boundaries(corpus)
     file.parent.mkdir(parents=True, exist_ok=True)
+    # which sequences begin a document
     firsts = np.searchsorted(bounds, corpus.offsets)
     indexed.save(file, blocks(corpus), dtype, np.diff(bounds), firsts)
     return Tokenized(file, corpus.token_count, corpus.document_count, dtype.name)

@@ -73,6 +73,7 @@ def check_inputs(
             first[source.name] = look_at(source, config.text_field, least, option)
     if config.rows != "text":
         check_chats(config, sources)
+    # `bpe:N` is trained here, if it is not cached
     named = tokenizer_folder(config, sources, validation, vocab_size, progress)
     by = "--data.tokenizer" if named else OWN
     loaded = tokenizers.load_tokenizer(named or tokenizer, by, probe=verify)
@@ -148,6 +149,7 @@ def look_at(source: Source, text_field: str, least: int, option: str) -> str:
     if first is None:
         raise ValueError(f"{option} {source.name}: no text in {plural(len(source.files), 'file')}")
     sizes = [file.stat().st_size for file in source.files if is_whole_file(file)]
+    # a token per byte, and an end of text per file
     most = sum(sizes) + sum(size > 0 for size in sizes)
     if len(sizes) == len(source.files) and most < least:
         raise ValueError(
@@ -171,6 +173,7 @@ def same_files(source: Source, judge: Source) -> bool:
     left = [file for file in ours if file not in paths]
     if not all(file.stat().st_size in sizes for file in left):
         return False
+    # each file is hashed once, however many it is compared with
     digest = cache(file_digest)
     return all(
         any(digest(other) == digest(file) for other in sizes[file.stat().st_size]) for file in left

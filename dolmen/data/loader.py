@@ -96,9 +96,11 @@ class InOrder:
         """
         windows, rows = self.windows, rows or batch_size
         chosen = min(windows, max_sequences or windows)
+        # whole batches, so that every rank runs equally many
         padded = -(-chosen // batch_size) * batch_size
         for first in range(first_row, padded, batch_size):
             numbers = [
+                # evenly spread; number `windows` is an empty window
                 index * windows // chosen if index < chosen else windows
                 for index in range(first, first + rows)
             ]
@@ -126,6 +128,7 @@ class InOrder:
         length = self.sequence_length
         window, start = np.full(length + 1, IGNORED, np.int64), index * length
         real = min(length, self.tokens - start)
+        # windows behind the last are all IGNORED
         if real > 0:
             # position -1 is the last: an end of text
             window[: real + 1] = self.stream.read(start - 1, real + 1)
@@ -255,6 +258,7 @@ def load(
         )
     divisions, held = divide_corpora(config, inputs, corpora, judge)
     cloze = make_cloze(config, inputs, sequence_length, seed, model)
+    # tokens of text per sample; a window has one more
     window = sequence_length if cloze is None else cloze.text - 1
     for division, corpus in zip(divisions, corpora, strict=True):
         check_length(division, corpus, window)

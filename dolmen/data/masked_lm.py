@@ -87,12 +87,15 @@ class Cloze:
         """Return (tokens, labels, token types, index where padding begins, 1 / -1 / 0: the second
         text follows / does not / there is none).
         """
+        # by name: the same masks on any rank and after a resume
         chance = np.random.default_rng(seed_of(self.seed, "cloze", str(name)))
         first, said = text[text != IGNORED], np.float32(0)
         parts = [first]
         if self.pairs and len(first) > 1:
+            # between a quarter and three quarters of the text
             cut = int(chance.integers(1 + len(first) // 4, 2 + len(first) * 3 // 4))
             follows = chance.random() < 0.5
+            # a negative has the same length: it cannot be told by that
             second = first[cut:] if follows else other(row)[cut : len(first)]
             parts, said = [first[:cut], second], np.float32(1 if follows else -1)
         tokens, labels = (np.full(self.sequence_length, fill) for fill in (self.padding, IGNORED))
@@ -105,6 +108,7 @@ class Cloze:
         chosen = self._chosen(tokens[:end], chance)
         labels[chosen] = tokens[chosen]
         drawn, random = chance.random(len(chosen)), chance.choice(self.ordinary, len(chosen))
+        # 80 % mask, 10 % random, 10 % unchanged
         tokens[chosen] = np.select(
             [drawn < MASKED, drawn < RANDOM], [self.mask, random], tokens[chosen]
         )
@@ -115,6 +119,7 @@ class Cloze:
         the text's tokens, at least one. A word that would exceed this is skipped.
         """
         masked = np.isin(tokens, self.ordinary)
+        # a word begins here: by its form, at a special token, or after one
         apart = self.begins[tokens] | ~masked | ~np.append(False, masked[:-1])
         words = np.split(np.arange(len(tokens)), np.flatnonzero(apart)[1:])
         words = [word for word in words if masked[word[0]]]
@@ -144,6 +149,7 @@ def of_tokenizer(
     spaced = any(piece.startswith(BEGINNINGS) for piece in pieces)
     for piece, token in vocabulary.items():
         if marked:
+            # WordPiece marks what continues a word, the others what begins one
             begins[token] = not piece.startswith(CONTINUES)
         elif spaced:
             begins[token] = piece.startswith(BEGINNINGS)

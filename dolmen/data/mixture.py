@@ -61,6 +61,7 @@ class TokenStream:
         """
         bases = np.cumsum([0] + [len(tokens) for tokens in memory])
         starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
+        # empty ranges have no position in the stream
         starts, stops = starts[stops > starts], stops[stops > starts]
         # a range begins where it is apart from the one before, and ends where the next one is
         apart = (starts[1:] != stops[:-1]) | np.isin(starts[1:], bases[1:])
@@ -137,6 +138,7 @@ class Mixture:
                     f"--train.sequence-length {max(len(part.stream) - 1, 1)} or less, or more data "
                     "(--data.path)"
                 )
+        # integers: floats would lose turns after 2^53 samples
         scale = math.lcm(*(part.weight.denominator for part in parts))
         self.parts, self.sequence_length, self.seed = parts, sequence_length, seed
         self.weights = [int(part.weight * scale) for part in parts]
@@ -168,6 +170,7 @@ class Mixture:
                 continue
             spans = []
             for _, begin, end in part.stream.places(start, self.sequence_length + 1):
+                # first and last document that this range touches
                 low, high = (
                     int(np.searchsorted(part.offsets, at, side="right")) - 1
                     for at in (begin, end - 1)
@@ -198,6 +201,7 @@ class Mixture:
         epoch's permutation and shift applied.
         """
         key = seed_of(self.seed, "window", source, epoch)
+        # another first token per epoch: no text is always cut at the same place
         shift = seed_of(self.seed, "shift", source, epoch) % len(self.parts[source].stream)
         return shift + self.sequence_length * permute_index(within, self.sizes[source], key)
 
@@ -226,6 +230,7 @@ def take(weights: Sequence[int], taken: Sequence[int], count: int) -> list[int]:
     earlier source.
     """
     taken, common, order = list(taken), math.lcm(*weights), []
+    # (2 n + 1) / weight, without division: compared as (2 n + 1) x common / weight
     shares = [common // weight for weight in weights]
     for _ in range(count):
         source = min(range(len(taken)), key=lambda j: (2 * taken[j] + 1) * shares[j])
@@ -251,6 +256,7 @@ def feistel(value: np.ndarray, half: int, key: int, rounds: int = 6) -> np.ndarr
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = value >> shift, value & mask
     for round in range(rounds):
+        # each round is invertible whatever its function: so is the whole
         left, right = right, left ^ (scramble(right ^ np.uint64(seed_of(key, round))) & mask)
     return (left << shift) | right
 

@@ -92,16 +92,19 @@ def make_order(
             "--data.order megatron depends on how many samples the run reads: give --train.steps "
             "or --train.tokens"
         )
+    # all have a weight or none has
     weighted = sources[0].weight is not None
     weights = mixture.normal([float(part.weight) for part in parts])
     wanted: Sequence[int | None] = [samples]
     if weighted:
         wanted = shares(weights, samples)
     elif len(parts) > 1:
+        # without weights: each data set once
         wanted = [None] * len(parts)
     orders = []
     for corpus, count in zip(corpora, wanted, strict=True):
         (tokens,), (bounds,) = corpus.memory, corpus.sequences
+        # training part of the split
         (first, last), *_ = validation_split.split_of(config.shares, len(bounds) - 1)
         orders.append(Shuffled(tokens, bounds, first, last, sequence_length, count, seed))
     if not weighted and len(parts) > 1:
@@ -174,6 +177,7 @@ class Shuffled:
             )
         size = int(bounds[last] - bounds[first])
         self.tokens, self.bounds, self.sequence_length = tokens, bounds, sequence_length
+        # the last token predicts nothing
         self.per_epoch = (size - 1) // sequence_length
         self.epochs = epochs_of(size, sequence_length, samples)
         state, epochs = np.random.RandomState(seed), self.epochs
@@ -184,6 +188,7 @@ class Shuffled:
             state.shuffle(part)
         self.order = np.concatenate(parts)
         self.ends = np.cumsum(bounds[self.order + 1] - bounds[self.order])
+        # the same dtypes as in Megatron
         kind = np.uint32 if epochs.samples < 2**32 - 2 else np.int64
         places = [
             np.arange(epochs.before, dtype=kind),
@@ -230,6 +235,7 @@ def epochs_of(tokens: int, sequence_length: int, samples: int | None) -> Epochs:
             f"({sequence_length + 1:,})"
         )
     count = 1 if samples is None else max(1, -(-(samples * sequence_length + 1) // tokens))
+    # samples of all epochs, concatenated
     every = (count * tokens - 1) // sequence_length
     before = ((count - 1) * tokens - 1) // sequence_length
     wanted = every if samples is None else samples
@@ -271,6 +277,7 @@ class MegatronOrder:
 
     def counts(self, samples: int) -> list[int]:
         """Number of samples of each data set among the first `samples`."""
+        # past the run's samples the turns repeat
         rounds, rest = divmod(samples, len(self.turns))
         whole, part = (
             np.bincount(turns, minlength=len(self.parts))
@@ -319,6 +326,7 @@ def blend(weights: Sequence[float], samples: int) -> Int16[np.ndarray, " samples
         return np.zeros(samples, np.int16)
     taken, turns = [0] * len(weights), np.empty(samples, np.int16)
     for sample in range(samples):
+        # as in Megatron's helpers.cpp
         passed = max(float(sample), 1.0)
         behind = [weight * passed - n for weight, n in zip(weights, taken, strict=True)]
         turns[sample] = which = behind.index(max(behind))

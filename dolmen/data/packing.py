@@ -55,6 +55,7 @@ def pack_beside(lengths: Int64[np.ndarray, "items pieces"], room: int) -> list[l
     rows: list[list[int]] = []
     rooms: list[list[int]] = []
     units = _Units()
+    # best fit decreasing: the longest first
     for item in np.argsort(-lengths.max(1), kind="stable").tolist():
         sizes = lengths[item].tolist()
         unit = units.take(max(sizes), min(sizes))
@@ -63,6 +64,7 @@ def pack_beside(lengths: Int64[np.ndarray, "items pieces"], room: int) -> list[l
             rooms.append([room] * pieces)
             rows += [[] for _ in range(pieces)]
         own = rooms[unit]
+        # the longer piece goes into the emptier row: both stay filled alike
         emptiest = sorted(range(pieces), key=lambda row: -own[row])
         largest = sorted(range(pieces), key=lambda piece: -sizes[piece])
         for row, piece in zip(emptiest, largest, strict=True):
@@ -91,6 +93,7 @@ class _Units:
 
     def take(self, long: int, short: int) -> int | None:
         """Remove and return the unit with the least room that fits both; None if none does."""
+        # bit n: some unit has room long + n in its emptier row
         fitting = self.emptier >> long
         while fitting:
             more = long + lowest(fitting)
@@ -157,6 +160,7 @@ class Rows:
         self.first = 0 if say == "end" else 1  # token of an example that has a place
         lengths = self._lengths()[chosen].reshape(-1, together)
         # one each, where they are not packed
+        # without packing each example claims a whole row
         room = lengths if packing else np.full_like(lengths, sequence_length)
         self.rows = [chosen[row].tolist() for row in pack_beside(room, sequence_length)]
 
@@ -196,6 +200,7 @@ class Rows:
         """Rows (lists of example indices) of samples first .. first + count - 1."""
         units, found = len(self.rows) // self.together, []
         for sample in range(first, first + count):
+            # rows of a pair are consecutive samples: the same microbatch sees both
             unit, row = divmod(sample, self.together)
             found.append(self.rows[shuffled(unit, units, self.seed) * self.together + row])
         return found
@@ -254,6 +259,7 @@ class Rows:
                 for name, one in self.said.items():
                     numbers[name][row, here] = one[index]
                 end = here.stop
+            # padding is a document of its own
             starts[row, end:] = end
         made = Batch(
             torch.from_numpy(tokens),
@@ -269,6 +275,7 @@ class Rows:
         ids = self.examples.tokens[span].astype(np.int64)
         if self.say == "end":
             counts = np.arange(1, len(ids) + 1) == len(ids)
+            # a scalar head labels the last token with itself
             return ids, np.where(counts, ids, IGNORED), counts
         counts = self.examples.trained[span][1:] * self.examples.weights[index]
         return ids[:-1], np.where(counts > 0, ids[1:], IGNORED), counts

@@ -97,6 +97,7 @@ class Zstandard(io.RawIOBase):
                 if self.frame is not None:
                     raise EOFError("the file ends before its last frame does")
                 return b""
+            # one decompressor per frame: they cannot be reused
             self.frame = self.frame or zstandard.ZstdDecompressor().decompressobj()
             self.ready, self.rest = self.frame.decompress(block), b""
             if self.frame.eof:
@@ -226,6 +227,7 @@ def small_rows(rows: Iterator[Located], max_bytes: int | None) -> Iterator[Locat
     """
     for row, where in rows:
         if max_bytes is not None:
+            # the size that the same row would have in a .jsonl
             line = json.dumps(row, ensure_ascii=False, default=str)
             check_row_bytes(len(line.encode(errors="surrogatepass")), max_bytes, where)
         yield row, where
@@ -242,6 +244,7 @@ def json_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
     for a file that is too large, and Refused for malformed JSON.
     """
     with unpacked(file) as stream:
+        # one byte more than allowed tells "too large" from "exactly full"
         data = stream.read(ROWS.size + 1)
     if len(data) > ROWS.size:
         raise ValueError(
@@ -286,6 +289,7 @@ def parquet(file: Path, wanted: list[str] | None) -> Iterator["IterableDataset"]
         check_column(name, columns, str(file))
     table = datasets.load_dataset(
         "parquet",
+        # `datasets` would expand [ and * in a file name
         data_files=glob.escape(str(file)),
         split="train",
         streaming=True,

@@ -46,6 +46,7 @@ class Found:
             self.skipped["hidden folders and files"] += len(folders) - len(inside)
             real = [name for name in inside if not (here / name).is_symlink()]
             self.skipped[LINKS] += len(inside) - len(real)
+            # in place: os.walk goes on into what is left of the list
             folders[:] = [name for name in real if not self.left_out(here / name, cache)]
             if here == root and self.left_out(root, cache):
                 folders.clear()
@@ -57,6 +58,7 @@ class Found:
         """Add the files that a glob names, except those behind a link to a folder or in a folder
         that dolmen wrote, below the glob's fixed part.
         """
+        # the part without wildcards, which the user named
         fixed = next(p for p in pattern.parents if not glob.has_magic(str(p)))
         links: set[Path] = set()
         for name in glob.glob(str(pattern), recursive=True):
@@ -120,6 +122,7 @@ def ours(folder: Path, cache: Path | None) -> str:
     if not config.is_file():
         return ""
     with open(config, "rb") as file:
+        # the top-level keys of a run's config stand in its first 64 KiB
         lines = file.read(1 << 16).splitlines()
     keys = {line.split(b":")[0].decode(errors="replace") for line in lines if b":" in line}
     return "a run of dolmen" if keys >= RUN_KEYS else ""
@@ -185,6 +188,7 @@ def parse_weight(entry: str, option: str) -> tuple[str, Fraction | None]:
     ValueError for a weight of 0.
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+):(.+)", entry)
+    # a file may be named "0.5:x"
     if not match or Path(entry).exists():
         return entry, None
     if not (weight := Fraction(match[1])):

@@ -144,6 +144,7 @@ class Template:
         """
         encoded = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         starts, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
+        # where the tokens before have reached in the text
         before = np.maximum.accumulate(np.concatenate(([0], ends[:-1])))
         starts = np.where(starts == ends, np.minimum(before, starts), starts)
         turns = []
@@ -173,6 +174,7 @@ class Template:
             )
         turn = until[len(before) :]
         bare = turn.rstrip()
+        # an end-of-turn token is learned, white space behind it is not
         ends = any(bare.endswith(token) for token in self.tokenizer.all_special_tokens)
         return len(before), len(before) + len(bare if ends else turn)
 

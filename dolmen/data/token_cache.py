@@ -106,6 +106,7 @@ def examined(folder: Path, form: Form, origin: Mapping[str, Any], verify: bool) 
             raise Refused(f"{file}: {size} bytes, not {index['sizes'].get(name)}")
         if verify and file_digest(file) != index["digests"].get(name):
             raise Refused(f"{file}: its digest differs")
+    # an id beyond the embedding would be an illegal memory access on a GPU
     if index["largest"] >= index["vocabulary"]:
         raise Refused(
             f"{folder}: token {index['largest']} of a vocabulary of {index['vocabulary']}"
@@ -194,6 +195,7 @@ def sweep(parent: Path) -> None:
     for path in parent.iterdir():
         if not NAMES.fullmatch(path.name) or path.is_symlink():
             continue
+        # a folder is locked by its mark, a lock file by itself
         mark = path / MARK if path.is_dir() else path
         with suppress(OSError), open(mark, "r+") as handle:
             if not filesystem.lock(handle, wait=False) or not filesystem.names_file(handle, mark):

@@ -135,8 +135,10 @@ def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]
     """
     rest = ""
     for block in blocks:
+        # what is left of the blocks before
         rest, start = rest + block, 0
         while len(rest) - start > piece:
+            # pieces are at least half full
             end = seam(rest, start + piece // 2, start + piece)
             yield rest[start:end], False
             start = end
@@ -211,6 +213,7 @@ def write_tokens(
     records. `reach(bytes read)` reports progress.
     """
     ends, documents, seams = array("q"), Column(DOCUMENT), Column(SEAM)
+    # bytes of the files before each
     before = np.cumsum([0] + [size for _, size, *_ in origin["files"]])
     mark = np.array([origin["end_of_text"]], origin["dtype"])
     # tokens written, and those before this document; bytes read of the file `current`, for the bar
@@ -231,6 +234,7 @@ def write_tokens(
                 if current < len(source.files)
                 else text.size
             )
+            # documents of one piece need no seam
             if not piece.last or text.pieces > 1:
                 seams.append((len(ends), position - start, text.size))
             if not piece.last:
@@ -281,6 +285,7 @@ def encoded(
             waiting.append(
                 (group, pool.submit(lambda group: [encode(piece.text) for piece in group], group))
             )
+            # bounds memory; results come in order
             if len(waiting) > 2 * workers:
                 group, ids = waiting.popleft()
                 yield from zip(group, ids.result(), strict=True)

@@ -219,6 +219,7 @@ def fingerprint(tokenizer: PreTrainedTokenizer) -> str:
     """
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
+        # state that encoding calls leave behind
         for of_the_last_call in ("truncation", "padding"):
             del state[of_the_last_call]
     else:
@@ -287,6 +288,7 @@ def train_bpe(
         trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_TEXT],
+            # all 256 bytes have a token, whether the text has them or not
             initial_alphabet=alphabet,
             show_progress=False,
         ),

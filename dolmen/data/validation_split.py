@@ -93,6 +93,7 @@ def choose_held_out(tables: Sequence[np.ndarray], fraction: float) -> Choice:
     if not fraction:
         return Choice(np.zeros(0, np.uint64), {})
     large = union([large_words(table) for table in tables])
+    # what may be held out whole
     others = [table[~np.isin(table["words"], large)] for table in tables]
     limit = np.uint64(int(fraction * 2**64))
     chance = union([other["words"][other["words"] < limit] for other in others])
@@ -104,6 +105,7 @@ def choose_held_out(tables: Sequence[np.ndarray], fraction: float) -> Choice:
             chosen.append(other["words"][[np.argmin(other["words"])]])
         else:
             longest = table[table["bytes"] == table["bytes"].max()]
+            # of equally long ones always the same
             record = longest[np.argmin(longest["hash"])]
             ends.append((int(record["words"]), int(record["hash"])))
     # of copies that differ in white space one is cut: two cuts need not be at the same word
@@ -151,6 +153,7 @@ def split_of(text: str, count: int) -> list[tuple[int, int]]:
     marks = [0.0]
     for share in normal(given):
         marks.append(marks[-1] + share)
+    # rounded as Megatron does, so that the split is the same
     rounded = [int(round(mark * float(count))) for mark in marks]
     return list(zip(rounded[:-1], rounded[1:], strict=True))
 
@@ -327,6 +330,7 @@ def divide_one(
     if cuts:
         stops = np.array(stops)
     for index, cut in cuts.items():
+        # training reads the beginning of the document
         stops[index] = starts[index] + cut.token
     trained = ~(masks.whole | masks.variant)
 
@@ -334,6 +338,7 @@ def divide_one(
     ends = first_copies(words, masks.cut, validated)
     parts = [whole_documents(corpus, whole, why)] if len(whole) else []
     parts += [document_end(corpus, index, cuts[int(index)]) for index in ends]
+    # neither trained on nor validated
     copies = np.setdiff1d(np.flatnonzero(~trained), whole)
     return Division(
         corpus.stream(starts[trained], stops[trained]),

@@ -70,6 +70,7 @@ class Harness(TemplateLM):
         """Return the token ids of a text, without BOS where the text begins with it already.
         `add_special_tokens`: default as the tokenizer does.
         """
+        # chat templates write BOS themselves: it must not be doubled
         begun = string.startswith(self.tokenizer.decode(self.prefix_token_id))
         if add_special_tokens is None and not begun:
             return self.tokenizer.encode(string)
@@ -95,6 +96,7 @@ class Harness(TemplateLM):
                     f"a task asks for {len(continuation):,} tokens to be scored at once, and the "
                     f"model's max_position_embeddings are {self.max_length:,}: use another task"
                 )
+            # one more than the model reads: the last token is only predicted
             text = (context + continuation)[-(self.max_length + 1) :]
             read.append(np.array(text, np.int64))
             firsts.append(len(text) - len(continuation))
@@ -102,6 +104,7 @@ class Harness(TemplateLM):
         asked = perplexity.Rows(lengths, np.array(firsts), read.__getitem__)
         loaded = self.loaded
         found = perplexity.foretold(loaded.model, asked, loaded.mesh, loaded.schedule)
+        # all scored tokens are the argmax
         greedy = found.likeliest == lengths - np.array(firsts)
         return list(zip(found.log_likelihoods.tolist(), greedy.tolist(), strict=True))
 
@@ -132,6 +135,7 @@ class Harness(TemplateLM):
         answers = [""] * len(requests)
         alike: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
+            # options are dicts, which cannot be keys
             alike.setdefault(repr(request.args[1]), []).append(number)
         for numbers in alike.values():
             contexts = [requests[number].args[0] for number in numbers]
@@ -160,6 +164,7 @@ class Harness(TemplateLM):
             stop=(self.eot_token_id,),
         )
         prompts = [self.tok_encode(text)[-most:] for text in contexts]
+        # an empty stop string would stop at once
         until = [text for text in until if text]
         return model.generate_texts(self.loaded, self.tokenizer, prompts, options, until)
 
@@ -182,6 +187,7 @@ def known(asked: TasksConfig) -> TaskManager:
     own = TaskManager(include_path=asked.tasks_path, include_defaults=False)
     if asked.tasks_path is not None and all(name in own.all_tasks for name in asked.names):
         return own
+    # reads thousands of YAML files: seconds
     every = TaskManager(include_path=asked.tasks_path)
     for name in asked.names:
         if name not in every.all_tasks:

@@ -92,6 +92,7 @@ def generate_texts(
                 text = texts[chosen.number]
                 text.add(chosen.token)
                 if text.stopped is not None:
+                    # a stop string was found: free its KV cache
                     engine.cancel(chosen.number)
     for text in texts:
         text.end()

@@ -109,6 +109,7 @@ def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windo
     """
     starts = corpus.offsets[:-1]
     lengths = np.diff(corpus.offsets) - (corpus.last_tokens == end_of_text)
+    # tokens behind the first window
     over = np.maximum(lengths - window, 0)
     # windows of each document: ceil((length - window) / stride) more than one
     counts = 1 + -(-over // stride)
@@ -210,6 +211,7 @@ def _groups(model: Decoder, rows: Rows, mesh: Mesh, micros: int) -> Iterator[_Gr
         if model.tree.by_length:
             left = int(np.searchsorted(-lengths[order[at:]], -length, side="right"))
         most = min(TOKENS_AT_ONCE // padded, -(-left // mesh.dp.size))
+        # a multiple of the pipeline's microbatches
         each = -(-max(1, most) // micros) * micros
         group = order[at : at + min(each * mesh.dp.size, left)]
         yield _Group(group, length, padded, each)
@@ -225,6 +227,7 @@ def _batch(model: Decoder, rows: Rows, own: np.ndarray, group: _Group) -> Batch:
     for place, row in enumerate(own):
         text, first = rows.read(int(row)), int(rows.firsts[row])
         tokens[place, : len(text) - 1] = text[:-1]
+        # the label of token i is token i + 1
         labels[place, first - 1 : len(text) - 1] = text[first:]
     batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
     if group.padded > group.length and model.tree.blanks is None:
@@ -273,6 +276,7 @@ class Evaluation:
     @classmethod
     def of(cls, found: Foretold, text: Windows) -> "Evaluation":
         """Make the evaluation from the per-row predictions over all of `text`."""
+        # exact sum: independent of the order of rows
         nats = -math.fsum(found.log_likelihoods.tolist())
         loss = nats / text.tokens
         return cls(

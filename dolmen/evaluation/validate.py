@@ -101,6 +101,7 @@ def mean_loss(
         for one in batches:
             batch = one.read_by(model.tree)
             sums[: told + 1] += _sums(model, batch, mesh, order, objective)
+            # labels are counted once per dp rank (and tp, divided out below)
             if mesh.pp.rank == mesh.cp.rank == 0:
                 sums[told + 1] += batch.real_tokens
                 sums[told + 2] += objective.count(batch)

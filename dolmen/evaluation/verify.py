@@ -150,6 +150,7 @@ def verify(
             )
     with reference_model.fp32_products():
         reference = None
+        # transformers runs on rank 0 only
         if mesh.first:
             with reference_model.quiet_transformers(), transformers_folder(against) as folder:
                 reference = _ask_transformers(folder, against.model, tokens, mesh.device, gradients)
@@ -265,6 +266,7 @@ def _compare(
     ]
     if gradients:
         loss.backward()
+        # gradients that each tp rank has a part of
         data.sum_partial(model, model.partial(), mesh)
         rows += gradient_rows(model, reference and reference.gradients)
     if not tokens.new:
@@ -358,6 +360,7 @@ def greedy_row(continued: list[list[int]], reference: Reference | None, toleranc
     ):
         if ours == other:
             continue
+        # first token that differs: later ones follow from it
         step = next(i for i, (a, b) in enumerate(zip(ours, other, strict=True)) if a != b)
         tie = (logits[step, other[step]] - logits[step, ours[step]]).item() <= 2 * tolerance
         wrong, ties = wrong + (not tie), ties + tie

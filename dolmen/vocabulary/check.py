@@ -137,6 +137,7 @@ def check_base(base: Vocabulary, new: Vocabulary) -> None:
     if model is None or content is None:
         return
     vocab = content["model"]["vocab"]
+    # unigram: a list of [token, score], whose places are ids
     ids = vocab if isinstance(vocab, dict) else {one[0]: i for i, one in enumerate(vocab)}
     other = [p.text for i, p in enumerate(model.pieces) if ids.get(p.text) != i]
     if other:
@@ -190,6 +191,7 @@ def check_merged(
 def probes(tokenizer: PreTrainedTokenizer) -> list[str]:
     """English and Chinese sample lines of which the tokenizer knows all characters."""
     encode = encoder(tokenizer)
+    # lines with unknown characters cannot come back
     unknown = tokenizer.get_vocab().get(str(tokenizer.init_kwargs.get("unk_token")))
     return [line for line in (*ENGLISH, *CHINESE) if unknown not in encode(line).tolist()]
 

@@ -126,6 +126,7 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
     to = Path(asked.to).expanduser()
     hf_export.check_target(to)
     text = open_text(asked.data)
+    # a run that still trains must not change between the two measurements
     asked = replace(asked, model=pin_source(asked.model))
     found = open_source(asked.model)
     unknown.warn(found.model)
@@ -140,6 +141,7 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
     dtype = stated_dtype(found.model)
     source = cast_source(found, dtype)
     first, size = vocabulary_size(old), vocabulary_size(new)
+    # padding rows are used first: the model grows by what is missing only
     rows = max(found.tree.vocab_size, size)
     grown = Grown(
         source,
@@ -147,6 +149,7 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
         after.where,
         Rows(min(first, found.tree.vocab_size), _pieces(before, old, new), asked),
     )
+    # before anything is written: a bad text costs no export
     measured = None if text is None else measure(asked.model, old, text, asked, progress)
     hf_export.check_expressible(found.model, source.tree)
     writer = hf_export.TransformersWriter(grown, dtype)
@@ -187,6 +190,7 @@ def _pieces(
     """Map each new id to the old ids that its token is tokenised to. A token that the old tokenizer
     cannot write maps to all old ids, so that its mean row is that of the whole vocabulary.
     """
+    # `every`: for tokens that the old tokenizer cannot write
     first, every = vocabulary_size(old), sorted(old.get_vocab().values())
     model = old.backend_tokenizer.model
     special = {*new.backend_tokenizer.get_added_tokens_decoder()}
@@ -236,6 +240,7 @@ class Rows:
             each = [self.pieces[number] for number in some.tolist()]
             offsets = torch.tensor([0, *map(len, each)]).cumsum(0)[:-1]
             flat = torch.tensor([piece for pieces in each for piece in pieces])
+            # only rows that are needed are widened
             table, places = flat.unique(return_inverse=True)
             rows = old[table].to(wide).reshape(len(table), -1)
             # one kernel for bags of any length, without a padded [tokens, pieces, hidden] tensor
@@ -316,6 +321,7 @@ def measure(
     `name`: folder of the model. Raises ValueError as `dolmen evaluate`.
     """
     counts = count(tokenizer, text.pieces(), text.name)
+    # masked LMs have no loss per byte
     if open_source(name).tree.both_ways:
         return Measured(counts, None)
     with TemporaryDirectory(prefix="dolmen-") as cache:

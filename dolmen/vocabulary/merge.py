@@ -153,6 +153,7 @@ def wanted_of(base: Vocabulary, new: Vocabulary) -> Wanted:
     """
     found, have, parts = Wanted(), {*base.learned, *base.added.values()}, splits(base)
     for token, score in new.learned.items():
+        # UTF-8 bytes: what both vocabularies have in common
         meaning = new.meaning(token)
         ours = None if meaning is None else base.written(meaning)
         if meaning is None or ours is None:
@@ -163,6 +164,7 @@ def wanted_of(base: Vocabulary, new: Vocabulary) -> Wanted:
             found.leave_out("hold control characters, which the base has as bytes")
         elif len(ours) > LONGEST:
             found.leave_out(f"have more than {LONGEST} characters")
+        # the base would never see such a token as one
         elif parts(meaning.decode(errors="ignore")) > 1:
             found.leave_out("cross what the base cuts before it looks for tokens")
         else:
@@ -269,6 +271,7 @@ def lead(
             add(token)
 
     for done, token in enumerate(wanted, 1):
+        # a BPE starts from single characters: each needs a token
         for character in token:
             between(character)
         # its own merges may never apply: begin where the base ends
@@ -281,6 +284,7 @@ def lead(
             at = named[0] if named else 0
             pairs.join(parts[at], parts[at + 1])
             between(parts[at] + parts[at + 1])
+            # the new merge may enable others that the base has
             parts = cut(parts, pairs)
         add(token)
         reach(done)
@@ -296,6 +300,7 @@ def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Adde
     """
     model = base.model
     assert model is not None
+    # ids of added tokens must not be given to new pieces
     filled = fillers(model, base.added)
     if model.kind == "unigram":
         grown = Added(list(wanted.tokens))
@@ -305,6 +310,7 @@ def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Adde
         ordered = sorted(normal, key=lambda piece: -piece.score)
         ranks = {piece.text: number for number, piece in enumerate(ordered)}
         grown = lead(wanted.tokens, ranks, Concatenations(ranks), reach)
+        # below all scores: the base's merges come first, its texts are cut as before
         lowest, new = min((piece.score for piece in normal), default=0.0), {*grown.tokens}
         # characters are joined of nothing
         order = dict.fromkeys([*(text for text in ranks if text in new), *grown.tokens])

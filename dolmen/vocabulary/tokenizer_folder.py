@@ -83,6 +83,7 @@ class Vocabulary:
         vocab, added = self.content["model"]["vocab"], {*self.added.values()}
         unknown = self.content["model"].get("unk_token")
         ordered = sorted(vocab, key=vocab.__getitem__)
+        # byte fallback tokens stand for bytes, not for text
         bytes_ = {f"<0x{byte:02X}>" for byte in range(256)} if self.form == "letters" else set()
         return dict.fromkeys(t for t in ordered if t not in added | bytes_ and t != unknown)
 
@@ -122,6 +123,7 @@ def open_vocabulary(name: str, option: str) -> Vocabulary:
         place = folder
     model = next((place / name for name in MODELS if (place / name).is_file()), None)
     if model is not None and not (place / JSON).is_file():
+        # added tokens stand in other files: put them into the model as pieces
         bare, named = sentencepiece_model.read(model), tokens_by_name(place)
         pieces = fillers(bare, {number: token for token, number in named.items()})
         whole = sentencepiece_model.add_pieces(bare, pieces)
@@ -186,6 +188,7 @@ def splits(vocabulary: Vocabulary) -> Callable[[str], int]:
     if vocabulary.form == "sentencepiece" or vocabulary.content is None:
         return lambda text: 1
     steps = {name: vocabulary.content.get(name) for name in ("normalizer", "pre_tokenizer")}
+    # only the steps before the model: an empty BPE
     bare = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, **steps}
     made = Tokenizer.from_str(json.dumps(bare))
 
@@ -274,6 +277,7 @@ def merges_of_pieces(pieces: Sequence[VocabularyPiece]) -> list[list[str]]:
     for piece in pieces:
         if piece.kind == NORMAL:
             text = piece.text
+            # every way to cut the piece in two
             pairs = ([text[:at], text[at:]] for at in range(1, len(text)))
             found[piece.score] += [pair for pair in pairs if normal.issuperset(pair)]
     return [pair for score in sorted(found, reverse=True) for pair in found[score]]
@@ -317,6 +321,7 @@ def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
         spaces.append({"type": "Precompiled", "precompiled_charsmap": packed})
     if model.remove_spaces:
         spaces.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        # sentencepiece collapses runs of spaces
         spaces.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     if model.dummy_prefix:
         spaces.append({"type": "Prepend", "prepend": SPACE})

@@ -87,6 +87,7 @@ def draw(
         number = chance.random()
         if number >= limit:
             continue
+        # place: no two entries are compared by their text
         heapq.heappush(heap, (-number, place, line, size))
         held += size
         while held > most:
@@ -94,6 +95,7 @@ def draw(
             # Lines with larger numbers than the largest ever dropped could not have stayed: not
             # kept at all.
             held, limit = held - gone, -largest
+    # back to the order of the text
     heap.sort(key=lambda one: one[1])
     lines = [line for _, _, line, _ in heap]
     return Sample(lines, held, whole, frozenset().union(*lines))
@@ -174,6 +176,7 @@ def check_size(asked: VocabTrainConfig, sample: Sample) -> None:
     """Raises ValueError where the sample is empty, or too small for asked.size tokens."""
     if not sample.lines:
         raise ValueError(f"--data.path {', '.join(asked.data.path[:3])}: there is no text in it")
+    # tokens that need no text
     given = BYTES + (1 if asked.kind == "byte-bpe" else FRAME)
     # each token that is learned is a run of the text of its own
     if (wanted := asked.size - given) > sample.bytes:
@@ -198,6 +201,7 @@ def _of_sentencepiece(asked: VocabTrainConfig, sample: Sample, folder: Path) -> 
             model_type=asked.kind,
             character_coverage=COVERAGE,
             byte_fallback=True,
+            # texts must decode to themselves, byte for byte
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=True,
