@@ -49,6 +49,7 @@ class AdapterConfig:
     """
 
     def __post_init__(self):
+        # options that would have no effect
         options = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         if self.rank is None and options:
             raise ValueError(

@@ -33,6 +33,7 @@ def assume_variant(config: Mapping[str, Any]) -> dict[str, str]:
     """
     # nearer to Baichuan 2's vocabulary than to Baichuan's
     second = 2 * config["vocab_size"] > sum(TOKENS) or config["z_loss_weight"] is not None
+    # 7B states max_position_embeddings, 13B model_max_length
     short, long = (config[name] is not None for name in LONGEST)
     alibi = long and not short or config["hidden_size"] >= WIDE
     found = {"head": HEADS[second], "positions": POSITIONS[alibi]}
@@ -75,6 +76,7 @@ def write(tree: ModelSpec) -> dict[str, Any]:
 
 def rules(tree: ModelSpec) -> list[Rule]:
     """Return the weight rules of Baichuan: Llama's with q, k, v fused one after the other."""
+    # rows of all q, all k, all v
     packed = Split(llama.LAYER + "self_attn.W_pack", common.QKV, 1, (1, 1, 1))
     return llama.llama_like_rules(tree, instead=[packed])
 

@@ -105,6 +105,7 @@ def read_encoder(
         mask="both",
     )
     mlp = MLPSpec(config["intermediate_size"], False, act, True)
+    # x = norm(x + branch(x))
     block = BlockSpec(mixer, mlp, norm, SequentialResidual("post"))
     embedding = EmbeddingSpec(
         config["vocab_size"],
@@ -116,6 +117,7 @@ def read_encoder(
     transform = HeadTransformSpec(head_activation or act, norm)
     # the logits have a bias of their own though the weight is tied
     head = replace(tree.head, bias=True, transform=transform, follows=follows)
+    # post-norm: the last block ends in a norm
     return replace(tree, final_norm=None, head=head, max_position_embeddings=longest)
 
 
@@ -129,6 +131,7 @@ def write_encoder(tree: ModelSpec) -> dict[str, Any]:
         "num_attention_heads": common.attention(tree).heads,
         "intermediate_size": mlp.size,
         "hidden_act": activation_name(mlp.activation),
+        # RoBERTa: 514 for 512 tokens
         "max_position_embeddings": table.length + table.offset,
         "type_vocab_size": tree.embedding.types,
     }

@@ -96,6 +96,7 @@ def _blanks(config: dict[str, Any]) -> BlankInfilling:
     # ids in the code of versions before 1.1, by vocabulary size
     for name, token in BUILT_IN.get(config["vocab_size"], {}).items():
         ids[name] = token if ids[name] is None else ids[name]
+    # version 0.1
     of_gmask = BlankMask("gmask", ids["gmask"], "stays after <sop>")
     return BlankInfilling(ids["sop"], (BlankMask("mask", ids["mask"]), of_gmask))
 
@@ -106,6 +107,7 @@ def write_chatglm(tree: ModelSpec) -> dict[str, Any]:
     """
     blanks = expect(tree.blanks, BlankInfilling, "blanks")
     ids = {mask.name: mask.token for mask in blanks.masks}
+    # versions from 1.1 on: ids are fields of config.json
     stated = all(mask.behind == "stays" for mask in blanks.masks)
     return {
         **common.write(tree, CHATGLM_FIELDS),

@@ -88,6 +88,7 @@ def read_deepseek(config: dict[str, Any], router: RouterSpec, interleaved: bool)
     )
     first = config["first_k_dense_replace"]
     blocks = [
+        # V3: 3 dense layers, then 58 of experts
         BlockSpec(mixer, dense if i < first else sparse, norm)
         for i in range(config["num_hidden_layers"])
     ]
@@ -209,6 +210,7 @@ def deepseek_rules(tree: ModelSpec) -> list[Rule]:
     return [
         Rename("model.embed_tokens", "embed"),
         *(Rename(llama.LAYER + hf, "layers.{}." + ours) for hf, ours in names.items()),
+        # V3's balance bias
         *experts.rules(tree, f"{llama.LAYER}mlp", matrices, bias="e_score_correction_bias"),
         Rename("model.norm", "final_norm"),
         Rename("lm_head", "head"),
@@ -238,6 +240,7 @@ def _router(config: dict[str, Any]) -> RouterSpec:
     """Return V2's router: softmax over all experts ("greedy"), or limited to groups. Raises
     ValueError if the groups are not stated.
     """
+    # over all experts; V2-Lite
     if config["topk_method"] in ("greedy", None):
         return RouterSpec(normalise=False)
     for name in ("n_group", "topk_group"):

@@ -82,6 +82,7 @@ def differences(one: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]:
     if one == other:
         return []
     a, b = _flatten_spec(one), _flatten_spec(other)
+    # a value that one spec lacks is None there
     found = {n: (a.get(n), b.get(n)) for n in {**a, **b} if a.get(n) != b.get(n)}
     return [(_word(name), *pair) for name, pair in found.items() if not _inside(name, found)]
 
@@ -114,6 +115,7 @@ def _flatten_spec(tree: ModelSpec) -> dict[str, Any]:
     named: dict[str, Any] = {"num_hidden_layers": len(layers)}
     for name in names:
         values = [layer.get(name) for layer in layers]
+        # not a set: values need not be hashable
         equal = all(value == values[0] for value in values)
         named[name] = values[0] if equal else values
     return named | {name: v for name, v in _flatten("", tree) if not name.startswith("runs")}

@@ -132,6 +132,7 @@ def _kv_heads(config: dict[str, Any]) -> int:
     heads, given = config["num_attention_heads"], config["num_kv_heads"]
     if config["new_decoder_architecture"]:
         return given or heads
+    # 7B: one key-value head for 71 queries
     used = 1 if config["multi_query"] else heads
     if given not in (None, used, heads):  # transformers writes `heads`, and does not read it
         raise ValueError(
@@ -176,6 +177,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
 def write(tree: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Falcon config.json for a spec."""
     mixer, mlp, arrangement = common.attention(tree), common.mlp(tree), tree.blocks[0].arrangement
+    # only the new architecture has two norms, or groups of queries
     grouped = arrangement == ParallelResidual(2) or mixer.kv_heads not in (1, mixer.heads)
     return {
         **common.write(tree, FIELDS),

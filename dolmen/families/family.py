@@ -241,6 +241,7 @@ class Family:
         for one in self.fields:
             for inner in one.nested:
                 path = f"{one.name}.{inner.name}"
+                # rope_parameters.factor, rope.factor -> rope_parameters.factor
                 found |= dict.fromkeys((path, *inner.common), path)
         return found
 
@@ -328,6 +329,7 @@ def spell_field(field: Field, config: Mapping[str, Any], value: Any) -> dict[str
     """Return the config.json entries that set `field` to `value`, under the names that the config
     uses; its own name if it uses none.
     """
+    # the family spells it in a way of its own, such as rope
     if field.spell is not None:
         return field.spell(config, value)
     if field.ours:
@@ -346,6 +348,7 @@ def parse_numbers(value: Any, kind: Schema) -> Any:
                 return float(value)
             except ValueError:
                 return value
+        # null or a number: each alternative may convert it
         case Either(several):
             for one in several:
                 value = parse_numbers(value, one)

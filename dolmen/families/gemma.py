@@ -42,6 +42,7 @@ def read_stated(config: dict[str, Any]) -> ModelSpec:
     norm = replace(tree.blocks[0].norm, zero_centred=True)
     return replace(
         tree,
+        # the tied head is not scaled
         embedding=replace(tree.embedding, scale=math.sqrt(tree.hidden_size)),
         runs=group_repeats([replace(block, norm=norm) for block in tree.blocks]),
         final_norm=norm,
@@ -236,6 +237,7 @@ def _one_rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     theta = config[LOCAL]
     if kind == FULL:
         scaling, theta = config["rope_scaling"] or {}, config["rope_theta"]
+    # rope_scaling belongs to full attention only
     one = {**stated, **scaling}
     return {**config, "rope_parameters": one, "rope_scaling": None, "rope_theta": theta}
 
@@ -250,6 +252,7 @@ def read_gemma3(config: dict[str, Any]) -> ModelSpec:
             f"attn_logit_softcapping is {config['attn_logit_softcapping']}: the scores of Gemma 3 "
             "have no cap, and other programs leave this out; set it to null"
         )
+    # all layers get the full rope first
     tree = read_windowed(_one_rope(config, FULL), windows.pattern_windows(config))
     local = rope.read(_one_rope(config, SLIDING), common.attention(tree).head_size)
 
@@ -267,6 +270,7 @@ def write_gemma3(tree: ModelSpec) -> dict[str, Any]:
     """
     stated = {
         FULL if mixer.window is None else SLIDING: rope.write(_rope(mixer))
+        # reversed: of each type the first layer is written last, and stays
         for mixer in reversed(list(_mixers(tree)))
     }
     return {**write_gemma2(tree), "rope_parameters": stated}

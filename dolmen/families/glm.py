@@ -80,6 +80,7 @@ def glm_rules(tree: ModelSpec, norms: Mapping[str, str] = llama.NORMS) -> list[R
     """Return the weight rules of GLM-4: Llama's with gate and up fused; `norms`: stored norm names
     -> ours.
     """
+    # rows of gate, then rows of up
     fused = Split(llama.LAYER + "mlp.gate_up_proj", PARTS, 1, (1, 1))
     return llama.llama_like_rules(tree, norms, instead=[fused])
 
@@ -164,6 +165,7 @@ def glm_like_rules(
         Rename(layer + "post_attention_layernorm", ours + "mlp_norm"),
         Rename(into, f"{ours}mlp.{first}")
         if isinstance(first, str)
+        # two halves of one matrix
         else Split(into, tuple(f"{ours}mlp.{half}" for half in first), 1, (1, 1)),
         Rename(layer + "mlp.dense_4h_to_h", ours + "mlp.down"),
         Rename(encoder + "final_layernorm", "final_norm"),
@@ -233,6 +235,7 @@ def read_glm_10b(config: dict[str, Any]) -> ModelSpec:
     blocks = [BlockSpec(mixer, mlp, NORM)] * config["num_layers"]
     table = PositionTable(config["max_sequence_length"], streams=2)
     ids = special_tokens.special_ids(config)
+    # smask and gmask: blanks of a sentence, and at the end
     blanks = BlankInfilling(
         ids["sop"], tuple(BlankMask(name, ids[name]) for name in MASKS), nearest=True
     )
@@ -267,6 +270,7 @@ def is_glm_10b_config(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json of model_type "glm" is GLM-10B's, by its architectures or by
     fields that GLM-4 lacks.
     """
+    # GLMModel; GLM-4's is GlmForCausalLM
     named = any(name.startswith("GLM") for name in config.get("architectures") or ())
     fields = {"num_layers", "max_sequence_length", "block_position_encoding"}
     return named or bool(fields & config.keys())

@@ -64,6 +64,7 @@ def write_gpt2_like(tree: ModelSpec, fields: Sequence[Field] = GPT2_LIKE_FIELDS)
         **common.write(tree, fields),
         "n_head": common.attention(tree).heads,
         "n_inner": mlp.size,
+        # GPT-2's older name of the tanh form
         "activation_function": "gelu_new" if mlp.activation == "gelu_tanh" else mlp.activation,
     }
 
@@ -182,6 +183,7 @@ def gpt_bigcode_rules(tree: ModelSpec) -> list[Rule]:
     """
     mixer = common.attention(tree)
     shared = mixer.kv_heads == 1
+    # groups and counts of Split
     stored = (1, (mixer.heads, 1, 1)) if shared else (mixer.heads, (1, 1, 1))
     return gpt2_like_rules(
         [

@@ -111,6 +111,7 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
 def read_gpt_neo(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a GPT-Neo config.json: unscaled scores, local layers with a window."""
     heads, size = config["num_heads"], common.head_size(config, GPT_NEO_FIELDS)
+    # scores are not divided by sqrt(head size)
     mixer = AttentionSpec(heads, heads, size, o_bias=True, scale=1.0)
     block = BlockSpec(mixer, common.plain_mlp(config, GPT_NEO_FIELDS), common.layer_norm(config))
     blocks = [
@@ -133,6 +134,7 @@ def write_gpt_neo(tree: ModelSpec) -> dict[str, Any]:
     mlp, sizes = common.mlp(tree), windows.sizes(tree)
     each = [GLOBAL if size is None else LOCAL for size in sizes]
     length, times = len(tree.runs[0].blocks), tree.runs[0].repeat
+    # [["global", "local"], 12] for 24 layers
     types = [[each[:length], times]] if len(tree.runs) == 1 else [[each, 1]]
     return {
         **common.write(tree, GPT_NEO_FIELDS),

@@ -40,6 +40,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
     sinks. `attention_bias` puts biases on q, k, v and o. A token's weights are a softmax over its
     chosen experts' logits, which equals the softmax over all, normalised.
     """
+    # YaRN is the default of its config class
     whole = {**config, **PLAIN, "rope_parameters": config["rope_parameters"] or ROPE}
     sparse = experts.read(whole, config["intermediate_size"], normalise=True)
     sparse = replace(
@@ -80,6 +81,8 @@ def rules(tree: ModelSpec) -> list[Rule]:
     """
     layer, mlp = llama.LAYER, "layers.{}.mlp."
     stored, ours = f"{layer}mlp.experts.", f"{mlp}experts."
+    # columns alternate, gate 0, up 0, gate 1, up 1, ...: as many groups as the width, of one unit
+    # each
     both = Split(
         f"{stored}gate_up_proj", (f"{ours}gate", f"{ours}up"), tree.blocks[0].mlp.size, (1, 1)
     )

@@ -27,6 +27,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
     return replace(
         tree,
         embedding=replace(tree.embedding, scale=float(config["embedding_multiplier"])),
+        # logits are divided by it
         head=replace(tree.head, scale=1 / config["logits_scaling"]),
     )
 

@@ -127,6 +127,7 @@ def read_llama_like(
     size, norm = _head_size(config), norm or rms_norm(config)
     mixer = AttentionSpec(
         heads,
+        # None: multi-head attention
         heads if kv_heads is None else kv_heads,
         size,
         q_bias=qkv_bias,
@@ -140,6 +141,7 @@ def read_llama_like(
     dense = dense_mlp(config, mlp_bias)
     blocks = [
         BlockSpec(
+            # layers differ in window and mlp only
             replace(mixer, window=None if windows is None else windows[i]),
             dense if mlp is None else mlp(i),
             norm,
@@ -183,7 +185,10 @@ def write_llama_like(tree: ModelSpec, fields: Sequence[Field] = FIELDS) -> dict[
         "num_attention_heads": attention.heads,
         "num_key_value_heads": attention.kv_heads,
         "head_dim": attention.head_size,
+        # GPT-OSS has no such field
         "hidden_act": activation_name(mlp.activation) if "hidden_act" in names else None,
+        # always in transformers 5's spelling; `spell_field` keeps a file's own when fields are
+        # edited
         "rope_parameters": rope.write(
             turned, attention.head_size if rope.PART.name in names else None
         ),

@@ -47,6 +47,7 @@ def has_scalar_head(config: Mapping[str, Any], family: Family) -> bool:
     its architectures. Raises ValueError for a classifier of several labels, and for a class that is
     not the family's own.
     """
+    # the class name alone tells a reward model from a language model
     named = config.get("architectures") or []
     if not (isinstance(named, list) and any(str(name).endswith(ENDING) for name in named)):
         return False
@@ -137,6 +138,7 @@ class Model(CustomValue):
         try:
             check_value(self.config, schema(family))
         except Mismatch as error:
+            # a schema mismatch names field and value itself
             raise ValueError(str(error)) from None
         self._refuse()
         # schema and unsupported values are checked before `read`, which relies on kinds
@@ -152,6 +154,7 @@ class Model(CustomValue):
         config, family = self.config, self.family
         for field in family.fields:
             check_one_spelling(field, config)
+        # code that is known to compute the same is ignored; any other is refused
         if _code(config.get("auto_map") or {}) - {*family.remote_code}:
             raise ValueError(
                 f"auto_map is {brief(config['auto_map'])}: dolmen runs no code from a model folder "
@@ -213,6 +216,7 @@ def schema(family: Family) -> Object:
     names, of special tokens and dtype, and of dolmen's own fields.
     """
     fields = {name: f.kind for f in family.fields if not f.ours for name in (f.name, *f.aliases)}
+    # under "dolmen", where unknown keys are errors
     ours = {f.name: f.kind for f in family.fields if f.ours}
     every = {**kinds.SPECIAL_TOKENS, "dtype": optional(kinds.NAME)}
     own = {RESERVED: Object(optional=ours, rest=None), "torch_dtype": optional(kinds.NAME)}

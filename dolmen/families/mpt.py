@@ -83,6 +83,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
     """
     heads, stated = config["n_heads"], config["attn_config"] or {}
     for name, allowed in ONLY.items():
+        # absent means the usual value
         if stated.get(name, allowed[0]) not in allowed:
             raise ValueError(
                 f"attn_config.{name} is {brief(stated[name])}: dolmen's mpt supports only "

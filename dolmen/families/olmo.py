@@ -133,6 +133,7 @@ def read_olmoe(config: dict[str, Any]) -> ModelSpec:
     sparse = experts.read(config, size, config["norm_topk_prob"], NUMBER)
     tree = llama.read_llama_like(
         config,
+        # all layers are MoE
         mlp=lambda _: sparse,
         qkv_bias=bias,
         o_bias=bias,

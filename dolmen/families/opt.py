@@ -95,7 +95,9 @@ def read(config: dict[str, Any]) -> ModelSpec:
     width = config["word_embed_proj_dim"]
     embedding = EmbeddingSpec(
         config["vocab_size"],
+        # 2,050 rows for 2,048 positions
         positions=PositionTable(config["max_position_embeddings"], OFFSET),
+        # OPT-350m: 512 and 1,024
         width=None if width == config["hidden_size"] else width,
     )
     tree = common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"], embedding)

@@ -90,6 +90,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
         )
     ntk, log_n = config["use_dynamic_ntk"], config["use_logn_attn"]
     longer = QwenScaling(config["seq_length"], ntk, log_n) if ntk or log_n else None
+    # q, k, v have biases in any case
     bias = not config["no_bias"]
     mixer = AttentionSpec(
         heads,
@@ -101,6 +102,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
         o_bias=bias,
         positions=RopeSpec(size, float(config["rotary_emb_base"]), longer),
     )
+    # the field counts w1 and w2 together
     mlp = MLPSpec(config["intermediate_size"] // 2, bias=bias)
     block = BlockSpec(mixer, mlp, NormSpec("rmsnorm", float(config["layer_norm_epsilon"])))
     return common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"])

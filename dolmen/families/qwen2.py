@@ -51,6 +51,7 @@ def new_windows(tree: ModelSpec) -> dict[str, Any]:
     return {
         **windows.write_types(tree),
         "use_sliding_window": any(slides),
+        # first layer with a window
         "max_window_layers": slides.index(True) if any(slides) else len(slides),
     }
 
@@ -152,6 +153,7 @@ def qwen2_moe_rules(tree: ModelSpec) -> list[Rule]:
         *llama.llama_like_rules(tree),
         *experts.rules(tree, module, llama.MLP_NAMES),
         *(Rename(f"{module}.shared_{hf}", ours + name) for hf, name in shared.items()),
+        # [1, hidden]
         Rename(f"{module}.shared_expert_gate", f"{ours}_gate"),
     ]
 
@@ -244,6 +246,7 @@ def read_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
     return llama.read_llama_like(
         config,
         mlp=experts.sparse_or_dense(config, dense, sparse),
+        # transformers' Qwen3-MoE ignores max_window_layers
         windows=windows.uniform_windows(config, config["use_sliding_window"]),
         qkv_bias=bias,
         o_bias=bias,

@@ -196,6 +196,7 @@ def read(config: Mapping[str, Any], size: int) -> RopeSpec:
     that is not whole pairs.
     """
     field, stated = stated_rope(config)
+    # Gemma 3's form, which gemma.py resolves before it calls this
     if any(isinstance(value, dict) for value in stated.values()):
         raise ValueError(f"{field} is {brief(stated)}: dolmen supports one rope for all layers")
     theta = float(stated.get("rope_theta", config["rope_theta"]))
@@ -252,6 +253,7 @@ def _scaling(
                 float(values["high_freq_factor"]),
                 values["original_max_position_embeddings"],
             )
+        # YaRN divides by ln(theta)
         case "yarn" if theta <= 1:
             raise ValueError(f"rope_theta is {theta}: rope_type yarn needs one over 1")
         case "yarn":
@@ -355,6 +357,7 @@ def _fraction(turned: int, size: int) -> float:
     rounds down.
     """
     factor = turned / size
+    # such as 30 of 44: int(44 * (30 / 44)) is 29
     return factor if int(size * factor) == turned else math.nextafter(factor, 1)
 
 
@@ -385,10 +388,12 @@ def spell(
     uses = {"rope_type", *OUTER, *USED.get(wanted["rope_type"], wanted)}
     extra = {n: wanted[n] for n in ORIGINAL if config.get(n) is not None and n in wanted}
     outer_fields = {outer[name]: wanted[name] for name in outer if name in wanted}
+    # a file may have both names
     outer_fields |= {name: wanted[name] for name in outer if name in wanted and name in config}
     # spelling of transformers 5, also for a config.json that states no rope yet
     if "rope_parameters" in config or not {"rope_scaling", *outer_fields} & config.keys():
         own = _unknown(config.get("rope_parameters"))
+        # it would win over rope_parameters (`stated_rope`)
         if config.get("rope_scaling"):
             extra["rope_scaling"] = None
         extra |= {name: value for name, value in outer_fields.items() if name in config}

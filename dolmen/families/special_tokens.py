@@ -104,6 +104,7 @@ def ids_in_vocabulary(vocabulary: Mapping[str, int]) -> dict[str, int]:
     """
     found = {}
     for key, names in NAMES.items():
+        # the first name that the tokenizer has
         ids = [vocabulary[name] for name in names if name in vocabulary]
         if ids:
             found[key] = ids[0]

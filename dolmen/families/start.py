@@ -117,6 +117,7 @@ def _as_family(model: Model, model_type: str) -> Model:
         return convert_family(model, model_type)
     except ValueError:
         whole = explicit_fields(model)
+        # by any name a field of the old family has in the new one
         shared = {
             other.names[name]: whole[one.name]
             for one in model.family.fields

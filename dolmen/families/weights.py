@@ -119,6 +119,7 @@ def weight_map(model: Model) -> WeightMap:
     """Return the weight map of a model by its family's rules. Raises KeyError, naming three
     parameters, if no rule makes some of them.
     """
+    # a scalar head is stored as "score" in every family
     rules = [*model.family.rules(model.tree), *SCORE * isinstance(model.tree.head, ScalarHeadSpec)]
     embedding, head = (
         next(rule.hf + ending(rule, "weight") for rule in rules if rule.names == (ours,))
@@ -133,6 +134,7 @@ def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
     field: doubled, halved or 1, whichever first gives a model.
     """
     whole = explicit_fields(model)
+    # all fields explicit, so that changing one leaves the others as they are
     plain = Model(nest_own_fields(model.family, {**whole, "model_type": model.model_type}))
     plain = with_scalar_head(plain) if isinstance(model.tree.head, ScalarHeadSpec) else plain
     for name, value in whole.items():

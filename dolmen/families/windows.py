@@ -45,6 +45,7 @@ def pattern_windows(config: dict[str, Any]) -> list[int | None]:
     sliding_window_pattern: every n-th layer is full.
     """
     every = config["sliding_window_pattern"]
+    # numbered from 1: every n-th has full attention
     layers = range(1, config["num_hidden_layers"] + 1)
     return typed_windows(config, [SLIDING if i % every else FULL for i in layers])
 
