@@ -22,7 +22,9 @@ DIFFERS = 0.01
 
 
 def title(plan: Plan) -> str:
-    """Return the lines above the table: model, cluster, batch, number of layouts."""
+    """Return the lines above the ranking: model, cluster, batch, and how many layouts were
+    considered and fit.
+    """
     cluster = plan.cluster
     where = f"{cluster.name}, {plural(cluster.nodes, 'node')} of {cluster.gpus_per_node} GPUs"
     batch = f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,}"
@@ -36,7 +38,7 @@ def title(plan: Plan) -> str:
 
 
 def table(plan: Plan) -> Table:
-    """The ranking."""
+    """Return the ranking as a table, a row per layout."""
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     made.add_column("", justify="right")
     made.add_column("tie")
@@ -61,17 +63,19 @@ def table(plan: Plan) -> Table:
 
 
 def tie_name(number: int) -> str:
-    """Return the letter of a group of layouts, A for the fastest; from the 27th on its number."""
+    """Return the letter of a group of layouts whose order is not certain, A for the fastest; from
+    the 27th on its number.
+    """
     return chr(ord("A") + number - 1) if number <= 26 else str(number)
 
 
 def per_gpu(plan: Plan, one: Candidate) -> float:
-    """Tokens a second."""
+    """Return the tokens per second and GPU of a layout."""
     return plan.step_tokens / one.estimate.seconds / plan.gpus
 
 
 def notes(plan: Plan) -> list[str]:
-    """Below the table."""
+    """Return the lines below the ranking, which explain its columns."""
     return [
         f"GiB: of the fullest rank, of {plan.cluster.device.memory / 2**30:.0f}. {plan.interval}.",
         MFU.format(dtype=plan.dtype),
@@ -82,7 +86,9 @@ def notes(plan: Plan) -> list[str]:
 
 
 def dry_run_lines(plan: Plan) -> list[str | Table]:
-    """Return the dry run of the first layout, compared with its closed forms."""
+    """Return the lines and table that compare the dry run of the first layout with its closed
+    forms; why there is none; an empty list if none was requested.
+    """
     dry = plan.dry
     if dry is None:
         return []
@@ -94,6 +100,7 @@ def dry_run_lines(plan: Plan) -> list[str | Table]:
     for one in dry.ranks:
         made.add_column(f"rank {one.rank:,}", justify="right", no_wrap=True)
     made.add_row("GiB at the peak", *(format_compared(one.peak) for one in dry.ranks))
+    # kinds that hardly matter are not shown
     least = DIFFERS * max(one.peak.counted for one in dry.ranks)
     for held in zip(*(one.held for one in dry.ranks), strict=True):
         if any(abs(one.formed - one.counted) >= least for one in held):
@@ -113,14 +120,16 @@ def dry_run_lines(plan: Plan) -> list[str | Table]:
 
 
 def _differing_seconds(step: float, dry: DryRun) -> list[str]:
-    """Say what bytes that the closed forms count wrongly mean for the seconds of the first layout:
-    a line for each axis over which they differ by DIFFERS.
+    """Return a line for each axis over which the first layout sends more or fewer bytes (by
+    DIFFERS) than the closed forms count: how many of its `step` seconds that may change.
     """
     lines = []
     for axis in dict.fromkeys(sent.name for one in dry.ranks for sent in one.sent):
         found = [sent for one in dry.ranks for sent in one.sent if sent.name == axis]
+        # the slowest rank decides
         worst = max(found, key=lambda sent: abs(sent.more_seconds))
         seconds = worst.more_seconds
+        # below 1 % it is less than the interval
         if abs(worst.off) < DIFFERS or not seconds:
             continue
         way = "longer" if seconds > 0 else "shorter"
@@ -133,21 +142,23 @@ def _differing_seconds(step: float, dry: DryRun) -> list[str]:
 
 
 def format_compared(one: Compared) -> str:
-    """ "60.09 (+3.8%)": GiB as counted, and how far off the closed form is."""
+    """Format as "60.09 (+3.8%)": GiB as counted, and the relative error of the closed form."""
     return f"{one.counted / 2**30:,.2f} ({one.off:+.1%})"
 
 
 def explanation(plan: Plan) -> list[str]:
-    """Explain each layout: what its step is made of, what fills its fullest rank, and what one
-    change would gain.
+    """Return for each layout what its step consists of, what fills its fullest rank, and what
+    single changes would gain.
     """
     lines = []
     for number, one in enumerate(plan.ranked, 1):
         seconds = one.estimate.seconds
+        # largest first
         parts = sorted(one.estimate.parts.items(), key=lambda part: -part[1])
         shares = ", ".join(
             f"{NAMES.get(name, name)} {value / seconds:.1%}"
             for name, value in parts
+            # parts below a thousandth say nothing
             if value >= 0.001 * seconds
         )
         fullest = max(range(len(one.memory)), key=lambda rank: one.memory[rank].total)
@@ -163,13 +174,14 @@ def explanation(plan: Plan) -> list[str]:
             f"   time: {shares}",
             f"   GiB of stage {fullest}: {held}",
         ]
+        # empty without --explain
         lines += [f"   {format_change(plan, one, change)}" for change in changes_to_show(one)]
     return lines
 
 
 def changes_to_show(one: Candidate) -> list[Change]:
-    """The fastest changes that fit, and the fastest of those that do not, where it would buy
-    something.
+    """Return at most SHOWN changes: the fastest that fit, and the fastest of those that do not fit,
+    if it is faster than the layout itself.
     """
     fitting = [change for change in one.changes if change.fits][: SHOWN - 1]
     faster = [c for c in one.changes if not c.fits and c.seconds < one.estimate.seconds]
@@ -177,19 +189,23 @@ def changes_to_show(one: Candidate) -> list[Change]:
 
 
 def format_change(plan: Plan, one: Candidate, change: Change) -> str:
-    """A change in a line."""
+    """Format a change in a line: its time relative to the layout's, memory, and lacking memory."""
     percent = change.seconds / one.estimate.seconds - 1
     way = f"{abs(percent):.1%} {'less' if percent < 0 else 'more'} time"
+    # used only where it does not fit
     over = change.held - plan.cluster.device.memory
     lack = "" if change.fits else f", and lacks {over / 2**30:.1f} GiB"
     return f"{change.words}: {way}, {change.held / 2**30:.1f} GiB{lack}"
 
 
 def budget(plan: Plan) -> list[str]:
-    """Days, GPU hours, energy and money for the tokens."""
+    """Return lines with days, GPU hours, energy and money for training on the plan's tokens with
+    the first layout; energy and money only where power and prices are known.
+    """
     best = plan.ranked[0]
     fleet = Fleet(plan.gpus, best.estimate, best.words)
     days = plan.days(best.estimate)
+    # `seconds` are days here (`Plan.days`)
     hours = plan.gpus * 24 * days.seconds
     lines = [
         f"{size(plan.budget)} tokens: {days.seconds:,.1f} days "
@@ -211,7 +227,7 @@ def budget(plan: Plan) -> list[str]:
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """Return the content of --json: seconds and bytes."""
+    """Return the content of --json: the plan as plain values, in seconds and bytes."""
     return {
         "model": plan.model,
         "parameters": plan.parameters,
@@ -235,6 +251,7 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _dry(dry: DryRun) -> dict[str, Any]:
+    """Return the dry run as plain values, pairs as [counted, closed form]."""
     return {
         "ranks": [
             {
@@ -253,6 +270,7 @@ def _dry(dry: DryRun) -> dict[str, Any]:
 
 
 def _candidate(plan: Plan, one: Candidate, tie: int) -> dict[str, Any]:
+    """Return a layout of the ranking as plain values. `tie`: number of its group."""
     e = one.estimate
     return {
         "layout": one.layout,
@@ -275,7 +293,7 @@ def _candidate(plan: Plan, one: Candidate, tie: int) -> dict[str, Any]:
 
 
 def inference_title(found: Inference) -> str:
-    """Return the line above the table of inference."""
+    """Return the line above the table of --inference: model, cluster, dtype, sequences."""
     cluster = found.cluster
     texts = plural(found.batch, "text")
     return (
@@ -285,7 +303,7 @@ def inference_title(found: Inference) -> str:
 
 
 def inference_table(found: Inference) -> Table:
-    """A row for each tp."""
+    """Return the table of --inference, a row for each tp."""
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     names = ("tp", "weights GiB", "cache GiB", "in all", "fits", "ms a token", "tok/s/GPU", "bound")
     for name in (*names, "most texts"):

@@ -41,6 +41,7 @@ def embedding_rows(tree: ModelSpec, share: RankShare, program: Program) -> Opera
     maker = Maker(tree.width, share, program)
     x, stream = maker.whole, maker.x
     forward = [memory("F", "embed", "rows", x, x)]
+    # reads the gradient and the rows that it is added to
     backward = [memory("B", "embed", "rows", 2 * x, x)]
     if not program.buffers:  # the gradient of a whole table
         backward.append(maker.added_up("embed", share.part(tree.vocab_size) * tree.width))
@@ -58,7 +59,7 @@ def embedding_rows(tree: ModelSpec, share: RankShare, program: Program) -> Opera
 
 
 def head_rows(tree: ModelSpec, share: RankShare, program: Program) -> Operations:
-    """The final norm, logits, and the loss over them in fp32."""
+    """Return the rows of the final norm, the logits, and the loss over them in fp32."""
     tokens, rows = share.tokens, share.part(tree.vocab_size)
     logits = tokens * rows
     maker = Maker(tree.width, share, replace(program, fp8=False))
@@ -80,8 +81,9 @@ def head_rows(tree: ModelSpec, share: RankShare, program: Program) -> Operations
 
 
 def _fuse_loss(entered: Both) -> Both:
-    """The products of a head whose loss forms its gradients: all of forward, where what entered is
-    there; what leaves it crosses tp in backward.
+    """Move the gradient products of the LM head to forward, as the loss forms its gradients there.
+    Only the reduction of the input's gradient over tp stays in backward. `entered`: the head's
+    rows.
     """
     forward, backward = entered
     computed: Rows = [replace(row, action="F") for row in backward if row.kind != "collective"]
@@ -93,8 +95,9 @@ def _fuse_loss(entered: Both) -> Both:
 def update_rows(
     elements: int, held: int, sharded: bool, program: Program, clips: bool = True, moments: int = 2
 ) -> tuple[LedgerRow, ...]:
-    """Return the rows of the update: `elements` parameters that this rank updates, `held` whose
-    gradients it has whole before (`sharded`: with ZeRO they differ).
+    """Return the rows of the optimizer update of `elements` parameters on this rank, which holds
+    gradients of `held` parameters before (with ZeRO, `sharded`, more than it updates). `clips`:
+    gradients are clipped by norm. `moments`: numbers of optimizer state per parameter.
     """
     g = program.gradient
     passes = [memory("optimizer", "", "zero", 0, g * held)] if program.buffers else []
@@ -115,14 +118,14 @@ BACKWARD = 2.5
 
 
 def block_rows(tree: ModelSpec, number: int, share: RankShare, program: Program) -> Operations:
-    """Return the rows of layer `number`."""
+    """Return the rows of layer `number` for one microbatch of a rank."""
     leaves = select_prefix(tree.leaves, f"layers.{number}")
     return _Block(tree.hidden_size, share, program, tree, number, leaves).rows()
 
 
 @dataclass(frozen=True)
 class _Block(Maker):
-    """Makes the rows of one block."""
+    """Builds the rows of one block. `number`: its layer; `leaves`: its parameters."""
 
     tree: ModelSpec
     number: int
@@ -130,9 +133,11 @@ class _Block(Maker):
 
     @cached_property
     def block(self) -> BlockSpec:
+        """Spec of the layer."""
         return self.tree.blocks[self.number]
 
     def rows(self) -> Operations:
+        """Return all rows of the block, in the order of forward."""
         around, kind = self.block.arrangement, self.block.norm.kind
         separate = around.additions == 2
         attention = [name for name in self.matrix_names("attn.") if name != "attn.o.weight"]
@@ -151,6 +156,7 @@ class _Block(Maker):
             steps.append(self.norm("mlp_norm", kind))
         steps += self.features(sends=separate)
         steps.append(self.residual_rows("mlp.add", "mlp.down.bias" in self.leaves))
+        # norms behind the branches too
         steps += [self.norm("norm", kind)] * (around.norm_count - 2)
         if self.program.fp8:
             steps.append(self.casts())
@@ -160,12 +166,12 @@ class _Block(Maker):
         return Operations.join(steps)
 
     def matrix_names(self, prefix: str) -> list[str]:
-        """Names of the matrices below it."""
+        """Return the names of the weight matrices whose name begins with `prefix`."""
         return [n for n, leaf in self.leaves.items() if n.startswith(prefix) and leaf.products]
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a matrix that a rank multiplies: of keys that each rank stores whole, those of
-        the heads that its queries use.
+        """Return the shape of the part of a matrix that this rank multiplies. Key and value heads
+        that are replicated count only those that this rank's queries use.
         """
         leaf = self.leaves[name]
         alone = self.share.folded and leaf.stacked
@@ -176,7 +182,9 @@ class _Block(Maker):
         return tuple(shape)
 
     def linears(self, module: str, names: list[str]) -> list[Both]:
-        """Products of one input each, or of those that a program joins."""
+        """Return the rows of the linear layers of these weights; those with the same input width
+        are one product if the program joins them.
+        """
         shapes = [self.local_shape(name) for name in names]
         if self.program.joined and len({shape[-1] for shape in shapes}) == 1:
             *stack, _, inp = shapes[0]
@@ -188,8 +196,8 @@ class _Block(Maker):
         return made
 
     def expert_rows(self, batch: int, stacked: bool) -> int:
-        """Rows that a matrix multiplies: of experts each an equal part of what comes, which is as
-        much as goes, unless one rank has more.
+        """Return how many rows (tokens) a matrix multiplies: all of this rank; for one of `batch`
+        stacked experts an equal part of the routed copies, times `load`.
         """
         mlp, tokens = self.block.mlp, self.share.routed
         if not stacked or not isinstance(mlp, MoESpec):
@@ -198,7 +206,7 @@ class _Block(Maker):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Number of query heads and key heads on this rank."""
+        """Number of query heads and of key heads on this rank."""
         mixer, size = self.block.mixer, self.block.mixer.head_size
         k = self.leaves.get("attn.k.weight")
         return self.share.part(mixer.heads), self.share.part(
@@ -206,13 +214,18 @@ class _Block(Maker):
         )
 
     def inner(self) -> Both:
-        """Return the rows between q, k, v and the output projection."""
+        """Return the rows of attention between q, k, v and the output projection."""
         return self.scores() if self.program.attention == "scores" else self.flash()
 
     def flash(self) -> Both:
+        """Return the rows of fused attention: one kernel each way, and with cp the ring's keys,
+        values and their gradients.
+        """
         (heads, kv), share, name = self.heads, self.share, self.program.attention
         of_key, of_value = self.block.mixer.head_sizes
+        # a model of this block alone
         one = replace(self.tree, runs=(LayerRun((self.block,), 1),))
+        # a third of forward and backward together
         per_token = attention_flops_per_token(one, share.length) / 3
         flops = round(per_token * share.tokens / share.tp)
         e, tokens = self.program.element, share.tokens
@@ -238,10 +251,14 @@ class _Block(Maker):
         return [row, sent], [back, returned]
 
     def scores(self) -> Both:
+        """Return the rows of attention that writes its scores to memory: two products, softmax,
+        dropout.
+        """
         (heads, _), share, module = self.heads, self.share, "attn.scores"
         (size, of_value), length = self.block.mixer.head_sizes, share.length
         queries = share.tokens // share.sequences
         batch = share.sequences * heads
+        # bytes of the scores
         n = self.program.element * batch * queries * length
         qk, values = (batch, queries, length, size), (batch, queries, of_value, length)
         plain = replace(self, program=replace(self.program, fp8=False))
@@ -256,11 +273,14 @@ class _Block(Maker):
             forward.append(memory("F", module, "dropout", n, 1.5 * n))
             backward.append(memory("B", module, "dropout", 1.5 * n, n))
         forward.append(plain.product("F", module, values))
+        # gradients of queries and of keys
         backward += [plain.product("B", module, qk)] * 2
+        # gradients of scores and of values
         backward += [plain.product("B", module, values)] * 2
         return forward, backward
 
     def rope_rows(self) -> Both:
+        """Return the rows that rotate queries and keys; none without rope."""
         if self.block.mixer.positions is None:
             return [], []
         heads, size = sum(self.heads), self.block.mixer.head_size
@@ -273,7 +293,9 @@ class _Block(Maker):
         )
 
     def residual_rows(self, module: str, biased: bool) -> Both:
-        """Return the rows that add a branch, with its bias and dropout, to the residual stream."""
+        """Return the rows that add a branch to the residual stream, with its bias (if `biased`) and
+        dropout.
+        """
         x, masked = self.x, 0.5 * self.x * self.program.dropout
         backward = [memory("B", module, "add", 2 * x, x)]  # of the two gradients that meet
         if self.program.dropout:
@@ -290,7 +312,9 @@ class _Block(Maker):
         return forward, backward
 
     def features(self, sends: bool) -> list[Both]:
-        """The feed-forward layer, between what enters it and what leaves it."""
+        """Return the rows of the feed-forward layer: dense, or router, shared experts, dispatch,
+        experts and combine. `sends`: its input and output cross tp by themselves.
+        """
         if not isinstance(self.block.mlp, MoESpec):
             down = self.linears("mlp.down", ["mlp.down.weight"])[0]
             return [
@@ -305,6 +329,7 @@ class _Block(Maker):
         down = self.linears("mlp.down", ["mlp.experts.down.weight"])[0]
         routed = self.linears("mlp.router", ["mlp.router.weight"])
         there, back = self.dispatch_rows(), self.dispatch_rows()
+        # with folded experts tokens stay on their own tp rank
         sends = sends and not self.share.folded
         return [
             self.column_parallel("mlp.router", routed, sends),
@@ -318,10 +343,14 @@ class _Block(Maker):
         ]
 
     def up(self, prefix: str) -> list[Both]:
+        """Return the rows of the gate and up projections below `prefix`."""
         names = (f"{prefix}.gate.weight", f"{prefix}.up.weight")
         return self.linears("mlp.up", [name for name in names if name in self.leaves])
 
     def activation_rows(self, prefix: str) -> Both:
+        """Return the rows of the activation function below `prefix`, with the gate's product if
+        there is one.
+        """
         eager = self.program.fused == "no"
         *stack, inner, _ = self.local_shape(f"{prefix}.up.weight")
         rows = self.expert_rows(stack[0], True) * stack[0] if stack else self.share.tokens
@@ -338,8 +367,8 @@ class _Block(Maker):
         return forward, [memory("B", "mlp.act", "act", 2 * f + bias, f)]
 
     def dispatch_rows(self) -> Both:
-        """Rows in the order of experts, sent to their ranks; or back. Of sequence parallelism this
-        rank's tokens are sent, and put together over tp there.
+        """Return the rows that sort tokens by expert and exchange them over ep; the same rows bring
+        the results back. Under sequence parallelism only this rank's tokens are sent.
         """
         assert isinstance(self.block.mlp, MoESpec)
         share, often = self.share, self.block.mlp.per_token * self.share.load
@@ -349,13 +378,15 @@ class _Block(Maker):
         for action, some in zip("FB", rows, strict=True):
             some.append(memory(action, "mlp.experts", "sort", moved, moved))
             if share.ep > 1:
+                # one copy per expert, or per node with experts (DeepEP)
                 payload = round(copies * self.x)
                 some.append(collective(action, "mlp.experts", "all-to-all", payload, axis="ep"))
         return rows[0], rows[1]
 
     def casts(self) -> Both:
-        """To fp8, of what is multiplied: read, rounded, and written both ways around, as a product
-        takes both of its factors by rows; its largest number is known of what makes it.
+        """Return the rows that cast inputs of products to fp8: each is read, rounded and written in
+        two layouts, as a product takes both factors by rows. Scales are known from the kernel that
+        made the input.
         """
         name = next(name for name in self.leaves if name.endswith("up.weight"))
         *stack, inner, _ = self.local_shape(name)

@@ -41,13 +41,15 @@ def layer_bytes(
     element_bytes: int,
     **more: Any,
 ) -> float:
-    """Bytes that a layer keeps of a microbatch, as `activation_bytes_per_layer` says, of any block:
-    of experts those of the dense layer that a token passes, with what is sent to them and comes
-    back; latents beside the heads that are made of them.
+    """Return the bytes of activations that a layer keeps of one microbatch, as
+    `activation_bytes_per_layer`, but for any kind of block. Experts keep what a dense layer of the
+    chosen experts keeps, and the routed tokens twice; latent attention also keeps its latents.
+    `more`: further arguments of that function.
     """
     tokens, extra, e = batch * length / cp, 0.0, element_bytes
     if isinstance(block.mlp, MoESpec):
         experts = block.mlp
+        # sent to the experts, and returned
         extra += tokens * 2 * e * experts.per_token * tree.hidden_size
         extra += tokens * 8 * experts.number  # the router's, in fp32
         block = replace(block, mlp=MLPSpec(experts.per_token * experts.size))
@@ -58,6 +60,7 @@ def layer_bytes(
     one = replace(tree, runs=(LayerRun((block,), 1),))
     how = {"cp": cp, "recompute": recompute, "element_bytes": e, **more}
     kept = activation_bytes_per_layer(one, batch, length, **how)
+    # full recomputation keeps the input of the layer only
     return kept + (0.0 if recompute == "full" else extra)
 
 
@@ -68,7 +71,9 @@ LOGIT_BYTES = 6
 
 
 def microbatches_in_flight(schedule: str, ranks: int, micros: int, chunks: int, rank: int) -> float:
-    """Microbatches that a pipeline rank holds at once, in units of all its layers."""
+    """Return how many microbatches a pipeline rank holds activations of at most, in units of all
+    its layers.
+    """
     match schedule:
         case "gpipe":
             return micros
@@ -83,43 +88,45 @@ def microbatches_in_flight(schedule: str, ranks: int, micros: int, chunks: int, 
 
 
 class States(NamedTuple):
-    """Bytes that do not depend on a microbatch."""
+    """Bytes of a rank that do not depend on a microbatch."""
 
     held: Live
-    """At any moment, gradients aside."""
+    """Parameters, their compute copy, and optimizer state, held at any moment."""
     always: int
-    """Their sum."""
+    """Sum of `held`."""
     whole: int
-    """Gradients that wait in fp32, unreduced."""
+    """Gradients that accumulate in fp32 and are not reduced yet."""
     sharded: int
-    """Reduced ones."""
+    """Reduced gradients of this rank's shard."""
     arriving: int
-    """Gradients of one block and of the ends, before any is reduced; ..."""
+    """Gradients of one block and of embedding and head, before any is reduced."""
     packed: int
-    """... and where they are, in what fsdp sends of the largest of these; ..."""
+    """Buffer into which FSDP packs the gradients of the largest unit to reduce them."""
     lasting: int
-    """The part of `moment` that the last unit keeps until the next backward."""
+    """The part of that buffer that the last unit keeps until the next backward."""
     early: int
-    """Gradients that a split backward makes of the head, before any of its weights."""
+    """Gradients of the head that a split backward makes before those of other weights."""
 
 
 class ActivationPeaks(NamedTuple):
-    """Bytes of activations."""
+    """Bytes of activations of a rank at its three possible peaks."""
 
     forward: float
     """Bytes as a forward ends: with the loss and its logits, at the last stage."""
     before: float
-    """Bytes in the first backward, ..."""
+    """Bytes in the first backward, when no gradients exist yet."""
     after: float
-    """... and in one that finds gradients there."""
+    """Bytes in a later backward, when gradients exist."""
     more: bool
     """A forward comes after the first backward."""
     sent: int
-    """The batch, and what goes to neighbours and comes from them."""
+    """Bytes of the batch, and of buffers that are sent to and received from neighbours."""
 
 
 def _peaks_of(states: States, moments: ActivationPeaks) -> tuple[float, float, float]:
-    """Bytes beside what is always held: in forward, in the first backward, in one of the others."""
+    """Return the bytes on top of what is always held at three moments: in a forward, in the first
+    backward, in a later backward.
+    """
     reduced = states.whole + states.sharded
     coming = max(states.arriving, states.packed)
     return (
@@ -131,15 +138,17 @@ def _peaks_of(states: States, moments: ActivationPeaks) -> tuple[float, float, f
 
 @dataclass
 class Capacity:
-    """Memory of the ranks of a model that is trained on sequences of `sequence_length`."""
+    """Memory of each rank of a model that is trained on sequences of `sequence_length`, in closed
+    form.
+    """
 
     tree: ModelSpec
     sequence_length: int
     dropout: float = 0.0
     element_bytes: int = 2
-    """Bytes of the dtype of a step; parameters rest in four."""
+    """Bytes of the compute dtype; master parameters have four."""
     moments: int = 2
-    """Numbers of the optimizer per parameter, in fp32."""
+    """Numbers of optimizer state per parameter, in fp32."""
     other: int = 0
     """Context, communicators and workspace, as the device's file states them."""
     _known_layers: dict[tuple, tuple[list[float], list[float]]] = field(default_factory=dict)
@@ -153,13 +162,15 @@ class Capacity:
         return ModelRanks(self.tree)
 
     def stages(self, choice: LayoutChoice, global_batch_size: int) -> tuple[StageMemory, ...]:
-        """Return the memory of each pipeline rank at its fullest."""
+        """Return the peak memory of each pipeline rank, by kind."""
         return tuple(
             self.stage_memory(choice, rank, global_batch_size) for rank in range(choice.pp)
         )
 
     def fullest(self, choice: LayoutChoice, global_batch_size: int) -> int:
-        """Bytes of the fullest rank: the first or last of those with equally many layers."""
+        """Return the peak bytes of the fullest rank. Only the first and last of ranks with equal
+        layers are looked at.
+        """
         micros = global_batch_size // choice.dp // choice.microbatch_size
         most = 0
         for rank in self.ranks.telling(choice):
@@ -172,12 +183,14 @@ class Capacity:
         return round(most) + self.other
 
     def stage_memory(self, choice: LayoutChoice, rank: int, global_batch_size: int) -> StageMemory:
-        """Return the memory of one pipeline rank at the fullest of its moments."""
+        """Return the memory by kind of one pipeline rank at the highest of its three peaks."""
         micros = global_batch_size // choice.dp // choice.microbatch_size
         states, moments = self._states(choice, rank, micros), self._moments(choice, rank, micros)
         found = _peaks_of(states, moments)
         which = found.index(max(found))
+        # peaks 1 and 2 are in a backward
         backward = which > 0
+        # gradients exist already
         later = which == 2 or (which == 0 and moments.more)
         packs = states.packed if backward and states.packed > states.arriving else 0
         lasts = states.lasting if which == 0 and moments.more else 0
@@ -195,7 +208,9 @@ class Capacity:
         )
 
     def _states(self, choice: LayoutChoice, rank: int, micros: int) -> States:
-        """Parameters, their copies, moments and gradients, and what fsdp packs these into."""
+        """Return the bytes of parameters, copies, optimizer state and gradients of a pipeline rank,
+        cached.
+        """
         split = choice.schedule.startswith("zero-bubble")
         one_round = choice.schedule == "interleaved" and micros == choice.pp
         key = (*choice[:6], choice.schedule, choice.virtual_stages, rank, micros > 1, one_round)
@@ -205,8 +220,10 @@ class Capacity:
         e, number = self.element_bytes, (blocks + ends).number
         rest = self._rest(choice, blocks + ends)
         gathered = number
+        # parameters are gathered block by block
         if choice.zero == 3 and not split:
             gathered = (ends + largest + largest).number  # what computes, and what is next
+        # gradients are reduced once, after the last microbatch
         waits = (choice.zero < 2 or split) and micros > 1
         last = choice.pp * choice.virtual_stages - 1 in stages_of(choice, rank)
         waiting = number
@@ -231,7 +248,7 @@ class Capacity:
         return found
 
     def _moments(self, choice: LayoutChoice, rank: int, micros: int) -> ActivationPeaks:
-        """Activations of a rank before and after its first gradient."""
+        """Return the activation bytes of a pipeline rank at its three possible peaks, cached."""
         key = (
             choice.tp,
             choice.cp,
@@ -256,6 +273,7 @@ class Capacity:
         if choice.pp * choice.virtual_stages - 1 in stages_of(choice, rank):
             loss, logits = self._loss(choice)
         more = micros > at_once
+        # without another forward one chunk has been freed
         later = at_once if more else at_once - 1 / choice.virtual_stages
         # gpipe's losses, whose gradients are made with them, all wait for the first backward
         losses = micros if choice.schedule == "gpipe" else 1
@@ -276,19 +294,22 @@ class Capacity:
         return found
 
     def _rest(self, choice: LayoutChoice, whole: ParameterCount) -> int:
-        """Bytes of this rank's shard in fp32."""
+        """Return the bytes of this rank's shard of parameters in fp32. `whole`: the parameters
+        before sharding over dp and cp.
+        """
         d, ed = self._shards(choice)
         return 4 * (-(-whole.dense // d) + -(-whole.experts // ed))
 
     def _shards(self, choice: LayoutChoice) -> tuple[int, int]:
+        """Return over how many ranks dense and expert parameters are sharded; (1, 1) at ZeRO 0."""
         if choice.zero == 0:
             return 1, 1
         fsdp = choice.dp * choice.cp
         return fsdp, max(1, fsdp // choice.ep)
 
     def _activations(self, choice: LayoutChoice, rank: int) -> tuple[float, float]:
-        """Bytes that all layers of a rank keep per microbatch, and what is there for a moment as a
-        layer is computed again.
+        """Return the bytes that all layers of a rank keep per microbatch, and the most that
+        recomputing one layer needs for a moment.
         """
         key = (
             choice.tp,
@@ -320,8 +341,8 @@ class Capacity:
         return total, moment
 
     def _kept_bytes(self, block: BlockSpec, choice: LayoutChoice, recompute: str) -> float:
-        """Bytes that a layer keeps; where cp gathers, with keys and values of the whole sequence
-        (docs/concepts/context-parallel.md).
+        """Return the bytes that a layer keeps of a microbatch. Where cp gathers, these include keys
+        and values of the whole sequence (docs/concepts/context-parallel.md).
         """
         kept = layer_bytes(
             self.tree,
@@ -340,16 +361,18 @@ class Capacity:
             return kept
         mixer = block.mixer
         kv_heads = mixer.kv_heads if isinstance(mixer, AttentionSpec) else mixer.heads
+        # kv heads are replicated where tp exceeds them
         width = max(kv_heads / choice.tp, 1) * sum(mixer.head_sizes)
         whole = choice.microbatch_size * self.sequence_length
         return kept + whole * (1 - 0.5 / choice.cp) * width * self.element_bytes
 
     def _loss(self, choice: LayoutChoice) -> tuple[float, float]:
-        """Return the bytes that the head keeps from forward to backward (what enters and both
-        gradients), and those that it needs for a moment (a chunk of logits, and the gradient of its
-        weight in fp32).
+        """Return the bytes that the LM head keeps from forward to backward (its input and both
+        gradients), and those that it needs only for a moment (a chunk of logits, the gradient of
+        its weight in fp32).
         """
         tokens = choice.microbatch_size * self.sequence_length / choice.cp
+        # of the vocabulary, padded to tp
         rows = -(-self.tree.vocab_size // choice.tp)
         h, e = self.tree.width, self.element_bytes
         moment = LOGIT_BYTES * min(tokens * rows, LOGITS) + (4 - e) * rows * h

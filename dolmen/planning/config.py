@@ -36,15 +36,15 @@ class DryrunConfig:
 
 @config()
 class DryrunRequest:
-    """A dry run of a run."""
+    """A run, and the options of its dry run."""
 
     run: RunConfig
     options: DryrunConfig
 
 
 def ranks_of(text: str, world: int) -> list[int]:
-    """The ranks of a world of so many that a list names, each once, in its order. Raises
-    ValueError.
+    """Parse --ranks (first, middle, last, or numbers) for a world of `world` ranks: each rank once,
+    in order of the list. Raises ValueError.
     """
     named = {"first": 0, "middle": world // 2, "last": world - 1}
     found: list[int] = []

@@ -38,8 +38,8 @@ Hides = Literal["nothing", "products", "action"]
 
 @dataclass(frozen=True)
 class Overlap:
-    """The work behind which the collectives of an axis hide: nothing; the products that are issued
-    after those that are not waited for (LedgerRow.overlapped); all that the action computes.
+    """What hides the collectives of each axis: nothing; the products issued after a collective that
+    is not waited for (`LedgerRow.overlapped`); everything that the action computes.
     """
 
     tp: Hides = "products"
@@ -48,13 +48,16 @@ class Overlap:
     fsdp: Hides = "action"
 
     def hides_behind(self, axis: str) -> Hides:
+        """Return behind what collectives of a mesh axis hide; any axis but tp, cp and ep counts as
+        fsdp.
+        """
         known: Mapping[str, Hides] = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
         return known.get(axis, self.fsdp)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds by what takes them. Their sum is the time."""
+    """Seconds of a step or action by cause. They do not overlap: their sum is the time."""
 
     product: float = 0.0
     attention: float = 0.0
@@ -70,26 +73,31 @@ class Parts:
 
     @property
     def total(self) -> float:
+        """Sum of all parts, in seconds."""
         return sum(self.named_seconds().values())
 
     @property
     def compute(self) -> float:
+        """Seconds of products, attention and memory-bound kernels."""
         return self.product + self.attention + self.memory
 
     def named_seconds(self) -> dict[str, float]:
+        """Return name -> seconds."""
         return dict(vars(self))
 
     def __add__(self, other: "Parts") -> "Parts":
+        """Add part by part."""
         theirs = vars(other)
         return Parts(**{name: value + theirs[name] for name, value in vars(self).items()})
 
     def times(self, factor: float) -> "Parts":
+        """Return all parts multiplied by a factor."""
         return Parts(**{name: value * factor for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A rank of a placed world, and how its program runs."""
+    """One rank of a world placed on a cluster, for which rows are priced."""
 
     placement: Placement
     rank: int
@@ -101,6 +109,7 @@ class Machine:
 
     @property
     def device(self) -> Device:
+        """Device of the cluster."""
         return self.placement.cluster.device
 
     @cached_property
@@ -132,14 +141,16 @@ class Machine:
 def product_seconds(
     device: Device, shape: tuple[int, int, int, int], dtype: str, moved: int
 ) -> float:
-    """Return the seconds of `batch` products [rows, contraction] x [contraction, columns] that read
-    and write `moved` bytes; without the launch.
+    """Return the seconds of a product of `shape` (batch, rows, columns, contraction) that reads and
+    writes `moved` bytes: the fastest tiling, but no less than its bytes take. Without the kernel
+    launch.
     """
     batch, rows, columns, contraction = shape
     share = device.fp8 if dtype == "fp8" else device.product
     rate = device.rate(dtype) * share / device.multiprocessors
     best = math.inf
     for tall, wide, reached in TILES:
+        # tiles at the edge take as long as whole ones
         tiles = batch * -(-rows // tall) * -(-columns // wide)
         for split in SPLITS:
             steps = -(-contraction // split)
@@ -154,15 +165,17 @@ def product_seconds(
 
 
 def _waves(full: float) -> float:
-    """Waves that so many multiprocessors' worth of tiles take. The last one is not whole, and its
-    tiles run faster for it: the others leave them power, cache and memory. So half of what is
-    missing is lost.
+    """Return how many waves the tiles take, for `full` tiles per multiprocessor. A last wave that
+    is not whole runs faster, as idle multiprocessors leave it power, cache and memory: half of what
+    is missing is lost.
     """
     return max(1.0, 0.5 * full + 0.5 * math.ceil(full))
 
 
 def row_seconds(row: LedgerRow, machine: Machine) -> float:
-    """Return the seconds of one row by itself, its launch included."""
+    """Return the seconds of one row by itself (once, whatever its `times`), with its kernel
+    launch.
+    """
     device = machine.device
     moved = row.read + row.written
     if row.kind == "product":
@@ -172,6 +185,7 @@ def row_seconds(row: LedgerRow, machine: Machine) -> float:
     if row.kind == "attention":
         share = device.tuned if "tuned" in row.op else device.attention
         share *= ATTENTION_BACKWARD if "backward" in row.op else 1
+        # FLOPs by formula: causal ones only
         computed = row.flops / (device.rate(machine.dtype) * share)
         return device.launch + max(computed, moved / (device.bandwidth * device.streaming))
     if row.kind == "memory":
@@ -184,14 +198,17 @@ def row_seconds(row: LedgerRow, machine: Machine) -> float:
 
 
 def _four(row: LedgerRow) -> tuple[int, int, int, int]:
-    """The shape of a product, its batches as one."""
+    """Return a product's shape (batch, rows, columns, contraction), with leading dimensions joined
+    to one batch.
+    """
     *batch, rows, columns, contraction = row.shape
     return math.prod(batch), rows, columns, contraction
 
 
 def action_seconds(rows: Iterable[LedgerRow], machine: Machine) -> Parts:
-    """Return the seconds of the rows of one action, in the order in which the host issues them.
-    Sends are left out: they belong to the schedule (step.py).
+    """Return the seconds of the rows of one action, in the order in which the host issues them,
+    with communication hidden as `Overlap` says. Sends are left out: they belong to the schedule
+    (step.py).
     """
     spent = {"product": 0.0, "attention": 0.0, "memory": 0.0}
     shown = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "dp": 0.0}
@@ -203,6 +220,7 @@ def action_seconds(rows: Iterable[LedgerRow], machine: Machine) -> Parts:
             continue
         seconds = row_seconds(row, machine) * row.times
         issued += row.times
+        # anything else ends the products behind which it hid
         if row.kind != "product" and pending:
             shown[pending_axis] += pending
             pending = 0.0
@@ -229,5 +247,6 @@ def action_seconds(rows: Iterable[LedgerRow], machine: Machine) -> Parts:
         hidden = min(seconds, computed)
         spent["memory"] += CONTENTION * hidden
         shown[axis] += seconds - hidden
+    # the host works at the same time: only its excess shows
     device = sum(spent.values()) + sum(shown.values())
     return Parts(**spent, **shown, host=waited + max(0.0, issued * machine.device.host - device))

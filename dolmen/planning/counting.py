@@ -44,9 +44,10 @@ class Multiplied(NamedTuple):
 
 
 def _matrices(a: Tensor, b: Tensor) -> Multiplied:
-    """[..., rows, contraction] x [..., contraction, columns]; of groups, of rows or of what is
-    contracted over, the sum of their products.
+    """Count a matrix product [..., rows, contraction] x [..., contraction, columns]. A grouped
+    product counts the sum of its groups, however rows or contraction are divided among them.
     """
+    # grouped products have one 2D factor, whose rows all groups share
     batch = a.shape[0] if a.ndim == 3 else 1
     shape = batch, a.shape[-2], b.shape[-1], a.shape[-1]
     return Multiplied("product", shape, 2 * math.prod(shape), a.dtype)
@@ -59,8 +60,9 @@ def _flash(
     causal: bool,
     options: dict[str, Any],
 ) -> Multiplied:
-    """One of the products of scores: of q [sequences, queries, heads, size], or of the segments of
-    [tokens, heads, size], each as long as the longest.
+    """Count one product of attention scores for flash attention. `q`: [sequences, queries, heads,
+    size], or with `segments` (cumulative lengths) [tokens, heads, size], each segment taken as long
+    as the `longest` (queries, keys). Windows and causality reduce the pairs.
     """
     heads, size = q.shape[-2:]
     queries, keys = longest
@@ -73,8 +75,8 @@ def _flash(
 
 @cache
 def _seen(queries: int, keys: int, left: int, right: int) -> int:
-    """Pairs of a query and a key that it sees: as many keys left and right of the diagonal, -1 for
-    no bound, which ends at the last query and the last key.
+    """Return how many (query, key) pairs attend: keys up to `left` before and `right` after the
+    diagonal (-1: unbounded), which ends at the last query and the last key.
     """
     before = keys if left < 0 else left
     behind = keys if right < 0 else right
@@ -83,21 +85,25 @@ def _seen(queries: int, keys: int, left: int, right: int) -> int:
 
 
 def _flash_forward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
-    """Scores, and their sum of values."""
+    """Count two products: scores, and their weighted sum of values."""
     q, _, _, segments, _, queries, keys, _, causal = args[:9]
     one = _flash(q, segments, (queries, keys), causal, options)
     return one._replace(flops=2 * one.flops)
 
 
 def _flash_backward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
-    """Scores once more, and the gradients of scores, queries, keys and values: five products."""
+    """Count five products: scores once more, and the gradients of scores, queries, keys and
+    values.
+    """
     _, q, _, _, _, _, segments, _, queries, keys, _, causal = args[:12]
     one = _flash(q, segments, (queries, keys), causal, options)
     return one._replace(flops=5 * one.flops)
 
 
 def _cudnn(q: Tensor, k: Tensor, causal: bool, products: int) -> Multiplied:
-    """So many products of the scores of whole tensors, q [sequences, heads, queries, size]."""
+    """Count `products` products of attention scores, without segments: q is [sequences, heads,
+    queries, size].
+    """
     sequences, heads, queries, size = q.shape
     seen = _seen(queries, k.shape[2], -1, 0 if causal else -1)
     flops = products * 2 * sequences * heads * size * seen
@@ -105,7 +111,9 @@ def _cudnn(q: Tensor, k: Tensor, causal: bool, products: int) -> Multiplied:
 
 
 def _cudnn_forward(args: Sequence[Any], _: dict[str, Any]) -> Multiplied:
-    """Scores, and their sum of values. `is_causal` is left out where it is false."""
+    """Count two products, as `_flash_forward`. `is_causal` is missing from the arguments where it
+    is false.
+    """
     return _cudnn(args[0], args[1], len(args) > 6 and args[6], 2)
 
 
@@ -165,7 +173,9 @@ EMPTY = frozenset({"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empt
 
 
 class Places:
-    """The module in which operators run, followed by hooks."""
+    """Tells the module in which an operator runs, in forward by hooks, in backward by autograd's
+    node numbers.
+    """
 
     def __init__(self, model: nn.Module):
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -175,15 +185,20 @@ class Places:
 
     @property
     def here(self) -> str | None:
-        """The module that computes now, "" of the model itself; None outside of it."""
+        """Name of the module that computes now; "" for the model itself, None outside of it."""
+        # None outside of backward
         number = dispatch.backward_sequence_number()
         if number is None or len(self.within) > 1:  # a module that is computed again
             return self.within[-1]
+        # the last change of module before this node was made
         return self.entered[bisect_right(self.numbers, number) - 1]
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Within, modules say when they are entered and left."""
+        """Register global forward hooks within this context, which record entry and exit of
+        modules.
+        """
+        # global hooks: they also run for modules that are computed again
         entering = hooks.register_module_forward_pre_hook(self._enter)
         leaving = hooks.register_module_forward_hook(self._leave, always_call=True)
         try:
@@ -193,15 +208,21 @@ class Places:
             leaving.remove()
 
     def _enter(self, module: nn.Module, args: object) -> None:
+        """Forward pre-hook: push the module's name (that of its parent for one outside the
+        model).
+        """
         self.within.append(self.names.get(id(module), self.within[-1]))
         self._note()
 
     def _leave(self, module: nn.Module, args: object, result: object) -> None:
+        """Forward hook: pop the module that ends."""
         self.within.pop()
         self._note()
 
     def _note(self) -> None:
+        """Record that autograd nodes from the next number on belong to the current module."""
         number = dispatch.next_sequence_number()
+        # no node was made since: only the latest module counts
         if self.numbers[-1] == number:
             self.entered[-1] = self.within[-1]
             return
@@ -210,11 +231,13 @@ class Places:
 
 
 class Counting(dispatch.Dispatch):
-    """Rows of what is computed and sent in `step`; what is held, from the first."""
+    """Dispatch mode that records every operator of a step as a ledger row, and the memory held from
+    the start.
+    """
 
     def __init__(self, axes: Mapping[str, Sequence[str]], instant: bool):
-        """`axes`: of each group by its name, those of the mesh that are it. `instant`: what is sent
-        has gone at once, as over NCCL the host finds it soon; over gloo it is waited for.
+        """`axes`: for each process group's name, the mesh axes that it serves. `instant`: a send is
+        complete at once (NCCL, where the host does not wait); over gloo it is waited for.
         """
         super().__init__()
         self.axes, self.instant = axes, instant
@@ -232,28 +255,33 @@ class Counting(dispatch.Dispatch):
 
     @contextmanager
     def seeing(self) -> Iterator[None]:
-        """Within, what is held is counted."""
+        """Count all memory that is allocated and freed within this context."""
         with dispatch.observe_resizes(self.memory.resize), self:
             yield
 
     @contextmanager
     def step(self, model: nn.Module) -> Iterator[None]:
-        """Within is the step of `model` that rows are of."""
+        """Record the operators of a step of `model` within this context; the memory peak starts
+        here.
+        """
         self.places = Places(model)
         self.memory.begin()
         with self.places.follow(), self.memory.makes("activation"):
             yield
 
     def end_action(self, action: str, times: int = 1) -> None:
-        """The rows since the last call are of this action, which the step does so often."""
+        """Assign the rows since the last call to a schedule action (such as "F0"), which the whole
+        step does `times` times.
+        """
         end = self.memory.since_last()
+        # memory may rise after the last operator, as hooks allocate
         if self.since and end.total > self.highs[-1].total:
             self.highs[-1], self.since[-1]["peak"] = end, end.total
         self.rows += [LedgerRow(action=action, times=times, **row) for row in self.since]
         self.since = []
 
     def read(self, tensor: Tensor) -> None:
-        """The host has read a tensor."""
+        """Record that the host reads a tensor, and so waits for the device."""
         if self.places is not None:
             self._row("host", "read", read=tensor.nbytes)
 
@@ -264,6 +292,9 @@ class Counting(dispatch.Dispatch):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Run an operator on tensors without values, then update the memory and add its
+        ledger row.
+        """
         # what stands for a part of a tensor, or for one to come, calls the operators itself
         if any(is_distributed(one) or issubclass(one, dispatch.Arriving) for one in types):
             return NotImplemented
@@ -273,6 +304,7 @@ class Counting(dispatch.Dispatch):
             self.sent[id(out.untyped_storage())] = args[0]
         elif name == WAIT:
             out = self._wait(args[0])
+        # only for this operator's results
         self.memory.making, making = self._kind, self.memory.making
         made = [t for t in _tensors(out) if not isinstance(t, dispatch.Arriving)]
         if not operator.is_view:  # of what was not made here, such as the batch, too
@@ -286,9 +318,8 @@ class Counting(dispatch.Dispatch):
         return dispatch.completed_work() if self.instant and name == "c10d.send" else out
 
     def _wait(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` itself for a wait on it. (torch makes another where it has no values.)
-        What is sent is not let go before the result has been waited for. Without values torch does
-        so at once, too, as if it compiled: the second time is ours.
+        """Return the tensor of a collective that is waited for. Its input is held until the second
+        wait: without values torch waits once by itself at the start, as if it compiled.
         """
         key = id(tensor.untyped_storage())
         if key in self.sent:
@@ -299,7 +330,7 @@ class Counting(dispatch.Dispatch):
 
     @property
     def _kind(self) -> Kind:
-        """Kind of a tensor that is made now: in a step outside of all modules, a buffer."""
+        """Memory kind of a tensor that is made now: outside of all modules in a step, a buffer."""
         if self.places is None or self.places.here is not None:
             return self.memory.making
         return "buffer"
@@ -312,10 +343,14 @@ class Counting(dispatch.Dispatch):
         options: dict[str, Any],
         made: list[Tensor],
     ) -> None:
-        """One more row, of what computes or sends."""
+        """Add the ledger row of an operator: collective or send with its axis and bytes; a product
+        or attention with FLOPs; anything else by the bytes it reads and writes. Operators that
+        compute nothing add none.
+        """
         sends = COLLECTIVES.get(name)
         given = [*_tensors(args), *_tensors(options)]
         if sends is not None:
+            # the larger of input and output: the gathered, or the unscattered one
             payload = max(t.nbytes for t in (*given, *made))
             kind = "send" if sends in ("send", "receive") else "collective"
             axis = self._axis(sends, name, args)
@@ -332,14 +367,16 @@ class Counting(dispatch.Dispatch):
         if product is None:
             self._row("memory", name.removeprefix("aten."), **moved)
             return
+        # FLOPs by formula, from shapes only
         found = product(args, options)
         op = name.removeprefix("aten.")
         factors = SHORT[found.dtype]
         self._row(found.kind, op, flops=found.flops, shape=found.shape, dtype=factors, **moved)
 
     def _axis(self, sends: str, name: str, args: Sequence[Any]) -> str | None:
-        """The axis of a collective. Groups of the same ranks are one: it is the one that such an
-        operator is for. None in a group of this rank alone, which FSDP asks at ZeRO 0 too.
+        """Return the mesh axis of a collective; None for a group of this rank alone, over which
+        FSDP also runs at ZeRO 0. Axes with the same ranks share a group: the kind of operator
+        decides which axis is named.
         """
         names = self._names(args)
         if names is None:
@@ -348,10 +385,13 @@ class Counting(dispatch.Dispatch):
             order = OF_PARAMETERS
         else:
             order = OF_EXPERTS if sends == "all-to-all" else OF_ACTIVATIONS
+        # the lists below hold every axis, so one is found
         return next(axis for axis in order if axis in names)
 
     def _names(self, args: Sequence[Any]) -> Sequence[str] | None:
-        """The axes of the group that an operator is given, which comes before what it adds by."""
+        """Return the mesh axes of the process group among an operator's arguments; None if the
+        group has no axis.
+        """
         for argument in args:
             if isinstance(argument, torch.ScriptObject):
                 return self.axes.get(dist.ProcessGroup.unbox(argument).group_name)
@@ -360,6 +400,7 @@ class Counting(dispatch.Dispatch):
         return None
 
     def _row(self, kind: str, op: str, **more: Any) -> None:
+        """Add a row of the current module, with the memory now and the peak since the last row."""
         assert self.places is not None
         self.highs.append(self.memory.since_last())
         self.since.append(
@@ -398,13 +439,17 @@ def known_kinds(
     made: list[Tensor],
     kind_of: Callable[[Tensor], Kind | None],
 ) -> Iterator[tuple[Kind, Tensor]]:
-    """Yield the tensors of an operator whose kind follows from it."""
+    """Yield (memory kind, tensor) for the tensors of an operator whose kind follows from the
+    operator, such as those that FSDP gathers into.
+    """
     match name:
+        # FSDP packs shards here before it gathers them
         case "fsdp.all_gather_copy_in":
             yield "buffer", args[1]
         case "fsdp.split_with_sizes_copy":
             for tensor in options["out"]:
                 yield "compute", tensor
+        # FSDP packs gradients here before it reduces them
         case "fsdp.chunk_cat":
             yield "buffer", options["out"]
         case "c10d._reduce_scatter_base_":
@@ -416,6 +461,7 @@ def known_kinds(
         case "c10d.recv_":
             for tensor in args[0]:
                 yield "activation", tensor
+        # a cast of a parameter is the copy that computes
         case "aten._to_copy":
             match kind_of(args[0]):
                 case "unsharded":

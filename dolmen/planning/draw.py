@@ -19,19 +19,21 @@ CENTRED = {"ha": "center", "va": "center_baseline"}
 
 
 def gantt(simulation: Simulation, schedule: Schedule, to: Path, title: str) -> None:
-    """One schedule as a picture. Raises ValueError unless `to` ends in .svg or .png."""
+    """Draw one schedule to a picture file. Raises ValueError unless `to` ends in .svg or .png."""
     draw_stacked([(title, schedule, simulation)], to)
 
 
 def draw_stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> None:
-    """Several (title, schedule, simulation) under one another on one scale of time. Raises
-    ValueError unless `to` ends in .svg or .png.
+    """Draw several (title, schedule, simulation) below one another on one time scale, to a picture
+    file. Raises ValueError unless `to` ends in .svg or .png.
     """
     if to.suffix.lower() not in (".svg", ".png"):
         raise ValueError(f"the picture {to} ends in {to.suffix or 'nothing'}: use .svg or .png")
+    # imported late: it takes half a second
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    # inches
     rows = [0.8 + 0.36 * schedule.ranks for _, schedule, _ in panels]
     layout = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.1)
     figure = Figure(figsize=(WIDTH, sum(rows) + 0.7), dpi=130, layout=layout)
@@ -43,12 +45,13 @@ def draw_stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> No
         axis.set_xticklabels([])
     axes[-1].set_xlabel("time", color=GREY, fontsize=9)
     _legend(figure, [schedule for _, schedule, _ in panels])
+    # without the date, so equal plans give equal files
     figure.savefig(to, metadata={"Date": None} if to.suffix.lower() == ".svg" else None)
 
 
 def _panel(axis, title: str, schedule: Schedule, simulation: Simulation, span: float) -> None:
-    """One schedule on one axis, `span` wide: a row of boxes for each rank, and beside it how much
-    of the time it idles and how many microbatches it holds.
+    """Draw one schedule on a matplotlib axis, `span` units of time wide: a row of boxes for each
+    rank, with its idle share and its microbatches in flight to the right.
     """
     for rank in range(schedule.ranks):
         _rank(axis, rank, schedule, simulation, 0.8 * WIDTH / span)
@@ -74,8 +77,8 @@ def _panel(axis, title: str, schedule: Schedule, simulation: Simulation, span: f
 
 
 def _rank(axis, rank: int, schedule: Schedule, simulation: Simulation, inch: float) -> None:
-    """The row of a rank: hatched where it idles, and a box for each action, numbered where a number
-    fits. `inch`: of paper for a unit of time, about.
+    """Draw the row of a rank: hatched background for idle time, a box per action, with the
+    microbatch number where it fits. `inch`: inches of paper per unit of time, about.
     """
     row, many = (rank - 0.42, 0.84), schedule.ranks * schedule.micros * schedule.chunks
     axis.broken_barh(
@@ -87,11 +90,13 @@ def _rank(axis, rank: int, schedule: Schedule, simulation: Simulation, inch: flo
         linewidth=0,
         zorder=1,
     )
+    # one matplotlib artist per kind and chunk, not per action
     boxes: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for action, (start, end) in zip(schedule.actions[rank], simulation.times[rank], strict=True):
         boxes.setdefault((action.kind, action.chunk), []).append((start, end - start))
         number = str(action.micro)
         points = (end - start) * inch * 72
+        # 72 points per inch; a digit takes about 5.5
         if points >= 5.5 * len(number) and many <= 4000:
             axis.text((start + end) / 2, rank, number, color=INK, fontsize=8, zorder=3, **CENTRED)
     for (kind, chunk), ranges in boxes.items():
@@ -106,12 +111,13 @@ def _rank(axis, rank: int, schedule: Schedule, simulation: Simulation, inch: flo
 
 
 def _draw_columns(axis, y: float, texts: tuple[str, str], **style) -> None:
-    """The two columns at the right of a panel, at height y."""
+    """Write two texts at height `y` into the columns right of a panel."""
     for x, text in zip((1.035, 1.095), texts, strict=True):
         axis.text(x, y, text, transform=axis.get_yaxis_transform(), **CENTRED, **style)
 
 
 def _legend(figure, schedules: list[Schedule]) -> None:
+    """Draw the legend: kinds of actions that occur, chunks by shade, idle."""
     from matplotlib.patches import Patch
 
     kinds = {
@@ -140,7 +146,9 @@ def _legend(figure, schedules: list[Schedule]) -> None:
 
 
 def _shade(color: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """The colour itself for chunk 0, paler for every later one."""
+    """Return a colour as (red, green, blue) in 0 to 1: itself for chunk 0, paler for each later
+    chunk.
+    """
     pale = 0.62 * chunk / max(1, chunks - 1) if chunks > 2 else 0.5 * chunk
     red, green, blue = (1 - (1 - int(color[i : i + 2], 16) / 255) * (1 - pale) for i in (1, 3, 5))
     return red, green, blue

@@ -17,7 +17,7 @@ from dolmen.training.config import RunConfig
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """Ledgers of several ranks of one run, as on some hardware."""
+    """Ledgers of several ranks of one run, as computed on some hardware."""
 
     run: RunConfig
     hardware: Hardware
@@ -29,10 +29,11 @@ class DryRunReport:
 
     @property
     def title(self) -> str:
-        """Model, layout and microbatches, in a line."""
+        """Model, layout and microbatches in one line."""
         layout, run = self.run.layout, self.run
         axes = [("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("dp", layout.dp)]
         sizes = " x ".join(f"{name} {size}" for name, size in axes if size != 1) or "one"
+        # per data-parallel rank
         micros = run.train.global_batch_size // (layout.dp or 1) // run.microbatch_size
         return (
             f"{run.name}: {log.size(count.parameters(run.tree))} parameters on "
@@ -42,7 +43,7 @@ class DryRunReport:
         )
 
     def table(self) -> Table:
-        """Return a table with a column per rank."""
+        """Return a table with a column per rank: memory at rest and at the peak, FLOPs, sends."""
         table = Table(box=None, padding=(0, 2, 0, 0))
         table.add_column("")
         for ledger in self.ledgers:
@@ -54,6 +55,7 @@ class DryRunReport:
             table.add_row(title, *(log.gib(live.total) for live in lives), style="bold")
             for kind, word in WORDS.items():
                 held = [live._asdict()[kind] for live in lives]
+                # kinds that no rank has are left out
                 if any(held):
                     table.add_row(f"  {word}", *map(log.gib, held))
         table.add_row("  reached in", *(_peak_place(ledger) for ledger in self.ledgers))
@@ -67,7 +69,7 @@ class DryRunReport:
 
     @staticmethod
     def _add(table: Table, title: str, rank_values: list[dict[str, Any]], format: Any) -> None:
-        """Add a row for each name that any rank has."""
+        """Add a heading, and a row for each name that any rank has; "-" where a rank has none."""
         table.add_row(title, style="bold")
         for name in sorted({name for values in rank_values for name in values}):
             cells = [format(values[name]) if name in values else "-" for values in rank_values]
@@ -75,37 +77,43 @@ class DryRunReport:
 
 
 def _gib(both: tuple[int, int]) -> str:
+    """Format the bytes of a (count, bytes) pair."""
     return log.gib(both[1])
 
 
 def _peak_place(ledger: Ledger) -> str:
+    """Return action and module in which a rank reaches its peak."""
+    # the first of equal ones
     row = max(ledger.rows, key=lambda row: row.peak)
     return f"{row.action} {row.module}".strip()
 
 
 def _flops(ledger: Ledger) -> dict[str, int]:
-    """Return the FLOPs by module, of all layers together; what the model itself multiplies belongs
-    to the head.
+    """Return the FLOPs by module, summed over layers, and "in all". Those outside of any module
+    belong to the LM head.
     """
     found: Counter[str] = Counter()
     for row in ledger.rows:
         if row.flops:
+            # all layers are one row
             name = re.sub(r"^layers\.\d+", "layers", row.module) or "head"
             found[".".join(name.split(".")[:2])] += row.flops * row.times
     return {**found, "in all": ledger.flops}
 
 
 def _sends_by_axis(ledger: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
-    """(axis, operation) -> how often, and bytes together."""
+    """Return (axis, operation) -> (count, bytes in all) of a rank's collectives and sends."""
     found: dict[tuple[str, str], tuple[int, int]] = {}
     rows: list[LedgerRow] = [row for row in ledger.rows if row.kind in ("collective", "send")]
     for row in rows:
         often, size = found.get((row.axis, row.op), (0, 0))
+        # rows of the steady state count many times
         found[row.axis, row.op] = often + row.times, size + row.payload * row.times
     return dict(sorted(found.items()))
 
 
 def _rank_dict(ledger: Ledger) -> dict[str, Any]:
+    """Return a ledger's sums as plain values, for --json."""
     return {
         "rank": ledger.rank,
         "peak_bytes": ledger.peak,
@@ -119,5 +127,5 @@ def _rank_dict(ledger: Ledger) -> dict[str, Any]:
 
 
 def named_bytes(live: Live) -> dict[str, int]:
-    """Return the bytes by kind, under the names that people use."""
+    """Return bytes by kind, under the names that reports use."""
     return {WORDS[kind]: size for kind, size in live._asdict().items()}

@@ -50,19 +50,19 @@ from dolmen.training.step import optimizer_step
 
 
 class Trace(NamedTuple):
-    """A ledger, and what of memory it does not say."""
+    """The ledger of a dry run, with memory by kind that its rows do not have."""
 
     ledger: Ledger
     highs: tuple[Live, ...]
-    """For each row, the bytes held when they were the most while it ran."""
+    """For each row, the bytes by kind when the most were held while it ran."""
     ends: tuple[Live, ...]
-    """After each action, and after the update, once all is known for what it is."""
+    """Bytes by kind after each action, and after the update."""
 
 
 def report(request: DryrunRequest, progress: bool = False) -> DryRunReport:
-    """Run the requested ranks one after the other; `progress` shows a bar on stderr, and the peak
-    of each rank when it is done. Raises ValueError for a run that would be refused, and for one
-    that would crash.
+    """Dry-run the requested ranks one after the other and return their ledgers. `progress` shows a
+    bar on stderr, and the peak of each rank when it is done. Raises ValueError for a run that
+    training would refuse, or that would crash.
     """
     options = request.options
     resolved = resolve(request.run, None, reads_init=False)
@@ -71,6 +71,7 @@ def report(request: DryrunRequest, progress: bool = False) -> DryRunReport:
     ranks, hardware = ranks_of(options.ranks, run.layout.world), KNOWN[options.device]
     pp = run.layout.world // run.layout.pp
     steps = [shorten_step(run, rank, options.exact).schedule for rank in ranks]
+    # for the bar
     actions = [len(one.actions[rank // pp]) for one, rank in zip(steps, ranks, strict=True)]
     done, found = count(1), []
     title = f"dry run of {plural(len(ranks), 'rank')} of {run.layout.world:,}"
@@ -101,13 +102,13 @@ def dryrun(
     max_load: float = 1.0,
     observe: Callable[[], None] = lambda: None,
 ) -> Ledger:
-    """Run a step of `run` as `rank` of the world of `run.layout`, computed as on `hardware`, and
-    return its ledger.
+    """Run a step of `run` as `rank` of the world of `run.layout`, with the kernels of `hardware`,
+    and return its ledger.
 
-    The run has been checked. `exact`: all microbatches are run. Routers send as many rows to every
-    expert; `max_load`: those of this rank get so many times as many. `observe` is called after each
-    action. Raises ValueError where a process group has been joined, and whatever the step would
-    raise.
+    The run has been checked. `exact`: run all microbatches, not one period of the steady state.
+    Routers send equally many rows to every expert; `max_load` multiplies those of this rank's
+    experts. `observe` is called after each action. Raises ValueError where a process group has been
+    joined, and whatever the step would raise.
     """
     steps = shorten_step(run, rank, exact)
     return trace_step(run, rank, run.tree, steps, hardware, max_load, observe).ledger
@@ -123,12 +124,14 @@ def trace_step(
     observe: Callable[[], None] = lambda: None,
     stages: Sequence[range] | None = None,
 ) -> Trace:
-    """The steps as `rank` of the world of `run.layout`, with `tree` for the model of `run`.
-    `stages`: the layers of each (default: balanced). Raises ValueError where a process group has
-    been joined, and whatever the step would raise.
+    """Run `steps` on tensors without values, as `rank` of the world of `run.layout`, with `tree` in
+    place of the model of `run`, and return ledger and memory. `stages`: the layers of each pipeline
+    stage (default: balanced). Joins a fake process group for the time. Raises ValueError where a
+    process group has been joined already, and whatever the step would raise.
     """
     if dist.is_initialized():
         raise ValueError("a dry run plays a process of a world, and this one is of a world already")
+    # a process group of any size, in which nothing is sent
     dispatch.join_fake(run.layout.world, rank)
     try:
         mesh = match_hardware(hardware, run.layout.mesh(torch.device("cpu")))
@@ -148,6 +151,9 @@ def _count_step(
     observe: Callable[[], None],
     stages: Sequence[range] | None,
 ) -> Trace:
+    """Build the model and run one training step on `mesh` with fake tensors, counting operators,
+    collectives and memory; see `trace_step`.
+    """
     schedule = steps.schedule
     model = place(
         tree,
@@ -183,6 +189,7 @@ def _count_step(
                 optimizer_step(state, batch, mesh, observe=end_action)
             except Exception as error:  # whatever the code of the run raises, which runs here
                 raise crash_error(rank, counting, error) from error
+        # clipping and update, after the last action
         counting.end_action("optimizer")
         ends.append(counting.memory.live)
     ledger = Ledger(rank, rest, tuple(counting.rows), counting.memory.at_most)
@@ -190,7 +197,9 @@ def _count_step(
 
 
 def crash_error(rank: int, counting: Counting, error: Exception) -> ValueError:
-    """Return an error that says that the step of this rank would raise `error`, and where."""
+    """Return a ValueError that says that the step of this rank would raise `error`, after which
+    action and in which module.
+    """
     last = counting.rows[-1].action if counting.rows else ""
     where = f"after {last}" if last else "at its beginning"
     module = counting.places.here if counting.places is not None else None
@@ -202,7 +211,9 @@ def crash_error(rank: int, counting: Counting, error: Exception) -> ValueError:
 def allocate_state(
     run: RunConfig, model: Decoder, schedule: Schedule, mesh: Mesh, counting: Counting
 ) -> TrainState:
-    """A model that has been placed, with memory, and its optimizer."""
+    """Allocate a placed model and its optimizer, counted as parameters and optimizer state, and
+    return the training state.
+    """
     with counting.memory.makes("parameter"):
         allocate(model, mesh.device)
     with counting.memory.makes("optimizer"):
@@ -210,7 +221,10 @@ def allocate_state(
 
 
 def match_hardware(hardware: Hardware, mesh: Mesh) -> Mesh:
-    """A mesh whose groups send as those of `hardware` do."""
+    """Return a mesh whose groups use the collectives that `hardware` would: those of gloo for a
+    CPU, else of NCCL.
+    """
+    # over gloo other operators are issued than over NCCL
     gloo = hardware.kind == "cpu"
     axes = {name: axis for name, axis in axes_of(mesh).items() if axis.group is not None}
     changed = {name: replace(axis, gloo=gloo) for name, axis in axes.items() if name not in ALL}
@@ -227,7 +241,9 @@ def axes_of(mesh: Mesh) -> dict[str, Axis]:
 
 
 def groups(mesh: Mesh) -> dict[str, list[str]]:
-    """The axes of each group, by its name; those that sends go over are pp."""
+    """Return process group name -> names of the mesh axes that it serves; the axes of pipeline
+    sends are "pp".
+    """
     found: dict[str, list[str]] = {}
     for name, axis in axes_of(mesh).items():
         if axis.group is not None:
@@ -238,26 +254,29 @@ def groups(mesh: Mesh) -> dict[str, list[str]]:
 
 @dataclass(frozen=True, eq=False)
 class RealTokenBatch(Batch):
-    """A batch of real tokens in microbatches, made where tensors have values: the host knows those
-    of a batch, and in a dry run what it would cut of one, or compare, would have none.
+    """A batch whose tokens have values, cut into microbatches beforehand: the host reads tokens,
+    and within the dry run slices and comparisons would have no values.
     """
 
     parts: tuple["RealTokenBatch", ...] = ()
 
     @property
     def real_tokens(self) -> int:
+        """Number of tokens."""
         return self.tokens.numel()
 
     def microbatches(self, size: int) -> list[Batch]:
+        """Return the microbatches that were cut beforehand; `size` has no effect."""
         return list(self.parts)
 
     def to(self, device: torch.device) -> Batch:
+        """Return the batch itself: there is no other device."""
         return self
 
 
 def batch_of(run: RunConfig, schedule: Schedule) -> RealTokenBatch:
-    """A rank's rows of a batch, for as many microbatches as the schedule has: where documents are
-    apart, one per sequence.
+    """Return a batch of zero tokens for one rank, with as many microbatches as the schedule has.
+    With a document mask each sequence is one document.
     """
     rows = schedule.micros * run.microbatch_size
     tokens = torch.zeros(rows, run.sequence_length, dtype=torch.int64)
@@ -269,14 +288,15 @@ def batch_of(run: RunConfig, schedule: Schedule) -> RealTokenBatch:
 
 
 def balanced_values(x: Tensor, rows: int | None, max_load: float) -> Any:
-    """Return the values that the host reads from a tensor without values: ones; for counts of
-    `rows` by expert, equal shares. Where it counts those that go and those that come [2, ranks,
-    experts of each], the second are `max_load` times as many.
+    """Return what the host reads from a tensor without values. For counts of `rows` tokens by
+    expert these are equal shares; for sent and received counts [2, ranks, experts per rank] the
+    received are `max_load` times as many. For any other tensor (`rows` None) ones.
     """
     if rows is None:
         return np.ones(x.shape).tolist()
     experts = x.numel() if x.ndim == 1 else x.numel() // 2
     going = np.full(experts, rows // experts)
+    # the counts must add up to the rows
     going[: rows % experts] += 1
     if x.ndim == 1:
         return going.tolist()
@@ -286,8 +306,8 @@ def balanced_values(x: Tensor, rows: int | None, max_load: float) -> Any:
 
 @contextmanager
 def follow_fsdp(model: Decoder, memory: Memory) -> Iterator[None]:
-    """Within, what FSDP has gathered for a module, and a gradient that is added to one that it has
-    not reduced, are known for what they are.
+    """Set the memory kinds of FSDP's tensors within this context: gathered parameters are compute
+    copies, accumulated gradients unsharded until they are reduced.
     """
     watched: set[nn.Parameter] = set()
 
@@ -321,9 +341,12 @@ def follow_fsdp(model: Decoder, memory: Memory) -> Iterator[None]:
 
 
 def agree_on_start(model: Decoder, memory: Memory) -> None:
-    """Let all gradients be known for what they are."""
+    """Set the memory kinds of all gradients after an action: unsharded ones, and the reduced
+    shards.
+    """
     for unit in data.units(model):
         for record in sharding.records(unit):
+            # ZeRO 0 and 1 keep these until the last microbatch
             if record.unsharded_accumulated_grad is not None:
                 memory.is_now("unsharded", record.unsharded_accumulated_grad)
             if record.sharded_param.grad is not None:

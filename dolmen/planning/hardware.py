@@ -48,7 +48,9 @@ OF_DEVICE = {
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """A device, equal to itself alone. Rates are per second."""
+    """A device with its datasheet constants and the efficiencies that programs reach. Rates are per
+    second. Compared by identity.
+    """
 
     name: str
     peak: Mapping[str, float]
@@ -61,11 +63,11 @@ class Device:
     product: float
     """Share of the peak that the products of whole waves of tiles sustain."""
     fp8: float
-    """The same of products in fp8."""
+    """The same share for products in fp8."""
     attention: float
     """Share of the peak that FlashAttention 2 sustains forward; backward is slower (cost.py)."""
     tuned: float
-    """The same of attention written for this device (cuDNN, FlashAttention 3)."""
+    """The same share for attention kernels written for this device (cuDNN, FlashAttention 3)."""
     streaming: float
     """Share of `bandwidth` that long sweeps through memory reach."""
     variation: float
@@ -75,13 +77,16 @@ class Device:
     host: float
     """Seconds of the host per operator of an eager program."""
     host_link: float
-    """Bytes per second of a copy between its memory and the host's that both wait for."""
+    """Bytes per second of a blocking copy between the device's and the host's memory."""
     reserved: int
     """Bytes for the context, communicators and workspaces, which no ledger counts."""
     watts: float | None
+    """Power of the device; None: not known."""
 
     def rate(self, dtype: str) -> float:
-        """Peak FLOPs per second. Raises ValueError for a dtype that it does not multiply."""
+        """Return the peak FLOPs per second of products in `dtype`. Raises ValueError for a dtype
+        that the device does not multiply.
+        """
         if dtype in self.peak:
             return self.peak[dtype]
         raise ValueError(f"{self.name} has no products in {dtype}: it has {', '.join(self.peak)}")
@@ -89,24 +94,27 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """The link of one GPU, each way; `share` of its bytes per second reach a collective."""
+    """The link of one GPU (or node), in each direction."""
 
     bandwidth: float
+    """Bytes per second of the datasheet."""
     latency: float
     """Seconds of a step of a collective."""
     share: float
+    """Share of `bandwidth` that a collective reaches."""
     peers: int | None = None
     """GPUs that one is wired to where no switch joins all; None: a switch does."""
 
     @property
     def rate(self) -> float:
+        """Bytes per second that a collective reaches."""
         return self.bandwidth * self.share
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Switches that join so many nodes: leaf, spine, core. `oversubscription`: how many bytes come
-    up from below for each that it can pass on.
+    """Switches (leaf, spine, core) that join up to `nodes` nodes. `oversubscription`: bytes that
+    arrive from below for each that it can pass up. `latency`: seconds.
     """
 
     name: str
@@ -117,7 +125,9 @@ class Tier:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of one device. `between` is of a whole node, all its adapters together."""
+    """Nodes of one kind of device. `inside`: link of a GPU within its node. `between`: link of a
+    whole node, all its adapters together; None with one node.
+    """
 
     name: str
     device: Device
@@ -129,14 +139,18 @@ class Cluster:
     storage: float | None
     """Bytes per second of a node to the files: a link of its own."""
     node_watts: float | None
+    """Power of a node; None: not known."""
 
     @property
     def gpus(self) -> int:
+        """Number of GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
 
 def read_device(name: str) -> Device:
-    """A device by name or from a YAML file. Raises ValueError."""
+    """Read a device by name or from a YAML file. Raises ValueError for an unknown name, a malformed
+    file, or numbers out of bounds.
+    """
     file = _file(name, DEVICES, "device")
     found = gate.read_yaml(file, kinds.DEVICE)
     unknown = [dtype for dtype in found["peak_tflops"] if dtype not in DTYPES]
@@ -166,8 +180,9 @@ def read_device(name: str) -> Device:
 
 
 def read_cluster(name: str) -> Cluster:
-    """Read a cluster by name, by one of its ALIASES, as so many GPUs ("8xh100") or from a YAML
-    file; `NAME:NODES` takes so many of its nodes. Raises ValueError.
+    """Read a cluster by name or alias, as a number of GPUs ("8xh100"), or from a YAML file;
+    `NAME:NODES` takes so many of its nodes. Raises ValueError for an unknown name, a malformed
+    file, or more nodes than there are.
     """
     if counted := re.fullmatch(r"([0-9]{1,7})x([a-z0-9-]+)", name.lower()):
         return _take_gpus(int(counted[1]), counted[2])
@@ -178,6 +193,7 @@ def read_cluster(name: str) -> Cluster:
         Tier(t["name"], t["nodes"], t["oversubscription"], t["latency_us"] / 1e6)
         for t in found.get("tiers", [])
     )
+    # strictly rising: each tier joins groups of the one below
     if [t.nodes for t in tiers] != sorted({t.nodes for t in tiers}):
         raise gate.refuse(file, "tiers must join more nodes from one to the next")
     if nodes is None:
@@ -187,6 +203,7 @@ def read_cluster(name: str) -> Cluster:
             f"{file.stem} has {found['nodes']:,} nodes, and {nodes:,} are asked for: use "
             f"--cluster {name}:{found['nodes']}, or a file of your own"
         )
+    # a single node needs no network
     between = _link(found["between"]) if "between" in found else None
     if between is None and nodes > 1:
         raise gate.refuse(file, f"has {nodes:,} nodes and no `between`: say what joins them")
@@ -206,17 +223,22 @@ def read_cluster(name: str) -> Cluster:
 
 
 def _take_gpus(gpus: int, device: str) -> Cluster:
-    """Take so many GPUs of a device: whole nodes, or a part of one. Raises ValueError."""
+    """Return the cluster of a device with so many GPUs: whole nodes, or a part of one, with that
+    share of its power. Raises ValueError for an unknown device or an incomplete node.
+    """
     if device not in OF_DEVICE:
+        # names are short, so a low cutoff still finds typos
         hint = did_you_mean(device, OF_DEVICE, cutoff=0.4)
         raise ValueError(
             f"there is no device {device[:80]!r}: {hint}{' ' * bool(hint)}known are "
             f"{', '.join(OF_DEVICE)}, as in 8xh100"
         )
     name = OF_DEVICE[device]
+    # for its number of GPUs per node
     node = read_cluster(f"{name}:1")
     if 0 < gpus < node.gpus_per_node:
         watts = node.node_watts
+        # power in proportion to the GPUs
         share = None if watts is None else watts * gpus / node.gpus_per_node
         return replace(node, gpus_per_node=gpus, node_watts=share)
     if gpus < 1 or gpus % node.gpus_per_node:
@@ -228,11 +250,12 @@ def _take_gpus(gpus: int, device: str) -> Cluster:
 
 
 def measured_at() -> Path:
-    """The folder where this machine's own cluster is written."""
+    """Return the folder where measurements of this machine are cached."""
     return Path.home() / ".cache" / "dolmen" / "planning"
 
 
 def _measured_file() -> Path:
+    """Return the file of the cluster `local`. Raises ValueError if it has not been measured."""
     file = measured_at() / f"{LOCAL}.yaml"
     if not file.is_file():
         raise ValueError("the cluster local is not measured yet: run dolmen plan --measure first")
@@ -240,11 +263,16 @@ def _measured_file() -> Path:
 
 
 def known_names(folder: Path) -> list[str]:
-    """The names of the files that the package has in DEVICES or CLUSTERS."""
+    """Return the names of the devices or clusters that the package has (`folder`: DEVICES or
+    CLUSTERS).
+    """
     return sorted(file.stem for file in folder.glob("*.yaml"))
 
 
 def _nodes(name: str) -> tuple[str, int | None]:
+    """Split NAME:NODES into the name and the number; None without a number. Raises ValueError for 0
+    nodes.
+    """
     found = re.fullmatch(r"(.+):([0-9]{1,9})", name)
     if not found:
         return name, None
@@ -254,8 +282,8 @@ def _nodes(name: str) -> tuple[str, int | None]:
 
 
 def _file(name: str, folder: Path, what: str) -> Path:
-    """Return the path of a name's file, ours or the user's. Raises ValueError, with the names that
-    are near, for neither.
+    """Return the YAML file of a device or cluster (`what`): a path as it is, a known name or alias,
+    or the measured cluster. Raises ValueError, which suggests similar names.
     """
     if Path(name).suffix in (".yaml", ".yml"):
         return Path(name)
@@ -275,11 +303,12 @@ def _file(name: str, folder: Path, what: str) -> Path:
 
 
 def _device_path(file: Path, device: str) -> str:
-    """A device's file is named from where its cluster's file lies."""
+    """Return a device as `read_device` takes it: a file is relative to the cluster's file."""
     return str(file.parent / device) if Path(device).suffix in (".yaml", ".yml") else device
 
 
 def _link(found: dict) -> Link:
+    """Return the link that a section of a cluster file describes."""
     return Link(found["gb_s"] * GB, found["latency_us"] / 1e6, found["share"], found.get("peers"))
 
 
@@ -287,13 +316,13 @@ def _link(found: dict) -> Link:
 # machine that nobody has. They lie an order of magnitude around what there is, from one core of a
 # CPU to a rack of GB200; two numbers together are held closer.
 class Bound(NamedTuple):
-    """`least` to `most`, both included."""
+    """The range of a number of a device or cluster file, both ends included."""
 
     least: float
     most: float
     unit: str
     known: str
-    """Known values."""
+    """Known values, for messages."""
 
 
 DEVICE = {
@@ -322,7 +351,9 @@ CLUSTER = {
 
 
 def check_device(file: Path, found: dict[str, Any]) -> None:
-    """Raises Refused, with both numbers where two do not go together."""
+    """Raise Refused for a number out of its bounds, and for pairs that cannot be: FLOPs per byte,
+    seconds to read all memory, reserved against all memory.
+    """
     for dtype, peak in found["peak_tflops"].items():
         _check(file, f"peak_tflops.{dtype}", peak, DEVICE["peak_tflops"])
     _check_all(file, found, DEVICE)
@@ -336,6 +367,7 @@ def check_device(file: Path, found: dict[str, Any]) -> None:
             "and 0.5 to 10,000 can be: one of them is in another unit",
         )
     # an A100 reads all its memory in 0.04 s, a V100 in 0.035
+    # GiB to GB, over GB/s: seconds to read all memory once
     sweep = found["memory_gib"] * 1.073741824 / rate
     if sweep < 0.002:
         raise gate.refuse(
@@ -354,9 +386,13 @@ def check_device(file: Path, found: dict[str, Any]) -> None:
 def check_cluster(
     file: Path, found: dict[str, Any], memory_rate: float, watts: float | None
 ) -> None:
-    """The same, of nodes of a device that reads so many bytes per second and takes so much."""
+    """Raise Refused for a number out of its bounds, a link faster than the device's memory
+    (`memory_rate`, bytes per second), or a node's power that does not fit its GPUs' (`watts` each;
+    None: not known).
+    """
     _check_all(file, found, CLUSTER)
     inside = found["inside"]["gb_s"]
+    # the usual mistake: gigabits for gigabytes
     if found["gpus_per_node"] > 1 and inside * 1e9 > memory_rate:
         raise gate.refuse(
             file,
@@ -375,14 +411,19 @@ def check_cluster(
 
 
 def _check_all(file: Path, found: dict[str, Any], bounds: dict[str, Bound]) -> None:
+    """Check the numbers of a file against `bounds`, whose keys are NAME or SECTION.NAME; numbers
+    that are missing pass.
+    """
     for name, bound in bounds.items():
         section, _, number = name.rpartition(".")
         value = (found.get(section) or {}).get(number) if section else found.get(number)
+        # numbers that may be left out
         if isinstance(value, (int, float)):
             _check(file, name, value, bound)
 
 
 def _check(file: Path, name: str, value: float, bound: Bound) -> None:
+    """Raise Refused if a number of a file is out of its bounds."""
     if not bound.least <= value <= bound.most:
         raise gate.refuse(
             file,

@@ -25,22 +25,24 @@ class Serving:
 
     tp: int
     weights: int
+    """Bytes of the weights."""
     cache: int
     """Bytes of the KV cache of all sequences at their full length."""
     other: int
+    """Bytes of context and workspace."""
     fits: bool
     seconds: float
-    """Until each text has its next token, once all are at full length."""
+    """Seconds per token of every sequence, once all are at full length."""
     tokens_per_second: float
     """Tokens of all sequences, per GPU."""
     bound: str
     """memory, compute or tp."""
     most_texts: int
-    """Most sequences of this length that fit."""
+    """Most sequences of this length whose cache fits."""
 
     @property
     def held(self) -> int:
-        """Bytes of a GPU."""
+        """Bytes of a GPU: weights, KV cache and other."""
         return self.weights + self.cache + self.other
 
 
@@ -51,7 +53,9 @@ class Inference:
     model: str
     cluster: Cluster
     batch: int
+    """Sequences at once."""
     length: int
+    """Tokens of each sequence."""
     dtype: str
     rows: tuple[Serving, ...]
     """A row for each tp."""
@@ -59,7 +63,8 @@ class Inference:
 
 def inference(question: Question, batch: int, length: int | None) -> Inference:
     """Predict the generation of `batch` sequences of `length` tokens (None: the model's longest),
-    for every tp within a node. Raises ValueError.
+    for every tp within a node. Raises ValueError for bidirectional models, too long sequences, and
+    pins other than tp.
     """
     tree, cluster = question.run.tree, question.cluster
     if tree.both_ways:
@@ -86,21 +91,25 @@ def inference(question: Question, batch: int, length: int | None) -> Inference:
 def serving(
     tree: ModelSpec, cluster: Cluster, tp: int, batch: int, length: int, dtype: str
 ) -> Serving:
-    """One row."""
+    """Return memory, seconds per token and bottleneck for one tp."""
     device, size = cluster.device, 4 if dtype == "fp32" else 2
     weights = read = 0
     for leaf in tree.leaves.values():
         number = size * math.prod(leaf.held({"tp": tp}))
         weights += number
+        # a small batch reads few experts
         read += round(number * _chosen_share(tree, batch)) if leaf.stacked else number
     text = cache_bytes(tree, tp, length, size)
     moved = (read + batch * text) / (device.bandwidth * device.streaming)
+    # forward only
     per_token = count.training_flops_per_token(tree, length) / 3
     computed = batch * per_token / tp / (device.rate(dtype) * device.product)
     road = Placement(cluster, Topology(tp=tp), min(tp, cluster.gpus_per_node))
     payload = batch * tree.hidden_size * size
+    # after attention and after the MLP
     sums = 2 * tree.layers * collective_seconds("all-reduce", payload, road.road(range(tp)))
     parts = {"memory": moved, "compute": computed, "tp": sums}
+    # reading and multiplying overlap, sums do not
     seconds = max(moved, computed) + sums
     left = device.memory - device.reserved - weights
     return Serving(
@@ -118,23 +127,25 @@ def serving(
 
 def cache_bytes(tree: ModelSpec, tp: int, length: int, size: int) -> int:
     """Return the bytes of the KV cache of one sequence on a rank of tp: keys and values of its
-    heads, all where tp does not divide them, those within its window; or the latent that they are
-    made of.
+    heads (of all heads if tp does not divide them), within a sliding window; or the latent and rope
+    key of latent attention. `size`: bytes of an element.
     """
     total = 0
     for block in tree.blocks:
         mixer = block.mixer
+        # a sliding window forgets the rest
         kept = min(length, mixer.window or length)
         if isinstance(mixer, AttentionSpec):
             heads = mixer.kv_heads // tp if mixer.kv_heads % tp == 0 else mixer.kv_heads
             width = heads * sum(mixer.head_sizes)
         else:
+            # shared by all heads, so tp does not divide it
             width = mixer.kv_rank + mixer.positions.size
         total += kept * width * size
     return total
 
 
 def _chosen_share(tree: ModelSpec, batch: int) -> float:
-    """Share of the experts that a batch of texts has need of."""
+    """Return the expected share of experts that a batch of tokens routes to; 1 without experts."""
     known = [b.mlp for b in tree.blocks if isinstance(b.mlp, MoESpec)]
     return 1 - (1 - known[0].per_token / known[0].number) ** batch if known else 1.0

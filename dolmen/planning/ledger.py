@@ -23,6 +23,7 @@ class Live(NamedTuple):
     unsharded: int = 0
     """Gradients before their reduction."""
     optimizer: int = 0
+    """Optimizer state."""
     activation: int = 0
     """Tensors that backward needs, and temporaries of a module."""
     buffer: int = 0
@@ -30,6 +31,7 @@ class Live(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Bytes of all kinds."""
         return sum(self)
 
 
@@ -64,7 +66,9 @@ class LedgerRow:
     flops: int = 0
     """Two per multiplication and addition of a product; 0 of memory-bound work."""
     read: int = 0
+    """Bytes read."""
     written: int = 0
+    """Bytes written."""
     shape: tuple[int, ...] = ()
     """Shape of a product (batch, rows, columns, contraction), or of attention (sequences x heads,
     queries, keys, size of a head).
@@ -81,7 +85,7 @@ class LedgerRow:
     hide it.
     """
     live: Live = Live()
-    """After it."""
+    """Bytes held after the operation."""
     peak: int = 0
     """The most bytes at once while it ran."""
     times: int = 1
@@ -92,19 +96,22 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class Ledger:
-    """All rows of a step of one rank, in order, and what it held before the first."""
+    """All rows of a step of one rank, in order, and the memory before the first."""
 
     rank: int
     rest: Live
+    """Bytes held before the step."""
     rows: tuple[LedgerRow, ...]
     at_peak: Live = Live()
     """Bytes by kind, when the rank held the most."""
 
     @property
     def flops(self) -> int:
+        """FLOPs of the step, repeated rows counted `times`."""
         return sum(row.flops * row.times for row in self.rows)
 
     @property
     def peak(self) -> int:
-        """Bytes of tensors, the most at once."""
+        """The most bytes of tensors that are held at once."""
+        # ledgers in closed form have no peaks by row
         return max([self.rest.total, *(row.peak or row.live.total for row in self.rows)])

@@ -35,19 +35,22 @@ sources:
 
 @dataclass(frozen=True)
 class MeasuredRates:
-    """Rates are per second."""
+    """Measured rates of this machine, per second."""
 
     products: dict[str, float]
-    """FLOPs, by dtype: of large squares."""
+    """FLOPs of large square products, by dtype."""
     share: float
     """Share of the peak that products of a block's shape reach."""
     bandwidth: float
+    """Bytes read and written by a large copy."""
     operator: float
-    """Seconds of an operator on next to nothing."""
+    """Seconds of an operator on one number: the host's overhead."""
 
 
 def fastest(call: Callable[[], object], seconds: float = SECONDS) -> float:
-    """Seconds of the quickest of calls that take about `seconds` together: the others waited."""
+    """Return the seconds of the fastest call, of as many as fit into `seconds` (at least one):
+    slower ones were disturbed.
+    """
     call()
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end or best == float("inf"):
@@ -58,22 +61,27 @@ def fastest(call: Callable[[], object], seconds: float = SECONDS) -> float:
 
 
 def measure_device() -> MeasuredRates:
-    """Measure with all cores."""
+    """Measure this CPU with all cores, for about two seconds."""
     device = torch.device("cpu")
     torch.set_num_threads(os.cpu_count() or 1)
     products = {name: matmul_peak(device, dtype, SECONDS) for name, dtype in DTYPES.items()}
+    # the MLP of GPT-2 small
     tokens, weight = torch.randn(512, 768), torch.randn(768, 3072)
     flops = 2 * 512 * 768 * 3072
     share = flops / fastest(lambda: tokens @ weight) / products["fp32"]
     swept, into = torch.zeros(SWEPT), torch.zeros(SWEPT)
+    # 4 bytes read and 4 written per element
     bandwidth = 8 * SWEPT / fastest(lambda: into.copy_(swept))
+    # no arithmetic: only the dispatch is timed
     one = torch.zeros(1)
     operator = fastest(lambda: one.add_(1))
     return MeasuredRates(products, min(1.0, share), bandwidth, operator)
 
 
 def measure(folder: Path) -> Path:
-    """Measure this machine for about two seconds, and return the file of its cluster."""
+    """Measure this machine, write local-device.yaml and local.yaml to `folder`, and return the
+    latter, the file of its cluster.
+    """
     measured = measure_device()
     folder.mkdir(parents=True, exist_ok=True)
     write.replace(folder / "local-device.yaml", device_text(measured))
@@ -83,6 +91,7 @@ def measure(folder: Path) -> Path:
 
 
 def device_text(m: MeasuredRates) -> str:
+    """Return the YAML file of a device with the measured rates."""
     peaks = ", ".join(f"{name}: {rate / 1e12:.6g}" for name, rate in m.products.items())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     here = f"measured on {socket.gethostname()}"

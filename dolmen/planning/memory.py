@@ -19,7 +19,7 @@ from dolmen.planning.ledger import Kind, Live
 
 @dataclass(slots=True)
 class _Held:
-    """A storage that is alive."""
+    """A storage that is alive, with the size and kind under which it is counted."""
 
     bytes: int
     kind: Kind
@@ -27,7 +27,9 @@ class _Held:
 
 
 class Memory:
-    """Storages by the identity of their Python object, which lives as long as they do."""
+    """Bytes of live storages by kind, with their maximum. Storages are known by the identity of
+    their Python object, which lives as long as they do.
+    """
 
     def __init__(self) -> None:
         self.held: dict[int, _Held] = {}
@@ -46,7 +48,7 @@ class Memory:
 
     @contextmanager
     def makes(self, kind: Kind) -> Iterator[None]:
-        """Within, what is made is of this kind."""
+        """Count storages that are made within this context as `kind`."""
         before, self.making = self.making, kind
         try:
             yield
@@ -54,51 +56,61 @@ class Memory:
             self.making = before
 
     def begin(self) -> None:
-        """The peak is of what comes."""
+        """Restart the peak from what is held now."""
         self.most = self.total
         self.at_most = self.lately = self.live
 
     def since_last(self) -> Live:
-        """The most at once since the last call."""
+        """Return the bytes by kind when most were held since the last call (or `begin`), and start
+        anew.
+        """
+        # the next interval begins with what is held now
         most, self.lately = self.lately, self.live
         return most
 
     def add(self, tensor: Tensor) -> None:
-        """Count the result of an operator, where it is new."""
+        """Count the storage of an operator's result, if it is new; else update its size."""
         storage = tensor.untyped_storage()
         key = id(storage)
+        # a view, or an in-place operator
         if key in self.held:
             self.resize(storage)
             return
+        # called when the last tensor of the storage dies
         reference = weakref.ref(storage, lambda _: self._remove(key))
         self.held[key] = _Held(storage.nbytes(), self.making, reference)
         self._add(self.making, storage.nbytes())
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """A storage that may have another size than before; of those not seen here, nothing."""
+        """Update the size of a storage, as FSDP frees and allocates them; unknown ones are
+        ignored.
+        """
         found = self.held.get(id(storage))
         if found is not None and found.bytes != storage.nbytes():
             self._add(found.kind, storage.nbytes() - found.bytes)
             found.bytes = storage.nbytes()
 
     def is_now(self, kind: Kind, tensor: Tensor) -> None:
-        """Set the kind of the storage of `tensor` from here on."""
+        """Change the kind of the storage of `tensor`; unknown ones are ignored."""
         found = self.held.get(id(tensor.untyped_storage()))
         if found is not None and found.kind != kind:
+            # the sum does not change, so neither does the peak
             self.bytes[found.kind] -= found.bytes
             self.bytes[kind] += found.bytes
             found.kind = kind
 
     def kind_of(self, tensor: Tensor) -> Kind | None:
-        """None of one that was not made here."""
+        """Return the kind of a tensor's storage; None if it was not counted."""
         found = self.held.get(id(tensor.untyped_storage()))
         return None if found is None else found.kind
 
     def _remove(self, key: int) -> None:
+        """Subtract a storage that has been freed."""
         found = self.held.pop(key)
         self._add(found.kind, -found.bytes)
 
     def _add(self, kind: Kind, size: int) -> None:
+        """Add bytes (negative: subtract) to a kind, and update both maxima."""
         self.bytes[kind] += size
         self.total += size
         if self.total > self.lately.total:

@@ -66,6 +66,7 @@ class RankShare:
     """The part of a microbatch that a rank has."""
 
     sequences: int
+    """Sequences of the microbatch."""
     length: int
     """Tokens of a sequence, on all ranks of cp together."""
     tp: int = 1
@@ -85,20 +86,23 @@ class RankShare:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the microbatch on this rank: its share over cp."""
         return self.sequences * -(-self.length // self.cp)
 
     @property
     def stream(self) -> int:
-        """Tokens of the residual stream."""
+        """Tokens of the residual stream: with sequence parallelism a tp-th of `tokens`."""
         return -(-self.tokens // self.tp) if self.sequence_parallel else self.tokens
 
     @property
     def routed(self) -> int:
-        """Tokens that this rank sends to experts, and as many come."""
+        """Tokens that this rank sends to experts; as many come back."""
         return self.stream if self.folded else self.tokens
 
     def part(self, width: int) -> int:
-        """Return this rank's part of heads or columns that tp divides."""
+        """Return this rank's number of heads or columns of `width`, split over tp and
+        rounded up.
+        """
         return -(-width // self.tp)
 
 
@@ -111,38 +115,42 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True)
 class Operations:
-    """Rows of F and of B for one microbatch; B with no recomputation."""
+    """Ledger rows of forward and of a whole backward for one microbatch."""
 
     forward: tuple[LedgerRow, ...]
     backward: tuple[LedgerRow, ...]
 
     @staticmethod
     def join(steps: Iterable[Both]) -> "Operations":
-        """Join the rows of steps that backward goes through in turn."""
+        """Return the rows of consecutive steps (forward, backward each); backward goes through them
+        in reverse.
+        """
         steps = list(steps)
         forward = [row for step in steps for row in step[0]]
+        # last step first
         return Operations(tuple(forward), tuple(r for s in reversed(steps) for r in s[1]))
 
     @property
     def inputs(self) -> tuple[LedgerRow, ...]:
-        """Rows of backward that the stage before waits for; ..."""
+        """Rows of backward that make gradients of inputs, for which the stage before waits."""
         return tuple(row for row in self.backward if WEIGHTS not in row.op)
 
     @property
     def weights(self) -> tuple[LedgerRow, ...]:
-        """... and the rest."""
+        """Rows of backward that make gradients of weights."""
         return tuple(row for row in self.backward if WEIGHTS in row.op)
 
     def add_recomputation(self, recompute: str) -> "Operations":
-        """Return the rows with those that backward computes again: "full", all; "selective", the
-        inner part of attention; "op", as torchtitan's: all but attention and every other product.
-        Collectives are sent again with "full" alone.
+        """Return the operations with forward rows added to backward: "full", all; "selective", the
+        inner part of attention; "op", as torchtitan's, all but attention and every other product;
+        "none", nothing. Collectives are repeated with "full" only.
         """
         again = list(self.forward)
         if recompute == "selective":
             again = [row for row in again if row.module in ("attn.scores", "attn.flash")]
         elif recompute == "op":
             products = [row for row in again if row.kind == "product"]
+            # torchtitan's policy saves every second product
             kept = {id(row) for row in products[::2]}
             again = [r for r in again if r.kind in ("product", "memory") and id(r) not in kept]
         elif recompute == "none":
@@ -151,14 +159,16 @@ class Operations:
 
 
 def memory(action: str, module: str, op: str, read: float, written: float) -> LedgerRow:
-    """Make a row that is bound by its bytes."""
+    """Return a row that is bound by the bytes it reads and writes."""
     return LedgerRow(action, module, "memory", op, read=round(read), written=round(written))
 
 
 def collective(
     action: str, module: str, op: str, payload: int, overlapped: bool = False, axis: str = "tp"
 ) -> LedgerRow:
-    """Over the ranks of an axis."""
+    """Return the row of a collective over the ranks of an axis. `overlapped`: it hides behind the
+    products that follow.
+    """
     return LedgerRow(
         action, module, "collective", op, axis=axis, payload=payload, overlapped=overlapped
     )
@@ -166,7 +176,9 @@ def collective(
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes the rows of operations as a program does them, on a rank's share."""
+    """Builds the rows of single operations as `program` does them on a rank's share. `hidden`:
+    hidden size.
+    """
 
     hidden: int
     share: RankShare
@@ -179,11 +191,13 @@ class Maker:
 
     @property
     def whole(self) -> int:
-        """Bytes of it on all ranks of tp together."""
+        """Bytes of the residual stream on all ranks of tp together."""
         return self.program.element * self.share.tokens * self.hidden
 
     def product(self, action: str, module: str, shape: tuple[int, int, int, int]) -> LedgerRow:
-        """[batch, rows, contraction] x [batch, contraction, columns]."""
+        """Return the row of a product [batch, rows, contraction] x [batch, contraction, columns];
+        `shape` is (batch, rows, columns, contraction).
+        """
         batch, rows, columns, contraction = shape
         dtype = "fp8" if self.program.fp8 else ""
         e = self.program.element
@@ -192,6 +206,7 @@ class Maker:
             module,
             "product",
             "mm",
+            # a multiplication and an addition each
             flops=2 * batch * rows * columns * contraction,
             read=(1 if dtype else e) * batch * contraction * (rows + columns),
             written=e * batch * rows * columns,
@@ -200,18 +215,22 @@ class Maker:
         )
 
     def linear(self, module: str, out: int, inp: int, rows: int, batch: int = 1) -> Both:
-        """Forward, and backward: the input's gradient, then the weight's. `batch`: matrices of as
-        many experts, of `rows` rows each.
+        """Return the rows of a linear layer [out, inp] on `rows` tokens: forward, then the
+        gradients of the input and of the weight. `batch`: number of experts, each with a matrix and
+        `rows` tokens of its own.
         """
+        # one small product per expert
         if batch > 1 and not self.program.grouped:
             forward, backward = self.linear(module, out, inp, rows)
             return [replace(r, times=batch) for r in forward], [
                 replace(r, times=batch) for r in backward
             ]
         weight = self.product("B", module, (batch, out, inp, rows))
+        # the mark by which `weights` finds it
         weight = replace(weight, op=f"mm of {WEIGHTS}")
         elements = batch * out * inp
         backward = [self.product("B", module, (batch, rows, inp, out)), weight]
+        # the sum is read and written by the product itself
         if self.program.accumulates:
             more = self.program.gradient * elements
             read, written = weight.read + more, weight.written + more
@@ -221,23 +240,32 @@ class Maker:
         return [self.product("F", module, (batch, rows, out, inp))], backward
 
     def added_up(self, module: str, elements: int) -> LedgerRow:
-        """A microbatch's gradients to the sum of those before it."""
+        """Return the row that adds a microbatch's weight gradients (`elements` of them) to the sum
+        of those before it.
+        """
         e, g = self.program.element, self.program.gradient
         if self.program.converts:
             return memory(
                 "B", module, f"add of {WEIGHTS}", (e + 2 * g) * elements, 2 * g * elements
             )
+        # reads gradient and sum, writes the sum
         return memory("B", module, f"add of {WEIGHTS}", (e + g) * elements, g * elements)
 
     def norm(self, module: str, kind: str) -> Both:
-        """RMSNorm without a kernel: to fp32, square, mean, times, back, times the weight."""
+        """Return the rows of a norm. An RMSNorm without a fused kernel goes through memory six
+        times: to fp32, square, mean, times, back, times the weight.
+        """
         x, eager = self.x, self.program.fused == "no" and kind == "rmsnorm"
+        # fused: read once, written once
         forward = memory("F", module, "norm", *((10 * x, 8 * x) if eager else (x, x)))
         backward = memory("B", module, "norm", *((16 * x, 10 * x) if eager else (4 * x, x)))
         return [forward], [backward]
 
     def column_parallel(self, module: str, linears: list[Both], sends: bool = True) -> Both:
-        """Columns of one input, and what crosses tp for them: I -> R, or S -> R."""
+        """Return the rows of column-parallel linear layers with one input, and their collectives
+        over tp (none unless `sends`): an all-reduce of the input's gradient, or with sequence
+        parallelism an all-gather of the input and a reduce-scatter of its gradient.
+        """
         share = self.share
         forward = [row for one in linears for row in one[0]]
         inputs = [one[1][0] for one in linears]
@@ -245,15 +273,21 @@ class Maker:
         if share.tp == 1 or not sends:
             return forward, [*inputs, *weights]
         if share.sequence_parallel:
+            # S -> R: tokens are gathered before the product
             forward = [collective("F", module, "all-gather", self.whole), *forward]
+            # the input was not kept gathered
             again = collective("B", module, "all-gather", self.whole, overlapped=True)
             out = collective("B", module, "reduce-scatter", self.whole, overlapped=True)
             return forward, [again, *inputs, out, *weights]
+        # weight gradients do not wait for it
         summed = collective("B", module, "all-reduce", self.whole, overlapped=True)
         return forward, [*inputs, summed, *weights]
 
     def row_parallel(self, module: str, linear: Both, sends: bool = True) -> Both:
-        """Rows, whose partial sums leave: P -> I, or P -> S."""
+        """Return the rows of a row-parallel linear layer, and its collectives over tp (none unless
+        `sends`): an all-reduce of the partial sums, or with sequence parallelism a reduce-scatter,
+        and an all-gather of the gradient.
+        """
         forward, backward = list(linear[0]), list(linear[1])
         if self.share.tp > 1 and sends:
             if self.share.sequence_parallel:

@@ -20,7 +20,9 @@ TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def check(options: PlanConfig) -> None:
-    """Raises ValueError for a file that exists or cannot be written, before anything is planned."""
+    """Raise ValueError for an output file that exists, cannot be written, or has the wrong suffix,
+    before anything is planned.
+    """
     if options.as_recipe is not None and Path(options.as_recipe).suffix not in (".yaml", ".yml"):
         raise ValueError(f"--as-recipe {options.as_recipe}: give a .yaml file")
     if options.as_recipe is not None:
@@ -32,9 +34,9 @@ def check(options: PlanConfig) -> None:
 
 
 def write_recipe(question: Question, found: Plan, file: Path) -> str:
-    """The first layout as a run for the tokens that were planned; returned is the command that
-    trains it, with a place for what it must still be given. Raises ValueError where it cannot be
-    written.
+    """Write the first layout as a run for the plan's tokens to `file`. Returns the command that
+    trains it, with placeholders for data and tokenizer if they are missing. Raises ValueError where
+    it cannot be written.
     """
     run = question.run_with_layout(found.ranked[0].layout)
     if found.tokens:
@@ -42,7 +44,9 @@ def write_recipe(question: Question, found: Plan, file: Path) -> str:
         run = replace(run, train=train)
     folder = Path(question.name)
     if run.data.tokenizer is None and any((folder / name).is_file() for name in TOKENIZER):
+        # the model's folder has one
         run = replace(run, data=replace(run.data, tokenizer=str(folder.absolute())))
+    # in the order of the options, as people read them
     text = gate.seal_yaml(yaml.safe_dump(to_dict(run), sort_keys=False))
     text = f"{RECIPE}\n{text}"
     try:

@@ -24,23 +24,25 @@ class Road:
     """The links between the ranks of a group."""
 
     ranks: int
+    """Ranks of the group."""
     together: int
     """Ranks in one node; where nodes have unlike numbers, the least."""
     rate: float
     """Bytes per second that the slowest link of a ring passes on."""
     alone: float
-    """Bytes per second from one rank to one that is the farthest from it."""
+    """Bytes per second between the two ranks that are farthest from each other."""
     near: float
-    """The same within a node."""
+    """Bytes per second between two ranks of one node."""
     latency: float
-    """Seconds of a step over the slowest link."""
+    """Seconds of a ring step over the slowest link."""
     step: float
-    """Seconds of a step inside a node."""
+    """Seconds of a ring step inside a node."""
     tier: str
-    """The farthest that it goes: gpu, node, or the name of a tier of switches."""
+    """The farthest level that it crosses: gpu, node, or the name of a tier of switches."""
 
     @property
     def nodes(self) -> int:
+        """Number of nodes that the group spans."""
         return -(-self.ranks // self.together)
 
 
@@ -54,6 +56,7 @@ class Placement:
     """GPUs of each node that have a rank."""
 
     def __post_init__(self):
+        """Raise ValueError where nodes have too few GPUs, or the cluster too few nodes."""
         if not 1 <= self.used <= self.cluster.gpus_per_node:
             raise ValueError(
                 f"{self.used} GPUs of a node are to be used, and {self.cluster.name} has "
@@ -67,10 +70,11 @@ class Placement:
             )
 
     def node(self, rank: int) -> int:
+        """Return the node of a rank."""
         return rank // self.used
 
     def road(self, ranks: Sequence[int]) -> Road:
-        """Return the links of a group, whose ranks are in order."""
+        """Return the links between the ranks of a group, given in order."""
         inside, between = self.cluster.inside, self.cluster.between
         nodes = [self.node(rank) for rank in ranks]
         first, last = min(nodes), max(nodes)
@@ -82,6 +86,7 @@ class Placement:
             return Road(len(ranks), len(ranks), rate, rate, rate, latency, latency, tier)
         together = min(nodes.count(first), nodes.count(last))
         tier, thinner, latency = self._reach(first, last)
+        # the adapters are shared by all GPUs in use
         adapter = between.rate / self.used / thinner
         return Road(
             len(ranks),
@@ -95,8 +100,8 @@ class Placement:
         )
 
     def _reach(self, first: int, last: int) -> tuple[Tier | None, float, float]:
-        """The tier that joins these nodes, by how much what comes up to it is thinned out, and its
-        latency.
+        """Return the tier of switches that joins two nodes (None without tiers), the product of
+        oversubscriptions below it, and the seconds of latency up to it.
         """
         thinner, latency, tier = 1.0, 0.0, None
         for tier in self.cluster.tiers:
@@ -142,5 +147,5 @@ def collective_seconds(op: str, payload: int, road: Road) -> float:
 
 
 def send_seconds(payload: int, road: Road) -> float:
-    """Return the seconds of a send from one rank of a pair to the other."""
+    """Return the seconds of sending `payload` bytes from one rank of a pair to the other."""
     return payload / road.alone + road.latency

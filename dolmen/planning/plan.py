@@ -32,7 +32,7 @@ class StageMemory:
     """Memory of the fullest rank of a pipeline rank."""
 
     live: Live
-    """At its peak."""
+    """Bytes by kind at its peak."""
     other: int
     """Context, communicators and workspace, as stated."""
     along: tuple[int, ...] = ()
@@ -40,6 +40,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
+        """Bytes at the peak, `other` included."""
         return self.live.total + self.other
 
 
@@ -56,7 +57,7 @@ class Traffic(NamedTuple):
 
 
 def words(layout: Mapping[str, int | str | bool]) -> str:
-    """Options as a person says them: "tp 8 pp 16"."""
+    """Format options as people say them: "tp 8 pp 16"."""
     return " ".join(
         name.rpartition(".")[2] if value is True else f"{name.rpartition('.')[2]} {value}"
         for name, value in layout.items()
@@ -65,9 +66,7 @@ def words(layout: Mapping[str, int | str | bool]) -> str:
 
 
 def command_options(options: Mapping[str, object]) -> str:
-    """Options as words of the command line, which a shell takes as they are; what is false, as
-    --SECTION.no-NAME.
-    """
+    """Format options for a command line, quoted for a shell; False is --SECTION.no-NAME."""
     found = []
     for name, value in options.items():
         section, _, option = name.rpartition(".")
@@ -88,6 +87,7 @@ class Change(NamedTuple):
     held: int
     """Bytes of its fullest rank."""
     fits: bool
+    """True if it fits the device's memory."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,10 @@ class Timeline(NamedTuple):
     simulation: Simulation
 
     def chunks_held(self, rank: int) -> list[int]:
-        """Chunks of which the rank holds activations, after each of its actions."""
+        """Return how many chunks of activations the rank holds after each of its actions."""
         count, found = 0, []
         for action in self.schedule.actions[rank]:
+            # an I keeps the activations that W needs
             count += (action.kind == "F") - (action.kind in "BW")
             found.append(count)
         return found
@@ -145,11 +146,13 @@ class Fleet(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Bytes, as a dry run counts them and in closed form."""
+    """A number of bytes, as a dry run counts it and in closed form."""
 
     name: str
     counted: int
+    """Bytes of the dry run."""
     formed: int
+    """Bytes of the closed form."""
     seconds: float = 0.0
     """For bytes that are sent: seconds that their links take for `formed`, hidden behind compute or
     not.
@@ -162,7 +165,10 @@ class Compared(NamedTuple):
 
     @property
     def off(self) -> float:
-        """The closed form against what was counted, as a share."""
+        """Relative error of the closed form: formed / counted - 1 (nothing counted: 1 if something
+        is formed, else 0).
+        """
+        # 100 % where nothing was counted
         return self.formed / self.counted - 1 if self.counted else float(self.formed > 0)
 
 
@@ -179,17 +185,19 @@ class RankRun(NamedTuple):
 
 @dataclass(frozen=True)
 class DryRun:
-    """Dry run of the first layout."""
+    """Result of dry-running the first layout."""
 
     ranks: tuple[RankRun, ...]
     struck: tuple[str, ...] = ()
-    """Layouts that were faster, and why they are not listed."""
+    """Faster layouts that the dry run rejected, and why."""
     left_out: str = ""
-    """Why there is none."""
+    """Why nothing was dry-run; "" if it was."""
 
 
 @dataclass(frozen=True)
 class Plan:
+    """The result of `dolmen plan`."""
+
     model: str
     parameters: int
     sequence_length: int
@@ -222,34 +230,43 @@ class Plan:
 
     @property
     def step_tokens(self) -> int:
+        """Tokens of a step."""
         return self.sequence_length * self.global_batch_size
 
     @property
     def budget(self) -> float:
-        """Tokens to train on."""
+        """Tokens to train on: --tokens, else 20 per parameter."""
         return self.tokens or 20.0 * self.parameters
 
     def days(self, estimate: Estimate) -> Estimate:
-        """For the budget, at so long a step."""
+        """Return the days (in place of seconds) that training on the budget takes at an estimated
+        step time, with their interval.
+        """
+        # steps over the seconds of a day
         steps = self.budget / self.step_tokens / 86400
         return Estimate(estimate.seconds * steps, estimate.low * steps, estimate.high * steps, {})
 
     def rent_cost(self, fleet: Fleet) -> float:
-        """Money for the budget on rented GPUs."""
+        """Return the cost of training on the budget on rented GPUs."""
         return fleet.gpus * 24 * self.days(fleet.estimate).seconds * self.prices.rent
 
     def owning_cost(self, fleet: Fleet) -> float:
-        """The same on nodes that are bought: their share of the years they last, and power."""
+        """Return the cost of training on the budget on owned nodes: their share of the years until
+        they are written off, and power.
+        """
         days = self.days(fleet.estimate).seconds
+        # whole nodes are bought
         nodes = -(-fleet.gpus // self.cluster.gpus_per_node)
+        # linear depreciation
         worn = nodes * self.prices.node * days / (365.25 * self.prices.years)
+        # at full power
         kilowatts = nodes * (self.cluster.node_watts or 0) / 1000
         return worn + kilowatts * 24 * days * self.prices.kilowatt_hour
 
     @property
     def ties(self) -> tuple[int, ...]:
-        """A number for each of `ranked`, equal for layouts whose order the prediction cannot say:
-        each is within the 90 % interval of the fastest of its group.
+        """Group number of each layout of `ranked`, from 1: the order within a group is not certain,
+        as each is within the 90 % interval of the fastest of its group.
         """
         numbers: list[int] = []
         most = 0.0
@@ -257,6 +274,7 @@ class Plan:
             seconds = one.estimate.seconds
             if seconds > most:
                 most = one.estimate.high
+                # a new group: its interval decides from here
                 numbers.append(numbers[-1] + 1 if numbers else 1)
             else:
                 numbers.append(numbers[-1])
@@ -264,7 +282,9 @@ class Plan:
 
     @property
     def front(self) -> tuple[Fleet, ...]:
-        """Fleets of which no other has fewer GPUs and is as fast, the smallest first."""
+        """The fleets on the front of GPUs against time, smallest first: no fleet with fewer GPUs is
+        as fast.
+        """
         found: list[Fleet] = []
         for fleet in sorted(self.fleets, key=lambda f: (f.gpus, f.estimate.seconds)):
             if not found or fleet.estimate.seconds < found[-1].estimate.seconds:

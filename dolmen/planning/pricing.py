@@ -38,7 +38,7 @@ STEADY = 3
 
 
 class Timed(NamedTuple):
-    """A choice, and what a simulation says of it."""
+    """A layout's estimate, and the simulation that it comes from."""
 
     estimate: Estimate
     simulation: Simulation
@@ -47,27 +47,30 @@ class Timed(NamedTuple):
 
 
 class StagePart(NamedTuple):
-    """A part of a stage: a kind of layer by its number, or an end."""
+    """A part of a stage: a layer, by the number of its kind, or the embedding or head."""
 
     kind: int
     again: bool = False
-    """Backward computes it again, where the choice has anything computed again."""
+    """Backward recomputes it, if the layout recomputes anything."""
 
 
 EMBEDDING, HEAD = StagePart(-1), StagePart(-2)
 
 
 class RankGroup(NamedTuple):
-    """Pipeline ranks that have the same parts."""
+    """Pipeline ranks that consist of the same parts."""
 
     ranks: int
+    """Number of these ranks."""
     parts: tuple[tuple[StagePart, int], ...]
     """(part, how often a rank has it)."""
 
 
 @dataclass
 class Pricing:
-    """Seconds of the layouts of a model on a cluster."""
+    """Predicts the seconds of a step for layouts of one model on one cluster. Results are cached by
+    the fields of a layout on which they depend.
+    """
 
     capacity: Capacity
     """Memory of its ranks, which has its tree, length and dtype."""
@@ -85,14 +88,16 @@ class Pricing:
 
     @cached_property
     def program(self) -> Program:
-        """How dolmen computes a step of this run: with dropout it forms the scores."""
+        """How dolmen computes a step of this run. With dropout attention writes its scores to
+        memory.
+        """
         capacity = self.capacity
         scores: Literal["scores", "flash"] = "scores" if capacity.dropout else "flash"
         dropped = capacity.dropout > 0
         return replace(OURS, attention=scores, dropout=dropped, element=capacity.element_bytes)
 
     def machine(self, choice: LayoutChoice) -> Machine:
-        """Its first rank, placed."""
+        """Return the machine that prices the layout's first rank, placed on the cluster."""
         mesh = choice[:5]
         if mesh not in self._machines:
             world = Topology(choice.dp, choice.tp, choice.pp, choice.cp, choice.ep)
@@ -102,17 +107,20 @@ class Pricing:
         return self._machines[mesh]
 
     def micros(self, choice: LayoutChoice) -> int:
-        """Microbatches of a step on a rank."""
+        """Return the microbatches of a step on each data-parallel rank."""
         return self.global_batch_size // choice.dp // choice.microbatch_size
 
     def quick(self, choice: LayoutChoice) -> float:
-        """Seconds of a step, in closed form."""
+        """Return the seconds of a step in closed form; see the head of this file."""
         span, forward, backward = self._closed_form(choice)
         optimizer, shown = self._update_seconds(choice, forward, backward)
         return span + optimizer.total + shown
 
     def _closed_form(self, choice: LayoutChoice) -> tuple[float, float, float]:
-        """(until the last action ends; F and B of the rank that takes longest)."""
+        """Return (seconds until the last action ends, the forward and the backward seconds of the
+        rank with the longest), for one microbatch each.
+        """
+        # without ZeRO, which changes no computation
         key = (*choice[:5], choice.sequence_parallel, *choice[7:])
         if found := self._quick.get(key):
             return found
@@ -121,6 +129,7 @@ class Pricing:
         forward, backward, weights = (self._seconds(choice, kind) for kind in "FBW")
         fs = [_total(rank, forward) for rank in ranks]
         bs = [_total(rank, backward) for rank in ranks]
+        # it sets the pace of the steady state
         slowest = max(f + b for f, b in zip(fs, bs, strict=True))
         f = sum(n.ranks * each for n, each in zip(ranks, fs, strict=True)) / p
         b = sum(n.ranks * each for n, each in zip(ranks, bs, strict=True)) / p
@@ -133,17 +142,18 @@ class Pricing:
         else:
             w = sum(n.ranks * _total(n, weights) for n in ranks) / p
             idle = f + b - 2 * w if choice.schedule == "zero-bubble" else f / 2
+        # the first microbatch's way through all stages, and its gradient's way back
         hops = 2 * (p - 1) * self._send(choice) * v
         self._quick[key] = micros * slowest + (p - 1) * idle + hops, max(fs), max(bs)
         return self._quick[key]
 
     def _seconds(self, choice: LayoutChoice, kind: str) -> dict[StagePart, float]:
-        """Return the seconds of an action of each part that the pipeline has."""
+        """Return for each part of the pipeline the seconds of one action (`kind`: F, B, I or W)."""
         parts = {part for rank in self._ranks(choice) for part, _ in rank.parts}
         return {part: self._part(part, choice).parts(kind).total for part in parts}
 
     def _ranks(self, choice: LayoutChoice) -> list[RankGroup]:
-        """Pipeline ranks that have equal parts, each kind once."""
+        """Return the pipeline ranks grouped by equal parts."""
         key = (choice.pp, choice.schedule, choice.virtual_stages, choice.recompute_layers)
         if key not in self._rank_groups:
             found: Counter[tuple] = Counter()
@@ -156,6 +166,9 @@ class Pricing:
         return self._rank_groups[key]
 
     def _parts_of(self, choice: LayoutChoice, stage: int) -> list[StagePart]:
+        """Return the parts of a virtual stage: its layers, with the embedding in the first and the
+        head in the last.
+        """
         layers, limit = self.capacity.ranks.layers_of_stages(choice), choice.recompute_layers
         found = [
             StagePart(self.capacity.ranks.kinds[layer], limit is None or i < limit)
@@ -165,7 +178,9 @@ class Pricing:
         return [*found, *ends]
 
     def _unevenness(self, choice: LayoutChoice) -> float:
-        """How much longer ranks take whose chunks have unlike numbers of layers."""
+        """Return the factor (1 or more) by which an interleaved schedule is longer because chunks
+        have different numbers of layers.
+        """
         layers = [len(stage) for stage in self.capacity.ranks.layers_of_stages(choice)]
         p = choice.pp
         chunks = [layers[at : at + p] for at in range(0, len(layers), p)]
@@ -173,8 +188,8 @@ class Pricing:
         return max(1.0, sum(map(max, chunks)) / most)
 
     def full(self, choice: LayoutChoice) -> Timed:
-        """A simulated step: of as many microbatches as it takes until nothing changes, and the rest
-        like the last.
+        """Simulate a step with the schedule's own lists: at most STEADY * pp microbatches; each
+        further one adds the computation of the slowest rank.
         """
         micros, p = self.micros(choice), choice.pp
         whole = micros <= STEADY * p
@@ -190,16 +205,19 @@ class Pricing:
             key=lambda one: one.total,
         )
         for name, seconds in slowest.named_seconds().items():
+            # in the steady state the slowest rank never idles
             parts[name] += (micros - some) * seconds
         return Timed(self.spread.around(sum(parts.values()), parts), simulation, lists)
 
     def _rank_seconds(self, choice: LayoutChoice, rank: int, stages: list[Stage]) -> Parts:
-        """Return the seconds that a rank computes for a microbatch."""
+        """Return the seconds that a pipeline rank computes for one microbatch, forward and
+        backward.
+        """
         here = [stages[stage] for stage in stages_of(choice, rank)]
         return sum((stage.forward + stage.backward for stage in here), Parts())
 
     def stages(self, choice: LayoutChoice) -> list[Stage]:
-        """Return the seconds of each virtual stage, in order."""
+        """Return the seconds of each virtual stage for one microbatch, in order."""
         made, send = [], self._send(choice)
         for stage in range(choice.pp * choice.virtual_stages):
             parts = Counter(self._parts_of(choice, stage))
@@ -207,8 +225,8 @@ class Pricing:
         return made
 
     def update(self, choice: LayoutChoice) -> Parts:
-        """Return the seconds after the last action, on the rank that has most: the optimizer, and
-        what fsdp sends and no computation hides.
+        """Return the seconds after the last action, on the rank with most parameters: the
+        optimizer, and FSDP communication that no computation hides.
         """
         _, forward, backward = self._closed_form(choice)
         optimizer, shown = self._update_seconds(choice, forward, backward)
@@ -217,8 +235,12 @@ class Pricing:
     def _update_seconds(
         self, choice: LayoutChoice, forward: float, backward: float
     ) -> tuple[Parts, float]:
+        """Return the optimizer's seconds, and those of exposed FSDP communication. `forward`,
+        `backward`: seconds of a microbatch, behind which it may hide.
+        """
         ranks = self.capacity.ranks
         most = max(ranks.elements(choice, rank) for rank in ranks.telling(choice))
+        # elements whose optimizer state this rank holds
         own = most if choice.zero == 0 else most // (choice.dp * choice.cp)
         if own not in self._updates:
             rows = update_rows(own, own, True, self.program, moments=self.capacity.moments)
@@ -228,9 +250,9 @@ class Pricing:
     def _exposed_fsdp(
         self, choice: LayoutChoice, elements: int, forward: float, backward: float
     ) -> float:
-        """Return the seconds of gathering parameters and reducing gradients beyond the action that
-        they are sent behind, and by which they slow it: once per step, or per microbatch.
-        docs/concepts/zero.md says when.
+        """Return the seconds that gathering `elements` parameters and reducing their gradients adds
+        to the actions behind which they are sent, in a step. How often depends on ZeRO and the
+        schedule (docs/concepts/zero.md).
         """
         if choice.dp * choice.cp == 1:
             return 0.0
@@ -253,11 +275,14 @@ class Pricing:
         )
 
     def _fsdp_seconds(self, choice: LayoutChoice, elements: int) -> tuple[float, float, float]:
-        """Seconds of summing gradients everywhere, of gathering parameters, of scattering sums."""
+        """Return the seconds of an all-reduce of `elements` gradients in fp32, of an all-gather of
+        the parameters in the compute dtype, and of a reduce-scatter of the gradients in fp32.
+        """
         key = (choice[:4], elements)
         if key not in self._sent:
             road, size = self.machine(choice).road("fsdp"), self.capacity.element_bytes
             units = self._units(choice)
+            # bytes per element: gradients are reduced in fp32
             payloads = {"all-reduce": 4, "all-gather": size, "reduce-scatter": 4}
             every, gather, reduce = (
                 units * collective_seconds(op, each * elements // units, road)
@@ -267,22 +292,29 @@ class Pricing:
         return self._sent[key]
 
     def _units(self, choice: LayoutChoice) -> int:
-        """Parts that are gathered and reduced one at a time: blocks, and the ends."""
+        """Return how many FSDP units a rank has, which are gathered and reduced one at a time:
+        blocks, and one for embedding and head.
+        """
         return self.capacity.tree.layers // choice.pp + 1
 
     def _send(self, choice: LayoutChoice) -> float:
+        """Return the seconds of sending one microbatch's activations to the next stage; 0 without a
+        pipeline.
+        """
         if choice.pp == 1:
             return 0.0
         return send_seconds(self._sent_bytes(choice), self.machine(choice).hop())
 
     def _sent_bytes(self, choice: LayoutChoice) -> int:
-        """Return the bytes from a stage to the next, for a microbatch."""
+        """Return the bytes of activations that a stage sends to the next for one microbatch."""
         tokens = choice.microbatch_size * self.capacity.sequence_length // choice.cp
+        # sequence parallelism sends this rank's tokens only
         payload = tokens * self.capacity.tree.hidden_size * self.capacity.element_bytes
         return payload // choice.tp if choice.sequence_parallel else payload
 
     def _part(self, part: StagePart, choice: LayoutChoice) -> Stage:
-        """Return the seconds of a part for a microbatch."""
+        """Return the seconds of a part for one microbatch, cached."""
+        # only tp matters for a block otherwise: far fewer entries
         mesh = choice[:5] if choice.ep > 1 or choice.cp > 1 else choice[:1]
         recompute = choice.recompute if part.again else "none"
         key = (part, mesh, choice.sequence_parallel, recompute, choice.microbatch_size)
@@ -291,7 +323,7 @@ class Pricing:
         return self._parts[key]
 
     def _work(self, part: StagePart, choice: LayoutChoice) -> Operations:
-        """Rows of a part, for a microbatch."""
+        """Return the operations of a part for one microbatch, recomputation included."""
         tree, ranks = self.capacity.tree, self.capacity.ranks
         share = RankShare(
             choice.microbatch_size,
@@ -309,7 +341,9 @@ class Pricing:
         return rows.add_recomputation(choice.recompute if part.again else "none")
 
     def crossing(self, choice: LayoutChoice, rank: int) -> Iterator[LedgerRow]:
-        """The collectives and sends of a whole step of a pipeline rank, each with how often."""
+        """Yield ledger rows for the collectives and sends of a whole step of a pipeline rank,
+        `times` each.
+        """
         micros = self.micros(choice)
         for stage in stages_of(choice, rank):
             for part, number in Counter(self._parts_of(choice, stage)).items():
@@ -325,13 +359,13 @@ class Pricing:
             yield from self._fsdp_rows(choice, rank)
 
     def _neighbours(self, choice: LayoutChoice, rank: int) -> int:
-        """Stages of other ranks before and after those of a pipeline rank."""
+        """Return how many links to stages of other ranks the stages of a pipeline rank have."""
         mine, last = stages_of(choice, rank), choice.pp * choice.virtual_stages - 1
         around = [other for stage in mine for other in (stage - 1, stage + 1)]
         return sum(0 <= other <= last and other not in mine for other in around)
 
     def _fsdp_rows(self, choice: LayoutChoice, rank: int) -> Iterator[LedgerRow]:
-        """Yield the collectives that `_exposed_fsdp` prices."""
+        """Yield ledger rows for the FSDP collectives that `_exposed_fsdp` prices."""
         elements, micros = self.capacity.ranks.elements(choice, rank), self.micros(choice)
         late = choice.zero < 2 or choice.schedule.startswith("zero-bubble")
         reduces = 1 if late else micros
@@ -348,14 +382,16 @@ class Pricing:
 
 
 def exposed_seconds(seconds: float, computed: float, first: float) -> float:
-    """Seconds that a collective adds to the computation that it runs beside; a share of it,
-    `first`, has nothing to hide behind.
+    """Return the seconds that a collective adds to computation of `computed` seconds that runs at
+    the same time. A share `first` of it cannot be hidden; the hidden part still costs CONTENTION of
+    itself.
     """
     hidden = min(seconds * (1 - first), computed)
     return seconds - hidden + CONTENTION * hidden
 
 
 def _total(rank: RankGroup, seconds: dict[StagePart, float]) -> float:
+    """Return the seconds of all parts of a pipeline rank."""
     return sum(number * seconds[part] for part, number in rank.parts)
 
 
@@ -367,11 +403,12 @@ AXES = {"fsdp": "dp"}  # what cost.Parts calls them
 
 
 def traffic(pricing: Pricing, choice: LayoutChoice) -> tuple[Traffic, ...]:
-    """Return the traffic of the rank with most parameters that has stages before and after it,
-    where one has; the nearest tier first.
+    """Return the traffic of one rank by tier and axis, the nearest tier first: the rank with most
+    parameters, among those with stages on both sides if there are any.
     """
     machine = pricing.machine(choice)
     rank = max(
+        # ranks with neighbours on both sides send most
         range(choice.pp)[1:-1] or range(choice.pp),
         key=lambda rank: pricing.capacity.ranks.elements(choice, rank),
     )
@@ -386,7 +423,9 @@ def traffic(pricing: Pricing, choice: LayoutChoice) -> tuple[Traffic, ...]:
 
 
 def tier_traffic(row: LedgerRow, machine: Machine) -> Iterator[Traffic]:
-    """Yield the bytes of a collective or a send, as often as it happens, on each tier."""
+    """Yield the bytes that a rank sends for a row (a collective or a send, all its `times`) on each
+    tier that it crosses, with the seconds that the link is busy.
+    """
     axis = AXES.get(row.axis, row.axis)
     if row.kind == "send":
         tier, size = machine.hop().tier, float(row.payload * row.times)
@@ -403,11 +442,12 @@ def tier_traffic(row: LedgerRow, machine: Machine) -> Iterator[Traffic]:
 
 
 def shares(op: str, road: Road) -> tuple[float, float]:
-    """Return (the share of a payload that each rank sends within its node, the share that it sends
-    out of it).
+    """Return two shares of a collective's payload that each rank sends: within its node, and out of
+    it.
     """
     n, g = road.ranks, road.together
     if op == "all-to-all":
         return (g - 1) / n, (n - g) / n
     sent = (n - 1) / n * (2 if op == "all-reduce" else 1)
+    # one of g hops of the ring leaves the node
     return (sent, 0.0) if g == n else (sent * (g - 1) / g, sent / g)

@@ -27,21 +27,26 @@ STEP = ("global_batch_size", "sequence_length")
 
 @dataclass(frozen=True)
 class Question:
-    """A run on all GPUs of a cluster, and what is given of its layout."""
+    """A planning problem: a run on all GPUs of a cluster, with the pinned parts of its layout.
+    Space, memory and prices derive from it, each computed once.
+    """
 
     name: str
     run: RunConfig
     cluster: Cluster
     pins: Pins
     microbatch_size: int | None
+    """The microbatch size that is pinned; None: searched."""
     named: RunConfig
-    """The run that the name stands for, before what is asked."""
+    """The run that the model's name stands for, before any option of the request."""
     assumed: tuple[str, ...] = ()
-    """Options of STEP that neither it nor what is asked says: a run's defaults."""
+    """Options of STEP that neither that run nor the request sets: defaults."""
 
     @staticmethod
     def from_request(request: PlanRequest) -> "Question":
-        """Resolve a request. Raises ValueError."""
+        """Resolve a request: read the cluster, apply its options to the run, choose the dtype.
+        Raises ValueError without --cluster, or for options that do not fit the model or the device.
+        """
         options = request.options
         if options.cluster is None:
             raise ValueError("missing --cluster (such as dgx-a100:384, or a YAML file)")
@@ -50,28 +55,33 @@ class Question:
         if "dtype" not in step and request.run.train.dtype not in ("bfloat16", "float16"):
             step["dtype"] = "bfloat16"
         if "dtype" not in options.train.said and "bf16" not in cluster.device.peak:
+            # a V100 has no bf16
             step["dtype"] = "float16" if "fp16" in cluster.device.peak else "float32"
         split = (options.layout.schedule or "").startswith("zero-bubble")
         if split and "compile" not in step:
+            # a compiled backward cannot be split
             step["compile"] = False
         run = replace(request.run, train=replace(request.run.train, **step))
+        # before minutes of search
         run.check_length()
         if split:
             replace(run, layout=Layout(**options.layout.said)).refuse_compiled()
+        # raises for a dtype that the device does not multiply
         cluster.device.rate(PRODUCTS[run.train.dtype])
         default = to_dict(TrainConfig())
         named = to_dict(request.run.train)
+        # shown, as they decide the result
         assumed = tuple(n for n in STEP if n not in step and named[n] == default[n])
         micro = options.train.microbatch_size
         return Question(request.name, run, cluster, options.layout, micro, request.run, assumed)
 
     @property
     def batch(self) -> int:
-        """Sequences of a step."""
+        """Sequences of a step (global batch size)."""
         return self.run.train.global_batch_size
 
     def space(self, pins: Pins | None = None) -> Space:
-        """Its layouts, or those with other pins."""
+        """Return the layouts to search, with its pins or others."""
         return Space(
             self.run.trained,
             self.cluster.gpus,
@@ -84,7 +94,7 @@ class Question:
 
     @cached_property
     def capacity(self) -> Capacity:
-        """Memory of its ranks."""
+        """Closed-form memory of the run's ranks."""
         return Capacity(
             self.run.trained,
             self.run.sequence_length,
@@ -95,22 +105,22 @@ class Question:
 
     @cached_property
     def pricing(self) -> Pricing:
-        """Time of its layouts."""
+        """Predicted time of the run's layouts."""
         dtype = PRODUCTS[self.run.train.dtype]
         group = error_group(self.cluster.device.name, self.run.tree.experts > 0)
         spread = read_errors().spread(group)
         return Pricing(self.capacity, self.cluster, self.batch, dtype, spread)
 
     def fullest_bytes(self, choice: LayoutChoice) -> int:
-        """Bytes of the fullest rank."""
+        """Return the peak bytes of the fullest rank of a layout."""
         return self.capacity.fullest(choice, self.batch)
 
     def fits(self, choice: LayoutChoice) -> bool:
-        """Return whether every rank has memory enough."""
+        """Return whether the fullest rank of a layout fits the device's memory."""
         return self.fullest_bytes(choice) <= self.cluster.device.memory
 
     def run_with_layout(self, layout: Mapping[str, int | str | bool]) -> RunConfig:
-        """The run with a layout, whose options these are, as `dolmen train` takes it."""
+        """Return the run with a layout. `layout`: options as `LayoutChoice.options` has them."""
         said: dict[str, dict[str, Any]] = {"layout": {}, "train": {}}
         for name, value in layout.items():
             section, _, option = name.partition(".")

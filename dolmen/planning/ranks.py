@@ -14,16 +14,17 @@ from dolmen.planning.space import LayoutChoice
 
 
 def stages_of(choice: LayoutChoice, rank: int) -> list[int]:
-    """The stages of a pipeline rank: its first, and one for each further chunk."""
+    """Return the virtual stages of a pipeline rank, in order of its chunks."""
     p = choice.pp
     if choice.schedule == "zero-bubble-v":
+        # V placement: down the ranks and back up, so rank 0 has both ends
         return [rank, 2 * p - 1 - rank]
     return [rank + p * chunk for chunk in range(choice.virtual_stages)]
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters that a rank has of one part, those of experts by themselves."""
+    """Numbers of parameters, dense and of experts."""
 
     dense: int = 0
     experts: int = 0
@@ -35,10 +36,13 @@ class ParameterCount:
 
     @staticmethod
     def count(leaves: ParamSpecs, sizes: Mapping[str, int]) -> "ParameterCount":
-        """Count these leaves, where each axis has so many ranks."""
+        """Count the parameters that a rank holds of these leaves. `sizes`: ranks of each axis (tp,
+        ep).
+        """
         dense = experts = 0
         for leaf in leaves.values():
             number = math.prod(leaf.held(sizes))
+            # split over ep too, and sharded over fewer ranks by ZeRO
             if leaf.stacked:
                 experts += number
             else:
@@ -46,11 +50,12 @@ class ParameterCount:
         return ParameterCount(dense, experts)
 
     def __add__(self, other: "ParameterCount") -> "ParameterCount":
+        """Add dense and expert parameters separately."""
         return ParameterCount(self.dense + other.dense, self.experts + other.experts)
 
 
 class RankParameters(NamedTuple):
-    """Parameters of a pipeline rank, on one rank of tp."""
+    """Parameters of a pipeline rank, on one rank of tp and ep, before sharding by ZeRO."""
 
     blocks: ParameterCount
     ends: ParameterCount
@@ -61,7 +66,7 @@ class RankParameters(NamedTuple):
 
 @dataclass
 class ModelRanks:
-    """Layers and parameters of the ranks of a model."""
+    """Layers and parameters of the pipeline ranks of a model; results are cached."""
 
     tree: ModelSpec
     _layers: dict[int, list[range]] = field(default_factory=dict)
@@ -70,38 +75,42 @@ class ModelRanks:
     _parameters: dict[tuple, RankParameters] = field(default_factory=dict)
 
     def layers_of_stages(self, choice: LayoutChoice) -> list[range]:
-        """The layers of each virtual stage."""
+        """Return the layers of each virtual stage."""
         stages = choice.pp * choice.virtual_stages
         if stages not in self._layers:
             self._layers[stages] = balance(self.tree.layers, stages)
         return self._layers[stages]
 
     def layers(self, choice: LayoutChoice, rank: int) -> list[int]:
-        """The layers of a pipeline rank, its first stage's first."""
+        """Return the layers of a pipeline rank, those of its first stage first."""
         stages = self.layers_of_stages(choice)
         return [layer for stage in stages_of(choice, rank) for layer in stages[stage]]
 
     def telling(self, choice: LayoutChoice) -> list[int]:
-        """Return the first and the last of pipeline ranks with equal layers: one of them is
-        fullest.
+        """Return the pipeline ranks that can be the fullest: of those with equal layers the first
+        and the last.
         """
         key = (choice.pp, choice.schedule, choice.virtual_stages)
         if key not in self._telling:
             classes: dict[object, list[int]] = {}
             for rank in range(choice.pp):
+                # in-flight microbatches rise or fall monotonically with the rank
                 kinds = tuple(sorted(self.kinds[i] for i in self.layers(choice, rank)))
+                # ends have embedding or head, so they are classes of their own
                 ends = rank if rank in (0, choice.pp - 1) else None
                 classes.setdefault((kinds, ends), []).append(rank)
             self._telling[key] = sorted({r for one in classes.values() for r in (one[0], one[-1])})
         return self._telling[key]
 
     def elements(self, choice: LayoutChoice, rank: int) -> int:
-        """Parameters of a pipeline rank, on one rank of tp."""
+        """Return the number of parameters of a pipeline rank, on one rank of tp."""
         found = self.parameters(choice, rank)
         return (found.blocks + found.ends).number
 
     def parameters(self, choice: LayoutChoice, rank: int) -> RankParameters:
-        """The same, by where they are."""
+        """Return the parameters of a pipeline rank: blocks, embedding and head, and the largest
+        block.
+        """
         key = (*choice[:5], choice.schedule, choice.virtual_stages, rank)
         if key not in self._parameters:
             sizes = {"tp": choice.tp, "ep": choice.ep}
@@ -120,6 +129,7 @@ class ModelRanks:
         return self._parameters[key]
 
     def _held_blocks(self, tp: int, ep: int) -> list[ParameterCount]:
+        """Return the parameters of each kind of layer on one rank of tp and ep."""
         if (tp, ep) not in self._of_blocks:
             leaves = [select_prefix(self.tree.leaves, f"layers.{i}") for i in self.examples]
             self._of_blocks[tp, ep] = [
@@ -129,26 +139,29 @@ class ModelRanks:
 
     @cached_property
     def blocks(self) -> list[BlockSpec]:
-        """The kinds of layers."""
+        """Distinct kinds of layers, in order of their first layer."""
+        # a model has one or two kinds, so a few counts serve all layers
         return list(dict.fromkeys(self.tree.blocks))
 
     @cached_property
     def kinds(self) -> list[int]:
-        """Number of the kind of each layer."""
+        """For each layer the index of its kind in `blocks`."""
         number = {block: i for i, block in enumerate(self.blocks)}
         return [number[block] for block in self.tree.blocks]
 
     @cached_property
     def examples(self) -> list[int]:
-        """First layer of each kind."""
+        """For each kind the first layer that has it."""
         return [self.kinds.index(kind) for kind in range(len(self.blocks))]
 
     @cached_property
     def _first(self) -> ParamSpecs:
+        """Parameters of the embedding, held by the first stage."""
         return self.tree.embedding.leaves(self.tree.hidden_size, self.tree.head.tied)
 
     @cached_property
     def _last(self) -> ParamSpecs:
+        """Parameters outside of layers and embedding (final norm, head), held by the last stage."""
         return {
             name: leaf
             for name, leaf in self.tree.leaves.items()

@@ -22,6 +22,8 @@ NAME = "index.html"
 
 
 class ReportFigure(NamedTuple):
+    """A figure of the report, with its heading and caption."""
+
     heading: str
     draw: Callable[[Plan], Drawing]
     caption: str
@@ -84,21 +86,25 @@ FIGURES = (
 
 
 def write_report(plan: Plan, folder: Path) -> Path:
-    """The page, in `folder`, which is made where there is none. Raises OSError."""
+    """Write the page to index.html in `folder`, which is created if necessary; return its path.
+    Raises OSError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     to = folder / NAME
+    # can be written again at any time, so no fsync
     write.replace(to, page(plan), lasting=False)
     return to
 
 
 def page(plan: Plan) -> str:
-    """The page as text."""
+    """Return the report of a plan as an HTML page."""
     figures = "\n".join(_figure(number, one, plan) for number, one in enumerate(FIGURES, 1))
     cluster = plan.cluster
     under = (
         f"{plural(plan.gpus, 'GPU')} of {cluster.name} ({cluster.device.name}), "
         f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,} tokens a step"
     )
+    # $name placeholders: CSS is full of braces
     return Template(gate.read_text(FRAME, gate.MIB)).substitute(
         title=escape(f"{plan.model} on {cluster.name}"),
         style=house_style(),
@@ -111,6 +117,7 @@ def page(plan: Plan) -> str:
 
 
 def _figure(number: int, figure: ReportFigure, plan: Plan) -> str:
+    """Return heading, drawing and caption of a figure as HTML."""
     return (
         f'<h2>{escape(figure.heading)}</h2>\n<figure id="figure-{number}">\n{figure.draw(plan)}\n'
         f"<figcaption><b>Figure {number}.</b> {escape(figure.caption)}</figcaption>\n</figure>"
@@ -118,9 +125,10 @@ def _figure(number: int, figure: ReportFigure, plan: Plan) -> str:
 
 
 def _summary(plan: Plan) -> str:
-    """The answer in a table, and how to run it."""
+    """Return the plan's main numbers as an HTML table, and the options of the best layout."""
     best = plan.ranked[0]
     found, days = best.estimate, plan.days(best.estimate)
+    # GiB
     free = (plan.cluster.device.memory - best.fullest) / 2**30
     rows = {
         "parameters": f"{short(plan.parameters)} ({plan.parameters:,})",
@@ -131,6 +139,7 @@ def _summary(plan: Plan) -> str:
         f"{short(plan.budget)} tokens": f"{_between(days)} days",
         "layouts looked at": f"{plan.considered:,}",
     }
+    # names of models and layouts come from files: always escaped
     cells = "\n".join(
         f"<tr><td>{escape(name)}</td><td>{escape(words)}</td></tr>" for name, words in rows.items()
     )
@@ -138,4 +147,5 @@ def _summary(plan: Plan) -> str:
 
 
 def _between(found: Estimate) -> str:
+    """Format an estimate as "value (low to high)", three digits each."""
     return f"{found.seconds:.3g} ({found.low:.3g} to {found.high:.3g})"

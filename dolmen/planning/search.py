@@ -28,9 +28,9 @@ LESS = 0.99
 
 
 def changes(question: Question, choice: LayoutChoice, now: float) -> Iterator[Change]:
-    """Yield what each change of one thing would gain over a layout that takes `now` seconds, the
-    fastest first; dp is what the others leave. Each is simulated, as that is. A change that takes
-    as long and holds as much gains nothing.
+    """Yield what each change of one option would gain over a layout that takes `now` seconds, the
+    fastest first; dp follows from the others. Each is simulated. A change that is neither faster
+    nor needs less memory is left out.
     """
     here = question.fullest_bytes(choice)
     tried = []
@@ -47,7 +47,9 @@ def changes(question: Question, choice: LayoutChoice, now: float) -> Iterator[Ch
 
 
 def neighbours(question: Question, choice: LayoutChoice) -> Iterator[LayoutChoice]:
-    """Layouts that differ in one thing, whatever is pinned."""
+    """Yield the layouts that differ from `choice` in one option (and the dp that follows), also
+    where that option is pinned.
+    """
     pins: dict[str, Any] = choice._asdict()
     size = pins.pop("microbatch_size")
     pins.pop("dp")
@@ -60,6 +62,7 @@ def neighbours(question: Question, choice: LayoutChoice) -> Iterator[LayoutChoic
             if name == "recompute" and value == "none":
                 changed["recompute_layers"] = None
             try:
+                # raises if the options do not go together
                 space = replace(question.space(Pins(**changed)), microbatch_size=micro)
             except ValueError:
                 continue
@@ -67,11 +70,14 @@ def neighbours(question: Question, choice: LayoutChoice) -> Iterator[LayoutChoic
 
 
 def _variants(choice: LayoutChoice) -> dict[str, list]:
-    """One step each way."""
+    """Return for each option the values one step away: sizes doubled or at the next smaller
+    divisor, other ZeRO stages and so on.
+    """
     sizes = {n: [getattr(choice, n) * 2] for n in ("tp", "pp", "cp", "ep", "microbatch_size")}
     for name, found in sizes.items():
         value = getattr(choice, name)
         if value > 1:
+            # the next smaller size that divides
             found.append(max(divisors(value)[:-1]))
     chunks = choice.virtual_stages
     return {
@@ -84,15 +90,15 @@ def _variants(choice: LayoutChoice) -> dict[str, list]:
 
 
 def difference(one: LayoutChoice, other: LayoutChoice) -> str:
-    """ "tp 4" of two that differ in tp, and in the dp that it leaves."""
+    """Return the options in which `other` differs from `one`, without dp, such as "tp 4"."""
     pairs = zip(one._asdict().items(), other, strict=True)
     text = [f"{n.replace('_', '-')} {b}" for (n, a), b in pairs if a != b and n != "dp"]
     return " ".join(text)
 
 
 def add_fleets(question: Question, plan: Plan) -> Plan:
-    """The plan, with the best layouts of half as many nodes, twice as many, and so on. These keep
-    the tensor, context and expert parallelism of its first layout, which is seconds in place of
+    """Return the plan with fleets: the best layouts on half as many nodes, twice as many, and so
+    on. These keep the tp, cp and ep of the first layout, so that the search takes seconds and not
     minutes.
     """
     first = plan.ranked[0]
@@ -101,8 +107,10 @@ def add_fleets(question: Question, plan: Plan) -> Plan:
 
 
 def _others(question: Question, plan: Plan) -> Iterator[Fleet]:
+    """Yield the best layout on other numbers of nodes; those on which none fits are left out."""
     cluster, said = question.cluster, plan.ranked[0].layout
     kept = {axis: int(said.get(f"layout.{axis}", 1)) for axis in ("tp", "cp", "ep")}
+    # pp and dp are free
     pins = replace(question.pins, pp=None, dp=None, **kept)
     for nodes in sizes(cluster.nodes, cluster.tiers[-1].nodes if cluster.tiers else cluster.nodes):
         placed = replace(cluster, nodes=nodes)
@@ -117,7 +125,9 @@ def _others(question: Question, plan: Plan) -> Iterator[Fleet]:
 
 
 def sizes(nodes: int, most: int) -> list[int]:
-    """Numbers of nodes from an eighth to four times as many, as far as a cluster goes."""
+    """Return other numbers of nodes: an eighth, a quarter, half (where whole), twice and four
+    times, up to `most`.
+    """
     halves = [nodes // 2**n for n in (3, 2, 1) if nodes % 2**n == 0]
     return [*halves, *(nodes * n for n in (2, 4) if nodes * n <= most)]
 
@@ -130,20 +140,24 @@ BOUNDS = {"product": "compute", "attention": "compute", "optimizer": "memory", "
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search."""
+    """The layouts that a search has found."""
 
     considered: int
+    """Number of layouts."""
     fitting: int
+    """Number of those that fit the device's memory."""
     best: list[LayoutChoice]
-    """The fastest in closed form first, of layouts that differ in ZeRO or in how cp attends alone
-    one."""
+    """The fastest in closed form first. Of layouts that differ only in ZeRO or in how cp attends,
+    one.
+    """
     nearest: tuple[int, LayoutChoice] | None
-    """The bytes and the layout that needs least memory, if none fits."""
+    """Bytes and layout of the one that needs least memory among those that do not fit."""
 
 
 def make_plan(question: Question, options: PlanConfig, progress: bool = False) -> Plan:
-    """The fastest layouts; `progress` shows that of a dry run on stderr. Raises ValueError, in one
-    line, where no layout can be or none fits.
+    """Search the fastest layouts, simulate and dry-run the best, and return the plan. `progress`
+    shows a bar of the dry run on stderr. Raises ValueError, in one line, where no layout is
+    possible or none fits.
     """
     found = search_layouts(question, max(SIMULATED, options.top))
     if not found.best:
@@ -153,6 +167,7 @@ def make_plan(question: Question, options: PlanConfig, progress: bool = False) -
     dry = None
     if options.dryrun:
         dry = confirm(question, [choice for _, choice in timed], progress)
+        # layouts that the dry run found too large
         timed = timed[len(dry.struck) :]
     tree = question.run.tree
     first = timed[0][0]
@@ -181,7 +196,9 @@ def make_plan(question: Question, options: PlanConfig, progress: bool = False) -
 
 
 def search_layouts(question: Question, best: int = SIMULATED) -> SearchResult:
-    """Every layout, held against memory. Raises ValueError where there is none."""
+    """Try every layout: those that fit the memory are timed in closed form, and the `best` fastest
+    are returned. Raises ValueError where there is no layout at all.
+    """
     considered = fitting = 0
     nearest: tuple[int, LayoutChoice] | None = None
     fastest: dict[tuple, tuple[float, int, bool, LayoutChoice]] = {}
@@ -189,6 +206,7 @@ def search_layouts(question: Question, best: int = SIMULATED) -> SearchResult:
     whole: LayoutChoice | None = None
     for choice in question.space().choices():
         considered += 1
+        # choices come in the order none, selective, full
         if choice.recompute == "selective" and choice._replace(recompute="none") == whole:
             fitting += 1  # as what computes nothing again does, which is faster
             continue
@@ -207,12 +225,15 @@ def search_layouts(question: Question, best: int = SIMULATED) -> SearchResult:
             fastest[kind] = key
     if not considered:
         question.space().refuse()
+    # ties are broken by memory, then the layout itself
     chosen = [choice for *_, choice in heapq.nsmallest(best, fastest.values())]
     return SearchResult(considered, fitting, chosen, nearest)
 
 
 def refusal(question: Question, found: SearchResult) -> str:
-    """Explain that no layout fits: what is missing, and the nearest that does."""
+    """Return the error text for a model that fits no layout: the memory that is missing, and what
+    would fit (a layout without the pins, or more nodes).
+    """
     assert found.nearest is not None
     held, choice = found.nearest
     memory = question.cluster.device.memory
@@ -233,13 +254,16 @@ def refusal(question: Question, found: SearchResult) -> str:
 
 
 def nearest_fitting(question: Question, near: LayoutChoice) -> LayoutChoice | None:
-    """Return the layout that fits and differs in least, of those without what is pinned."""
+    """Return the layout that fits and differs in the fewest options from `near`, when nothing is
+    pinned; None if nothing is pinned already, or none fits.
+    """
     if not question.pins.said and question.microbatch_size is None:
         return None
     free = replace(question, pins=Pins(), microbatch_size=None)
     fitting = (choice for choice in free.space().choices() if question.fits(choice))
 
     def distance(choice: LayoutChoice) -> tuple[int, float]:
+        """Return the number of different options, then the seconds."""
         differs = sum(a != b for a, b in zip(choice, near, strict=True))
         return differs, question.pricing.quick(choice)
 
@@ -247,7 +271,9 @@ def nearest_fitting(question: Question, near: LayoutChoice) -> LayoutChoice | No
 
 
 def enough_nodes(question: Question) -> int | None:
-    """The fewest nodes, by doubling, on which a layout fits; None: more than the cluster has."""
+    """Return the fewest nodes, by doubling, on which a layout fits; None if the cluster has not so
+    many.
+    """
     cluster = question.cluster
     most = cluster.tiers[-1].nodes if cluster.tiers else cluster.nodes
     for doubled in (cluster.nodes * 2**n for n in range(1, 7)):
@@ -260,17 +286,19 @@ def enough_nodes(question: Question) -> int | None:
 
 
 def candidate(question: Question, choice: LayoutChoice, timed: Timed, explained: bool) -> Candidate:
-    """A layout with all that is said of it; `explained`: and of its neighbours, which are simulated
-    too.
+    """Return a layout with its time, memory, bottleneck, MFU, HFU and traffic. `explained`: also
+    simulate what single changes would gain.
     """
     run, cluster, seconds = question.run, question.cluster, timed.estimate.seconds
     tokens = question.batch * run.sequence_length
+    # of the datasheet, so MFU is comparable with publications
     peak = cluster.gpus * cluster.device.rate(question.pricing.dtype)
     flops = count.training_flops_per_token(run.trained, run.sequence_length) * tokens
     # forward, a third of it, is computed once more, in the layers that do
     layers = [len(stage) for stage in question.capacity.ranks.layers_of_stages(choice)]
     some = choice.recompute_layers
     again = sum(n if some is None else min(n, some) for n in layers) / sum(layers)
+    # forward is 1/3 of forward and backward
     extra = again / 3 if choice.recompute == "full" else 0.0
     mfu = flops / seconds / peak
     return Candidate(
@@ -286,8 +314,8 @@ def candidate(question: Question, choice: LayoutChoice, timed: Timed, explained:
 
 
 def bound(parts: dict[str, float]) -> str:
-    """Return the part of a step that takes longest other than the products; compute, where nothing
-    else takes a tenth.
+    """Return the bottleneck of a step: the part with most seconds besides compute (matrix products
+    and attention), if it takes over a tenth of the step; else "compute".
     """
     sums: dict[str, float] = {}
     for name, seconds in parts.items():

@@ -49,11 +49,14 @@ class Pins:
     """Layers of each stage that recompute, the first ones. Unset: all."""
 
     def __post_init__(self):
+        """Raise ValueError for options that no layout can have."""
         Layout(**self.said)  # which refuses its own
 
     @property
     def said(self) -> dict:
-        """Options that were given."""
+        """The options that are pinned, by name. With recompute_layers alone, recompute is
+        "full".
+        """
         given = {name: value for name, value in asdict(self).items() if value is not None}
         if given.get("recompute_layers") is not None and "recompute" not in given:
             given["recompute"] = "full"
@@ -61,7 +64,7 @@ class Pins:
 
 
 class LayoutChoice(NamedTuple):
-    """A layout and its microbatch."""
+    """One layout of a run, with its microbatch size."""
 
     tp: int
     cp: int
@@ -79,12 +82,12 @@ class LayoutChoice(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """Return the layout of a run."""
+        """The layout as a run has it."""
         return Layout(**{k: v for k, v in self._asdict().items() if k != "microbatch_size"})
 
     @property
     def options(self) -> dict[str, int | str | bool]:
-        """Return the options of `dolmen train`, without those that have their default."""
+        """The options of `dolmen train` that select it, without those that have their default."""
         found: dict[str, int | str | bool] = {}
         sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep}
         found |= {f"layout.{name}": size for name, size in sizes.items() if size > 1}
@@ -109,7 +112,7 @@ class LayoutChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts to plan: a model on `gpus` GPUs, its batch, and what is given of its layout."""
+    """All layouts of a model on `gpus` GPUs with a batch, as far as `pins` leave them open."""
 
     tree: ModelSpec
     gpus: int
@@ -117,11 +120,11 @@ class Space:
     sequence_length: int
     microbatch_size: int | None = None
     compile: bool = False
-    """Blocks are compiled, which leaves no weight gradients for later."""
+    """Blocks are compiled, so that no schedule with a split backward is possible."""
     pins: Pins = Pins()
 
     def choices(self) -> Iterator[LayoutChoice]:
-        """Every layout, microbatch and schedule that the house takes."""
+        """Yield every layout with every microbatch size and schedule that training accepts."""
         for tp, cp, pp, dp, ep in self.meshes():
             if self.global_batch_size % dp:
                 continue
@@ -129,10 +132,11 @@ class Space:
                 yield from self._layouts(tp, cp, pp, dp, ep, size)
 
     def meshes(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """(tp, cp, pp, dp, ep) that divide the GPUs and the model, whatever the batch."""
+        """Yield (tp, cp, pp, dp, ep) that divide the GPUs and the model, for any batch."""
         pins, tree = self.pins, self.tree
         if (pins.recompute_layers or 0) > tree.layers:
             return
+        # kinds of cuts, not parameters: a few per model
         cuts = _Cuts(tree)
         experts = tree.experts
         for tp in _sizes(self.gpus, pins.tp):
@@ -143,26 +147,39 @@ class Space:
                     continue
                 for pp in _sizes(self.gpus // tp // cp, pins.pp):
                     dp = self.gpus // tp // cp // pp
+                    # embedding and head may be stages of their own
                     if pp > tree.layers + 2 or pins.dp not in (None, dp):
                         continue
+                    # ep uses the ranks of dp and cp
                     for ep in _sizes(math.gcd(dp * cp, experts) if experts else 1, pins.ep):
                         if cuts.take("ep", ep):
                             yield tp, cp, pp, dp, ep
 
     def _cuts_sequences(self, cp: int) -> bool:
+        """Return whether cp divides the sequence into 2 * cp chunks, and leaves CONTEXT_TOKENS per
+        rank or is pinned.
+        """
         if cp == 1:
             return True
+        # shorter ones gain nothing
         enough = self.pins.cp is not None or self.sequence_length >= cp * CONTEXT_TOKENS
         return enough and self.sequence_length % (2 * cp) == 0
 
     def _microbatches(self, dp: int) -> list[int]:
+        """Return the microbatch sizes that divide the batch of a data-parallel rank, or the one
+        that is pinned.
+        """
         return _sizes(self.global_batch_size // dp, self.microbatch_size)
 
     def _layouts(
         self, tp: int, cp: int, pp: int, dp: int, ep: int, size: int
     ) -> Iterator[LayoutChoice]:
+        """Yield the layouts of one mesh and microbatch size: schedules, sequence parallelism, ZeRO,
+        context, recomputation.
+        """
         pins = self.pins
         tokens = size * self.sequence_length // cp
+        # sequence parallelism splits the tokens evenly
         splits = tp > 1 and tokens % tp == 0
         stream = _pinned_values((False, True) if splits else (False,), pins.sequence_parallel)
         zeros = _pinned_values((0, 1, 2, 3) if dp * cp > 1 else (1,), pins.zero, alone=dp * cp == 1)
@@ -174,6 +191,7 @@ class Space:
             again = ("full",)
         micros = self.global_batch_size // dp // size
         for name, chunks in _schedules(pp, micros, self.tree.layers, pins):
+            # a compiled backward makes both gradients at once
             if self.compile and name.startswith("zero-bubble"):
                 continue
             for sequence_parallel in stream:
@@ -197,8 +215,11 @@ class Space:
                             )
 
     def refuse(self) -> None:
-        """Raises ValueError, with the numbers and the knob, for why there is no layout at all."""
+        """Raise the ValueError that explains why there is no layout at all, with the numbers and
+        the option.
+        """
         layout = Layout(**self.pins.said)
+        # the clearest reason first
         if self.gpus % layout.inner or layout.dp and layout.inner * layout.dp > self.gpus:
             layout.resolve(self.gpus)
         meshes = list(self.meshes())
@@ -229,10 +250,12 @@ class _Cuts:
     """Checks whether an axis of a size splits all parameters, each kind of cut once."""
 
     def __init__(self, tree: ModelSpec):
+        # one parameter per kind of cut
         self.leaves = {str(leaf.shards): leaf for leaf in tree.leaves.values()}
         self.taken: dict[tuple[str, int], bool] = {}
 
     def take(self, axis: Literal["tp", "ep"], size: int) -> bool:
+        """Return whether `size` ranks of an axis can split all parameters."""
         if (axis, size) not in self.taken:
             try:
                 check_sharding(self.leaves, {"tp": 1, "ep": 1, axis: size})
@@ -245,7 +268,8 @@ class _Cuts:
 
 @cache
 def _schedules(pp: int, micros: int, layers: int, pins: Pins) -> tuple[tuple[str, int], ...]:
-    """(name, virtual stages) of a pipeline; of one stage there is one order."""
+    """Return (name, virtual stages) of the schedules for a pipeline; one stage has one schedule."""
+    # embedding and head count as layers in the balance
     things = layers + 2
     if pp == 1:
         found = [("1f1b", 1)]
@@ -253,6 +277,7 @@ def _schedules(pp: int, micros: int, layers: int, pins: Pins) -> tuple[tuple[str
         found = [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1)]
         if 2 * pp <= things:
             found.append(("zero-bubble-v", 2))
+        # interleaved 1F1B needs whole rounds of pp microbatches
         if micros % pp == 0:
             found += [("interleaved", chunks) for chunks in range(2, things // pp + 1)]
     return tuple(
@@ -264,18 +289,20 @@ def _schedules(pp: int, micros: int, layers: int, pins: Pins) -> tuple[tuple[str
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors in order."""
+    """Return the divisors of a number in order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def _sizes(number: int, pinned: int | None) -> list[int]:
-    """Return the divisors of `number`, of which one may be given."""
+    """Return the divisors of `number`; only `pinned`, if it is set (none if it is no divisor)."""
     if pinned is not None:
         return [pinned] if number % pinned == 0 else []
     return list(divisors(number))
 
 
 def _pinned_values(known: tuple, pinned: object, alone: bool = False) -> tuple:
-    """Return the given one of the `known` values; a single one stands for all."""
+    """Return the `known` values, or only the pinned one. `alone`: the option has no effect here, so
+    any pinned value stands for the one known value.
+    """
     return known if pinned is None or alone else tuple(one for one in known if one == pinned)

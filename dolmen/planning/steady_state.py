@@ -90,7 +90,9 @@ def check_layout(request: DryrunRequest) -> None:
 
 
 def uneven_stages(run: RunConfig) -> str:
-    """Return a line that says how many layers each stage has where they differ, else ""."""
+    """Return a line that says that layers are not divisible by the stages, with the least and most
+    layers of a stage; "" if all have equally many.
+    """
     stages = run.layout.pp * run.layout.virtual_stages
     sizes = [len(stage) for stage in balance(run.tree.layers, stages)]
     if min(sizes) == max(sizes):
@@ -102,7 +104,9 @@ def uneven_stages(run: RunConfig) -> str:
 
 
 def blocks_run(run: RunConfig, options: DryrunConfig) -> int:
-    """Return how many times the dry run executes a block, forward or backward."""
+    """Return how many blocks the dry run executes in all, forward and backward, over the ranks of
+    `options`.
+    """
     total = 0
     for rank in ranks_of(options.ranks, run.layout.world):
         schedule = shorten_step(run, rank, options.exact).schedule

@@ -31,20 +31,25 @@ class Estimate(NamedTuple):
 
 
 class ErrorSpread(NamedTuple):
-    """How wrong a time may be: its logarithm by this much either way, in nine of ten."""
+    """How wrong a predicted time may be: in nine of ten cases its logarithm is off by at most
+    `log`, either way.
+    """
 
     log: float
     rows: int
-    """Measured runs that it is made from."""
+    """Number of measured runs from which it comes."""
     device: bool
     """Some of them are of this device."""
 
     def around(self, seconds: float, parts: dict[str, float]) -> Estimate:
+        """Return an estimate of `seconds` with its 90 % interval."""
+        # symmetric in the logarithm, so x / factor to x * factor
         factor = math.exp(self.log)
         return Estimate(seconds, seconds / factor, seconds * factor, parts)
 
     @property
     def words(self) -> str:
+        """Text for a report: the number of runs, and whether some are of this device."""
         of = "with this device" if self.device else "none of this device, so twice as wide"
         return f"90 % interval from n = {self.rows} measured runs, {of}"
 
@@ -55,26 +60,27 @@ class Stage:
 
     forward: Parts
     backward: Parts
-    """Whole, with what is computed again."""
+    """The whole backward, recomputation included."""
     inputs: Parts = Parts()
-    """The part of a split backward that earlier stages wait for; ..."""
+    """The part of a split backward for which earlier stages wait."""
     weights: Parts = Parts()
-    """... and the rest."""
+    """The rest of a split backward."""
     send: float = 0.0
     """Seconds of sending its result to the next stage, or back to the one before."""
 
     def parts(self, kind: str) -> Parts:
+        """Return the parts of a kind of action: F, B, I or W."""
         return {"F": self.forward, "B": self.backward, "I": self.inputs, "W": self.weights}[kind]
 
     def cost(self, waits: bool) -> Cost:
-        """For the simulator. `waits`: a rank does nothing else while it sends."""
+        """Return the costs for the simulator. `waits`: a rank does nothing else while it sends."""
         every = (self.forward, self.backward, self.inputs)
         forward, backward, inputs = (p.total + (self.send if waits else 0) for p in every)
         return Cost(forward, backward, inputs, self.weights.total, self.send)
 
 
 def rows_seconds(rows: Operations, machine: Machine) -> Stage:
-    """Return the seconds of the rows of a part of a stage."""
+    """Return the seconds of all actions of a part of a stage; its `send` is 0."""
     return Stage(
         action_seconds(rows.forward, machine),
         action_seconds(rows.backward, machine),
@@ -84,7 +90,9 @@ def rows_seconds(rows: Operations, machine: Machine) -> Stage:
 
 
 def together(parts: Sequence[tuple[int, Stage]], send: float) -> Stage:
-    """One stage of several parts, each so often."""
+    """Return the stage that consists of (number, part) pairs, each part so often. `send`: seconds
+    of sending its result.
+    """
     kinds = [[part.parts(kind).times(number) for number, part in parts] for kind in "FBIW"]
     return Stage(*(sum(each, Parts()) for each in kinds), send=send)
 
@@ -96,11 +104,12 @@ def step_time(
     spread: ErrorSpread,
     waits: bool = False,
 ) -> tuple[Estimate, Simulation]:
-    """Return the seconds of a step whose virtual stages take `stages`, one each in order
-    (`schedule.stage_of`), and `update` after the last action: its `dp` is communication, the rest
-    the optimizer. `waits`: a rank does nothing else while it sends.
+    """Simulate a step and return its estimate and the simulation. `stages`: seconds of each virtual
+    stage in order. `update`: what follows the last action; its `dp` is communication, the rest the
+    optimizer. `waits`: a rank does nothing else while it sends.
     """
     simulation = simulate_stages(schedule, [stage.cost(waits) for stage in stages])
+    # the parts are those of the rank that computes longest
     rank = max(range(schedule.ranks), key=lambda r: simulation.busy[r])
     busy, sent = Parts(), 0.0
     for action in schedule.actions[rank]:
@@ -110,6 +119,7 @@ def step_time(
     parts = busy.named_seconds()
     parts["dp"] += update.dp
     parts["pp"] = sent
+    # whatever of the span that rank does not use
     parts["bubble"] = max(0.0, simulation.span - busy.total - sent)
     parts["optimizer"] = update.total - update.dp
     return spread.around(sum(parts.values()), parts), simulation
@@ -125,34 +135,35 @@ WIDER = 1.25
 
 
 def error_group(device: str, experts: bool) -> str:
-    """Return the key of a device's errors; models with experts, predicted less well, have their
-    own.
+    """Return the key of a device's errors, such as "h100" or "h100, experts": models with experts
+    are predicted less well.
     """
     return device + EXPERTS * experts
 
 
 def half_width(errors: Sequence[float]) -> float:
-    """Return half the width of the 90 % interval, a logarithm: of 20 errors and more the 90 %
-    quantile of their absolute values, else the largest x 1.25.
+    """Return half the width of the 90 % interval, as a logarithm, from absolute errors: the 90 %
+    quantile of 20 or more, the largest x 1.25 of fewer, log 2 of none.
     """
     n = len(errors)
     if n == 0:
         return math.log(2)
     if n < FEW:
         return WIDER * max(errors)
+    # conformal quantile: (n + 1) for the run to come
     return sorted(errors)[min(n - 1, math.ceil(0.9 * (n + 1)) - 1)]
 
 
 @dataclass(frozen=True)
 class PredictionErrors:
-    """Errors of runs predicted while their publication was left out."""
+    """Errors of measured runs, each predicted while its publication was left out of the fit."""
 
     rows: tuple[tuple[str, str, str, float], ...]
     """row_id, dataset, error group, log(measured / predicted)."""
 
     def spread(self, group: str) -> ErrorSpread:
-        """Return half the width of the 90 % interval of a time in `group`; twice that of all rows
-        together where the group has none, and never less than that of all rows.
+        """Return the 90 % interval for a device's group: from its own errors, but no narrower than
+        from those of all devices; twice the latter if it has none.
         """
         own = [abs(e) for _, _, g, e in self.rows if g == group]
         everything = [
@@ -164,6 +175,6 @@ class PredictionErrors:
 
 
 def read_errors(file: Path = FILE) -> PredictionErrors:
-    """Read errors.yaml. Raises Refused."""
+    """Read the prediction errors of a YAML file. Raises Refused."""
     rows = gate.read_yaml(file, kinds.PREDICTION_ERRORS)["errors"]
     return PredictionErrors(tuple((a, b, c, d) for a, b, c, d in rows))

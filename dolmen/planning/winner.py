@@ -37,15 +37,18 @@ from dolmen.training.config import RunConfig
 
 @cache
 def program_hash() -> str:
-    """A hash of the code, and the version of torch."""
+    """Return a hash of the package's code, with the version of torch."""
     root, found = Path(__file__).parent.parent, hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
+        # any change of the code may change what a step does
         found.update(file.read_bytes())
     return f"{found.hexdigest()} {version('torch')}"
 
 
 def step_hash(run: RunConfig, *more: object) -> str:
-    """A hash of the program, of what a step of `run` depends on beside its model, and of `more`."""
+    """Return a hash of the program, of all options on which a step of `run` depends except its
+    model, and of `more`.
+    """
     parts = (run.adapter, run.layout, run.objective, run.optimizer, run.train)
     text = repr((program_hash(), parts, run.sequence_length, run.data.document_mask, more))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -60,8 +63,9 @@ AXES = {"fsdp": "dp", "edp": "dp"}
 
 
 def confirm(question: Question, choices: Sequence[LayoutChoice], progress: bool) -> DryRun:
-    """Dry-run the first of `choices`, the fastest first, that fits, and say why those before it do
-    not. `progress` shows a bar on stderr.
+    """Dry-run the fastest of `choices` (in this order), at most TRIED, until one fits the device's
+    memory. Returns its counts against the closed forms, and why those before it were rejected; or
+    why there is none. `progress` shows a bar on stderr.
     """
     struck: list[str] = []
     for choice in choices[:TRIED]:
@@ -74,6 +78,7 @@ def confirm(question: Question, choices: Sequence[LayoutChoice], progress: bool)
         if isinstance(counted, str):
             return DryRun((), tuple(struck), counted)
         ranks = tuple(compare_rank(question, choice, one) for one in counted)
+        # the context is in no ledger
         held = max(one.peak.counted for one in ranks) + question.cluster.device.reserved
         if held <= question.cluster.device.memory:
             return DryRun(ranks, tuple(struck))
@@ -83,14 +88,16 @@ def confirm(question: Question, choices: Sequence[LayoutChoice], progress: bool)
 
 
 def device_of(question: Question) -> Device:
-    """Return the device whose kernels are chosen: the cluster's, or an H100."""
+    """Return the device whose kernels the dry run chooses: the cluster's if they are known, else an
+    H100.
+    """
     name = question.cluster.device.name.partition("-")[0]
     return next((known for known in get_args(Device) if known == name), "h100")
 
 
 def command(question: Question, choice: LayoutChoice) -> str:
-    """Return the command that runs the step of a layout as `confirmed` does: all options in which
-    its run differs from the one that the model's name stands for.
+    """Return the `dolmen dryrun` command for a layout, as `confirm` runs it: with all options in
+    which its run differs from the one that the model's name stands for.
     """
     plain = flatten(to_dict(question.named))
     run = flatten(to_dict(question.run_with_layout(choice.options)))
@@ -100,8 +107,9 @@ def command(question: Question, choice: LayoutChoice) -> str:
 
 
 def count_ranks(run: RunConfig, device: Device, progress: bool) -> list[dict[str, Any]] | str:
-    """Return what each rank of a dry run counted, as --json of `dolmen dryrun` has it; or why none
-    was made. Raises ValueError for a step that would crash.
+    """Return what a dry run counts on its default ranks, as --json of `dolmen dryrun` has it, from
+    the cache or newly counted; or a text that says why none was made. Raises ValueError for a step
+    that would crash.
     """
     file = measured_at() / "winners" / f"{step_hash(run, run.known_model, device)}.json"
     with suppress(gate.Refused, OSError):
@@ -112,6 +120,7 @@ def count_ranks(run: RunConfig, device: Device, progress: bool) -> list[dict[str
     from dolmen.planning.dryrun import report
 
     options = DryrunConfig(device=device)
+    # eager and on one core: about 10 ms each
     number = blocks_run(run, options)
     if number > MOST:
         return f"it runs {number:,} blocks one by one, which takes minutes"
@@ -123,7 +132,7 @@ def count_ranks(run: RunConfig, device: Device, progress: bool) -> list[dict[str
 
 
 def _is_whole(ranks: list[dict[str, Any]], run: RunConfig) -> bool:
-    """Return whether what was kept is of the requested ranks, and adds up: else it is counted
+    """Return whether cached counts have the default ranks and add up; otherwise they are counted
     again.
     """
     wanted = ranks_of(DryrunConfig().ranks, run.layout.world)
@@ -136,7 +145,10 @@ def _is_whole(ranks: list[dict[str, Any]], run: RunConfig) -> bool:
 
 
 def compare_rank(question: Question, choice: LayoutChoice, counted: dict[str, Any]) -> RankRun:
-    """Compare what was counted of a rank with the closed forms of its pipeline rank."""
+    """Compare what a dry run counted on a rank with the closed forms of its pipeline rank: peak,
+    memory by kind, and bytes sent by axis.
+    """
+    # pipeline ranks are the outermost axis of the world
     rank = counted["rank"] // (question.cluster.gpus // choice.pp)
     formed = question.capacity.stage_memory(choice, rank, question.batch).live
     sizes = {"tp": choice.tp, "cp": choice.cp, "ep": choice.ep, "pp": choice.pp}
@@ -167,7 +179,10 @@ def compare_rank(question: Question, choice: LayoutChoice, counted: dict[str, An
 
 
 def bytes_leaving(op: str, payload: int, ranks: int) -> int:
-    """Bytes that leave a rank of so many, of payloads (Row.payload)."""
+    """Return the bytes that leave one of `ranks` ranks in a collective or send of this payload
+    (`LedgerRow.payload`). A receive sends nothing.
+    """
     if op in ("send", "receive"):
         return payload * (op == "send")
+    # ring algorithms; all-to-all keeps its own part
     return payload * (ranks - 1) // ranks * (2 if op == "all-reduce" else 1)

@@ -25,8 +25,9 @@ SAME = 1e-9  # of the time: rounding
 
 
 class Search:
-    """Looks for lists shorter than `span`, at `nodes` nodes at most. After `run` the shortest found
-    is `best`, and `span` its length; None, and as it was, if there was none.
+    """Branch and bound for schedules shorter than `span`, visiting at most `nodes` nodes. After
+    `run`, `best` is the shortest one and `span` its length; None, and `span` as it was, if there is
+    none.
     """
 
     def __init__(self, problem: ScheduleProblem, span: float, nodes: int = NODES):
@@ -41,11 +42,15 @@ class Search:
 
     @property
     def proven(self) -> float:
-        """No list is shorter."""
+        """Lower bound that is proved: `span` if the search was exhaustive, else the bound from
+        which it began.
+        """
         return self.span if self.left > 0 else min(self.span, self.floor)
 
     def run(self) -> None:
-        """Depth first, on a stack of our own: Python's is a thousand calls deep."""
+        """Search depth first, until no branch or no node is left, or `best` meets the lower bound.
+        Uses a stack of its own, as Python's recursion ends at a thousand calls.
+        """
         open_ = [self._branches()]
         while open_ and not self._over:
             for _ in open_[-1]:
@@ -56,13 +61,17 @@ class Search:
 
     @property
     def _over(self) -> bool:
+        """True if the nodes are used up, or no schedule can be shorter than `span`."""
         return self.left <= 0 or not self._shorter(self.floor)
 
     def _shorter(self, length: float) -> bool:
+        """Return whether a length is less than `span` by more than rounding."""
         return length < self.span * (1 - SAME)
 
     def _branches(self) -> Iterator[None]:
-        """Visit the node that `partial` is: make a branch, yield, and take it back, one by one."""
+        """Visit the node of the current partial schedule, keep it if it is complete and shorter,
+        and yield once with each of its branches applied, taking it back afterwards.
+        """
         self.left -= 1
         self.nodes += 1
         partial, works = self.partial, self.problem.works
@@ -93,8 +102,9 @@ class Search:
         self.waiting[rank] = kept
 
     def _could_fill(self, rank: int) -> bool:
-        """Return whether the rank could still hold all that it may, so that order decides what it
-        holds. One chunk has forwards of one kind alone, and an earlier one takes nobody's place.
+        """Return whether the rank's slots may run out, so that the order of forwards decides what
+        it holds. Never with one chunk per rank: its forwards are all of one kind, and take nobody's
+        slot.
         """
         problem, partial = self.problem, self.partial
         forwards = [i for i in problem.by_rank[rank] if problem.works[i].kind == "F"]
@@ -102,7 +112,9 @@ class Search:
         return problem.chunks > 1 and partial.held[rank] + left > problem.slots
 
     def _is_dominated(self) -> bool:
-        """Return whether a node was seen that is no later in anything; if not, note this one."""
+        """Return whether a node with the same counts was visited that is no later in anything; if
+        not, record this node and forget those that it dominates.
+        """
         now = self._times()
         others = self.seen.setdefault((*self.partial.count, *self.waiting), [])
         if any(all(a <= b for a, b in zip(other, now, strict=True)) for other in others):
@@ -112,7 +124,9 @@ class Search:
         return False
 
     def _times(self) -> "array[float]":
-        """All that what follows depends on: clocks, and results that somebody has yet to use."""
+        """Return the times on which everything that follows depends: the clock of each rank, and
+        arrivals of results that are not used yet.
+        """
         partial, works = self.partial, self.problem.works
         times = array("d", partial.clock)
         for index, work in enumerate(works):

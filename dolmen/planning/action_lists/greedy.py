@@ -28,8 +28,12 @@ class Preference:
 
 
 def search_greedily(problem: ScheduleProblem, enough: float) -> Schedule:
-    """The shortest of many; looks no further when one is no longer than `enough`."""
+    """Return the shortest of many greedy schedules: 30 % of random preferences, then random changes
+    of the best one. Stops early at a schedule that is no longer than `enough`. The same problem
+    gives the same schedule.
+    """
     trials = min(MOST, max(8, WEIGHED // (problem.actions * len(problem.by_rank[0]))))
+    # a fixed seed: the same question has the same answer
     chance = random.Random(0)
     preferred = first(problem)
     best = greedy(problem, preferred)
@@ -46,7 +50,9 @@ def search_greedily(problem: ScheduleProblem, enough: float) -> Schedule:
 
 
 def first(problem: ScheduleProblem) -> Preference:
-    """Gradients, then what is further on its way, then W."""
+    """Return the preference of the first trial: gradients first, then the chunks that are furthest
+    on, then W.
+    """
     last = problem.chunks - 1
     late = {(kind, c): 0.0 for kind in problem.kinds for c in range(problem.chunks)}
     late |= {("F", c): 0.1 + 0.5 * (last - c) for c in range(problem.chunks)}
@@ -56,12 +62,14 @@ def first(problem: ScheduleProblem) -> Preference:
 
 
 def most_slots(problem: ScheduleProblem) -> int:
-    """Chunks that a rank can ever hold."""
+    """Return the most chunks of activations that a rank can ever hold."""
     return min(problem.slots, problem.micros * problem.chunks)
 
 
 def draw(problem: ScheduleProblem, chance: random.Random) -> Preference:
-    """Any."""
+    """Sample a random preference: waits of each kind and chunk, and in half of the cases fewer
+    slots.
+    """
     late = {}
     for kind, chunk in first(problem).late:
         deeper = chance.choice((0.0, 0.3, 1.0)) * (problem.chunks - 1 - chunk)
@@ -75,13 +83,16 @@ def draw(problem: ScheduleProblem, chance: random.Random) -> Preference:
 def perturb(
     problem: ScheduleProblem, preferred: Preference, chance: random.Random, scale: float
 ) -> Preference:
-    """Near another: each wait, and seldom the slots, by about `scale`."""
+    """Return a preference near `preferred`: a normal deviate of width `scale` added to each wait,
+    and now and then one slot more or fewer.
+    """
     late = {one: wait + chance.gauss(0, scale) for one, wait in preferred.late.items()}
     slots = preferred.slots + chance.choice((0, 0, 0, -1, 1))
     return Preference(late, max(problem.chunks, min(slots, most_slots(problem))))
 
 
 def schedule_of(problem: ScheduleProblem, partial: Partial) -> Schedule:
+    """Return a complete partial schedule as a `Schedule`."""
     return Schedule(
         "search",
         problem.ranks,
@@ -93,7 +104,9 @@ def schedule_of(problem: ScheduleProblem, partial: Partial) -> Schedule:
 
 
 def greedy(problem: ScheduleProblem, preference: Preference) -> Partial:
-    """The lists that one preference makes: every action is safe, so they come to their end."""
+    """Build the schedule of one preference: repeatedly, the rank that can start earliest takes the
+    action that it prefers. Only safe actions are taken, so it always completes.
+    """
     tight = replace(problem, memory=preference.slots / problem.chunks)
     partial = Partial(tight)
     unit = sum(cost.forward for cost in problem.costs) / problem.stages
@@ -106,12 +119,16 @@ def greedy(problem: ScheduleProblem, preference: Preference) -> Partial:
             return partial
         partial.take(index, start)
         fed = {problem.works[user].rank for user, _ in problem.works[index].feeds}
+        # {rank}: | only these ranks have new choices; recomputing all would be quadratic in the
+        # ranks
         for other in fed | {rank}:
             choices[other] = _choice(partial, other, late)
 
 
 def _choice(partial: Partial, rank: int, late: list[float]) -> tuple[float, int]:
-    """(start, index) of what the rank would do next of what is known; (infinity, -1) of nothing."""
+    """Return (start, index) of the action that a rank prefers among those it can start; (infinity,
+    -1) if there is none.
+    """
     best = (float("inf"), float("inf"), -1)
     for index in partial.problem.by_rank[rank]:
         start = partial.start(index)

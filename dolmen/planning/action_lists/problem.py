@@ -42,9 +42,14 @@ HOW = {True: ("input", "weight"), False: ("backward",)}
 
 @dataclass(frozen=True)
 class Costs:
+    """Times of a pipeline's actions (forward, backward, input, weight, send), as a file or the
+    command line gives them.
+    """
+
     name: str
-    """Whence they are, for messages."""
+    """File or option group that they come from, for messages."""
     times: Mapping[str, Times]
+    """Name of a time -> one number, or a list of one per rank or per stage."""
 
     @property
     def ways(self) -> list[bool]:
@@ -52,11 +57,13 @@ class Costs:
         return [splits for splits, names in HOW.items() if set(names) <= set(self.times)]
 
     def stage_costs(self, shape: Schedule) -> tuple[Cost, ...]:
-        """Return the times of each stage by itself; what is missing of a backward is the sum of its
-        parts, or the half of it. Raises ValueError for a list of another length.
+        """Return the costs of each stage in a schedule of this shape. A missing whole backward is
+        the sum of its parts, missing parts are half of it each, a missing send is 0. Raises Refused
+        for a list of another length.
         """
         found = {name: self._stages(name, times, shape) for name, times in self.times.items()}
         if True not in self.ways:
+            # a matrix product has as many FLOPs for its input's gradient as for its weight's
             found |= {part: [time / 2 for time in found["backward"]] for part in HOW[True]}
         if False not in self.ways:
             pairs = zip(found["input"], found["weight"], strict=True)
@@ -68,6 +75,11 @@ class Costs:
         )
 
     def _stages(self, name: str, times: Times, shape: Schedule) -> list[float]:
+        """Return one of the times for each stage: a list by stage as it is; a number or a list by
+        rank is divided by the chunks per rank, except for a send. Raises Refused for another
+        length.
+        """
+        # a send is as long from any chunk
         share = 1 if name == "send" else shape.chunks  # a send is as long from any chunk
         match times:
             case list() if len(times) == shape.stages:
@@ -87,7 +99,7 @@ class Costs:
 
 
 def from_file(path: str) -> Costs:
-    """The times of a JSON file. Raises Refused."""
+    """Read the times of a JSON file. Raises Refused, also without any time of a backward."""
     times = gate.read_json(path, kinds.COSTS)
     if not {"backward", "input"} & set(times):
         raise gate.refuse(
@@ -100,7 +112,7 @@ LAST = "BW"  # what lets activations go
 
 
 class StageWork(NamedTuple):
-    """All microbatches of one stage and kind."""
+    """One kind of action (F, B, I or W) of one stage, for all microbatches."""
 
     stage: int
     kind: str
@@ -109,19 +121,25 @@ class StageWork(NamedTuple):
     seconds: float
     """Duration of one microbatch's action."""
     needs: tuple[tuple[int, float], ...]
-    """(index of the work whose result it waits for, what that takes to arrive)"""
+    """For each work whose result it waits for: (its index, seconds until that has arrived)."""
     feeds: tuple[tuple[int, float], ...]
-    """The same of those that wait for it."""
+    """For each work that waits for its result: (its index, seconds until the result has
+    arrived).
+    """
 
 
 @dataclass(frozen=True)
 class ScheduleProblem:
-    """Find `ranks` lists; `costs` are of each stage by itself, in any unit."""
+    """The problem of ordering all actions of `micros` microbatches on `ranks` ranks. `costs` are
+    those of each stage, in any unit of time.
+    """
 
     ranks: int
     micros: int
     chunks: int
+    """Virtual stages per rank."""
     placement: str
+    """How stages lie on ranks: "loop" or "v" (`Schedule`)."""
     splits: bool
     """A backward is done as I and W."""
     costs: tuple[Cost, ...]
@@ -131,24 +149,29 @@ class ScheduleProblem:
 
     @cached_property
     def slots(self) -> int:
-        """The same in chunks, which are held whole."""
+        """Chunks of activations that a rank may hold at once: `memory` in units of one chunk,
+        rounded down.
+        """
         return int(min(self.memory, self.micros) * self.chunks + 1e-9)
 
     @property
     def kinds(self) -> str:
+        """Letters of the kinds of actions: FIW with a split backward, else FB."""
         return "FIW" if self.splits else "FB"
 
     @property
     def stages(self) -> int:
+        """Number of virtual stages of all ranks."""
         return self.ranks * self.chunks
 
     @property
     def actions(self) -> int:
-        """How many all lists have together."""
+        """Number of actions in the lists of all ranks together."""
         return len(self.works) * self.micros
 
     @cached_property
     def works(self) -> tuple[StageWork, ...]:
+        """All works, ordered by stage, then kind; `index` gives the place of one."""
         return tuple(self._work(stage, kind) for stage in range(self.stages) for kind in self.kinds)
 
     @cached_property
@@ -160,10 +183,13 @@ class ScheduleProblem:
         )
 
     def index(self, stage: int, kind: str) -> int:
+        """Return the index of a stage's kind of action in `works`."""
         return stage * len(self.kinds) + self.kinds.index(kind)
 
     def send(self, stage: int, to: int) -> float:
-        """Time until what `stage` makes is at the stage `to`."""
+        """Return the time until the result of `stage` has arrived at stage `to`: 0 on the same
+        rank.
+        """
         shape = self._shape
         return self.costs[stage].send if shape.rank_of(stage) != shape.rank_of(to) else 0
 
@@ -172,6 +198,10 @@ class ScheduleProblem:
         return Schedule("", self.ranks, self.micros, self.chunks, (), self.placement)
 
     def _work(self, stage: int, kind: str) -> StageWork:
+        """Return one kind of action of a stage, with what it needs and feeds: F follows F of the
+        stage before; a backward follows the stage's F and the backward of the stage behind; W
+        follows I.
+        """
         shape, back, last = self._shape, self.kinds[1], self.stages - 1
         fed = {"F": [(stage, back)] if stage == last else [(stage + 1, "F"), (stage, back)]}
         fed |= {back: [(stage - 1, back)] if stage else [], "W": []}
@@ -191,7 +221,9 @@ class ScheduleProblem:
 
 
 class Partial:
-    """Lists as far as they have been made; a stack: `take` adds an action, `undo` takes it off."""
+    """A partial schedule: the actions so far of each rank, and when they end. It is a stack: `take`
+    adds an action, `undo` removes the last one.
+    """
 
     def __init__(self, problem: ScheduleProblem):
         self.problem = problem
@@ -204,15 +236,20 @@ class Partial:
 
     @property
     def done(self) -> bool:
+        """True if all actions are in it."""
         return len(self.taken) == self.problem.actions
 
     @property
     def span(self) -> float:
+        """Time at which the last action ends."""
         return max(self.clock)
 
     def start(self, index: int) -> float | None:
-        """When the next of a work could start; None where it is not known, or there is no room."""
+        """Return the earliest time at which the next action of a work can start; None if all are
+        done, an input of it is not known yet, or the rank has no slot for its activations.
+        """
         work, k = self.problem.works[index], self.count[index]
+        # only a forward takes a slot
         full = work.kind == "F" and self.held[work.rank] == self.problem.slots
         if k == self.problem.micros or full:
             return None
@@ -225,18 +262,20 @@ class Partial:
         return start
 
     def safe(self, index: int) -> bool:
-        """Return whether all lists can still come to their end with this action next, if every one
-        before it was safe: after a forward there is a place for each chunk that its microbatch has
-        yet to go through on the rank, free or held by one that has been through the last and goes
-        back.
+        """Return whether all ranks can still finish (no deadlock by lack of slots) with this action
+        next, if every one before it was safe: after a forward there must be a slot for each chunk
+        that its microbatch has yet to go through on the rank, free, or held by a microbatch that is
+        on its way back.
         """
         work = self.problem.works[index]
         if work.kind != "F":
             return True
+        # after this forward has taken its own
         free = self.problem.slots - self.held[work.rank] - 1
         return free + self.returning[work.rank] >= self.problem.chunks - 1 - work.chunk
 
     def take(self, index: int, start: float) -> None:
+        """Add the next action of a work at time `start`."""
         work = self.problem.works[index]
         self.taken.append((index, self.clock[work.rank]))
         self.clock[work.rank] = start + work.seconds
@@ -245,6 +284,7 @@ class Partial:
         self._hold(work, 1)
 
     def undo(self) -> None:
+        """Remove the action that was added last."""
         index, before = self.taken.pop()
         work = self.problem.works[index]
         self.clock[work.rank] = before
@@ -253,6 +293,9 @@ class Partial:
         self._hold(work, -1)
 
     def _hold(self, work: StageWork, sign: int) -> None:
+        """Update the slots in use for an action that is added (`sign` 1) or removed (-1): F takes
+        one, B or W frees one.
+        """
         last = self.problem.chunks - 1
         if work.kind == "F":
             self.held[work.rank] += sign
@@ -262,7 +305,7 @@ class Partial:
             self.returning[work.rank] -= sign
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """The list of each rank."""
+        """Return the list of actions of each rank, numbered by microbatch."""
         made: list[list[Action]] = [[] for _ in range(self.problem.ranks)]
         counts = [iter(range(self.problem.micros)) for _ in self.problem.works]
         for index, _ in self.taken:
@@ -272,7 +315,9 @@ class Partial:
 
 
 class Paths:
-    """Lengths of the chains that a microbatch runs through, by stage."""
+    """Lengths of the chains of dependent actions that a microbatch runs through, by stage, as in
+    the head of this file.
+    """
 
     def __init__(self, problem: ScheduleProblem):
         costs, last = problem.costs, problem.stages - 1
@@ -302,7 +347,9 @@ class Paths:
 
 
 def bound(problem: ScheduleProblem) -> float:
-    """No schedule is shorter. The formulas are in docs/concepts/pipeline.md."""
+    """Return a lower bound on the length of every schedule: the largest over ranks (`_rank`) and
+    stages (`_chains`). docs/concepts/pipeline.md has the formulas.
+    """
     paths = Paths(problem)
     return max(
         *(_rank(problem, paths, rank) for rank in range(problem.ranks)),
@@ -311,13 +358,15 @@ def bound(problem: ScheduleProblem) -> float:
 
 
 def _rank(problem: ScheduleProblem, paths: Paths, rank: int) -> float:
-    """A rank works from its head on; until its first gradient is back it has only as many forwards
-    to do as it may hold; and no rank holds more at once than its slots.
+    """Return a lower bound from the work of one rank: it begins after its head; until its first
+    gradient is back it can do only the forwards that it has slots for; and its slots, each held for
+    R_s at least, are used one microbatch after another.
     """
     stages = sorted({problem.works[i].stage for i in problem.by_rank[rank]})
     work = problem.micros * sum(problem.works[i].seconds for i in problem.by_rank[rank])
     head = min(paths.head[s] for s in stages)
     first = min(paths.head[s] + problem.costs[s].forward + paths.back[s] for s in stages)
+    # the longest ones, so that the bound holds whichever forwards come first
     dearest = sorted((problem.costs[s].forward for s in stages), reverse=True)
     each = [forward for forward in dearest for _ in range(problem.micros)][: problem.slots]
     held = problem.micros * sum(paths.hold[s] for s in stages)
@@ -325,8 +374,9 @@ def _rank(problem: ScheduleProblem, paths: Paths, rank: int) -> float:
 
 
 def _chains(problem: ScheduleProblem, paths: Paths, stage: int) -> float:
-    """All of one kind at a stage, one after another, then what follows from the last. With one
-    chunk per rank, F of microbatch k + M waits for W of k; and M before the last must be whole.
+    """Return a lower bound from one stage: all actions of one kind, one after another, then the
+    chain that follows the last. With one chunk per rank also: F of microbatch k + slots waits for
+    the backward of k to be over.
     """
     cost, micros, slots = problem.costs[stage], problem.micros, problem.slots
     head = paths.head[stage]
@@ -334,6 +384,7 @@ def _chains(problem: ScheduleProblem, paths: Paths, stage: int) -> float:
     first = head + cost.forward + paths.back[stage]
     found.append(first + micros * paths.input[stage] + paths.out[stage])
     if problem.chunks == 1:
+        # `slots` microbatches overlap; each round of them takes R_s at least
         rounds, over = divmod(micros - 1, slots)
         found.append(head + over * cost.forward + (rounds + 1) * paths.hold[stage])
         whole = max(0, micros - slots) * (paths.input[stage] + paths.rest[stage])
@@ -342,8 +393,8 @@ def _chains(problem: ScheduleProblem, paths: Paths, stage: int) -> float:
 
 
 def remaining(partial: Partial, paths: Paths) -> float:
-    """No completion of a partial schedule is shorter: each rank has its work left to do, and after
-    the last of a kind at a stage comes what follows from it.
+    """Return a lower bound on the length of every completion of a partial schedule: each rank has
+    its work left to do, and the chain of dependent actions follows the last of a kind at a stage.
     """
     problem = partial.problem
     longest = 0.0
@@ -352,6 +403,7 @@ def remaining(partial: Partial, paths: Paths) -> float:
         for index in indices:
             work = problem.works[index]
             todo = (problem.micros - partial.count[index]) * work.seconds
+            # a kind without actions left has no chain behind it
             if todo:
                 left += todo
                 longest = max(longest, clock + todo + paths.tail(work.stage, work.kind))

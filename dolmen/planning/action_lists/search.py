@@ -16,11 +16,13 @@ LEAST = 1.0
 
 @dataclass(frozen=True)
 class ShortestSchedule:
+    """The result of a search: the shortest schedule that was found, and what is proved about it."""
+
     schedule: Schedule
     simulation: Simulation
     floor: float
-    """No schedule of so many stages per rank is shorter, of any placement, with a backward whole or
-    split as the costs say.
+    """Lower bound on the length of every schedule with so many stages per rank, of any placement,
+    with a backward whole or split as the costs allow.
     """
     nodes: int
     """Nodes that the proof looked at; 0 where the bound alone was enough, or there are too many
@@ -31,15 +33,18 @@ class ShortestSchedule:
 
     @property
     def optimal(self) -> bool:
+        """True if the schedule is proved to be the shortest: its length equals the lower bound
+        `floor`.
+        """
         return self.simulation.span <= self.floor * (1 + exact.SAME)
 
 
 def shortest_of(
     ranks: int, micros: int, widths: Sequence[int], costs: Costs, memory: float
 ) -> tuple[ShortestSchedule, tuple[int, ...]]:
-    """The shortest of any of these numbers of stages per rank, with a floor under them all, and the
-    numbers that could be searched: costs of each stage are of one. Raises ValueError, as `shortest`
-    does, where there is none.
+    """Search with each number of stages per rank in `widths`. Returns the shortest result, with the
+    lower bound over all of them, and the numbers that could be searched (a list of costs by stage
+    fits only one). Raises ValueError, as `shortest`, if none could.
     """
     found: dict[int, ShortestSchedule] = {}
     problem: ValueError | None = None
@@ -63,9 +68,10 @@ def shortest(
     memory: float,
     nodes: int = exact.NODES,
 ) -> ShortestSchedule:
-    """`memory`: in units of `Simulation.peak`; `nodes`: of each proof at most. Raises ValueError
-    for less memory than any schedule needs, for sizes that are too large, and for costs of other
-    sizes.
+    """Search the shortest schedule of `micros` microbatches on `ranks` ranks of `chunks` stages
+    each. `memory`: microbatches whose activations a rank may hold, in units of `Simulation.peak`.
+    `nodes`: most nodes of each proof. Raises ValueError for less memory than any schedule needs,
+    for too many actions, and for lists of costs of another length.
     """
     actions = 3 * prod((ranks, micros, chunks))
     if actions > MOST:
@@ -85,6 +91,7 @@ def shortest(
         for problem in problems
         for schedule in _first(problem, min(floors))
     ]
+    # a good start cuts most branches of the proof
     span, best, problem = min(tried, key=lambda one: one[0])
     looked = 0
     for i, other in enumerate(problems):
@@ -93,7 +100,9 @@ def shortest(
         looked += proof.nodes
         if proof.best:
             span, best, problem = proof.span, proof.best, other
+        # an unfinished proof still proves its own start
         floors[i] = max(floors[i], proof.proven)
+    # independent of the search's own clocks
     simulation = simulate_stages(best, problem.costs)
     named = replace(best, name="search")
     return ShortestSchedule(check_schedule(named), simulation, min(floors), looked, best.name)
@@ -102,7 +111,9 @@ def shortest(
 def _problems(
     ranks: int, micros: int, chunks: int, costs: Costs, memory: float
 ) -> Iterator[ScheduleProblem]:
-    """Every placement, and every way to go backward that the costs have."""
+    """Yield a problem for every placement (loop; v too with two chunks), and every kind of backward
+    (whole, split) that the costs have.
+    """
     for placement in ("v", "loop") if chunks == 2 else ("loop",):
         shape = Schedule("", ranks, micros, chunks, (), placement)
         for splits in costs.ways:
@@ -112,8 +123,8 @@ def _problems(
 
 
 def _first(problem: ScheduleProblem, enough: float) -> Iterator[Schedule]:
-    """Schedules to begin with: those with a name that are of this problem, and one by preference,
-    of which there always is one.
+    """Yield schedules to begin with: those with a name that fit the problem's shape and memory, and
+    a greedy one, which always exists.
     """
     for name, make in SCHEDULES.items():
         try:

@@ -11,12 +11,15 @@ Worth = Callable[[Fleet], float]
 
 
 def front(plan: Plan) -> Drawing:
-    """GPUs against days; beside it money against days, or GPU-days where no price is known."""
+    """Draw GPUs against days, and beside it cost against days, or GPU-days where no price
+    is known.
+    """
     drawing = Drawing("GPUs, days and cost", 330)
     if not plan.fleets:
         drawing.text(0, 60, "Only one number of GPUs was planned for.", "label")
         return drawing
     _panel(drawing, plan, 60, 430, {"gpus": lambda f: f.gpus}, "GPUs")
+    # a curve for each price that is known
     costs: dict[str, Worth] = {}
     if plan.prices.rent:
         costs["rented"] = plan.rent_cost
@@ -33,9 +36,13 @@ def front(plan: Plan) -> Drawing:
 def _panel(
     drawing: Drawing, plan: Plan, left: float, right: float, worths: dict[str, Worth], words: str
 ) -> None:
+    """Draw one panel from `left` to `right`: days against each of `worths` (name -> value of a
+    fleet), the front as a line, all fleets as dots with intervals. `words`: title of the axis.
+    """
     every = [plan.days(fleet.estimate) for fleet in plan.fleets]
     values = [worth(fleet) for worth in worths.values() for fleet in plan.fleets]
     low, high = min(d.low for d in every), max(d.high for d in every)
+    # halving the days doubles the GPUs: a straight line
     days = Scale(low / 1.15, high * 1.15, left, right, log=True)
     across = Scale(min(values) / 1.3, max(values) * 1.3, 250, 40, log=True)
     axis(drawing, days, 250, f"days for {short(plan.budget)} tokens, and 90 % interval", 40)
@@ -54,6 +61,7 @@ def _panel(
             hint = (
                 f"{fleet.gpus:,} GPUs, {fleet.words}: {found.seconds:.3g} days, {worth(fleet):,.0f}"
             )
+            # hollow if another fleet is better
             drawing.dot(days(found.seconds), y, hint, "dot" if fleet in front else "off")
             if name == "gpus" and words == "GPUs":
                 drawing.text(days(found.seconds) + 7, y - 7, f"{fleet.gpus:,}", "small")

@@ -19,14 +19,18 @@ COLUMNS = 32
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most `most` numbers below `count`, the first and last among them."""
+    """Return `most` numbers spread evenly over 0 to count - 1, both ends included; all if there are
+    no more.
+    """
     if count <= most:
         return list(range(count))
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
 def stages(plan: Plan) -> Drawing:
-    """A column per pipeline rank, stacked by kind, below the device's limit."""
+    """Draw a column per pipeline rank (at most COLUMNS, evenly chosen) of the best layout: its peak
+    memory stacked by kind in GiB, below a line at the device's limit.
+    """
     memory, limit = plan.ranked[0].memory, plan.cluster.device.memory
     shown = evenly(len(memory), COLUMNS)
     drawing = Drawing("Memory of each pipeline rank", 340)
@@ -35,6 +39,7 @@ def stages(plan: Plan) -> Drawing:
     drawing.legend(dict(items[4:]), 36)
     scale = Scale(0, max(limit, *(m.total for m in memory)) * 1.06 / GIB, 290, 70)
     side(drawing, scale, LEFT, "GiB", RIGHT)
+    # pixels per column
     wide = (RIGHT - LEFT) / len(shown)
     for i, rank in enumerate(shown):
         x, base = LEFT + wide * (i + 0.15), 0.0
@@ -44,6 +49,7 @@ def stages(plan: Plan) -> Drawing:
             hint = f"rank {rank}, {words}: {size:.2f} GiB"
             drawing.box(x, top, wide * 0.7, scale(base) - top, kind, hint)
             base += size
+        # room for a number
         if wide > 34:
             drawing.text(x + wide * 0.35, scale(base) - 5, f"{base:.1f}", "small", "middle")
         drawing.text(x + wide * 0.35, 306, str(rank), "small", "middle")
@@ -55,11 +61,12 @@ def stages(plan: Plan) -> Drawing:
 
 
 def _bytes(memory: StageMemory, kind: str) -> int:
+    """Return the bytes of a kind at the peak; "other" is context and workspace."""
     return memory.other if kind == "other" else memory.live._asdict()[kind]
 
 
 def along(plan: Plan) -> Drawing:
-    """Bytes of the first, a middle and the last pipeline rank over a step."""
+    """Draw the memory of the first, a middle and the last pipeline rank over the time of a step."""
     memory, limit = plan.ranked[0].memory, plan.cluster.device.memory
     times = plan.timeline.simulation.times
     drawing = Drawing("Memory along the schedule", 300)
@@ -72,6 +79,7 @@ def along(plan: Plan) -> Drawing:
         held = course(memory[rank], plan.timeline, rank)
         points, level = [], held[0][0]
         for (before, after), (start, end) in zip(held, times[rank], strict=True):
+            # a step up as the action starts
             points += [(span(start), scale(level / GIB)), (span(start), scale(before / GIB))]
             points += [(span(end), scale(before / GIB)), (span(end), scale(after / GIB))]
             level = after
@@ -83,13 +91,15 @@ def along(plan: Plan) -> Drawing:
 
 
 def course(memory: StageMemory, timeline: Timeline, rank: int) -> list[tuple[float, float]]:
-    """(bytes while it runs, bytes after it) of each action: as it was counted, or else the
-    activations in proportion to the microbatches that are held.
+    """Return (bytes while it runs, bytes after it) of each action of a rank: as simulated, or else
+    the activations in proportion to the chunks that are held.
     """
     after: tuple[float, ...] = memory.along
+    # all kinds but activations stay the same
     rest = memory.total - memory.live.activation
     if not after:
         held = timeline.chunks_held(rank)
+        # the peak belongs to the most chunks that are held
         each = memory.live.activation / max(1, *held)
         after = tuple(rest + each * count for count in held)
     before = (min(rest, after[0]), *after[:-1])

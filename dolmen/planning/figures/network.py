@@ -8,7 +8,9 @@ GB = 1e9
 
 
 def traffic(plan: Plan) -> Drawing:
-    """Bytes that a GPU sends in a step, by tier and axis."""
+    """Draw the bytes that a GPU sends in a step: a bar per tier, stacked by axis, with the time its
+    link is busy.
+    """
     found = plan.ranked[0].traffic
     tiers = list(dict.fromkeys(one.tier for one in found))
     bottom = 36 + 40 * max(1, len(tiers))
@@ -28,6 +30,7 @@ def traffic(plan: Plan) -> Drawing:
             hint = f"{one.axis} over {tier}: {one.sent / GB:.3g} GB, {one.seconds:.3g} s"
             drawing.box(x, y, after - x, 24, one.axis, hint)
             before, busy = before + one.sent / GB, busy + one.seconds
+        # over 100 %: the link bounds the step
         share = busy / plan.ranked[0].estimate.seconds
         words = f"{before:.3g} GB; busy {busy:.3g} s, {share:.0%} of the step"
         drawing.text(scale(before) + 8, y + 16, words, "small")
@@ -35,10 +38,11 @@ def traffic(plan: Plan) -> Drawing:
 
 
 def cluster(plan: Plan) -> Drawing:
-    """Draw the cluster from the GPUs of a node up to the highest switches that the plan's GPUs
-    need.
+    """Draw the cluster: a row per tier of switches that the plan's GPUs need, then the nodes, then
+    the GPUs of one node.
     """
     wired, used = plan.cluster, -(-plan.gpus // plan.cluster.gpus_per_node)
+    # the lowest, and those above a tier that is too small
     tiers = [t for i, t in enumerate(wired.tiers) if i == 0 or wired.tiers[i - 1].nodes < used]
     if wired.between is None or used == 1:
         tiers = []
@@ -69,11 +73,13 @@ DRAWN = 12  # of a row; more are said, not drawn
 
 
 def _places(count: int) -> list[float]:
+    """Return the x coordinates of at most DRAWN boxes in a row."""
     shown = min(count, DRAWN)
     return [310 + (i - (shown - 1) / 2) * 600 / max(shown, 4) for i in range(shown)]
 
 
 def _row(drawing: Drawing, count: int, y: float, words: str) -> None:
+    """Draw a row of `count` boxes, with dots for those beyond DRAWN, and a text to its right."""
     places = _places(count)
     wide = min(110.0, 560 / max(4, len(places)))
     for i, x in enumerate(places):
@@ -86,6 +92,9 @@ def _row(drawing: Drawing, count: int, y: float, words: str) -> None:
 
 
 def _wires(drawing: Drawing, above: int, below: int, y: float, to: float) -> None:
+    """Draw lines from the row of `above` boxes at height `y` down to height `to`: each of `below`
+    boxes is joined to the one box above it.
+    """
     tops, ends = _places(above), _places(below)
     for i, x in enumerate(ends):
         top = tops[min(len(tops) - 1, i * len(tops) // len(ends))]

@@ -34,10 +34,13 @@ FILL = {"memory": "memory-bound"}  # in memory's own figure the word means somet
 
 
 def ranking(plan: Plan) -> Drawing:
-    """Seconds of a step with their 90 % intervals, the fastest first."""
+    """Draw the seconds of a step with their 90 % intervals, a row per layout, the fastest first (at
+    most MOST), with throughput, MFU, memory and bottleneck.
+    """
     shown = plan.ranked[:MOST]
     bottom = 30 + ROW * len(shown)
     drawing = Drawing("Seconds of a step by layout", bottom + 40)
+    # from 0, so that lengths are comparable
     scale = Scale(0, max(c.estimate.high for c in shown) * 1.02, LEFT, RIGHT)
     axis(drawing, scale, bottom, "seconds of a step, and 90 % interval", 22)
     for x, title in ((715, "tokens/s"), (775, "MFU"), (840, "memory"), (912, "bound by")):
@@ -62,7 +65,7 @@ def ranking(plan: Plan) -> Drawing:
 
 
 def step(plan: Plan) -> Drawing:
-    """Draw the parts of a step, for the best layouts."""
+    """Draw the parts of a step as a stacked bar, for the best eight layouts."""
     shown = plan.ranked[:8]
     bottom = 60 + ROW * len(shown)
     drawing = Drawing("Parts of a step", bottom + 40)
@@ -80,11 +83,14 @@ def step(plan: Plan) -> Drawing:
 
 
 def draw_name(drawing: Drawing, one: Candidate, y: float, best: bool) -> None:
-    """A layout around y: its mesh, and below it, smaller, the rest."""
+    """Write a layout left of its row at height `y`: the mesh, and below it, smaller, the other
+    options. `best`: in bold.
+    """
     mesh = {name: value for name, value in one.layout.items() if name in MESH}
     rest = words({name: value for name, value in one.layout.items() if name not in MESH})
     for long, brief in BRIEF.items():
         rest = rest.replace(long, brief)
+    # characters that fit left of the bars
     below = textwrap.wrap(rest, 50)
     top = y + 4 - 5.5 * len(below)
     drawing.text(LEFT - 12, top, words(mesh) or "one GPU", "strong" if best else "", "end")
@@ -93,12 +99,16 @@ def draw_name(drawing: Drawing, one: Candidate, y: float, best: bool) -> None:
 
 
 def _bar(drawing: Drawing, one: Candidate, scale: Scale, y: float, names: dict[str, str]) -> None:
+    """Draw the stacked bar of a layout's step at height `y`, with shares where they fit. `names`:
+    parts and their texts, in order.
+    """
     before = 0.0
     for name, said in names.items():
         seconds = one.estimate.parts.get(name, 0.0)
         x, width = scale(before), scale(before + seconds) - scale(before)
         share = seconds / one.estimate.seconds
         drawing.box(x, y, width, ROW - 6, FILL.get(name, name), f"{said}: {seconds:.4g} s")
+        # pixels that "12%" takes
         if width > 34:
             drawing.text(x + width / 2, y + 14, f"{share:.0%}", "inside", "middle")
         before += seconds

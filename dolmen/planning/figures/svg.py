@@ -38,7 +38,9 @@ FILLS: dict[str, tuple[str, str]] = {
 
 
 def patterns() -> str:
-    """The fills, once for a page: url(#f-product) and so on."""
+    """Return the SVG definitions of all FILLS, once for a page; a shape uses url(#f-product) and so
+    on.
+    """
     made = (
         f'<pattern id="f-{name}" width="8" height="8" patternUnits="userSpaceOnUse">'
         f'<rect width="8" height="8" fill="{colour}"/><path d="{path}" class="hatch"/></pattern>'
@@ -48,13 +50,14 @@ def patterns() -> str:
 
 
 class Drawing:
-    """One picture; `str` of it is its SVG. `title` is what a screen reader says."""
+    """One picture; `str` of it is its SVG. `title` is read by screen readers."""
 
     def __init__(self, title: str, height: float, width: float = WIDTH):
         self.title, self.width, self.height = title, width, height
         self.parts: list[str] = []
 
     def __str__(self) -> str:
+        """Return the picture as an SVG element."""
         body = "\n".join(self.parts)
         size = f"0 0 {number(self.width)} {number(self.height)}"
         return (
@@ -62,6 +65,7 @@ class Drawing:
         )
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
+        """Write text at (x, y). `kind`: its CSS class. `anchor`: start, middle or end."""
         self.parts.append(
             f'<text x="{number(x)}" y="{number(y)}" class="{kind}" text-anchor="{anchor}">'
             f"{escape(words)}</text>"
@@ -70,7 +74,7 @@ class Drawing:
     def box(
         self, x: float, y: float, width: float, height: float, fill: str, hint: str = ""
     ) -> None:
-        """Draw a box filled with one of FILLS; `hint` shows where the pointer rests."""
+        """Draw a box filled with one of FILLS; `hint` is its tooltip."""
         shown = f"<title>{escape(hint)}</title>" if hint else ""
         self.parts.append(
             f'<rect x="{number(x)}" y="{number(y)}" width="{number(max(0.0, width))}" '
@@ -78,11 +82,13 @@ class Drawing:
         )
 
     def line(self, points: Sequence[tuple[float, float]], kind: str = "line") -> None:
+        """Draw a line through the points, with a CSS class; nothing without points."""
         if points:
             path = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points)
             self.parts.append(f'<path d="{path}" class="{kind}"/>')
 
     def dot(self, x: float, y: float, hint: str = "", kind: str = "dot") -> None:
+        """Draw a dot with a tooltip."""
         self.parts.append(
             f'<circle cx="{number(x)}" cy="{number(y)}" r="3.6" class="{kind}">'
             f"<title>{escape(hint)}</title></circle>"
@@ -91,8 +97,9 @@ class Drawing:
     def boxes(
         self, each: Sequence[tuple[float, float]], y: float, height: float, fill: str
     ) -> None:
-        """Many of one fill in a row, as one path: (x, width) each."""
+        """Draw many boxes of one fill in a row, (x, width) each, as a single path."""
         tall = number(height)
+        # thousands of rect elements would make a page slow
         path = "".join(
             f"M{number(x)} {number(y)}h{number(w)}v{tall}h-{number(w)}z" for x, w in each
         )
@@ -100,30 +107,35 @@ class Drawing:
             self.parts.append(f'<path d="{path}" fill="url(#f-{fill})" class="thin"/>')
 
     def legend(self, names: dict[str, str], y: float, x: float = 0) -> None:
-        """A row of (fill -> what it says)."""
+        """Draw a legend in a row: fill -> its text."""
         for fill, words in names.items():
             self.box(x, y - 10, 16, 12, fill)
             self.text(x + 21, y, words, "small")
+            # 6.4 pixels are the mean width of a character
             x += 34 + 6.4 * len(words)
 
 
 class Scale:
-    """Numbers to pixels, by their size or, with `log`, by their logarithm."""
+    """Maps numbers to pixels, linearly or, with `log`, logarithmically."""
 
     def __init__(self, low: float, high: float, start: float, end: float, log: bool = False):
+        """`low` is mapped to pixel `start`, `high` to pixel `end`."""
         self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
 
     def __call__(self, value: float) -> float:
+        """Return the pixel of a value; with `log`, values below `low` are at `low`."""
         low, high, at = self.low, self.high, value
         if self.log:
             low, high, at = math.log(low), math.log(high), math.log(max(value, low))
+        # a single value is in the middle
         share = (at - low) / (high - low) if high > low else 0.5
         return self.start + share * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """A few round numbers of the scale."""
+        """Return about five round numbers within the scale; at most seven with `log`."""
         if self.log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            # evenly spaced on a logarithmic scale, almost
             every = [m * 10.0**p for p in powers for m in (1, 2, 5)]
             found = [tick for tick in every if self.low <= tick <= self.high]
             return found if len(found) <= 7 else found[:: math.ceil(len(found) / 7)]
@@ -133,13 +145,13 @@ class Scale:
 
 
 def round_step(about: float) -> float:
-    """1, 2 or 5 times a power of ten, no less than `about`."""
+    """Return the smallest of 1, 2 or 5 times a power of ten that is no less than `about`."""
     power = 10.0 ** math.floor(math.log10(about)) if about > 0 else 1.0
     return next(power * m for m in (1, 2, 5, 10) if power * m >= about * (1 - 1e-9))
 
 
 def axis(drawing: Drawing, scale: Scale, y: float, words: str, top: float = 0) -> None:
-    """Along the bottom, with thin lines up to `top`."""
+    """Draw an axis along the bottom at height `y`, with grid lines up to `top` and a title."""
     for tick in scale.ticks():
         drawing.line([(scale(tick), top), (scale(tick), y)], "grid")
         drawing.text(scale(tick), y + 14, short(tick), "small", "middle")
@@ -147,7 +159,7 @@ def axis(drawing: Drawing, scale: Scale, y: float, words: str, top: float = 0) -
 
 
 def side(drawing: Drawing, scale: Scale, x: float, words: str, right: float) -> None:
-    """Along the left, with thin lines to `right`."""
+    """Draw an axis along the left at `x`, with grid lines to `right` and a title."""
     for tick in scale.ticks():
         drawing.line([(x, scale(tick)), (right, scale(tick))], "grid")
         drawing.text(x - 6, scale(tick) + 4, short(tick), "small", "end")
@@ -155,14 +167,16 @@ def side(drawing: Drawing, scale: Scale, x: float, words: str, right: float) -> 
 
 
 def number(value: float) -> str:
-    """A coordinate. Raises ValueError for what has no place: a picture with a NaN shows nothing."""
+    """Format a coordinate with one decimal at most. Raises ValueError for NaN and infinity: a
+    picture with them shows nothing.
+    """
     if not math.isfinite(value):
         raise ValueError(f"{value} has no place in a picture")
     return f"{value:.1f}".rstrip("0").rstrip(".")
 
 
 def short(value: float) -> str:
-    """Three digits, with a letter for thousands: 12.5k."""
+    """Format with three digits and a letter for thousands: 12.5k."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"

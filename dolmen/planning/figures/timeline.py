@@ -12,7 +12,9 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backw
 
 
 def timeline(plan: Plan) -> Drawing:
-    """All of a step, or its first and last part where it has too many actions to be seen."""
+    """Draw the schedule of a step, or its beginning and end if a rank has more than BOXES
+    actions.
+    """
     shown = evenly(plan.timeline.schedule.ranks, ROWS)
     parts = windows(plan.timeline)
     tall = ROW * len(shown) + 64
@@ -29,7 +31,7 @@ def timeline(plan: Plan) -> Drawing:
 
 
 def windows(timeline: Timeline) -> list[tuple[float, float]]:
-    """(start, end) of what is shown."""
+    """Return the (start, end) times of the panels: one for all, or the beginning and the end."""
     span = timeline.simulation.span
     longest = max(len(actions) for actions in timeline.schedule.actions)
     if longest <= BOXES:
@@ -41,6 +43,9 @@ def windows(timeline: Timeline) -> list[tuple[float, float]]:
 def _panel(
     drawing: Drawing, timeline: Timeline, shown: list[int], scale: Scale, top: float
 ) -> None:
+    """Draw the actions of the `shown` ranks within the time range of `scale`, from height `top`
+    down, with each rank's idle share.
+    """
     schedule, simulation = timeline.schedule, timeline.simulation
     bottom = top + ROW * len(shown)
     axis(drawing, scale, bottom + 2, "seconds", top)
@@ -52,11 +57,13 @@ def _panel(
         for action, (start, end) in zip(
             schedule.actions[rank], simulation.times[rank], strict=True
         ):
+            # clipped to the panel
             first, last = max(start, scale.low), min(end, scale.high)
             if first >= last:
                 continue
             x, width = scale(first), scale(last) - scale(first)
             boxes.setdefault(action.kind, []).append((x, width))
+            # room for the number; only chunk 0 is numbered
             if width > 7 * len(str(action.micro)) and not action.chunk:
                 numbers.append((x + width / 2, str(action.micro)))
         for kind, each in boxes.items():
