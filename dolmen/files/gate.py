@@ -62,7 +62,10 @@ class Kind:
 
 
 def refuse(file: Path | str, reason: object) -> Refused:
-    """Return Refused for `file`, to be raised: one short line without control characters."""
+    """Return Refused for `file`, for the caller to raise: one line of at most 1,000 printable
+    characters of `reason`.
+    """
+    # parsers' messages have newlines, and text of the file
     line = " ".join(str(reason).split())
     line = line if len(line) <= 1000 else f"{line[:997]}..."
     return Refused(f"{file}: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}")
@@ -109,7 +112,7 @@ def decode(data: bytes, name: Path | str) -> str:
 
 
 def read_json(file: Path | str, kind: Kind) -> Any:
-    """Return the values of a JSON file. Raises Refused."""
+    """Read a JSON file within the limits of `kind`, and return its values. Raises Refused."""
     return parse_json(read_bytes(file, kind.size), file, kind)
 
 
@@ -140,7 +143,9 @@ def check_schema(value: Any, name: Path | str, schema: Schema) -> Any:
 
 
 def read_json_lines(file: Path | str, kind: Kind) -> Iterator[tuple[int, Any]]:
-    """Yield `json_lines` of a file. Raises Refused as `open_file`, and RefusedLine."""
+    """Yield (number from 1, values) of each line of a file that is not blank. Raises Refused as
+    `open_file`, and RefusedLine.
+    """
     with open_file(file) as stream:
         yield from json_lines(stream, file, kind)
 
@@ -196,6 +201,9 @@ def json_depth(data: bytes) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict. Raises ValueError for a name that occurs
+    twice.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -205,4 +213,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(word: str) -> None:
+    """Raise ValueError for NaN, Infinity and -Infinity."""
     raise ValueError(f"{word} is not a number in JSON")

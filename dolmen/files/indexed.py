@@ -44,24 +44,26 @@ LARGE = 65500
 
 @dataclass(frozen=True, eq=False)
 class Indexed:
-    """A data set, memory-mapped."""
+    """An indexed data set, memory-mapped."""
 
     tokens: Shaped[np.ndarray, " tokens"]
     """Tokens of all sequences, in the type of the file."""
     lengths: Int32[np.ndarray, " sequences"]
+    """Tokens of each sequence."""
     documents: Int64[np.ndarray, " bounds"]
-    """The first sequence of each document, and their number."""
+    """The first sequence of each document, then the number of sequences."""
     modes: Int8[np.ndarray, " sequences"] | None = None
+    """Mode of each sequence, for multimodal data; None: there are none."""
 
     @property
     def offsets(self) -> Int64[np.ndarray, " bounds"]:
-        """The first token of each sequence, and their number."""
+        """The first token of each sequence, then the number of tokens."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
 
 def is_indexed(file: Path) -> bool:
-    """True if `file` is the .bin of a data set: its .idx lies beside it, and has the right
-    beginning.
+    """Return whether `file` is the .bin of an indexed data set: its .idx exists and begins with
+    MMIDIDX.
     """
     if file.suffix != BIN or not (file.is_file() and file.with_suffix(IDX).is_file()):
         return False
@@ -70,8 +72,8 @@ def is_indexed(file: Path) -> bool:
 
 
 def read(file: Path) -> Indexed:
-    """The data set whose .bin is `file`. Raises Refused, with the numbers, where its two files do
-    not fit each other.
+    """Open the data set whose .bin is `file`, without reading its tokens. Raises Refused, with the
+    numbers, for a malformed index or where its two files do not fit each other.
     """
     index = file.with_suffix(IDX)
     with gate.open_file(index) as stream:
@@ -90,9 +92,11 @@ def read(file: Path) -> Indexed:
             f"has {size:,} bytes, and of {sequences:,} sequences and {documents:,} ends of "
             f"documents {least:,}, or {least + sequences:,} with modes",
         )
+    # columns of it are not aligned, which numpy allows
     content = np.memmap(index, np.uint8, "r")
 
     def column(dtype: str, count: int, offset: int) -> np.ndarray:
+        """Return an array of the index, without a copy."""
         return np.ndarray(count, dtype, content, offset)
 
     at = HEAD.size + 4 * sequences
@@ -111,10 +115,13 @@ def check_sequences(
     begins: Int64[np.ndarray, " sequences"],
     itemsize: int,
 ) -> None:
-    """Raises Refused unless the sequences, `begins` in bytes, follow one another from 0."""
+    """Raise Refused unless the sequences, which begin at bytes `begins`, follow one another from
+    byte 0.
+    """
     if len(lengths) and lengths.min() < 0:
         at = int(np.argmax(lengths < 0))
         raise refuse(index, f"sequence {at} has {lengths[at]} tokens")
+    # int64: int32 overflows at 2 G tokens
     ends = np.cumsum(lengths, dtype=np.int64) * itemsize
     wrong = begins != ends - lengths.astype(np.int64) * itemsize
     if wrong.any():
@@ -128,7 +135,7 @@ def check_sequences(
 
 
 def check_documents(index: Path, firsts: Int64[np.ndarray, " bounds"], sequences: int) -> None:
-    """Raises Refused unless documents go from sequence 0 to the last, one behind the other."""
+    """Raise Refused unless the documents cover sequences 0 to `sequences`, one after the other."""
     if not len(firsts) or firsts[0] != 0 or firsts[-1] != sequences:
         found = f"{firsts[0]} to {firsts[-1]}" if len(firsts) else "none"
         raise refuse(index, f"its documents are sequences {found}, and there are 0 to {sequences}")
@@ -140,7 +147,7 @@ def check_documents(index: Path, firsts: Int64[np.ndarray, " bounds"], sequences
 
 
 def _map_tokens(file: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
-    """The tokens. Raises Refused where the file has not that many."""
+    """Return the memory-mapped tokens. Raises Refused unless the file has exactly so many."""
     with gate.open_file(file) as stream:
         size = os.fstat(stream.fileno()).st_size
     if size != tokens * dtype.itemsize:
@@ -154,12 +161,12 @@ def _map_tokens(file: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
 
 
 def dtype_of(vocab_size: int) -> np.dtype:
-    """Dtype in which Megatron writes the tokens of a vocabulary of this size."""
+    """Return the dtype in which Megatron writes the tokens of a vocabulary of this size."""
     return np.dtype("<u2" if vocab_size < LARGE else "<i4")
 
 
 def check_free(file: Path) -> list[Path]:
-    """The two files that a data set is written to. Raises ValueError where one exists."""
+    """Return the two files that a data set is written to. Raises ValueError if one exists."""
     targets = [file, file.with_suffix(IDX)]
     return [write.check_new("--to", target, parents=True) for target in targets]
 
@@ -172,9 +179,9 @@ def save(
     documents: Shaped[np.ndarray, " bounds"],
     modes: Shaped[np.ndarray, " sequences"] | None = None,
 ) -> None:
-    """Writes `file`, a .bin, of the `blocks` of tokens, and its .idx, byte for byte as Megatron
-    would, with the index last. Nothing is left where it fails. Raises ValueError for a sequence
-    that is too long for an index, and where one of the two files exists.
+    """Write an indexed data set byte for byte as Megatron would: `file` (.bin) from the `blocks` of
+    tokens, and its .idx. Neither is left if it fails. `documents`: bounds as in `Indexed`. Raises
+    ValueError for a sequence that is too long, and where one of the two files exists.
     """
     if len(lengths) and lengths.max() > MOST:
         raise ValueError(
@@ -182,6 +189,7 @@ def save(
         )
     targets = check_free(file)
     parts = [target.with_name(f"{target.name}.part") for target in targets]
+    # in bytes
     begins = (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
     columns = [lengths.astype("<i4"), begins.astype("<i8"), documents.astype("<i8")]
     columns += [] if modes is None else [modes.astype("<i1")]
@@ -189,6 +197,7 @@ def save(
     try:
         _write(parts[0], (block.astype(dtype).data for block in blocks))
         _write(parts[1], [head, *(column.data for column in columns)])
+        # the .bin first: an index without data would be wrong
         for part, target in zip(parts, targets, strict=True):
             part.rename(target)
     finally:
@@ -198,6 +207,7 @@ def save(
 
 
 def _write(part: Path, content: Iterable[bytes | memoryview]) -> None:
+    """Write and sync a new file, replacing one that a killed run has left."""
     part.unlink(missing_ok=True)  # of a killed run
     with open(os.open(part, write.NEW, 0o666), "wb") as stream:
         for block in content:

@@ -24,8 +24,9 @@ OVER_TIME = (-signal.SIGXCPU, -signal.SIGKILL)
 def run_limited(
     code: str, given: Mapping[str, Any], *, seconds: int, memory: int
 ) -> subprocess.CompletedProcess[str]:
-    """Run `code`, which finds its input in the dict `given` and calls `limit()` after its imports:
-    from there on it has `seconds` of CPU time and `memory` bytes.
+    """Run `code` in a subprocess and return its exit code and output. The code finds its input in
+    the dict `given` and calls `limit()` after its imports: from there on it has `seconds` of CPU
+    time and `memory` bytes.
     """
     # -I: nothing is imported from the working folder, so modules are found on our own path
     path = [path for path in sys.path if path]

@@ -59,13 +59,17 @@ def scan(content: bytes, start: int = 0) -> int:
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Takes names from `find` and persistent ids from `resolve`, and nothing from Python."""
+    """Unpickler that takes names from `find` and persistent ids from `resolve`, and imports
+    nothing.
+    """
 
     def __init__(self, content: bytes, find: Find, resolve: Callable[[Any], Any] | None):
+        """`resolve`: returns the value of a persistent id; None: they are errors."""
         super().__init__(io.BytesIO(content), encoding="latin1")  # of Python 2, as torch takes it
         self.find, self.resolve = find, resolve
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in for a name. Raises UnpicklingError for one that is not allowed."""
         found = self.find(module, name)
         if found is None:
             raise pickle.UnpicklingError(
@@ -75,17 +79,23 @@ class RestrictedUnpickler(pickle.Unpickler):
         return found
 
     def persistent_load(self, pid: Any) -> Any:
+        """Return the value of a persistent id. Raises UnpicklingError if they have no
+        meaning here.
+        """
         if self.resolve is None:
             raise pickle.UnpicklingError("it has a persistent id, which has no meaning here")
         return self.resolve(pid)
 
 
 def load(content: bytes, find: Find, resolve: Callable[[Any], Any] | None = None) -> Any:
-    """Return the value of the pickle that `content` begins with. Raises UnpicklingError; a damaged
-    pickle can raise almost anything else.
+    """Return the value of the pickle that `content` begins with. Raises UnpicklingError for an
+    instruction or name that is not allowed, and too many values; a damaged pickle can raise almost
+    anything else.
     """
+    # before anything is built
     end = scan(content)
     value = RestrictedUnpickler(content[:end], find, resolve).load()
+    # iterative: nesting may exceed Python's stack
     left, seen, limit = [value], 0, max(VALUES, end)
     while left:
         one = left.pop()

@@ -40,6 +40,7 @@ class Lines:
         self.count, end = 0, 0
         with open(self.descriptor, "rb", closefd=False) as stream:
             for line in iter(lambda: stream.readline(LONGEST), b""):
+                # the first torn line ends the file: nothing behind it was synced
                 if not (line.endswith(b"\n") and whole(line)):
                     break
                 self.count, end = self.count + 1, end + len(line)

@@ -60,26 +60,27 @@ class Spec:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in one file: what a header says, and where its bytes begin."""
+    """One tensor of a file: name, shape and dtype, and where its bytes begin."""
 
     name: str
     spec: Spec
     file: Path
     offset: int
+    """Position of its first byte in the file."""
 
     def read(self) -> Shaped[Tensor, "*whole"]:
-        """The tensor, in newly allocated memory. Raises Refused where the file ends before it
-        does.
-        """
+        """Read the tensor into new memory. Raises Refused where the file ends before it does."""
         data = torch.empty(self.spec.nbytes, dtype=torch.uint8)
         with open(self.file, "rb") as file:
             file.seek(self.offset)
             got = file.readinto(data.numpy().data)
+        # a file that another process is still writing
         if got != self.spec.nbytes:
             raise refuse(
                 self.file, f"is truncated: {self.name} has {got} of {self.spec.nbytes} bytes"
@@ -87,7 +88,7 @@ class Stored:
         return data.view(self.spec.dtype).reshape(self.spec.shape)
 
     def chunks(self, size: int = 2**20) -> Iterator[bytes]:
-        """The raw bytes, `size` at a time."""
+        """Yield the raw bytes, `size` at a time."""
         with open(self.file, "rb") as file:
             file.seek(self.offset)
             for start in range(0, self.spec.nbytes, size):
@@ -96,22 +97,23 @@ class Stored:
 
 @dataclass(frozen=True)
 class FolderFormat:
-    """How a model of transformers lies in a folder: one file, or several with an index."""
+    """How transformers stores a model in a folder: a single file, or shards with an index."""
 
     single: str
     index: str
     read: Callable[[Path], dict[str, Stored]]
-    """The tensors of one file, in its order. Raises Refused."""
+    """Returns the tensors of one file, in its order. Raises Refused."""
 
     def lies_in(self, folder: Path) -> bool:
-        """True if the folder has it."""
+        """Return whether the folder has the single file or the index."""
         return any((folder / name).is_file() for name in (self.single, self.index))
 
 
 def index(folder: Path | str, form: FolderFormat | None = None) -> dict[str, Stored]:
-    """Every tensor of a model folder, in the order of its files, read off the headers alone; `form`
-    unset: of safetensors. Raises ValueError for a folder without such files, and Refused for an
-    index that names absent files or tensors and for a truncated or damaged file.
+    """Return every tensor of a model folder, in the order of its files, from the headers only.
+    `form`: format of the folder, safetensors by default. Raises ValueError for a folder without
+    such files, and Refused for an index that names absent files or tensors, or for a truncated or
+    damaged file.
     """
     folder, form = Path(folder), form or SAFETENSORS
     if (folder / form.single).is_file():
@@ -121,7 +123,10 @@ def index(folder: Path | str, form: FolderFormat | None = None) -> dict[str, Sto
     weight_map = gate.read_json(folder / form.index, kinds.INDEX)["weight_map"]
     files = list(dict.fromkeys(weight_map.values()))
     if absent := [
-        name for name in files if Path(name).name != name or not os.path.isfile(folder / name)
+        # a name with a folder in it could lead anywhere
+        name
+        for name in files
+        if Path(name).name != name or not os.path.isfile(folder / name)
     ]:
         raise refuse(
             folder / form.index,
@@ -147,18 +152,20 @@ def index(folder: Path | str, form: FolderFormat | None = None) -> dict[str, Sto
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file, in the order of their bytes. Raises Refused where header and length
-    disagree.
+    """Return the tensors of a safetensors file, in the order of their bytes. Raises Refused where
+    its header does not describe all of it.
     """
     text, length = _header_text(file)
     size, end, found = len(text), 0, {}
     for start, stop, name, spec in _entries(text, file):
+        # no gaps and no overlaps: every byte belongs to one tensor
         if start != end or stop - start != spec.nbytes:
             raise refuse(
                 file,
                 f"is damaged: {name} {spec.shape} of {spec.dtype} is given bytes {start} to "
                 f"{stop}, expected {end} to {end + spec.nbytes}",
             )
+        # 8 bytes of length, the header, then data
         found[name], end = Stored(name, spec, file, 8 + size + start), stop
     if length != 8 + size + end:
         raise refuse(
@@ -176,9 +183,9 @@ def write_tensors(
     tensors: Iterable[tuple[str, Tensor]],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Stores `tensors`, of the shapes in `specs`, which come in any order and are cast to the dtype
-    of their spec, as shards of at most `shard_bytes` (a larger tensor gets one of its own), one in
-    memory at a time. Files get their names when all are whole. Raises as `ShardFiles.write`.
+    """Write `tensors`, in any order, cast to the dtype of their spec, as shards of at most
+    `shard_bytes` (a larger tensor has a shard of its own). One tensor is in memory at a time. Files
+    get their names when all are complete; on an error none is left. Raises as `ShardFiles.write`.
     """
     shards = ShardFiles(Path(folder), specs, shard_bytes)
     try:
@@ -193,8 +200,8 @@ def write_tensors(
 
 @dataclass(frozen=True)
 class ShardFiles:
-    """Files that shall hold tensors of these specs. Where each of them goes is known before any is
-    there, so that several threads may write into one file.
+    """Shards that will hold tensors of these specs. The place of each tensor is known before any is
+    written, so that several threads or processes may write into one file.
     """
 
     folder: Path
@@ -203,7 +210,7 @@ class ShardFiles:
 
     @cached_property
     def names(self) -> dict[str, list[str]]:
-        """Names of the tensors of each file."""
+        """File name -> names of its tensors."""
         shards = _shards(self.specs, self.shard_bytes)
         if len(shards) == 1:
             return {SINGLE: shards[0]}
@@ -212,21 +219,22 @@ class ShardFiles:
 
     @cached_property
     def parts(self) -> dict[str, Path]:
-        """Name of each file while it is not whole."""
+        """File name -> path of the file while it is incomplete."""
         return {name: self.folder / f".{name}.part" for name in self.names}
 
     def begin(self) -> None:
-        """Files of full length, with their headers and no data yet."""
+        """Create the files with their full length and headers, without data."""
         for name, part in self.parts.items():
             header, places = self._layout[name]
             with open(part, "wb") as stream:
                 stream.write(header)
+                # sparse until it is written
                 stream.truncate(len(header) + sum(one.spec.nbytes for one in places.values()))
 
     def write(self, tensors: Iterable[tuple[str, Tensor]], wanted: Sequence[str]) -> Iterator[str]:
-        """Puts tensors into their places and yields each name; `wanted` are those that come here.
-        Raises ValueError for a tensor that is unknown, comes twice or is mis-shaped, and KeyError
-        for those that never come.
+        """Write tensors into their places and yield each name. `wanted`: names that this caller
+        writes. Raises ValueError for a tensor that is unknown, comes twice or has another shape,
+        and KeyError for those that never come.
         """
         laid = {n: one for _, places in self._layout.values() for n, one in places.items()}
         places = {name: laid[name] for name in wanted}
@@ -246,9 +254,10 @@ class ShardFiles:
             raise KeyError(f"{len(places)} tensors to store never came, e.g. {list(places)[:3]}")
 
     def end(self) -> None:
-        """When all tensors are in their places: the files have their names, and an index."""
+        """Sync the complete files, rename them, and write the index if there are several."""
         for name, part in self.parts.items():
             with open(part, "rb") as file:
+                # before the rename: a name must not refer to data that is not on disk
                 os.fsync(file.fileno())
             part.rename(self.folder / name)
         if len(self.names) > 1:
@@ -256,7 +265,7 @@ class ShardFiles:
 
     @cached_property
     def _layout(self) -> dict[str, tuple[bytes, dict[str, Stored]]]:
-        """Header of each file, and the place of each tensor in it."""
+        """File name -> its header, and the place of each tensor in it."""
         return {
             file: _lay(self.parts[file], {name: self.specs[name] for name in names})
             for file, names in self.names.items()
@@ -264,10 +273,11 @@ class ShardFiles:
 
 
 def _shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
-    """Names divided over files, in their order."""
+    """Distribute tensor names over shards, in their order."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, spec in specs.items():
+        # a shard has at least one tensor
         if shards[-1] and filled + spec.nbytes > shard_bytes:
             shards, filled = [*shards, []], 0
         shards[-1].append(name)
@@ -276,8 +286,8 @@ def _shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
 
 
 def _lay(file: Path, specs: Mapping[str, Spec]) -> tuple[bytes, dict[str, Stored]]:
-    """How a file begins, and where each tensor goes. Wide dtypes first and a header of a multiple
-    of 8 bytes, so that every tensor is aligned.
+    """Return the header of a file, and the place of each tensor in it. Wide dtypes come first and
+    the header is padded to a multiple of 8 bytes, so that every tensor is aligned.
     """
     entries: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -289,6 +299,7 @@ def _lay(file: Path, specs: Mapping[str, Spec]) -> tuple[bytes, dict[str, Stored
         }
         end += spec.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # the format allows spaces behind the JSON
     text += b" " * (-len(text) % 8)
     first = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {
@@ -298,27 +309,32 @@ def _lay(file: Path, specs: Mapping[str, Spec]) -> tuple[bytes, dict[str, Stored
 
 
 def _write_tensor(place: Stored, tensor: Tensor) -> None:
+    """Write a tensor into its place in an existing file, cast to its dtype."""
     data = tensor.detach().to("cpu", place.spec.dtype).contiguous().reshape(-1).view(torch.uint8)
+    # opened anew for each tensor, so threads share no position
     with open(place.file, "r+b") as stream:
         stream.seek(place.offset)
         stream.write(data.numpy().data)
 
 
 def _write_index(folder: Path, specs: Mapping[str, Spec], shards: Mapping[str, list[str]]) -> None:
+    """Write model.safetensors.index.json, atomically."""
     content = {
         "metadata": {"total_size": sum(spec.nbytes for spec in specs.values())},
         "weight_map": {tensor: name for name, tensors in shards.items() for tensor in tensors},
     }
     part = folder / f".{INDEX}.part"
+    # the index is last: with it the model is complete
     part.write_text(json.dumps(content, indent=2) + "\n")
     part.rename(folder / INDEX)
 
 
 def _header_text(file: Path) -> tuple[bytes, int]:
-    """The header and the length of the file. Raises Refused."""
+    """Return the JSON header of a file, and the length of the file. Raises Refused."""
     with gate.open_file(file) as stream:
         length = os.fstat(stream.fileno()).st_size
         size = int.from_bytes(stream.read(8), "little")
+        # the size is checked before so much is read
         if length < 8 or size > min(length - 8, kinds.HEADER.size):
             raise refuse(
                 file,
@@ -328,7 +344,9 @@ def _header_text(file: Path) -> tuple[bytes, int]:
 
 
 def _entries(text: bytes, file: Path) -> list[tuple[int, int, str, Spec]]:
-    """(start, stop, name, spec) of every tensor of a header, in the order of their bytes."""
+    """Return (start, stop, name, spec) of every tensor of a header, in the order of their bytes.
+    Raises Refused for a malformed header or an unknown dtype.
+    """
     entries = gate.parse_json(text, f"{file}, header", kinds.HEADER)
     entries.pop("__metadata__", None)
     if strange := sorted({entry["dtype"] for entry in entries.values()} - set(DTYPES)):
@@ -338,11 +356,13 @@ def _entries(text: bytes, file: Path) -> list[tuple[int, int, str, Spec]]:
             (*entry["data_offsets"], name, Spec(tuple(entry["shape"]), DTYPES[entry["dtype"]]))
             for name, entry in entries.items()
         ),
+        # by position: names need no order
         key=lambda item: item[:2],
     )
 
 
 def _nothing_to_read(folder: Path) -> str:
+    """Return why a folder has no model that can be read."""
     if not folder.is_dir():
         return f"{folder} is not a folder"
     pickles = sorted(

@@ -32,12 +32,12 @@ class Null:
 
 @dataclass(frozen=True)
 class Flag:
-    """true or false; 0 and 1 are refused."""
+    """A boolean: true or false; 0 and 1 are not."""
 
 
 @dataclass(frozen=True)
 class Int:
-    """An integer from `low` to `high`; true and false are refused."""
+    """An integer from `low` to `high`; true and false are not."""
 
     low: int = -INT64
     high: int = INT64 - 1
@@ -86,8 +86,9 @@ class Map:
 
 @dataclass(frozen=True)
 class Object:
-    """A mapping with every field of `required`; the others are of `optional`, or of the schema
-    `rest`, or, where `rest` is None, refused. `needs`: fields that one field must have beside it.
+    """A mapping with every field of `required`. Other fields are those of `optional`, or have the
+    schema `rest` (None: other fields are errors). `needs`: for a field the other fields that must
+    come with it.
     """
 
     required: Mapping[str, "Schema"] = field(default_factory=dict)
@@ -167,6 +168,7 @@ def _check_either(value: Any, kinds: tuple[Schema, ...], where: str) -> None:
             parts = (Object, Map) if isinstance(value, dict) else (List, TupleOf)
             if isinstance(value, (dict, list)) and isinstance(kind, parts):
                 deep.append(error)
+    # the author meant this form, so its field is what is wrong
     if len(deep) == 1:
         raise deep[0]
     raise Mismatch(
@@ -175,11 +177,15 @@ def _check_either(value: Any, kinds: tuple[Schema, ...], where: str) -> None:
 
 
 def _check_object(value: dict, schema: Object, where: str) -> None:
+    """Raise Mismatch for a missing field, an unknown one, or a value that its schema does not
+    allow.
+    """
     needed = [n for name, others in schema.needs.items() if name in value for n in others]
     if missing := [name for name in [*schema.required, *needed] if name not in value]:
         raise Mismatch(f"{where or 'it'} has no {missing[0]}")
     for name, item in value.items():
         _check_name(name, where)
+        # no schema is false
         kind = schema.required.get(name) or schema.optional.get(name) or schema.rest
         if kind is None:
             names = ", ".join([*schema.required, *schema.optional])
@@ -190,6 +196,7 @@ def _check_object(value: dict, schema: Object, where: str) -> None:
 
 
 def _check_name(name: Any, where: str) -> None:
+    """Raise Mismatch unless a name is text that UTF-8 can encode."""
     if not isinstance(name, str) or not _writable(name):
         raise Mismatch(
             f"{where or 'it'} has a field named {describe_value(name)}: a name must be text"
@@ -197,6 +204,7 @@ def _check_name(name: Any, where: str) -> None:
 
 
 def _check_count(value: list | dict, shortest: int, longest: int, where: str) -> None:
+    """Raise Mismatch unless there are `shortest` to `longest` entries."""
     if not shortest <= len(value) <= longest:
         many = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
         many = f"{shortest:,} or more" if longest == FEW else many
@@ -204,11 +212,13 @@ def _check_count(value: list | dict, shortest: int, longest: int, where: str) ->
 
 
 def _below(where: str, name: str) -> str:
+    """Return the path of a field below `where`, such as "run.train", shortened for messages."""
     return f"{where}.{_short(name)}" if where else _short(name)
 
 
 def _fits(value: Any, schema: Schema) -> bool:
-    """Return whether `schema`, which has no parts, allows a value without parts."""
+    """Return whether `schema`, one without parts (null, flag, number, text), allows a value."""
+    # bool is an int in Python
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     match schema:
         case Null():
@@ -241,7 +251,7 @@ def _writable(text: str) -> bool:
 
 
 def describe_schema(schema: Schema) -> str:
-    """Describe the values that a schema allows, to follow `it must be`."""
+    """Describe the values that a schema allows, to follow "it must be"."""
     match schema:
         case Null():
             return "null"
@@ -272,6 +282,9 @@ def describe_schema(schema: Schema) -> str:
 
 
 def _range(low: float, high: float, lowest: float, highest: float) -> str:
+    """Describe a range of numbers, such as " from 1 to 8"; "" if it is unlimited (`lowest` to
+    `highest`).
+    """
     if low == lowest and high == highest:
         return ""
     if high == highest:
@@ -280,16 +293,21 @@ def _range(low: float, high: float, lowest: float, highest: float) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Describe a value in a message of one line: short, and text as ASCII."""
+    """Describe a value for a message, in one short line of ASCII: containers by their length,
+    integers of over 40 digits as such.
+    """
     if isinstance(value, (dict, list)):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"
     if isinstance(value, bool) or value is None:
+        # as JSON and YAML spell them
         return {None: "null", True: "true", False: "false"}[value]
+    # repr of an integer takes quadratic time
     if isinstance(value, int) and abs(value) >= 10**40:
         return "an integer of more than 40 digits"
     return _short(ascii(value)) if isinstance(value, str) else _short(repr(value))
 
 
 def _short(text: str) -> str:
+    """Return a text as printable ASCII, cut to the length of messages."""
     text = text if text.isascii() and text.isprintable() else ascii(text)[1:-1]
     return cut(text)

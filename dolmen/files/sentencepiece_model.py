@@ -49,21 +49,22 @@ class VocabularyPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """A tokenizer.model whose fields have been looked at."""
+    """The parsed and checked content of a tokenizer.model."""
 
     content: bytes
-    """The file, without what tests itself (`check_self`)."""
+    """Bytes of the file without its self-test."""
     kind: Kind
     pieces: tuple[VocabularyPiece, ...]
     charsmap: bytes
-    """How text is normalised before it is cut, in a form of sentencepiece's own; empty: it is
-    not.
+    """How text is normalised before it is split, in sentencepiece's binary form; empty: it
+    is not.
     """
     dummy_prefix: bool
-    """A space comes before a text."""
+    """True if a space is added before a text."""
     remove_spaces: bool
-    """Spaces at the ends of a text and next to others are left out."""
+    """True if spaces at the ends of a text, and repeated ones, are removed."""
     unknown: int
+    """Id of the unknown piece."""
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -72,17 +73,22 @@ class SentencePieceModel:
 
     @property
     def byte_fallback(self) -> bool:
-        """True if there is a piece for each byte, for characters that have none."""
+        """True if there is a piece for each of the 256 bytes, for characters without a piece."""
+        # sentencepiece uses them only if all are there
         return sum(piece.kind == BYTE for piece in self.pieces) == 256
 
 
 def read(file: Path) -> SentencePieceModel:
-    """Raises Refused for what is no such model, or one of words or characters alone."""
+    """Read a tokenizer.model. Raises Refused for a file that is no such model, and for models of
+    words or characters.
+    """
     return parse(read_bytes(file, VOCAB.size), file)
 
 
 def parse(content: bytes, name: Path | str) -> SentencePieceModel:
-    """`read` of a file's bytes."""
+    """Parse the bytes of a tokenizer.model; `name` stands for it in messages. Raises Refused as
+    `read`.
+    """
     try:
         return _parse(content, name)
     except Refused:
@@ -92,6 +98,9 @@ def parse(content: bytes, name: Path | str) -> SentencePieceModel:
 
 
 def _parse(content: bytes, name: Path | str) -> SentencePieceModel:
+    """Parse the bytes of a model. Raises Refused for kinds that are not supported, and ValueError,
+    IndexError or struct.error for a malformed one.
+    """
     pieces: list[VocabularyPiece] = []
     trainer: dict[int, Value] = {}
     normalizer: dict[int, Value] = {}
@@ -132,8 +141,8 @@ def _parse(content: bytes, name: Path | str) -> SentencePieceModel:
 
 
 def charsmap(content: bytes) -> bytes:
-    """Return how a model of sentencepiece normalizes text; empty where `content` is no such model.
-    Pieces, and fields that `read` bounds, are not looked at.
+    """Return the normalization of a sentencepiece model (its charsmap), empty if `content` is no
+    such model. Pieces, and limits of `read`, are not checked.
     """
     try:
         normalizer = [value for number, value, _ in records(content) if number == NORMALIZER]
@@ -143,22 +152,30 @@ def charsmap(content: bytes) -> bytes:
 
 
 def add_pieces(model: SentencePieceModel, pieces: Sequence[VocabularyPiece]) -> bytes:
-    """The file of `model` with `pieces` behind its own. Raises ValueError for one that is there."""
+    """Return the bytes of `model` with `pieces` appended to its vocabulary. Raises ValueError for
+    one that it has.
+    """
     if twice := [piece.text for piece in pieces if piece.text in model.ids]:
         raise ValueError(f"{twice[0]!r} is a piece already")
     total = len(model.pieces) + len(pieces)
+    # merged with the trainer fields of the file: the later value wins
     said = record(TRAINER, record(VOCAB_SIZE, total))
     return model.content + b"".join(map(_write_piece, pieces)) + said
 
 
 def _write_piece(piece: VocabularyPiece) -> bytes:
+    """Encode a piece as a record of the model."""
     text = record(1, piece.text.encode())
+    # field 2 is a float
     score = varint(2 * 8 + FIXED32) + struct.pack("<f", piece.score)
     kind = b"" if piece.kind == NORMAL else record(3, piece.kind)
     return record(PIECES, text + score + kind)
 
 
 def _piece(message: bytes) -> VocabularyPiece:
+    """Parse a piece. Raises ValueError for an empty or too long text, and for a score that is no
+    number.
+    """
     found = fields(message)
     text = _inside(found.get(1, b""))
     (score,) = struct.unpack("<f", _inside(found.get(2, b"\0\0\0\0")))
@@ -170,17 +187,21 @@ def _piece(message: bytes) -> VocabularyPiece:
 
 
 def fields(message: bytes) -> dict[int, Value]:
-    """Number -> last value, of the fields of a message. Raises ValueError."""
+    """Return number -> last value of the fields of a message. Raises ValueError."""
     return {number: value for number, value, _ in records(message)}
 
 
 def _inside(value: Value) -> bytes:
+    """Return a value that must be bytes. Raises ValueError for a number."""
     if isinstance(value, int):
         raise ValueError("a number stands where bytes should")
     return value
 
 
 def _number(found: dict[int, Value], number: int, default: int) -> int:
+    """Return the value of a field that must be a number, or the default. Raises ValueError for
+    bytes.
+    """
     value = found.get(number, default)
     if not isinstance(value, int):
         raise ValueError("bytes stand where a number should")
@@ -188,14 +209,15 @@ def _number(found: dict[int, Value], number: int, default: int) -> int:
 
 
 def records(message: bytes) -> Iterator[tuple[int, Value, bytes]]:
-    """(number, value, all of the record) of each. Raises ValueError where it is cut short, or of a
-    wire type that is not in use.
+    """Yield (field number, value, bytes of the whole record) of a protobuf message. Raises
+    ValueError where it is cut short, or has a wire type that is not in use.
     """
     place, end = 0, len(message)
     while place < end:
         start = place
         tag, place = _varint_at(message, place)
         value: Value
+        # the wire type; groups (3, 4) are obsolete
         match tag & 7:
             case 0:
                 value, place = _varint_at(message, place)
@@ -213,13 +235,14 @@ def records(message: bytes) -> Iterator[tuple[int, Value, bytes]]:
 
 
 def _varint_at(message: bytes, place: int) -> tuple[int, int]:
-    """(value, place behind it). Raises ValueError for one of more than 10 bytes, IndexError at the
-    end.
+    """Return the number at `place`, and the position behind it. Raises ValueError for one of more
+    than 10 bytes, IndexError at the end.
     """
     value = 0
     for shift in range(0, 70, 7):
         byte = message[place]
         place += 1
+        # lowest group first
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, place
@@ -227,7 +250,9 @@ def _varint_at(message: bytes, place: int) -> tuple[int, int]:
 
 
 def varint(value: int) -> bytes:
-    """7 bits a byte, the lowest first; the highest bit of each but the last is set."""
+    """Encode a number as a protobuf varint: 7 bits per byte, lowest first; the highest bit is set
+    in all but the last byte.
+    """
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)
@@ -237,12 +262,12 @@ def varint(value: int) -> bytes:
 
 
 def record(number: int, value: Value) -> bytes:
-    """A field with a number, or with bytes."""
+    """Encode a protobuf field with a number or bytes."""
     if isinstance(value, int):
         return varint(number * 8 + VARINT) + varint(value)
     return varint(number * 8 + BYTES) + varint(len(value)) + value
 
 
 def texts(pieces: Iterable[VocabularyPiece]) -> list[str]:
-    """Texts of the pieces that text is cut into."""
+    """Return the texts of the normal pieces (no control, byte or unknown pieces)."""
     return [piece.text for piece in pieces if piece.kind == NORMAL]

@@ -83,8 +83,8 @@ TEXTS = [unit * many + end for many in (8, 32, 1000) for unit in UNITS for end i
 
 
 def check_files(folder: Path, probe: bool = True) -> None:
-    """Raises Refused unless every file of a tokenizer in `folder` is what it should be. Without
-    `probe` its expressions are not tried: one process per host has done so.
+    """Check every tokenizer file in `folder`: size, schema, growth by normalizers, and with `probe`
+    its regular expressions in a subprocess (one process per host should). Raises Refused.
     """
     for name, kind in kinds.TOKENIZER_FILES.items():
         if (folder / name).exists():
@@ -145,6 +145,7 @@ def growth(step: Any) -> int:
             return 3
         case {"type": "ByteLevel"}:  # a letter for each byte, of which a character has up to 4
             return 4
+    # a sequence of steps, or a step with parts
     return math.prod(growth(part) for part in step.values())
 
 
@@ -152,15 +153,19 @@ def longest_replacement(charsmap: bytes) -> int:
     """Return the most characters that a charsmap of sentencepiece puts in place of one: it is the
     length of a trie in 4 bytes, the trie, and the replacements, each with a zero at its end.
     """
+    # behind the trie
     replacements = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
     return max(1, *(len(part.decode(errors="replace")) for part in replacements.split(b"\0")))
 
 
 def check_expressions(file: Path, content: dict) -> None:
-    """Raises Refused where an expression of a tokenizer.json takes too long on TEXTS."""
+    """Try the regular expressions of a tokenizer.json in a limited subprocess. Raises Refused if
+    one fails or takes too long or too much memory on TEXTS, or cannot be tried.
+    """
     steps = {name: content.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     if not any(True for _ in expressions(steps)):
         return
+    # without the vocabulary: loading it would take most of the time
     bare = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, **steps}
     code, said = try_expressions(json.dumps(bare))
     if code in VERDICTS or "memory allocation of" in said:
@@ -181,8 +186,8 @@ def check_expressions(file: Path, content: dict) -> None:
 
 @cache
 def try_expressions(tokenizer: str) -> tuple[int, str]:
-    """(exit code, what it wrote to stderr) of the process that tries a tokenizer.json on TEXTS. The
-    same text is tried once per process: a start looks at its tokenizer several times.
+    """Return the exit code and stderr of the subprocess that tries a tokenizer.json on TEXTS.
+    Results are cached by its text, as a start looks at its tokenizer several times.
     """
     given = {"tokenizer": json.loads(tokenizer), "texts": TEXTS}
     ended = run_limited(PROBE, given, seconds=SECONDS, memory=MEMORY)
@@ -190,7 +195,7 @@ def try_expressions(tokenizer: str) -> tuple[int, str]:
 
 
 def expressions(value: Any) -> Iterator[str]:
-    """Every regular expression in a part of a tokenizer.json."""
+    """Yield every regular expression in a part of a tokenizer.json."""
     if isinstance(value, dict):
         if isinstance(value.get("Regex"), str):
             yield value["Regex"]
@@ -203,12 +208,13 @@ def expressions(value: Any) -> Iterator[str]:
 
 @contextmanager
 def refused_by_name(name: Path | str) -> Iterator[None]:
-    """A panic of `tokenizers` within is raised as Refused of `name`: it is no Exception, and would
-    leave as a traceback of Rust and one of Python.
+    """Turn a panic of `tokenizers` within this context into Refused of `name`: it is no Exception,
+    and would leave as a traceback of Rust and one of Python.
     """
     try:
         yield
     except BaseException as error:
+        # PanicException, which cannot be imported
         if type(error).__module__ != "pyo3_runtime":
             raise
         raise refuse(name, f"the tokenizer fails: {error}") from error

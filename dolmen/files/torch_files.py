@@ -59,7 +59,7 @@ LARGE = 2**31  # bytes: from here on an archive says sizes in 8
 
 @dataclass
 class Storage:
-    """Numbers that one or several tensors have parts of."""
+    """A storage of a pickle: consecutive numbers of which one or several tensors are views."""
 
     key: str
     dtype: torch.dtype
@@ -67,7 +67,9 @@ class Storage:
     start: int = -1
     """Position of the first number in the file, or in `content`."""
     content: bytes = b""
-    """The bytes that they lie in, of a pickle that has them in memory (`load_bytes`)."""
+    """The bytes that `start` refers to, where a pickle was in memory (`load_bytes`); empty: the
+    file.
+    """
 
 
 @dataclass
@@ -82,9 +84,10 @@ class StoredView:
 
     @property
     def contiguous(self) -> bool:
-        """True if its numbers are contiguous."""
+        """True if its elements lie in row-major order without gaps."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            # the stride of a dimension of size 1 means nothing
             if size != 1 and stride != expected:
                 return False
             expected *= size
@@ -92,13 +95,15 @@ class StoredView:
 
     @property
     def reach(self) -> int:
-        """Elements from its first to its last, both included."""
+        """Number of elements of the storage from the first to the last of the tensor, both
+        included; 0 if it is empty.
+        """
         if 0 in self.shape:
             return 0
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def locate(self, name: str, file: Path) -> Stored:
-        """The tensor, to be read."""
+        """Return where the tensor lies in `file`, to be read under `name`."""
         at = self.storage.start + self.offset * self.dtype.itemsize
         spec = Spec(self.shape, self.dtype)
         if self.contiguous:
@@ -108,44 +113,52 @@ class StoredView:
 
 @dataclass(frozen=True)
 class Strided(Stored):
-    """One whose numbers do not lie in a row, such as a transposed one."""
+    """A stored tensor whose elements are not contiguous, such as a transposed one."""
 
     strides: tuple[int, ...] = ()
     reach: int = 0
 
     def read(self) -> Shaped[Tensor, "*whole"]:
+        """Read the tensor into contiguous memory. Raises Refused if the file is too short."""
         flat = replace(self.flat, name=self.name).read()
         return flat.as_strided(self.spec.shape, self.strides).contiguous()
 
     def chunks(self, size: int = 2**20) -> Iterator[bytes]:
+        """Yield the bytes of the contiguous tensor, `size` at a time; the tensor is read at
+        once.
+        """
         data = self.read().reshape(-1).view(torch.uint8)
         return (bytes(part.numpy()) for part in data.split(size))
 
     @property
     def flat(self) -> Stored:
-        """All numbers from its first to its last."""
+        """The elements of the storage from its first to its last, as a stored tensor of one
+        dimension.
+        """
         return Stored(self.name, Spec((self.reach,), self.spec.dtype), self.file, self.offset)
 
 
 class Left:
-    """An object of a class that is not here, and was not imported: an enum, a random state. What it
-    was made of is kept, and nothing is done with it.
+    """Stand-in for an object of a class that is not imported (an enum, a random state). Its
+    arguments are kept, its state is dropped.
     """
 
     def __init__(self, *made_of: Any):
         self.made_of = made_of
 
     def __setstate__(self, state: Any) -> None:
+        """Ignore the state."""
         pass
 
 
 @dataclass
 class Buffer:
-    """Bytes that were a file in memory."""
+    """Stand-in for io.BytesIO: the bytes of a file in memory."""
 
     content: bytes = b""
 
     def __setstate__(self, state: Any) -> None:
+        """Keep the bytes of the state. Raises UnpicklingError for another state."""
         if not isinstance(state, tuple) or not state or type(state[0]) is not bytes:
             raise pickle.UnpicklingError("a BytesIO has a state that is no bytes")
         self.content = state[0]
@@ -153,16 +166,18 @@ class Buffer:
 
 @dataclass
 class Namespace:
-    """Namespace of `argparse`, with the values of a command line."""
+    """Stand-in for argparse.Namespace: the values of a command line."""
 
     values: dict[str, Any] = field(default_factory=dict)
 
     def __new__(cls, *_: Any) -> "Namespace":  # of one without options a pickle says no more
+        """Create an empty one, as a pickle of a Namespace without options sets no state."""
         made = super().__new__(cls)
         made.values = {}
         return made
 
     def __setstate__(self, state: Any) -> None:
+        """Take the values from the state. Raises UnpicklingError unless it is a mapping."""
         if not isinstance(state, dict):
             raise pickle.UnpicklingError("a Namespace has a state that is no mapping")
         self.values = {str(name): value for name, value in state.items()}
@@ -185,7 +200,9 @@ of them is imported.
 
 
 def _find(module: str, name: str) -> Any:
-    """Stand-in for a name of a file of tensors (pickles.Find)."""
+    """Return the stand-in for a name that a pickle refers to (`pickles.Find`): a dtype for a
+    storage class, a rebuild function, `Left`; None for a name that is not allowed.
+    """
     full = f"{module}.{name}"
     if module in ("torch", "torch.storage") and name in STORAGES:
         return STORAGES[name]
@@ -195,7 +212,9 @@ def _find(module: str, name: str) -> Any:
 
 
 def _resolve(pid: Any, storages: dict[str, Storage]) -> Storage:
-    """The storage that a pickle means by a persistent id; it is added to `storages`."""
+    """Return the storage of a persistent id, from `storages`, to which a new one is added. Raises
+    UnpicklingError for a malformed id, or one that contradicts an earlier one.
+    """
     kind, dtype, key, _, elements, *view = pid
     if kind != "storage" or not isinstance(dtype, torch.dtype) or any(view):
         raise pickle.UnpicklingError(f"it has a part that is no storage: {str(pid)[:100]}")
@@ -206,8 +225,8 @@ def _resolve(pid: Any, storages: dict[str, Storage]) -> Storage:
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> StoredView:
-    """A tensor, all of which lies in its storage. `more`: whether it has gradients, hooks, of an
-    untyped storage the dtype.
+    """Return the view that a pickle describes. `more`: requires_grad, hooks, and for an untyped
+    storage the dtype. Raises UnpicklingError unless all of it lies within its storage.
     """
     if not isinstance(storage, Storage) or type(shape) is not tuple or type(strides) is not tuple:
         raise pickle.UnpicklingError("a tensor has no storage or shape")
@@ -216,6 +235,7 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: 
     if len(sizes) != len(steps) or len(sizes) > 64:
         raise pickle.UnpicklingError(f"a tensor of shape {sizes} has strides {steps}")
     held = StoredView(storage, _count(offset), sizes, steps, dtype)
+    # an untyped storage counts bytes
     room = storage.elements * storage.dtype.itemsize // dtype.itemsize
     if held.offset + held.reach > room or math.prod(sizes) > room:
         raise pickle.UnpicklingError(
@@ -225,19 +245,23 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: 
 
 
 def _count(value: Any) -> int:
+    """Return a number of elements. Raises UnpicklingError unless it is an int from 0 to 2**60."""
     if type(value) is not int or not 0 <= value < 2**60:
         raise pickle.UnpicklingError(f"{str(value)[:100]} is no number of elements")
     return value
 
 
 def _encode_latin1(text: Any, encoding: Any) -> bytes:
-    """Encode bytes that a protocol without bytes has written as text."""
+    """Return the bytes that a pickle of protocol 2 has written as text. Raises UnpicklingError for
+    another encoding.
+    """
     if type(text) is not str or encoding != "latin1":
         raise pickle.UnpicklingError("bytes are not written as text of latin1")
     return text.encode("latin1")
 
 
 def _first_argument(value: Any, *_: Any) -> Any:
+    """Stand in for a Parameter: return its tensor."""
     return value
 
 
@@ -259,8 +283,8 @@ KNOWN: dict[str, Any] = {
 
 
 def load(file: Path | str) -> Any:
-    """The values of a file of `torch.save`, whose tensors are `StoredView`. Reads its pickle alone.
-    Raises Refused, naming what it may not name, and for what is cut or damaged.
+    """Return the values of a file of torch.save, with a `StoredView` for each tensor. Reads only
+    the pickle. Raises Refused for a name that is not allowed, and for a cut or damaged file.
     """
     file = Path(file)
     with open_file(file) as stream:
@@ -277,7 +301,9 @@ def load(file: Path | str) -> Any:
 
 
 def load_part(file: Path, position: int, length: int) -> Any:
-    """`load` of an archive that is `length` bytes of a file, from `position` on. Raises Refused."""
+    """Return the values of an archive of torch.save that is `length` bytes of a file from byte
+    `position` on. Raises Refused.
+    """
     with open_file(file) as stream:
         try:
             window = Window(stream, position, length)
@@ -289,7 +315,7 @@ def load_part(file: Path, position: int, length: int) -> Any:
 
 
 def tensors(value: Any, file: Path) -> dict[str, Stored]:
-    """Every tensor that lies in mappings, by the names on its way: {"a": {"b.weight": t}} is
+    """Return every tensor in nested mappings by its dotted path: {"a": {"b.weight": t}} is
     a.b.weight. Raises Refused for two of one name.
     """
     found: dict[str, Stored] = {}
@@ -302,7 +328,9 @@ def tensors(value: Any, file: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """The tensors of one file, in the order in which it names them. Raises Refused."""
+    """Return the tensors of a file of torch.save, in the order in which it names them. Raises
+    Refused.
+    """
     return tensors(load(file), file)
 
 
@@ -311,7 +339,9 @@ BIN = FolderFormat("pytorch_model.bin", "pytorch_model.bin.index.json", read_hea
 
 
 def leaves(value: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of all that lies in mappings and is none, in order."""
+    """Yield (dotted path, value) of everything in nested mappings that is no mapping itself, in
+    order.
+    """
     left = [("", value)]
     while left:
         name, one = left.pop()
@@ -323,11 +353,15 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def read_archive(stream: BinaryIO, position: int = 0) -> Any:
-    """Read the archive that begins at `position` of the file."""
+    """Return the values of a zip archive (torch 1.6 and later) that begins at byte `position` of
+    its file. Raises ValueError for a compressed or big-endian archive, a large pickle, and missing
+    storages.
+    """
     with zipfile.ZipFile(stream) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         (pickled,) = [name for name in entries if name.endswith("/data.pkl")]
         root = pickled.removesuffix("/data.pkl")
+        # tensors are read by position
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
             raise ValueError("it is compressed")
         order = f"{root}/byteorder"
@@ -351,8 +385,8 @@ def read_archive(stream: BinaryIO, position: int = 0) -> Any:
 
 
 def _data_start(stream: BinaryIO, header: int) -> int:
-    """Position of the first byte of an entry of an archive, behind its header, of 30 bytes, a name
-    and padding.
+    """Return the position of an archive entry's data, behind its local header at `header`: 30
+    bytes, a name and padding.
     """
     stream.seek(header + 26)
     lengths = stream.read(4)
@@ -361,15 +395,19 @@ def _data_start(stream: BinaryIO, header: int) -> int:
 
 
 def read_legacy(stream: BinaryIO) -> Any:
-    """The values of a file from before archives. Raises ValueError, UnpicklingError."""
+    """Return the values of a file of torch.save from before archives. Raises ValueError or
+    UnpicklingError.
+    """
     stream.seek(0, 2)
     length = stream.tell()
     stream.seek(0)
     head, at, storages = stream.read(MOST), 0, {}
     values = []
+    # magic, version, system, values, keys
     for _ in range(5):
         end = pickles.scan(head, at)
         values.append(pickles.load(head[at:end], _find, partial(_resolve, storages=storages)))
+        # after the first pickle, before any other is read
         if values[0] != MAGIC:
             raise ValueError("it is no file of torch.save")
         at = end
@@ -390,8 +428,9 @@ def read_legacy(stream: BinaryIO) -> Any:
 
 
 def load_bytes(content: bytes, where: Path) -> dict[str, Any]:
-    """The mapping that `content` is, its tensors in memory, with stand-ins in place of what is
-    neither they nor plain values. `where` is the file that it was found in. Raises Refused.
+    """Return the mapping that the bytes `content` pickle, with its tensors in memory, and stand-ins
+    for anything but tensors and plain values; {} for None. `where`: the file they were found in.
+    Raises Refused.
 
     Transformer Engine keeps the state of a module so. pickle itself has written it: in place of
     each tensor's numbers stands a whole older file of `torch.save`, which holds one storage. Until
@@ -421,14 +460,18 @@ def load_bytes(content: bytes, where: Path) -> dict[str, Any]:
 
 
 def _find_in_bytes(module: str, name: str) -> Any:
-    """`_find`, with the function that stands where pickle itself has written a storage."""
+    """Return the stand-in for a name, as `_find`; also for the function by which pickle itself
+    stores a storage.
+    """
     if (module, name) == ("torch.storage", "_load_from_bytes"):
         return _storage
     return _find(module, name)
 
 
 def _storage(content: Any) -> Storage:
-    """A storage that a file from before archives in memory holds."""
+    """Return the storage in the bytes of a file from before archives. Raises UnpicklingError for
+    anything else.
+    """
     if type(content) is not bytes:
         raise pickle.UnpicklingError("the numbers of a tensor are not bytes")
     found = read_legacy(io.BytesIO(content))
@@ -439,28 +482,31 @@ def _storage(content: Any) -> Storage:
 
 
 def _tensor(held: StoredView, content: bytes) -> Tensor:
-    """The tensor, of numbers in memory."""
+    """Return a tensor in new memory, copied from the bytes of its storage. Raises UnpicklingError
+    unless its elements are contiguous.
+    """
     if not held.contiguous:
         raise pickle.UnpicklingError("a tensor's numbers do not lie in a row")
     start = held.storage.start + held.offset * held.dtype.itemsize
     if not held.reach:
         return torch.empty(held.shape, dtype=held.dtype)
+    # writable, as torch wants it
     numbers = bytearray(content[start : start + held.reach * held.dtype.itemsize])
     return torch.frombuffer(numbers, dtype=held.dtype).view(held.shape)
 
 
 def dump_bytes(value: Mapping[str, Shaped[Tensor, "..."] | Mapping[str, int | str]]) -> bytes:
-    """The inverse of `load_bytes`, of tensors and plain values: as pickle itself writes them."""
+    """Pickle a mapping of tensors and plain values as `load_bytes` reads it."""
     return pickle.dumps(dict(value), protocol=4)
 
 
 class TorchFileWriter:
-    """A file of `torch.save`, whose tensors are written as they come, each once, in the shape and
-    dtype of the Spec that `value` has in its place. To be closed when all have come; classes in
-    `value` are named in its pickle.
+    """Writes a file of torch.save, with its tensors one by one in any order. `value` has a `Spec`
+    in place of each tensor. Call `close` when all are written.
     """
 
     def __init__(self, file: Path, value: Any):
+        """Create the file and write its pickle. Raises FileExistsError."""
         self.file = file
         self.specs = {n: spec for n, spec in leaves(value) if isinstance(spec, Spec)}
         self.keys = {name: str(i) for i, name in enumerate(self.specs)}
@@ -476,8 +522,8 @@ class TorchFileWriter:
         self.left = dict(self.keys)
 
     def write(self, name: str, tensor: Shaped[Tensor, "*whole"]) -> None:
-        """Raises ValueError for one of another shape, and KeyError for one that has no place, or
-        has come.
+        """Write a tensor, cast to the dtype of its Spec. Raises ValueError for another shape, and
+        KeyError for a name that is unknown or was written already.
         """
         spec, key = self.specs[name], self.left.pop(name)
         if tuple(tensor.shape) != spec.shape:
@@ -486,14 +532,18 @@ class TorchFileWriter:
         self._add(f"data/{key}", (part.numpy().data for part in data.split(2**26)), spec.nbytes)
 
     def close(self) -> None:
-        """Raises KeyError where tensors have not come."""
+        """Complete the file. Raises KeyError if tensors are missing."""
         self.archive.close()
         if self.left:
             raise KeyError(f"{len(self.left)} tensors never came, e.g. {list(self.left)[:3]}")
 
     def _add(self, name: str, parts: Iterable[memoryview], size: int) -> None:
+        """Write an entry of the archive, of `size` bytes in all, whose data is aligned to ALIGNED
+        bytes.
+        """
         entry = zipfile.ZipInfo(f"{self.file.stem}/{name}")
         large = size >= LARGE
+        # local header, name, zip64 field, and head of the padding
         head = 30 + len(entry.filename) + 20 * large + 4
         padding = -(self.archive.start_dir + head) % ALIGNED
         entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
@@ -503,8 +553,8 @@ class TorchFileWriter:
 
 
 def _copy_specs(value: Any) -> Any:
-    """The same with a Spec of its own in each place: of an object that came before, a pickle says
-    that it is the same one.
+    """Return a copy with a separate Spec in each place: pickle would write a repeated object as a
+    reference to the first.
     """
     if isinstance(value, Spec):
         return replace(value)
@@ -514,20 +564,25 @@ def _copy_specs(value: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values with a Spec for each tensor; each gets a storage with the next of `keys`."""
+    """Pickles values with a tensor for each Spec; their storages get `keys` in turn."""
 
     def __init__(self, stream: BinaryIO, keys: Iterator[str]):
         super().__init__(stream, protocol=2)
         self.keys = keys
 
     def reducer_override(self, obj: Any) -> Any:
+        """Pickle a Spec as the call that rebuilds a tensor."""
         if not isinstance(obj, Spec):
             return NotImplemented
         held = Storage(next(self.keys), obj.dtype, math.prod(obj.shape))
+        # computed by torch itself, without memory
         strides = torch.empty(obj.shape, device="meta").stride()
         return rebuild, (held, 0, obj.shape, strides, False, OrderedDict())
 
     def persistent_id(self, obj: Any) -> Any:
+        """Return the id by which a storage is stored outside of the pickle; None for other
+        objects.
+        """
         if not isinstance(obj, Storage):
             return None
         return ("storage", CLASSES[obj.dtype], obj.key, "cpu", obj.elements)

@@ -12,12 +12,15 @@ class Window(io.RawIOBase):
         self.start, self.size, self.at = start, size, 0
 
     def readable(self) -> bool:
+        """True: it can be read."""
         return True
 
     def seekable(self) -> bool:
+        """True: it can seek."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position within the window and return it. Raises OSError for a negative one."""
         at = offset + (0, self.at, self.size)[whence]
         if at < 0:
             raise OSError(f"position {at} of {self.size} bytes")
@@ -25,6 +28,9 @@ class Window(io.RawIOBase):
         return at
 
     def readinto(self, buffer) -> int:
+        """Read into a buffer, at most to the end of the window; return the number of bytes. Moves
+        the underlying file.
+        """
         self.file.seek(self.start + self.at)
         data = self.file.read(min(len(buffer), max(0, self.size - self.at)))
         buffer[: len(data)] = data

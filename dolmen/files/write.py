@@ -43,6 +43,9 @@ def check_new_folder(name: str | Path) -> Path:
 
 
 def _check_parent(words: str, target: Path, parents: bool) -> None:
+    """Raise ValueError, which begins with `words`, unless the folder of `target` exists (with
+    `parents` the nearest that exists) and can be written to.
+    """
     above = target.absolute().parents
     parent = next(p for p in above if os.path.lexists(p)) if parents else above[0]
     if not os.path.lexists(parent):
@@ -68,6 +71,7 @@ def replace(file: Path, content: bytes | str, lasting: bool = True) -> None:
         stream.flush()
         if lasting:
             os.fsync(stream.fileno())
+    # atomic: readers see the old or the new content
     part.rename(file)
 
 
@@ -80,6 +84,7 @@ def folder(inside: Path, name: str | Path) -> Path:
         path = path / part
         with suppress(FileExistsError):
             path.mkdir()
+        # lstat: a link to a folder could lead outside
         if not stat.S_ISDIR(path.lstat().st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "it is a link or a file, no folder", str(path))
     return path
@@ -93,6 +98,7 @@ def append(file: Path) -> TextIO:
     descriptor = os.open(file, flags, 0o666)
     if os.fstat(descriptor).st_nlink > 1:
         os.close(descriptor)
+        # a new inode, which only this name has
         replace(file, file.read_bytes())
         descriptor = os.open(file, flags, 0o666)
     return open(descriptor, "a", buffering=1, encoding="utf-8")

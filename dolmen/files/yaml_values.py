@@ -22,7 +22,7 @@ WORDS |= {w: False for word in ("no", "false", "off") for w in (word, word.title
 
 
 class _Open:
-    """A list or mapping that is not closed yet."""
+    """A list or mapping that is not closed yet. `before`: values of the document before it."""
 
     def __init__(self, values: list | dict, anchor: str | None, before: int):
         self.values, self.anchor, self.before = values, anchor, before
@@ -30,7 +30,9 @@ class _Open:
         self.key: Any = self
 
     def add(self, value: Any) -> None:
-        """Take the next value: of a mapping, a name and what it stands for, in turn."""
+        """Append a value to a list; of a mapping take names and values in turn. Raises ValueError
+        for a repeated name, or one that is no scalar.
+        """
         if isinstance(self.values, list):
             self.values.append(value)
         elif self.key is self:
@@ -44,7 +46,7 @@ class _Open:
 
 
 class _Builder:
-    """The document so far."""
+    """Builds the values of a document from events, and bounds their number and depth."""
 
     def __init__(self, depth: int):
         self.depth, self.count = depth, 0
@@ -52,6 +54,9 @@ class _Builder:
         self.anchors: dict[str, tuple[Any, int, int]] = {}  # value, values in it, height
 
     def grow(self, values: int, height: int) -> None:
+        """Count values, and the height of a subtree that is added. Raises ValueError beyond a
+        limit.
+        """
         self.count += values
         if self.count > MOST:
             raise ValueError(f"more than {MOST:,} values")
@@ -59,9 +64,11 @@ class _Builder:
             raise ValueError(f"nested deeper than {self.depth}")
 
     def take(self, event: yaml.Event) -> None:
+        """Handle one event of the parser."""
         match event:
             case yaml.ScalarEvent():
                 value = scalar(event)
+                # long text counts as several values
                 weight = 1 + len(event.value) // 64
                 self.grow(weight, 0)
                 self.append_value(value, event.anchor, weight, 0)
@@ -77,6 +84,9 @@ class _Builder:
                 self.repeat(event.anchor)
 
     def repeat(self, anchor: str) -> None:
+        """Add the value of an anchor again, counted with everything in it. Raises ValueError for an
+        unknown anchor, or an alias within its own.
+        """
         if any(part.anchor == anchor for part in self.stack):
             raise ValueError(f"the alias *{anchor} is inside its own anchor")
         if anchor not in self.anchors:
@@ -86,6 +96,9 @@ class _Builder:
         self.append_value(value, None, count, height)
 
     def append_value(self, value: Any, anchor: str | None, count: int, height: int) -> None:
+        """Add a complete value, with the number of values in it and its height, to the innermost
+        open container; remember it if it has an anchor.
+        """
         self.stack[-1].add(value)
         self.stack[-1].height = max(self.stack[-1].height, height + 1)
         if anchor is not None:
@@ -93,8 +106,9 @@ class _Builder:
 
 
 def parse_yaml(text: str, depth: int) -> Any:
-    """The values of a text with at most one document, None of an empty one. Raises ValueError, in
-    words and with the line.
+    """Return the values of a text with at most one document; None if it is empty. Raises
+    ValueError, with the line, for malformed YAML, tags, and more than `depth` levels or MOST
+    values.
     """
     building, documents = _Builder(depth), 0
     line = 1
@@ -104,6 +118,7 @@ def parse_yaml(text: str, depth: int) -> Any:
             documents += isinstance(event, yaml.DocumentStartEvent)
             if documents > 1:
                 raise ValueError("more than one document")
+            # events before an error were built: nothing is returned then
             building.take(event)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -118,13 +133,14 @@ def parse_yaml(text: str, depth: int) -> Any:
 
 
 def _no_tag(event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> None:
+    """Raise ValueError for a value with a tag, such as !!python/object."""
     if event.tag not in (None, "!"):
         raise ValueError(f"the tag {ascii(event.tag)[1:81]}: tags are not read")
 
 
 def scalar(event: yaml.ScalarEvent) -> Any:
-    """Text as it stands where it is quoted; else null, true, false, a number or text, as YAML 1.1
-    and PyYAML have them.
+    """Return a scalar: quoted ones as text, others as null, boolean, number or text by the rules of
+    YAML 1.1 and PyYAML.
     """
     _no_tag(event)
     text = event.value
@@ -142,8 +158,12 @@ def scalar(event: yaml.ScalarEvent) -> Any:
 
 
 def _integer(text: str, sign: str, digits: str) -> int | str:
+    """Parse an integer in base 2, 8, 10 or 16; `text` itself if it is none. Raises ValueError
+    beyond 64 bits.
+    """
     base = 8 if re.fullmatch("0[0-7]+", digits) else 0
     try:
+        # int() takes quadratic time; 100 digits exceed 64 bits in any base
         value = int(sign + digits[:100], base)
     except ValueError:  # 0x_
         return text

@@ -38,8 +38,8 @@ Hides = Literal["nothing", "products", "action"]
 
 @dataclass(frozen=True)
 class Overlap:
-    """What hides the collectives of each axis: nothing; the products issued after a collective that
-    is not waited for (`LedgerRow.overlapped`); everything that the action computes.
+    """Computation that hides the collectives of each axis: nothing; the products issued after a
+    collective that is not waited for (`LedgerRow.overlapped`); everything that the action computes.
     """
 
     tp: Hides = "products"
