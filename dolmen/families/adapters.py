@@ -86,7 +86,7 @@ def targets(model: Model, names: Collection[str]) -> frozenset[str]:
     if unknown := sorted(set(names) - known.keys() - {ALL}):
         head = (
             ": the head is computed together with its loss and takes no adapter yet"
-            if unknown[0] == _last(weight_map(model).head)
+            if unknown[0] == _module_name(weight_map(model).head)
             else ""
         )
         raise ValueError(
@@ -105,10 +105,10 @@ def _module_weights(model: Model) -> dict[str, set[str]]:
     for stored, entry in weight_map(model).entries.items():
         ours = {name for name in entry.ours if leaves[name].role in ADAPTED}
         if ours:
-            found.setdefault(_last(stored), set()).update(ours)
+            found.setdefault(_module_name(stored), set()).update(ours)
     return found
 
 
-def _last(stored: str) -> str:
+def _module_name(stored: str) -> str:
     """Return the last part of a module's name: q_proj of model.layers.0.self_attn.q_proj.weight."""
     return stored.removesuffix(".weight").rpartition(".")[2]

@@ -333,10 +333,10 @@ def write_deepseek_v3(tree: ModelSpec) -> dict[str, Any]:
     positions = expect(tree.blocks[0].mixer.positions, RopeSpec, "positions")
     fields = {**write_deepseek(tree), "rope_interleave": positions.interleaved}
     sparse = common.sparse_layers(tree)
-    return {**fields, **(_choice(sparse[0].router) if sparse else {})}
+    return {**fields, **(_write_router(sparse[0].router) if sparse else {})}
 
 
-def _choice(router: RouterSpec) -> dict[str, Any]:
+def _write_router(router: RouterSpec) -> dict[str, Any]:
     """Return V3's router fields: normalisation and groups."""
     return {
         "norm_topk_prob": router.normalise,

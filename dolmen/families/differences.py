@@ -84,10 +84,14 @@ def differences(one: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]:
     a, b = _flatten_spec(one), _flatten_spec(other)
     # a value that one spec lacks is None there
     found = {n: (a.get(n), b.get(n)) for n in {**a, **b} if a.get(n) != b.get(n)}
-    return [(_word(name), *pair) for name, pair in found.items() if not _inside(name, found)]
+    return [
+        (_display_name(name), *pair)
+        for name, pair in found.items()
+        if not _is_inside_difference(name, found)
+    ]
 
 
-def _inside(name: str, found: dict[str, tuple[Any, Any]]) -> bool:
+def _is_inside_difference(name: str, found: dict[str, tuple[Any, Any]]) -> bool:
     """Return whether the value at `name` lies in a component that is itself among the differences
     (`found`).
     """
@@ -95,7 +99,7 @@ def _inside(name: str, found: dict[str, tuple[Any, Any]]) -> bool:
     return any(".".join(parts[:n]) in found for n in range(1, len(parts)))
 
 
-def _word(name: str) -> str:
+def _display_name(name: str) -> str:
     """Return the name of a value for messages; if it has none, that of the innermost component that
     has one, followed by the rest of the path: "rope_scaling.factor".
     """

@@ -118,7 +118,9 @@ def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> ModelS
     common.head_size(config, llama.FIELDS)
     tree = read_stated({**config, "hidden_act": config["hidden_activation"]})
     scalar = config["query_pre_attn_scalar"]
-    cap, logits_cap = (_number(config[f"{of}_logit_softcapping"]) for of in ("attn", "final"))
+    cap, logits_cap = (
+        _float_or_none(config[f"{of}_logit_softcapping"]) for of in ("attn", "final")
+    )
     blocks = [
         replace(
             block,
@@ -136,7 +138,7 @@ def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> ModelS
     return replace(tree, runs=group_repeats(blocks), head=replace(tree.head, soft_cap=logits_cap))
 
 
-def _number(value: float | None) -> float | None:
+def _float_or_none(value: float | None) -> float | None:
     """Return value as a float; None stays None."""
     return None if value is None else float(value)
 

@@ -140,14 +140,14 @@ class Model(CustomValue):
         except Mismatch as error:
             # a schema mismatch names field and value itself
             raise ValueError(str(error)) from None
-        self._refuse()
+        self._check_fields()
         # schema and unsupported values are checked before `read`, which relies on kinds
         tree = check_matrix_count(family.read(fill_defaults(family, self.config)))
         return (
             replace(tree, head=ScalarHeadSpec()) if has_scalar_head(self.config, family) else tree
         )
 
-    def _refuse(self) -> None:
+    def _check_fields(self) -> None:
         """Raise ValueError for a config.json that states a field twice, asks for remote code or
         quantised weights, or has a value outside the supported ones of a field.
         """
@@ -155,7 +155,7 @@ class Model(CustomValue):
         for field in family.fields:
             check_one_spelling(field, config)
         # code that is known to compute the same is ignored; any other is refused
-        if _code(config.get("auto_map") or {}) - {*family.remote_code}:
+        if _remote_code_files(config.get("auto_map") or {}) - {*family.remote_code}:
             raise ValueError(
                 f"auto_map is {brief(config['auto_map'])}: dolmen runs no code from a model folder "
                 "(trust_remote_code); use a model saved with a class of transformers"
@@ -418,7 +418,7 @@ def compare_fields(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
-def _code(auto_map: Mapping[str, Any]) -> set[str]:
+def _remote_code_files(auto_map: Mapping[str, Any]) -> set[str]:
     """Return the names of the code files that `auto_map` asks to run: "modeling_x" for
     "x/y--modeling_x.Class".
     """

@@ -333,7 +333,7 @@ def write(rope: RopeSpec, head_size: int | None = None) -> dict[str, Any]:
                 "original_max_position_embeddings": original,
             }
         case YarnScaling():
-            scaling = _new_yarn(rope.scaling)
+            scaling = _write_yarn(rope.scaling)
         case DynamicScaling(factor):
             scaling = {"rope_type": "dynamic", "factor": factor}
         case LongRopeScaling(attention_factor, short, long, original):
@@ -361,7 +361,7 @@ def _fraction(turned: int, size: int) -> float:
     return factor if int(size * factor) == turned else math.nextafter(factor, 1)
 
 
-def _new_yarn(yarn: YarnScaling) -> dict[str, Any]:
+def _write_yarn(yarn: YarnScaling) -> dict[str, Any]:
     """Return the fields of YaRN, without attention_factor if it is the one that follows from
     `factor`: then it keeps following when `factor` is changed.
     """
@@ -392,7 +392,7 @@ def spell(
     outer_fields |= {name: wanted[name] for name in outer if name in wanted and name in config}
     # spelling of transformers 5, also for a config.json that states no rope yet
     if "rope_parameters" in config or not {"rope_scaling", *outer_fields} & config.keys():
-        own = _unknown(config.get("rope_parameters"))
+        own = _unknown_entries(config.get("rope_parameters"))
         # it would win over rope_parameters (`stated_rope`)
         if config.get("rope_scaling"):
             extra["rope_scaling"] = None
@@ -400,7 +400,7 @@ def spell(
         stated = own | {k: v for k, v in wanted.items() if k in uses}
         return {"rope_parameters": stated, **extra}
     # spelling of transformers 4: base and fraction at top level, the rest in rope_scaling
-    scaling = _unknown(config.get("rope_scaling"))
+    scaling = _unknown_entries(config.get("rope_scaling"))
     scaling |= {name: value for name, value in wanted.items() if name in uses - OUTER.keys()}
     return {
         **outer_fields,
@@ -409,6 +409,6 @@ def spell(
     }
 
 
-def _unknown(own: Mapping[str, Any] | None) -> dict[str, Any]:
+def _unknown_entries(own: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a copy of a mapping's entries that are no rope fields known here."""
     return {name: deepcopy(value) for name, value in (own or {}).items() if name not in NAMES}

@@ -72,10 +72,10 @@ class WeightMap:
 
     def is_dropped_layer(self, name: str) -> bool:
         """Return whether a canonical name is of a layer after the last, which the family drops."""
-        return name.startswith(self._beyond)
+        return name.startswith(self._dropped_prefixes)
 
     @cached_property
-    def _beyond(self) -> tuple[str, ...]:
+    def _dropped_prefixes(self) -> tuple[str, ...]:
         """Prefixes of the stored names of dropped layers, such as "model.layers.61."; empty if the
         family drops none.
         """
@@ -109,7 +109,7 @@ class WeightMap:
             return []
         return [
             field
-            for field, other in _otherwise(self.model, stored)
+            for field, other in _shapes_by_field(self.model, stored)
             # a field explains a mismatch if changing it changes that very dim
             if any(e != s and e != o for e, s, o in zip(expected, shape, other, strict=True))
         ]
@@ -129,7 +129,7 @@ def weight_map(model: Model) -> WeightMap:
     return WeightMap(model, found, embedding, head)
 
 
-def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
+def _shapes_by_field(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
     """Yield (field, shape that the tensor `stored` has with another value of it) for every integer
     field: doubled, halved or 1, whichever first gives a model.
     """
@@ -142,12 +142,12 @@ def _otherwise(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
             # a field may be bound to others (heads divide the width): the first value that gives a
             # model
             for other in (2 * value, value // 2, 1):
-                if (found := _shape(plain, {name: other}, stored)) is not None:
+                if (found := _shape_with(plain, {name: other}, stored)) is not None:
                     yield name, found
                     break
 
 
-def _shape(model: Model, fields: dict[str, Any], stored: str) -> Shape | None:
+def _shape_with(model: Model, fields: dict[str, Any], stored: str) -> Shape | None:
     """Return the shape of the tensor `stored` if the fields were changed so; None if that model is
     impossible or has no such tensor.
     """

@@ -333,7 +333,7 @@ class LatentAttention(Component):
         key = self.tp.enter(key).view(given.batch, -1, 1, self.spec.positions.size)
         key = self._apply_rope(key, given)
         if cache is None:
-            (kv,) = self._columns(latent, self.kv_b)
+            (kv,) = self._column_product(latent, self.kv_b)
             # kv_b enters tp here (columns), with the latent as its input
             y = self.scores(q, *self._expand_kv(kv, key), given)
         else:
@@ -349,7 +349,7 @@ class LatentAttention(Component):
         """
         return tensor.products(x, [linear.linear()], self.tp)[0]
 
-    def _columns(self, x: Tensor, linear: ColumnParallelLinear) -> tuple[Tensor, ...]:
+    def _column_product(self, x: Tensor, linear: ColumnParallelLinear) -> tuple[Tensor, ...]:
         """Multiply x by one column-parallel weight, entering tensor parallelism (copy, or
         all-gather of tokens under sequence parallelism); returns a tuple of one product.
         """
@@ -360,9 +360,9 @@ class LatentAttention(Component):
         rotated; through the low-rank latent q_a, q_b if the spec has a q_rank.
         """
         if self.spec.q_rank is None:
-            (q,) = self._columns(x, self.q)
+            (q,) = self._column_product(x, self.q)
         else:
-            (q,) = self._columns(self.q_a_norm(self._down(x, self.q_a)), self.q_b)
+            (q,) = self._column_product(self.q_a_norm(self._down(x, self.q_a)), self.q_b)
         q = q.view(given.batch, -1, self.heads, self.spec.head_size)
         nope, turned = q.split((self.spec.nope_size, self.spec.positions.size), -1)
         return torch.cat((nope, self._apply_rope(turned, given)), -1)

@@ -274,7 +274,7 @@ def check_supported(model: spec.ModelSpec) -> None:
     """
     for block in model.blocks:
         _check_arrangement(block)
-    for component in _inside(model):
+    for component in _components(model):
         kind = type(component)
         for name, computed in ONLY.get(kind, {}).items():
             value = getattr(component, name)
@@ -300,12 +300,12 @@ def _check_arrangement(block: spec.BlockSpec) -> None:
             )
 
 
-def _inside(value: Any) -> Iterator[Any]:
+def _components(value: Any) -> Iterator[Any]:
     """Yield `value` and, depth first, every dataclass inside its fields and tuples."""
     if isinstance(value, tuple):
         for one in value:
-            yield from _inside(one)
+            yield from _components(one)
     elif is_dataclass(value):
         yield value
         for field in fields(value):
-            yield from _inside(getattr(value, field.name))
+            yield from _components(getattr(value, field.name))

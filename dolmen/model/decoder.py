@@ -192,14 +192,14 @@ class Decoder(nn.Module):
         """
         if not self.split.kernels.lays_out:
             return
-        for module in self._parts():
+        for module in self._parameter_modules():
             module.prepack(weights)
 
     def at_rest(self, keep: bool) -> None:
         """Stop using packed copies of weights. `keep`: retain them for the next `prepack`, which
         reuses those whose weights are unchanged.
         """
-        for module in self._parts():
+        for module in self._parameter_modules():
             module.at_rest(keep)
 
     def set_multi_lora(self, several: Mapping[str, MultiLora]) -> None:
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
             if isinstance(module, ParameterModule):
                 module.set_multi_lora(several.get(f"{name}.weight"))
 
-    def _parts(self) -> list[ParameterModule]:
+    def _parameter_modules(self) -> list[ParameterModule]:
         """Return every module that owns parameters."""
         return [module for module in self.modules() if isinstance(module, ParameterModule)]
 

@@ -125,7 +125,7 @@ class ParameterModule(nn.Module):
         """Return what multiplies x: weight, bias, adapter, rounding; a packed weight and multi-LoRA
         adapters if set and gradients are off. Raises ValueError for gradients of a freed weight.
         """
-        one = self._fastest()
+        one = self._current_linear()
         if self._multi_lora is None or torch.is_grad_enabled():
             return one
         # cut once per set of adapters, not at each forward
@@ -140,7 +140,7 @@ class ParameterModule(nn.Module):
         """
         self._multi_lora, self._local_multi_lora = several, None
 
-    def _fastest(self) -> Linear:
+    def _current_linear(self) -> Linear:
         """Return the freed packed form, a packed copy (made at first use), or the plain weight,
         whichever is available. Raises ValueError if the weight was freed and gradients are enabled.
         """

@@ -114,14 +114,14 @@ def tables(
             factor = p.attention_factor
             if factor != 1:
                 cos, sin = cos * factor, sin * factor
-            return PositionInputs(cos, sin, growth=_growth(p.scaling, positions[0], dtype))
+            return PositionInputs(cos, sin, growth=_query_scale(p.scaling, positions[0], dtype))
         case spec.FalconAlibiSpec():
             # plain ALiBi needs no tables: its slopes go to the kernel (`slopes`)
             return PositionInputs(steps=score_bias.alibi_key_bias(heads, positions[0]))
     return PositionInputs()
 
 
-def _growth(
+def _query_scale(
     scaling: RopeScaling | None, positions: Int[Tensor, "b s"], dtype: torch.dtype
 ) -> Float[Tensor, "b s 1 1"] | None:
     """Return Qwen's log-n factor of the queries at `positions`; None where the scaling has none

@@ -126,12 +126,12 @@ class AttentionSpec:
             **add_prefix("o", row_parallel(hidden, q, self.o_bias, of_o, stream.out_scale)),
         }
         if self.qk_norm is not None:
-            leaves |= self._norms(self.qk_norm, of_q, of_kv)
+            leaves |= self._norm_params(self.qk_norm, of_q, of_kv)
         if self.sinks:
             leaves |= add_prefix("sinks", {"weight": ParamSpec((self.heads,), "bias", (of_q,))})
         return leaves
 
-    def _norms(self, norm: NormSpec, of_q: ShardSpec, of_kv: ShardSpec) -> ParamSpecs:
+    def _norm_params(self, norm: NormSpec, of_q: ShardSpec, of_kv: ShardSpec) -> ParamSpecs:
         """Return the parameters of the q and k norms. A norm over the whole width ("width")
         requires that tp divides the kv heads, as its mean counts each head once.
         """
@@ -225,7 +225,7 @@ class LatentAttentionSpec:
         # DeepSeek-V3: 512 + 64
         down = self.kv_rank + self.positions.size
         return {
-            **self._queries(hidden, q, of_heads),
+            **self._query_params(hidden, q, of_heads),
             **add_prefix("kv_a", _replicated(down, hidden, self.down_bias)),
             **add_prefix("kv_a_norm", self.norm.leaves(self.kv_rank)),
             **add_prefix("kv_b", column_parallel(kv, self.kv_rank, False, of_heads)),
@@ -241,7 +241,7 @@ class LatentAttentionSpec:
             ),
         }
 
-    def _queries(self, hidden: int, q: int, of_heads: ShardSpec) -> ParamSpecs:
+    def _query_params(self, hidden: int, q: int, of_heads: ShardSpec) -> ParamSpecs:
         """Return the parameters of q: one matrix, or a down projection, norm and up projection if
         q_rank is set. `q`: outputs of all heads.
         """

@@ -252,13 +252,17 @@ class MoESpec:
             **add_prefix("router", self.router.leaves(self.number, hidden)),
             **{f"experts.{name}.weight": inner for name in ("gate", "up")},
             "experts.down.weight": down,
-            **(add_prefix("experts", self._biases(hidden)) if self.bias else {}),
+            **(add_prefix("experts", self._bias_params(hidden)) if self.bias else {}),
             **({} if self.shared is None else add_prefix("shared", self.shared.leaves(stream))),
-            **(add_prefix("shared_gate", self._gate(hidden)) if self.shared_gate else {}),
+            **(
+                add_prefix("shared_gate", self._shared_gate_params(hidden))
+                if self.shared_gate
+                else {}
+            ),
         }
 
     @staticmethod
-    def _gate(hidden: int) -> ParamSpecs:
+    def _shared_gate_params(hidden: int) -> ParamSpecs:
         """Return the shared expert's gate [1, hidden], replicated over tp; it multiplies a partial
         sum, so its gradient is partial.
         """
@@ -272,7 +276,7 @@ class MoESpec:
         shape, products = (self.number, out, inp), self.per_token * out * inp
         return ParamSpec(shape, "expert", cuts, std_scale=std_scale, products=products)
 
-    def _biases(self, hidden: int) -> ParamSpecs:
+    def _bias_params(self, hidden: int) -> ParamSpecs:
         """Return the experts' biases, each [experts, out]. That of `down` is replicated over tp,
         where it is added to a partial sum.
         """

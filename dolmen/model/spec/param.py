@@ -221,12 +221,12 @@ def mark_fp8(leaves: ParamSpecs, layers: int, recipe: Fp8) -> ParamSpecs:
     # layers multiplied in fp8
     inner = range(recipe.config.first_layers, layers - recipe.config.last_layers)
     return {
-        name: replace(leaf, fp8=recipe) if _inside(name, leaf, inner) else leaf
+        name: replace(leaf, fp8=recipe) if _uses_fp8(name, leaf, inner) else leaf
         for name, leaf in leaves.items()
     }
 
 
-def _inside(name: str, leaf: ParamSpec, layers: range) -> bool:
+def _uses_fp8(name: str, leaf: ParamSpec, layers: range) -> bool:
     """Return whether a parameter is a matrix or expert weight of attention or mlp in one of
     `layers`.
     """
