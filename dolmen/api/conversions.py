@@ -48,11 +48,13 @@ def convert(
 
         dolmen.convert("runs/book", to="ranks/", format="megatron-core", tp=2, pp=2)
     """
+    # Python's names differ here: --to is the format, DESTINATION the folder
     with value_errors({"to": "format", "destination": "to"}):
         config = build_config(
             ConvertConfig,
             source=source,
             destination=to,
+            # the library's name is a synonym
             to="hf" if format == "transformers" else format,
             **options,
         )
@@ -75,6 +77,7 @@ def tokenize(
     """
     with value_errors(DATA_KEYWORDS):
         config = build_config(TokenizeConfig, to=to, path=path, **options)
+        # the .bin
         return indexed_export.tokenize(config, progress).file
 
 

@@ -56,6 +56,7 @@ def evaluate_tasks(
         dolmen.evaluate_tasks("path/to/model", "arc_easy,piqa")["piqa"]["acc,none"]
     """
     with value_errors(DATA_KEYWORDS):
+        # as --tasks has it
         names = tasks if isinstance(tasks, str) else ",".join(tasks)
         config = build_config(EvaluateConfig, COMMAND_ONLY, source=source, tasks=names, **options)
         harness.check(config)
@@ -76,6 +77,7 @@ def verify(folder: str | Path, against: str | Path | None = None, length: int = 
         config = build_config(VerifyConfig, folder=folder, against=against, length=length)
         source = open_source(config.folder)
         other = None if config.against is None else open_source(config.against)
+        # warns once where both are the same
         for one in (source, other or source):
             unknown.warn(one.model)
         return verification.verify(source, other, length=config.length)
@@ -95,5 +97,6 @@ def diff(
         print(dolmen.diff("path/to/model", a={"layout": {"tp": 2}, "dtype": "bfloat16"}))
     """
     with value_errors():
+        # the report has as_dict
         config = build_config(DiffConfig, ("json",), first=first, second=second, **options)
         return comparison.diff(config)

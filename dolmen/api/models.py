@@ -81,7 +81,10 @@ def build_generate_config(
     options: GenerationOptions,
     dtype: str | None = None,
 ) -> GenerateConfig:
-    """Return the options, checked as far as possible without the model. Raises ValueError."""
+    """Return the options of `dolmen generate` from keywords, checked as far as possible without the
+    model. Raises ValueError for unknown keywords and values out of range.
+    """
+    # Python callers get log-probabilities by default
     values: dict[str, Any] = {"logprobs": "raw", **options}
     known = GenerationOptions.__annotations__
     for name in values:
@@ -93,6 +96,7 @@ def build_generate_config(
         values["stop"] = (values["stop"],)
     bias = values.get("logit_bias")
     if isinstance(bias, Mapping):
+        # as the command line has it
         values["logit_bias"] = ",".join(f"{token}:{value}" for token, value in bias.items())
     config = build_config(
         GenerateConfig,
@@ -109,7 +113,10 @@ def build_generate_config(
 
 
 def list_prompts(prompt: Any) -> list[Any]:
-    """Return the prompts as a list. A list of numbers is the token ids of one prompt."""
+    """Return one or several prompts as a list. A list of integers is the token ids of one
+    prompt.
+    """
+    # a tensor or array is the ids of one prompt
     if isinstance(prompt, (list, tuple)) and not any(isinstance(one, int) for one in prompt):
         return list(prompt)
     return [prompt]
@@ -185,17 +192,22 @@ class Model:
 
     @property
     def required_tokenizer(self) -> PreTrainedTokenizer:
-        """The tokenizer. Raises ValueError where there is none."""
+        """The tokenizer. Raises ValueError, with the reason, where there is none."""
         if self.tokenizer is None:
             raise ValueError(f"{self.tokenizer_error}: give token ids")
         return self.tokenizer
 
     def check_ids(self, ids: Any) -> list[int]:
-        """Return token ids as a list. Raises ValueError for ids that are not in the vocabulary."""
+        """Return token ids (a list, array or tensor) as a list. Raises ValueError unless they are
+        integers within the vocabulary.
+        """
+        # numpy integers become int
         tokens = plain(ids.tolist() if isinstance(ids, ARRAYS) else ids)
         size = self.decoder.tree.vocab_size
         if not isinstance(tokens, list) or not all(
-            type(token) is int and 0 <= token < size for token in tokens
+            # a bool is an int for isinstance
+            type(token) is int and 0 <= token < size
+            for token in tokens
         ):
             raise ValueError(
                 f"the prompt is {brief(ids)}: it must be a text, or token ids of 0 to {size - 1:,}"
@@ -236,6 +248,7 @@ def load(
     with value_errors():
         source = open_source(name)
         if model:
+            # opened again: the fields decide which tensors there are
             source = open_source(name, set_fields(source.model, model))
         special_ids = special.check_special_ids(special_tokens or {}, source.model)
         tokenizer, tokenizer_error = _tokenizer(source)
@@ -244,9 +257,11 @@ def load(
         if known is not source.model:
             source = open_source(name, known)
         if source.tree.blanks is not None:
+            # a GLM needs the ids of its special tokens before it can run
             source.tree.blanks.check()
         check_whole(source)
         low_rank = multi_lora.open_adapters(_folders(adapters), source)
+        # fields of config.json that dolmen does not know
         unknown.warn(source.model)
         decoder = engine.load_decoder(source, dtype=_dtype(dtype))
         return Model(
@@ -305,7 +320,9 @@ def _tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
 
 
 def _folders(adapters: Mapping[str, str | Path] | None) -> dict[str, str]:
-    """Return name -> folder. Raises ValueError for anything else."""
+    """Return adapter name -> folder as strings. Raises ValueError for anything but a mapping with
+    usable names.
+    """
     if not isinstance(adapters, Mapping | None):
         raise ValueError(f"adapters is {brief(adapters)}: it must be a dict of names and folders")
     return multi_lora.check_adapters(
@@ -314,8 +331,8 @@ def _folders(adapters: Mapping[str, str | Path] | None) -> dict[str, str]:
 
 
 def _adapter_per_prompt(adapter: Any, prompts: int, known: Collection[str]) -> list[str | None]:
-    """Return the adapter of each prompt. Raises ValueError for an unknown one, and for a list of
-    another length.
+    """Return the adapter of each prompt: `adapter` for all, or a list with one for each. Raises
+    ValueError for a name that is not `known`, and for a list of another length.
     """
     each = list(adapter) if isinstance(adapter, (list, tuple)) else [adapter] * prompts
     if len(each) != prompts:
@@ -337,6 +354,9 @@ def _generate(
     batch: int,
     adapter: str | None | Sequence[str | None],
 ) -> Any:
+    """Complete one or several prompts with checked options; see `Model.generate` for what is
+    returned. Prints the options that come from generation_config.json to stderr.
+    """
     if not isinstance(plain(batch), int):
         raise ValueError(f"batch is {brief(batch)}: it must be a whole number")
     prompts = list_prompts(prompt)
@@ -356,12 +376,16 @@ def _generate(
         special.end_token_ids(model.special_tokens),
         model.adapters,
     )
+    # no list of one sample
     results = [each[0] if config.num_samples == 1 else each for each in samples]
+    # ["one prompt"] returns a list
     return results[0] if len(prompts) == 1 and prompts[0] is prompt else results
 
 
 def _encode_prompt(model: Model, prompt: Any, adapter: str | None) -> EncodedPrompt:
-    """Return a prompt with its token ids."""
+    """Return a prompt with its token ids; ids are checked, a text is tokenized. Raises
+    ValueError.
+    """
     if isinstance(prompt, IDS_TYPES):
         tokens = model.check_ids(prompt)
         return EncodedPrompt(tokens, tokens, adapter)
@@ -371,7 +395,9 @@ def _encode_prompt(model: Model, prompt: Any, adapter: str | None) -> EncodedPro
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype by its name. Raises ValueError for one that weights cannot have."""
+    """Return a dtype, also by its name; None for None. Raises ValueError for one that weights
+    cannot have.
+    """
     if dtype is None or dtype in hf.FLOATS:
         return cast("torch.dtype | None", dtype)
     if isinstance(dtype, str) and dtype in DTYPES:

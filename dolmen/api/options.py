@@ -30,8 +30,8 @@ T = TypeVar("T", bound="DataclassInstance")
 
 @contextmanager
 def value_errors(keywords: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Within this context, bad input is raised as ValueError with the message of the command line,
-    in which options are written as keywords. `keywords`: option -> keyword, where they differ.
+    """Raise bad input within this context as ValueError, with the message of the command line in
+    which options are written as keywords. `keywords`: option -> keyword, where they differ.
     """
     try:
         yield
@@ -40,8 +40,9 @@ def value_errors(keywords: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 def with_keywords(text: str, keywords: Mapping[str, str]) -> str:
-    """Replace the options in a message by the keywords of Python."""
+    """Return a message of the command line with its options written as Python keywords."""
     options = _options()
+    # most keywords are the option's own name
     names = {**{name: name for name in options}, **keywords}
     return python_spelling(
         printable(text), names, [n for n, kind in options.items() if kind is bool]
@@ -50,13 +51,15 @@ def with_keywords(text: str, keywords: Mapping[str, str]) -> str:
 
 @cache
 def _options() -> dict[str, Any]:
-    """Return every option of a command, with its type; a field of a model has None."""
+    """Return every option of a command with its type; None for the fields of models."""
     known: dict[str, Any] = {"model.model_type": str}
     for one in families().values():
+        # types differ between families
         known |= {f"model.{name}": None for name in option_fields(one)}
     conversion = (ExportConfig, ConvertConfig, TokenizeConfig, VerifyConfig, DiffConfig)
     vocabulary = (VocabTrainConfig, VocabMergeConfig, VocabExtendConfig)
     others = (GenerateConfig, EvaluateConfig, DryrunConfig)
+    # all, as messages come from any of them
     for cls in (LaunchOptions, RunConfig, *conversion, *vocabulary, *others):
         known |= option_types(cls)
     return known
@@ -67,9 +70,11 @@ DATA_KEYWORDS = {f"data.{name}": name for name in field_types(TokenConfig)}
 
 
 def build_config(cls: type[T], excluded: Collection[str] = (), **keywords: Any) -> T:
-    """Build a configuration from keywords; those of its section `data` may be at the top level.
+    """Build an instance of the config class `cls` from keywords; those of its section `data` may be
+    at the top level.
 
-    Raises ValueError for a keyword that is unknown or `excluded`, and for a value out of range.
+    Raises ValueError for a keyword that is unknown or `excluded` (an option of the command only),
+    and for a value out of range.
     """
     types = field_types(cls)
     data = field_types(types["data"]) if "data" in types else {}
@@ -78,6 +83,7 @@ def build_config(cls: type[T], excluded: Collection[str] = (), **keywords: Any) 
     for name, value in keywords.items():
         if name in excluded:
             raise ValueError(f"{name} is an option of the command only: leave it out")
+        # evaluate(path=...) rather than data={"path": ...}
         if name in data and name not in types:
             data_values[name] = plain(value)
         elif name == "data" and name in types and isinstance(value, Mapping):

@@ -43,6 +43,7 @@ class RunFolder(PosixPath):
         where it was not finite.
         """
         losses = [row["loss"] for row in self.history if "loss" in row]
+        # JSON has no NaN: it is stored as null
         return [math.nan if loss is None else loss for loss in losses]
 
 
@@ -59,13 +60,16 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> RunFolder:
     first), RuntimeError if another process fails, and what is raised in this one.
     """
     with value_errors():
+        # checks all options, so errors name the keyword
         request = build_request(recipe, changes)
     try:
         code = worker.run(request)
     except BadInput as error:
         raise ValueError(with_keywords(str(error), {})) from None
+    # 128 + SIGINT
     if code == 130:
         raise KeyboardInterrupt
+    # 128 + SIGTERM
     if code == 143:
         raise SystemExit(code)
     if code:
@@ -108,6 +112,7 @@ def dryrun(
         report.ledgers[0].peak
     """
     with value_errors():
+        # as --ranks has it
         rank_list = ranks if isinstance(ranks, str) else ",".join(str(plain(one)) for one in ranks)
         options = {"device": device, "exact": exact, "max_load": max_load}
         config = build_config(DryrunConfig, ranks=rank_list, **options)
@@ -140,6 +145,7 @@ def plan(
         config = replace(
             build_config(PlanConfig, COMMAND_ONLY, cluster=cluster, **options), explain=True
         )
+        # before the search
         outputs.check(config)
         question = Question.from_request(_plan_request(model, config))
         plan = search.make_plan(question, config, progress)
@@ -178,6 +184,9 @@ def plan_inference(
 
 
 def _plan_request(model: str | PathLike | RunConfig, config: PlanConfig) -> PlanRequest:
+    """Return the request for a plan of a RunConfig, or of the run that a name or path stands for.
+    Raises ValueError.
+    """
     if isinstance(model, RunConfig):
         return PlanRequest(model.name, model, config)
     name = plain(model)

@@ -54,9 +54,12 @@ LOADING = ("train", "dryrun", "generate", "chat", "serve", "verify", "evaluate")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Returns the exit code."""
+    """Run a command line (`argv`, by default that of this process) and return its exit code; see
+    the head of this file. Prints errors to stderr, on the first process only.
+    """
     from dolmen.launch import process
 
+    # before anything else, so that a worker never outlives its launcher
     process.die_with_launcher()
     process.obey_interrupts()
     environment.set_defaults(os.environ)
@@ -94,6 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"dolmen {argv[0]}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
+        # or Python would fail again as it flushes stdout at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -101,7 +105,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _announce(verb: str, words: list[str]) -> None:
-    """Say at once that a model is loaded, to a person at a terminal, and for a server always."""
+    """Print that a model is loading, for verbs that load one: at a terminal, and for `serve`
+    always.
+    """
     if verb not in LOADING or {"-h", "--help"} & {*words} or not words or not _is_first():
         return
     if verb == "serve" or sys.stderr.isatty():
@@ -110,5 +116,5 @@ def _announce(verb: str, words: list[str]) -> None:
 
 
 def _is_first() -> bool:
-    """Return whether this process prints: the first one on this host."""
+    """Return whether this process is the first one on its host, which prints."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"

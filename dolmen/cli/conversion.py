@@ -23,9 +23,13 @@ from dolmen.vocabulary.train import train
 
 
 def run_convert(options: ConvertConfig) -> int:
+    """Run `dolmen convert` and print its report. Returns 0, or 1 if the written model differs
+    (which is deleted). Raises BadInput.
+    """
     try:
         print(convert(options, shown=True))
     except Failed as error:
+        # exit code 1, not 2: the input was valid
         print(f"dolmen convert: {error}; nothing is left of it", file=sys.stderr)
         return 1
     except (ValueError, KeyError, OSError) as error:
@@ -34,6 +38,7 @@ def run_convert(options: ConvertConfig) -> int:
 
 
 def run_export(options: ExportConfig) -> int:
+    """Run `dolmen export`. Returns 0. Raises BadInput."""
     try:
         title = export_model(
             options.source, Path(options.to), options.dtype, options.adapters, options.critic
@@ -45,6 +50,7 @@ def run_export(options: ExportConfig) -> int:
 
 
 def run_tokenize(options: TokenizeConfig) -> int:
+    """Run `dolmen tokenize` and print the counts. Returns 0. Raises BadInput."""
     try:
         written = tokenize(options)
     except (ValueError, KeyError, OSError) as error:
@@ -72,7 +78,11 @@ VOCAB_STEPS: dict[type, Callable[[Any], VocabularyReport]] = {
 
 
 def run_vocab(options: VocabTrainConfig | VocabMergeConfig | VocabExtendConfig) -> int:
+    """Run a part of `dolmen vocab` (train, merge or extend) and print its report. Returns 0. Raises
+    BadInput.
+    """
     try:
+        # the class of the options decides the part
         report = VOCAB_STEPS[type(options)](options)
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None

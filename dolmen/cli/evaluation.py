@@ -30,6 +30,9 @@ from dolmen.serving import processes
 
 
 def run_evaluate(options: EvaluateConfig) -> int:
+    """Run `dolmen evaluate`: perplexity over a text, or tasks of lm_eval, or both. Returns the exit
+    code. Raises BadInput.
+    """
     if not process.launched_here():
         try:
             check_json(options.json)
@@ -58,6 +61,10 @@ def run_evaluate(options: EvaluateConfig) -> int:
 
 
 def _evaluate_on_mesh(options: EvaluateConfig, text: Windows | None, mesh: Mesh) -> int:
+    """Load the model, evaluate `text` (None: no text) and the tasks, print tables and write --json
+    on the first rank. Returns 0.
+    """
+    # other ranks print nothing
     loaded, screen, content = load(options, mesh), console(mesh.first), {}
     if text is not None:
         result = evaluate(loaded, text)
@@ -80,7 +87,7 @@ def check_json(to: str | None) -> None:
 
 
 def save_json(content: object, to: str, indent: int = 1) -> None:
-    """Write --json. Raises ValueError if the file cannot be written."""
+    """Write `content` as JSON to the file `to`. Raises ValueError if it cannot be written."""
     try:
         write.replace(expand(to), json.dumps(content, indent=indent) + "\n")
     except OSError as error:
@@ -88,6 +95,10 @@ def save_json(content: object, to: str, indent: int = 1) -> None:
 
 
 def run_diff(options: DiffConfig | DiffWork) -> int:
+    """Run `dolmen diff`: print the comparison and write --json. Returns 0 if the programs agree, 1
+    if they differ or a worker fails. With DiffWork this process is a worker of such a comparison.
+    Raises BadInput.
+    """
     if isinstance(options, DiffWork):  # a worker process that this verb has started
         return process.run_worker(partial(_diff_worker, options))
     try:
@@ -110,25 +121,32 @@ def run_diff(options: DiffConfig | DiffWork) -> int:
 
 
 def _diff_worker(options: DiffWork) -> int:
+    """Compute one side of a comparison in a worker process. Returns 0."""
     work(options)
     return 0
 
 
 def run_verify(options: VerifyConfig) -> int:
+    """Run `dolmen verify`. Returns 0 if the models agree, else 1; then it names the first tensor
+    that differs, or the command that does.
+    """
     folders = [options.folder, *([options.against] if options.against else [])]
     layout = processes.check_model("verify", folders, Layout(tp=options.layout.tp), options.device)
 
     def work(mesh: Mesh) -> int:
+        """Compare the models on this process's part of the mesh, and print the report."""
         source = open_alike(options.folder, mesh)
         against = open_alike(options.against, mesh) if options.against else None
         report = verify(source, against, mesh, length=options.length)
         screen = console(mesh.first)
         screen.print(report.table())
+        # diff starts processes of its own, which ranks cannot
         if not report.ok and mesh.size > 1:
             screen.print(
                 f"\n`dolmen diff {_diff_command(options)}` names the first tensor that parts"
             )
         elif not report.ok:
+            # names of tensors have brackets
             screen.print(f"\n{diff(_diff_config(options))}", markup=False, highlight=False)
         return 0 if report.ok else 1
 
@@ -141,6 +159,7 @@ def _diff_config(options: VerifyConfig) -> DiffConfig:
     return DiffConfig(
         options.folder,
         against,
+        # gradients too: the loss may agree where they do not
         until="backward",
         length=options.length,
         device=options.device,
@@ -148,5 +167,6 @@ def _diff_config(options: VerifyConfig) -> DiffConfig:
 
 
 def _diff_command(options: VerifyConfig) -> str:
+    """Return the arguments of the `dolmen diff` command for the same comparison."""
     config = _diff_config(options)
     return f"{config.first} {config.second} --a.layout.tp {options.layout.tp}"

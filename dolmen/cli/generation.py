@@ -38,6 +38,9 @@ from dolmen.serving.request import Limits, Request
 
 
 def run_generate(options: GenerateConfig) -> int:
+    """Run `dolmen generate`: check the options, then complete --prompt or the rows of --input.
+    Returns the exit code. Raises BadInput.
+    """
     try:  # before any process, and before a model is read
         options.of_tokens.check()
         adapters.check_name(options.adapter, adapters.parse_adapters(options.adapters))
@@ -45,6 +48,7 @@ def run_generate(options: GenerateConfig) -> int:
             offline.check_options(options)
             if not process.launched_here():
                 if not options.resume:
+                    # before the model is read
                     output_file.check_output(expand(options.output or ""), None, False, {}, "")
                 best_of_n.check(options)
         for text in options.prompt:
@@ -69,7 +73,9 @@ def run_generate(options: GenerateConfig) -> int:
 
 
 def _generate_file(options: GenerateConfig, layout: Layout) -> int:
-    """Complete all rows of --input."""
+    """Complete all rows of --input on the processes of the layout, and choose the best samples if
+    --best is set. Returns the exit code. Raises BadInput.
+    """
     started = process.read_launch()
     # the launcher reads all rows, and refuses what is bad, before it starts others
     first = not process.launched_here() and (started is None or started.rank == 0)
@@ -83,15 +89,19 @@ def _generate_file(options: GenerateConfig, layout: Layout) -> int:
         return _choose_best(job) if first else 0
 
     def work(mesh: Mesh) -> int:
+        """Generate the rows on this process's part of the mesh."""
         offline.generate(job, mesh)
         return 0
 
     code = processes.run("generate", to_dict(options), layout, options.device, work)
+    # rewards are computed once, after all processes have ended
     return code or (_choose_best(job) if first else 0)
 
 
 def _choose_best(job: offline.Job) -> int:
-    """Write the best completion of each row to --best, once all rows are finished."""
+    """Write the best sample of each row to --best, if it is set, and print the mean reward. Returns
+    0. Raises BadInput.
+    """
     if job.config.best is None:
         return 0
     try:
@@ -111,7 +121,7 @@ def _choose_best(job: offline.Job) -> int:
 
 
 def _generate_prompts(options: GenerateConfig, layout: Layout) -> int:
-    """Print the completions of --prompt."""
+    """Print the completions of --prompt, on the processes of the layout. Returns the exit code."""
     return processes.run(
         "generate",
         to_dict(options),
@@ -122,11 +132,15 @@ def _generate_prompts(options: GenerateConfig, layout: Layout) -> int:
 
 
 def _print_completions(options: GenerateConfig, mesh: Mesh) -> int:
+    """Load the model on `mesh`, complete all prompts in one engine, and print them on the first
+    rank. Returns 0. Raises ValueError.
+    """
     source = open_alike(options.folder, mesh)
     resolved, notes = apply_generation_config(options, source.generation_config)
     for line in notes:
         say(line, mesh.first)
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
+    # before the model is loaded
     prompts = [encode(tokenizer, text, source.model) for text in options.prompt]
     dtype = DTYPES[options.dtype] if options.dtype else None
     model = engine.load_placed(source, mesh, dtype, options.weights)
@@ -153,6 +167,7 @@ def _print_completions(options: GenerateConfig, mesh: Mesh) -> int:
                 output = running.step()
                 for chosen in output.new_tokens:
                     if printer.add(chosen.number, chosen.token):
+                        # the engine knows no stop strings
                         running.cancel(chosen.number)
                 engine.require_finite(output.finished)
         finally:
@@ -163,15 +178,15 @@ def _print_completions(options: GenerateConfig, mesh: Mesh) -> int:
 
 
 class CompletionPrinter:
-    """Prints prompts and their completions on stdout: the first one as it is generated, the others
-    when all are finished.
+    """Prints prompts and their completions on stdout: the first one while it is generated, the
+    others when all are finished. Prints nothing unless `visible`.
     """
 
     def __init__(self, texts: Sequence[Detokenizer], prompts: Sequence[str], visible: bool):
         self.texts, self.prompts, self.visible = texts, prompts, visible
 
     def add(self, index: int, token: int) -> bool:
-        """Add a token of completion `index` and return whether a stop string was reached.
+        """Add a token of completion `index` and return whether that has reached a stop string.
 
         The prompt is printed with its first token, so nothing is printed when the request fails.
         """
@@ -184,13 +199,14 @@ class CompletionPrinter:
         return text.stopped is not None
 
     def end(self) -> None:
-        """Print what is held back of the first completion, and the other completions."""
+        """Print the rest of the first completion, and the other prompts and completions."""
         for index, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
             if text.tokens:
                 rest = text.end()
                 self._print((rest if index == 0 else prompt + text.whole) + "\n")
 
     def _print(self, text: str) -> None:
+        """Print text without a newline, on the rank that prints."""
         if self.visible:
             print(text, end="", flush=True)
 
@@ -206,6 +222,9 @@ End a line with \\ to continue the message in the next line."""
 
 
 def run_chat(options: ChatConfig) -> int:
+    """Run `dolmen chat` until the user ends it. Returns the exit code. Raises BadInput for options,
+    and for a model without a chat template.
+    """
     layout = processes.check_model(
         "chat", [options.folder], Layout(), options.device, weights=options.weights
     )
@@ -222,6 +241,7 @@ def run_chat(options: ChatConfig) -> int:
         say(line)
 
     def work(mesh: Mesh) -> int:
+        """Load the model, and talk."""
         with chat.engine(mesh):
             Terminal(chat).talk()
         return 0
@@ -230,7 +250,9 @@ def run_chat(options: ChatConfig) -> int:
 
 
 class Terminal:
-    """The chat in a terminal: replies on stdout, everything else on stderr."""
+    """The chat in a terminal: replies on stdout, everything else on stderr; a line that begins with
+    / is a command.
+    """
 
     def __init__(self, chat: ChatSession):
         self.chat = chat
@@ -257,6 +279,9 @@ class Terminal:
                 self._print_reply(text)
 
     def _lines(self) -> Iterator[str]:
+        """Yield messages until the end of the input. Ctrl-C at the prompt prints how to end the
+        chat.
+        """
         while True:
             try:
                 yield self._read()
@@ -269,11 +294,16 @@ class Terminal:
         """Read a message of one or several lines. Raises EOFError at the end of the input."""
         lines = [input("> " if self.interactive else "")]
         while lines[-1].endswith("\\"):
+            # the backslash continues the message
             lines[-1] = lines[-1][:-1]
             lines.append(input("  " if self.interactive else ""))
         return "\n".join(lines).strip()
 
     def _print_reply(self, text: str) -> None:
+        """Print the reply to a message as it is generated. Ctrl-C interrupts it; an error is
+        printed.
+        """
+        # instead of KeyboardInterrupt in the middle of a step
         with process.handling({signal.SIGINT: lambda *_: self.chat.stop()}):
             try:
                 for part in self.chat.reply(text):
@@ -286,10 +316,12 @@ class Terminal:
                 say(str(error))
 
     def _reset(self) -> None:
+        """Start a new chat (/reset)."""
         self.chat.reset()
         say("started a new chat")
 
     def _retry(self) -> None:
+        """Generate another reply to the last message (/retry)."""
         text = self.chat.undo()
         if text is None:
             say("there is no message to reply to yet")
@@ -297,6 +329,7 @@ class Terminal:
             self._print_reply(text)
 
     def _history(self) -> None:
+        """Print all messages (/history)."""
         for message_ in self.chat.messages:
             say(f"{message_['role']}: {message_['content']}")
 
@@ -305,6 +338,10 @@ SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def run_serve(options: ServeConfig) -> int:
+    """Run `dolmen serve` until it is stopped. Returns the exit code. Raises BadInput, also where
+    the packages of the extra are not installed.
+    """
+    # found without importing them
     missing = [name for name in SERVER_PACKAGES if find_spec(name) is None]
     if missing:
         raise BadInput(f"{missing[0]} is not installed: pip install 'dolmen[serve]'")
@@ -320,11 +357,13 @@ def run_serve(options: ServeConfig) -> int:
     )
     if not process.launched_here():
         try:
+            # in the launcher only, before workers are started
             server.check(options)
         except (ValueError, KeyError, OSError) as error:
             raise BadInput(message(error)) from None
 
     def work(mesh: Mesh) -> int:
+        """Serve on this process's part of the mesh."""
         server.serve(options, mesh)
         return 0
 

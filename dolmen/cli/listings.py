@@ -17,6 +17,7 @@ from dolmen.watching.page import write_page
 
 
 def run_recipes(_: RecipesOptions) -> int:
+    """Print the table of built-in runs. Returns 0."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("recipe", "parameters", "tokens per step", "what it is"):
         table.add_column(name, justify="right" if name[0] in "pt" else "left")
@@ -33,6 +34,7 @@ def run_recipes(_: RecipesOptions) -> int:
             tokens,
             " ".join((recipe.__doc__ or "").split()),
         )
+    # the same on every terminal, as docs show it
     console().print(table, width=80)
     return 0
 
@@ -49,6 +51,9 @@ FOOTNOTE = (
 
 
 def run_families(_: FamiliesOptions) -> int:
+    """Print the table of model families with the measured differences from their references.
+    Returns 0.
+    """
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in (
         "model_type",
@@ -61,6 +66,7 @@ def run_families(_: FamiliesOptions) -> int:
     ):
         table.add_column(name, justify="right" if name in ("cases", "logits") else "left")
     for name in sorted(families()):
+        # stored results: nothing is measured now
         rows = checked.cases_of(name)
         if not rows:
             table.add_row(name, families()[name].title, "", "", "", "not measured", "")
@@ -71,6 +77,7 @@ def run_families(_: FamiliesOptions) -> int:
             families()[name].title,
             f"{len(rows)} of {size(sizes[-1])}",
             " ".join(sorted({"plain" if row.against == checked.PLAIN else "hf" for row in rows})),
+            # one digit: these are orders of magnitude
             f"{checked.worst(rows, 'logits'):.0e}",
             f"{checked.worst(rows, 'gradients_fp64'):.0e}",
             " ".join(
@@ -84,6 +91,9 @@ def run_families(_: FamiliesOptions) -> int:
 
 
 def run_show(options: ShowConfig) -> int:
+    """Run `dolmen show`: write the page of runs, or serve it until Ctrl-C. Returns 0. Raises
+    BadInput.
+    """
     folders = [expand(name) for name in options.runs]
     try:
         if options.serve:

@@ -40,12 +40,13 @@ class Option:
     name: str
     """Without the dashes before it."""
     hint: Any
-    """Its type, without marks."""
+    """Its type, without `marks`."""
     text: str
     """Help text."""
     default: Any = MISSING
     """MISSING where it must be given."""
     marks: tuple[Any, ...] = ()
+    """Marks of its field, such as POSITIONAL or REPEATED."""
 
     @property
     def switch(self) -> bool:
@@ -54,7 +55,7 @@ class Option:
 
     @property
     def off(self) -> str:
-        """The name that switches it off."""
+        """Name of the option that switches it off."""
         section, dot, last = self.name.rpartition(".")
         return f"{section}{dot}no-{last}"
 
@@ -74,13 +75,16 @@ class OptionGroup:
     """The options of one section."""
 
     title: str
+    """Name of the section; "" for options outside of sections."""
     about: str
+    """Text above its options."""
     options: tuple[Option, ...]
 
 
 def groups(cls: type, default: Any = None, section: str = "") -> list[OptionGroup]:
-    """Return the options of a dataclass and of its sections, with the values of `default`. A field
-    that is neither text nor number nor a section, such as the model, is not an option.
+    """Return the options of a dataclass and of its sections, one group each, with the values of
+    `default` (an instance) as defaults. A field that is neither text nor number nor section, such
+    as the model, is no option.
     """
     hints = get_type_hints(cls, include_extras=True)
     texts = attribute_docs(cls)
@@ -98,17 +102,19 @@ def groups(cls: type, default: Any = None, section: str = "") -> list[OptionGrou
 
 
 def split_marks(hint: Any) -> tuple[Any, ...]:
-    """Return a type and its marks."""
+    """Return (type, *marks) of a type hint that may be Annotated."""
     return get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
 
 
 def options(option_groups: Sequence[OptionGroup]) -> dict[str, Option]:
-    """Return the options by name."""
+    """Return the options of all groups by name."""
     return {option.name: option for group in option_groups for option in group.options}
 
 
 def names(known: Collection[Option]) -> list[str]:
-    """Return all names of options; the name that switches one off follows it."""
+    """Return all option names that a command line may have, each switch followed by the name that
+    switches it off.
+    """
     flags = (one for one in known if Mark.POSITIONAL not in one.marks)
     return ["help", *chain.from_iterable([o.name, o.off] if o.switch else [o.name] for o in flags)]
 
@@ -118,6 +124,7 @@ def attribute_docs(cls: type) -> dict[str, str]:
     Python keeps none of these, so the source is parsed: 2 ms per module.
     """
     found: dict[str, str] = {}
+    # the text of a subclass wins
     for base in reversed(cls.__mro__[:-1]):
         for one, after in pairwise(class_bodies(base.__module__).get(base.__name__, ())):
             match one, after:
@@ -139,10 +146,11 @@ def class_bodies(module: str) -> dict[str, list[ast.stmt]]:
 def parse(
     argv: Sequence[str], known: Mapping[str, Option], verb: str, rest: bool = False
 ) -> dict[str, Any]:
-    """Parse `argv` to values by the names of options in YAML, such as `layout.tp`.
+    """Parse `argv` and return the given values by the options' names in YAML, such as `layout.tp`.
 
     `rest`: return unknown options too, as Words, because only the family of a run's model decides
-    which of them exist. Raises BadInput.
+    which of them exist. Raises BadInput for unknown or missing options, stray words and invalid
+    values.
     """
     names_off = {option.off: option for option in known.values() if option.switch}
     places = [option for option in known.values() if Mark.POSITIONAL in option.marks]
@@ -150,9 +158,11 @@ def parse(
     stray: list[int] = []
     i = 0
     while i < len(argv):
+        # a negative number has one dash, so it is a value
         word, after = argv[i], list(takewhile(lambda w: not w.startswith("--"), argv[i + 1 :]))
         i += 1
         name, sign, inline = word.removeprefix("--").partition("=")
+        # --train.global_batch_size works too
         name = name.replace("_", "-")
         if not word.startswith("--"):
             if not places:
@@ -168,6 +178,7 @@ def parse(
             i += 0 if sign else len(words)
             value = _value(option, words)
             repeated = Mark.REPEATED in option.marks
+            # otherwise the last one wins
             values[option.key] = (*values.get(option.key, ()), *value) if repeated else value
         elif rest:
             values[name.replace("-", "_")] = Words([inline] if sign else after)
@@ -181,14 +192,18 @@ def parse(
 
 
 def option_words(option: Option, after: Sequence[str]) -> list[str]:
-    """Return the words `after` an option that are its values."""
+    """Return those of the words `after` an option that are its values: for a switch only a True,
+    False or None, for a tuple all of them, else the first.
+    """
     if option.switch:
         return [word for word in after[:1] if word in ("True", "False", "None")]
     return list(after if option.several else after[:1])
 
 
 def _value(option: Option, words: Sequence[str]) -> Any:
-    """Convert the words after an option to its value. Raises BadInput."""
+    """Convert the words after an option to its value: True for a switch, the default of
+    ValueOptional without words. Raises BadInput.
+    """
     bare = [mark.value for mark in option.marks if isinstance(mark, ValueOptional)]
     if not words and (option.switch or bare):
         return True if option.switch else bare[0]
@@ -199,7 +214,7 @@ def _value(option: Option, words: Sequence[str]) -> Any:
 
 
 def _refuse_missing(known: Mapping[str, Option], values: Mapping[str, Any]) -> None:
-    """Raise BadInput with the required options that are missing."""
+    """Raise BadInput that names all required options without a value."""
     missing = [o for o in known.values() if o.default is MISSING and o.key not in values]
     if missing:
         named = (
@@ -210,17 +225,18 @@ def _refuse_missing(known: Mapping[str, Option], values: Mapping[str, Any]) -> N
 
 
 def _unknown(name: str, verb: str, known: Collection[str]) -> str:
-    """Return the message for an unknown option, with the one that may be meant."""
+    """Return the message for an unknown option, with the likeliest known one."""
     # imports the options of all families, which takes 0.1 s
     from dolmen.training.spellings import suggestion
 
+    # also of Megatron's and other trainers' names
     near = suggestion(name, known) or f"dolmen {verb} --help lists them"
     return f"unknown option --{cut(name)}: {near}"
 
 
 def _stray(argv: Sequence[str], places: Sequence[int], verb: str) -> str:
-    """Return the message for a word that belongs to no option, with what may be meant. `places`:
-    indices of all such words.
+    """Return the message for words that belong to no option, with the command that may be meant.
+    `places`: indices of these words in `argv`.
     """
     before = argv[places[0] - 1] if places[0] else ""
     word = cut(argv[places[0]]) or "''"
@@ -240,11 +256,14 @@ METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 
 def full_help(verb: str, about: str, groups: Sequence[OptionGroup]) -> str:
-    """Return the help of a verb: all options, in groups."""
+    """Return the help of a verb: usage, `about`, and all options with texts and defaults, in
+    groups.
+    """
     places = [o for group in groups for o in group.options if Mark.POSITIONAL in o.marks]
     named = " ".join(option.name.upper() for option in places)
     lines = [f"usage: dolmen {verb} [OPTIONS] {named}".rstrip(), ""]
     for paragraph in cleandoc(about).split("\n\n"):
+        # an indented command is not wrapped
         example = paragraph.startswith(" ")
         lines += [*([paragraph] if example else wrap(paragraph, WIDTH)), ""]
     for option in places:
@@ -261,7 +280,7 @@ def full_help(verb: str, about: str, groups: Sequence[OptionGroup]) -> str:
 
 
 def _synopsis(option: Option) -> list[str]:
-    """Return the lines of an option and its values."""
+    """Return the lines with an option's name and its value's form."""
     if option.switch:
         return [f"  --{option.name}, --{option.off}"]
     form = f"--{option.name} {_metavar(option.hint)}"
@@ -269,7 +288,7 @@ def _synopsis(option: Option) -> list[str]:
 
 
 def _metavar(hint: Any) -> str:
-    """Return how a value of a type is written, such as INT or {a, b}."""
+    """Return how a value of a type is written in help texts, such as INT, [TEXT ...] or {a, b}."""
     kind, none = plain_type(hint), "|None" if is_optional(hint) else ""
     if get_origin(kind) is tuple:
         return f"[{_metavar(get_args(kind)[0])} ...]{none}"
@@ -279,7 +298,7 @@ def _metavar(hint: Any) -> str:
 
 
 def _describe(option: Option) -> list[str]:
-    """Return the lines of an option's text and default."""
+    """Return the lines of an option's text and default, indented."""
     default = "(required)"
     if option.default is not MISSING:
         default = f"(default: {_words(option.default)})"
@@ -288,5 +307,5 @@ def _describe(option: Option) -> list[str]:
 
 
 def _words(value: Any) -> str:
-    """Format a value as it is typed."""
+    """Format a value as it is typed: a tuple as several words."""
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)

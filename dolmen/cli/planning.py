@@ -41,10 +41,14 @@ from dolmen.recipes.overrides import load_run_to_plan
 
 
 def run_plan(options: PlanConfig) -> int:
+    """Run `dolmen plan`: plan (or measure, or predict inference), print, and write the files.
+    Returns 0. Raises BadInput.
+    """
     try:
         if options.measure:
             return measure_local_cluster()
         request = resolve_request(options)
+        # before the search, which takes up to minutes
         outputs.check(request.options)
         if request.options.inference:
             return plan_inference(request)
@@ -60,7 +64,7 @@ def run_plan(options: PlanConfig) -> int:
 
 
 def measure_local_cluster() -> int:
-    """Measure this machine and write it as the cluster `local`."""
+    """Measure this machine, write it as the cluster `local`, and print how to use it. Returns 0."""
     # torch takes a second to import, and no other plan needs it
     from dolmen.planning.measure import measure
 
@@ -69,7 +73,7 @@ def measure_local_cluster() -> int:
 
 
 def resolve_request(options: PlanConfig) -> PlanRequest:
-    """Return the plan's options with its run. Raises ValueError without a model."""
+    """Return the plan's options with the run of their model. Raises ValueError without a model."""
     if not options.model:
         raise ValueError(
             "name a model first: dolmen plan gpt3-175b --cluster dgx-a100:128 (dolmen recipes "
@@ -79,8 +83,11 @@ def resolve_request(options: PlanConfig) -> PlanRequest:
 
 
 def print_plan(plan: Plan, options: PlanConfig) -> None:
-    """Print the table and the parts that `options` request, or JSON."""
+    """Write the plan as JSON if --json is set; unless that goes to stdout, print the ranking, the
+    comparison with the dry run, and budget (--tokens) and explanation (--explain) if requested.
+    """
     save(answer.plan_dict(plan), options.json)
+    # stdout holds the JSON only
     if options.json == "-":
         return
     screen = console()
@@ -98,7 +105,9 @@ def print_plan(plan: Plan, options: PlanConfig) -> None:
 
 
 def write_files(question: Question, plan: Plan, options: PlanConfig) -> Iterator[str]:
-    """Write --as-recipe and --report; yield a line for each file. Raises ValueError."""
+    """Write the files of --as-recipe and --report, and yield a line for each. Raises ValueError if
+    one cannot be written.
+    """
     if options.as_recipe is not None:
         file = Path(options.as_recipe)
         yield f"wrote {escape(file)}: {outputs.write_recipe(question, plan, file)}"
@@ -111,7 +120,7 @@ def write_files(question: Question, plan: Plan, options: PlanConfig) -> Iterator
 
 
 def plan_inference(request: PlanRequest) -> int:
-    """Print the table of layouts for inference, or JSON."""
+    """Print the table of tensor-parallel sizes for inference, and write --json. Returns 0."""
     options = request.options
     found = inference(Question.from_request(request), options.batch, options.length)
     save(answer.inference_dict(found), options.json)
@@ -123,7 +132,9 @@ def plan_inference(request: PlanRequest) -> int:
 
 
 def save(content: dict[str, Any], to: str | None) -> None:
-    """Write JSON to a file, or print it for '-'. Raises ValueError."""
+    """Write `content` as JSON to the file `to`, or print it for "-"; nothing for None. Raises
+    ValueError if it cannot be written.
+    """
     if to is None:
         return
     text = json.dumps(content, indent=1) + "\n"
@@ -137,9 +148,13 @@ def save(content: dict[str, Any], to: str | None) -> None:
 
 
 def run_dryrun(request: DryrunRequest) -> int:
+    """Run `dolmen dryrun`: print the table of the ranks, and write --json. Returns 0. Raises
+    BadInput.
+    """
     try:
         if request.options.json is not None:
             write.check_new("--json", request.options.json)
+        # needs no torch, so mistakes are found in milliseconds
         check_layout(request)
         # torch takes seconds to import: what cannot be run is refused before
         say("loading torch ...")
@@ -176,8 +191,12 @@ OPTION_NAMES = {
 
 
 def run_schedule(options: ScheduleOptions) -> int:
+    """Run `dolmen schedule`: build or search a schedule, simulate it, print the report, and write
+    --out. Returns 0. Raises BadInput, in the words of this verb's options.
+    """
     try:
         if options.out:
+            # before a search that may take minutes
             write.check_new("--out", options.out)
         cost = parse_cost(options)
         times = Costs("options", cost._asdict())
@@ -194,8 +213,10 @@ def run_schedule(options: ScheduleOptions) -> int:
     except (ValueError, OSError) as error:
         text = str(error)
         for run_option, own_option in OPTION_NAMES.items():
+            # the checks are those of a run, with its option names
             text = text.replace(run_option, own_option)
         raise BadInput(text) from None
+    # the formulas are for equal times on all ranks
     idle_formula = None if options.costs else closed_form(schedule, cost)
     print_report(schedule, simulation, idle_formula)
     if found:
@@ -210,8 +231,8 @@ def run_schedule(options: ScheduleOptions) -> int:
 def search_schedule(
     options: ScheduleOptions, times: Costs
 ) -> tuple[ShortestSchedule, tuple[int, ...]]:
-    """Search the shortest schedule; also return the numbers of stages per rank that were
-    searched. Raises ValueError.
+    """Search the shortest schedule for the times and sizes of the options. Also returns the numbers
+    of stages per rank that were searched. Raises ValueError.
     """
     requested = {"pp": options.pp, "microbatches": options.microbatches}
     requested["virtual-stages"] = options.virtual_stages
@@ -220,13 +241,17 @@ def search_schedule(
         if value < 1:
             raise ValueError(f"--{name} ({value}) must be at least 1")
     ranks, micros, chunks = sizes
+    # what 1F1B holds on its first rank
     memory = ranks if options.memory is None else options.memory
+    # two chunks can shorten the bubble, more hardly do
     widths = (1, 2) if options.virtual_stages is None else (chunks,)
     return action_lists.shortest_of(ranks, micros, widths, times, memory)
 
 
 def proof(found: ShortestSchedule, widths: tuple[int, ...]) -> str:
-    """Return a line with the lower bound of the span, and how close the schedule comes to it."""
+    """Return a line with the lower bound of the span and how close the schedule comes to it.
+    `widths`: numbers of stages per rank that were searched.
+    """
     span, nodes = found.simulation.span, f"; {found.nodes:,} nodes" if found.nodes else ""
     gap = span / found.floor - 1
     verdict = "optimal" if found.optimal else f"not proven optimal: a gap of {gap:.2%}"
@@ -236,8 +261,8 @@ def proof(found: ShortestSchedule, widths: tuple[int, ...]) -> str:
 
 
 def build_schedule(options: ScheduleOptions) -> Schedule:
-    """Build the named schedule or read its file; sizes that are not set are the file's, or small.
-    Raises ValueError.
+    """Build the named schedule or read its file. Sizes that are not set are the file's, or 4 ranks,
+    8 microbatches and 1 or 2 chunks. Raises ValueError.
     """
     if options.memory is not None:
         raise ValueError(
@@ -261,8 +286,8 @@ def build_schedule(options: ScheduleOptions) -> Schedule:
 
 
 def parse_cost(options: ScheduleOptions) -> Cost:
-    """Return the times of actions. Raises ValueError for a time that is not positive, and for
-    times in addition to --costs.
+    """Return the times of actions from the options. Raises ValueError for a time that is not
+    positive (send may be 0), and for times in addition to --costs.
     """
     cost = Cost(options.forward, options.backward, options.input, options.weight, options.send)
     default = Cost()._asdict()
@@ -278,8 +303,8 @@ def parse_cost(options: ScheduleOptions) -> Cost:
 
 
 def write_out(schedule: Schedule, simulation: Simulation, to: Path) -> None:
-    """Write the picture or the actions, as the suffix says. Raises ValueError for another suffix,
-    OSError if the file cannot be written.
+    """Write --out: the picture for .svg and .png, the actions for .txt and .yaml. Raises ValueError
+    for another suffix, OSError if the file cannot be written.
     """
     match to.suffix:
         case ".txt":
@@ -296,7 +321,9 @@ def write_out(schedule: Schedule, simulation: Simulation, to: Path) -> None:
 
 
 def draw_picture(schedule: Schedule, simulation: Simulation, to: Path) -> None:
-    """Draw the schedule to a file. Raises ValueError for too many actions, and OSError."""
+    """Draw the schedule to a file. Raises ValueError for more than MAX_BOXES actions, and
+    OSError.
+    """
     boxes = sum(map(len, schedule.actions))
     if boxes > MAX_BOXES:
         raise ValueError(
@@ -307,6 +334,7 @@ def draw_picture(schedule: Schedule, simulation: Simulation, to: Path) -> None:
 
 
 def schedule_title(schedule: Schedule) -> str:
+    """Return the schedule's name with its numbers of ranks, microbatches and virtual stages."""
     chunks = f", {schedule.chunks} virtual stages per rank" if schedule.chunks > 1 else ""
     name = escape(Path(schedule.name).name)
     ranks = plural(schedule.ranks, "rank")
@@ -315,7 +343,9 @@ def schedule_title(schedule: Schedule) -> str:
 
 
 def print_report(schedule: Schedule, simulation: Simulation, idle: float | None) -> None:
-    """Print the table of ranks, and the bubble with its closed form where there is one."""
+    """Print a table of the ranks (busy time, bubble, microbatches in flight), and the span and
+    bubble. `idle`: idle time in closed form; None where there is none.
+    """
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -335,6 +365,7 @@ def print_report(schedule: Schedule, simulation: Simulation, idle: float | None)
         )
     console().print(schedule_title(schedule))
     console().print(table)
+    # of the rank that idles longest
     idle_time = max(simulation.span - busy for busy in simulation.busy)
     formula = f" (closed form {idle:.6g})" if idle is not None else ""
     print(

@@ -64,7 +64,9 @@ class ShortHelp:
     options: Mapping[str, str]
     """Option -> its text."""
     required: frozenset[str]
+    """Options that have no default."""
     note: str = ""
+    """A line below the options; "" for none."""
 
 
 SHORT = {
@@ -182,26 +184,33 @@ SHORT = {
 
 
 def short_help(name: str | None, run: RunConfig) -> str:
-    """Return the short help of a recipe or file, with the defaults of `run`. `name` None: no recipe
-    was named.
+    """Return the short help of a recipe or file (`name`; None: none was named), with the values of
+    `run` as defaults.
     """
     about = "a built-in recipe (dolmen recipes) or a YAML file, changed by options"
     if name in RECIPES:
+        # the docstring of a recipe is its text
         about = " ".join((RECIPES[name].__doc__ or "").split())
+    # a YAML file, and recipes that share an objective
     kind = _short_kind(run) if name not in SHORT else name
     return _format_short_help(kind, name or "RECIPE", about, run)
 
 
 def _short_kind(run: RunConfig) -> str:
-    """Return the key in SHORT of the help for a run."""
+    """Return the key of SHORT whose help suits a run: by its rows, then its objective, else
+    "pretrain".
+    """
     if run.data.rows == "chats":
         return "sft"
     return run.objective.name if run.objective.name in SHORT else "pretrain"
 
 
 def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
-    """Format the short help SHORT[kind] for the recipe `name`; `about` is its description."""
+    """Format the help SHORT[kind] for the recipe `name`, which `about` describes, with the values
+    of `run` as defaults.
+    """
     short, page = SHORT[kind], "how-to/data.md" if kind == "pretrain" else "how-to/tuning.md"
+    # one column of names, so texts are aligned
     width = max(map(len, short.options)) + 2
     values = to_dict(run) | to_dict(LaunchOptions()) | {"model": {"model_type": _family(run)}}
     lines = []
@@ -228,11 +237,14 @@ def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
 
 
 def _family(run: RunConfig) -> str | None:
+    """Return the model_type of a run's model; None without a model."""
     return None if run.model is None else run.model.model_type
 
 
 def _format_value(values: Mapping[str, Any], option: str) -> str:
-    """Format an option's value as it is typed; unset is an empty string."""
+    """Format the value of an option as it is typed; "" if it is unset. `values`: nested, by
+    section.
+    """
     value: Any = values
     for part in option.replace("-", "_").split("."):
         value = value[part]
@@ -252,10 +264,11 @@ PREFIX = "model."
 
 
 def model_groups(model: Model) -> list[OptionGroup]:
-    """Return the options --model.*: the fields of a model's family, with the model's values. An
-    option has the name of its field in config.json; other families' names for it work too.
+    """Return the options --model.*: the fields of a model's family in config.json, with the model's
+    values. Other families' names of a field work too, and are listed in its text.
     """
     family, values = model.family, families.explicit_fields(model)
+    # shown as the choices of --model.model-type
     known = Literal[tuple(families.families())]
     text = "Family of the model: which config.json it is. Options are the fields of its family."
     kind = Option(f"{PREFIX}model-type", known, text, model.model_type)
@@ -268,12 +281,17 @@ def model_groups(model: Model) -> list[OptionGroup]:
 
 
 def _group(one: Field, values: dict[str, Any]) -> OptionGroup:
+    """Return the options of a nested field of a model, such as rope_parameters."""
     prefix = f"{PREFIX}{one.name.replace('_', '-')}."
     inner = tuple(_option(prefix, inside, values) for inside in one.nested if inside.help)
     return OptionGroup(prefix.rstrip("."), f"Fields of {one.name}.", inner)
 
 
 def _option(prefix: str, one: Field, values: dict[str, Any]) -> Option:
+    """Return the option of a field of a model. `prefix`: name of its section; `values`: the model's
+    fields.
+    """
+    # nested names are no options
     aliases = [name for name in (*one.aliases, *one.common) if "." not in name]
     also = (
         f" Also {', '.join(f'--{PREFIX}{n}'.replace('_', '-') for n in aliases)}."
@@ -290,7 +308,9 @@ ABOUT = "Train a model: a built-in recipe (dolmen recipes) or a YAML file, chang
 
 
 def extra_options(verb: str) -> type:
-    """Return the class of the options that `train` or `dryrun` has besides those of a run."""
+    """Return the config class of the options that `train` or `dryrun` has besides those of
+    a run.
+    """
     if verb == "train":
         return LaunchOptions
     from dolmen.planning.config import DryrunConfig  # 15 ms to import, which `train` does not need
@@ -299,10 +319,13 @@ def extra_options(verb: str) -> type:
 
 
 def parse_run(verb: str, argv: list[str]) -> "TrainRequest | DryrunRequest":
-    """Parse a run and how to run it. Exits with 0 after --help, which opens no model and no
-    device. Raises BadInput, ValueError, KeyError or OSError.
+    """Parse the arguments of `train` or `dryrun`: a recipe or file, and options that change it.
+    Exits with 0 after --help, which opens no model and no device. Raises BadInput, ValueError,
+    KeyError or OSError.
     """
+    # the only option of one letter
     argv = ["--log.verbose" if word == "-v" else word for word in argv]
+    # the recipe, which must come first
     words = [word for word in argv[:1] if not word.startswith("-")]
     if HELP & {*argv}:
         _print_run_help(verb, words, argv)
@@ -312,6 +335,7 @@ def parse_run(verb: str, argv: list[str]) -> "TrainRequest | DryrunRequest":
             "lists them)"
         )
     cls, (name,) = extra_options(verb), words
+    # fields of the model are parsed once its family is known
     overrides = parse(argv[1:], run_options(verb), verb, rest=True)
     extra = {f.name: overrides.pop(f.name) for f in fields(cls) if f.name in overrides}
     if verb == "train":
@@ -320,6 +344,7 @@ def parse_run(verb: str, argv: list[str]) -> "TrainRequest | DryrunRequest":
             {*extra}, TrainRequest.from_config(run, LaunchOptions(out=extra.get("out")), name).out
         )
         return build_request(name, overrides | extra)
+    # a dry run writes no folder and resumes nothing
     if handling := [f.name for f in fields(LaunchOptions) if f.name in overrides]:
         raise BadInput(f"unknown option --{handling[0]}: dolmen {verb} --help lists them")
     from dolmen.planning.config import DryrunRequest  # 15 ms to import, which `train` does not need
@@ -329,28 +354,37 @@ def parse_run(verb: str, argv: list[str]) -> "TrainRequest | DryrunRequest":
 
 
 def _check_out(names: Set[str], out: Path) -> None:
-    """Raise ValueError for a folder that is not empty, before a model is opened. With --resume or
-    --overwrite, and on ranks that a launcher started, it is checked with the run instead.
+    """Raise ValueError if the run's folder is not empty, before a model is opened. Not with
+    --resume or --overwrite in `names`, or on ranks that a launcher started: then it is checked with
+    the run.
     """
     if process.read_launch() is None and not {"resume", "overwrite"} & names:
         check_folder(out, resume=False, overwrite=False)
 
 
 def run_options(verb: str) -> dict[str, Option]:
-    """Return the options of `train` or `dryrun` except --model.*, by name."""
+    """Return the options of `train` or `dryrun` by name, without --model.*, which the run's model
+    decides.
+    """
     return options([*groups(extra_options(verb)), *_run_groups()])
 
 
 def _run_groups(run: RunConfig | None = None) -> list[OptionGroup]:
-    """Return the options of a run except its name and its model."""
+    """Return the option groups of a run, without its name and model, with the values of `run` as
+    defaults.
+    """
     first, *sections = groups(RunConfig, run)
     top = tuple(one for one in first.options if one.name not in ("name", "model"))
     return [OptionGroup(first.title, first.about, top), *sections]
 
 
 def _print_run_help(verb: str, words: list[str], argv: list[str]) -> None:
-    """Print the help of `train` or `dryrun`, and exit with 0."""
+    """Print the help of `train` or `dryrun`, and exit with 0: the short help for `train` without
+    --all. `words`: the recipe, if one was named; options in `argv` change the defaults that are
+    shown.
+    """
     cls, name = extra_options(verb), words[0] if words else DEFAULT_RECIPE
+    # options beside --help change the defaults shown
     changes = [word for word in argv[len(words) :] if word not in (*HELP, ALL)]
     overrides = parse(changes, run_options(verb), verb, rest=True)
     init = overrides.get("init")
@@ -368,6 +402,7 @@ def _print_run_help(verb: str, words: list[str], argv: list[str]) -> None:
 
 
 def run_train(request: TrainRequest) -> int:
+    """Train the run of a request, and return the exit code."""
     # imports torch, which a mistyped option and --help do not wait for
     from dolmen.training import worker
 

@@ -74,7 +74,9 @@ def quickstart() -> RunConfig:
 
 
 def _quickstart_on_this_machine(run: RunConfig) -> RunConfig:
-    """Use one rank on one GPU, and bfloat16 where its products are faster than those of float32."""
+    """Return the quickstart for this machine: tp 1 if it has exactly one GPU; bfloat16 with a GPU,
+    or on a CPU that multiplies it faster than float32.
+    """
     import torch  # takes a second, which --help and `dolmen recipes` do not wait for
 
     from dolmen.core.torch_private import compute
@@ -83,6 +85,7 @@ def _quickstart_on_this_machine(run: RunConfig) -> RunConfig:
     fast = torch.cuda.is_available() or compute.has_fast_bfloat16()
     return replace(
         run,
+        # two processes cannot share one GPU over NCCL
         layout=replace(run.layout, tp=1 if gpus == 1 else run.layout.tp),
         train=replace(run.train, dtype="bfloat16" if fast else run.train.dtype),
     )
@@ -170,6 +173,7 @@ def bert() -> RunConfig:
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
     }
+    # batch, steps, warm-up and rate of section A.2 of the paper
     run = large("bert", model, lr=1e-4, batch=256, length=512)
     train = replace(run.train, steps=1_000_000, microbatch_size=16, dropout=0.1)
     return replace(

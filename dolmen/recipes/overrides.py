@@ -28,9 +28,10 @@ from dolmen.training.spellings import suggestion
 
 
 def load_run(name: str, adapt: bool = True, init: str | None = None) -> RunConfig:
-    """Return the run of a recipe or a YAML file. Raises ValueError.
+    """Return the run of a recipe or a YAML file. Raises ValueError for an unknown name, a folder,
+    or an invalid file.
 
-    `adapt`: choose layout and dtype of a recipe for this machine, if it does so. `init`: the model
+    `adapt`: choose layout and dtype for this machine, for recipes that do so. `init`: the model
     that will replace the recipe's own, for which some recipes have other options.
     """
     if name in RECIPES:
@@ -73,7 +74,7 @@ def load_run_to_inspect(name: str) -> RunConfig:
 
 
 def load_run_to_plan(name: str) -> RunConfig:
-    """Return `load_run_to_inspect(name)`. Raises ValueError also for a run without a model."""
+    """Return `load_run_to_inspect(name)`. Raises ValueError also if that run has no model."""
     run = load_run_to_inspect(name)
     if run.model is None:
         raise ValueError(
@@ -84,7 +85,8 @@ def load_run_to_plan(name: str) -> RunConfig:
 
 
 def clear_length(run: RunConfig, names: Collection[str]) -> RunConfig:
-    """Unset the run's length if the options `names` (as in YAML) set one, and so the warm-up.
+    """Return the run without its length, if the option `names` (as in YAML) include one, and
+    likewise without its warm-up.
 
     A length may be in steps, tokens or epochs: the recipe's own must not stay beside the new one.
     """
@@ -97,11 +99,11 @@ def clear_length(run: RunConfig, names: Collection[str]) -> RunConfig:
 
 
 def resolve_init(run: RunConfig, init: str | None) -> RunConfig:
-    """Set the run's model: that of `init`, or else its own, or else that of its own init.
+    """Return the run with its model: that of `init`, else its own, else that of its own init.
 
-    If the source is another run, it is pinned to its latest checkpoint, so that later reads find
-    the same one. A run with a model may lack its own init (it resumes without it). Raises
-    ValueError, KeyError or OSError.
+    A source that is another run is pinned to its latest checkpoint, so that later reads find the
+    same one. A run with a model may lack its own init (it resumes without it). Raises ValueError,
+    KeyError or OSError.
     """
     source, has_model = init or run.init, run.model is not None and not init
     if source is None or (has_model and is_absent(source)):
@@ -109,6 +111,7 @@ def resolve_init(run: RunConfig, init: str | None) -> RunConfig:
     # imports torch, and few runs have an init
     from dolmen.conversion.source import open_source, pin_source
 
+    # that run may write a newer checkpoint meanwhile
     source = pin_source(source)
     return replace(run, init=source, model=run.model if has_model else open_source(source).model)
 
@@ -120,11 +123,13 @@ MODEL_TYPE = "model.model_type"
 def build_request(
     source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]
 ) -> TrainRequest:
-    """Return the run of a recipe, a YAML file or a RunConfig with `changes` of its options.
+    """Return the request to train a recipe, a YAML file or a RunConfig with `changes` of its
+    options.
 
     Names of options may have `-` for `_`, and `.` for a nested mapping. Fields of the model may be
     Words of the command line. Raises ValueError, KeyError or OSError.
     """
+    # `train={"steps": 1}` and `"train.steps": 1` are one option
     overrides = merge_overrides(flatten(changes))
     if isinstance(source, RunConfig):
         run, name = source, None
@@ -136,8 +141,10 @@ def build_request(
             f"the run is {brief(source)}: it must be the name of a recipe, a YAML file or a "
             "RunConfig"
         )
+    # before the new options are merged over it
     run = clear_length(run, overrides)
     run = resolve_init(run, from_dict(RunConfig, {"init": overrides.pop("init", None)}).init)
+    # first, as it decides which other fields exist
     kind = overrides.pop(MODEL_TYPE, None)
     start = models.start_model(run.model, " ".join(kind) if isinstance(kind, Words) else kind)
     overrides = resolve_aliases(overrides, start.model.family)
@@ -162,13 +169,16 @@ def drop_unfit_microbatch(changed: RunConfig, run: RunConfig) -> RunConfig:
     if size is None or (layout, batch) == (run.layout, run.train.global_batch_size):
         return changed
     rows = batch // (layout.dp or 1)
+    # still fits: keep what was chosen
     if rows % size == 0 and rows // size % layout.pp == 0:
         return changed
     return replace(changed, train=replace(changed.train, microbatch_size=None))
 
 
 def flatten(changes: Mapping[str, Any], section: str = "") -> list[tuple[str, Any]]:
-    """Return pairs (`section.option`, plain value) of nested mappings."""
+    """Return pairs (`section.option`, plain value) of nested mappings, with `_` for `-`. `section`:
+    prefix of the names.
+    """
     pairs: list[tuple[str, Any]] = []
     for key, value in changes.items():
         name = f"{section}{key}".replace("-", "_")
@@ -180,7 +190,7 @@ def flatten(changes: Mapping[str, Any], section: str = "") -> list[tuple[str, An
 
 
 def merge_overrides(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return name -> value. Raises ValueError where one name has two values."""
+    """Return name -> value of pairs. Raises ValueError where one name has two different values."""
     merged: dict[str, Any] = {}
     for name, value in pairs:
         # equal values only: a NaN differs from itself, and an array has no truth value
@@ -212,7 +222,8 @@ def plain(value: Any) -> Any:
 
 
 def resolve_aliases(overrides: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Replace aliases of `model.*` options by the family's names.
+    """Return the options with the family's names for `model.*` fields, and Words of the command
+    line converted to values.
 
     Raises ValueError where two names of one option have different values.
     """
@@ -258,7 +269,10 @@ def _flag(name: str) -> str:
 
 
 def resolve_alias(name: str, family: Family) -> str:
-    """Return the option that `name`, perhaps another family's or trainer's name, stands for."""
+    """Return the option that `name` stands for: the family's own name for a field that other
+    families name otherwise, the training option for a setting that is no field of a model
+    (`model.dropout` is `train.dropout`), else `name` itself.
+    """
     if not name.startswith(MODEL):
         return name
     path = name.removeprefix(MODEL)
@@ -268,15 +282,15 @@ def resolve_alias(name: str, family: Family) -> str:
 
 
 def option_names(family: Family) -> list[str]:
-    """Return the names of all options of a run whose model is of the family."""
+    """Return the names of all options of a run whose model is of this family."""
     model = [MODEL + name for name in models.option_fields(family)]
     run = [name for name in option_types(RunConfig) if name != "model"]
     return [*option_types(LaunchOptions), *run, MODEL_TYPE, *model]
 
 
 def refuse_unknown(overrides: Mapping[str, Any], family: Family) -> None:
-    """Raise ValueError for an unknown option, with the one that may be meant, and for a section
-    that is not a mapping.
+    """Raise ValueError for an unknown option, with the likeliest known one, and for a section that
+    is not a mapping.
     """
     names = option_names(family)
     sections = {name.rpartition(".")[0] for name in names} - {""}

@@ -20,10 +20,13 @@ FRESH = {
 
 
 def large(name: str, model: dict[str, Any], lr: float, batch: int, length: int = 8192) -> RunConfig:
-    """A run of a large model in bfloat16, compiled."""
+    """Return the run of a large model: bfloat16, compiled, 100,000 steps with 2,000 of warm-up and
+    a decay to a tenth of the peak rate `lr`. `batch`: sequences per step of `length` tokens.
+    """
     return RunConfig(
         name=name,
         model=Model(model),
+        # as Llama (2302.13971, section 2.3)
         optimizer=OptimizerConfig(lr=lr, warmup_steps=2000, min_lr=lr / 10),
         train=TrainConfig(
             steps=100_000,
@@ -41,6 +44,7 @@ GPT = {
     **FRESH,
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
+    # GPT-3's context; GPT-2 itself has 1,024
     "n_positions": 2048,
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-05,
@@ -128,6 +132,7 @@ def gpt_175b() -> RunConfig:
 
 def gpt3_175b() -> RunConfig:
     """the shape of GPT-3 (2005.14165), as GPT-2 spells it"""
+    # { | 50,257 tokens, not padded
     model = GPT | {
         "vocab_size": 50257,
         "n_embd": 12288,
@@ -194,6 +199,7 @@ def llama_7b() -> RunConfig:
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
     }
+    # 4 M tokens per step, as in 2302.13971
     return large("llama-7b", model, lr=3e-4, batch=2048, length=2048)
 
 
@@ -266,6 +272,7 @@ def llama_2_70b() -> RunConfig:
         "num_attention_heads": 64,
         "num_key_value_heads": 8,
     }
+    # 4 M tokens per step, as in 2307.09288
     return large("llama-2-70b", model, lr=1.5e-4, batch=1024, length=4096)
 
 
@@ -277,6 +284,7 @@ def llama_1b() -> RunConfig:
         "num_hidden_layers": 16,
         "num_attention_heads": 32,
         "head_dim": 64,
+        # {"factor": 32.0}, | 3.2 scales its positions by 32, 3.1 by 8
         "rope_parameters": LLAMA_3["rope_parameters"] | {"factor": 32.0},
         "tie_word_embeddings": True,
     }

@@ -27,6 +27,7 @@ def continue_language() -> RunConfig:
     return RunConfig(
         name="continue-language",
         optimizer=OptimizerConfig(lr=1e-4, warmup_steps=10, weight_decay=0.01),
+        # the new rows alone for a tenth of the steps
         train=TrainConfig(new_rows=NewRowsConfig(share=0.1)),
         log=LogConfig(validate_sources=True),
     )
@@ -90,13 +91,17 @@ def ppo() -> RunConfig:
 
 
 def ppo_with_init(run: RunConfig) -> RunConfig:
-    """Return the options of PPO for a trained model, as --init names one."""
+    """Return the PPO run with options for a trained model, which --init names: prompts from
+    --data.path, learning rate 1e-6, and 5e-6 for the critic.
+    """
     return replace(
         run,
         model=None,
         data=DataConfig(rows="prompts"),
         rollout=RolloutConfig(num_generations=1, prompts=256, epochs=2),
+        # a trained model: the toy model's 3e-3 would destroy it
         optimizer=replace(run.optimizer, lr=1e-6),
+        # its value head starts from scratch, so it learns faster than the policy
         critic=CriticConfig(lr=5e-6),
         train=TrainConfig(global_batch_size=64),
     )
@@ -108,5 +113,6 @@ def dpo() -> RunConfig:
         name="dpo",
         data=DataConfig(rows="pairs"),
         objective=ObjectiveConfig(name="dpo"),
+        # as Zephyr (2310.16944)
         optimizer=OptimizerConfig(lr=5e-7, warmup_steps=10, weight_decay=0.0),
     )
