@@ -1,22 +1,23 @@
-"""Model families: a config.json is a model, and every stored tensor has a rule. Without torch.
+"""Model families: how the config.json and the stored tensors of each map to a `ModelSpec` and its
+parameters. Imports no torch.
 
 A family
     family.py          what a family declares: fields, read, write, rules
-    known.py           all families: every file here that has a FAMILY
-    model.py           `Model`: a config.json and the spec that it says; edits and new ones
-    start.py           a run's model, and what options change of it
+    known.py           registry: every `Family` that a module here defines
+    model.py           `Model`: a config.json and the spec it parses to; edits, new models
+    start.py           a run's model, and options applied to it
     unknown.py         fields of a config.json that its family does not know
-    differences.py     in what two specs differ
-    checked.py         how close each family is to its reference, as measured
+    differences.py     differences between two specs
+    checked.py         measured differences of each family from its reference
 Shared by families
-    common.py          fields and parts that all have
+    common.py          fields and spec parts that all families have
     windows.py         sliding windows
     rope.py            rotary embeddings
     experts.py         routers and experts
-    special_tokens.py  which ids stand for what
+    special_tokens.py  ids of special tokens that determine positions or frame prompts
 Weights
     rules.py           invertible weight rules, as data
-    weights.py         which parameters each stored tensor holds
+    weights.py         stored tensor -> parameters it holds
     adapters.py        LoRA: options, and the weights that its targets name
 One file per family or group of families
     baichuan.py, bert.py, bloom.py, chatglm.py, cohere.py, deepseek.py, falcon.py, gemma.py,

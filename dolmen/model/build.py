@@ -98,7 +98,7 @@ def place(
     `stages`: the layers of each stage (default: balanced). `training`: dropout, router, adapter and
     fp8 options. `dtype`: of stored parameters; `compute` (default: the same): of the copies a step
     computes with. `compile`: use torch.compile. Kernels are chosen for `hardware` (default: the
-    mesh's device); naming an H100 lets a CPU plan what an H100 would run. Raises ValueError where
+    mesh's device); with that of an H100 a CPU takes the code path of one. Raises ValueError where
     the layout does not divide the model.
     """
     hardware = hardware or Hardware.of(mesh.device)

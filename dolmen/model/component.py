@@ -90,7 +90,9 @@ class ForwardCache(Protocol):
         ...
 
     @property
-    def layers(self) -> Sequence[LayerCache]: ...
+    def layers(self) -> Sequence[LayerCache]:
+        """KV cache of each layer, by its number in the model."""
+        ...
 
 
 class RouterLosses(NamedTuple):
