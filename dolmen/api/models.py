@@ -251,7 +251,7 @@ def load(
             # opened again: the fields decide which tensors there are
             source = open_source(name, set_fields(source.model, model))
         special_ids = special.check_special_ids(special_tokens or {}, source.model)
-        tokenizer, tokenizer_error = _tokenizer(source)
+        tokenizer, tokenizer_error = _load_tokenizer(source)
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
         known = special.add_special_ids(source.model, special_ids, lambda: vocabulary)
         if known is not source.model:
@@ -260,7 +260,7 @@ def load(
             # a GLM needs the ids of its special tokens before it can run
             source.tree.blanks.check()
         check_whole(source)
-        low_rank = multi_lora.open_adapters(_folders(adapters), source)
+        low_rank = multi_lora.open_adapters(_adapter_folders(adapters), source)
         # fields of config.json that dolmen does not know
         unknown.warn(source.model)
         decoder = engine.load_decoder(source, dtype=_dtype(dtype))
@@ -298,12 +298,12 @@ def generate(
         for text in list_prompts(prompt):
             if not isinstance(text, IDS_TYPES):
                 check_text(text)
-        _adapter_per_prompt(adapter, len(list_prompts(prompt)), _folders(adapters))
+        _adapter_per_prompt(adapter, len(list_prompts(prompt)), _adapter_folders(adapters))
         model = load(name, config.dtype, adapters=adapters)
         return _generate(model, prompt, config, batch, adapter)
 
 
-def _tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
+def _load_tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
     """Return the tokenizer of a source, or None and the reason.
 
     A family that transformers has no class for may have a tokenizer that only its own code can
@@ -319,7 +319,7 @@ def _tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
         return None, message(error)
 
 
-def _folders(adapters: Mapping[str, str | Path] | None) -> dict[str, str]:
+def _adapter_folders(adapters: Mapping[str, str | Path] | None) -> dict[str, str]:
     """Return adapter name -> folder as strings. Raises ValueError for anything but a mapping with
     usable names.
     """

@@ -268,7 +268,7 @@ class Terminal:
     def talk(self) -> None:
         """Reply to messages until /exit or the end of the input."""
         say(CHAT_HELP, self.interactive)
-        for text in self._lines():
+        for text in self._read_messages():
             if text == "/exit":
                 return
             if text in self.commands:
@@ -278,7 +278,7 @@ class Terminal:
             elif text:
                 self._print_reply(text)
 
-    def _lines(self) -> Iterator[str]:
+    def _read_messages(self) -> Iterator[str]:
         """Yield messages until the end of the input. Ctrl-C at the prompt prints how to end the
         chat.
         """

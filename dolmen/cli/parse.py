@@ -184,9 +184,9 @@ def parse(
             values[name.replace("-", "_")] = Words([inline] if sign else after)
             i += 0 if sign else len(after)
         else:
-            raise BadInput(_unknown(name, verb, names(known.values())))
+            raise BadInput(_unknown_option_message(name, verb, names(known.values())))
     if stray:
-        raise BadInput(_stray(argv, stray, verb))
+        raise BadInput(_stray_words_message(argv, stray, verb))
     _refuse_missing(known, values)
     return values
 
@@ -224,7 +224,7 @@ def _refuse_missing(known: Mapping[str, Option], values: Mapping[str, Any]) -> N
         raise BadInput(f"missing {', and '.join(named)}")
 
 
-def _unknown(name: str, verb: str, known: Collection[str]) -> str:
+def _unknown_option_message(name: str, verb: str, known: Collection[str]) -> str:
     """Return the message for an unknown option, with the likeliest known one."""
     # imports the options of all families, which takes 0.1 s
     from dolmen.training.spellings import suggestion
@@ -234,7 +234,7 @@ def _unknown(name: str, verb: str, known: Collection[str]) -> str:
     return f"unknown option --{cut(name)}: {near}"
 
 
-def _stray(argv: Sequence[str], places: Sequence[int], verb: str) -> str:
+def _stray_words_message(argv: Sequence[str], places: Sequence[int], verb: str) -> str:
     """Return the message for words that belong to no option, with the command that may be meant.
     `places`: indices of these words in `argv`.
     """
@@ -242,7 +242,7 @@ def _stray(argv: Sequence[str], places: Sequence[int], verb: str) -> str:
     word = cut(argv[places[0]]) or "''"
     if before.startswith("--"):
         return f"{word} is not an option: {before} does not take this value (dolmen {verb} --help)"
-    # as in `_unknown`
+    # as in `_unknown_option_message`
     from dolmen.training.spellings import meant_command
 
     command = meant_command(verb, argv, [argv[place] for place in places])
@@ -267,7 +267,7 @@ def full_help(verb: str, about: str, groups: Sequence[OptionGroup]) -> str:
         example = paragraph.startswith(" ")
         lines += [*([paragraph] if example else wrap(paragraph, WIDTH)), ""]
     for option in places:
-        lines += [f"  {option.name.upper()}", *_describe(option)]
+        lines += [f"  {option.name.upper()}", *_describe_option(option)]
     for group in (group for group in groups if group.options):
         title = f"{group.title} options: {group.about}" if group.title else "options:"
         lines += ["", *wrap(title, WIDTH)]
@@ -275,7 +275,7 @@ def full_help(verb: str, about: str, groups: Sequence[OptionGroup]) -> str:
             lines += ["  -h, --help", "      Show this help and exit."]
         for option in group.options:
             if option not in places:
-                lines += [*_synopsis(option), *_describe(option)]
+                lines += [*_synopsis(option), *_describe_option(option)]
     return "\n".join(lines)
 
 
@@ -297,15 +297,15 @@ def _metavar(hint: Any) -> str:
     return METAVARS[kind] + none
 
 
-def _describe(option: Option) -> list[str]:
+def _describe_option(option: Option) -> list[str]:
     """Return the lines of an option's text and default, indented."""
     default = "(required)"
     if option.default is not MISSING:
-        default = f"(default: {_words(option.default)})"
+        default = f"(default: {_format_words(option.default)})"
     lines = wrap(f"{option.text} {default}", WIDTH - 6, break_on_hyphens=False)
     return [f"      {line}" for line in lines]
 
 
-def _words(value: Any) -> str:
+def _format_words(value: Any) -> str:
     """Format a value as it is typed: a tuple as several words."""
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)

@@ -212,7 +212,7 @@ def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
     short, page = SHORT[kind], "how-to/data.md" if kind == "pretrain" else "how-to/tuning.md"
     # one column of names, so texts are aligned
     width = max(map(len, short.options)) + 2
-    values = to_dict(run) | to_dict(LaunchOptions()) | {"model": {"model_type": _family(run)}}
+    values = to_dict(run) | to_dict(LaunchOptions()) | {"model": {"model_type": _model_type(run)}}
     lines = []
     for option, words in short.options.items():
         value = _format_value(values, option)
@@ -236,7 +236,7 @@ def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
     )
 
 
-def _family(run: RunConfig) -> str | None:
+def _model_type(run: RunConfig) -> str | None:
     """Return the model_type of a run's model; None without a model."""
     return None if run.model is None else run.model.model_type
 
@@ -272,7 +272,9 @@ def model_groups(model: Model) -> list[OptionGroup]:
     known = Literal[tuple(families.families())]
     text = "Family of the model: which config.json it is. Options are the fields of its family."
     kind = Option(f"{PREFIX}model-type", known, text, model.model_type)
-    options = [_option(PREFIX, one, values) for one in family.fields if one.help and not one.nested]
+    options = [
+        _model_option(PREFIX, one, values) for one in family.fields if one.help and not one.nested
+    ]
     about = "Fields of the model's config.json, as its family has them."
     return [
         OptionGroup("model", about, (kind, *options)),
@@ -283,11 +285,11 @@ def model_groups(model: Model) -> list[OptionGroup]:
 def _group(one: Field, values: dict[str, Any]) -> OptionGroup:
     """Return the options of a nested field of a model, such as rope_parameters."""
     prefix = f"{PREFIX}{one.name.replace('_', '-')}."
-    inner = tuple(_option(prefix, inside, values) for inside in one.nested if inside.help)
+    inner = tuple(_model_option(prefix, inside, values) for inside in one.nested if inside.help)
     return OptionGroup(prefix.rstrip("."), f"Fields of {one.name}.", inner)
 
 
-def _option(prefix: str, one: Field, values: dict[str, Any]) -> Option:
+def _model_option(prefix: str, one: Field, values: dict[str, Any]) -> Option:
     """Return the option of a field of a model. `prefix`: name of its section; `values`: the model's
     fields.
     """

@@ -127,7 +127,7 @@ def parse_json(data: bytes, name: Path | str, kind: Kind) -> Any:
     text = decode(data, name)
     constant = None if kind.constants else _no_constant
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=constant)
+        value = json.loads(text, object_pairs_hook=_unique_names, parse_constant=constant)
     except ValueError as error:  # of JSON, or of an integer with thousands of digits
         raise refuse(name, f"is not JSON: {error}") from error
     return check_schema(value, name, kind.schema)
@@ -200,7 +200,7 @@ def json_depth(data: bytes) -> int:
     return max(accumulate(map(STEPS.__getitem__, brackets)), default=0)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs of a JSON object as a dict. Raises ValueError for a name that occurs
     twice.
     """

@@ -119,7 +119,7 @@ def index(folder: Path | str, form: FolderFormat | None = None) -> dict[str, Sto
     if (folder / form.single).is_file():
         return form.read(folder / form.single)
     if not (folder / form.index).is_file():
-        raise ValueError(_nothing_to_read(folder))
+        raise ValueError(_explain_no_model(folder))
     weight_map = gate.read_json(folder / form.index, kinds.INDEX)["weight_map"]
     files = list(dict.fromkeys(weight_map.values()))
     if absent := [
@@ -211,7 +211,7 @@ class ShardFiles:
     @cached_property
     def names(self) -> dict[str, list[str]]:
         """File name -> names of its tensors."""
-        shards = _shards(self.specs, self.shard_bytes)
+        shards = _split_into_shards(self.specs, self.shard_bytes)
         if len(shards) == 1:
             return {SINGLE: shards[0]}
         of = len(shards)
@@ -267,12 +267,12 @@ class ShardFiles:
     def _layout(self) -> dict[str, tuple[bytes, dict[str, Stored]]]:
         """File name -> its header, and the place of each tensor in it."""
         return {
-            file: _lay(self.parts[file], {name: self.specs[name] for name in names})
+            file: _file_layout(self.parts[file], {name: self.specs[name] for name in names})
             for file, names in self.names.items()
         }
 
 
-def _shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
+def _split_into_shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
     """Distribute tensor names over shards, in their order."""
     shards: list[list[str]] = [[]]
     filled = 0
@@ -285,7 +285,7 @@ def _shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _lay(file: Path, specs: Mapping[str, Spec]) -> tuple[bytes, dict[str, Stored]]:
+def _file_layout(file: Path, specs: Mapping[str, Spec]) -> tuple[bytes, dict[str, Stored]]:
     """Return the header of a file, and the place of each tensor in it. Wide dtypes come first and
     the header is padded to a multiple of 8 bytes, so that every tensor is aligned.
     """
@@ -361,7 +361,7 @@ def _entries(text: bytes, file: Path) -> list[tuple[int, int, str, Spec]]:
     )
 
 
-def _nothing_to_read(folder: Path) -> str:
+def _explain_no_model(folder: Path) -> str:
     """Return why a folder has no model that can be read."""
     if not folder.is_dir():
         return f"{folder} is not a folder"

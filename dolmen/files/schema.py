@@ -145,10 +145,10 @@ def check_value(value: Any, schema: Schema, where: str = "") -> None:
             _check_count(value, 0, schema.longest, where)
             for name, item in value.items():
                 _check_name(name, where)
-                check_value(item, schema.value, _below(where, name))
+                check_value(item, schema.value, _field_path(where, name))
         case Object() if isinstance(value, dict):
             _check_object(value, schema, where)
-        case _ if not _fits(value, schema):
+        case _ if not _allows_scalar(value, schema):
             raise Mismatch(
                 f"{where or 'it'} is {describe_value(value)}: it must be {describe_schema(schema)}"
             )
@@ -192,7 +192,7 @@ def _check_object(value: dict, schema: Object, where: str) -> None:
             known = f"known are {names}" if names else "it can have none"
             raise Mismatch(f"{where or 'it'} has a field {describe_value(name)}: {known}")
         if kind != ANY:  # most fields of a row are: a run has a million
-            check_value(item, kind, _below(where, name))
+            check_value(item, kind, _field_path(where, name))
 
 
 def _check_name(name: Any, where: str) -> None:
@@ -211,12 +211,12 @@ def _check_count(value: list | dict, shortest: int, longest: int, where: str) ->
         raise Mismatch(f"{where or 'it'} has {len(value):,} entries: it must have {many}")
 
 
-def _below(where: str, name: str) -> str:
+def _field_path(where: str, name: str) -> str:
     """Return the path of a field below `where`, such as "run.train", shortened for messages."""
     return f"{where}.{_short(name)}" if where else _short(name)
 
 
-def _fits(value: Any, schema: Schema) -> bool:
+def _allows_scalar(value: Any, schema: Schema) -> bool:
     """Return whether `schema`, one without parts (null, flag, number, text), allows a value."""
     # bool is an int in Python
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -258,12 +258,12 @@ def describe_schema(schema: Schema) -> str:
         case Flag():
             return "true or false"
         case Int(low, high):
-            return f"an integer{_range(low, high, -INT64, INT64 - 1)}"
+            return f"an integer{_describe_range(low, high, -INT64, INT64 - 1)}"
         case Real(low, high, True):
             upper = f", at most {high:,}" if high < math.inf else ""
             return f"a number larger than {low:,}{upper}"
         case Real(low, high):
-            return f"a finite number{_range(low, high, -math.inf, math.inf)}"
+            return f"a finite number{_describe_range(low, high, -math.inf, math.inf)}"
         case String(choices, longest):
             if choices:
                 return f"one of {', '.join(choices)}"
@@ -281,7 +281,7 @@ def describe_schema(schema: Schema) -> str:
     return "anything"
 
 
-def _range(low: float, high: float, lowest: float, highest: float) -> str:
+def _describe_range(low: float, high: float, lowest: float, highest: float) -> str:
     """Describe a range of numbers, such as " from 1 to 8"; "" if it is unlimited (`lowest` to
     `highest`).
     """

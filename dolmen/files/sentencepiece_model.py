@@ -111,7 +111,7 @@ def _parse(content: bytes, name: Path | str) -> SentencePieceModel:
         kept += record
         match number:
             case 1:
-                pieces.append(_piece(_inside(value)))
+                pieces.append(_parse_piece(_inside(value)))
             case 2:
                 trainer |= fields(_inside(value))
             case 3:
@@ -172,7 +172,7 @@ def _write_piece(piece: VocabularyPiece) -> bytes:
     return record(PIECES, text + score + kind)
 
 
-def _piece(message: bytes) -> VocabularyPiece:
+def _parse_piece(message: bytes) -> VocabularyPiece:
     """Parse a piece. Raises ValueError for an empty or too long text, and for a score that is no
     number.
     """

@@ -199,7 +199,7 @@ of them is imported.
 """
 
 
-def _find(module: str, name: str) -> Any:
+def _find_stand_in(module: str, name: str) -> Any:
     """Return the stand-in for a name that a pickle refers to (`pickles.Find`): a dtype for a
     storage class, a rebuild function, `Left`; None for a name that is not allowed.
     """
@@ -211,14 +211,14 @@ def _find(module: str, name: str) -> Any:
     return KNOWN.get(full) or (Left if LEFT.fullmatch(full) else None)
 
 
-def _resolve(pid: Any, storages: dict[str, Storage]) -> Storage:
+def _resolve_storage(pid: Any, storages: dict[str, Storage]) -> Storage:
     """Return the storage of a persistent id, from `storages`, to which a new one is added. Raises
     UnpicklingError for a malformed id, or one that contradicts an earlier one.
     """
     kind, dtype, key, _, elements, *view = pid
     if kind != "storage" or not isinstance(dtype, torch.dtype) or any(view):
         raise pickle.UnpicklingError(f"it has a part that is no storage: {str(pid)[:100]}")
-    found = storages.setdefault(str(key), Storage(str(key), dtype, _count(elements)))
+    found = storages.setdefault(str(key), Storage(str(key), dtype, _check_count(elements)))
     if (found.dtype, found.elements) != (dtype, elements):
         raise pickle.UnpicklingError(f"storage {key} is described in two ways")
     return found
@@ -231,10 +231,10 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: 
     if not isinstance(storage, Storage) or type(shape) is not tuple or type(strides) is not tuple:
         raise pickle.UnpicklingError("a tensor has no storage or shape")
     dtype = next((one for one in more if isinstance(one, torch.dtype)), storage.dtype)
-    sizes, steps = tuple(map(_count, shape)), tuple(map(_count, strides))
+    sizes, steps = tuple(map(_check_count, shape)), tuple(map(_check_count, strides))
     if len(sizes) != len(steps) or len(sizes) > 64:
         raise pickle.UnpicklingError(f"a tensor of shape {sizes} has strides {steps}")
-    held = StoredView(storage, _count(offset), sizes, steps, dtype)
+    held = StoredView(storage, _check_count(offset), sizes, steps, dtype)
     # an untyped storage counts bytes
     room = storage.elements * storage.dtype.itemsize // dtype.itemsize
     if held.offset + held.reach > room or math.prod(sizes) > room:
@@ -244,7 +244,7 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: 
     return held
 
 
-def _count(value: Any) -> int:
+def _check_count(value: Any) -> int:
     """Return a number of elements. Raises UnpicklingError unless it is an int from 0 to 2**60."""
     if type(value) is not int or not 0 <= value < 2**60:
         raise pickle.UnpicklingError(f"{str(value)[:100]} is no number of elements")
@@ -373,7 +373,9 @@ def read_archive(stream: BinaryIO, position: int = 0) -> Any:
             raise ValueError(f"its pickle has more than {MOST:,} bytes")
         storages: dict[str, Storage] = {}
         value = pickles.load(
-            archive.read(entries[pickled]), _find, partial(_resolve, storages=storages)
+            archive.read(entries[pickled]),
+            _find_stand_in,
+            partial(_resolve_storage, storages=storages),
         )
     for storage in storages.values():
         entry = entries.get(f"{root}{NUMBERS}{storage.key}")
@@ -406,7 +408,9 @@ def read_legacy(stream: BinaryIO) -> Any:
     # magic, version, system, values, keys
     for _ in range(5):
         end = pickles.scan(head, at)
-        values.append(pickles.load(head[at:end], _find, partial(_resolve, storages=storages)))
+        values.append(
+            pickles.load(head[at:end], _find_stand_in, partial(_resolve_storage, storages=storages))
+        )
         # after the first pickle, before any other is read
         if values[0] != MAGIC:
             raise ValueError("it is no file of torch.save")
@@ -444,7 +448,7 @@ def load_bytes(content: bytes, where: Path) -> dict[str, Any]:
         if content.startswith(ARCHIVE):
             value = read_archive(io.BytesIO(content))
         else:
-            value = pickles.load(content, _find_in_bytes)
+            value = pickles.load(content, _find_stand_in_of_bytes)
         if value is None:  # a module that has no state wrote that
             return {}
         if not isinstance(value, Mapping):
@@ -459,16 +463,16 @@ def load_bytes(content: bytes, where: Path) -> dict[str, Any]:
         raise refuse(where, f"holds a state that is not read: {error}") from error
 
 
-def _find_in_bytes(module: str, name: str) -> Any:
-    """Return the stand-in for a name, as `_find`; also for the function by which pickle itself
-    stores a storage.
+def _find_stand_in_of_bytes(module: str, name: str) -> Any:
+    """Return the stand-in for a name, as `_find_stand_in`; also for the function by which pickle
+    itself stores a storage.
     """
     if (module, name) == ("torch.storage", "_load_from_bytes"):
-        return _storage
-    return _find(module, name)
+        return _load_storage
+    return _find_stand_in(module, name)
 
 
-def _storage(content: Any) -> Storage:
+def _load_storage(content: Any) -> Storage:
     """Return the storage in the bytes of a file from before archives. Raises UnpicklingError for
     anything else.
     """

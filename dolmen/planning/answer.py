@@ -243,14 +243,14 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "fitting": plan.fitting,
         "interval": plan.interval,
         "ranked": [
-            _candidate(plan, one, tie) for one, tie in zip(plan.ranked, plan.ties, strict=True)
+            _candidate_dict(plan, one, tie) for one, tie in zip(plan.ranked, plan.ties, strict=True)
         ],
-        **({} if plan.dry is None else {"dryrun": _dry(plan.dry)}),
+        **({} if plan.dry is None else {"dryrun": _dry_run_dict(plan.dry)}),
         **({"days": plan.days(plan.ranked[0].estimate).seconds} if plan.tokens else {}),
     }
 
 
-def _dry(dry: DryRun) -> dict[str, Any]:
+def _dry_run_dict(dry: DryRun) -> dict[str, Any]:
     """Return the dry run as plain values, pairs as [counted, closed form]."""
     return {
         "ranks": [
@@ -269,7 +269,7 @@ def _dry(dry: DryRun) -> dict[str, Any]:
     }
 
 
-def _candidate(plan: Plan, one: Candidate, tie: int) -> dict[str, Any]:
+def _candidate_dict(plan: Plan, one: Candidate, tie: int) -> dict[str, Any]:
     """Return a layout of the ranking as plain values. `tie`: number of its group."""
     e = one.estimate
     return {

@@ -176,7 +176,7 @@ class Capacity:
         for rank in self.ranks.telling(choice):
             states, moments = (
                 self._states(choice, rank, micros),
-                self._moments(choice, rank, micros),
+                self._activation_peaks(choice, rank, micros),
             )
             total = states.always + moments.sent + max(_peaks_of(states, moments))
             most = total if total > most else most
@@ -185,7 +185,10 @@ class Capacity:
     def stage_memory(self, choice: LayoutChoice, rank: int, global_batch_size: int) -> StageMemory:
         """Return the memory by kind of one pipeline rank at the highest of its three peaks."""
         micros = global_batch_size // choice.dp // choice.microbatch_size
-        states, moments = self._states(choice, rank, micros), self._moments(choice, rank, micros)
+        states, moments = (
+            self._states(choice, rank, micros),
+            self._activation_peaks(choice, rank, micros),
+        )
         found = _peaks_of(states, moments)
         which = found.index(max(found))
         # peaks 1 and 2 are in a backward
@@ -218,7 +221,7 @@ class Capacity:
             return found
         blocks, ends, largest = self.ranks.parameters(choice, rank)
         e, number = self.element_bytes, (blocks + ends).number
-        rest = self._rest(choice, blocks + ends)
+        rest = self._shard_bytes(choice, blocks + ends)
         gathered = number
         # parameters are gathered block by block
         if choice.zero == 3 and not split:
@@ -247,7 +250,7 @@ class Capacity:
         self._known_states[key] = found
         return found
 
-    def _moments(self, choice: LayoutChoice, rank: int, micros: int) -> ActivationPeaks:
+    def _activation_peaks(self, choice: LayoutChoice, rank: int, micros: int) -> ActivationPeaks:
         """Return the activation bytes of a pipeline rank at its three possible peaks, cached."""
         key = (
             choice.tp,
@@ -271,7 +274,7 @@ class Capacity:
         kept, again = self._activations(choice, rank)
         loss = logits = 0.0
         if choice.pp * choice.virtual_stages - 1 in stages_of(choice, rank):
-            loss, logits = self._loss(choice)
+            loss, logits = self._head_bytes(choice)
         more = micros > at_once
         # without another forward one chunk has been freed
         later = at_once if more else at_once - 1 / choice.virtual_stages
@@ -293,7 +296,7 @@ class Capacity:
         self._known_moments[key] = found
         return found
 
-    def _rest(self, choice: LayoutChoice, whole: ParameterCount) -> int:
+    def _shard_bytes(self, choice: LayoutChoice, whole: ParameterCount) -> int:
         """Return the bytes of this rank's shard of parameters in fp32. `whole`: the parameters
         before sharding over dp and cp.
         """
@@ -366,7 +369,7 @@ class Capacity:
         whole = choice.microbatch_size * self.sequence_length
         return kept + whole * (1 - 0.5 / choice.cp) * width * self.element_bytes
 
-    def _loss(self, choice: LayoutChoice) -> tuple[float, float]:
+    def _head_bytes(self, choice: LayoutChoice) -> tuple[float, float]:
         """Return the bytes that the LM head keeps from forward to backward (its input and both
         gradients), and those that it needs only for a moment (a chunk of logits, the gradient of
         its weight in fp32).

@@ -180,7 +180,7 @@ def row_seconds(row: LedgerRow, machine: Machine) -> float:
     moved = row.read + row.written
     if row.kind == "product":
         return device.launch + product_seconds(
-            device, _four(row), row.dtype or machine.dtype, moved
+            device, _product_shape(row), row.dtype or machine.dtype, moved
         )
     if row.kind == "attention":
         share = device.tuned if "tuned" in row.op else device.attention
@@ -197,7 +197,7 @@ def row_seconds(row: LedgerRow, machine: Machine) -> float:
     return device.host + row.read / device.host_link
 
 
-def _four(row: LedgerRow) -> tuple[int, int, int, int]:
+def _product_shape(row: LedgerRow) -> tuple[int, int, int, int]:
     """Return a product's shape (batch, rows, columns, contraction), with leading dimensions joined
     to one batch.
     """

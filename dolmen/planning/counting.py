@@ -43,7 +43,7 @@ class Multiplied(NamedTuple):
     """Dtype of the factors."""
 
 
-def _matrices(a: Tensor, b: Tensor) -> Multiplied:
+def _count_product(a: Tensor, b: Tensor) -> Multiplied:
     """Count a matrix product [..., rows, contraction] x [..., contraction, columns]. A grouped
     product counts the sum of its groups, however rows or contraction are divided among them.
     """
@@ -53,7 +53,7 @@ def _matrices(a: Tensor, b: Tensor) -> Multiplied:
     return Multiplied("product", shape, 2 * math.prod(shape), a.dtype)
 
 
-def _flash(
+def _count_flash(
     q: Tensor,
     segments: Tensor | None,
     longest: tuple[int, int],
@@ -84,23 +84,23 @@ def _seen(queries: int, keys: int, left: int, right: int) -> int:
     return sum(max(0, min(keys - 1, at + behind) - max(0, at - before) + 1) for at in diagonal)
 
 
-def _flash_forward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
+def _count_flash_forward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
     """Count two products: scores, and their weighted sum of values."""
     q, _, _, segments, _, queries, keys, _, causal = args[:9]
-    one = _flash(q, segments, (queries, keys), causal, options)
+    one = _count_flash(q, segments, (queries, keys), causal, options)
     return one._replace(flops=2 * one.flops)
 
 
-def _flash_backward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
+def _count_flash_backward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
     """Count five products: scores once more, and the gradients of scores, queries, keys and
     values.
     """
     _, q, _, _, _, _, segments, _, queries, keys, _, causal = args[:12]
-    one = _flash(q, segments, (queries, keys), causal, options)
+    one = _count_flash(q, segments, (queries, keys), causal, options)
     return one._replace(flops=5 * one.flops)
 
 
-def _cudnn(q: Tensor, k: Tensor, causal: bool, products: int) -> Multiplied:
+def _count_cudnn(q: Tensor, k: Tensor, causal: bool, products: int) -> Multiplied:
     """Count `products` products of attention scores, without segments: q is [sequences, heads,
     queries, size].
     """
@@ -110,31 +110,31 @@ def _cudnn(q: Tensor, k: Tensor, causal: bool, products: int) -> Multiplied:
     return Multiplied("attention", (sequences * heads, queries, k.shape[2], size), flops, q.dtype)
 
 
-def _cudnn_forward(args: Sequence[Any], _: dict[str, Any]) -> Multiplied:
-    """Count two products, as `_flash_forward`. `is_causal` is missing from the arguments where it
-    is false.
+def _count_cudnn_forward(args: Sequence[Any], _: dict[str, Any]) -> Multiplied:
+    """Count two products, as `_count_flash_forward`. `is_causal` is missing from the arguments
+    where it is false.
     """
-    return _cudnn(args[0], args[1], len(args) > 6 and args[6], 2)
+    return _count_cudnn(args[0], args[1], len(args) > 6 and args[6], 2)
 
 
-def _cudnn_backward(args: Sequence[Any], _: dict[str, Any]) -> Multiplied:
-    """Count five products, as `_flash_backward`."""
-    return _cudnn(args[1], args[2], args[14], 5)
+def _count_cudnn_backward(args: Sequence[Any], _: dict[str, Any]) -> Multiplied:
+    """Count five products, as `_count_flash_backward`."""
+    return _count_cudnn(args[1], args[2], args[14], 5)
 
 
 PRODUCTS: dict[str, Callable[[Sequence[Any], dict[str, Any]], Multiplied]] = {
-    "aten.mm": lambda args, _: _matrices(*args[:2]),
-    "aten.bmm": lambda args, _: _matrices(*args[:2]),
-    "aten.addmm": lambda args, _: _matrices(*args[1:3]),
-    "aten.addmm_": lambda args, _: _matrices(*args[1:3]),
-    "aten.baddbmm": lambda args, _: _matrices(*args[1:3]),
-    "aten.baddbmm_": lambda args, _: _matrices(*args[1:3]),
-    "aten._grouped_mm": lambda args, _: _matrices(*args[:2]),
-    "aten._scaled_mm_v2": lambda args, _: _matrices(*args[:2]),
-    "aten._flash_attention_forward": _flash_forward,
-    "aten._flash_attention_backward": _flash_backward,
-    "aten._scaled_dot_product_cudnn_attention": _cudnn_forward,
-    "aten._scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
+    "aten.mm": lambda args, _: _count_product(*args[:2]),
+    "aten.bmm": lambda args, _: _count_product(*args[:2]),
+    "aten.addmm": lambda args, _: _count_product(*args[1:3]),
+    "aten.addmm_": lambda args, _: _count_product(*args[1:3]),
+    "aten.baddbmm": lambda args, _: _count_product(*args[1:3]),
+    "aten.baddbmm_": lambda args, _: _count_product(*args[1:3]),
+    "aten._grouped_mm": lambda args, _: _count_product(*args[:2]),
+    "aten._scaled_mm_v2": lambda args, _: _count_product(*args[:2]),
+    "aten._flash_attention_forward": _count_flash_forward,
+    "aten._flash_attention_backward": _count_flash_backward,
+    "aten._scaled_dot_product_cudnn_attention": _count_cudnn_forward,
+    "aten._scaled_dot_product_cudnn_attention_backward": _count_cudnn_backward,
 }
 """Functions that count an operator, by its name without overload."""
 
@@ -199,27 +199,27 @@ class Places:
         modules.
         """
         # global hooks: they also run for modules that are computed again
-        entering = hooks.register_module_forward_pre_hook(self._enter)
-        leaving = hooks.register_module_forward_hook(self._leave, always_call=True)
+        entering = hooks.register_module_forward_pre_hook(self._enter_module)
+        leaving = hooks.register_module_forward_hook(self._leave_module, always_call=True)
         try:
             yield
         finally:
             entering.remove()
             leaving.remove()
 
-    def _enter(self, module: nn.Module, args: object) -> None:
+    def _enter_module(self, module: nn.Module, args: object) -> None:
         """Forward pre-hook: push the module's name (that of its parent for one outside the
         model).
         """
         self.within.append(self.names.get(id(module), self.within[-1]))
-        self._note()
+        self._record_module()
 
-    def _leave(self, module: nn.Module, args: object, result: object) -> None:
+    def _leave_module(self, module: nn.Module, args: object, result: object) -> None:
         """Forward hook: pop the module that ends."""
         self.within.pop()
-        self._note()
+        self._record_module()
 
-    def _note(self) -> None:
+    def _record_module(self) -> None:
         """Record that autograd nodes from the next number on belong to the current module."""
         number = dispatch.next_sequence_number()
         # no node was made since: only the latest module counts
@@ -353,7 +353,7 @@ class Counting(dispatch.Dispatch):
             # the larger of input and output: the gathered, or the unscattered one
             payload = max(t.nbytes for t in (*given, *made))
             kind = "send" if sends in ("send", "receive") else "collective"
-            axis = self._axis(sends, name, args)
+            axis = self._collective_axis(sends, name, args)
             if axis is not None:
                 self._row(kind, sends, axis=axis, payload=payload)
             return
@@ -373,12 +373,12 @@ class Counting(dispatch.Dispatch):
         factors = SHORT[found.dtype]
         self._row(found.kind, op, flops=found.flops, shape=found.shape, dtype=factors, **moved)
 
-    def _axis(self, sends: str, name: str, args: Sequence[Any]) -> str | None:
+    def _collective_axis(self, sends: str, name: str, args: Sequence[Any]) -> str | None:
         """Return the mesh axis of a collective; None for a group of this rank alone, over which
         FSDP also runs at ZeRO 0. Axes with the same ranks share a group: the kind of operator
         decides which axis is named.
         """
-        names = self._names(args)
+        names = self._group_axes(args)
         if names is None:
             return None
         if name.startswith("c10d.") and sends not in ("send", "receive"):
@@ -388,7 +388,7 @@ class Counting(dispatch.Dispatch):
         # the lists below hold every axis, so one is found
         return next(axis for axis in order if axis in names)
 
-    def _names(self, args: Sequence[Any]) -> Sequence[str] | None:
+    def _group_axes(self, args: Sequence[Any]) -> Sequence[str] | None:
         """Return the mesh axes of the process group among an operator's arguments; None if the
         group has no axis.
         """

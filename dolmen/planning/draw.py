@@ -40,16 +40,16 @@ def draw_stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> No
     axes = figure.subplots(len(panels), squeeze=False, height_ratios=rows)[:, 0]
     span = max(simulation.span for _, _, simulation in panels)
     for axis, (title, schedule, simulation) in zip(axes, panels, strict=True):
-        _panel(axis, title, schedule, simulation, span)
+        _draw_panel(axis, title, schedule, simulation, span)
     for axis in axes[:-1]:
         axis.set_xticklabels([])
     axes[-1].set_xlabel("time", color=GREY, fontsize=9)
-    _legend(figure, [schedule for _, schedule, _ in panels])
+    _draw_legend(figure, [schedule for _, schedule, _ in panels])
     # without the date, so equal plans give equal files
     figure.savefig(to, metadata={"Date": None} if to.suffix.lower() == ".svg" else None)
 
 
-def _panel(axis, title: str, schedule: Schedule, simulation: Simulation, span: float) -> None:
+def _draw_panel(axis, title: str, schedule: Schedule, simulation: Simulation, span: float) -> None:
     """Draw one schedule on a matplotlib axis, `span` units of time wide: a row of boxes for each
     rank, with its idle share and its microbatches in flight to the right.
     """
@@ -116,7 +116,7 @@ def _draw_columns(axis, y: float, texts: tuple[str, str], **style) -> None:
         axis.text(x, y, text, transform=axis.get_yaxis_transform(), **CENTRED, **style)
 
 
-def _legend(figure, schedules: list[Schedule]) -> None:
+def _draw_legend(figure, schedules: list[Schedule]) -> None:
     """Draw the legend: kinds of actions that occur, chunks by shade, idle."""
     from matplotlib.patches import Patch
 

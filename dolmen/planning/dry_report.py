@@ -59,16 +59,18 @@ class DryRunReport:
                 if any(held):
                     table.add_row(f"  {word}", *map(log.gib, held))
         table.add_row("  reached in", *(_peak_place(ledger) for ledger in self.ledgers))
-        self._add(table, "FLOPs", [_flops(one) for one in self.ledgers], log.size)
+        self._add_rows(table, "FLOPs", [_flops_by_module(one) for one in self.ledgers], log.size)
         sent = [
             {f"{a} {op}": both for (a, op), both in _sends_by_axis(one).items()}
             for one in self.ledgers
         ]
-        self._add(table, "sent, times and bytes", sent, lambda both: f"{both[0]:,}  {_gib(both)}")
+        self._add_rows(
+            table, "sent, times and bytes", sent, lambda both: f"{both[0]:,}  {_gib(both)}"
+        )
         return table
 
     @staticmethod
-    def _add(table: Table, title: str, rank_values: list[dict[str, Any]], format: Any) -> None:
+    def _add_rows(table: Table, title: str, rank_values: list[dict[str, Any]], format: Any) -> None:
         """Add a heading, and a row for each name that any rank has; "-" where a rank has none."""
         table.add_row(title, style="bold")
         for name in sorted({name for values in rank_values for name in values}):
@@ -88,7 +90,7 @@ def _peak_place(ledger: Ledger) -> str:
     return f"{row.action} {row.module}".strip()
 
 
-def _flops(ledger: Ledger) -> dict[str, int]:
+def _flops_by_module(ledger: Ledger) -> dict[str, int]:
     """Return the FLOPs by module, summed over layers, and "in all". Those outside of any module
     belong to the LM head.
     """

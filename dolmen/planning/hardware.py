@@ -151,7 +151,7 @@ def read_device(name: str) -> Device:
     """Read a device by name or from a YAML file. Raises ValueError for an unknown name, a malformed
     file, or numbers out of bounds.
     """
-    file = _file(name, DEVICES, "device")
+    file = _find_file(name, DEVICES, "device")
     found = gate.read_yaml(file, kinds.DEVICE)
     unknown = [dtype for dtype in found["peak_tflops"] if dtype not in DTYPES]
     if unknown or not found["peak_tflops"]:
@@ -186,8 +186,8 @@ def read_cluster(name: str) -> Cluster:
     """
     if counted := re.fullmatch(r"([0-9]{1,7})x([a-z0-9-]+)", name.lower()):
         return _take_gpus(int(counted[1]), counted[2])
-    name, nodes = _nodes(name)
-    file = _file(name, CLUSTERS, "cluster")
+    name, nodes = _split_nodes(name)
+    file = _find_file(name, CLUSTERS, "cluster")
     found = gate.read_yaml(file, kinds.CLUSTER)
     tiers = tuple(
         Tier(t["name"], t["nodes"], t["oversubscription"], t["latency_us"] / 1e6)
@@ -204,7 +204,7 @@ def read_cluster(name: str) -> Cluster:
             f"--cluster {name}:{found['nodes']}, or a file of your own"
         )
     # a single node needs no network
-    between = _link(found["between"]) if "between" in found else None
+    between = _parse_link(found["between"]) if "between" in found else None
     if between is None and nodes > 1:
         raise gate.refuse(file, f"has {nodes:,} nodes and no `between`: say what joins them")
     device = read_device(_device_path(file, found["device"]))
@@ -214,7 +214,7 @@ def read_cluster(name: str) -> Cluster:
         device,
         found["gpus_per_node"],
         nodes,
-        _link(found["inside"]),
+        _parse_link(found["inside"]),
         between,
         tiers,
         found["storage_gb_s"] * GB if "storage_gb_s" in found else None,
@@ -269,7 +269,7 @@ def known_names(folder: Path) -> list[str]:
     return sorted(file.stem for file in folder.glob("*.yaml"))
 
 
-def _nodes(name: str) -> tuple[str, int | None]:
+def _split_nodes(name: str) -> tuple[str, int | None]:
     """Split NAME:NODES into the name and the number; None without a number. Raises ValueError for 0
     nodes.
     """
@@ -281,7 +281,7 @@ def _nodes(name: str) -> tuple[str, int | None]:
     return found[1], int(found[2])
 
 
-def _file(name: str, folder: Path, what: str) -> Path:
+def _find_file(name: str, folder: Path, what: str) -> Path:
     """Return the YAML file of a device or cluster (`what`): a path as it is, a known name or alias,
     or the measured cluster. Raises ValueError, which suggests similar names.
     """
@@ -307,7 +307,7 @@ def _device_path(file: Path, device: str) -> str:
     return str(file.parent / device) if Path(device).suffix in (".yaml", ".yml") else device
 
 
-def _link(found: dict) -> Link:
+def _parse_link(found: dict) -> Link:
     """Return the link that a section of a cluster file describes."""
     return Link(found["gb_s"] * GB, found["latency_us"] / 1e6, found["share"], found.get("peers"))
 

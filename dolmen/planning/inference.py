@@ -98,7 +98,7 @@ def serving(
         number = size * math.prod(leaf.held({"tp": tp}))
         weights += number
         # a small batch reads few experts
-        read += round(number * _chosen_share(tree, batch)) if leaf.stacked else number
+        read += round(number * _active_expert_share(tree, batch)) if leaf.stacked else number
     text = cache_bytes(tree, tp, length, size)
     moved = (read + batch * text) / (device.bandwidth * device.streaming)
     # forward only
@@ -145,7 +145,7 @@ def cache_bytes(tree: ModelSpec, tp: int, length: int, size: int) -> int:
     return total
 
 
-def _chosen_share(tree: ModelSpec, batch: int) -> float:
+def _active_expert_share(tree: ModelSpec, batch: int) -> float:
     """Return the expected share of experts that a batch of tokens routes to; 1 without experts."""
     known = [b.mlp for b in tree.blocks if isinstance(b.mlp, MoESpec)]
     return 1 - (1 - known[0].per_token / known[0].number) ** batch if known else 1.0

@@ -79,7 +79,7 @@ class Memory:
         # called when the last tensor of the storage dies
         reference = weakref.ref(storage, lambda _: self._remove(key))
         self.held[key] = _Held(storage.nbytes(), self.making, reference)
-        self._add(self.making, storage.nbytes())
+        self._add_bytes(self.making, storage.nbytes())
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Update the size of a storage, as FSDP frees and allocates them; unknown ones are
@@ -87,7 +87,7 @@ class Memory:
         """
         found = self.held.get(id(storage))
         if found is not None and found.bytes != storage.nbytes():
-            self._add(found.kind, storage.nbytes() - found.bytes)
+            self._add_bytes(found.kind, storage.nbytes() - found.bytes)
             found.bytes = storage.nbytes()
 
     def is_now(self, kind: Kind, tensor: Tensor) -> None:
@@ -107,9 +107,9 @@ class Memory:
     def _remove(self, key: int) -> None:
         """Subtract a storage that has been freed."""
         found = self.held.pop(key)
-        self._add(found.kind, -found.bytes)
+        self._add_bytes(found.kind, -found.bytes)
 
-    def _add(self, kind: Kind, size: int) -> None:
+    def _add_bytes(self, kind: Kind, size: int) -> None:
         """Add bytes (negative: subtract) to a kind, and update both maxima."""
         self.bytes[kind] += size
         self.total += size

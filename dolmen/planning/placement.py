@@ -85,7 +85,7 @@ class Placement:
                 rate *= min(1.0, max(len(ranks) - 1, 1) / inside.peers)
             return Road(len(ranks), len(ranks), rate, rate, rate, latency, latency, tier)
         together = min(nodes.count(first), nodes.count(last))
-        tier, thinner, latency = self._reach(first, last)
+        tier, thinner, latency = self._joining_tier(first, last)
         # the adapters are shared by all GPUs in use
         adapter = between.rate / self.used / thinner
         return Road(
@@ -99,7 +99,7 @@ class Placement:
             tier.name if tier else "network",
         )
 
-    def _reach(self, first: int, last: int) -> tuple[Tier | None, float, float]:
+    def _joining_tier(self, first: int, last: int) -> tuple[Tier | None, float, float]:
         """Return the tier of switches that joins two nodes (None without tiers), the product of
         oversubscriptions below it, and the seconds of latency up to it.
         """

@@ -127,8 +127,8 @@ class Pricing:
         p, v, micros = choice.pp, choice.virtual_stages, self.micros(choice)
         ranks = self._ranks(choice)
         forward, backward, weights = (self._seconds(choice, kind) for kind in "FBW")
-        fs = [_total(rank, forward) for rank in ranks]
-        bs = [_total(rank, backward) for rank in ranks]
+        fs = [_rank_total(rank, forward) for rank in ranks]
+        bs = [_rank_total(rank, backward) for rank in ranks]
         # it sets the pace of the steady state
         slowest = max(f + b for f, b in zip(fs, bs, strict=True))
         f = sum(n.ranks * each for n, each in zip(ranks, fs, strict=True)) / p
@@ -140,7 +140,7 @@ class Pricing:
             # ranks do one chunk at a time, all of them: the slowest of each counts
             slowest *= self._unevenness(choice)
         else:
-            w = sum(n.ranks * _total(n, weights) for n in ranks) / p
+            w = sum(n.ranks * _rank_total(n, weights) for n in ranks) / p
             idle = f + b - 2 * w if choice.schedule == "zero-bubble" else f / 2
         # the first microbatch's way through all stages, and its gradient's way back
         hops = 2 * (p - 1) * self._send(choice) * v
@@ -390,7 +390,7 @@ def exposed_seconds(seconds: float, computed: float, first: float) -> float:
     return seconds - hidden + CONTENTION * hidden
 
 
-def _total(rank: RankGroup, seconds: dict[StagePart, float]) -> float:
+def _rank_total(rank: RankGroup, seconds: dict[StagePart, float]) -> float:
     """Return the seconds of all parts of a pipeline rank."""
     return sum(number * seconds[part] for part, number in rank.parts)
 

@@ -121,7 +121,7 @@ class ModelRanks:
             if first:
                 ends += ParameterCount.count(self._first, sizes)
             if last:
-                ends += ParameterCount.count(self._last, sizes)
+                ends += ParameterCount.count(self._head_params, sizes)
             if last and not first and self.tree.head.tied:  # the table has two owners
                 ends += ParameterCount.count({"embed.weight": self._first["embed.weight"]}, sizes)
             largest = max(here, key=lambda one: one.number, default=ParameterCount())
@@ -160,7 +160,7 @@ class ModelRanks:
         return self.tree.embedding.leaves(self.tree.hidden_size, self.tree.head.tied)
 
     @cached_property
-    def _last(self) -> ParamSpecs:
+    def _head_params(self) -> ParamSpecs:
         """Parameters outside of layers and embedding (final norm, head), held by the last stage."""
         return {
             name: leaf

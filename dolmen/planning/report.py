@@ -98,7 +98,7 @@ def write_report(plan: Plan, folder: Path) -> Path:
 
 def page(plan: Plan) -> str:
     """Return the report of a plan as an HTML page."""
-    figures = "\n".join(_figure(number, one, plan) for number, one in enumerate(FIGURES, 1))
+    figures = "\n".join(_figure_html(number, one, plan) for number, one in enumerate(FIGURES, 1))
     cluster = plan.cluster
     under = (
         f"{plural(plan.gpus, 'GPU')} of {cluster.name} ({cluster.device.name}), "
@@ -116,7 +116,7 @@ def page(plan: Plan) -> str:
     )
 
 
-def _figure(number: int, figure: ReportFigure, plan: Plan) -> str:
+def _figure_html(number: int, figure: ReportFigure, plan: Plan) -> str:
     """Return heading, drawing and caption of a figure as HTML."""
     return (
         f'<h2>{escape(figure.heading)}</h2>\n<figure id="figure-{number}">\n{figure.draw(plan)}\n'
@@ -133,10 +133,10 @@ def _summary(plan: Plan) -> str:
     rows = {
         "parameters": f"{short(plan.parameters)} ({plan.parameters:,})",
         "best layout": f"{best.words}, bound by {best.bound}",
-        "a step": f"{_between(found)} s, MFU {best.mfu:.1%}",
+        "a step": f"{_format_interval(found)} s, MFU {best.mfu:.1%}",
         "tokens per second": f"{plan.step_tokens / found.seconds:,.0f}",
         "memory of the fullest GPU": f"{best.fullest / 2**30:.1f} GiB, {free:.1f} GiB free",
-        f"{short(plan.budget)} tokens": f"{_between(days)} days",
+        f"{short(plan.budget)} tokens": f"{_format_interval(days)} days",
         "layouts looked at": f"{plan.considered:,}",
     }
     # names of models and layouts come from files: always escaped
@@ -146,6 +146,6 @@ def _summary(plan: Plan) -> str:
     return f"<table>\n{cells}\n</table>\n<pre>{escape(command_options(best.layout))}</pre>"
 
 
-def _between(found: Estimate) -> str:
+def _format_interval(found: Estimate) -> str:
     """Format an estimate as "value (low to high)", three digits each."""
     return f"{found.seconds:.3g} ({found.low:.3g} to {found.high:.3g})"

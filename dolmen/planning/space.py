@@ -139,23 +139,25 @@ class Space:
         # kinds of cuts, not parameters: a few per model
         cuts = _Cuts(tree)
         experts = tree.experts
-        for tp in _sizes(self.gpus, pins.tp):
+        for tp in _divisors_or_pinned(self.gpus, pins.tp):
             if not cuts.take("tp", tp):
                 continue
-            for cp in _sizes(self.gpus // tp, pins.cp):
-                if not self._cuts_sequences(cp):
+            for cp in _divisors_or_pinned(self.gpus // tp, pins.cp):
+                if not self._cp_divides_sequence(cp):
                     continue
-                for pp in _sizes(self.gpus // tp // cp, pins.pp):
+                for pp in _divisors_or_pinned(self.gpus // tp // cp, pins.pp):
                     dp = self.gpus // tp // cp // pp
                     # embedding and head may be stages of their own
                     if pp > tree.layers + 2 or pins.dp not in (None, dp):
                         continue
                     # ep uses the ranks of dp and cp
-                    for ep in _sizes(math.gcd(dp * cp, experts) if experts else 1, pins.ep):
+                    for ep in _divisors_or_pinned(
+                        math.gcd(dp * cp, experts) if experts else 1, pins.ep
+                    ):
                         if cuts.take("ep", ep):
                             yield tp, cp, pp, dp, ep
 
-    def _cuts_sequences(self, cp: int) -> bool:
+    def _cp_divides_sequence(self, cp: int) -> bool:
         """Return whether cp divides the sequence into 2 * cp chunks, and leaves CONTEXT_TOKENS per
         rank or is pinned.
         """
@@ -169,7 +171,7 @@ class Space:
         """Return the microbatch sizes that divide the batch of a data-parallel rank, or the one
         that is pinned.
         """
-        return _sizes(self.global_batch_size // dp, self.microbatch_size)
+        return _divisors_or_pinned(self.global_batch_size // dp, self.microbatch_size)
 
     def _layouts(
         self, tp: int, cp: int, pp: int, dp: int, ep: int, size: int
@@ -294,7 +296,7 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
-def _sizes(number: int, pinned: int | None) -> list[int]:
+def _divisors_or_pinned(number: int, pinned: int | None) -> list[int]:
     """Return the divisors of `number`; only `pinned`, if it is set (none if it is no divisor)."""
     if pinned is not None:
         return [pinned] if number % pinned == 0 else []

@@ -187,7 +187,7 @@ def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
     for name, low in lows.items():
         for weight in sorted(low.form.targets & held.keys()):
             try:
-                pairs.setdefault(weight, {})[name] = _pair(low, weight, model)
+                pairs.setdefault(weight, {})[name] = _read_pair(low, weight, model)
             except ValueError as error:
                 refused.append(f"adapter {name}: {error}")
     if refused:
@@ -197,7 +197,7 @@ def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
     return Adapters(frozenset(lows), adapted, turn)
 
 
-def _pair(low: LowRank, weight: str, model: Decoder) -> Pair:
+def _read_pair(low: LowRank, weight: str, model: Decoder) -> Pair:
     """Return the low-rank pair of a weight on this rank: down and up projection, the scale
     multiplied into up, and for DoRA the gain per output. Raises ValueError for values that are not
     finite in the model's dtype: keys and values of such would spoil other sequences of the KV

@@ -148,10 +148,10 @@ class KVPool:
     def _grow(self, total: int) -> None:
         """Grow each tensor of the pool to `total` pages if it has fewer; new pages are 0."""
         if self.kept and len(self.kept[0]) < total:
-            self.kept = tuple(_grown(kept, total) for kept in self.kept)
+            self.kept = tuple(_grow_tensor(kept, total) for kept in self.kept)
 
 
-def _grown(kept: Tensor, total: int) -> Tensor:
+def _grow_tensor(kept: Tensor, total: int) -> Tensor:
     """Return a copy with `total` pages; those behind the old ones are 0."""
     new = kept.new_zeros((total, *kept.shape[1:]))
     new[: len(kept)] = kept

@@ -103,7 +103,7 @@ class ModelRunner:
         stage = self.model.split.parts[0]
         x = None if stage.first else self._receive(len(tokens))
         if stage.last:
-            output = self.model(sent, _head(self.model, batch, chunks), batch, x=x)
+            output = self.model(sent, _make_head_function(self.model, batch, chunks), batch, x=x)
             return wanted, RunnerOutput(*output)
         hidden = self.model(sent, None, batch, x=x).contiguous()
         work = transfers.start_send(hidden, self.mesh.up, self.mesh.pp.rank + 1)
@@ -126,7 +126,9 @@ class ModelRunner:
         return x
 
 
-def _head(model: Decoder, batch: CacheBatch, chunks: Mapping[int, SequenceChunk]) -> HeadFunction:
+def _make_head_function(
+    model: Decoder, batch: CacheBatch, chunks: Mapping[int, SequenceChunk]
+) -> HeadFunction:
     """Return the head function of the last stage, which computes the fields of `RunnerOutput`."""
     device, begin, first = batch.last.device, {}, 0
     for sequence in batch.sequences:

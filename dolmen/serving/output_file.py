@@ -116,7 +116,7 @@ def check_finished(output: Path, rows: Iterable[PromptRow]) -> None:
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST), b""), 1):
             if not line.strip():
                 continue
-            if not line.endswith(b"\n") or (found := _object(line)) is None:
+            if not line.endswith(b"\n") or (found := _parse_object(line)) is None:
                 return
             row = next(wanted, None)
             if row is None or not _belongs_to(found, row):
@@ -161,7 +161,7 @@ class OutputFile:
         self.output = Lines(output, _is_object, new=not resumed)
         # rows before that were released into the output in the earlier run
         self.held = {row: answer for row, answer in self.held.items() if row >= self.output.count}
-        self._release()
+        self._write_next_held()
 
     def _hold(self, line: bytes) -> bool:
         """Remember the finished row of a journal line in `held`; return False for a damaged
@@ -193,7 +193,7 @@ class OutputFile:
         try:
             # next in order: written without passing through the journal
             if row == self.output.count:
-                self._release()
+                self._write_next_held()
             else:
                 self.journal.add(json_line({"row": row, "answer": answer}))
         except OSError as error:
@@ -203,7 +203,7 @@ class OutputFile:
                 final=True,
             ) from error
 
-    def _release(self) -> None:
+    def _write_next_held(self) -> None:
         """Append to the output all held rows that are next in order, up to the first that is
         missing.
         """
@@ -220,7 +220,7 @@ class OutputFile:
         self.file.unlink()
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def _parse_object(line: bytes) -> dict[str, Any] | None:
     """Parse a line of the output; None if it is not a JSON object."""
     try:
         return gate.parse_json(line, "", OUTPUT_ROW)
@@ -230,4 +230,4 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 def _is_object(line: bytes) -> bool:
     """Return whether a line of the output is a JSON object."""
-    return _object(line) is not None
+    return _parse_object(line) is not None

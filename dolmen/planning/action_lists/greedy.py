@@ -111,7 +111,7 @@ def greedy(problem: ScheduleProblem, preference: Preference) -> Partial:
     partial = Partial(tight)
     unit = sum(cost.forward for cost in problem.costs) / problem.stages
     late = [unit * preference.late[work.kind, work.chunk] for work in problem.works]
-    choices = [_choice(partial, rank, late) for rank in range(problem.ranks)]
+    choices = [_preferred_action(partial, rank, late) for rank in range(problem.ranks)]
     while True:
         rank = min(range(problem.ranks), key=lambda r: choices[r][0])
         start, index = choices[rank]
@@ -122,10 +122,10 @@ def greedy(problem: ScheduleProblem, preference: Preference) -> Partial:
         # {rank}: | only these ranks have new choices; recomputing all would be quadratic in the
         # ranks
         for other in fed | {rank}:
-            choices[other] = _choice(partial, other, late)
+            choices[other] = _preferred_action(partial, other, late)
 
 
-def _choice(partial: Partial, rank: int, late: list[float]) -> tuple[float, int]:
+def _preferred_action(partial: Partial, rank: int, late: list[float]) -> tuple[float, int]:
     """Return (start, index) of the action that a rank prefers among those it can start; (infinity,
     -1) if there is none.
     """

@@ -348,12 +348,12 @@ class Paths:
 
 def bound(problem: ScheduleProblem) -> float:
     """Return a lower bound on the length of every schedule: the largest over ranks (`_rank`) and
-    stages (`_chains`). docs/concepts/pipeline.md has the formulas.
+    stages (`_stage_bound`). docs/concepts/pipeline.md has the formulas.
     """
     paths = Paths(problem)
     return max(
         *(_rank(problem, paths, rank) for rank in range(problem.ranks)),
-        *(_chains(problem, paths, stage) for stage in range(problem.stages)),
+        *(_stage_bound(problem, paths, stage) for stage in range(problem.stages)),
     )
 
 
@@ -373,7 +373,7 @@ def _rank(problem: ScheduleProblem, paths: Paths, rank: int) -> float:
     return max(head + work, first + work - sum(each), head + held / problem.slots)
 
 
-def _chains(problem: ScheduleProblem, paths: Paths, stage: int) -> float:
+def _stage_bound(problem: ScheduleProblem, paths: Paths, stage: int) -> float:
     """Return a lower bound from one stage: all actions of one kind, one after another, then the
     chain that follows the last. With one chunk per rank also: F of microbatch k + slots waits for
     the backward of k to be over.

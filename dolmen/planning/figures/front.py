@@ -18,7 +18,7 @@ def front(plan: Plan) -> Drawing:
     if not plan.fleets:
         drawing.text(0, 60, "Only one number of GPUs was planned for.", "label")
         return drawing
-    _panel(drawing, plan, 60, 430, {"gpus": lambda f: f.gpus}, "GPUs")
+    _draw_panel(drawing, plan, 60, 430, {"gpus": lambda f: f.gpus}, "GPUs")
     # a curve for each price that is known
     costs: dict[str, Worth] = {}
     if plan.prices.rent:
@@ -26,14 +26,14 @@ def front(plan: Plan) -> Drawing:
     if plan.prices.node:
         costs["owned"] = plan.owning_cost
     if costs:
-        _panel(drawing, plan, 530, 900, costs, "cost (in the currency of the prices)")
+        _draw_panel(drawing, plan, 530, 900, costs, "cost (in the currency of the prices)")
     else:
         days = {"gpus": lambda f: f.gpus * plan.days(f.estimate).seconds}
-        _panel(drawing, plan, 530, 900, days, "GPU-days")
+        _draw_panel(drawing, plan, 530, 900, days, "GPU-days")
     return drawing
 
 
-def _panel(
+def _draw_panel(
     drawing: Drawing, plan: Plan, left: float, right: float, worths: dict[str, Worth], words: str
 ) -> None:
     """Draw one panel from `left` to `right`: days against each of `worths` (name -> value of a

@@ -52,12 +52,14 @@ def cluster(plan: Plan) -> Drawing:
         count = -(-used // tier.nodes)
         _row(drawing, count, y, f"{tier.name}: {count:,} × up to {tier.nodes} nodes")
         under = len(tiers) - level - 2
-        _wires(drawing, count, -(-used // tiers[under].nodes) if under >= 0 else used, y, below)
+        _draw_wires(
+            drawing, count, -(-used // tiers[under].nodes) if under >= 0 else used, y, below
+        )
     y = 20.0 + 70 * len(tiers)
     link = "" if wired.between is None else f", {wired.between.bandwidth / GB:.0f} GB/s each way"
     _row(drawing, used, y, f"{used:,} nodes of {wired.gpus_per_node} GPUs{link}")
     gpus = wired.gpus_per_node
-    _wires(drawing, min(used, DRAWN), 1, y, y + 70)
+    _draw_wires(drawing, min(used, DRAWN), 1, y, y + 70)
     wide = min(56.0, 600 / gpus)
     for i in range(gpus):
         drawing.box(310 - wide * gpus / 2 + wide * i, y + 78, wide - 5, 30, "product")
@@ -91,7 +93,7 @@ def _row(drawing: Drawing, count: int, y: float, words: str) -> None:
     drawing.text(640, y + 19, words, "")
 
 
-def _wires(drawing: Drawing, above: int, below: int, y: float, to: float) -> None:
+def _draw_wires(drawing: Drawing, above: int, below: int, y: float, to: float) -> None:
     """Draw lines from the row of `above` boxes at height `y` down to height `to`: each of `below`
     boxes is joined to the one box above it.
     """

@@ -78,7 +78,7 @@ def step(plan: Plan) -> Drawing:
     for i, one in enumerate(shown):
         y = 60 + ROW * i
         draw_name(drawing, one, y + ROW / 2 - 3, i == 0)
-        _bar(drawing, one, scale, y, names)
+        _draw_bar(drawing, one, scale, y, names)
     return drawing
 
 
@@ -98,7 +98,9 @@ def draw_name(drawing: Drawing, one: Candidate, y: float, best: bool) -> None:
         drawing.text(LEFT - 12, top + 11 * i, line, "tiny", "end")
 
 
-def _bar(drawing: Drawing, one: Candidate, scale: Scale, y: float, names: dict[str, str]) -> None:
+def _draw_bar(
+    drawing: Drawing, one: Candidate, scale: Scale, y: float, names: dict[str, str]
+) -> None:
     """Draw the stacked bar of a layout's step at height `y`, with shares where they fit. `names`:
     parts and their texts, in order.
     """

@@ -26,7 +26,7 @@ def timeline(plan: Plan) -> Drawing:
     caption = f"{micros} microbatches in {span:.3g} s, of a step of {whole:.3g} s"
     drawing.text(RIGHT, 14, caption, "label", "end")
     for i, (start, end) in enumerate(parts):
-        _panel(drawing, plan.timeline, shown, Scale(start, end, LEFT, RIGHT), 34 + tall * i)
+        _draw_panel(drawing, plan.timeline, shown, Scale(start, end, LEFT, RIGHT), 34 + tall * i)
     return drawing
 
 
@@ -40,7 +40,7 @@ def windows(timeline: Timeline) -> list[tuple[float, float]]:
     return [(0.0, part), (span - part, span)]
 
 
-def _panel(
+def _draw_panel(
     drawing: Drawing, timeline: Timeline, shown: list[int], scale: Scale, top: float
 ) -> None:
     """Draw the actions of the `shown` ranks within the time range of `scale`, from height `top`

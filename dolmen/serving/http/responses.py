@@ -148,7 +148,7 @@ class CompletionStream:
         new = self.text.add(token.token)
         self._sent += len(new)
         if self.text.stopped is not None:
-            return self._last(new, "stop")
+            return self._last_delta(new, "stop")
         entries = self._certain(self._sent)
         return Delta(self.index, new, entries) if new or entries else None
 
@@ -157,9 +157,9 @@ class CompletionStream:
         held back. A stop string in that text makes the reason "stop".
         """
         new = self.text.end()
-        return self._last(new, "stop" if self.text.stopped is not None else why)
+        return self._last_delta(new, "stop" if self.text.stopped is not None else why)
 
-    def _last(self, new: str, why: Finish) -> Delta:
+    def _last_delta(self, new: str, why: Finish) -> Delta:
         """Return the last delta, with the remaining log-probability entries; behind a stop string
         those are dropped.
         """
