@@ -89,7 +89,7 @@ def compare(checksum: int, expected: int, name: str) -> None:
 
 
 MOST = 1024 * MIB
-"""Bytes of a description. One of 140,000 tensors in 8 parts has 200 MB."""
+"""Most bytes of a description; one of 140,000 tensors in 8 parts has 200 MB."""
 MEGATRON = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
 KINDS = (TensorStorageMetadata, BytesStorageMetadata)
 
@@ -165,7 +165,7 @@ class Foreign(NamedTuple):
     places: dict[MetadataIndex, Place]
     """Place of every chunk of the tensors, each in a file of the folder."""
     others: dict[str, Place]
-    """Place of each entry that is no tensor, by its name."""
+    """Place of each entry that is not a tensor, by its name."""
 
 
 def read_foreign(file: Path) -> Foreign:

@@ -21,21 +21,21 @@ class Validation:
     """Result of a run's last validation."""
 
     step: int
-    """After so many steps."""
+    """Step after which it ran."""
     loss: float
     """Nats per predicted token."""
     tokens: int
-    """Held-out tokens that were read."""
+    """Number of held-out tokens that were evaluated."""
     held_out_tokens: int
     """Number of tokens of the validation split."""
     bits_per_byte: float | None
     """Bits per byte of the validation split; None where only a part of it was read."""
     sources: dict[str, float] = field(default_factory=dict)
-    """The loss of each source, where it was asked for."""
+    """Loss per source, where it was measured."""
     sources_per_byte: dict[str, float] = field(default_factory=dict)
     """Bits per byte of each source whose bytes are known."""
     sources_before: dict[str, float] = field(default_factory=dict)
-    """The same before the first step."""
+    """Loss per source before the first step."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,19 @@ class Saved:
     run: dict[str, Any]
     """The resolved configuration."""
     step: int
-    """Steps made, those skipped among them."""
+    """Steps made, skipped ones included."""
     tokens: int
     """Real tokens trained on."""
     updates: int
-    """Updates that the optimizer has made in them: steps less those skipped."""
+    """Optimizer updates in these steps: those not skipped."""
     inherited: int
-    """Difference between the optimizer's count of updates and the run's: updates before the first
-    step, by the run whose moments it began with; less than 0 where the optimizer has started anew
-    since.
+    """The optimizer's update count less the run's: updates that an earlier run made with the
+    moments that this one started with; negative where the optimizer was reset since.
     """
     samples: int
-    """Samples of the training data read: where the next batch begins."""
+    """Number of training samples read; the next batch begins with this one."""
     seconds: float
-    """Spent on these steps, by all starts of the run."""
+    """Wall-clock seconds spent on these steps, over all starts of the run."""
     data: dict[str, str]
     """The data's fingerprint, see data/loader.py."""
     loss_scale: tuple[float, int]

@@ -35,7 +35,7 @@ class _Done(NamedTuple):
     """A rank's report to the others on its part of a collective job."""
 
     step: int
-    """The checkpoint that it was done on."""
+    """Step of the checkpoint that the job was about."""
     error: str | None
     damaged: bool
     """True if the error is Damaged."""

@@ -59,11 +59,11 @@ class Pinned:
     """How a rank copies out of a GPU."""
 
     allocate: Callable[[int], Tensor]
-    """So many bytes of pinned memory, uint8."""
+    """Allocates pinned memory, uint8 [bytes]."""
     beside: Callable[[], AbstractContextManager]
-    """Within, copies run beside what was begun before, on its results."""
+    """Makes a context in which copies run on their own stream, after the work queued before."""
     arrived: Callable[[], None]
-    """Waits for what was begun within."""
+    """Waits for all copies started in that context."""
 
 
 def pinned_for(device: torch.device) -> Pinned | None:

@@ -28,9 +28,9 @@ class Fault:
     """Likely cause of a difference."""
 
     kind: str
-    """One of a few words."""
+    """Kind of the cause, such as "a missing sum" or "transposed"."""
     text: str
-    """The same as a sentence, with its numbers."""
+    """Sentence that explains the cause, with its numbers."""
     axis: str | None = None
     """Mesh axis that the cause has to do with, if any."""
 

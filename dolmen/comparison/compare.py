@@ -33,7 +33,9 @@ from dolmen.ops.attention import reference
 OWN, GROWTH, MOST = 32, 8.0, 1000
 HALF = 0.5  # nothing is allowed to differ by more, however coarse the dtype
 SMALL = 1e-3  # of the whole gradient's norm: what a tensor's is held to at least
-"""Gradients of key biases are zero, the rest is rounding."""
+"""Key biases have gradient zero up to rounding: without such a bound rounding would be compared
+with rounding.
+"""
 HEALED = 1e-2  # of a difference inside a layer: what may be left of it behind the layer
 """A tensor that one program keeps in another form (turned, in another order) differs by its own
 size, and nothing behind it does; of a difference that is a fault most comes through.
@@ -66,7 +68,7 @@ class Row:
     difference: float
     allowed: float
     ranks: tuple[tuple[str, int], ...] = ()
-    """(side, rank) of each that holds something that parts from B put together."""
+    """(side, rank) of each rank whose values differ from B's joined tensor."""
     note: str = ""
 
     @property

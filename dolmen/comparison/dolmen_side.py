@@ -44,7 +44,7 @@ from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
 
 NO_BALANCE = Training(router=RouterTraining(aux_loss_coef=0.0))
-"""Losses of routers are no part of what a model computes."""
+"""No auxiliary router loss: it belongs to training, not to the model."""
 
 
 DEPTHS = ("weights", "forward", "backward", "update")
@@ -55,10 +55,10 @@ class DiffTask:
     """The batch and optimizer with which both sides run one step."""
 
     windows: Int64[np.ndarray, "sequences window"]
-    """Tokens, and one more of each sequence, which is the label of the last."""
+    """Token ids, one more per sequence than the model reads: the label of the last."""
     optimizer: OptimizerConfig
     until: str
-    """The last of DEPTHS that is compared."""
+    """Last stage of DEPTHS to compare."""
 
     def reaches(self, depth: str) -> bool:
         """True if `depth`, one of DEPTHS, is to be compared."""
@@ -186,7 +186,7 @@ class _RecordingObjective:
 
 
 WITHIN = {"attn": "attn.sums", "mlp": "mlp.act", "mlp.shared": "mlp.shared.act"}
-"""Branch -> the name of what its inside makes."""
+"""Module path of a branch -> name of the tensor that enters its output projection."""
 
 
 class Hooks:
@@ -207,7 +207,7 @@ class Hooks:
         self.model, self.mesh, self.tokens, self.rows_of = model, mesh, tokens, rows
         self.recorder, self.gradients = recorder, gradients
         self.rows: Tensor | None = None
-        """Of the forward that runs; None outside."""
+        """Row indices of the running forward; None outside of one."""
         self.stack = ExitStack()
 
     def __enter__(self) -> None:

@@ -58,7 +58,7 @@ class Piece:
     """Its region of the logical tensor, one slice per dim."""
     values: Tensor
     rows: Tensor | None = None
-    """Index of each row, in place of the first slice."""
+    """Index of each row in the logical tensor, in place of the first slice."""
 
     @property
     def index(self) -> tuple[slice | Tensor, ...]:
@@ -72,7 +72,7 @@ class Recorded:
 
     shape: tuple[int, ...]
     partial: bool = False
-    """It is the sum of the pieces of a region, and not each of them."""
+    """True if the tensor is the sum of the pieces that cover a region."""
     pieces: list[Piece] = field(default_factory=list)
 
     def join(self, pieces: list[Piece] | None = None) -> Tensor:

@@ -38,16 +38,16 @@ class RunCheckpoint(WeightsAlone):
 
     model: Model
     tree: ModelSpec
-    """Without adapters."""
+    """Spec of the parameters without adapters."""
     adapter: LoraSpec | None
     step: int
     own: Model
-    """Model that was trained; `model` may be another one, to which its weights are given."""
+    """Model that was trained; `model` may have another config, for the same weights."""
     checkpoint: reader.Checkpoint
     init: str | None
-    """The model that its run began with."""
+    """The --init of the run: the model that it started from."""
     part: str = ""
-    """Prefix of its tensors' names, for a model beside another, as a critic."""
+    """Prefix of its tensors' names in the checkpoint: "" for the policy, CRITIC for the critic."""
 
     @property
     def where(self) -> Path:

@@ -35,32 +35,36 @@ from dolmen.optim.optimizer import DTYPES
 
 
 class ModelWriter(Protocol):
-    """Writes a model in one format. Making one raises ValueError for a model that the format cannot
-    hold, before anything is written.
+    """Writes a model in one format. The constructor raises ValueError for a model that the format
+    cannot hold, before anything is written.
     """
 
     @property
     def tensors(self) -> int:
-        """Number of tensors that `write` writes."""
+        """Number of tensors that `write` will write, for a progress bar."""
         ...
 
     @property
     def scales(self) -> Scales:
-        """The scales of delayed scaling that `write` writes, as they read back."""
+        """Scales of fp8 delayed scaling that `write` writes, as they will read back."""
         ...
 
     def write(self, folder: Path, pool: LayerPool) -> None:
-        """Write the weights into an empty folder, parts of the model in the threads of `pool`."""
+        """Write the weights into an empty folder, with parts of the model in the threads of
+        `pool`.
+        """
         ...
 
     def write_sidecars(self, folder: Path) -> None:
-        """Write the files by which programs know such a folder into another, empty one: they join
-        the weights when these are proved.
+        """Write the sidecar files (config.json, tokenizer, tracker) into another, empty folder:
+        they join the weights once these are verified.
         """
         ...
 
     def open_written(self, folder: Path, sidecars: Path) -> Source:
-        """Open what was written, by nothing but what it says of itself."""
+        """Open the written weights as any reader would, with the sidecar files in folder
+        `sidecars`.
+        """
         ...
 
 

@@ -213,7 +213,9 @@ class Transformers(WeightsAlone):
 
     @cached_property
     def _holding(self) -> dict[str, list[StoredTensor]]:
-        """Our name -> the stored tensors that hold a parameter."""
+        """Our name -> the stored tensors that hold the parameter: several for a stack of
+        experts.
+        """
         found: dict[str, list[StoredTensor]] = {}
         for entry in self._weights.entries.values():
             for name in entry.ours:
@@ -281,8 +283,8 @@ def copy_tokenizer(source: Path | str | None, to: Path) -> None:
 
 
 def stated_dtype(model: Model) -> torch.dtype:
-    """The dtype that a config.json states, float32 where it states none. Raises ValueError for one
-    that weights cannot have.
+    """Dtype that a config.json states, float32 by default. Raises ValueError for one that weights
+    cannot have.
     """
     named = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
     # older transformers wrote "torch.float16"

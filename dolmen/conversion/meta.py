@@ -60,7 +60,7 @@ KIND = Kind(
     size=2**20,
 )
 ONLY = ("moe", "sliding_window", "quantization_args", "lora_args", "vision_chunk_size")
-"""Fields that change the function, which dolmen does not compute from these files."""
+"""Fields of params.json that change what is computed, and are not supported: they must be empty."""
 EMBEDDING, HEAD, UP = "tok_embeddings.weight", "output.weight", "layers.0.feed_forward.w3.weight"
 
 

@@ -59,7 +59,7 @@ class LowRank:
 
     form: LoraSpec
     stored: Mapping[str, Readable]
-    """Readers by our names of A, B and, for DoRA, the lengths of rows."""
+    """Name of A, B or (DoRA) magnitude -> its reader."""
 
     def tensors(self, weight: str) -> dict[str, Tensor]:
         """Read the adapter tensors of one target weight, by our names: A, B, and DoRA's
@@ -268,7 +268,7 @@ class Adapted(WeightsAlone):
 
     where: Path
     base: Any
-    """The source of that model."""
+    """Source of the base model."""
     adapters: LowRank
 
     @property

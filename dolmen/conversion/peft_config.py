@@ -16,7 +16,9 @@ from dolmen.files import gate
 from dolmen.files.limited import OVER_TIME, run_limited
 
 OTHER_BASES = ("pissa", "olora", "corda", "loftq")
-"""Ways to begin after which the adapter is of another base than the one it names."""
+"""Values of init_lora_weights that change the base weights, so that the adapter does not fit the
+base it names.
+"""
 OTHERWISE = (
     "modules_to_save",
     "rank_pattern",
@@ -29,9 +31,11 @@ OTHERWISE = (
     "megatron_config",
     "layer_replication",
 )
-"""Fields that make adapters something else than B A beside a matrix, where they are not empty."""
+"""Fields that change what is computed from B A, where they are not empty."""
 FORMS = ("arrow_config", "kasa_config", "monteclora_config", "use_bdlora", "velora_config")
-"""The same, and {} too: that is such a form with its defaults."""
+"""Fields that select another form of adapter, also where they are {}: that form with its
+defaults.
+"""
 HARMLESS = (
     "corda_config",
     "eva_config",

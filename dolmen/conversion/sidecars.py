@@ -20,7 +20,7 @@ from dolmen.files import gate, kinds
 from dolmen.model.spec import ModelSpec
 
 FIRST = ("llama", "gpt2", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-"""Families that are asked first whether they can say a tree: those that most tools know."""
+"""Families that are tried first for expressing a spec: those that most tools know."""
 
 
 def place(folder: Path) -> Path:

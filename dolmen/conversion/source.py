@@ -73,7 +73,9 @@ class Source(Tensors, Protocol):
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """Content of its generation_config.json; empty where there is none. Raises Refused."""
+        """Content of its generation_config.json, empty without one. Raises Refused for a malformed
+        one.
+        """
         ...
 
     @property
@@ -111,17 +113,17 @@ class Format:
     title: str
     """Title of the format, and the files by which a folder shows it."""
     matches: Callable[[Path], bool]
-    """Function that says whether a folder is meant as one; whether it is whole shows when it is
-    opened.
+    """Returns True if a folder looks like this format, complete or not: damage is reported when it
+    is opened.
     """
     newest: Callable[[Path], Path]
-    """The folder to open: itself, or of a run, which grows, its newest whole checkpoint. Raises
-    ValueError where there is none yet.
+    """Returns the folder to open: itself, or for folders that grow its newest complete checkpoint.
+    Raises ValueError where there is none yet.
     """
     open: Callable[[Path, Model | None, int | None], Source]
-    """Function that opens the result of `newest`; with the weights of the model, where one is
-    given. The number is of the tokens, where the folder need not say how many of its rows are
-    padding. Raises ValueError.
+    """Opens the result of `newest`; arguments: folder, model to use in place of its config (or
+    None), number of tokens where the folder does not say which rows are padding (or None). Raises
+    ValueError.
     """
 
 
@@ -238,7 +240,7 @@ def cast_source(source: Source, dtype: torch.dtype) -> Source:
 def load_weights(
     source: Source, write: Callable[[str, Tensor], Any], only: Collection[str] | None = None
 ) -> None:
-    """Calls `write(name, whole tensor)` once, for every parameter of the source, or of `only`.
+    """Read the source and call `write(name, tensor)` once per parameter, or per one in `only`.
     Raises as `Source.stream`, and KeyError where a parameter was never written.
     """
     wanted, written = set(source.tree.leaves if only is None else only), set()

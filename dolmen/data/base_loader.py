@@ -78,7 +78,7 @@ class Loader(ABC):
     """
 
     cloze: Cloze | None = None
-    """How text is masked for a model that fills in; None for any other."""
+    """Masking for a masked LM; None for other models."""
 
     def __init__(
         self,

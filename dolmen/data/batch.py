@@ -17,13 +17,13 @@ from dolmen.ops.loss import IGNORED
 from dolmen.ops.rope import PositionIds, prefix_positions, span_positions
 
 FOLLOWS = "follows"
-"""The number of a token that says of its sequence's two texts whether the second follows the first:
-1 or -1; 0 says nothing.
+"""Key of Batch.numbers: 1 if the second text of a sequence follows the first, -1 if not, 0 for
+none.
 """
 SIDE = "side"
-"""The number of a token that says of its answer whether it is preferred, 1, or not, -1."""
+"""Key of Batch.numbers: 1 for tokens of a preferred answer, -1 for a rejected one."""
 MARGIN = "margin"
-"""The number of a token that says by how much its answer is to be ahead of the other."""
+"""Key of Batch.numbers: margin by which the chosen answer's reward should exceed the other's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,14 +35,14 @@ class Batch:
     documents: Documents | None = None
     """Documents of each window; None: a window is one document, without a prefix."""
     positions: PositionIds | None = None
-    """None: a token's is its index in the window."""
+    """Position ids; None: a token's index in its window."""
     weights: Float[Tensor, "sequences length"] | None = None
-    """Weight of each token's loss, finite and not negative; None: 1. One of 0 is as good as a label
-    that is IGNORED.
+    """Weight of each token's loss, finite and not negative; None: 1. Weight 0 equals an IGNORED
+    label.
     """
     numbers: Mapping[str, Float[Tensor, "sequences length"]] = field(default_factory=dict)
-    """Further numbers that an objective needs of each token, by name, such as its log-probability
-    in another model.
+    """Further numbers per token that an objective needs, by name, such as log-probabilities of a
+    reference model.
     """
     experts: Int64[Tensor, "sequences length choices"] | None = None
     """Experts of each token, of all MoE layers (model/routing_replay.py); None: routers choose."""

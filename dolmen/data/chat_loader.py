@@ -132,7 +132,7 @@ def _rows(
 
 
 def _describe(mixture: Rows, validation: Rows, config: DataConfig) -> Description:
-    """Describe the training and validation rows for the header of a run."""
+    """Describe training and validation rows for the run's header."""
     match config.rows:
         case "pairs":
             training, *changes = describe_pairs(mixture)
@@ -327,9 +327,9 @@ def pairs_of(
 def completions_of(
     examples: Examples, chosen: np.ndarray, sequence_length: int, packing: bool, seed: int
 ) -> Rows:
-    """Rows of these answers, which are wanted or not, and beside each one that answers another
-    prompt: the prompt of the example with the answer of the next. Raises ValueError for a single
-    answer.
+    """Pack completions (indices `chosen`) into rows, each next to its unrelated pair in the row
+    behind: its prompt with the next one's completion, for KTO's KL estimate. Raises ValueError for
+    a single completion.
     """
     if len(chosen) == 1:
         raise ValueError(

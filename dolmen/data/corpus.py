@@ -51,23 +51,21 @@ class Corpus:
     files: Sequence[Path]
     """Files that are documents."""
     memory: Sequence[np.ndarray]
-    """Tokens, memory-mapped; documents lie in one of them, one behind the other, and in those of
+    """Memory-mapped tokens; a document lies in one of these arrays, and documents go on from one to
     the next.
     """
     sequences: Sequence[np.ndarray]
-    """For each of `memory`, the first token of each sequence, and their number: its documents, or
-    the parts that a .bin has them in.
+    """For each array of `memory`, where its sequences begin, and its end: documents, or the
+    sequences of a .bin.
     """
     offsets: np.ndarray
     """int64 [documents + 1]: the first token of each, counted over all of `memory`."""
     documents: np.ndarray
-    """DOCUMENT [documents]. Where there are tokens alone, `bytes` are theirs and both hashes are of
-    them.
-    """
+    """Records DOCUMENT [documents]. For token data `bytes` and both hashes are of the tokens."""
     seams: np.ndarray
-    """SEAM."""
+    """Records SEAM [pieces] of documents that were tokenised in several pieces."""
     byte_count: int | None
-    """Bytes of text, exactly; None where some is known by its tokens only."""
+    """Bytes of text; None where some of it is known as tokens only."""
     content: str
     """Hash of all text."""
     different_count: int

@@ -54,7 +54,7 @@ class InOrder:
         boundary: int | None,
         cloze: Cloze | None = None,
     ):
-        """`cloze`: of a model that fills in masked tokens, which are predicted in place of all."""
+        """`cloze`: masking for a masked LM, which predicts the masked tokens only."""
         self.parts, self.sequence_length, self.boundary = parts, sequence_length, boundary
         self.cloze = cloze
 

@@ -45,7 +45,9 @@ class Cloze:
     begins: Bool[np.ndarray, " vocabulary"]
     """True for tokens that begin a word."""
     ordinary: Int64[np.ndarray, " ids"]
-    """Ids that are no special tokens: they may be masked, and random ones are drawn of them."""
+    """Ids that are not special tokens: they may be masked, and random replacements are taken from
+    them.
+    """
     fraction: float
     """Share of a text's tokens that are masked."""
     pairs: bool

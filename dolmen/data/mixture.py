@@ -115,8 +115,8 @@ class Part:
     weight: Fraction
     stream: TokenStream
     offsets: np.ndarray | None = None
-    """First token of each document, and the token after the last; None where nobody will ask for
-    documents.
+    """Beginning of each document, and the end of the last; None where documents are not looked
+    up.
     """
 
 

@@ -148,7 +148,7 @@ class Epochs(NamedTuple):
     apart: bool
     """True if the last epoch is shuffled separately."""
     before: int
-    """Samples before the last one, where it is apart; else all."""
+    """Samples before the last epoch if that is shuffled separately, else all."""
     samples: int
     """Samples of all epochs: at least as many as requested."""
 
@@ -168,8 +168,8 @@ class Shuffled:
         samples: int | None,
         seed: int,
     ):
-        """For `samples` samples; None: of one epoch. ValueError for fewer tokens than a sample
-        has, and for a seed that numpy does not take.
+        """Shuffle for `samples` samples; None: one epoch. Raises ValueError for less than one
+        sample of tokens, and for a seed that numpy does not take.
         """
         if not 0 <= seed < 2**32:
             raise ValueError(
@@ -255,8 +255,8 @@ class MegatronOrder:
         weights: Sequence[float],
         samples: int,
     ):
-        """`weights`: as `normal` gives them. `samples`: that the run will read; those behind begin
-        anew.
+        """`weights` sum to 1. `samples`: number that the run reads; behind these the order
+        repeats.
         """
         self.parts, self.orders, self.weights = parts, orders, weights
         self.sequence_length = orders[0].sequence_length

@@ -114,7 +114,7 @@ PIECE = 1 << 18
 LEAVE_OUT = "or leave the file out: move it, or name the others with a glob (notes/*.md)"
 ROWS = Kind(either(Object(), List(Object())), size=1024 * MIB, depth=64, constants=True)
 Located = tuple[dict[str, Any], str]
-"""A row, and where it stands, for a person."""
+"""A row, and its file and number for error messages."""
 
 
 def form(file: Path) -> str | None:

@@ -61,7 +61,7 @@ class Chat:
     weight: float
     """Weight of the loss of its tokens."""
     where: str
-    """File and row, for a person."""
+    """File and row, for error messages."""
     said: float = 0.0
     """Label of the row: the margin of a pair, or whether a completion is wanted (1 or -1).
     """
@@ -73,7 +73,7 @@ class Template:
 
     tokenizer: PreTrainedTokenizer
     text: str
-    """Jinja."""
+    """The template, in Jinja."""
     seconds: float = SECONDS
     """Time limit for rendering a chat: a loop in a template can be endless."""
 

@@ -273,7 +273,8 @@ class Column:
 def encoded(
     parts: Iterable[Piece], encode: Callable[[str], np.ndarray], workers: int
 ) -> Iterator[tuple[Piece, np.ndarray]]:
-    """(piece, its ids) in order; at most 2 x `workers` + 1 groups are in memory at a time.
+    """Tokenise pieces in `workers` threads; yield (piece, its ids) in order, with at most 2 x
+    `workers` + 1 groups in memory.
 
     Threads and not processes: the tokenizer releases the interpreter's lock (12.1 MB on 2 cores:
     2.8 s with one, 1.5 s with two), and there is nothing to fork beside CUDA or gloo and no main

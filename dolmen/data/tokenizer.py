@@ -81,7 +81,7 @@ class PreTrainedTokenizer(Protocol):
     def is_fast(self) -> bool: ...
     @property
     def backend_tokenizer(self) -> Tokenizer:
-        """The Rust one, where `is_fast`."""
+        """The tokenizer of `tokenizers` (Rust), if `is_fast`."""
         ...
 
     def get_vocab(self) -> dict[str, int]: ...
@@ -95,7 +95,7 @@ class PreTrainedTokenizer(Protocol):
     ) -> str: ...
     def convert_tokens_to_ids(self, tokens: str) -> int: ...
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, list[int]]:
-        """The ids as `input_ids`, beside what is not used here."""
+        """Return the ids as `input_ids`, with other entries that are not used here."""
         ...
 
     def get_chat_template(self) -> str: ...
@@ -110,8 +110,8 @@ class PreTrainedTokenizer(Protocol):
         return_assistant_tokens_mask: bool = False,
         tools: list[dict[str, Any]] | None = None,
     ) -> Any:
-        """The text, where not to `tokenize`; else `input_ids`, and `assistant_masks` where these
-        are asked for.
+        """Render a chat: text if not `tokenize`, else `input_ids`, with `assistant_masks` if
+        requested.
         """
         ...
 

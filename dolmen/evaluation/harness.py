@@ -32,7 +32,7 @@ from dolmen.serving.request import SamplingParams
 NEW_TOKENS = 256  # of an answer, where the task does not say, as of `hf`
 
 Pair = tuple[Any, list[int], list[int]]
-"""Request of lm_eval: its key, the tokens before, and those that are scored."""
+"""Request of lm_eval: its key, the context's tokens, and the tokens to score."""
 
 
 class Harness(TemplateLM):

@@ -146,7 +146,7 @@ class Foretold(NamedTuple):
     log_likelihoods: Float64[np.ndarray, " rows"]
     """Sum of their log-probabilities, in nats."""
     likeliest: Int64[np.ndarray, " rows"]
-    """How many of them are the likeliest token of all where they stand."""
+    """Number of counted tokens that are the model's argmax."""
 
 
 class _Group(NamedTuple):
@@ -154,11 +154,11 @@ class _Group(NamedTuple):
 
     rows: Int64[np.ndarray, " group"]
     length: int
-    """Tokens that are read of the longest."""
+    """Input tokens of the longest row."""
     padded: int
-    """The same, as the layout divides it."""
+    """`length`, padded to a multiple that cp and sequence parallelism divide."""
     each: int
-    """Rows per rank of dp, as the stages divide them."""
+    """Rows per dp rank, a multiple of the pipeline's microbatches."""
 
 
 def foretold(
@@ -256,20 +256,20 @@ class Evaluation:
     perplexity: float
     """exp(loss); infinite where a float cannot hold it."""
     bits_per_byte: float | None
-    """Sum of the losses in bits over the bytes of the text, those of tokens that are not counted
-    among them: it compares models of different tokenizers. None where tokens alone are known.
+    """Sum of the losses in bits over all bytes of the text, uncounted tokens included, so that
+    models with different tokenizers compare. None where only tokens are known.
     """
     accuracy: float
-    """Share of the counted tokens that are the likeliest of all where they stand."""
+    """Share of the counted tokens that are the model's argmax."""
     tokens: int
     """Tokens counted."""
     bytes: int | None
     """Bytes of the text, exactly; None where only tokens are known."""
     documents: int
     window: int
-    """Tokens that are read at once, at most."""
+    """Most tokens of a window."""
     stride: int
-    """Tokens from the beginning of a window to that of the next; `window`: they do not overlap."""
+    """Tokens between the beginnings of two windows; equal to `window` without overlap."""
     read: str
     """How documents are read, in words."""
 

@@ -66,11 +66,11 @@ class Losses(NamedTuple):
     """Mean losses over all batches of all ranks."""
 
     loss: float
-    """Nats per predicted token, or what another objective's loss is of what that counts."""
+    """Mean loss: nats per predicted token, or another objective's loss per unit that it counts."""
     tokens: int
     """Tokens predicted: labels that are not IGNORED."""
     nats: float
-    """Sum of the losses."""
+    """Sum of the losses over all predictions."""
     metrics: dict[str, float] = {}
     """Further metrics of the objective."""
 

@@ -111,7 +111,7 @@ class _Tokens:
     windows: Tensor
     prompt: int
     new: int
-    """0: the model fills in tokens, and continues no text."""
+    """Number of tokens to generate; 0 for masked LMs."""
 
     @property
     def prompts(self) -> Tensor:

@@ -106,9 +106,9 @@ def count(tokenizer: PreTrainedTokenizer, text: Iterable[str], name: str) -> Cou
 
 SAMPLE = 16  # pieces of held-out text, of up to 2^18 characters each, that must come back
 UNLIKE = 0.01
-"""Most lines of which `tokenizers` may make other tokens than sentencepiece: where two ways to cut
-a text are as likely, one adds in fp64 and the other in fp32. Of 3,536 lines of English and Chinese
-none did, in bpe and unigram.
+"""Largest share of lines that `tokenizers` may tokenise otherwise than sentencepiece: where two
+ways to cut a text are equally likely, one adds in fp64 and the other in fp32. Of 3,536 lines of
+English and Chinese none did, in bpe and unigram.
 """
 ENGLISH = (
     "All happy families are alike; each unhappy family is unhappy in its own way.",

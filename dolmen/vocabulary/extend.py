@@ -76,7 +76,7 @@ class Measured:
 
     counts: Counts
     loss_per_byte: float | None
-    """Nats; None of a model that foretells no next token."""
+    """Nats per byte; None for a model that is not causal."""
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -96,7 +96,7 @@ class Extended:
     """Result of `extend`."""
 
     old: int
-    """Tokens before: the first id that is new."""
+    """Number of tokens before: the first new id."""
     tokens: int
     rows_before: int
     rows: int

@@ -73,7 +73,7 @@ class Wanted:
     had: int = 0
     """Number of tokens that the base already has."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Reason -> how many cannot be the base's."""
+    """Reason -> number of tokens left out for it."""
 
     def leave_out(self, why: str) -> None:
         """Count a token that cannot be added, for the reason `why`."""
@@ -85,7 +85,7 @@ class Merged:
     """Result of a merge."""
 
     base: int
-    """Tokens before: the first id that is new."""
+    """Number of tokens before: the first new id."""
     added: int
     between: int
     """Number of added tokens that only lead to others, which neither vocabulary had."""
@@ -173,7 +173,7 @@ def wanted_of(base: Vocabulary, new: Vocabulary) -> Wanted:
 
 
 Files = dict[str, bytes | str | Mapping[str, Any]]
-"""Name -> content, of what is written; a mapping as JSON."""
+"""Files to write: name -> content; a mapping is written as JSON."""
 
 
 LONGEST = 512  # characters of a token: finding its merges takes the square of it

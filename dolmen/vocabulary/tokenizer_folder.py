@@ -56,7 +56,7 @@ class Vocabulary:
     model: SentencePieceModel | None
     """Model of the form sentencepiece; None for others."""
     content: dict[str, Any] | None
-    """The tokenizer.json; of sentencepiece, if it has one."""
+    """Content of tokenizer.json; for a sentencepiece model only if there is one."""
 
     @property
     def kind(self) -> str:
@@ -202,7 +202,9 @@ def splits(vocabulary: Vocabulary) -> Callable[[str], int]:
 
 
 def form_of(content: dict[str, Any]) -> Form | None:
-    """Return the form of a tokenizer.json; None unless it is a BPE without marks at word ends."""
+    """Form of a tokenizer.json: "bytes" or "letters" for a BPE; None for other models, and for a
+    BPE with subword prefixes or suffixes.
+    """
     model = content["model"]
     marks = ("continuing_subword_prefix", "end_of_word_suffix")
     if model.get("type") != "BPE" or any(model.get(mark) for mark in marks):
@@ -284,7 +286,7 @@ def merges_of_pieces(pieces: Sequence[VocabularyPiece]) -> list[list[str]]:
 
 
 def special_tokens(pieces: Sequence[VocabularyPiece]) -> dict[str, str]:
-    """Return the special tokens, by the names that sentencepiece gives them."""
+    """Special tokens of a sentencepiece model, as fields of tokenizer_config.json."""
     known = {"<s>": "bos_token", "</s>": "eos_token", "<pad>": "pad_token"}
     found = {known[p.text]: p.text for p in pieces if p.kind == CONTROL and p.text in known}
     (unknown,) = (piece.text for piece in pieces if piece.kind == UNKNOWN)

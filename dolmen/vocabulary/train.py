@@ -60,13 +60,13 @@ class Sample:
     """Random sample of a text's lines, in their original order."""
 
     lines: list[str]
-    """Each of what is left of it without the line's end."""
+    """Sampled lines, without line ends."""
     bytes: int
     """Bytes of the lines."""
     whole: int
     """Bytes of all text that was read."""
     characters: frozenset[str]
-    """Different ones of the lines."""
+    """Distinct characters of the lines."""
 
 
 def draw(
@@ -133,7 +133,7 @@ class Trained:
     read: int
     """Bytes of the text, without the ends of lines."""
     learned_from: int
-    """Bytes of it."""
+    """Bytes of the sample that was learned from."""
     counts: Counts
     """Counts of the text that was learned from."""
 

@@ -357,7 +357,7 @@ FIRST_CONTEXT = 4096
 
 
 SIZES = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""And what the command line has, where it is told nothing."""
+"""Defaults of Megatron's command line."""
 
 
 def read_latent(said: Said, norm: NormSpec, bias: bool) -> LatentAttentionSpec:

@@ -58,9 +58,11 @@ STATE = re.compile(
     r"(?P<key>.+)"
 )
 KIND = {"fp32_param": "param"}
-"""Names of the masters in older checkpoints, and in those of no distributed optimizer."""
+"""Other name of fp32 masters: in older checkpoints, and in those without a distributed
+optimizer.
+"""
 SHARD = re.compile(r"(?P<module>.+\.)_extra_state/shard_(?P<at>\d{1,6}(?:\.\d{1,6}){0,3})_[\d.]+")
-"""An `_extra_state`, which of a stack, and of how many."""
+"""Name of an `_extra_state`: its module, its index in a stack, and the stack's size."""
 FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..*")
 LAYERED = re.compile(r"(?P<start>decoder\.layers\.)(?:(?P<layer>\d{1,6})\.)?(?P<rest>\D.*)")
 EXPERTS = re.compile(

@@ -36,7 +36,9 @@ from dolmen.files.torch_files import TorchFileWriter
 from dolmen.model.spec import ModelSpec
 
 PADDED_TO = 128
-"""Times tp, what the rows of a vocabulary are a multiple of: --make-vocab-size-divisible-by."""
+"""The padded vocabulary is a multiple of this times tp: Megatron's default of
+--make-vocab-size-divisible-by.
+"""
 VERSION = 3.0
 PRODUCT = re.compile(r"(.*\.linear_\w+\.)weight")
 

@@ -24,8 +24,8 @@ QKV, FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
 IN_NORM, MLP_NORM = "input_layernorm", "pre_mlp_layernorm"
 Q_NORM, KV_NORM = "self_attention.q_layernorm", "self_attention.kv_layernorm"
 DOWN = re.compile(r".*\.self_attention\.linear_(?:q|kv)_down_proj\.weight")
-"""Products that compute latents: Megatron's own layers shard them by rows, Transformer Engine's no
-longer do, and every rank needs the whole result.
+"""Down-projections of latent attention. Megatron's own layers shard them by rows; Transformer
+Engine's keep them whole on every rank.
 """
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
@@ -138,22 +138,26 @@ class Dialect:
 
     layers: str = "decoder.layers."
     ends: Mapping[str, str] = field(default_factory=dict)
-    """Canonical beginning of a name beside the layers -> its own."""
+    """Canonical prefix -> this dialect's, for names outside of layers."""
     within: Mapping[str, str] = field(default_factory=dict)
-    """The same of a name within a layer."""
+    """Canonical prefix -> this dialect's, within a layer."""
     latent: Mapping[str, str] = field(default_factory=dict)
-    """The same within one of latent attention."""
+    """Canonical prefix -> this dialect's, within a layer with latent attention."""
     cuts_down: bool = True
-    """Ranks have rows of what makes latents (DOWN), not all of it."""
+    """True if tp ranks shard the latent down-projections (DOWN) by rows."""
     tied: str = HEAD
     """Name of the last stage's copy of the embedding, where the head is tied."""
     stateful: bool = True
-    """True if an empty `_extra_state` lies beside the weight of every product, and of the head."""
+    """True if an `_extra_state` is stored next to the weight of every linear layer and of the
+    head.
+    """
     grouped: bool = False
-    """A tensor of an expert is named linear_fc1.weight3, not local_experts.3.linear_fc1.weight."""
+    """True if an expert's tensor is named linear_fc1.weight3, not
+    local_experts.3.linear_fc1.weight.
+    """
     legacy: bool = False
-    """True for the classes from before Megatron-Core, whose tensors lie in mappings of their
-    modules.
+    """True for the classes from before Megatron-Core, which nest a mapping of tensors per
+    module.
     """
 
     def spell(
@@ -262,7 +266,7 @@ class Name:
     """A stored tensor's canonical name, in parts."""
 
     start: str
-    """Before the layer's number."""
+    """Part before the layer's number."""
     layer: int | None
     rest: str
     expert: int | None = None

@@ -105,7 +105,7 @@ class Kept:
     file: Path
     value: Any = None
     part: tuple[int, int] | None = None
-    """Position and length of the archive in the file that has the value, alone in a list."""
+    """Position and length of the archive in the file whose content is a list of this one value."""
 
     def read(self) -> list[Scaling]:
         """Read the scaling state of each product of the module; empty where there is none. Raises
@@ -131,7 +131,7 @@ class Kept:
 
 
 States = Mapping[str, Mapping[int, list[Kept]]]
-"""Canonical name of the weight beside -> number of the first expert -> one of each rank of tp."""
+"""Canonical weight name -> number of the first expert -> its states, one per tp rank."""
 
 
 def product(stored: str) -> Name | None:

@@ -78,9 +78,9 @@ class Share:
     dim: int | None
     """Dim that it is sharded along; None: every rank has all of it."""
     blocks: int = 1
-    """So many equal parts of that dim are each cut by themselves."""
+    """Number of equal parts of that dim which are sharded one by one."""
     padded: bool = False
-    """Ranks have rows behind the last, so that all have as many (of a vocabulary)."""
+    """True if rows are padded so that all ranks have equally many (the vocabulary)."""
 
     def shape(self, whole: Shape, size: int) -> Shape:
         """Shape of one rank's part of a tensor of shape `whole`, padding included. Raises

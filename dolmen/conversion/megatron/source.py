@@ -43,7 +43,7 @@ class Shards:
     name: str
     """Name in the first rank's file."""
     held: dict[int, dict[int, Stored]] = field(default_factory=dict)
-    """Rank of tp -> expert (0 of what is of none) -> where."""
+    """tp rank -> expert (0 for tensors without experts) -> place in a file."""
 
     def add(self, rank: int, expert: int, stored: Stored) -> None:
         """Add the stored tensor of an expert (0 without experts) on tensor-parallel `rank`. Raises
@@ -65,11 +65,11 @@ class State:
     """Optimizer state stored with the weights; the defaults mean that there is none."""
 
     step: int | None = None
-    """Updates that it has made, where it is told."""
+    """Number of updates, None where it is not stored."""
     shards: Mapping[str, Mapping[str, Shards]] = field(default_factory=dict)
     """Kind (exp_avg, exp_avg_sq, param: an fp32 master) -> canonical name -> its files."""
     unread: str = ""
-    """Why it is not read, where it is there."""
+    """Reason why stored optimizer state cannot be read, else ""."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,15 @@ class Checkpoint:
     version: float
     iteration: int | None
     shards: dict[str, Shards]
-    """Canonical name, layer and expert counted over the model -> its files."""
+    """Canonical name, with layers counted over the whole model -> its files."""
     legacy: bool
     layers: int
     """Number of layers that are there."""
     kind: str = ""
-    """How it lies, where it is no folder per rank."""
+    """Name of the format (torch_dist), "" for a folder per rank."""
     state: State = State()
     states: States = field(default_factory=dict)
-    """States of Transformer Engine, beside its products."""
+    """Transformer Engine's `_extra_state` entries, by the weight that each belongs to."""
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -165,7 +165,9 @@ VERSION, ITERATION = either(Int(0, 3), Real(0, 3)), Int(0, 2**40)
 
 
 def _chunks(values: Mapping[str, Any]) -> list[str]:
-    """Keys of the models that a rank's file holds: `model`, or of virtual stages `model0`, ..."""
+    """Keys of the chunks of layers in a rank's file: `model`, or `model0`, `model1`, ... with
+    virtual stages.
+    """
     keys = [key for key in values if isinstance(key, str) and CHUNK.fullmatch(key)]
     return sorted(keys, key=lambda key: int(key.removeprefix("model") or 0))
 
@@ -238,7 +240,7 @@ class Megatron(Joined):
 
     checkpoint: Checkpoint
     moment: bool = False
-    """True if these are no weights but a moment of each trained one."""
+    """True if this reads a moment of each trained parameter in place of weights."""
 
     @property
     def where(self) -> Path:
