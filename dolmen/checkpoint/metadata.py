@@ -73,6 +73,7 @@ def blocks(file: io.BufferedIOBase, start: int, size: int, row: int, name: str) 
     `row` bytes as fit into BLOCK (64 MiB). `name`: of the tensor, for errors. Raises EOFError where
     the file ends early.
     """
+    # whole rows, at least one
     step = max(1, BLOCK // row) * row
     for at in range(0, size, step):
         data = torch.empty(min(step, size - at), dtype=torch.uint8)

@@ -70,6 +70,7 @@ class Checkpoints:
         Finishes the previous save first. Raises NotSaved where that one (or with `wait` this one)
         has failed, and TypeError where `meta` cannot be stored as JSON.
         """
+        # before anything is copied: a TypeError must not leave a save half begun
         state = json.dumps({"format": seal.FORMAT, **meta}, indent=1)
         self.finish()
         writer = Writer(self.folder, step, state, self.keep, self.pinned)

@@ -341,6 +341,7 @@ def _find_scale(x: Tensor, y: Tensor, row: Row) -> Iterator[Fault]:
     if x.ndim != 2:
         return
     for dim, text in ((1, "each token, such as a norm's"), (0, "each column, as a weight does")):
+        # least squares per row or column
         by = (x * y).sum(dim, keepdim=True) / y.square().sum(dim, keepdim=True)
         if _explains(by * y, y, x):
             yield Fault(

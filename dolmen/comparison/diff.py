@@ -243,6 +243,7 @@ def open_sides(config: DiffConfig) -> SidePair:
         # zigzag context parallelism divides a sequence into 2 cp chunks, sequence parallelism each
         # by tp
         parts = math.lcm(*(2 * x.cp * x.tp if x.cp * x.tp > 1 else 1 for x in layouts))
+        # the shorter of the two models
         most = min(side.source.tree.max_position_embeddings for side in (a, b))
         length = _multiple(min(config.length, most), parts)
         length = length if length <= most else most // parts * parts
@@ -415,6 +416,7 @@ def _shown_rows(
     """Yield (row, note) of the rows that the table shows (see Report.table); AFTER rows behind the
     first difference at most.
     """
+    # the layer that is shown in full
     layer = None if parting is None else recording.layer_of(parting.row.name)
     left = math.inf
     for stage in dict.fromkeys(row.stage for row in rows):

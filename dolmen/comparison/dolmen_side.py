@@ -127,6 +127,7 @@ def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: 
     adamw.register_step_pre_hook(keep)
     batch = batch_of(model.tree, task.windows[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine])
     objective = _RecordingObjective(hooks.logits, objective_of(model.tree, batch))
+    # the state and step of a real run, in microbatches of one sequence
     training = TrainState(
         model, adamw, task.optimizer, 1, layout.zero, schedule, objective=objective
     )
@@ -376,6 +377,7 @@ class Hooks:
         each head; `partial`: the gradient is a sum over tp. Does nothing outside the decoder's
         forward.
         """
+        # a layer that backward recomputes
         if self.rows is None:
             return
         rows, columns = self.rows, where.stop - where.start

@@ -94,6 +94,7 @@ def _record_update(
     recorder.add_number("gradient norm", norm.item())
     if not task.reaches("update"):
         return
+    # decay for matrices only, as dolmen's optimizer has it
     groups = [
         {
             "params": [p for name, p in kept.items() if leaves[name].decays == decays],
@@ -181,6 +182,7 @@ class _TransformersHooks:
                 module, name.replace("attn.o", "attn.sums").replace("mlp.down", "mlp.act")
             )
         elif leaf.role == "matrix" and name.startswith("layers."):
+            # rows of the fused weight: columns of its output
             out = sum(self.model.tree.leaves[f"{one}.weight"].shape[0] for one in ours)
             # the rule, applied to column numbers, says which belong to q, k and v
             columns = list(split_stored(entry.rule, torch.arange(out)))

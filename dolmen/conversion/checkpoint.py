@@ -90,6 +90,7 @@ class RunCheckpoint(WeightsAlone):
     @cached_property
     def _scaling(self) -> dict[str, Scaling]:
         """Histories and scales read from the checkpoint, by parameter name."""
+        # stored as amax_history/NAME and fp8_scale/NAME beside model/NAME
         kind, read = f"{self.part}{quantized_product.HISTORY}/", self.checkpoint.read
         names = [name.removeprefix(kind) for name in self.checkpoint.specs if name.startswith(kind)]
         found = {
@@ -122,6 +123,7 @@ class RunCheckpoint(WeightsAlone):
         }
         # with A and B: they are stored beside the weights
         shapes = replace(self.tree, adapter=self.adapter).shapes
+        # compared in both directions, without merging adapters: they must be all there
         if absent := [
             name for name in (*shapes, *stored) if name not in shapes or name not in stored
         ]:
@@ -178,6 +180,7 @@ class RunCheckpoint(WeightsAlone):
         weight = self.checkpoint.read(f"{self._kind}{name}")
         if not self._in_eight_bits(name):
             return weight
+        # one scale per output, [out]
         scale = self.checkpoint.read(f"{self._kind}{scale_name(name)}")
         return int8.dequantise(weight, scale, scale.dtype)
 

@@ -88,6 +88,7 @@ def export_model(
     if adapters:
         return peft.write(opened, to, DTYPES[dtype or "float32"])
     unknown.warn(opened.model)
+    # as the user says, else as the config.json states
     wanted = DTYPES[dtype] if dtype else stated_dtype(opened.model)
     _optimizer_state(opened, "hf")
     _check_scales(opened, {}, "hf")
@@ -121,11 +122,13 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
     if config.dtype is None:
         _check_one_dtype(opened)
     hf_export.check_target(target)
+    # a mount point cannot be replaced by a rename
     if target.is_mount():
         raise ValueError(f"{target} is where a disk is mounted: name a folder in it")
     dtype = DTYPES[config.dtype] if config.dtype else stated_dtype(opened.model)
     source, state = cast_source(opened, dtype), _optimizer_state(opened, config.to)
     writer = WRITERS[config.to](source, dtype, state, config)
+    # known before writing: they only depend on the source
     scales = writer.scales
     _check_scales(source, scales, config.to)
     specs = source.specs  # checked here, before threads share the source
@@ -199,6 +202,7 @@ def _check_one_dtype(source: Source) -> None:
     # dtype -> the trained parameters that are stored in it
     kinds: dict[torch.dtype, list[str]] = {}
     for name, spec in specs.items():
+        # buffers and router biases have a dtype of their own
         if leaves[name].trained and not leaves[name].precise:
             kinds.setdefault(spec.dtype, []).append(name)
     if len(kinds) > 1:
@@ -231,6 +235,7 @@ def _make_megatron_writer(
     """
     hf_export.check_expressible(source.model, source.tree)
     ranks = export.Ranks(config.tp, config.pp, config.virtual_stages, config.ep)
+    # --to megatron: the classes from before Megatron-Core
     dialect = names.LEGACY
     if config.to == "megatron-core":
         dialect = names.LOCAL if config.spec == "local" else names.TE
@@ -340,6 +345,7 @@ def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:
         return "logits not compared: their positions follow from special tokens"
     # two models in fp32: 2 x 4 bytes per parameter
     need = 8 * sum(leaf.elements for leaf in tree.leaves.values())
+    # layers that are computed at a time
     step = tree.layers if need <= room else 1
     # 24 tokens: enough for every kind of mask and position, and cheap at 70 B parameters
     length = min(TOKENS, tree.longest or TOKENS)

@@ -302,6 +302,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     """
     found: dict[str, Stored] = {}
     beyond: list[str] = []
+    # safetensors before pickles, if both are there
     form = next((one for one in FORMS if one.lies_in(folder)), None)
     other_parts: list[str] = []
     # Every stored tensor falls into one of four groups: a parameter, a layer behind the last
@@ -309,6 +310,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     # left over is an error, never skipped.
     for name, stored in safetensors.index(folder, form).items():
         canonical = weights.canonical(name)
+        # two spellings of one name, such as gamma and weight
         if canonical in found:
             raise ValueError(
                 f"{folder} stores {canonical} twice, as {name} and as {found[canonical].name}"

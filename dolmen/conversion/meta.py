@@ -214,6 +214,7 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
             raise gate.refuse(
                 folder / PARAMS, f"{name} is {json.dumps(said[name])}, which dolmen does not read"
             )
+    # the two tensors that sizes are read from
     lost = [name for name in (EMBEDDING, UP) if name not in ranks[0]]
     if lost or any(len(ranks[0][name].spec.shape) != 2 for name in (EMBEDDING, UP)):
         raise KeyError(f"{folder} has no {lost or 'matrix'}: it is no Llama of Meta's")
@@ -239,6 +240,7 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
         head=LMHeadSpec(tied=HEAD not in ranks[0]),
         max_position_embeddings=_longest(said),
     )
+    # the family follows from the spec: llama
     model = sidecars.with_special_tokens(sidecars.express(tree), sidecars.tokenizer(folder))
     dtype = ranks[0][EMBEDDING].spec.dtype
     return edit(model, dtype=str(dtype).removeprefix("torch."))
@@ -250,6 +252,7 @@ def _rope(folder: Path, said: Mapping[str, Any]) -> RopeSpec:
     """
     scaling, factor = None, said.get("rope_scaling_factor")
     if said.get("use_scaled_rope"):
+        # params.json of Llama 3.1 and 3.2 has the flag and no factor
         if factor is None:
             warnings.warn(
                 f"{folder / PARAMS} scales rope and does not say by what: 8 is taken, as Llama 3.1 "

@@ -143,6 +143,7 @@ def read(folder: Path, model: Model) -> LowRank:
     # "all-linear" is all but the output embedding
     heads = [module for module, weight in modules.items() if leaves[weight].role == "head"]
     peft_config.Reach(file, said).check(list(modules), heads)
+    # the weights that have an A
     weights = frozenset(w for w in known.values() if LoraSpec.pair(w)[0] in by_name)
     # "whole": the base is not stored in eight bits
     form = LoraSpec(said["r"], said["lora_alpha"], weights, "whole", _scaling(said), _kind(said))
@@ -172,6 +173,7 @@ def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], mode
     leaves = model.tree.leaves
     for weight in sorted(form.targets):
         leaf = leaves[weight]
+        # shapes of A, B and magnitude for this weight and rank
         made = (form.down(leaf).shape, form.up(leaf).shape, form.magnitude(leaf).shape)
         for name, shape in zip(names(form, weight), made, strict=False):
             if name not in stored:
@@ -211,6 +213,7 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
         raise ValueError("the source has no adapters: leave out --adapters")
     form = run.adapter
     modules = {ours: theirs for theirs, ours in _modules(run.model).items()}
+    # part of a fused weight: PEFT has one A for q, k and v together
     if beyond := sorted(form.targets - modules.keys()):
         raise ValueError(
             f"{beyond[0]} is a part of what transformers has as one, and PEFT has one A for all of "
@@ -250,6 +253,7 @@ def _config(run: RunCheckpoint, form: LoraSpec, modules: Mapping[str, str]) -> d
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
+        # a path or hub id; None makes PEFT ask for the model
         "base_model_name_or_path": run.init,
         "r": form.rank,
         "lora_alpha": form.alpha,

@@ -74,6 +74,7 @@ def check(file: Path, said: Mapping[str, Any]) -> None:
     for name, value in said.items():
         # options of later PEFT releases are refused too, by the form of their name
         unknown = name.endswith("_config") or name.startswith("use_")
+        # False, None and empty values mean "not used"
         other = name in OTHERWISE or (unknown and name not in (*HARMLESS, *FORMS))
         if (other and value) or (name in FORMS and value is not None and value is not False):
             raise gate.refuse(

@@ -168,6 +168,7 @@ class Sat(WeightsAlone, Joined):
     def _tensor(self, name: str) -> Tensor:
         """Read a tensor, joined from all ranks."""
         share, each = self._share(self._weights.entries[name]), self._checked[name]
+        # replicated: rank 0's copy is that of all
         if share.dim is None:
             return each[0].read()
         return share.join([one.read() for one in each])

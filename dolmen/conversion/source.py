@@ -192,6 +192,7 @@ def open_source(
     content), an unfinished conversion, and a `vocab_size` other than the folder's.
     """
     folder = hf.resolve_model(name)
+    # before the format is guessed: an unfinished folder may look like one
     writing.check(folder)
     format_ = _format(folder)
     source = format_.open(format_.newest(folder), model, vocab_size)

@@ -157,6 +157,7 @@ class Loader(ABC):
         """Sequences of a global batch per data-parallel rank. Raises ValueError where `ranks` does
         not divide the batch.
         """
+        # unequal ranks would wait for each other in every collective
         if self.global_batch_size % ranks:
             raise ValueError(
                 f"global_batch_size ({self.global_batch_size}) is not divisible by the {ranks} "

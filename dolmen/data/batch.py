@@ -107,6 +107,7 @@ class Batch:
         where such tokens are not known.
         """
         table, blanks = model.embedding.positions, model.blanks
+        # RoBERTa: positions skip padding
         if table is not None and table.padding is not None:
             return self._without(table.padding, model.streams)
         if blanks is None or self.positions is not None:
@@ -115,6 +116,7 @@ class Batch:
         for tokens, own in zip(self.tokens.tolist(), begins(starts), strict=True):
             # each document [first, end) of the sequence
             for first, end in zip(own, (*own[1:], len(tokens)), strict=True):
+                # GLM: special tokens say where the prefix ends and generation begins
                 spans += [blanks.span(tokens[first:end])] * (end - first)
         of_token = torch.tensor(spans).view(*starts.shape, -1).unbind(-1)
         prefix, stay, at, begin = of_token

@@ -50,6 +50,7 @@ def tokenizer_folder(
             f"{option} is larger than the model's vocab_size ({vocab_size}): use bpe:{vocab_size}, "
             f"or --model.vocab-size {size}"
         )
+    # a misspelled path looks like a hub id
     if hubs := [name for source in sources for name in source.hubs]:
         raise ValueError(
             f"{option} trains on local files alone, and {hubs[0]}, which is none here, was taken "

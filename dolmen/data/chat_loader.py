@@ -74,6 +74,7 @@ def prepare(
     say: Say = "end" if model is not None and isinstance(model.head, ScalarHeadSpec) else "next"
     longest = sequence_length if say == "end" else sequence_length + 1
     examples = opened(source, "--data.path", config, template, longest, say, progress, verify)
+    # chats of --data.validation
     judge = None
     if inputs.validation is not None:
         option = "--data.validation"
@@ -89,6 +90,7 @@ def prepare(
     if say == "end":
         set_padding(inputs.tokenizer)
         details.append(_told_padding(inputs.tokenizer))
+    # one example is shown in the header, to check the template by eye
     what, first = "judged" if say == "end" else "trained", int(mixture.chosen[0])
     shown = marked(examples, first, inputs.tokenizer)
     details.append(f"{what} is what stands in »«, as of chat {first}: {shown}")
@@ -308,6 +310,7 @@ def pairs_of(
     """Pack preference pairs (indices `pairs`) into rows: the chosen answers in one row, the
     rejected ones in the next, in the same order.
     """
+    # examples 2 i and 2 i + 1 are chosen and rejected
     both = np.stack((2 * pairs, 2 * pairs + 1), 1).reshape(-1)
     said = {SIDE: np.tile(np.array([1, -1], np.float32), len(examples) // 2)}
     if examples.said.any():
@@ -359,6 +362,7 @@ def with_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
         (own, told, first), (theirs, said, begin) = parts(int(index)), parts(int(other))
         tokens.append(np.concatenate((own[:first], theirs[begin:])))
         marks.append(np.concatenate((told[:first], said[begin:])))
+    # appended behind the real examples, whose indices stay
     ends = examples.offsets[-1] + np.cumsum([len(one) for one in tokens[1:]], dtype=np.int64)
     count = len(chosen)
     return replace(

@@ -98,6 +98,7 @@ class Corpus:
     def last_tokens(self) -> np.ndarray:
         """Last token of each document, int64 [documents]."""
         bases = np.cumsum([0] + [len(tokens) for tokens in self.memory])
+        # positions of last tokens
         at = self.offsets[1:] - 1
         found = np.empty(len(at), np.int64)
         for tokens, base, stop in zip(self.memory, bases, bases[1:], strict=False):
@@ -268,6 +269,7 @@ def build_corpus(
         "tokens": int(ends[-1]),
         "largest": written.largest,
         "documents": len(ends),
+        # copies are equal but for white space
         "different": len(np.unique(documents["words"])),
         "bytes": int(documents["bytes"].sum()),
         "content": hashlib.blake2b(documents["hash"].tobytes(), digest_size=8).hexdigest(),

@@ -122,6 +122,7 @@ def _answered(row: dict[str, Any], name: str, where: str) -> Chat:
         prompt = [{"role": "user", "content": prompt}]
     if row.get("system"):
         prompt = [{"role": "system", "content": row["system"]}, *prompt]
+    # text, or messages
     answer = row[name]
     if isinstance(answer, str):
         answer = [{"role": ASSISTANT, "content": answer}]

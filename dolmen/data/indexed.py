@@ -103,6 +103,7 @@ def check_indexed(file: Path, option: str) -> indexed.Indexed:
             f"{option} {file} holds {found.tokens.dtype.name}, and tokens are whole numbers"
         )
     if found.modes is not None and found.modes.any():
+        # Megatron marks other modalities by a mode per sequence
         at = int(np.argmax(found.modes != 0))
         raise ValueError(
             f"{option} {file}: sequence {at} has mode {found.modes[at]}, so it is no text: dolmen "

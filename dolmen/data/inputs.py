@@ -60,6 +60,7 @@ def check_inputs(
         for source in sources:
             if same_files(source, validation):
                 raise all_validated(source.name)
+    # source -> its first text, to try the tokenizer on
     first: dict[str, str] = {}
     for source, option in [(source, "--data.path") for source in sources] + [
         (validation, "--data.validation")
@@ -170,6 +171,7 @@ def same_files(source: Source, judge: Source) -> bool:
     paths, sizes = set(theirs), defaultdict(list)
     for file in theirs:
         sizes[file.stat().st_size].append(file)
+    # files that are not the same path: compared by content
     left = [file for file in ours if file not in paths]
     if not all(file.stat().st_size in sizes for file in left):
         return False

@@ -225,6 +225,7 @@ def prepare_loader(
     digests (once per host). `steps`: of the whole run, which Megatron's order needs. `model`: reads
     the batches; a bidirectional one gets masked tokens. Raises ValueError.
     """
+    # cheap refusals first: tokenising may take hours
     inputs = check_inputs(config, tokenizer, vocab_size, sequence_length, progress, verify)
     return load(
         config, inputs, sequence_length, global_batch_size, seed, progress, verify, steps, model
@@ -261,6 +262,7 @@ def load(
     # tokens of text per sample; a window has one more
     window = sequence_length if cloze is None else cloze.text - 1
     for division, corpus in zip(divisions, corpora, strict=True):
+        # after holding out: what is left must fill a window
         check_length(division, corpus, window)
     samples = None if steps is None else steps * global_batch_size
     mixture = make_order(config, sources, corpora, divisions, window, seed, samples)

@@ -101,6 +101,7 @@ class Cloze:
             second = first[cut:] if follows else other(row)[cut : len(first)]
             parts, said = [first[:cut], second], np.float32(1 if follows else -1)
         tokens, labels = (np.full(self.sequence_length, fill) for fill in (self.padding, IGNORED))
+        # `end`: where the next text goes, and at last where padding begins
         types, end = np.zeros(self.sequence_length, np.int64), 1
         tokens[0] = self.begin
         for kind, part in enumerate(parts):
@@ -124,6 +125,7 @@ class Cloze:
         # a word begins here: by its form, at a special token, or after one
         apart = self.begins[tokens] | ~masked | ~np.append(False, masked[:-1])
         words = np.split(np.arange(len(tokens)), np.flatnonzero(apart)[1:])
+        # not special tokens
         words = [word for word in words if masked[word[0]]]
         left, found = max(1, round(self.fraction * int(masked.sum()))), []
         for i in chance.permutation(len(words)):

@@ -75,6 +75,7 @@ class TokenStream:
         """Concatenate streams."""
         lengths = [np.diff(stream.ends, prepend=0) for stream in streams]
         memory = [tokens for stream in streams for tokens in stream.memory]
+        # index of each stream's first array in the joined list
         first = np.cumsum([0] + [len(stream.memory) for stream in streams])
         return cls(
             memory,
@@ -188,6 +189,7 @@ class Mixture:
         order = np.array(turns(self.weights, first, count), np.int64)
         for source, taken in enumerate(counts(self.weights, first)):
             rows = np.flatnonzero(order == source)
+            # epoch of each sample, and its place in it
             epochs, within = np.divmod(taken + np.arange(len(rows)), self.sizes[source])
             for epoch in np.unique(epochs):
                 chosen = epochs == epoch
@@ -213,6 +215,7 @@ def counts(weights: Sequence[int], samples: int) -> list[int]:
     t + k/2 for k sources. So start at t = samples - k/2 and give the few that are missing one by
     one.
     """
+    # 2 t, to stay in integers
     total, doubled = sum(weights), max(0, 2 * samples - len(weights))
     taken = [(weight * doubled + total) // (2 * total) for weight in weights]
     for source in take(weights, taken, samples - sum(taken)):
@@ -244,6 +247,7 @@ def permute_index(index: np.ndarray, size: int, key: int) -> np.ndarray:
     # A network of 2 x half bits permutes at most 4 x size values. What lands outside is sent on
     # until it is inside: that follows the one cycle it lies on, so no two meet, and takes fewer
     # than 4 turns on average.
+    # bits of each half: 4^half >= size
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     out = feistel(np.asarray(index, np.uint64), half, key)
     while (outside := out >= size).any():

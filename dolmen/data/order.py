@@ -187,6 +187,7 @@ class Shuffled:
         for part in parts:
             state.shuffle(part)
         self.order = np.concatenate(parts)
+        # position in the shuffled text where each sequence ends
         self.ends = np.cumsum(bounds[self.order + 1] - bounds[self.order])
         # the same dtypes as in Megatron
         kind = np.uint32 if epochs.samples < 2**32 - 2 else np.int64
@@ -239,6 +240,7 @@ def epochs_of(tokens: int, sequence_length: int, samples: int | None) -> Epochs:
     every = (count * tokens - 1) // sequence_length
     before = ((count - 1) * tokens - 1) // sequence_length
     wanted = every if samples is None else samples
+    # less than 80 % of the last epoch is needed
     apart = count > 1 and wanted - before < int(APART * per_epoch)
     return Epochs(count, apart, before if apart else every, every)
 

@@ -81,6 +81,7 @@ class _Units:
     """
 
     def __init__(self) -> None:
+        # (room of the emptier, of the fuller) -> units
         self.having: dict[tuple[int, int], list[int]] = defaultdict(list)
         # bit n: whether an emptier one has room n, and of each the rooms of fuller ones
         self.emptier, self.fuller = 0, defaultdict(int)
@@ -216,6 +217,7 @@ class Rows:
         rows, together = rows or batch_size, self.together
         units = len(self.rows) // together
         chosen = min(units, max(1, (max_sequences or len(self.rows)) // together))
+        # evenly spread units, all rows of each
         picked = [
             self.rows[index * units // chosen * together + row]
             for index in range(chosen)
@@ -253,6 +255,7 @@ class Rows:
             end = 0
             for index, here, own in self.places(indices):
                 tokens[row, here], labels[row, here], counts = self._written(index)
+                # all of an example has its first place as document start
                 weights[row, here], starts[row, here] = counts, here.start
                 for name, one in self.numbers.items():
                     numbers[name][row, here] = one[own]

@@ -282,6 +282,7 @@ def parquet(file: Path, wanted: list[str] | None) -> Iterator["IterableDataset"]
     import pyarrow.parquet
 
     try:
+        # the schema alone: no rows yet
         columns = pyarrow.parquet.read_schema(file).names
     except (pyarrow.ArrowException, OSError) as error:
         raise refuse(file, f"is not parquet: {error}") from error
@@ -347,6 +348,7 @@ def row_text(row: dict[str, Any], text_field: str, where: str) -> str:
 def advice(names: Sequence[str]) -> str:
     """List the field names, with a hint on how to read such rows."""
     told = ", ".join(str(name)[:40] for name in names[:6])
+    # a chat data set read as text is the usual mistake
     if chat := [name for name in ("messages", "conversations", "conversation") if name in names]:
         return f"{told}: {chats(chat[0])}"
     if "instruction" in names and "output" in names:

@@ -63,6 +63,7 @@ class Found:
         links: set[Path] = set()
         for name in glob.glob(str(pattern), recursive=True):
             file = Path(name)
+            # folders between the fixed part and the file
             inside = [p for p in file.parents if p != fixed and p.is_relative_to(fixed)]
             if behind := [p for p in inside if p.is_symlink()]:
                 links.add(behind[-1])
@@ -124,6 +125,7 @@ def ours(folder: Path, cache: Path | None) -> str:
     with open(config, "rb") as file:
         # the top-level keys of a run's config stand in its first 64 KiB
         lines = file.read(1 << 16).splitlines()
+    # no YAML parser: the file may be anyone's
     keys = {line.split(b":")[0].decode(errors="replace") for line in lines if b":" in line}
     return "a run of dolmen" if keys >= RUN_KEYS else ""
 

@@ -146,6 +146,7 @@ class Template:
         starts, ends = np.array(encoded.offsets, np.int64).reshape(-1, 2).T
         # where the tokens before have reached in the text
         before = np.maximum.accumulate(np.concatenate(([0], ends[:-1])))
+        # a token without characters reaches back to the one before
         starts = np.where(starts == ends, np.minimum(before, starts), starts)
         turns = []
         for first, last in spans:
@@ -165,6 +166,7 @@ class Template:
             empty = self._render(chat, [{**messages[0], "content": ""}])
             before = os.path.commonprefix([whole, empty])
         until = self._render(chat, messages[: number + 1])
+        # some templates drop the reasoning of earlier turns
         if not (whole.startswith(before) and whole.startswith(until) and len(before) <= len(until)):
             raise gate.refuse(
                 chat.where,

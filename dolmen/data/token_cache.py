@@ -174,6 +174,7 @@ def building(folder: Path) -> Iterator[Path]:
     processes are removed first.
     """
     sweep(folder.parent)
+    # beside it, so that the rename stays in one file system
     part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         # locked before it has the name that others look for

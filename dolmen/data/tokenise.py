@@ -88,6 +88,7 @@ def pieces(source: Source, text_field: str, option: str = "--data.path") -> Iter
         for document in read_documents(file, text_field):
             for text, last in cut(document):
                 yield Piece(text, index, last)
+    # numbered behind the files
     for index, hub in enumerate(source.hubs, len(source.files)):
         for row in hub_rows(hub, text_field, option):
             for text, last in cut([row]):
@@ -215,6 +216,7 @@ def write_tokens(
     ends, documents, seams = array("q"), Column(DOCUMENT), Column(SEAM)
     # bytes of the files before each
     before = np.cumsum([0] + [size for _, size, *_ in origin["files"]])
+    # written behind every document
     mark = np.array([origin["end_of_text"]], origin["dtype"])
     # tokens written, and those before this document; bytes read of the file `current`, for the bar
     position = start = read = current = largest = 0
@@ -250,6 +252,7 @@ def write_tokens(
         np.frombuffer(ends, np.int64),
         documents.array(),
         seams.array(),
+        # the end of text is a token too: ids are checked against the vocabulary
         max(largest, int(mark[0])),
         digest.hexdigest(),
     )

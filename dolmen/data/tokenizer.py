@@ -135,6 +135,7 @@ def load_tokenizer(
     where = f"{option} {name}".strip()
     if name.startswith(("/", ".", "~")) and not expand(name).exists():
         raise FileNotFoundError(f"{where}: no such folder")
+    # a local folder wins over a hub id of that name
     folder = expand(name)
     if folder.is_dir():
         tokenizer_files.check_files(folder, probe)
@@ -223,6 +224,7 @@ def fingerprint(tokenizer: PreTrainedTokenizer) -> str:
         for of_the_last_call in ("truncation", "padding"):
             del state[of_the_last_call]
     else:
+        # slow tokenizers have no state to serialise
         state = [type(tokenizer).__name__, tokenizer.get_vocab(), tokenizer.init_kwargs]
     text = json.dumps([state, tokenizer.eos_token], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -277,6 +279,7 @@ def train_bpe(
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
+            # merges never cross these words
             pre_tokenizers.Split(Regex(WORDS), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]

@@ -92,10 +92,12 @@ def choose_held_out(tables: Sequence[np.ndarray], fraction: float) -> Choice:
     """
     if not fraction:
         return Choice(np.zeros(0, np.uint64), {})
+    # large in any source: held out whole in none
     large = union([large_words(table) for table in tables])
     # what may be held out whole
     others = [table[~np.isin(table["words"], large)] for table in tables]
     limit = np.uint64(int(fraction * 2**64))
+    # one decision for all copies in all sources
     chance = union([other["words"][other["words"] < limit] for other in others])
     chosen, ends = [chance], []
     for table, other in zip(tables, others, strict=True):
@@ -196,12 +198,14 @@ def ending(
         inner = ends[:-1]
         token, byte = inner[np.argmin(np.abs(inner[:, 0] - target))]
         return Ending(int(token), size - int(byte))
+    # the piece that holds the target
     number = min(int(np.searchsorted(ends[:, 0], target, side="right")), len(ends) - 1)
     begin, byte = map(int, ends[number - 1] if number else (0, 0))
     text = next(islice(document(source, index, text_field), number, None), "")
     places = cuts(tokenizer, text, target - begin)
     if len(places) != ends[number, 0] - begin or len(text.encode()) != ends[number, 1] - byte:
         raise ValueError(f"{source.name}: the text changed after it was tokenised; start again")
+    # tokens that begin where a character begins
     clean = [at for at, place in enumerate(places) if place is not None]
     if not clean:
         raise ValueError(
@@ -389,6 +393,7 @@ def first_copies(words: np.ndarray, mask: np.ndarray, validated: set[int]) -> np
     """
     indices = np.flatnonzero(mask)
     different, first = np.unique(words[indices], return_index=True)
+    # validated once, in the first source that has it
     new = np.array([value not in validated for value in different.tolist()], bool)
     validated.update(different.tolist())
     return np.sort(indices[first[new]])

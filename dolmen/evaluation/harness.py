@@ -149,6 +149,7 @@ class Harness(TemplateLM):
         the left. Raises ValueError where the new tokens leave no place for a context.
         """
         until = handle_stop_sequences(asked["until"], self.tokenizer.decode(self.eot_token_id))
+        # tokens of context that leave room for the completion
         most = self.max_length - asked["max_gen_toks"]
         if most < 1:
             raise ValueError(
@@ -205,6 +206,7 @@ def scores(
     """
     manager = known(asked)
     harness, names = Harness(loaded, tokenizer), list[Any](asked.names)
+    # lm_eval seeds the global generators and prints tables
     with undisturbed(), contextlib.redirect_stderr(io.StringIO()):
         found = simple_evaluate(
             model=harness,

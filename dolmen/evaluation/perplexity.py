@@ -119,6 +119,7 @@ def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windo
     stop = np.minimum(begin + window, lengths[of])
     # the first token that the window before has not counted
     first = np.where(index == 0, 1, np.maximum(begin - stride + window, begin + 1))
+    # documents of one token have nothing to predict
     kept = stop > first
     if not kept.any():
         raise ValueError(
@@ -200,6 +201,7 @@ def _groups(model: Decoder, rows: Rows, mesh: Mesh, micros: int) -> Iterator[_Gr
     rows of one length only.
     """
     lengths = rows.lengths - 1
+    # longest first: the largest forward comes first, and fails early if it does not fit
     order = np.argsort(-lengths, kind="stable")
     multiple = 2 * mesh.cp.size if mesh.cp.size > 1 else 1
     multiple *= mesh.tp.size if model.tp.sequence else 1

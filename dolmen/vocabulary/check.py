@@ -129,6 +129,7 @@ def check_base(base: Vocabulary, new: Vocabulary) -> None:
     the new one has no scores, or the base's tokenizer.json and tokenizer.model disagree.
     """
     model, content = base.model, base.content
+    # scores of a BPE are ranks, not log-probabilities
     if base.kind == "unigram" and new.kind != "unigram":
         raise ValueError(
             f"BASE {base.where} is unigram, which weighs tokens by their probability, and NEW "
@@ -214,6 +215,7 @@ def gives_back(tokenizer: PreTrainedTokenizer, lines: Iterable[str], where: str)
             raise ValueError(
                 f"{where}: the tokenizer turns text into nothing: no tokens for {brief(line)}"
             )
+        # clean-up would remove spaces before punctuation
         back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if back != line:
             raise ValueError(
@@ -226,6 +228,7 @@ def check_sentencepiece(tokenizer: PreTrainedTokenizer, model: str, lines: Seque
     """Raises ValueError where sentencepiece itself, with the file `model`, makes other ids for more
     than a share UNLIKE (1 %) of the lines.
     """
+    # an independent implementation reads the same file
     theirs = sentencepiece.SentencePieceProcessor(model_file=model)
     encode = encoder(tokenizer)
     unlike = [line for line in lines if theirs.encode(line) != encode(line).tolist()]

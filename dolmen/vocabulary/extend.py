@@ -106,6 +106,7 @@ class Extended:
 
     def lines(self) -> list[str]:
         """Report in lines: new tokens and rows, and the held-out measurements."""
+        # new tokens that fit into rows the model already had
         padding = min(self.tokens, self.rows_before) - self.old
         told = [
             f"{self.tokens - self.old:,} new tokens, ids {self.old} to {self.tokens - 1}, "
@@ -143,6 +144,7 @@ def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
     first, size = vocabulary_size(old), vocabulary_size(new)
     # padding rows are used first: the model grows by what is missing only
     rows = max(found.tree.vocab_size, size)
+    # lazily: the enlarged embedding is made when the writer reads it
     grown = Grown(
         source,
         edit(found.model, vocab_size=rows),
@@ -223,6 +225,7 @@ class Rows:
         match self.asked.init:
             case "mean":
                 self._means(whole, old, ids)
+            # a bias of the head, for example, starts at 0
             case "random" if leaf.initial == "normal":
                 drawn = torch.empty(leaf.shape, dtype=torch.float32)
                 state.fill_normal(drawn, name, self.asked.seed, std * leaf.std_scale)

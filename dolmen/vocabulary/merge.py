@@ -283,6 +283,7 @@ def lead(
             # prefer a join that is a token already: fewer intermediate tokens
             at = named[0] if named else 0
             pairs.join(parts[at], parts[at + 1])
+            # a merge needs a token for its result
             between(parts[at] + parts[at + 1])
             # the new merge may enable others that the base has
             parts = cut(parts, pairs)
@@ -304,6 +305,7 @@ def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Adde
     filled = fillers(model, base.added)
     if model.kind == "unigram":
         grown = Added(list(wanted.tokens))
+        # log-probabilities: comparable with the base's
         scores = [score for score in wanted.tokens.values() if score is not None]
     else:
         normal = [p for p in model.pieces if p.kind == sentencepiece_model.NORMAL]

@@ -117,6 +117,7 @@ def open_vocabulary(name: str, option: str) -> Vocabulary:
     if place.is_file() and place.suffix == ".model":
         return Vocabulary(place, "sentencepiece", sentencepiece_model.read(place), None)
     if not (place.is_dir() and tokenizer_files(place)):
+        # a run or a hub id: the tokenizer of its model
         folder = open_source(name).tokenizer
         if folder is None:
             raise ValueError(f"{option} {name} has no tokenizer")
@@ -281,6 +282,7 @@ def merges_of_pieces(pieces: Sequence[VocabularyPiece]) -> list[list[str]]:
             text = piece.text
             # every way to cut the piece in two
             pairs = ([text[:at], text[at:]] for at in range(1, len(text)))
+            # several ways to make a piece share its rank
             found[piece.score] += [pair for pair in pairs if normal.issuperset(pair)]
     return [pair for score in sorted(found, reverse=True) for pair in found[score]]
 

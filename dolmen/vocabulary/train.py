@@ -90,6 +90,7 @@ def draw(
         # place: no two entries are compared by their text
         heapq.heappush(heap, (-number, place, line, size))
         held += size
+        # drop the largest keys until the sample fits
         while held > most:
             largest, _, _, gone = heapq.heappop(heap)
             # Lines with larger numbers than the largest ever dropped could not have stayed: not
@@ -230,6 +231,7 @@ def _of_sentencepiece(asked: VocabTrainConfig, sample: Sample, folder: Path) -> 
 
 def _reason(asked: VocabTrainConfig, error: str) -> str:
     """Translate sentencepiece's error into a message with our options."""
+    # sentencepiece's own message names the possible size
     if found := re.search(r"value <= (\d+)", error):
         return (
             f"--size is {asked.size:,}, and the text has {int(found[1]):,} pieces: use --size "
@@ -247,6 +249,7 @@ def _over_bytes(asked: VocabTrainConfig, sample: Sample, folder: Path) -> None:
     """Learn a byte-level BPE with `tokenizers` and write it to `folder`. Raises ValueError where
     the text gives fewer tokens than asked.size.
     """
+    # line ends were cut off, and are text to a byte-level BPE
     train_bpe((line + "\n" for line in sample.lines), asked.size, folder, progress=False)
     found = len(load_tokenizer(str(folder), "--to").get_vocab())
     if found < asked.size:

@@ -56,6 +56,7 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> ModelSpec:
     options. Raises ValueError, with option and value, for what dolmen does not compute.
     """
     said = Said(args)
+    # options with one supported value
     for name, allowed in ONLY.items():
         if said[name] not in allowed:
             raise ValueError(
@@ -73,6 +74,7 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> ModelSpec:
     of = read_latent if said["multi_latent_attention"] else _mixer
     mixer, mlp = of(said, norm, _has_biases(said)), _mlp(said)
     experts = _experts(said) if said["num_experts"] else mlp
+    # attention is the same in all layers; only the MLP differs
     blocks = [BlockSpec(mixer, experts if sparse else mlp, norm) for sparse in _sparse_layers(said)]
     learned = _positions(said) == "learned_absolute"
     table = PositionTable(said["max_position_embeddings"]) if learned else None
@@ -150,6 +152,7 @@ def _rope(said: Said, size: int) -> RopeSpec:
         scaling = Llama3Scaling(
             float(said.first("rope_scaling_factor", default=8.0)), 1.0, 4.0, 8192
         )
+    # dims of a head that are rotated
     part = int(size * said.first("rotary_percent", default=1.0))
     return RopeSpec(part, theta, scaling, interleaved=bool(said["rotary_interleaved"]))
 
@@ -411,6 +414,7 @@ def _scaling(said: Said) -> YarnScaling | None:
             raise ValueError(f"rotary_scaling_factor is {factor}: dolmen knows none under 1")
         return None
     mscale, all_dim = said["mscale"], said["mscale_all_dim"]
+    # the versions agree where both are equal: t(mscale) / t(mscale_all_dim) = 1
     if mscale is None or mscale != all_dim:
         raise ValueError(
             f"mscale is {mscale}, mscale_all_dim {all_dim}: older versions of Megatron-Core scale "

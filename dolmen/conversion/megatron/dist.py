@@ -199,6 +199,7 @@ def read_common(folder: Path, description: Foreign) -> tuple[Mapping[str, Any], 
     holds them. Raises Refused where there is none.
     """
     file = folder / COMMON
+    # since July 2026 it is an entry of a .distcp file
     place = description.others.get(COMMON_ENTRY)
     if file.is_file():
         values = torch_files.load(file)
@@ -265,6 +266,7 @@ def _state(
             continue
         kind, key = KIND.get(match["kind"], match["kind"]), match["key"]
         of = stored.get(key)
+        # moments that are flattened or resharded have other shapes
         if of is None or of.spec.shape != one.spec.shape:
             shape = "not there" if of is None else of.spec.shape
             return State(unread=f"{own} is {one.spec.shape}, and {key} is {shape}")
@@ -277,6 +279,7 @@ def _state(
         step = updates(common, file)
     except ValueError as error:
         return State(unread=str(error))
+    # the same names and stacks as the weights
     return State(step, {kind: _shards(ones, chunks)[0] for kind, ones in found.items()})
 
 
@@ -417,6 +420,7 @@ def group_by_index(chunks: Sequence[Chunk], dims: int) -> dict[tuple[int, ...], 
     """
     found: dict[tuple[int, ...], list[Chunk]] = {}
     for chunk in chunks:
+        # a chunk may span several layers
         first = zip(chunk.offsets[:dims], chunk.sizes[:dims], strict=True)
         for at in product(*(range(offset, offset + size) for offset, size in first)):
             found.setdefault(at, []).append(chunk)

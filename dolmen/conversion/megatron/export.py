@@ -260,6 +260,7 @@ class Plan:
             "iteration": iteration,
             **{self._key(chunk): {} for chunk in range(self.ranks.virtual_stages)},
         }
+        # states are stored as uint8 tensors
         kept = {
             name: None if content is None else Spec((len(content),), torch.uint8)
             for name, content in self.states(pp, ep).items()
@@ -376,6 +377,7 @@ class MegatronWriter:
             for tp, ep in product(range(plan.ranks.tp), range(plan.ranks.ep)):
                 rank = folder / plan.ranks.sizes.name(tp, pp, ep)
                 rank.mkdir(parents=True)
+                # the pickle with all shapes is written first, numbers are appended
                 values = plan.values(pp, ep, self.dtype, self.iteration or 0)
                 file = files[tp, ep] = TorchFileWriter(rank / folders.WEIGHTS[0], values)
                 stack.callback(file.archive.close)

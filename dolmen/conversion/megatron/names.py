@@ -82,6 +82,7 @@ def _mlp(tree: ModelSpec, hf: str, ours: str) -> list[Rule]:
 def _mixer(tree: ModelSpec, version: float) -> list[Rule]:
     """Rules of all attention weights except the output projection. Raises ValueError as `_qkv`."""
     if all(isinstance(block.mixer, LatentAttentionSpec) for block in tree.blocks):
+        # all layers have latent attention, or none
         return [Rename(f"{LAYER}{stored}", f"layers.{{}}.attn.{ours}") for stored, ours in LATENT]
     return [
         _qkv(tree, version),
@@ -173,6 +174,7 @@ class Dialect:
         `expert`: its number on the rank.
         """
         if layer is None or block is None:
+            # outside of layers
             return _replace_start(name, self.ends)
         # a router needs the normed input too, so the norm is a module of its own
         if block.mlp.experts and name.startswith(MLP_NORM):
@@ -282,6 +284,7 @@ def canonical(stored: str) -> Name | None:
     """
     if IGNORED.fullmatch(stored):
         return None
+    # first the part outside of the layer, then the part inside
     name = _first(ENDS, stored)
     layer = re.fullmatch(r"(decoder\.layers\.)(\d{1,6})\.(.+)", name)
     if layer is None:

@@ -52,6 +52,7 @@ def read_extra_state(state: bytes, where: Path) -> list[Scaling]:
     forward, backward = shapes[0] or (0, 0), shapes[2] or (0, 0)
     # input, weight and output of each product
     number = forward[-1] // 3
+    # length of the amax history
     steps = forward[0]
     want = [(steps, 3 * number), (3 * number,), (steps, 2 * number), (2 * number,)]
     if not number or shapes != want:
@@ -84,6 +85,7 @@ def write_extra_state(products: Iterable[Scaling]) -> bytes:
     """
     products = list(products)
     steps = products[0].history.shape[0]
+    # history and scale of what is never rounded to fp8
     none, one = torch.zeros(steps, 1), torch.ones(1)
     tensors = (
         torch.cat([part for p in products for part in (p.history[:, :2].cpu(), none)], 1),
@@ -179,6 +181,7 @@ def read_scales(
         leaf = tree.leaves[entry.ours[0]]
         if name in states and leaf.role in ("matrix", "expert"):
             whole = _join_scaling(name, states[name], leaf)
+            # q, k and v get the same scale
             found |= {} if whole is None else dict.fromkeys(entry.ours, whole)
     return found
 

@@ -114,6 +114,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         for tp in range(sizes.tp)
         for ep in range(sizes.ep)
     }
+    # every pickle is opened now: damage of any rank is found first
     ranks = {at: _values(file) for at, file in files.items()}
     # a save that was interrupted leaves files of two iterations
     iterations = {rank.get("iteration") for rank in ranks.values()}
@@ -192,6 +193,7 @@ def _shards(
     # `before`: layers in all earlier stages and chunks
     before, args = 0, ranks[0, 0, 0]["args"].values
     hidden, experts = args["hidden_size"], (args.get("num_experts") or 0) // sizes.ep
+    # layers run over all stages in the first chunk, then in the second
     for key in _chunks(ranks[0, 0, 0]):
         for pp in range(sizes.pp):
             here = 0
@@ -282,6 +284,7 @@ class Megatron(Joined):
             return None
         if state.step is None:
             raise ValueError(f"{self.where} does not say how many updates its optimizer has made")
+        # SGD or Adafactor have other state
         if absent := [kind for kind in MOMENTS if kind not in state.shards]:
             raise ValueError(f"{self.where} has no {absent[0]} of its optimizer, which is no AdamW")
         kinds = {kind: self._replace_shards(state.shards[kind], moment=True) for kind in MOMENTS}
@@ -433,6 +436,7 @@ class Megatron(Joined):
         entry, share = self._entries[name], self._share(name)
         ranks = [shards.held[tp] for tp in sorted(shards.held)]
         if share.dim is None:
+            # replicated: rank 0's copy is that of all
             ranks = ranks[:1]
         stacked = len(entry.shape) == len(ranks[0][0].spec.shape) + 1
         parts = [
@@ -451,6 +455,7 @@ class Megatron(Joined):
         if tied is None:
             return self._checked
         embedding = self._checked[names.EMBEDDING]
+        # rank by rank, without joining the shards
         for one, other in zip(tied.stored, embedding.stored, strict=True):
             if any(a != b for a, b in zip(one.chunks(), other.chunks(), strict=True)):
                 raise ValueError(
@@ -504,6 +509,7 @@ def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:
             f"{checkpoint.folder} has {stored:,} rows of a vocabulary, fewer than {known:,} "
             "tokens: check --vocab-size, config.json or the tokenizer"
         )
+    # a stage's files may be missing without a gap in the names
     if checkpoint.layers != checkpoint.args["num_layers"]:
         raise ValueError(
             f"{checkpoint.folder} has {plural(checkpoint.layers, 'layer')}, num_layers in its "
@@ -512,6 +518,7 @@ def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:
     # also with a config.json, to warn where the two differ
     tree = arguments.read(checkpoint.args, checkpoint.legacy, known)
     if said is None:
+        # no config.json: a family that can express the spec
         model = sidecars.with_special_tokens(sidecars.express(tree), sidecars.tokenizer(place))
         return edit(model, dtype=str(dtype).removeprefix("torch."))
     if found := differences(said.tree, tree):
