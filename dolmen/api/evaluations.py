@@ -39,6 +39,7 @@ def evaluate(
         config = build_config(
             EvaluateConfig, (*COMMAND_ONLY, *TASK_OPTIONS), source=source, path=path, **options
         )
+        # tokenized before the model is loaded
         text = perplexity.prepared(config, progress)
         unknown.warn(open_source(config.source).model)
         return perplexity.measured(config, text, progress=progress)
@@ -61,6 +62,7 @@ def evaluate_tasks(
         config = build_config(EvaluateConfig, COMMAND_ONLY, source=source, tasks=names, **options)
         harness.check(config)
         unknown.warn(open_source(config.source).model)
+        # only now: tasks and their data have been checked
         loaded = model.load(config)
         return harness.scores(loaded, model.tokenizer_of(config), config)
 

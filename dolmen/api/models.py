@@ -88,6 +88,7 @@ def build_generate_config(
     values: dict[str, Any] = {"logprobs": "raw", **options}
     known = GenerationOptions.__annotations__
     for name in values:
+        # TypedDict keywords are not checked by Python
         if name not in known:
             every = [one.replace("_", "-") for one in (*PARAMETERS, *known)]
             near = suggestion(name.replace("_", "-"), every) or choices(name, known)
@@ -185,6 +186,7 @@ class Model:
                 tokens = special.frame_prompt(self.source.model, words) if words else []
             else:
                 tokens = self.check_ids(text)
+        # an empty text is refused: there is no token whose logits could be returned
         if not tokens:
             raise ValueError("the text has no tokens: give at least one")
         with torch.no_grad():
@@ -250,10 +252,12 @@ def load(
         if model:
             # opened again: the fields decide which tensors there are
             source = open_source(name, set_fields(source.model, model))
+        # before the tokenizer is loaded, which is slow
         special_ids = special.check_special_ids(special_tokens or {}, source.model)
         tokenizer, tokenizer_error = _load_tokenizer(source)
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
         known = special.add_special_ids(source.model, special_ids, lambda: vocabulary)
+        # the ids decide positions, so the source is opened with them
         if known is not source.model:
             source = open_source(name, known)
         if source.tree.blanks is not None:

@@ -117,6 +117,7 @@ def dryrun(
         options = {"device": device, "exact": exact, "max_load": max_load}
         config = build_config(DryrunConfig, ranks=rank_list, **options)
         name = plain(recipe)
+        # a RunConfig is taken as it is
         run = load_run_to_inspect(name) if isinstance(name, str) else recipe
         return dry.report(DryrunRequest(build_request(run, changes).config, config), progress)
 
@@ -150,6 +151,7 @@ def plan(
         question = Question.from_request(_plan_request(model, config))
         plan = search.make_plan(question, config, progress)
         if config.as_recipe is not None:
+            # the command that it returns is for people
             outputs.write_recipe(question, plan, Path(config.as_recipe))
         return plan
 
@@ -176,6 +178,7 @@ def plan_inference(
             inference=True,
             batch=batch,
             length=length,
+            # None: every tp within a node
             layout={} if tp is None else {"tp": tp},
             train={} if dtype is None else {"dtype": dtype},
         )

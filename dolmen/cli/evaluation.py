@@ -130,6 +130,7 @@ def run_verify(options: VerifyConfig) -> int:
     """Run `dolmen verify`. Returns 0 if the models agree, else 1; then it names the first tensor
     that differs, or the command that does.
     """
+    # both are checked before processes start
     folders = [options.folder, *([options.against] if options.against else [])]
     layout = processes.check_model("verify", folders, Layout(tp=options.layout.tp), options.device)
 

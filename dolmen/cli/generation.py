@@ -183,6 +183,9 @@ class CompletionPrinter:
     """
 
     def __init__(self, texts: Sequence[Detokenizer], prompts: Sequence[str], visible: bool):
+        """`texts`: a detokenizer for each of `prompts`. `visible`: False on ranks that print
+        nothing.
+        """
         self.texts, self.prompts, self.visible = texts, prompts, visible
 
     def add(self, index: int, token: int) -> bool:
@@ -194,6 +197,7 @@ class CompletionPrinter:
         new = text.add(token)
         if index == 0 and len(text.tokens) == 1:
             self._print(self.prompts[0])
+        # only one completion can be streamed to one stdout
         if index == 0:
             self._print(new)
         return text.stopped is not None
@@ -207,6 +211,7 @@ class CompletionPrinter:
 
     def _print(self, text: str) -> None:
         """Print text without a newline, on the rank that prints."""
+        # the first rank
         if self.visible:
             print(text, end="", flush=True)
 

@@ -92,6 +92,7 @@ def print_plan(plan: Plan, options: PlanConfig) -> None:
         return
     screen = console()
     screen.print(answer.title(plan))
+    # rich folds it to the width of the terminal
     screen.print(answer.table(plan))
     lines = answer.notes(plan)
     if options.tokens:
@@ -277,6 +278,7 @@ def build_schedule(options: ScheduleOptions) -> Schedule:
     )
     requested = (options.pp, options.microbatches, options.virtual_stages)
     sizes = [d if a is None else a for a, d in zip(requested, default, strict=True)]
+    # checked before the lists are built
     if prod(sizes) > MAX_FORWARDS:
         raise ValueError(
             f"{prod(sizes):,} forwards are too many to list ({MAX_FORWARDS:,}): use fewer "
@@ -290,6 +292,7 @@ def parse_cost(options: ScheduleOptions) -> Cost:
     positive (send may be 0), and for times in addition to --costs.
     """
     cost = Cost(options.forward, options.backward, options.input, options.weight, options.send)
+    # a time that is left at its default does not contradict --costs
     default = Cost()._asdict()
     for name, value in cost._asdict().items():
         if options.costs and value != default[name]:

@@ -375,6 +375,7 @@ def _run_groups(run: RunConfig | None = None) -> list[OptionGroup]:
     """Return the option groups of a run, without its name and model, with the values of `run` as
     defaults.
     """
+    # the options outside of any section come first
     first, *sections = groups(RunConfig, run)
     top = tuple(one for one in first.options if one.name not in ("name", "model"))
     return [OptionGroup(first.title, first.about, top), *sections]

@@ -73,6 +73,7 @@ class Tail:
     """
 
     def __init__(self, file: Path, kind: gate.Kind):
+        """`kind`: schema and limits of a row."""
         self.file, self.kind = file, kind
         self.refused = 0
         """Number of lines that were skipped because they are not rows of this kind."""

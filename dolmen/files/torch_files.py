@@ -144,6 +144,7 @@ class Left:
     """
 
     def __init__(self, *made_of: Any):
+        """`made_of`: arguments of the constructor."""
         self.made_of = made_of
 
     def __setstate__(self, state: Any) -> None:
@@ -571,6 +572,7 @@ class _Pickler(pickle.Pickler):
     """Pickles values with a tensor for each Spec; their storages get `keys` in turn."""
 
     def __init__(self, stream: BinaryIO, keys: Iterator[str]):
+        """`keys`: names of the storages, in order of their tensors."""
         super().__init__(stream, protocol=2)
         self.keys = keys
 

@@ -8,6 +8,7 @@ class Window(io.RawIOBase):
     """A readable file that consists of `size` bytes of another open file, from `start`."""
 
     def __init__(self, file: BinaryIO | io.BufferedIOBase, start: int, size: int):
+        """`start`, `size`: bytes of `file`, which stays open as long as the window is used."""
         self.file = cast(io.BufferedIOBase, file)  # `open` returns both types
         self.start, self.size, self.at = start, size, 0
 

@@ -49,6 +49,7 @@ class _Builder:
     """Builds the values of a document from events, and bounds their number and depth."""
 
     def __init__(self, depth: int):
+        """`depth`: most levels of nesting."""
         self.depth, self.count = depth, 0
         self.stack = [_Open([], None, 0)]
         self.anchors: dict[str, tuple[Any, int, int]] = {}  # value, values in it, height

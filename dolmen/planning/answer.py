@@ -28,6 +28,7 @@ def title(plan: Plan) -> str:
     cluster = plan.cluster
     where = f"{cluster.name}, {plural(cluster.nodes, 'node')} of {cluster.gpus_per_node} GPUs"
     batch = f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,}"
+    # defaults decide the answer, so they are named
     knobs = " and ".join(f"--{name}" for name in plan.assumed)
     assumed = f" (a default, as nothing says another: give {knobs})" if knobs else ""
     return (
@@ -42,6 +43,7 @@ def table(plan: Plan) -> Table:
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     made.add_column("", justify="right")
     made.add_column("tie")
+    # the only column that may wrap
     made.add_column("layout", overflow="fold")
     for name in ("seconds", "90 %", "tok/s/GPU", "MFU", "HFU", "GiB", "bound"):
         made.add_column(name, justify="right" if name != "bound" else "left", no_wrap=True)
@@ -161,8 +163,10 @@ def explanation(plan: Plan) -> list[str]:
             # parts below a thousandth say nothing
             if value >= 0.001 * seconds
         )
+        # the rank that decides whether it fits
         fullest = max(range(len(one.memory)), key=lambda rank: one.memory[rank].total)
         stage = one.memory[fullest]
+        # the rows of a dry run do not have the latter
         kinds = {**stage.live._asdict(), "context and workspace": stage.other}
         held = ", ".join(
             f"{name} {value / 2**30:.1f}"
@@ -184,6 +188,7 @@ def changes_to_show(one: Candidate) -> list[Change]:
     if it is faster than the layout itself.
     """
     fitting = [change for change in one.changes if change.fits][: SHOWN - 1]
+    # what more memory would buy
     faster = [c for c in one.changes if not c.fits and c.seconds < one.estimate.seconds]
     return [*fitting, *faster[:1]]
 
@@ -212,6 +217,7 @@ def budget(plan: Plan) -> list[str]:
         f"({days.low:,.1f} to {days.high:,.1f}), {hours:,.0f} GPU hours"
     ]
     if plan.cluster.node_watts is not None:
+        # MWh
         energy = plan.cluster.nodes * plan.cluster.node_watts / 1e6 * 24 * days.seconds
         lines.append(f"energy: {energy:,.1f} MWh, of nodes at full power, without cooling")
     if plan.prices.rent:

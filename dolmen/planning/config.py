@@ -46,6 +46,7 @@ def ranks_of(text: str, world: int) -> list[int]:
     """Parse --ranks (first, middle, last, or numbers) for a world of `world` ranks: each rank once,
     in order of the list. Raises ValueError.
     """
+    # embedding and head are on the first and the last
     named = {"first": 0, "middle": world // 2, "last": world - 1}
     found: list[int] = []
     for word in (word.strip() for word in text.split(",")):
@@ -60,6 +61,7 @@ def ranks_of(text: str, world: int) -> list[int]:
                 f"--ranks has {rank}, but the layout has {world} ranks: give numbers of 0 to "
                 f"{world - 1}"
             )
+        # first and middle are one rank in a world of 1
         found += [rank] if rank not in found else []
     return found
 
@@ -135,11 +137,15 @@ class PlanConfig:
     """Tokens of each sequence, for --inference. Unset: the model's longest."""
 
     def __post_init__(self):
+        """Raise ValueError for options of generation without --inference, and options of training
+        with it.
+        """
         if not self.inference and (self.batch, self.length) != (1, None):
             raise ValueError(
                 "batch and length are of generation: give --inference too, or for training "
                 "--train.global-batch-size and --train.sequence-length"
             )
+        # they have no meaning for generation
         of_training = ("as_recipe", "report", "tokens", "rent", "explain")
         if self.inference and (said := [name for name in of_training if getattr(self, name)]):
             raise ValueError(

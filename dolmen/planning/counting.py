@@ -178,6 +178,7 @@ class Places:
     """
 
     def __init__(self, model: nn.Module):
+        """`model`: the module whose parts are named."""
         self.names = {id(module): name for name, module in model.named_modules()}
         self.within: list[str | None] = [None]
         self.numbers: list[int] = [0]

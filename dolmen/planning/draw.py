@@ -38,6 +38,7 @@ def draw_stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> No
     layout = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.1)
     figure = Figure(figsize=(WIDTH, sum(rows) + 0.7), dpi=130, layout=layout)
     axes = figure.subplots(len(panels), squeeze=False, height_ratios=rows)[:, 0]
+    # one time scale, so lengths compare
     span = max(simulation.span for _, _, simulation in panels)
     for axis, (title, schedule, simulation) in zip(axes, panels, strict=True):
         _draw_panel(axis, title, schedule, simulation, span)
@@ -149,6 +150,7 @@ def _shade(color: str, chunk: int, chunks: int) -> tuple[float, float, float]:
     """Return a colour as (red, green, blue) in 0 to 1: itself for chunk 0, paler for each later
     chunk.
     """
+    # 0 to 0.62: the last one is still visible
     pale = 0.62 * chunk / max(1, chunks - 1) if chunks > 2 else 0.5 * chunk
     red, green, blue = (1 - (1 - int(color[i : i + 2], 16) / 255) * (1 - pale) for i in (1, 3, 5))
     return red, green, blue

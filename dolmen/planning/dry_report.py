@@ -52,6 +52,7 @@ class DryRunReport:
             ("at rest", [ledger.rest for ledger in self.ledgers]),
             ("at the peak", [ledger.at_peak for ledger in self.ledgers]),
         ):
+            # the sum, then its kinds
             table.add_row(title, *(log.gib(live.total) for live in lives), style="bold")
             for kind, word in WORDS.items():
                 held = [live._asdict()[kind] for live in lives]

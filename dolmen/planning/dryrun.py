@@ -110,6 +110,7 @@ def dryrun(
     experts. `observe` is called after each action. Raises ValueError where a process group has been
     joined, and whatever the step would raise.
     """
+    # fewer microbatches, whose period stands for the rest
     steps = shorten_step(run, rank, exact)
     return trace_step(run, rank, run.tree, steps, hardware, max_load, observe).ledger
 
@@ -170,15 +171,18 @@ def _count_step(
     counting = Counting(groups(mesh), instant=hardware.kind == "cuda")
 
     def answer(x: Tensor, rows: int | None) -> Any:
+        """Return what the host reads from a tensor without values, and record the read."""
         counting.read(x)
         return balanced_values(x, rows, max_load)
 
     def end_action(action: Action) -> None:
+        """Assign the rows since the last action to this one, and keep the memory by kind."""
         counting.end_action(str(action), steps.times.get(action, 1))
         agree_on_start(model, counting.memory)
         ends.append(counting.memory.live)
         observe()
 
+    # outside of the fake mode, so its tokens have values
     batch = batch_of(run, schedule)
     with dispatch.Fake(allow_non_fake_inputs=True), replace_read_back(answer), counting.seeing():
         state = allocate_state(run, model, schedule, mesh, counting)
@@ -312,10 +316,12 @@ def follow_fsdp(model: Decoder, memory: Memory) -> Iterator[None]:
     watched: set[nn.Parameter] = set()
 
     def mark_gradient(p: Tensor) -> None:
+        """Mark a gradient that autograd has accumulated as unsharded."""
         assert p.grad is not None
         memory.is_now("unsharded", p.grad)
 
     def mark_gathered(unit: nn.Module, args: object) -> None:
+        """Mark what FSDP has gathered for a unit as compute copies, before its forward."""
         assert isinstance(unit, FSDPModule)
         for record in sharding.records(unit):
             # before its first forward, a shard that is uneven is copied to one that is padded

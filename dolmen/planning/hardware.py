@@ -154,6 +154,7 @@ def read_device(name: str) -> Device:
     file = _find_file(name, DEVICES, "device")
     found = gate.read_yaml(file, kinds.DEVICE)
     unknown = [dtype for dtype in found["peak_tflops"] if dtype not in DTYPES]
+    # without a peak nothing could be priced
     if unknown or not found["peak_tflops"]:
         what = f"has {unknown[0]}" if unknown else "is empty"
         raise gate.refuse(file, f"peak_tflops {what}: it must have some of {', '.join(DTYPES)}")
@@ -162,6 +163,7 @@ def read_device(name: str) -> Device:
     return Device(
         file.stem,
         {dtype: tera * 1e12 for dtype, tera in found["peak_tflops"].items()},
+        # memory is in GiB, as nvidia-smi has it; rates are in GB/s
         round(found["memory_gib"] * GIB),
         found["memory_gb_s"] * GB,
         found["multiprocessors"],
@@ -197,6 +199,7 @@ def read_cluster(name: str) -> Cluster:
     if [t.nodes for t in tiers] != sorted({t.nodes for t in tiers}):
         raise gate.refuse(file, "tiers must join more nodes from one to the next")
     if nodes is None:
+        # all of them
         nodes = found["nodes"]
     if nodes > found["nodes"]:
         raise ValueError(
@@ -292,6 +295,7 @@ def _find_file(name: str, folder: Path, what: str) -> Path:
     names = known_names(folder)
     name = name.lower()
     if folder == CLUSTERS:
+        # vendors' names of the same node
         name = ALIASES.get(name, name)
     if name in names:
         return folder / f"{name}.yaml"
@@ -401,6 +405,7 @@ def check_cluster(
         )
     gpus, kilowatts = found["gpus_per_node"], found.get("node_kw")
     if kilowatts is not None and watts is not None:
+        # a node also has CPUs, fans and adapters
         share = 1000 * kilowatts / (gpus * watts)
         if not 0.5 <= share <= 20:  # 0.97 of a DGX-1, 2.0 of a DGX A100
             raise gate.refuse(

@@ -32,6 +32,7 @@ class Live(NamedTuple):
     @property
     def total(self) -> int:
         """Bytes of all kinds."""
+        # of a NamedTuple: all kinds
         return sum(self)
 
 
@@ -108,6 +109,7 @@ class Ledger:
     @property
     def flops(self) -> int:
         """FLOPs of the step, repeated rows counted `times`."""
+        # rows of the steady state stand for many
         return sum(row.flops * row.times for row in self.rows)
 
     @property

@@ -84,6 +84,7 @@ def measure(folder: Path) -> Path:
     """
     measured = measure_device()
     folder.mkdir(parents=True, exist_ok=True)
+    # first, as the cluster's file names it
     write.replace(folder / "local-device.yaml", device_text(measured))
     cluster = folder / "local.yaml"
     write.replace(cluster, CLUSTER)

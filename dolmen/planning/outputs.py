@@ -40,6 +40,7 @@ def write_recipe(question: Question, found: Plan, file: Path) -> str:
     """
     run = question.run_with_layout(found.ranked[0].layout)
     if found.tokens:
+        # one length, that of the plan
         train = replace(run.train, tokens=found.tokens, steps=None, epochs=None)
         run = replace(run, train=train)
     folder = Path(question.name)

@@ -71,6 +71,7 @@ def command_options(options: Mapping[str, object]) -> str:
     for name, value in options.items():
         section, _, option = name.rpartition(".")
         if isinstance(value, bool):
+            # as the command line switches a bool off
             found.append(f"--{name}" if value else f"--{section}.no-{option}")
         else:
             found.append(f"--{name} {shlex.quote(str(value))}")
@@ -161,6 +162,7 @@ class Compared(NamedTuple):
     @property
     def more_seconds(self) -> float:
         """Seconds by which the links are busy longer with `counted` than with `formed`."""
+        # time is proportional to bytes
         return self.seconds * (self.counted / self.formed - 1) if self.formed else 0.0
 
     @property
@@ -236,6 +238,7 @@ class Plan:
     @property
     def budget(self) -> float:
         """Tokens to train on: --tokens, else 20 per parameter."""
+        # 2203.15556 (Chinchilla): about 20 tokens per parameter
         return self.tokens or 20.0 * self.parameters
 
     def days(self, estimate: Estimate) -> Estimate:
@@ -272,6 +275,7 @@ class Plan:
         most = 0.0
         for one in self.ranked:
             seconds = one.estimate.seconds
+            # beyond the interval of the group's fastest
             if seconds > most:
                 most = one.estimate.high
                 # a new group: its interval decides from here
@@ -287,6 +291,7 @@ class Plan:
         """
         found: list[Fleet] = []
         for fleet in sorted(self.fleets, key=lambda f: (f.gpus, f.estimate.seconds)):
+            # each larger fleet must be faster
             if not found or fleet.estimate.seconds < found[-1].estimate.seconds:
                 found.append(fleet)
         return tuple(found)

@@ -53,6 +53,7 @@ class Question:
         cluster = read_cluster(options.cluster)
         step = {n: v for n, v in options.train.said.items() if n != "microbatch_size"}
         if "dtype" not in step and request.run.train.dtype not in ("bfloat16", "float16"):
+            # large models are not trained in fp32: only if --train.dtype says so
             step["dtype"] = "bfloat16"
         if "dtype" not in options.train.said and "bf16" not in cluster.device.peak:
             # a V100 has no bf16

@@ -89,6 +89,7 @@ def write_report(plan: Plan, folder: Path) -> Path:
     """Write the page to index.html in `folder`, which is created if necessary; return its path.
     Raises OSError.
     """
+    # `outputs.check` has found that the page does not exist
     folder.mkdir(parents=True, exist_ok=True)
     to = folder / NAME
     # can be written again at any time, so no fsync
@@ -126,6 +127,7 @@ def _figure_html(number: int, figure: ReportFigure, plan: Plan) -> str:
 
 def _summary(plan: Plan) -> str:
     """Return the plan's main numbers as an HTML table, and the options of the best layout."""
+    # ranked by predicted time
     best = plan.ranked[0]
     found, days = best.estimate, plan.days(best.estimate)
     # GiB

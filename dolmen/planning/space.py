@@ -220,6 +220,7 @@ class Space:
         """Raise the ValueError that explains why there is no layout at all, with the numbers and
         the option.
         """
+        # the checks of a run explain themselves, so try these first
         layout = Layout(**self.pins.said)
         # the clearest reason first
         if self.gpus % layout.inner or layout.dp and layout.inner * layout.dp > self.gpus:
@@ -232,6 +233,7 @@ class Space:
                 f"no layout splits this model over {plural(self.gpus, 'GPU')} as --layout says: "
                 "give fewer of its parts"
             )
+        # the mesh fits; only the batch may not
         degrees = sorted({dp for _, _, _, dp, _ in meshes})
         if all(self.global_batch_size % dp for dp in degrees):
             least = degrees[0]
@@ -252,6 +254,7 @@ class _Cuts:
     """Checks whether an axis of a size splits all parameters, each kind of cut once."""
 
     def __init__(self, tree: ModelSpec):
+        """Keep one parameter for each kind of sharding in the model."""
         # one parameter per kind of cut
         self.leaves = {str(leaf.shards): leaf for leaf in tree.leaves.values()}
         self.taken: dict[tuple[str, int], bool] = {}

@@ -114,6 +114,7 @@ def step_time(
     busy, sent = Parts(), 0.0
     for action in schedule.actions[rank]:
         stage = stages[schedule.stage_of(rank, action.chunk)]
+        # by cause, for the breakdown
         busy += stage.parts(action.kind)
         sent += stage.send if waits and action.kind != "W" else 0.0
     parts = busy.named_seconds()
@@ -171,6 +172,7 @@ class PredictionErrors:
         ]
         if own:
             return ErrorSpread(max(half_width(own), half_width(everything)), len(own), True)
+        # an unknown device is predicted less well: twice as wide
         return ErrorSpread(2 * half_width(everything), len(everything), False)
 
 

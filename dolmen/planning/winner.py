@@ -91,6 +91,7 @@ def device_of(question: Question) -> Device:
     """Return the device whose kernels the dry run chooses: the cluster's if they are known, else an
     H100.
     """
+    # a100-40gb runs the kernels of an a100
     name = question.cluster.device.name.partition("-")[0]
     return next((known for known in get_args(Device) if known == name), "h100")
 

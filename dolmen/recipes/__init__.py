@@ -65,6 +65,7 @@ def quickstart() -> RunConfig:
             sequence_length=256,
             global_batch_size=16,
         ),
+        # every 2.5 minutes of the 5
         checkpoint=CheckpointConfig(every=200),
         log=LogConfig(validate_every=100, validation_tokens=32768),
         finish=FinishConfig(
@@ -116,6 +117,7 @@ def mixtral_8x7b() -> RunConfig:
         "num_experts_per_tok": 2,
         "router_aux_loss_coef": 0.02,
     }
+    # the paper does not say how it was trained; as Llama 7B
     return large("mixtral-8x7b", model, lr=3e-4, batch=512)
 
 
@@ -179,6 +181,7 @@ def bert() -> RunConfig:
     return replace(
         run,
         train=train,
+        # BERT's tokenizer has no other end of text
         data=DataConfig(end_of_text="[SEP]"),
         optimizer=OptimizerConfig(lr=1e-4, warmup_steps=10_000, weight_decay=0.01),
     )

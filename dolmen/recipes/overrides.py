@@ -292,7 +292,9 @@ def refuse_unknown(overrides: Mapping[str, Any], family: Family) -> None:
     """Raise ValueError for an unknown option, with the likeliest known one, and for a section that
     is not a mapping.
     """
+    # all, those of the model's family among them
     names = option_names(family)
+    # "train", "layout", ...
     sections = {name.rpartition(".")[0] for name in names} - {""}
     for name, value in overrides.items():
         if name in sections and not isinstance(value, Words):

@@ -16,6 +16,7 @@ def sft() -> RunConfig:
     return RunConfig(
         name="sft",
         data=DataConfig(rows="chats"),
+        # usual for full fine-tuning; adapters take ten times as much
         optimizer=OptimizerConfig(lr=2e-5, warmup_steps=10, weight_decay=0.0),
     )
 
@@ -49,6 +50,7 @@ def grpo() -> RunConfig:
         name="grpo",
         data=DataConfig(rows="prompts"),
         objective=ObjectiveConfig(name="grpo"),
+        # usual for GRPO: the policy may change little per batch
         optimizer=OptimizerConfig(lr=1e-6, schedule="constant", weight_decay=0.0),
         train=TrainConfig(global_batch_size=64),
     )
@@ -84,6 +86,7 @@ def ppo() -> RunConfig:
         model=Model(model),
         data=DataConfig(rows="prompts", path=("python-standard-library",), tokenizer="bpe:512"),
         objective=ObjectiveConfig(name="ppo"),
+        # short completions, as the model is a toy
         rollout=RolloutConfig(num_generations=1, prompts=64, max_new_tokens=16),
         optimizer=OptimizerConfig(lr=3e-3, schedule="constant", weight_decay=0.0),
         train=TrainConfig(steps=100, sequence_length=64, global_batch_size=32),

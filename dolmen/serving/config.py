@@ -87,6 +87,7 @@ def parse_logit_bias(text: str) -> dict[int, float]:
     or an id that is given twice.
     """
     biases: dict[int, float] = {}
+    # "13:-5,7:2"
     for one in text.split(","):
         token, sign, number = one.partition(":")
         try:
@@ -98,6 +99,7 @@ def parse_logit_bias(text: str) -> dict[int, float]:
             raise ValueError(
                 f"logit_bias has {brief(one)}: use --logit-bias ID:NUMBER,ID:NUMBER, such as 13:-5"
             ) from None
+        # inf is checked with the other sampling parameters
         if math.isnan(value) or int(token) in biases:
             raise ValueError(f"logit_bias has {brief(one)}: give each id once, and a number")
         biases[int(token)] = value
@@ -179,6 +181,7 @@ class GenerateConfig(Sampling):
             raise ValueError("--prompt and --input are both given: use one of them")
         if self.input is None and not self.prompt:
             raise ValueError("missing --prompt (Text to continue), or --input (File of prompts)")
+        # set to anything but their (empty) defaults
         file_only = [name for name in FILE_OPTIONS if getattr(self, name)]
         if self.input is None and file_only:
             raise ValueError(f"--{file_only[0].replace('_', '-')} needs --input FILE")
@@ -280,6 +283,7 @@ class ServeConfig:
     @property
     def model_name(self) -> str:
         """Name of the model in requests."""
+        # resolved, so that "." has a name too
         return self.name or Path(expand(self.folder)).resolve().name
 
     @property
@@ -293,6 +297,7 @@ class ServeConfig:
     @property
     def capacity(self) -> int:
         """Most completions that run or wait."""
+        # waiting ones cost little: their tokens, and no cache
         return self.max_rows + self.max_waiting
 
     @property
@@ -302,6 +307,7 @@ class ServeConfig:
             # 127.0.0.0/8 and ::1
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
+            # other names may resolve to any address
             return self.host == "localhost"
 
 
@@ -310,5 +316,6 @@ def check_key(key: str, option: str) -> None:
     # a Bearer token ends at a space, and header values are ASCII
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ValueError(f"{option} must be of printable ASCII characters, without spaces")
+    # far fewer than the 32 of a generated key, but not guessed in one session
     if len(key) < 8:
         raise ValueError(f"{option} has {len(key)} characters: give 8 or more")

@@ -54,6 +54,7 @@ class Detokenizer:
     """Turns the tokens of one sequence into text as they come, up to the first stop string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizer, stop: Sequence[str] = ()):
+        """`stop`: texts that end the sequence."""
         self.tokenizer, self.stop = tokenizer, stop
         self.tokens: list[int] = []
         self.stopped: str | None = None
@@ -289,6 +290,7 @@ def generate_samples(
         raise ValueError(f"batch is {batch}: it must be at least 1")
     stops = StopStrings(tokenizer, config.stop)
     out: list[dict[int, Generated]] = [{} for _ in prompts]
+    # padded rows of the embedding have no text
     known = None if tokenizer is None else tokenizer.get_vocab().values()
     stop = engine.stop_tokens(source) | {*ends}
     # all requests are queued at once: the engine admits `batch` of them
@@ -362,6 +364,7 @@ def apply_generation_config(config: T, generation_config: Mapping[str, Any]) -> 
     if config.temperature is None and not do_sample:
         values["temperature"] = None
     temperature = values["temperature"] if config.temperature is None else config.temperature
+    # greedy: filters would be errors (`SamplingParams.check`)
     if not temperature:
         values |= dict.fromkeys(SAMPLING_ONLY)
     if values["top_k"] == 0:  # how transformers switches it off
@@ -378,6 +381,7 @@ def apply_generation_config(config: T, generation_config: Mapping[str, Any]) -> 
         del defaults["min_new_tokens"]  # the user wants fewer
     notes = []
     if defaults:
+        # never silently: they change what the user gets
         notes.append(f"from {where}: {', '.join(f'{n} {v:g}' for n, v in defaults.items())}")
     unsupported = [
         name for name, off in UNSUPPORTED.items() if generation_config.get(name, off) != off

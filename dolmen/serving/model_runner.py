@@ -70,6 +70,7 @@ class ModelRunner:
     """
 
     def __init__(self, model: Decoder, mesh: Mesh, page_size: int, adapters: Adapters):
+        """Creates an empty KV cache. `page_size`: tokens per page of it."""
         self.model, self.mesh, self.cache = model, mesh, KVCache(model.tree, page_size)
         self.adapters = adapters
         self._sends: list[tuple[dist.Work, Tensor]] = []

@@ -119,6 +119,7 @@ class ProgressDisplay:
     """Shows a meter as a progress bar, as plain lines (`bar` None), or not at all."""
 
     def __init__(self, meter: Meter, bar: Progress | None, visible: bool):
+        """`bar`: None for plain lines. `visible`: False prints nothing."""
         self.meter, self.bar, self.visible = meter, bar, visible
         self.task = None if bar is None else bar.add_task("", total=meter.rows)
 
@@ -400,6 +401,9 @@ class RowRunner:
     """Submits rows to an engine, collects their samples, and hands finished rows to the queue."""
 
     def __init__(self, job: Job, queue: RowQueue, output: OutputFile | None, meter: Meter):
+        """`queue`: where row numbers come from. `output`: the file, on the rank that writes.
+        `meter`: counts rows and tokens.
+        """
         self.job, self.queue, self.output, self.meter = job, queue, output, meter
         self.close = 0
         self._rows = iter(enumerate(job.prompts.rows_at(job.summary.places)))

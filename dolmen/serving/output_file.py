@@ -151,6 +151,7 @@ class OutputFile:
             self.journal = Lines(self.file, self._hold)
         except BlockingIOError:
             raise ValueError(f"--output {output} is being written by another process") from None
+        # its first line has the options
         resumed = self.journal.count > 0
         if not resumed:
             self.journal.add(
@@ -171,6 +172,7 @@ class OutputFile:
             found = gate.parse_json(line, self.file, JOURNAL_LINE)
         except Refused:
             return False
+        # the first line has none
         if "row" in found:
             self.held[found["row"]] = found["answer"]
         return True
@@ -207,6 +209,7 @@ class OutputFile:
         """Append to the output all held rows that are next in order, up to the first that is
         missing.
         """
+        # `count` rises with each line
         while (answer := self.held.pop(self.output.count, None)) is not None:
             self.output.add(json_line(answer))
 

@@ -187,6 +187,7 @@ class PromptFile:
                     raise
                 bad += 1
                 continue
+            # an index, not a line number: blank lines do not count
             places.append(place)
             cut += not whole
             short += request.params.max_new_tokens < most
@@ -273,5 +274,6 @@ class PromptFile:
         """Return the last `most` tokens of a prompt; a BOS token at its beginning stays, as one of
         them.
         """
+        # models answer badly without their BOS token
         begin = tokens[:1] if tokens[0] == self.tokenizer.bos_token_id else []
         return [*begin, *tokens[len(tokens) - most + len(begin) :]]

@@ -56,6 +56,7 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}: use --top-p above 0, at most 1")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}: use --min-p of 0 to 1")
+        # an option that changes nothing is a mistake
         drawing = (("--top-k", self.top_k), ("--top-p", self.top_p), ("--min-p", self.min_p))
         for name, value in drawing:
             if value is not None and not self.temperature:
@@ -202,6 +203,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a limit below 1."""
+        # named as in the constructor
         known = dict(rows=self.rows, tokens=self.tokens, pages=self.pages, page=self.page)
         for name, value in known.items():
             if value is not None and value < 1:
@@ -221,6 +223,7 @@ def check(model: ModelSpec, request: Request, limits: Limits) -> str | None:
     _check_tokens(name, request.tokens, model.vocab_size)
     if request.samples < 1:
         raise ValueError(f"samples is {request.samples}: use --num-samples 1 or more")
+    # there are no more tokens than these
     if not 0 <= request.top <= model.vocab_size:
         raise ValueError(
             f"{request.top} top log-probabilities exceed the model's vocab_size, "
@@ -272,6 +275,7 @@ def _check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
         raise ValueError(
             f"{name} has 0 tokens: give at least 1, such as the tokenizer's beginning of text"
         )
+    # a wrong id would index past the embedding: a crash on a GPU
     if not 0 <= min(tokens) <= max(tokens) < vocabulary:
         raise ValueError(
             f"{name} has tokens {min(tokens)} to {max(tokens)}, the model's vocab_size is "
@@ -305,5 +309,6 @@ def span_of(model: ModelSpec, prompt: Sequence[int]) -> PositionSpan | None:
     Raises ValueError where the special tokens that decide them are not known.
     """
     if model.blanks is not None:
+        # GLM: blanks are marked by special tokens
         return model.blanks.span(prompt)
     return prefix_span(len(prompt), model.streams) if model.has_prefix_mask else None

@@ -31,6 +31,9 @@ class Search:
     """
 
     def __init__(self, problem: ScheduleProblem, span: float, nodes: int = NODES):
+        """`span`: length of the best schedule that is known. `nodes`: most nodes to visit; none
+        with more than LARGEST actions.
+        """
         self.problem, self.span, self.nodes = problem, span, 0
         self.left = nodes if problem.actions <= LARGEST else 0
         self.paths, self.floor = Paths(problem), bound(problem)

@@ -195,6 +195,7 @@ class ScheduleProblem:
 
     @cached_property
     def _shape(self) -> Schedule:
+        """A schedule of these sizes without actions, for its placement."""
         return Schedule("", self.ranks, self.micros, self.chunks, (), self.placement)
 
     def _work(self, stage: int, kind: str) -> StageWork:
@@ -226,6 +227,7 @@ class Partial:
     """
 
     def __init__(self, problem: ScheduleProblem):
+        """An empty schedule: nothing done, all clocks at 0."""
         self.problem = problem
         self.count = [0] * len(problem.works)
         self.ends: list[list[float]] = [[] for _ in problem.works]
@@ -320,6 +322,7 @@ class Paths:
     """
 
     def __init__(self, problem: ScheduleProblem):
+        """Compute all chains once: `head`, `out`, `back` and `hold` by stage."""
         costs, last = problem.costs, problem.stages - 1
         input_ = [cost.input if problem.splits else cost.backward for cost in costs]
         up = [cost.forward + problem.send(s, min(s + 1, last)) for s, cost in enumerate(costs)]

@@ -49,6 +49,7 @@ def cluster(plan: Plan) -> Drawing:
     drawing = Drawing("The cluster", 175 + 70 * len(tiers))
     for level, tier in enumerate(reversed(tiers)):
         y, below = 20.0 + 70 * level, 20.0 + 70 * (level + 1)
+        # switches of this tier that the plan's nodes need
         count = -(-used // tier.nodes)
         _row(drawing, count, y, f"{tier.name}: {count:,} × up to {tier.nodes} nodes")
         under = len(tiers) - level - 2

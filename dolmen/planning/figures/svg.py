@@ -53,6 +53,7 @@ class Drawing:
     """One picture; `str` of it is its SVG. `title` is read by screen readers."""
 
     def __init__(self, title: str, height: float, width: float = WIDTH):
+        """`height`, `width`: in pixels."""
         self.title, self.width, self.height = title, width, height
         self.parts: list[str] = []
 

@@ -55,6 +55,9 @@ class EngineLoop:
     """
 
     def __init__(self, engine: Engine, mesh: Mesh):
+        """The engine must be within its `with` when `run` is called. `mesh`: all ranks that step
+        it.
+        """
         self.engine, self.mesh = engine, mesh
         self.load = EngineLoad()
         # guards `_changes` and `_count`, the only state that threads share

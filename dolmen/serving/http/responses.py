@@ -265,6 +265,7 @@ class ChoiceFormat:
 class ChatFormat(ChoiceFormat):
     """Format of /v1/chat/completions."""
 
+    # as OpenAI names them
     prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def first_chunks(self) -> list[dict[str, Any]]:
@@ -328,6 +329,7 @@ def _token_fields(one: TokenLogprob) -> dict[str, Any]:
 class CompletionFormat(ChoiceFormat):
     """Format of /v1/completions."""
 
+    # here a chunk is named as the whole response
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(

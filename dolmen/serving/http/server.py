@@ -59,6 +59,7 @@ class HeadLimitParser(h11.Connection):
     """h11's parser, which also refuses a complete head of more than `max_bytes`."""
 
     def __init__(self, max_bytes: int):
+        """`max_bytes`: most bytes of a request line and headers."""
         super().__init__(h11.SERVER, max_bytes)
         self.max_bytes = max_bytes
 
