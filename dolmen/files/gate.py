@@ -117,10 +117,11 @@ def read_json(file: Path | str, kind: Kind) -> Any:
 
 
 def parse_json(data: bytes, name: Path | str, kind: Kind) -> Any:
-    """Parse a JSON text; `name` stands for it in messages.
+    """Parse JSON bytes within the limits of `kind`, check its schema, and return the values; `name`
+    stands for the text in messages.
 
     Raises Refused also for a name that is twice in one object, of which `json` would keep the last,
-    and for NaN and Infinity.
+    and for NaN and Infinity unless `kind.constants`.
     """
     if (deep := json_depth(data)) > kind.depth:
         raise refuse(name, f"has {deep:,} brackets open at once, more than {kind.depth}")

@@ -27,7 +27,8 @@ class Lines:
     """A file of lines that one process at a time appends to, not through a link."""
 
     def __init__(self, file: Path, whole: Callable[[bytes], bool], new: bool = False):
-        """Open or create the file, and truncate it before the first line that is not `whole`.
+        """Open or create the file, lock it, and truncate it before the first line for which
+        `whole(line)` is False. `count` is the number of lines that are left.
 
         `new`: it must not exist. Raises BlockingIOError if another process holds it, and OSError,
         also for a link.

@@ -88,7 +88,7 @@ class Stored:
         return data.view(self.spec.dtype).reshape(self.spec.shape)
 
     def chunks(self, size: int = 2**20) -> Iterator[bytes]:
-        """Yield the raw bytes, `size` at a time."""
+        """Yield the raw bytes of the tensor from the file, at most `size` at a time."""
         with open(self.file, "rb") as file:
             file.seek(self.offset)
             for start in range(0, self.spec.nbytes, size):
@@ -273,7 +273,9 @@ class ShardFiles:
 
 
 def _split_into_shards(specs: Mapping[str, Spec], shard_bytes: int) -> list[list[str]]:
-    """Distribute tensor names over shards, in their order."""
+    """Return the tensor names of each shard, in order: a new one begins where the next tensor would
+    exceed `shard_bytes`.
+    """
     shards: list[list[str]] = [[]]
     filled = 0
     for name, spec in specs.items():
@@ -362,7 +364,9 @@ def _entries(text: bytes, file: Path) -> list[tuple[int, int, str, Spec]]:
 
 
 def _explain_no_model(folder: Path) -> str:
-    """Return why a folder has no model that can be read."""
+    """Return why a folder has no model that can be read: it is no folder, is empty of models, or
+    has only pickles of other names.
+    """
     if not folder.is_dir():
         return f"{folder} is not a folder"
     pickles = sorted(

@@ -125,8 +125,8 @@ class Mismatch(Exception):
 def check_value(value: Any, schema: Schema, where: str = "") -> None:
     """Raise Mismatch, which names the field below `where`, unless `schema` allows `value`.
 
-    `value` must be plain: None, bool, int, float, str, list, dict. Recursive: bound its depth
-    first (gate.py does).
+    `value` must consist of None, bool, int, float, str, list and dict. The check is recursive:
+    bound the depth first (gate.py does).
     """
     match schema:
         case Anything():

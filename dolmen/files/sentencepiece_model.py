@@ -164,7 +164,7 @@ def add_pieces(model: SentencePieceModel, pieces: Sequence[VocabularyPiece]) -> 
 
 
 def _write_piece(piece: VocabularyPiece) -> bytes:
-    """Encode a piece as a record of the model."""
+    """Encode a vocabulary piece (text, score, kind) as a record of the model."""
     text = record(1, piece.text.encode())
     # field 2 is a float
     score = varint(2 * 8 + FIXED32) + struct.pack("<f", piece.score)

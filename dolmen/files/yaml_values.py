@@ -65,7 +65,9 @@ class _Builder:
             raise ValueError(f"nested deeper than {self.depth}")
 
     def take(self, event: yaml.Event) -> None:
-        """Handle one event of the parser."""
+        """Handle one event of the parser: add a scalar, open or close a list or mapping, or repeat
+        an anchor. Raises ValueError beyond a limit, and for tags.
+        """
         match event:
             case yaml.ScalarEvent():
                 value = scalar(event)

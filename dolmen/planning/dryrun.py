@@ -240,7 +240,7 @@ ALL = ("ends", "world")
 
 
 def axes_of(mesh: Mesh) -> dict[str, Axis]:
-    """Return the axes of a mesh by the name of their field."""
+    """Return the axes of a mesh by the names of their fields."""
     return {name: axis for name, axis in vars(mesh).items() if isinstance(axis, Axis)}
 
 

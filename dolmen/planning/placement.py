@@ -114,8 +114,7 @@ class Placement:
 
 
 def collective_seconds(op: str, payload: int, road: Road) -> float:
-    """Return the seconds of one collective over a group, `payload` as a ledger has it
-    (Row.payload).
+    """Return the seconds of one collective over a group. `payload`: bytes, as `LedgerRow.payload`.
 
     A ring of n ranks sends (n - 1) / n of the payload, an all-reduce twice that. Small all-reduces
     go by a tree, whose steps are as many as the group has doublings, and whose inner ranks take

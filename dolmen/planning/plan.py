@@ -57,7 +57,7 @@ class Traffic(NamedTuple):
 
 
 def words(layout: Mapping[str, int | str | bool]) -> str:
-    """Format options as people say them: "tp 8 pp 16"."""
+    """Format options as people say them, without sections and False: "tp 8 pp 16"."""
     return " ".join(
         name.rpartition(".")[2] if value is True else f"{name.rpartition('.')[2]} {value}"
         for name, value in layout.items()

@@ -153,7 +153,9 @@ class Pricing:
         return {part: self._part(part, choice).parts(kind).total for part in parts}
 
     def _ranks(self, choice: LayoutChoice) -> list[RankGroup]:
-        """Return the pipeline ranks grouped by equal parts."""
+        """Return the distinct compositions of pipeline ranks, each with the number of ranks that
+        have it.
+        """
         key = (choice.pp, choice.schedule, choice.virtual_stages, choice.recompute_layers)
         if key not in self._rank_groups:
             found: Counter[tuple] = Counter()

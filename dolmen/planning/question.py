@@ -95,7 +95,7 @@ class Question:
 
     @cached_property
     def capacity(self) -> Capacity:
-        """Closed-form memory of the run's ranks."""
+        """Closed-form memory of each rank, for any layout of the run."""
         return Capacity(
             self.run.trained,
             self.run.sequence_length,
@@ -106,7 +106,7 @@ class Question:
 
     @cached_property
     def pricing(self) -> Pricing:
-        """Predicted time of the run's layouts."""
+        """Predictor of the seconds of a step, for any layout of the run."""
         dtype = PRODUCTS[self.run.train.dtype]
         group = error_group(self.cluster.device.name, self.run.tree.experts > 0)
         spread = read_errors().spread(group)

@@ -75,7 +75,7 @@ class ModelRanks:
     _parameters: dict[tuple, RankParameters] = field(default_factory=dict)
 
     def layers_of_stages(self, choice: LayoutChoice) -> list[range]:
-        """Return the layers of each virtual stage."""
+        """Return the layers of each virtual stage, balanced over the stages."""
         stages = choice.pp * choice.virtual_stages
         if stages not in self._layers:
             self._layers[stages] = balance(self.tree.layers, stages)

@@ -28,8 +28,9 @@ class DryRunSteps:
 
 
 def shorten_step(run: RunConfig, rank: int, exact: bool = False) -> DryRunSteps:
-    """Return the steps that a dry run of `rank` executes: all of them if `exact`. Raises ValueError
-    for a rank outside the layout.
+    """Return the schedule that a dry run of `rank` executes: as few microbatches as have a whole
+    period of the steady state, with how often that period counts; all of them if `exact`, for
+    schedules of a file, or if no period is found. Raises ValueError for a rank outside the layout.
     """
     layout, size = run.layout, run.microbatch_size
     if not 0 <= rank < layout.world:
@@ -77,8 +78,8 @@ def find_period(schedule: Schedule, pp_rank: int, period: int) -> Sequence[Actio
 
 
 def check_layout(request: DryrunRequest) -> None:
-    """Check what needs neither torch nor a model's weights: the requested ranks, the layout against
-    the model and the batch, and the schedule. Raises ValueError.
+    """Check what needs neither torch nor weights: the requested ranks, the layout against the model
+    and the batch, and the schedule. Does nothing for a run without a model. Raises ValueError.
     """
     run = request.run
     if run.model is None:  # explained where the whole run is checked
@@ -90,8 +91,8 @@ def check_layout(request: DryrunRequest) -> None:
 
 
 def uneven_stages(run: RunConfig) -> str:
-    """Return a line that says that layers are not divisible by the stages, with the least and most
-    layers of a stage; "" if all have equally many.
+    """Return a line with the least and most layers of a stage, where the stages (pp x virtual
+    stages) do not divide the layers; "" where they do.
     """
     stages = run.layout.pp * run.layout.virtual_stages
     sizes = [len(stage) for stage in balance(run.tree.layers, stages)]

@@ -35,6 +35,7 @@ class BlockTable:
     """
 
     def __init__(self, page_size: int = PAGE_SIZE):
+        """`page_size`: tokens per page. The pool begins without pages and grows as needed."""
         self.page_size, self.total = page_size, 0
         self.pages: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
@@ -47,7 +48,9 @@ class BlockTable:
         return self.total - len(self._free)
 
     def pages_for(self, lengths: Iterable[int]) -> int:
-        """Number of pages for sequences of these lengths."""
+        """Return the number of pages that sequences of these lengths need together, each rounded
+        up.
+        """
         return sum(-(-length // self.page_size) for length in lengths)
 
     def append(self, new: Mapping[int, int]) -> list[int] | None:
@@ -70,7 +73,9 @@ class BlockTable:
         return moved
 
     def growth(self, new: Mapping[int, int]) -> int:
-        """Number of pages that `append` would add."""
+        """Return how many pages `append` would add for these new tokens (sequence -> number of
+        tokens).
+        """
         had = {sequence: len(self.pages.get(sequence, ())) for sequence in new}
         return sum(
             self.pages_for([self.lengths.get(sequence, 0) + count]) - had[sequence]
@@ -95,7 +100,7 @@ class BlockTable:
         return pages[full], copy
 
     def shared_pages(self, sequences: Iterable[int]) -> dict[int, list[int]]:
-        """Pages that several of `sequences` have, each with those sequences."""
+        """Return the pages that several of `sequences` share, each with those sequences."""
         users: dict[int, list[int]] = {}
         for sequence in sequences:
             for page in self.pages[sequence]:
@@ -105,7 +110,7 @@ class BlockTable:
         return {page: own for page, own in users.items() if len(own) > 1}
 
     def remove(self, sequence: int) -> None:
-        """Free the pages of a sequence, except those that others share."""
+        """Forget a sequence and free its pages, except those that other sequences share."""
         del self.lengths[sequence]
         for page in self.pages.pop(sequence):
             self._users[page] -= 1
@@ -128,7 +133,9 @@ class BlockTable:
         return page
 
     def _compact(self) -> list[int]:
-        """Renumber the pages in use from 0 and drop the free ones; return the old numbers."""
+        """Renumber the pages in use from 0 and drop the free ones. Returns the old number of each
+        page, in the new order, by which the pools are permuted.
+        """
         before = sorted({page for pages in self.pages.values() for page in pages})
         renumbered = {page: i for i, page in enumerate(before)}
         self.pages = {s: [renumbered[page] for page in pages] for s, pages in self.pages.items()}

@@ -32,8 +32,8 @@ class ChatSession:
     """The messages of a chat, and the engine that generates the replies."""
 
     def __init__(self, source: Source, tokenizer: PreTrainedTokenizer, config: ChatConfig):
-        """`config`: with the defaults of generation_config.json. Raises ValueError for a model
-        without a chat template.
+        """`config`: options with the defaults of generation_config.json filled in. Raises
+        ValueError for a model without a chat template.
         """
         self.source, self.tokenizer, self.config = source, tokenizer, config
         self.template = own_template(
@@ -55,7 +55,9 @@ class ChatSession:
             self.messages.append({"role": "system", "content": self.config.system})
 
     def undo(self) -> str | None:
-        """Remove the last user message and its reply; return the message, None if there is none."""
+        """Remove the last user message and its reply; return the message's text, or None (nothing
+        removed) if there is no reply yet.
+        """
         if not self.messages or self.messages[-1]["role"] != template.ASSISTANT:
             return None
         *self.messages, said, _ = self.messages

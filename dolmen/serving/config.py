@@ -312,7 +312,9 @@ class ServeConfig:
 
 
 def check_key(key: str, option: str) -> None:
-    """Raise ValueError for a key that a header cannot hold, or that is easily guessed."""
+    """Raise ValueError, which names `option`, for a key that a header cannot hold (not printable
+    ASCII, or with spaces) or that has fewer than 8 characters.
+    """
     # a Bearer token ends at a space, and header values are ASCII
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ValueError(f"{option} must be of printable ASCII characters, without spaces")

@@ -203,7 +203,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True if a sequence waits or runs."""
+        """True if any sequence waits or runs, so that `step` has work."""
         return bool(self._scheduler.waiting or self._scheduler.running)
 
     @property
@@ -394,7 +394,9 @@ def generate(
 
 
 def require_finite(finished: Sequence[FinishedSequence]) -> None:
-    """Raise ValueError that names the first sequence whose logits are not finite."""
+    """Raise ValueError that names prompt and token of the first sequence (by request number) that
+    finished because its logits are not finite.
+    """
     for one in sorted(finished, key=lambda one: one.number):
         if one.finish_reason == "not finite":
             raise ValueError(

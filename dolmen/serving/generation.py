@@ -147,8 +147,8 @@ def encode(tokenizer: PreTrainedTokenizer, prompt: str, model: Model) -> list[in
 
 
 def check_text(prompt: str) -> None:
-    """Raise ValueError for a prompt that is not text, or has a lone surrogate: Python decodes bytes
-    of a command line that are not UTF-8 to these, and no tokenizer takes them.
+    """Raise ValueError for a prompt that is no string, or has a lone surrogate: Python decodes
+    bytes of a command line that are not UTF-8 to these, and no tokenizer takes them.
     """
     if not isinstance(prompt, str):
         raise ValueError(f"the prompt is {brief(prompt)}: it must be a text")
@@ -208,8 +208,8 @@ class StopStrings:
         self._texts: dict[tuple[int, int], Detokenizer] = {}
 
     def finish(self, engine: Engine, output: StepOutput) -> list[FinishedSequence]:
-        """Cancel the samples that have reached a stop string in this step; return all that are
-        finished.
+        """Cancel the samples that have reached a stop string in this step; return all samples that
+        finished in it, for whatever reason.
         """
         finished = list(output.finished)
         if not self.stop or self.tokenizer is None:

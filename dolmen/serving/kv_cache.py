@@ -101,6 +101,7 @@ class KVPool:
     """Pages of one layer: tensors [pages, kv_heads, page_size, ...], such as keys and values."""
 
     def __init__(self) -> None:
+        """The pool begins without tensors: the first `write` allocates them."""
         self.kept: tuple[Tensor, ...] = ()
 
     def write(
@@ -320,7 +321,7 @@ class KVCache:
         self._record_usage()
 
     def remove(self, sequence: int) -> None:
-        """Free the pages of a sequence, except those that others share."""
+        """Forget a sequence and free its pages, except those that other sequences share."""
         self.table.remove(sequence)
 
     @property

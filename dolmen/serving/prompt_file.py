@@ -85,8 +85,8 @@ def check_file(file: Path) -> None:
 
 
 def read_lines(file: Path) -> Iterator[Line]:
-    """Yield the lines that are not blank. Raises ValueError for a damaged archive, and for a line
-    that is too long for memory.
+    """Yield the lines of a file (also .gz, .zst) that are not blank, with their numbers. Raises
+    ValueError for a damaged archive, and Refused for a line that is too long for memory.
     """
     with unpacked(file) as stream:
         for number, content in enumerate(iter(lambda: stream.readline(TEXT_ROW.size + 1), b""), 1):
@@ -196,8 +196,8 @@ class PromptFile:
         return FileSummary(places, cut, short, bad)
 
     def rows_at(self, places: array) -> Iterator[PromptRow]:
-        """Yield the rows of these indices, in order. Raises ValueError where the file has changed
-        since it was checked.
+        """Yield the rows of these indices (among non-blank lines), in order, reading the file
+        again. Raises ValueError where the file has fewer rows than when it was checked.
         """
         # the file is read again from its start: rows are not held in memory
         wanted = iter(places)

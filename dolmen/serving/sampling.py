@@ -142,7 +142,9 @@ class Edge(NamedTuple):
 
 
 def _filters(params: SamplingParams) -> list[Filter]:
-    """Return the filters that act, in order."""
+    """Return the filters that `params` switches on (top-k, top-p, min-p), in the order in which
+    they apply.
+    """
     out, (k, p, share) = [], (params.top_k, params.top_p, params.min_p)
     if k:
         out.append(Filter(partial(keep_top_k, k=k), _near_top_k))
@@ -195,7 +197,7 @@ def _uncertainty(before: Scores, after: Scores, filter_: Filter) -> Float[Tensor
 def keep_top_k(
     scores: Float[Tensor, "rows vocabulary"], k: int
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Keep the k largest logits of each row, and those equal to the k-th; set others to -inf."""
+    """Keep in each row the k largest logits, and those equal to the k-th; set others to -inf."""
     least = scores.topk(min(k, scores.shape[-1]), -1).values[:, -1:]
     return scores.masked_fill(scores < least, -math.inf)
 
@@ -203,8 +205,8 @@ def keep_top_k(
 def keep_top_p(
     scores: Float[Tensor, "rows vocabulary"], p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Keep the fewest likeliest tokens that have probability p together, the first of equal ones;
-    set others to -inf.
+    """Keep in each row the fewest tokens, likeliest first, that together have probability p or more
+    (at least one; of equal ones the first); set others to -inf.
     """
     wide = scores.double()
     total = wide.logsumexp(-1, keepdim=True)
@@ -225,7 +227,9 @@ def keep_top_p(
 def keep_min_p(
     scores: Float[Tensor, "rows vocabulary"], p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Keep tokens with p times the probability of the row's likeliest; set others to -inf."""
+    """Keep in each row the tokens with at least p times the probability of the likeliest one; set
+    others to -inf.
+    """
     # compared with the likeliest token's, so normalization cancels
     probability = scores.softmax(-1)
     return scores.masked_fill(probability < p * probability.amax(-1, keepdim=True), -math.inf)

@@ -53,7 +53,9 @@ class Costs:
 
     @property
     def ways(self) -> list[bool]:
-        """Return the ways to go backward that the times allow: split (True), whole (False)."""
+        """Kinds of backward that the times allow: split into input and weight (True), whole
+        (False).
+        """
         return [splits for splits, names in HOW.items() if set(names) <= set(self.times)]
 
     def stage_costs(self, shape: Schedule) -> tuple[Cost, ...]:
@@ -176,7 +178,7 @@ class ScheduleProblem:
 
     @cached_property
     def by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the works of each rank."""
+        """For each rank the indices (in `works`) of the works that it does."""
         return tuple(
             tuple(i for i, work in enumerate(self.works) if work.rank == rank)
             for rank in range(self.ranks)
@@ -277,7 +279,9 @@ class Partial:
         return free + self.returning[work.rank] >= self.problem.chunks - 1 - work.chunk
 
     def take(self, index: int, start: float) -> None:
-        """Add the next action of a work at time `start`."""
+        """Add the next action of a work, which starts at time `start` (as `start` returned), and
+        advance the rank's clock.
+        """
         work = self.problem.works[index]
         self.taken.append((index, self.clock[work.rank]))
         self.clock[work.rank] = start + work.seconds
@@ -286,7 +290,7 @@ class Partial:
         self._hold(work, 1)
 
     def undo(self) -> None:
-        """Remove the action that was added last."""
+        """Remove the action that was added last, and restore the rank's clock."""
         index, before = self.taken.pop()
         work = self.problem.works[index]
         self.clock[work.rank] = before
