@@ -98,6 +98,7 @@ def commit(partial: Path) -> None:
     between any two renames leaves one of them complete.
     """
     final = partial.with_suffix("")
+    # names of the files in it, before its own name changes
     sync(partial)
     if final.exists():
         replaced = final.with_suffix(REPLACED)

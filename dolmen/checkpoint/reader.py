@@ -43,6 +43,9 @@ class Reader(FileSystemReader):
     """
 
     def __init__(self, folder: Path):
+        """Read the seal, state.json and the description of `folder`; no tensors. Raises Damaged, or
+        ValueError for a newer format.
+        """
         super().__init__(folder)
         self.folder = folder
         self.seal, self.state = seal.read_sealed(folder)
@@ -229,6 +232,9 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path):
+        """Open the checkpoint in step folder `folder` and check the sizes of its files. Raises
+        Damaged.
+        """
         self._reader = Reader(folder)
         self._reader.check_files()
         self.folder, self.meta = folder, self._reader.state

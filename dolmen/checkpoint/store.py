@@ -53,6 +53,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int, group: dist.ProcessGroup | None = None):
+        """Make a process group for background saves (collective), unless `group` is given or there
+        is one process; no file is read.
+        """
         self.folder, self.keep = Path(folder), keep
         self.pinned = pinned_for(mesh.device)
         self._saving: tuple[int, Future] | None = None

@@ -253,6 +253,7 @@ def said_why(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # the reason first, without torch's own message
         if (why := _why(error)) is not None:
             raise why from None
         if _full(folder):

@@ -129,13 +129,14 @@ class Tolerance:
     """
 
     def __init__(self, a: Side, b: Side, before: float = 0.0):
+        """Start from the coarser of the two sides' compute dtypes."""
         unit = max(UNITS[side.recording.dtype] for side in (a, b))
         self.own, self.most = min(HALF / 2, OWN * unit), min(HALF, OWN * unit * MOST)
         self.before = before
 
     def now(self, factor: float = 1.0) -> float:
-        """Return the difference that is allowed now, times `factor`, with MOST rounding units as
-        its upper bound.
+        """Return the difference that is allowed now, times `factor`; at most OWN x MOST rounding
+        units, and never over HALF.
         """
         return min(self.most, factor * max(self.own, GROWTH * self.before))
 

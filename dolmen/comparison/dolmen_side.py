@@ -205,6 +205,7 @@ class Hooks:
         recorder: Recorder,
         gradients: bool,
     ):
+        """Register nothing yet; `gradients`: record gradients of activations too."""
         self.model, self.mesh, self.tokens, self.rows_of = model, mesh, tokens, rows
         self.recorder, self.gradients = recorder, gradients
         self.rows: Tensor | None = None
@@ -212,6 +213,7 @@ class Hooks:
         self.stack = ExitStack()
 
     def __enter__(self) -> None:
+        """Register hooks on the model, its layers and the final norm."""
         model = self.model
         # model hooks bracket one microbatch of one stage
         self._keep(model.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -222,6 +224,7 @@ class Hooks:
             self._on_output(model.final_norm, partial(self._stream, "final_norm"))
 
     def __exit__(self, *_: object) -> None:
+        """Remove all hooks."""
         self.stack.close()
 
     def logits(self, logits: Float[Tensor, "sequences here rows"]) -> None:

@@ -131,6 +131,9 @@ class _TransformersHooks:
         self.stack = ExitStack()
 
     def __enter__(self) -> None:
+        """Register hooks on modules that own weights, on attention and MLP modules, and on whole
+        layers.
+        """
         for entry in self.entries:
             leaf = self.model.tree.leaves[entry.ours[0]]
             ours = tuple(name.rpartition(".")[0] for name in entry.ours)
@@ -153,6 +156,7 @@ class _TransformersHooks:
         self.stack.enter_context(see)
 
     def __exit__(self, *_: object) -> None:
+        """Remove all hooks."""
         self.stack.close()
 
     def _common(self, ours: str) -> nn.Module | None:

@@ -140,6 +140,7 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
         written = writer.open_written(part, sidecar_folder)
 
         def compare_layer(parameters: list[str], advance: Advance) -> None:
+            """Compare the parameters of one layer, advancing the progress bar for each."""
             for _ in compare_weights(source, written, {*parameters}):
                 advance(1)
 

@@ -148,6 +148,7 @@ class Transformers(WeightsAlone):
 
     @property
     def tree(self) -> ModelSpec:
+        """Spec of the model's parameters."""
         return self.model.tree
 
     @property

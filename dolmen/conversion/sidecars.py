@@ -137,14 +137,17 @@ class Joined:
 
     @property
     def tree(self) -> ModelSpec:
+        """Spec of the model's parameters."""
         return self.model.tree
 
     @property
     def tokenizer(self) -> Path | None:
+        """Folder of the tokenizer next to the files, or None."""
         return tokenizer(self.sidecar_folder)
 
     @property
     def generation_config(self) -> dict[str, Any]:
+        """Content of generation_config.json next to the files, empty without one."""
         return generation_config(self.sidecar_folder)
 
     @property

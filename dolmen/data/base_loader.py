@@ -29,7 +29,9 @@ class Mixed(Protocol):
         ...
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Epochs of each source, by name, that `samples` samples amount to."""
+        """Number of epochs (a fraction) of each source, by name, that `samples` samples amount
+        to.
+        """
         ...
 
 
@@ -89,6 +91,9 @@ class Loader(ABC):
         description: Description,
         identity: dict[str, str],
     ):
+        """`description`: the data in lines for the run's header. `identity`: what decides the
+        batches, see `fingerprint`.
+        """
         self.mixture, self.validation = mixture, validation
         self.global_batch_size = global_batch_size
         self.tokenizer = tokenizer
@@ -167,7 +172,7 @@ class Loader(ABC):
         return self.global_batch_size // ranks
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Epochs of each source, by name, after `step` steps."""
+        """Number of epochs (a fraction) of each source, by name, after `step` steps."""
         return self.mixture.epochs(self.first(step))
 
     @property

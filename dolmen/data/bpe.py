@@ -69,6 +69,7 @@ def tokenizer_folder(
     folder = config.cache_folder / "tokenizers" / f"bpe-{size}-{key}"
     if not _whole(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # ranks and hosts start at once: one trains, the others wait
         with lock(folder.with_suffix(".lock")):
             if not _whole(folder):  # another process may have been first
                 if folder.exists():

@@ -127,6 +127,7 @@ def join(name: str, parts: Sequence[Corpus]) -> Corpus:
         seam["document"] += documents
         tables.append(table)
         seams.append(seam)
+        # indices count on from part to part
         documents, files = documents + part.document_count, files + len(part.files)
     table = np.concatenate(tables)
     bases = np.cumsum([0] + [part.token_count for part in parts])

@@ -117,6 +117,7 @@ def _answered(row: dict[str, Any], name: str, where: str) -> Chat:
     """Join a row's prompt (and system message) with the answer in its field `name`, which may also
     be the whole chat. Raises Refused where it does not end with an answer of the assistant.
     """
+    # text, or messages
     prompt = row.get("prompt", [])
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -209,6 +210,7 @@ class Examples:
     """Hash of all of it."""
 
     def __len__(self) -> int:
+        """Number of examples."""
         return len(self.weights)
 
     def span(self, index: int) -> slice:

@@ -156,6 +156,9 @@ class TextLoader(Loader):
         document_mask: bool = False,
         cloze: Cloze | None = None,
     ):
+        """`held_out`: validation split of each source. `document_mask`: attention does not look
+        past an end of text. `cloze`: masking for a masked LM. `identity`: what decides the batches.
+        """
         # what attention does not look behind
         self.boundary = end_of_text if document_mask else None
         validation = InOrder(held_out, mixture.sequence_length, self.boundary, cloze)

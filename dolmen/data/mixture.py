@@ -85,10 +85,12 @@ class TokenStream:
         )
 
     def __len__(self) -> int:
+        """Number of tokens."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Read `count` tokens from position `start`, int64; the first token follows the last."""
+        # views of the memory map: only these pages are read
         parts = [self.memory[which][begin:end] for which, begin, end in self.places(start, count)]
         return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
@@ -146,7 +148,7 @@ class Mixture:
         self.sizes = [len(part.stream) // sequence_length for part in parts]
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Epochs of each source, by name, after `samples` samples."""
+        """Number of epochs (a fraction) of each source, by name, after `samples` samples."""
         taken = counts(self.weights, samples)
         return {
             part.name: n / size for part, n, size in zip(self.parts, taken, self.sizes, strict=True)

@@ -64,7 +64,7 @@ class Order(Protocol):
         ...
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Epochs of each source, by name, after `samples` samples."""
+        """Number of epochs (a fraction) of each source, by name, after `samples` samples."""
         ...
 
 
@@ -200,6 +200,7 @@ class Shuffled:
         self.shuffle = np.concatenate(places)
 
     def __len__(self) -> int:
+        """Number of samples, over all epochs."""
         return len(self.shuffle)
 
     def read(self, sample: int) -> Int64[np.ndarray, " window"]:

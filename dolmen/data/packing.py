@@ -151,6 +151,7 @@ class Rows:
         seed: int = 0,
         said: Mapping[str, np.ndarray] | None = None,
     ):
+        """Pack all rows now. `weighted`: batches carry the examples' loss weights."""
         self.examples, self.chosen, self.together = examples, chosen, together
         self.sequence_length, self.weighted = sequence_length, weighted
         self.say, self.seed = say, seed
@@ -280,5 +281,6 @@ class Rows:
             counts = np.arange(1, len(ids) + 1) == len(ids)
             # a scalar head labels the last token with itself
             return ids, np.where(counts, ids, IGNORED), counts
+        # the label at place i is token i + 1
         counts = self.examples.trained[span][1:] * self.examples.weights[index]
         return ids[:-1], np.where(counts > 0, ids[1:], IGNORED), counts

@@ -44,6 +44,7 @@ def unpacked(file: Path) -> Iterator[BinaryIO]:
             yield packed
             return
         inner = gzip.GzipFile(fileobj=packed) if suffix == ".gz" else Zstandard(packed)
+        # 128 KiB: the largest block of zstd
         with io.BufferedReader(Unpacked(file, inner), 1 << 17) as stream:
             yield stream
 
@@ -69,6 +70,7 @@ class Unpacked(io.RawIOBase):
         except (EOFError, OSError, zlib.error, zstandard.ZstdError) as error:
             raise ValueError(f"{self.file} cannot be unpacked: {error}") from error
         self.count += len(data)
+        # a decompression bomb
         if self.count > self.most:
             raise ValueError(
                 f"{self.file}: {self.size:,} bytes unpack to more than {self.most:,}, which no "

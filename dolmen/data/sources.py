@@ -31,6 +31,7 @@ class Found:
     """Files of one --data.path entry, and counts of what was left out."""
 
     def __init__(self, entry: str, files: list[Path] | None = None):
+        """`entry` is as the user wrote it; `files` are known already, if given."""
         self.entry, self.files, self.seen = entry, files or [], 0
         self.skipped: Counter[str] = Counter()
         self.bytes_read = self.bytes_skipped = 0
@@ -48,6 +49,7 @@ class Found:
             self.skipped[LINKS] += len(inside) - len(real)
             # in place: os.walk goes on into what is left of the list
             folders[:] = [name for name in real if not self.left_out(here / name, cache)]
+            # the named folder itself may be a run
             if here == root and self.left_out(root, cache):
                 folders.clear()
                 continue

@@ -174,6 +174,7 @@ class Template:
                 "follow, so what it writes of a turn is not known: give --data.template one with "
                 "{% generation %} marks, or use --data.masking-strategy all",
             )
+        # what this turn adds: the answer and what ends it
         turn = until[len(before) :]
         bare = turn.rstrip()
         # an end-of-turn token is learned, white space behind it is not

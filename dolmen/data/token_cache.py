@@ -66,6 +66,7 @@ def found_or_built(
     try:
         return folder, examined(folder, form, origin, verify)
     except Refused as damage:
+        # absent or damaged: reported only if there was a folder
         told = damage
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -199,6 +200,7 @@ def sweep(parent: Path) -> None:
         # a folder is locked by its mark, a lock file by itself
         mark = path / MARK if path.is_dir() else path
         with suppress(OSError), open(mark, "r+") as handle:
+            # held: its builder is alive
             if not filesystem.lock(handle, wait=False) or not filesystem.names_file(handle, mark):
                 continue
             if path.is_dir():

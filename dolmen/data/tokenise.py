@@ -225,6 +225,7 @@ def write_tokens(
         for piece, ids in encoded(
             pieces(source, origin["text_field"], option), tokenizers.encoder(tokenizer), workers
         ):
+            # hashed on the way: the text is read once
             text.update(added := piece.text.encode())
             out.write(ids.data)
             digest.update(ids.data)

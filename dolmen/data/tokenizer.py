@@ -190,6 +190,7 @@ def end_of_text_id(tokenizer: PreTrainedTokenizer, override: str | None = None) 
     where there is neither, or the vocabulary lacks `override`.
     """
     if override is not None:
+        # convert_tokens_to_ids would return the unknown token
         if override not in tokenizer.get_vocab():
             raise ValueError(
                 f"--data.end-of-text {override!r} is not one of the tokenizer's "

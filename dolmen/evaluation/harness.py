@@ -43,6 +43,9 @@ class Harness(TemplateLM):
     backend = "causal"
 
     def __init__(self, loaded: Loaded, tokenizer: PreTrainedTokenizer):
+        """Evaluate `loaded` with its tokenizer, at most max_position_embeddings tokens at a
+        time.
+        """
         super().__init__()
         self.loaded = loaded
         self.tokenizer: Any = tokenizer  # more than ours is asked of it: transformers' own

@@ -50,6 +50,7 @@ def load(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
     source = open_alike(asked.source, mesh)
     check_foretells(source.tree)
     schedule = None
+    # generation and evaluation run the forwards of a 1f1b schedule
     if mesh.pp.size > 1:
         schedule = make_schedule("1f1b", mesh.pp.size, mesh.pp.size)
         pipeline.connect(schedule, mesh)

@@ -234,6 +234,7 @@ def _batch(model: Decoder, rows: Rows, own: np.ndarray, group: _Group) -> Batch:
     batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
     if group.padded > group.length and model.tree.blanks is None:
         # what fills up is nothing that a table has positions for, or that makes a text longer
+        # padding repeats the last position, which every table has
         index = torch.arange(group.padded).clamp(max=group.length - 1)
         ids = index.expand(len(tokens), 1, -1)
         batch = replace(batch, positions=PositionIds.of(ids))

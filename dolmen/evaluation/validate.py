@@ -105,6 +105,7 @@ def mean_loss(
             if mesh.pp.rank == mesh.cp.rank == 0:
                 sums[told + 1] += batch.real_tokens
                 sums[told + 2] += objective.count(batch)
+    # one all-reduce for all batches: loss, counts and metrics together
     found = device.read_back(collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size)
     *metrics, nats, tokens, count = found
     if count == 0:

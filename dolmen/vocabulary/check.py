@@ -81,6 +81,7 @@ def open_text(config: VocabText) -> Text | None:
     sources = resolve_sources(config.path)
     if sources[0].weight is not None:
         raise ValueError("--data.path: weights make a mixture to train on: leave them out")
+    # without weights all entries are one source
     (source,) = sources
     if source.indexed:
         raise ValueError(
@@ -95,6 +96,7 @@ def count(tokenizer: PreTrainedTokenizer, text: Iterable[str], name: str) -> Cou
     Raises ValueError where there are no tokens.
     """
     encode, tokens, characters, size = encoder(tokenizer), 0, 0, 0
+    # streamed: the text may be larger than memory
     for piece in text:
         tokens += len(encode(piece))
         characters += len(piece)
@@ -211,6 +213,7 @@ def gives_back(tokenizer: PreTrainedTokenizer, lines: Iterable[str], where: str)
     encode = encoder(tokenizer)
     for line in lines:
         ids = encode(line).tolist()
+        # a vocabulary without bytes and unknown token drops characters silently
         if not ids:
             raise ValueError(
                 f"{where}: the tokenizer turns text into nothing: no tokens for {brief(line)}"

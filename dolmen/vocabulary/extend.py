@@ -220,6 +220,7 @@ class Rows:
         are 0. `name` seeds random rows.
         """
         whole = old.new_zeros(leaf.shape)
+        # rows of old tokens, and padding behind them
         whole[: len(old)] = old
         ids = torch.tensor(sorted(self.pieces))
         match self.asked.init:
@@ -327,6 +328,7 @@ def measure(
     # masked LMs have no loss per byte
     if open_source(name).tree.both_ways:
         return Measured(counts, None)
+    # held-out text is tokenised twice, by two tokenizers: not worth keeping
     with TemporaryDirectory(prefix="dolmen-") as cache:
         data = TextConfig(asked.data.path, text_field=asked.data.text_field, cache=cache)
         config = EvaluateConfig(name, window=asked.window, data=data)

@@ -229,6 +229,7 @@ def cut(parts: Iterable[str], pairs: Pairs) -> list[str]:
     while len(found) > 1:
         ranked = [(pairs.rank(a, b), i) for i, (a, b) in enumerate(pairwise(found))]
         known = [(rank, i) for rank, i in ranked if rank is not None]
+        # no pair of neighbours has a merge
         if not known:
             break
         _, at = min(known)
@@ -282,6 +283,7 @@ def lead(
             ]
             # prefer a join that is a token already: fewer intermediate tokens
             at = named[0] if named else 0
+            # after all merges there are: the base's texts are cut as before
             pairs.join(parts[at], parts[at + 1])
             # a merge needs a token for its result
             between(parts[at] + parts[at + 1])

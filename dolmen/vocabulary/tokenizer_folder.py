@@ -91,6 +91,7 @@ class Vocabulary:
         """UTF-8 bytes, maybe of a part of a character, that a token stands for; None for a token
         that is not text.
         """
+        # tokens are text, with SPACE for a space
         if self.form != "bytes":
             return token.replace(SPACE, " ").encode()
         if any(letter not in BYTES for letter in token):
@@ -105,6 +106,7 @@ class Vocabulary:
             return "".join(LETTERS[byte] for byte in meaning)
         try:
             return meaning.decode().replace(" ", SPACE)
+        # a part of a character
         except UnicodeDecodeError:
             return None
 
@@ -225,6 +227,7 @@ def _has(step: Any, kind: str) -> bool:
 
 def size(vocabulary: Vocabulary) -> int:
     """Number of ids: the largest one plus 1, added tokens included."""
+    # added tokens may have ids behind a gap
     ids = [-1, *vocabulary.added]
     if vocabulary.model is not None:
         ids.append(len(vocabulary.model.pieces) - 1)

@@ -110,6 +110,7 @@ def _lines(text: Text) -> Iterator[str]:
     for piece in text.pieces():
         for line in piece.splitlines():
             start = 0
+            # cut near the middle or later, so that parts are not tiny
             while len(line) - start > most:
                 end = seam(line, start + most // 2, start + most)
                 yield line[start:end]

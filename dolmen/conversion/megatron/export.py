@@ -134,6 +134,9 @@ class Plan:
     """
 
     def __post_init__(self):
+        """Raises ValueError where the parallel sizes or Megatron's options cannot hold the
+        model.
+        """
         self.ranks.check(self.tree)
         arguments.new(self.tree, self.dialect.legacy)
         self._check_latents()
