@@ -1,4 +1,4 @@
-"""A plan lines to a person and to a program."""
+"""Formats a plan: tables and lines for people, plain values for --json."""
 
 from dataclasses import asdict
 from typing import Any

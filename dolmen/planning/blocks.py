@@ -1,10 +1,8 @@
-"""Closed-form cost rows of blocks, embedding, LM head and optimizer update.
+"""Ledger rows of blocks, embedding, LM head and optimizer update, in closed form (operations.py).
 
-The rows of what stands at the ends of a model, and of what follows the last backward, in closed
-form (operations.py).
-
-The rows of one block, in closed form: products by its leaves, attention by its mixer, what
-crosses tp by its arrangement. Of a GPT block with scores in memory, forward, on a rank of tp:
+The products of a block follow from its parameters, attention from its mixer, and collectives over
+tp from its arrangement of norms and additions. A GPT block that writes attention scores
+to memory reads and writes, in forward on a rank of tp:
 
     x -- norm -- q k v -- scores -- softmax -- dropout -- values -- out --(tp)-- add -- norm -- up
          2x      3 x w              2 n        2.5 n              x w           3.5x   2x   x f

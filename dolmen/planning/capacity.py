@@ -1,12 +1,9 @@
-"""Memory of each rank in closed form.
+"""Peak memory of each pipeline rank in closed form, fast enough for a hundred thousand layouts. A
+dry run (dryrun.py) counts the best of these to the byte.
 
-What a layer of any kind keeps of a microbatch until backward, ours or another program's.
-
-What each rank of a pipeline holds at its fullest, in closed form, for layouts by the hundred
-thousand. A dry run (dryrun.py) counts those of the layouts that are left, to the byte.
-
-Parameters and their states are read off leaves (docs/concepts/zero.md has the forms), what a layer
-keeps off its components (model/count.py), how many microbatches are kept at once off the schedule:
+Parameters, gradients and optimizer state follow from the parameter specs (docs/concepts/zero.md has
+the formulas), the activations of a layer from its components (model/count.py), and the number of
+microbatches in flight from the schedule:
 
     gpipe           m
     1f1b            min(m, p - r)

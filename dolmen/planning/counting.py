@@ -1,12 +1,15 @@
-"""Counts the operators of a step run without values: FLOPs, bytes and collectives.
+"""Counts the operators of a step that runs on tensors without values: FLOPs, bytes, collectives.
 
-What an operator multiplies: its shape as (batch, rows, columns, contraction), and its floating
-point operations, two per multiplication and addition.
+    Counting   a dispatch mode: it sees every operator, and writes a row of the ledger for it
+    PRODUCTS   functions that count the FLOPs of matrix products and attention, two per
+               multiplication and addition, from shapes (batch, rows, columns, contraction)
+    Places     the module in which an operator runs
 
-Sees every operator of a step on tensors without values, and writes it down: rows of a ledger.
+Problem: a ledger names the module of each operator, and in backward no module is entered.
 
-Which module an operator belongs to is known in forward by hooks, which put down under the number of
-autograd's next node which module is entered or left; backward, at a node, looks its number up.
+Idea: autograd numbers its nodes in the order of forward. In forward, hooks record with the number
+of the next node which module is entered or left. In backward, the module of an operator is the one
+that was recorded last before the number of the node that runs.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""Devices and clusters, read from YAML files that say where each number is from (devices/,
-clusters/; a user's own has the same fields).
+"""Devices and clusters, read from YAML files that give the source of each number (devices/ and
+clusters/; a user's own file has the same fields).
 
-Two kinds of numbers are in them. Constants are of the datasheet: peaks, bytes per second, sizes.
-Efficiencies are the few shares of them that programs reach (fitted by `python -m
+The files have two kinds of numbers: constants of the datasheet (peaks, bytes per second, sizes),
+and efficiencies, the shares of these that programs reach (fitted by `python -m
 benchmarks.planning.calibrate`).
 """
 

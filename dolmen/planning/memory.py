@@ -1,8 +1,8 @@
-"""Bytes held at every moment, by kind: each storage from the operator that makes it to the last
-tensor that lets it go.
+"""Bytes of tensors that are alive, by kind: a storage counts from the operator that creates it
+until its last tensor is freed.
 
-A storage is of the kind that `making` says, until something is known better of it (`is_now`): a
-gradient is a temporary of its module until it has been added to its parameter's.
+A new storage has the kind `making`, until a later operator shows what it is (`is_now`): a gradient
+is a temporary of its module (activation) until it has been added to its parameter's.
 """
 
 import weakref

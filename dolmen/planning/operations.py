@@ -1,6 +1,8 @@
-"""The rows that a dry run would count, in closed form: what a program is, what a rank has of a
-microbatch, and the rows of one operation. blocks.py and ends.py put a step together of them; for
-ours, by the hundred thousand layouts, and for those of published runs (benchmarks/planning).
+"""The ledger rows that a dry run would count, in closed form, for single operations (`Maker`).
+
+A `Program` says how an implementation computes (fused kernels, attention, buffers): dolmen's, or
+those of published runs (benchmarks/planning). A `RankShare` says what a rank has of a microbatch.
+blocks.py puts a step together from these rows, fast enough for a hundred thousand layouts.
 """
 
 from collections.abc import Iterable

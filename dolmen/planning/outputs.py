@@ -1,4 +1,4 @@
-"""The files that a plan writes."""
+"""Output files of `dolmen plan`: checked before the search, and --as-recipe."""
 
 import shlex
 from dataclasses import replace

@@ -1,9 +1,10 @@
-"""Seconds of layouts, at two depths. `quick` is a closed form for a hundred thousand of them:
+"""Predicts the seconds of a step of a layout, in two ways. `quick` is a closed form, for a hundred
+thousand layouts:
 
-    m (F + B) of the slowest rank + bubble + sends + what of fsdp nothing hides + the update
+    m (F + B) of the slowest rank + bubble + sends + exposed FSDP communication + the update
 
-and `full` simulates the schedule's own lists with what each stage takes (step.py). Both price the
-same rows (blocks.py, ends.py) with the same machine (cost.py).
+and `full` simulates the schedule's own lists with the seconds of each stage (step.py). Both price
+the same rows (blocks.py) on the same machine (cost.py).
 
     bubble, with F, B, I, W of a rank on average over p ranks of v virtual stages
     gpipe, 1f1b     (p - 1) (F + B)

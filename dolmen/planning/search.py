@@ -1,11 +1,9 @@
-"""Searches for the fastest layouts of a model on a cluster, and compares their neighbours.
+"""Searches for the fastest layouts of a model on a cluster.
 
-What one change of a layout would buy: those that differ from it in one thing.
-
-The same model and batch on other numbers of nodes, for the front of days against cost.
-
-The fastest layouts of a model on a cluster. Every layout is held against the device's memory,
-those that fit are timed in closed form, and the best of them simulated.
+search_layouts   checks every layout against the memory, and times those that fit in closed form
+make_plan        simulates the best of them, dry-runs the first, and returns the plan
+changes          what each change of one option of a layout would gain
+add_fleets       the same model and batch on other numbers of nodes: days against cost
 """
 
 import heapq

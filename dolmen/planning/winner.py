@@ -1,13 +1,8 @@
-"""Dry-runs the fastest layouts, and caches what a dry run has counted.
+"""Dry-runs the fastest layouts, and compares the counts with the closed forms (`confirm`).
 
-What a dry run depends on: the program, torch, and of a run all that its step is made of. What is
-counted once is kept on disk under a hash of it. Without torch.
-
-The fastest layout, run: a dry run of some of its ranks beside what the closed forms say of them.
-
-A layout that the dry run finds too large, or that would crash, is struck off, and the next one is
-run, of TRIED at most. What is counted is kept on disk under a hash of the code and of the run, so
-that it is counted once; reading it takes no torch.
+A layout that the dry run finds too large, or that would crash, is rejected, and the next one is
+run, TRIED at most. Counts are cached on disk under a hash of all that they depend on: the code of
+the package, the version of torch, and the options of the run's step. Reading them takes no torch.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""The schedule search problem: costs, partial solutions and lower bounds.
+"""The schedule search problem: costs (`Costs`), partial schedules (`Partial`), and lower bounds.
 
-Times of a pipeline's actions, as a file has them:
+Times of a pipeline's actions, as a JSON file has them:
 
     {"forward": [1.0, 1.2, 1.2, 1.6], "input": 1.1, "weight": 0.8, "send": 0.05}
 
@@ -9,15 +9,15 @@ has that of each; one as long as there are stages has the time of each stage by 
 first to the last. Without `input` and `weight` a backward is only done whole, and without
 `backward` only in parts.
 
-The problem that a schedule solves, and a partial solution of it: what of each stage and kind has
-been done, and when. Both searches (greedy.py, exact.py) build lists out of these.
+A partial schedule says for each stage and kind of action how many microbatches are done, and when
+each ended. Both searches (greedy.py, exact.py) build schedules action by action from it.
 
 Microbatches are alike, so some shortest schedule does them in order at every stage, in each kind:
 exchange any two that are not, and nothing starts later, nor is more held. So a list is known by
 which stage and kind comes next on each rank, and a partial one by how many of each are done.
 
-How short no schedule can be: the largest of several relaxations, each of which forgets all but
-one rank or one stage.
+The lower bound on the length of a schedule is the largest of several relaxations, each of which
+forgets all but one rank or one stage:
 
     f_s, i_s, w_s   times of stage s; down(s) from the start of F at s to the end of F at the last
     head(s)         until a first microbatch is at s: all F before, and their sends
