@@ -299,6 +299,7 @@ def generate(
     """
     with value_errors():
         config = build_generate_config(name, max_new_tokens, temperature, seed, options, dtype)
+        # a mistake is found before the model is loaded
         for text in list_prompts(prompt):
             if not isinstance(text, IDS_TYPES):
                 check_text(text)
@@ -338,6 +339,7 @@ def _adapter_per_prompt(adapter: Any, prompts: int, known: Collection[str]) -> l
     """Return the adapter of each prompt: `adapter` for all, or a list with one for each. Raises
     ValueError for a name that is not `known`, and for a list of another length.
     """
+    # one name for all
     each = list(adapter) if isinstance(adapter, (list, tuple)) else [adapter] * prompts
     if len(each) != prompts:
         raise ValueError(

@@ -86,6 +86,7 @@ def build_config(cls: type[T], excluded: Collection[str] = (), **keywords: Any) 
         # evaluate(path=...) rather than data={"path": ...}
         if name in data and name not in types:
             data_values[name] = plain(value)
+        # both forms may be mixed
         elif name == "data" and name in types and isinstance(value, Mapping):
             data_values |= value
         else:

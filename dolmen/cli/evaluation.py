@@ -89,6 +89,7 @@ def check_json(to: str | None) -> None:
 def save_json(content: object, to: str, indent: int = 1) -> None:
     """Write `content` as JSON to the file `to`. Raises ValueError if it cannot be written."""
     try:
+        # atomic, so no half file is left
         write.replace(expand(to), json.dumps(content, indent=indent) + "\n")
     except OSError as error:
         raise ValueError(f"--json {to}: {error.strerror}") from None

@@ -318,6 +318,7 @@ class Terminal:
                     limit = self.chat.config.of_tokens.max_new_tokens
                     say(f"(the reply was cut at {limit:,} tokens: raise --max-new-tokens)")
             except ValueError as error:
+                # the chat goes on: the user may shorten it or /reset
                 say(str(error))
 
     def _reset(self) -> None:

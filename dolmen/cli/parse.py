@@ -215,6 +215,7 @@ def _value(option: Option, words: Sequence[str]) -> Any:
 
 def _refuse_missing(known: Mapping[str, Option], values: Mapping[str, Any]) -> None:
     """Raise BadInput that names all required options without a value."""
+    # all at once, not one per run
     missing = [o for o in known.values() if o.default is MISSING and o.key not in values]
     if missing:
         named = (
@@ -240,6 +241,7 @@ def _stray_words_message(argv: Sequence[str], places: Sequence[int], verb: str) 
     """
     before = argv[places[0] - 1] if places[0] else ""
     word = cut(argv[places[0]]) or "''"
+    # the option before it has taken all the words that it takes
     if before.startswith("--"):
         return f"{word} is not an option: {before} does not take this value (dolmen {verb} --help)"
     # as in `_unknown_option_message`

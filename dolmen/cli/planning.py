@@ -208,6 +208,7 @@ def run_schedule(options: ScheduleOptions) -> int:
             schedule, simulation = found.schedule, found.simulation
         else:
             found, widths, schedule = None, (), build_schedule(options)
+            # a list of costs must fit its ranks or stages
             simulation = simulate_stages(schedule, times.stage_costs(schedule))
         if options.out:
             write_out(schedule, simulation, expand(options.out))
@@ -370,6 +371,7 @@ def print_report(schedule: Schedule, simulation: Simulation, idle: float | None)
     console().print(table)
     # of the rank that idles longest
     idle_time = max(simulation.span - busy for busy in simulation.busy)
+    # a test of the simulator that users can see
     formula = f" (closed form {idle:.6g})" if idle is not None else ""
     print(
         f"span {simulation.span:.6g}; idle {idle_time:.6g}{formula}: {simulation.bubble:.2%} of "

@@ -202,6 +202,7 @@ def _short_kind(run: RunConfig) -> str:
     """
     if run.data.rows == "chats":
         return "sft"
+    # objectives have the names of their recipes
     return run.objective.name if run.objective.name in SHORT else "pretrain"
 
 

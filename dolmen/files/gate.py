@@ -128,6 +128,7 @@ def parse_json(data: bytes, name: Path | str, kind: Kind) -> Any:
     text = decode(data, name)
     constant = None if kind.constants else _no_constant
     try:
+        # depth is bounded by now
         value = json.loads(text, object_pairs_hook=_unique_names, parse_constant=constant)
     except ValueError as error:  # of JSON, or of an integer with thousands of digits
         raise refuse(name, f"is not JSON: {error}") from error

@@ -83,6 +83,7 @@ def read(file: Path) -> Indexed:
     _, version, code, sequences, documents = HEAD.unpack(head)
     if version != VERSION:
         raise refuse(index, f"has version {version}, and {VERSION} is read")
+    # floats are read too, though no tokenizer writes them
     if code not in DTYPES:
         raise refuse(index, f"has tokens of type {code}, and types are 1 to {len(DTYPES)}")
     least = HEAD.size + 12 * sequences + 8 * documents
@@ -162,6 +163,7 @@ def _map_tokens(file: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
 
 def dtype_of(vocab_size: int) -> np.dtype:
     """Return the dtype in which Megatron writes the tokens of a vocabulary of this size."""
+    # a vocabulary of 65,500 still fits 2 bytes, but Megatron does so
     return np.dtype("<u2" if vocab_size < LARGE else "<i4")
 
 

@@ -247,6 +247,7 @@ class ShardFiles:
                 raise ValueError(
                     f"{name} is {tuple(tensor.shape)}, to be stored as {self.specs[name].shape}"
                 )
+            # what is left in `places` has not come yet
             _write_tensor(places.pop(name), tensor)
             del tensor  # or it would still be held while the next one is made
             yield name

@@ -118,6 +118,7 @@ def _parse(content: bytes, name: Path | str) -> SentencePieceModel:
                 normalizer |= fields(_inside(value))
     if not 1 <= len(pieces) <= VOCABULARY.high:
         raise ValueError(f"it has {len(pieces):,} pieces")
+    # ids would not follow from texts
     if len({piece.text for piece in pieces}) < len(pieces):
         raise ValueError("it has one piece twice")
     kind = _number(trainer, MODEL_TYPE, 1)
@@ -128,6 +129,7 @@ def _parse(content: bytes, name: Path | str) -> SentencePieceModel:
     unknown = [i for i, piece in enumerate(pieces) if piece.kind == UNKNOWN]
     if len(unknown) != 1:
         raise ValueError(f"it has {len(unknown)} unknown pieces")
+    # absent: text is not normalized
     charsmap = normalizer.get(CHARSMAP, b"")
     return SentencePieceModel(
         bytes(kept),

@@ -427,6 +427,7 @@ def read_legacy(stream: BinaryIO) -> Any:
         elements = int.from_bytes(stream.read(8), "little")
         storage.start, size = at + 8, elements * storage.dtype.itemsize
         at += 8 + size
+        # the file may be cut anywhere
         if elements < storage.elements or at > length:
             raise ValueError(f"it is truncated: storage {storage.key} has {size:,} bytes")
     return value
@@ -482,6 +483,7 @@ def _load_storage(content: Any) -> Storage:
     found = read_legacy(io.BytesIO(content))
     if not isinstance(found, Storage):
         raise pickle.UnpicklingError("the numbers of a tensor are no storage")
+    # its tensor's numbers are in these bytes, not in a file
     found.content = content
     return found
 

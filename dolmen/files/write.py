@@ -32,6 +32,7 @@ def check_new_folder(name: str | Path) -> Path:
     """
     folder = expand(name)
     if folder.is_dir():
+        # a folder made beforehand is fine, one with files may be somebody's work
         if any(folder.iterdir()):
             raise ValueError(
                 f"{name} exists and is not empty: give another folder, or move it away"
@@ -96,6 +97,7 @@ def append(file: Path) -> TextIO:
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     descriptor = os.open(file, flags, 0o666)
+    # a snapshot made with hard links (cp -l) shares the inode
     if os.fstat(descriptor).st_nlink > 1:
         os.close(descriptor)
         # a new inode, which only this name has

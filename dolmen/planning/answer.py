@@ -108,6 +108,7 @@ def dry_run_lines(plan: Plan) -> list[str | Table]:
         if any(abs(one.formed - one.counted) >= least for one in held):
             made.add_row(f"  {held[0].name}", *map(format_compared, held))
     for axis in dict.fromkeys(sent.name for one in dry.ranks for sent in one.sent):
+        # a boundary stage may send over fewer axes
         found = [next((s for s in one.sent if s.name == axis), None) for one in dry.ranks]
         made.add_row(
             f"GiB sent over {axis}", *(format_compared(one) if one else "-" for one in found)
@@ -157,6 +158,7 @@ def explanation(plan: Plan) -> list[str]:
         seconds = one.estimate.seconds
         # largest first
         parts = sorted(one.estimate.parts.items(), key=lambda part: -part[1])
+        # parts below a thousandth are left out
         shares = ", ".join(
             f"{NAMES.get(name, name)} {value / seconds:.1%}"
             for name, value in parts

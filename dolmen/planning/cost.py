@@ -154,6 +154,7 @@ def product_seconds(
         tiles = batch * -(-rows // tall) * -(-columns // wide)
         for split in SPLITS:
             steps = -(-contraction // split)
+            # libraries do not split shorter contractions
             if split > 1 and steps < 256:
                 break
             waves = _waves(tiles * split / device.multiprocessors)

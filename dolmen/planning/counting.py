@@ -69,6 +69,7 @@ def _count_flash(
     """
     heads, size = q.shape[-2:]
     queries, keys = longest
+    # packed: tokens over the longest segment
     sequences = q.shape[0] if segments is None else q.shape[0] // queries
     left, right = options["window_size_left"], options["window_size_right"]
     seen = _seen(queries, keys, left, 0 if causal else right)
@@ -83,6 +84,7 @@ def _seen(queries: int, keys: int, left: int, right: int) -> int:
     """
     before = keys if left < 0 else left
     behind = keys if right < 0 else right
+    # the last query sees the last key
     diagonal = range(keys - queries, keys)
     return sum(max(0, min(keys - 1, at + behind) - max(0, at - before) + 1) for at in diagonal)
 
@@ -108,6 +110,7 @@ def _count_cudnn(q: Tensor, k: Tensor, causal: bool, products: int) -> Multiplie
     queries, size].
     """
     sequences, heads, queries, size = q.shape
+    # no window
     seen = _seen(queries, k.shape[2], -1, 0 if causal else -1)
     flops = products * 2 * sequences * heads * size * seen
     return Multiplied("attention", (sequences * heads, queries, k.shape[2], size), flops, q.dtype)
@@ -388,6 +391,7 @@ class Counting(dispatch.Dispatch):
         if name.startswith("c10d.") and sends not in ("send", "receive"):
             order = OF_PARAMETERS
         else:
+            # only experts exchange tokens all to all
             order = OF_EXPERTS if sends == "all-to-all" else OF_ACTIVATIONS
         # the lists below hold every axis, so one is found
         return next(axis for axis in order if axis in names)

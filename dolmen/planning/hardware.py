@@ -153,6 +153,7 @@ def read_device(name: str) -> Device:
     """
     file = _find_file(name, DEVICES, "device")
     found = gate.read_yaml(file, kinds.DEVICE)
+    # a typo would price another dtype's products
     unknown = [dtype for dtype in found["peak_tflops"] if dtype not in DTYPES]
     # without a peak nothing could be priced
     if unknown or not found["peak_tflops"]:
@@ -363,6 +364,7 @@ def check_device(file: Path, found: dict[str, Any]) -> None:
     _check_all(file, found, DEVICE)
     fastest, rate = max(found["peak_tflops"].values()), found["memory_gb_s"]
     # a V100 multiplies 132 numbers for each byte that it reads, a GB200 612 in fp8, a CPU 5 to 50
+    # TFLOP/s over GB/s
     per_byte = 1000 * fastest / rate
     if not 0.5 <= per_byte <= 10_000:
         raise gate.refuse(

@@ -111,6 +111,7 @@ def serving(
     parts = {"memory": moved, "compute": computed, "tp": sums}
     # reading and multiplying overlap, sums do not
     seconds = max(moved, computed) + sums
+    # for the KV cache
     left = device.memory - device.reserved - weights
     return Serving(
         tp,

@@ -257,6 +257,7 @@ class Plan:
         """Return the cost of training on the budget on owned nodes: their share of the years until
         they are written off, and power.
         """
+        # `seconds` holds days here
         days = self.days(fleet.estimate).seconds
         # whole nodes are bought
         nodes = -(-fleet.gpus // self.cluster.gpus_per_node)

@@ -132,6 +132,7 @@ def _summary(plan: Plan) -> str:
     found, days = best.estimate, plan.days(best.estimate)
     # GiB
     free = (plan.cluster.device.memory - best.fullest) / 2**30
+    # the numbers that a reader looks for first
     rows = {
         "parameters": f"{short(plan.parameters)} ({plan.parameters:,})",
         "best layout": f"{best.words}, bound by {best.bound}",

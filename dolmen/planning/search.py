@@ -262,6 +262,7 @@ def nearest_fitting(question: Question, near: LayoutChoice) -> LayoutChoice | No
 
     def distance(choice: LayoutChoice) -> tuple[int, float]:
         """Return the number of different options, then the seconds."""
+        # each option counts the same
         differs = sum(a != b for a, b in zip(choice, near, strict=True))
         return differs, question.pricing.quick(choice)
 

@@ -40,6 +40,7 @@ def shorten_step(run: RunConfig, rank: int, exact: bool = False) -> DryRunSteps:
         return DryRunSteps(whole, {})
     pp_rank = rank // (layout.world // layout.pp)
     period = layout.pp if whole.chunks > 1 and whole.placement == "loop" else 1
+    # the first and the last microbatch are never part of the period
     first = period + 2
     first += (whole.micros - first) % period  # what is left out are whole periods
     last = min(whole.micros, 2 * layout.pp * whole.chunks + 3 * period)

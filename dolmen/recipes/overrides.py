@@ -51,6 +51,7 @@ def load_run(name: str, adapt: bool = True, init: str | None = None) -> RunConfi
             f"{name} is a folder; if it is one of data: dolmen train pretrain --data.path {name}"
         )
     if not is_file:
+        # recipes have lower-case names
         hint = did_you_mean(name.lower(), RECIPES, f"recipes are {', '.join(RECIPES)}")
         raise ValueError(f"{cut(name)} is neither a recipe nor a file: {hint}")
     return read_run(file)
@@ -168,6 +169,7 @@ def drop_unfit_microbatch(changed: RunConfig, run: RunConfig) -> RunConfig:
     size, layout, batch = run.train.microbatch_size, changed.layout, changed.train.global_batch_size
     if size is None or (layout, batch) == (run.layout, run.train.global_batch_size):
         return changed
+    # sequences of a data-parallel rank
     rows = batch // (layout.dp or 1)
     # still fits: keep what was chosen
     if rows % size == 0 and rows // size % layout.pp == 0:

@@ -189,6 +189,7 @@ class PromptFile:
                 continue
             # an index, not a line number: blank lines do not count
             places.append(place)
+            # counted for the summary that is printed
             cut += not whole
             short += request.params.max_new_tokens < most
         if not places:

@@ -297,6 +297,7 @@ def _warn_beyond_context(model: ModelSpec, prompt: int, new: int, read: int) -> 
     )
     # rope has an angle for any position; a learned embedding ends
     if model.longest is None:
+        # a warning only: rope extrapolates
         return f"{text}: the model was not made for more, and its text may be poor"
     knob = f"use --max-new-tokens {most - prompt + 1}" if prompt <= most else "use a shorter prompt"
     raise ValueError(f"{text}: {knob}")

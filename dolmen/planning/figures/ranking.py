@@ -69,6 +69,7 @@ def step(plan: Plan) -> Drawing:
     shown = plan.ranked[:8]
     bottom = 60 + ROW * len(shown)
     drawing = Drawing("Parts of a step", bottom + 40)
+    # only parts that occur
     names = {n: w for n, w in NAMES.items() if any(c.estimate.parts.get(n, 0) > 0 for c in shown)}
     half = -(-len(names) // 2)
     for y, part in ((14, list(names)[:half]), (36, list(names)[half:])):

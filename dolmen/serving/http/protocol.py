@@ -173,6 +173,7 @@ class CompletionRequest(SamplingRequest):
         if isinstance(prompt[0], int):
             # pydantic has checked that all are ids; the test is for pyright
             return [[int(token) for token in prompt if isinstance(token, int)]]
+        # a list has one kind of entries
         texts = [one for one in prompt if isinstance(one, str)]
         return texts or [one for one in prompt if isinstance(one, list)]
 

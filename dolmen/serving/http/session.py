@@ -199,6 +199,7 @@ class Sessions:
                 code="queue_full",
             )
         session = Session(self, count, abort)
+        # counts towards the capacity from here on
         self.open.add(session)
         return session
 
