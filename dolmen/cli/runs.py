@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dolmen import families
 from dolmen.cli.parse import HELP, Option, OptionGroup, full_help, groups, options, parse
-from dolmen.core.config import Mark, from_dict, to_dict
+from dolmen.core.config import Mark, Words, from_dict, to_dict
 from dolmen.core.messages import BadInput
 from dolmen.families import Field, Model
 from dolmen.families import start as models
@@ -343,9 +343,11 @@ def parse_run(verb: str, argv: list[str]) -> "TrainRequest | DryrunRequest":
     extra = {f.name: overrides.pop(f.name) for f in fields(cls) if f.name in overrides}
     if verb == "train":
         run = load_run(name, adapt=False, init=overrides.get("init"))
-        _check_out(
-            {*extra}, TrainRequest.from_config(run, LaunchOptions(out=extra.get("out")), name).out
-        )
+        unknown = [n for n, v in overrides.items() if isinstance(v, Words) and n[:6] != "model."]
+        # a misspelled option comes before a folder that is taken: build_request refuses it
+        if not unknown:
+            out = TrainRequest.from_config(run, LaunchOptions(out=extra.get("out")), name).out
+            _check_out({*extra}, out)
         return build_request(name, overrides | extra)
     # a dry run writes no folder and resumes nothing
     if handling := [f.name for f in fields(LaunchOptions) if f.name in overrides]:

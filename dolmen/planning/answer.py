@@ -145,7 +145,11 @@ def _differing_seconds(step: float, dry: DryRun) -> list[str]:
 
 
 def format_compared(one: Compared) -> str:
-    """Format as "60.09 (+3.8%)": GiB as counted, and the relative error of the closed form."""
+    """Format as "60.09 (+3.8%)": GiB as counted, and the relative error of the closed form; where
+    that is ten times the count or more, the closed form itself: "0.00 (2.93 in closed form)".
+    """
+    if abs(one.off) >= 10:
+        return f"{one.counted / 2**30:,.2f} ({one.formed / 2**30:,.2f} in closed form)"
     return f"{one.counted / 2**30:,.2f} ({one.off:+.1%})"
 
 

@@ -240,7 +240,9 @@ class ServeConfig:
     runs with adapters. Requests choose one as `model`.
     """
     max_length: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens of a prompt and its completion together. Default: max_position_embeddings."""
+    """Most tokens of a prompt and its completion together. Default: max_position_embeddings + 1,
+    as the last token needs no position.
+    """
     max_rows: Positive = Limits.rows
     """Most completions that run at once (vLLM's max_num_seqs); further ones wait."""
     max_waiting: Count = 1024

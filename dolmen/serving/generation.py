@@ -59,6 +59,8 @@ class Detokenizer:
         self.tokens: list[int] = []
         self.stopped: str | None = None
         """The stop string that was reached."""
+        self.offset = 0
+        """Characters before the text of the newest token."""
         self._before = self._read = (
             0  # tokens decoded as context from here; tokens whose text is known
         )
@@ -72,6 +74,14 @@ class Detokenizer:
         self.tokens.append(token)
         known = self._decode(self._before, self._read)
         text = self._decode(self._before, len(self.tokens))
+        if self._read < len(self.tokens) - 1:
+            # bytes held back are characters of their own, unless this token completes them
+            held = self._decode(self._before, len(self.tokens) - 1)
+            own = len(text) > len(held) and text.startswith(held)
+            start = len(self._text) + (len(held) - len(known) if own else 0)
+        else:
+            start = len(self._text)
+        self.offset = max(self.offset, start)
         if text.endswith(UNFINISHED) and len(self.tokens) - self._read < HELD:
             return ""
         return self._append(text[len(known) :])

@@ -356,6 +356,11 @@ def test_a_file_without_text_can_be_left_out(material, tmp_path):
     )
 
 
+def test_a_misspelled_option_comes_before_a_folder_that_is_taken(material, run):
+    result = dolmen("train", material.file, "--learning_rate", "1e-4", "--out", run)
+    assert result.code == 2 and "did you mean --optimizer.lr" in result.err
+
+
 def test_help_is_broken_into_lines_once():
     """A line of an option's help ends where the next word does not fit, not where the source's
     does.

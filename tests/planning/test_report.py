@@ -12,9 +12,10 @@ from html.parser import HTMLParser
 import plans
 import pytest
 
+from dolmen.planning.answer import format_compared
 from dolmen.planning.figures import front, memory, network, ranking, timeline
 from dolmen.planning.figures.svg import FILLS, Scale, round_step
-from dolmen.planning.plan import Candidate, Fleet
+from dolmen.planning.plan import Candidate, Compared, Fleet
 from dolmen.planning.report import FIGURES, page, write_report
 
 GIB = 2**30
@@ -208,3 +209,8 @@ def test_a_browser_draws_all_of_it(size, tmp_path):
     for figure, seen in zip(FIGURES, found["seen"], strict=True):
         assert seen["width"] > 800 and seen["height"] > 100, (figure.heading, seen)
         assert seen["drawn"] > 5 and not seen["outside"], (figure.heading, seen)
+
+
+def test_a_count_of_next_to_nothing_is_beside_the_closed_form_and_no_percentage():
+    assert format_compared(Compared("buffer", 48, 2**30)) == "0.00 (1.00 in closed form)"
+    assert format_compared(Compared("buffer", 2**31, 2**30)) == "2.00 (-50.0%)"

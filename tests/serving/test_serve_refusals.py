@@ -36,6 +36,16 @@ CHAT = {"model": "model", "messages": [{"role": "user", "content": "ab"}], "max_
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
+def byte_letters() -> list[str]:
+    """The letter that byte-level BPE writes for each byte (GPT-2's table)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
+
+
+BYTES = byte_letters()
+
+
 @pytest.fixture(scope="module")
 def model(material, tmp_path_factory):
     return served.chatty(material.model, tmp_path_factory.mktemp("chatty") / "model")
@@ -447,6 +457,20 @@ def test_log_probabilities_end_where_a_stop_string_begins(material):
     assert [entry.offset for entry in entries] == [0, len(texts[0])]
     assert "".join(piece.text for piece in made if piece) == "".join(texts[:2])
     assert own.finish == "stop" and made[-1].finish == "stop"
+
+
+def test_bytes_that_are_no_character_move_the_offset_of_the_next_token(material):
+    """Two bytes that begin no character are two characters of the text, which "C" comes after; a
+    stop string there leaves its log-probability out.
+    """
+    tokenizer = load_tokenizer(str(material.tokenizer), probe=False)
+    ids = tokenizer.convert_tokens_to_ids([BYTES[0xB1], BYTES[0xCB], "C"])
+    for stop, offsets in ((["C"], [0, 1]), ([], [0, 1, 2])):
+        own = CompletionStream(0, Detokenizer(tokenizer, stop), TokenTexts(tokenizer))
+        made = [own.add(NewToken(0, 0, token, LogProb(-1.0))) for token in ids]
+        made.append(None if stop else own.end("length"))
+        entries = [entry for piece in made if piece for entry in piece.entries]
+        assert [entry.offset for entry in entries] == offsets
 
 
 def test_parts_of_characters_are_named_by_their_bytes(service):

@@ -140,12 +140,12 @@ class CompletionStream:
         """Add a sampled token; return the text and log-probabilities that became certain with it,
         or None. The delta has a finish reason if a stop string was reached.
         """
-        offset = len(self.text.whole)
         self.count += 1
+        new = self.text.add(token.token)
         if self.token_texts is not None and token.logprob is not None:
             # held until its text is certain: it may turn out to belong to a stop string
-            self._pending.append(self.token_texts.entry(token.token, token.logprob, offset))
-        new = self.text.add(token.token)
+            entry = self.token_texts.entry(token.token, token.logprob, self.text.offset)
+            self._pending.append(entry)
         self._sent += len(new)
         if self.text.stopped is not None:
             return self._last_delta(new, "stop")
