@@ -136,8 +136,9 @@ def plan(
 
     Returns a frozen value: `ranked` has the layouts, each with `estimate` (seconds, low,
     high, parts), `memory` of each stage, `mfu`, `bound` and `changes`; `dry` compares a dry
-    run of the first one with the closed forms, unless `dryrun` is False. Raises ValueError on
-    bad input, and where nothing fits.
+    run of the first one with the closed forms, unless `dryrun` is False. With `as_recipe` the
+    first one is also written to that YAML file, as a run. Raises ValueError on bad input, and where
+    nothing fits.
 
         plan = dolmen.plan("gpt-1t", "dgx-a100:384", layout={"tp": 8})
         plan.ranked[0].layout, plan.ranked[0].estimate.seconds

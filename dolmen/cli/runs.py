@@ -386,11 +386,10 @@ def _run_groups(run: RunConfig | None = None) -> list[OptionGroup]:
 
 def _print_run_help(verb: str, words: list[str], argv: list[str]) -> None:
     """Print the help of `train` or `dryrun`, and exit with 0: the short help for `train` without
-    --all. `words`: the recipe, if one was named; options in `argv` change the defaults that are
-    shown.
+    --all. `words`: the recipe, if one was named. Options in `argv` are checked; of these --init and
+    --model.model-type change the defaults that are shown.
     """
     cls, name = extra_options(verb), words[0] if words else DEFAULT_RECIPE
-    # options beside --help change the defaults shown
     changes = [word for word in argv[len(words) :] if word not in (*HELP, ALL)]
     overrides = parse(changes, run_options(verb), verb, rest=True)
     init = overrides.get("init")

@@ -311,7 +311,7 @@ class _Block(Maker):
 
     def features(self, sends: bool) -> list[Both]:
         """Return the rows of the feed-forward layer: dense, or router, shared experts, dispatch,
-        experts and combine. `sends`: its input and output cross tp by themselves.
+        experts and combine. `sends`: its input crosses tp by itself.
         """
         if not isinstance(self.block.mlp, MoESpec):
             down = self.linears("mlp.down", ["mlp.down.weight"])[0]

@@ -110,7 +110,7 @@ class Memory:
         self._add_bytes(found.kind, -found.bytes)
 
     def _add_bytes(self, kind: Kind, size: int) -> None:
-        """Add bytes (negative: subtract) to a kind, and update both maxima."""
+        """Add bytes (negative: subtract) to a kind, and update `lately` and `most`."""
         self.bytes[kind] += size
         self.total += size
         if self.total > self.lately.total:

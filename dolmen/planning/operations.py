@@ -134,7 +134,7 @@ class Operations:
 
     @property
     def inputs(self) -> tuple[LedgerRow, ...]:
-        """Rows of backward that make gradients of inputs, for which the stage before waits."""
+        """Rows of backward for which the stage before waits: all but those of `weights`."""
         return tuple(row for row in self.backward if WEIGHTS not in row.op)
 
     @property

@@ -211,7 +211,7 @@ class Plan:
     """The fastest first; at least one."""
     timeline: Timeline
     fleets: tuple[Fleet, ...] = ()
-    """Other numbers of GPUs of this kind, for the front of time against cost."""
+    """These GPUs and other numbers of them, for the front of time against cost."""
     considered: int = 0
     """Layouts that were looked at, those that do not fit included."""
     fitting: int = 0

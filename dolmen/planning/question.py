@@ -1,5 +1,5 @@
 """A run on all GPUs of a cluster, to be planned. Its space, the memory of its ranks and the time of
-its layouts are computed from it once.
+its layouts derive from it.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ STEP = ("global_batch_size", "sequence_length")
 @dataclass(frozen=True)
 class Question:
     """A planning problem: a run on all GPUs of a cluster, with the pinned parts of its layout.
-    Space, memory and prices derive from it, each computed once.
+    The space, memory and prices derive from it; the last two are computed once.
     """
 
     name: str

@@ -270,8 +270,8 @@ def nearest_fitting(question: Question, near: LayoutChoice) -> LayoutChoice | No
 
 
 def enough_nodes(question: Question) -> int | None:
-    """Return the fewest nodes, by doubling, on which a layout fits; None if the cluster has not so
-    many.
+    """Return the first of 2, 4, ... 64 times the present nodes on which a layout fits; None if none
+    does, or the cluster has not so many.
     """
     cluster = question.cluster
     most = cluster.tiers[-1].nodes if cluster.tiers else cluster.nodes

@@ -133,7 +133,7 @@ def gpt_175b() -> RunConfig:
 
 def gpt3_175b() -> RunConfig:
     """the shape of GPT-3 (2005.14165), as GPT-2 spells it"""
-    # { | 50,257 tokens, not padded
+    # 50,257 tokens, not padded
     model = GPT | {
         "vocab_size": 50257,
         "n_embd": 12288,
@@ -285,7 +285,7 @@ def llama_1b() -> RunConfig:
         "num_hidden_layers": 16,
         "num_attention_heads": 32,
         "head_dim": 64,
-        # {"factor": 32.0}, | 3.2 scales its positions by 32, 3.1 by 8
+        # 3.2 scales its positions by 32, 3.1 by 8
         "rope_parameters": LLAMA_3["rope_parameters"] | {"factor": 32.0},
         "tie_word_embeddings": True,
     }

@@ -1,4 +1,6 @@
-"""Recipes that fine-tune a trained model: --init and --data.path have no default."""
+"""Recipes that fine-tune the model of --init on --data.path; ppo also has a small model and prompts
+of its own.
+"""
 
 from dataclasses import replace
 

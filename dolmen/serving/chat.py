@@ -1,7 +1,7 @@
 """A chat with a model in a terminal: the messages, and completions as they are generated.
 
-    chat = Chat(source, tokenizer, config)
-    with chat.engine():
+    chat = ChatSession(source, tokenizer, config)
+    with chat.engine(mesh):
         for text in chat.reply("Which is the highest mountain?"):
             print(text, end="")
 

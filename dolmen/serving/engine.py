@@ -198,7 +198,7 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the model: training mode, weights that were not prepacked, and no adapters."""
+        """Restore the mode; remove adapters and, from a model in training, prepacked weights."""
         self._within.close()
 
     @property

@@ -212,7 +212,7 @@ class PromptFile:
 
     def request(self, row: PromptRow) -> tuple[Request, bool]:
         """Return the engine request of a row, and whether its prompt is whole (False: cut to
-        --max-input-tokens). max_new_tokens is lowered to the model's positions. Raises Refused for
+        --max-input-tokens). Where positions end, it lowers max_new_tokens. Raises Refused for
         a row that the model cannot take.
         """
         config, tree = self.config, self.source.model.tree

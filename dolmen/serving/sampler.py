@@ -168,7 +168,7 @@ def sample_tokens(
     """
     size = (len(draws), LOGPROBS + 1 + 2 * top)
     out = torch.zeros(size, dtype=torch.float64, device=logits.device)
-    # None], list[int]] = {} | a server's requests mostly have the same options: usually one call
+    # a server's requests mostly have the same options: usually one call
     # per step
     by_params: dict[tuple[SamplingParams, LogProbabilities | None], list[int]] = {}
     for i, (_, group, _) in enumerate(draws):

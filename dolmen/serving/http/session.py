@@ -39,7 +39,7 @@ class Session:
         self.completions: list[CompletionStream] = []
         self._num_prompts = 0
         self._first = 0  # number of its first engine request
-        # ApiError] = asyncio.Queue() | unbounded, but a completion has at most max_new_tokens
+        # unbounded, but a completion has at most max_new_tokens
         # deltas
         self._queue: asyncio.Queue[Delta | ApiError] = asyncio.Queue()
         self._deadline = asyncio.get_running_loop().call_later(
