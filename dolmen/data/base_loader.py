@@ -113,7 +113,7 @@ class Loader(ABC):
         """
 
     def first(self, step: int) -> int:
-        """Number of the first sample of global batch `step`."""
+        """Number of the first sample of global batch `step`, as `go_on` has shifted it."""
         return step * self.global_batch_size + self.ahead
 
     def go_on(self, step: int, samples: int) -> None:
@@ -124,7 +124,7 @@ class Loader(ABC):
 
     def documents(self, step: int) -> list[str]:
         """Describe which documents global batch `step` was cut from, one line per row (`source:
-        documents a..b`), 16 at most.
+        documents a..b`); of more than 16 rows the first 16, and a line with the number of others.
         """
         lines = self.mixture.documents(self.first(step), self.global_batch_size)
         return lines if len(lines) <= 16 else [*lines[:16], f"and {len(lines) - 16} more rows"]

@@ -21,7 +21,9 @@ FOLLOWS = "follows"
 none.
 """
 SIDE = "side"
-"""Key of Batch.numbers: 1 for tokens of a preferred answer, -1 for a rejected one."""
+"""Key of Batch.numbers: 1 for tokens of a preferred answer, -1 for a rejected one, 0 for an answer
+to another prompt (KTO).
+"""
 MARGIN = "margin"
 """Key of Batch.numbers: margin by which the chosen answer's reward should exceed the other's."""
 

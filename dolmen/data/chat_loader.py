@@ -224,9 +224,10 @@ def identify(config: DataConfig, examples: Examples, judge: Examples | None) -> 
 def divide(
     examples: Examples, judge: Examples | None, fraction: float, pairs: bool, say: Say
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices of the examples (or first ones of pairs) to train and to validate on.
+    """Return indices of the examples (or of the pairs) to train and to validate on.
     Validation has all of `judge` if given, whose copies are not trained on, else `fraction` of the
-    examples, chosen by a hash of their tokens, so that copies stay together; at least one. Raises
+    examples, chosen by a hash of their tokens, so that copies stay together; at least one, unless
+    `fraction` is 0. Raises
     ValueError where nothing is left to train on.
     """
     useful = np.flatnonzero(_useful(examples, pairs, say))
@@ -307,8 +308,8 @@ def marked(examples: Examples, index: int, tokenizer: PreTrainedTokenizer) -> st
 def pairs_of(
     examples: Examples, pairs: np.ndarray, sequence_length: int, packing: bool, say: Say, seed: int
 ) -> Rows:
-    """Pack preference pairs (indices `pairs`) into rows: the chosen answers in one row, the
-    rejected ones in the next, in the same order.
+    """Pack preference pairs (indices `pairs`) into rows: the two answers of each into two
+    consecutive rows, at the same place in the order of each; SIDE says which answer is where.
     """
     # examples 2 i and 2 i + 1 are chosen and rejected
     both = np.stack((2 * pairs, 2 * pairs + 1), 1).reshape(-1)
@@ -330,9 +331,9 @@ def pairs_of(
 def completions_of(
     examples: Examples, chosen: np.ndarray, sequence_length: int, packing: bool, seed: int
 ) -> Rows:
-    """Pack completions (indices `chosen`) into rows, each next to its unrelated pair in the row
-    behind: its prompt with the next one's completion, for KTO's KL estimate. Raises ValueError for
-    a single completion.
+    """Pack completions (indices `chosen`) into rows, each and its unrelated pair, its prompt
+    with the next one's completion, in two consecutive rows, for KTO's KL estimate. Raises
+    ValueError for a single completion.
     """
     if len(chosen) == 1:
         raise ValueError(

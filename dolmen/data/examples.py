@@ -303,8 +303,8 @@ def open_examples(
 
 
 def _refuse_all_or_none(index: dict, train_on: MaskingStrategy, name: str, option: str) -> None:
-    """Raises ValueError where no token would be trained, or all, which means that the template does
-    not tell answers from questions.
+    """Raises ValueError where no token would be trained, or (unless `train_on` is "all") all,
+    which means that the template does not tell answers from questions.
     """
     told = f"{option} {name}: of {plural(index['tokens'], 'token')} of chats"
     how = f"--data.masking-strategy {train_on}"

@@ -1,6 +1,6 @@
 """Builds the loader of a run from its data options (`prepare_loader`, whose cheap first part is
 `check_inputs`), and the loader of text: windows of a mixture to train on, and validation text read
-once, from its first token to its last (`ValidationWindows`).
+once, from its first token to its last (`InOrder`).
 
     tokens    a b c . d e .                two documents; `.` is the end-of-text token
     windows   .|a b c    c|. d e    e|. -  of 3 predictions: the token before |, and what it is to

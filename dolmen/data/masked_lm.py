@@ -119,7 +119,8 @@ class Cloze:
 
     def _chosen(self, tokens: Text, chance: np.random.Generator) -> Text:
         """Sorted indices of the tokens to predict: whole words in random order, up to `fraction` of
-        the text's tokens, at least one. A word that would exceed this is skipped.
+        the text's tokens, or 1 where that is less. A word that would exceed this is skipped, so
+        there may be none.
         """
         masked = np.isin(tokens, self.ordinary)
         # a word begins here: by its form, at a special token, or after one

@@ -258,8 +258,8 @@ class MegatronOrder:
         weights: Sequence[float],
         samples: int,
     ):
-        """`weights` sum to 1. `samples`: number that the run reads; behind these the order
-        repeats.
+        """`weights`: shares of the data sets, of any sum. `samples`: number that the run reads;
+        behind these the order repeats.
         """
         self.parts, self.orders, self.weights = parts, orders, weights
         self.sequence_length = orders[0].sequence_length

@@ -1,7 +1,7 @@
 """Folders of the cache: what was tokenised from files, stored under a hash of what decides it.
 
     <cache>/corpora/<key>/
-        ...             files, as the `FolderFormat` lists them
+        ...             files, as the `Form` lists them
         index.json      what they were made from, counts, size and digest of each, and a digest of
                         itself
 

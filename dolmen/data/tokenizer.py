@@ -123,7 +123,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizer:
     """Load the tokenizer in folder `name`, or of that id on the hub, without running code of the
     repository. `option` named it, for errors. `probe`: try its regular expressions in a process
-    with limits first. Raises ValueError where there is none.
+    with limits first. Raises FileNotFoundError for a path that does not exist, ValueError where
+    there is no tokenizer.
     """
     from transformers import AutoTokenizer  # 2.4 s to import: not owed by `--help`
 

@@ -1,7 +1,7 @@
 """Tasks of lm_eval, asked of a model of ours: the one file that imports lm_eval, an extra.
 
-    task -> lm_eval -> requests -> Harness -> rows.py    log-likelihoods, under any layout
-                                           -> engine     texts that go on until something
+    task -> lm_eval -> requests -> Harness -> perplexity.py   log-likelihoods, under any layout
+                                           -> engine          texts that go on until something
 
 Every rank runs lm_eval alike and is given all requests: what is shared over ranks is each batch.
 Text becomes tokens, and is cut, as lm_eval's own `hf` backend does it, so that numbers compare.
@@ -70,8 +70,8 @@ class Harness(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the token ids of a text, without BOS where the text begins with it already.
-        `add_special_tokens`: default as the tokenizer does.
+        """Return the token ids of a text. `add_special_tokens`: by default as the tokenizer does,
+        but none where the text begins with BOS already.
         """
         # chat templates write BOS themselves: it must not be doubled
         begun = string.startswith(self.tokenizer.decode(self.prefix_token_id))

@@ -9,8 +9,8 @@ longer.
 
 In brackets: the tokens that are counted. Without overlap the first token of each window is
 predicted from nothing and is not counted; with a stride every token but the first of the document
-is counted, and each sees window - stride tokens or more. No special tokens are added, and no token
-sees another document.
+is counted, and each behind the first window sees window - stride tokens or more. No special tokens
+are added, and no token sees another document.
 
     row       a b c d e f          tokens of one text
     input     a b c d e            without the last, which predicts nothing that is counted
@@ -103,9 +103,9 @@ class Windows:
 
 
 def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windows:
-    """Cut each document into windows of at most `window` tokens, `stride` apart, each token counted
-    once. EOS tokens at the ends of documents are left out. Raises ValueError where no token would
-    be counted.
+    """Cut each document into windows of at most `window` tokens, `stride` apart. Each token but the
+    first of a document (where windows do not overlap: of a window) is counted once. EOS tokens at
+    the ends of documents are left out. Raises ValueError where no token would be counted.
     """
     starts = corpus.offsets[:-1]
     lengths = np.diff(corpus.offsets) - (corpus.last_tokens == end_of_text)
@@ -196,9 +196,9 @@ def foretold(
 
 
 def _groups(model: Decoder, rows: Rows, mesh: Mesh, micros: int) -> Iterator[_Group]:
-    """Yield groups of rows, longest first, at most TOKENS_AT_ONCE tokens per rank; the same on
-    every rank. If positions depend on the sequence's length (dynamic rope scaling), a group has
-    rows of one length only.
+    """Yield groups of rows, longest first, about TOKENS_AT_ONCE tokens per rank, with rows rounded
+    up to a multiple of the microbatches; the same on every rank. If positions depend on the
+    sequence's length (dynamic rope scaling), a group has rows of one length only.
     """
     lengths = rows.lengths - 1
     # longest first: the largest forward comes first, and fails early if it does not fit

@@ -1,7 +1,7 @@
 """Compares dolmen with transformers on the same random tokens, in fp32: the same function, the same
 gradient, the same text.
 
-    source  -> dolmen, split over tp       \\  logits, loss, gradient norm,    VerifyReport: a row
+    source  -> dolmen, split over tp       \\  logits, loss, gradient norm,    Report: a row
     against -> transformers, on one rank   /  each gradient, greedy text       for each, with the
                                                                                difference and its
                                                                                tolerance
@@ -189,8 +189,8 @@ def _differences(source: Source, against: Source) -> list[str]:
 
 
 def _tokens(tree: ModelSpec, length: int, device: torch.device, padding: int | None) -> _Tokens:
-    """Random tokens for the comparison, as many as the model's positions allow. Raises ValueError
-    for a `length` below 1.
+    """Random tokens for the comparison: `length` + 1 per sequence, or as many as the model's
+    positions allow. Raises ValueError for a `length` below 1.
     """
     most = tree.max_position_embeddings
     if length < 1:
@@ -311,8 +311,8 @@ def relative_row(name: str, ours: float, reference: float | None, tolerance: flo
 
 def gradient_rows(model: Decoder, reference: dict[str, Tensor] | None) -> list[Row]:
     """Two rows: the norm of the whole gradient, and the parameter whose gradient differs most, as
-    |ours - reference| / |reference|. Gathers and frees one gradient at a time. Zeros without a
-    reference.
+    |ours - reference| / |reference|, which counts as at least FLOOR of the whole norm. Gathers and
+    frees one gradient at a time. Zeros without a reference.
     """
     ours, apart = 0.0, {}
     for name, p in model.named_parameters():

@@ -128,7 +128,7 @@ CHINESE = (
 
 def check_base(base: Vocabulary, new: Vocabulary) -> None:
     """Raises ValueError where tokens of `new` cannot be added to the base: the base is unigram and
-    the new one has no scores, or the base's tokenizer.json and tokenizer.model disagree.
+    the new one is not, or the base's tokenizer.json and tokenizer.model disagree.
     """
     model, content = base.model, base.content
     # scores of a BPE are ranks, not log-probabilities

@@ -93,8 +93,8 @@ def draw(
         # drop the largest keys until the sample fits
         while held > most:
             largest, _, _, gone = heapq.heappop(heap)
-            # Lines with larger numbers than the largest ever dropped could not have stayed: not
-            # kept at all.
+            # A line whose number is not below that of the last one dropped could not stay: it is
+            # not kept at all.
             held, limit = held - gone, -largest
     # back to the order of the text
     heap.sort(key=lambda one: one[1])
