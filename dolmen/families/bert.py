@@ -223,7 +223,7 @@ BERT = Family(
 )
 
 
-# RoBERTa (1907.11692): BERT without token types and next-sentence head, whose first position is
+# RoBERTa (1907.11692): BERT with one token type and no next-sentence head, whose first position is
 # pad_token_id + 1; padding tokens all have position pad_token_id and are not counted.
 
 PADDING = "pad_token_id"

@@ -1,6 +1,6 @@
 """Fields and spec pieces that every family has under its own names: vocabulary, norm eps,
-initializer range, tied head, head size. `names` of family.py maps each family's field names to the
-common ones.
+initializer range, tied head, head size. `names` of family.py maps the common names to each family's
+own.
 """
 
 from collections.abc import Callable, Sequence

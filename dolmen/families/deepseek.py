@@ -97,7 +97,7 @@ def read_deepseek(config: dict[str, Any], router: RouterSpec, interleaved: bool)
 
 def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttentionSpec:
     """Return the latent attention of a config.json. Raises ValueError for key-value heads other
-    than query heads, an odd rope size, and mscale_all_dim without YaRN.
+    than query heads, an odd rope size, and mscale_all_dim with a scaling other than YaRN.
     """
     heads, stated = config["num_attention_heads"], config["num_key_value_heads"]
     if stated not in (None, heads):

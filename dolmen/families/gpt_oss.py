@@ -23,7 +23,7 @@ ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-PLAIN = {"hidden_act": "silu"}  # of what Clamped is not
+PLAIN = {"hidden_act": "silu"}  # of what ClampedSwiGLU is not
 SHARED = tuple(field for field in llama.FIELDS if field.name not in PLAIN)
 
 

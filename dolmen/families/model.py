@@ -1,7 +1,7 @@
 """`Model`: a config.json and the spec it parses to. Edits change fields of the config.json, in the
 spelling it has, and never the spec: what a run keeps and an export writes is the mapping itself.
 
-    Model(config).spec                        parse
+    Model(config).tree                        parse
     model_from_spec(spec, "mistral")          a config.json of this spec, checked by parsing it back
     replace_fields(model, {"n_embd": 64})     the same config.json with other fields
     edit(model, vocab_size=50304)             the same, for what any family has
@@ -148,8 +148,8 @@ class Model(CustomValue):
         )
 
     def _check_fields(self) -> None:
-        """Raise ValueError for a config.json that states a field twice, asks for remote code or
-        quantised weights, or has a value outside the supported ones of a field.
+        """Raise ValueError for a config.json that states two values of a field, asks for remote
+        code or quantised weights, or has a value outside the supported ones of a field.
         """
         config, family = self.config, self.family
         for field in family.fields:

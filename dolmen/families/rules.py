@@ -26,10 +26,10 @@ A leaf of the algebra moves data, a wrapper changes how an inner rule is applied
     Paired           rope's pairs as neighbours on disk, as halves here
     Transpose(rule)  the inner rule on weights stored [in, out]
     Each(rule)       the inner rule on each matrix of a stack
-    Bare(rule)       the inner rule on a parameter that no module owns
+    BareParameter(rule)  the inner rule on a parameter that no module owns
 
 Invariants. `join_stored(rule, split_stored(rule, t))` is t, bit for bit, for every rule and every t
-of its shape, and the other way round. Every parameter of a model is made by exactly one rule:
+of its shape, and the other way round. Every parameter of a model is made by a rule:
 `entries` raises otherwise. A rule never looks at numbers, only at shapes, so ranks that hold parts
 of a tensor apply it to their parts where the cut allows it (conversion/megatron/shares.py).
 """

@@ -24,8 +24,8 @@ The cache keeps the normed latent and the rotated rope key: kv_rank + rope size 
 (576 in DeepSeek-V3, where 128 heads of keys and values would be 40,960). For one query per sequence
 kv_b is absorbed into the query and into the output (`_attend_absorbed`), so that attention reads
 the latent as one shared head; for several queries keys and values of all heads are expanded first,
-as without a cache: for n new tokens expansion costs the same once, and the scores are then over
-smaller heads.
+as without a cache: one expansion serves all of them, and the scores are then over smaller
+heads.
 """
 
 from collections.abc import Sequence
@@ -374,8 +374,8 @@ class LatentAttention(Component):
 
     def _expand_kv(self, kv: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [batch, length, heads, nope + rope] and values [batch, length, heads, value]
-        of all heads from kv, the output of kv_b [tokens, heads * (nope + value)], and the shared
-        rope key [batch, length, 1, rope].
+        of this rank's heads from kv, the output of kv_b [tokens, heads * (nope + value)], and the
+        shared rope key [batch, length, 1, rope].
         """
         # rows of kv_b are, head by head, nope and then value
         kv = kv.view(*key.shape[:2], self.heads, self.spec.nope_size + self.spec.value_size)

@@ -18,8 +18,8 @@ forward where two sequential branches have two.
 
 Invariants. Modules are registered in the order of the arrangement, as parameters are named by it.
 Under full recomputation the whole block is recomputed in backward, but never with a KV cache, where
-nothing is differentiated. A value that a spec can express and no module computes is in ONLY, and
-raises an error when the model is built.
+nothing is differentiated. Where modules compute one value of a spec's field only, ONLY has that
+value, and any other raises an error when the model is built.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +60,7 @@ class TransformerBlock(nn.Module, Generic[C]):
     takes: type[Component] = Component
     """Base class required of the mixer and the mlp."""
     norms: tuple[str, ...] = ()
-    """Names of the norms that this class of blocks can have; a block without one has None there."""
+    """Names of the norms that some arrangements lack; a block without one has None there."""
     attn: C
     mlp: C
 
@@ -270,7 +270,7 @@ def attention_kinds(model: spec.ModelSpec) -> list[Attend]:
 
 def check_supported(model: spec.ModelSpec) -> None:
     """Raise ValueError if the model has an arrangement its mixer or mlp does not fit, or a field
-    value listed in ONLY that no module computes.
+    in ONLY with another value than the one listed there.
     """
     for block in model.blocks:
         _check_arrangement(block)

@@ -90,7 +90,7 @@ def place(
     hardware: Hardware | None = None,
     stages: Sequence[range] | None = None,
 ) -> Decoder:
-    """Build the decoder on meta and shard it over `mesh`: split over tp and ep, cast, optionally
+    """Build the decoder on meta and shard it over `mesh`: cast, split over tp and ep, optionally
     compile, then FSDP. No memory is allocated.
 
     `layout` says how the model is split over the axes of `mesh`; None builds for inference, split

@@ -190,8 +190,8 @@ class Component(nn.Module):
 
     @property
     def static(self) -> bool:
-        """True if no shape depends on values of tensors and nothing is read from the device:
-        torch.compile and prefetching need this.
+        """True if no shape depends on values of tensors and nothing is read from the device.
+        Only static modules are compiled, and only others need explicit prefetching.
         """
         return True
 

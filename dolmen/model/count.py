@@ -25,11 +25,11 @@ def training_flops_per_token(
     forward, nothing for recomputation.
 
     Matrices: 6 FLOPs per element (4 if frozen, without a weight gradient); experts count as far as
-    they compute the token, and a tied head once more for the head. Attention: 12 * heads * head_dim
-    * keys per layer, where keys is the mean number a causal query sees, (sequence + 1) / 2, or what
-    a sliding window leaves of it. `attention` "full" counts as if every query saw the whole
-    sequence, as torchtitan and PaLM do (2204.02311, appendix B: 6 N + 12 L H Q T; its N has the
-    embedding too).
+    they compute the token, and an embedding only if it is tied to the head. Attention: 12 * heads *
+    head_dim * keys per layer, where keys is the mean number a causal query sees, (sequence + 1) /
+    2, or what a sliding window leaves of it. `attention` "full" counts as if every query saw the
+    whole sequence, as torchtitan and PaLM do (2204.02311, appendix B: 6 N + 12 L H Q T; its N has
+    the embedding too).
     """
     matrices = sum(leaf.products * (6.0 if leaf.trained else 4.0) for leaf in tree.leaves.values())
     # `products` of a leaf counts experts as k / E, and tables as 0

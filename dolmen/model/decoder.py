@@ -6,8 +6,8 @@
                                           head_function(hidden, head) -> logits, loss, ...
 
 Problem. One class has to be the whole model in one process, a tensor-parallel slice of it, one or
-several pipeline stages, and the model that decodes with a KV cache, for fifty families, and give
-the same numbers in each case.
+several pipeline stages, and the model that decodes with a KV cache, for over forty families,
+and give the same numbers in each case.
 
 Idea. The residual stream x is two-dimensional, tokens by hidden, so that no layer but attention
 knows of sequences. It is I@tp (replicated over tp), or S(0)@tp (sharded by tokens) under sequence
@@ -20,7 +20,7 @@ The head is not applied by the decoder: `forward` hands it to a head function (h
 computes logits, a loss or log-probabilities. It runs inside forward, because ZeRO-3 frees the
 gathered weight of the head when forward returns.
 
-Invariants. Every parameter has exactly one `ParamSpec`; `placements` and `partial_gradients` follow
+Invariants. Every parameter has exactly one `ParamSpec`; `Decoder.plan` and `Decoder.partial` follow
 from it. Per-token inputs (labels, weights, positions) are those of whole sequences and equal on all
 ranks of tp and cp; each rank takes its part. With several stages per rank, `part` says which of
 them a call runs, and the stage boundary has the shape of `boundary`.
@@ -258,8 +258,8 @@ class Decoder(nn.Module):
 
     def ahead(self) -> list[list[list[nn.Module]]]:
         """Return the order in which ZeRO-3 prefetches: for each stage, for each block, its modules
-        in order of use. Empty if a block's forward reads values back from the device (dynamic MoE),
-        which would stall prefetching.
+        in order of use. Empty if all blocks are static: only where forward stops to read the device
+        (dynamic MoE) does FSDP need an explicit order.
         """
         if all(block.mlp.static for block in self.local_blocks()):
             return []

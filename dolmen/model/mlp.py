@@ -251,8 +251,8 @@ class MoE(Component):
         return self.router.bias
 
     def units(self) -> list[Unit]:
-        """Return the FSDP units of the layer: the router, kept in fp32 or wider, and the experts,
-        sharded over edp.
+        """Return the FSDP units of the layer: the router, gathered in the dtype it is stored
+        in, and the experts, sharded over edp.
         """
         return [Unit(self.router, precise=True), Unit(self.experts, experts=True)]
 
