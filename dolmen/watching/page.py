@@ -147,9 +147,9 @@ def write_page(folders: list[Path], to: Path) -> Path:
     """Write the page of the runs in `folders` to a new file and return its path. Raises ValueError
     for a folder without a run, for a file that exists, and where it cannot be written.
     """
-    # folders are checked before the file is made, and a folder without a run is the first to say
-    watched = Watched(folders)
     to = write.check_new("--out", to)
+    # folders are checked before the file is made
+    watched = Watched(folders)
     try:
         write.replace(to, watched.page(), lasting=False)
     except OSError as error:
