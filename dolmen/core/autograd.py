@@ -1,6 +1,6 @@
 """`torch.autograd.Function` with types, and activation recomputation.
 
-    class _Scale(Function):
+    class _Scale(TypedFunction):
         @staticmethod
         def forward(ctx: Context[float], x: Tensor, factor: float) -> Tensor:
             ctx.kept = factor

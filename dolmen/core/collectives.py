@@ -220,7 +220,7 @@ def sum_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
 def reduce_scalar(
     x: Shaped[Tensor, "*shape"], axis: Axis, op: str = "sum"
 ) -> Shaped[Tensor, "*shape"]:
-    """Combine x of all ranks by `op` (sum, max, min), outside autograd, into a new tensor: for
-    counts, norms, flags.
+    """Combine x of all ranks by `op` (sum, max, min), outside autograd; x itself is not changed:
+    for counts, norms, flags.
     """
     return x if axis.size == 1 else wait(start_all_reduce(x.detach(), axis, op), axis)

@@ -21,13 +21,16 @@ NONE = re.compile(r"(\w+) does not have a deterministic implementation")
 
 
 class NotDeterministic(ValueError):
-    """An operator has no deterministic implementation; the message names it and the option."""
+    """An operator has no deterministic implementation, or CUBLAS_WORKSPACE_CONFIG rules out that of
+    cuBLAS; the message says which, and names the option.
+    """
 
 
 @contextmanager
 def deterministic_mode(asked: bool) -> Iterator[None]:
     """Within, if `asked`, torch uses deterministic algorithms only; its previous settings are
-    restored afterwards. Raises NotDeterministic where an operator has none.
+    restored afterwards. Raises NotDeterministic where an operator has none, or
+    CUBLAS_WORKSPACE_CONFIG rules it out.
     """
     if not asked:
         yield

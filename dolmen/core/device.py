@@ -47,7 +47,7 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        # never mmap, never trim the top of the heap, and grow it by 64 MiB at a time
+        # never mmap, trim the top of the heap only over 2 GiB, and grow it by 64 MiB at a time
         for what, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, PAD)):
             mallopt(what, value)
 

@@ -54,7 +54,9 @@ class Launch:
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
-    """Read torchrun's variables; without LOCAL_RANK all ranks are on this machine."""
+    """Read torchrun's variables; all ranks are on this machine unless LOCAL_RANK or
+    LOCAL_WORLD_SIZE is set.
+    """
     world = _positive(env, "WORLD_SIZE")
     rank = _index(env, "RANK", world, "WORLD_SIZE")
     if "LOCAL_RANK" not in env and "LOCAL_WORLD_SIZE" not in env:

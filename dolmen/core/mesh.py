@@ -185,7 +185,7 @@ class Mesh:
 
 
 SINGLE = Mesh()
-GroupFactory = Callable[..., dist.ProcessGroup]  # groups.process_group, of one device and timeout
+GroupFactory = Callable[..., dist.ProcessGroup]  # process_group, of one device and timeout
 
 
 def join_world(

@@ -3,9 +3,10 @@ that says DTensor.
 
 distribute(module, placements, mesh)     meta parameters -> DTensors split over tp, or ep and tp
                                          (parallel/data.py: over dp)
-unwrap(record), local(p)                 the bridge into compute: FSDP gathers a plain tensor
-region(p), write_region(p, x), full(p)   this rank's part of the logical tensor: initial values,
-                                         loading, export
+gather_as_plain(record), local(p)        the bridge into compute: FSDP gathers a plain tensor
+region(p), write_region(p, x)            this rank's part of the logical tensor: initial values,
+                                         loading
+gather_full(p)                           all of the logical tensor: export
 """
 
 import logging

@@ -158,7 +158,7 @@ class _Group:
 
     def _report_failure(self, workers: "PContext", result: "RunProcsResult") -> _End:
         """Print the cause of a failed group once, and return how it ended: 2 if workers only
-        refused their input, else 1. Silent if they ended as asked.
+        refused their input, else 1. If they ended as asked: silent, and 128 + the signal.
         """
         codes = {failure.exitcode for failure in result.failures.values()}
         if self.asked and codes <= STOPPED:

@@ -172,6 +172,8 @@ def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 def run_worker(work: Callable[[], int]) -> int:
     """Run a worker's work and return its exit code. An exception goes to our launcher, which prints
     the first one, or else to stderr, and ends the process: exit code 2 for BadInput, else 1.
+    Without our launcher, BadInput, KeyboardInterrupt, BrokenPipeError and SystemExit are raised
+    instead.
     """
     try:
         return work()

@@ -23,8 +23,9 @@ URL = "dolmen://"
 
 
 def meet(store: Store, rank: int, size: int, seconds: float = 600) -> Store:
-    """Return the part of `store` (a name prefix) that belongs to this start of `size` ranks; blocks
-    until all have come. Raises TimeoutError on rank 0 after `seconds`, naming ranks that have not.
+    """Return the part of `store` (a name prefix) that belongs to this start of `size` ranks. Rank 0
+    waits until all others have come, these until rank 0 has. Raises TimeoutError on rank 0 after
+    `seconds`, naming ranks that have not come.
     """
     me = uuid.uuid4().hex
     if rank:

@@ -91,8 +91,8 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator["Watch"]:
-        """Within, a thread watches the main thread and writes this rank's heartbeat file; both of
-        its files are removed on leaving, unless stacks were dumped.
+        """Within, a thread watches the main thread and writes this rank's heartbeat file, which is
+        removed on leaving, as is the file of stacks if none were dumped.
         """
         if self.seconds is None:
             yield self

@@ -86,7 +86,9 @@ def _block_amax(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
 def scale_of(
     amax: Float[Tensor, "*scales"], format: Format, granularity: Granularity
 ) -> Float[Tensor, "*scales"]:
-    """Return amax / the format's largest number, 1 where amax is 0; NaN or infinite as amax."""
+    """Return amax / the format's largest number (mx: rounded up to a power of two), 1 where amax is
+    0, SMALLEST_SCALE or more; not finite where amax is not.
+    """
     # a tensor of the device: by a number, a GPU multiplies by its rounded inverse, and half of the
     # scales differ from a CPU's in their last bit
     largest = amax.new_full((), LARGEST[format])

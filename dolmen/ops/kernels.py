@@ -102,8 +102,8 @@ class Kernels:
     """Prepack weights for a CPU where no gradient is kept (parallel/inference_linear.py)."""
 
     def describe(self, experts: bool) -> str:
-        """Return the kernels in words for the run's header: `attention by flash, norms fused, ...`.
-        `experts`: include how experts' products are computed.
+        """Return the kernels in words for the run's header: `attention by flash, norms by one
+        kernel, ...`. `experts`: include how experts' products are computed.
         """
         lacking = f" (flash has no {self.without})" if self.without else ""
         grouped = f"experts by {self.grouped}, " if experts else ""

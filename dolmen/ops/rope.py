@@ -190,7 +190,7 @@ class PositionIds:
 
     ids: Int64[Tensor, "batch streams length"]
     longest: int
-    """Tokens of a sequence that tables must have rows for (tree.Table), or more."""
+    """Tokens of a sequence that tables must have rows for (spec.PositionTable), or more."""
 
     @staticmethod
     def of(ids: Int64[Tensor, "batch streams length"]) -> "PositionIds":

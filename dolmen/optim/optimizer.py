@@ -119,8 +119,8 @@ Optimizer = AdamW | CombinedOptimizer
 
 
 def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optimizer:
-    """Build the optimizer over the trainable parameters: AdamW, or Muon for matrices and experts
-    with AdamW for the rest, its state allocated (`prime`).
+    """Build the optimizer over the trainable parameters: AdamW, without its state
+    (`prime` allocates it), or Muon for matrices and experts with AdamW for the rest, with state.
     """
     if config.name == "adamw":
         return adamw(model, config)

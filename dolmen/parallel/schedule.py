@@ -221,9 +221,10 @@ def interleaved_1f1b(ranks: int, micros: int, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(ranks: int, micros: int, chunks: int = 1) -> Schedule:
-    """ZB-H1: 1F1B whose backward is split into I and W. Rank r runs its W r microbatches late and
-    fills its drain with them, so earlier stages get input gradients sooner; every rank holds up to
-    `ranks` microbatches, as rank 0 of 1F1B does. Raises ValueError for several `chunks`.
+    """ZB-H1: 1F1B whose backward is split into I and W. Earlier stages get input
+    gradients a W sooner. Rank r runs its W r microbatches late, and fills its drain with the last
+    ones; every rank holds up to `ranks` microbatches, as rank 0 of 1F1B does. Raises ValueError
+    for several `chunks`.
     """
     _require_one_chunk("zero-bubble", chunks)
 

@@ -221,7 +221,8 @@ class TensorParallel:
     def leave(self, y: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "here hidden"]:
         """Sum a block's partial outputs over tp, with autograd: all-reduce in y's memory (P -> I),
         or reduce-scatter of tokens (P -> S(0)) under sequence parallelism. y must be a temporary
-        that nothing else reads. Raises ValueError where tp does not divide the tokens.
+        that nothing else reads. Raises ValueError where tp does not divide the tokens that it
+        scatters.
         """
         return (
             collectives.reduce_scatter(y, 0, self.axis)

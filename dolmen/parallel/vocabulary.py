@@ -253,8 +253,8 @@ def combine_vocabulary(
 
 
 def _round(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient in `dtype` with contiguous rows, like the weight's, which spares a later
-    copy.
+    """Return a gradient in `dtype` with contiguous rows, like the weight's: what comes next copies
+    it.
     """
     return gradient.to(dtype).contiguous()
 

@@ -247,7 +247,7 @@ def _pieces(
 def _window_pieces(
     queries: int, first: int, keys: int, offset: int, window: int | None
 ) -> tuple[tuple[slice, slice, tuple[int, int]], ...]:
-    """Return the parts of the rectangle of queries [0, queries) and keys [first, keys), what a
+    """Return the parts of the rectangle of queries [0, queries) and keys [first, keys) that a
     window leaves: query i is at key i + offset, beyond the last, so it sees keys j >= i + oldest.
     None, one or two pieces, each of queries, keys, and the keys seen left and right of the
     diagonal.

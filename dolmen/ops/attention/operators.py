@@ -177,7 +177,7 @@ def _cudnn_backward(
 
 # Under torch.compile each is an opaque operator. Torch's own are tagged as random, and where a part
 # of a block is computed again (layout.recompute) their random state would be kept and restored.
-# _CALL is a Call, one after the other, as both are declared to take it.
+# _CALL is a FlashCall, one after the other, as both are declared to take it.
 _CALL = "Tensor? queries, Tensor? keys, SymInt longest, SymInt left, SymInt right, "
 _CALL += "float scale, bool cudnn"
 

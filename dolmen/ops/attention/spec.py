@@ -92,7 +92,7 @@ class Run:
         # the first query's document starts after these keys: nothing is seen
         if own[at - 1] >= k_start + keys:
             return 0, 0
-        # where the document of the first query ends, at most the run's end
+        # where the document of the first query ends; of the last document the run's end
         end = own[at] if at < len(own) else self.first + self.length
         return min(self.length, end - self.first), max(0, own[at - 1] - k_start)
 
