@@ -119,7 +119,7 @@ def greedy(problem: ScheduleProblem, preference: Preference) -> Partial:
             return partial
         partial.take(index, start)
         fed = {problem.works[user].rank for user, _ in problem.works[index].feeds}
-        # {rank}: | only these ranks have new choices; recomputing all would be quadratic in the
+        # only these ranks have new choices; recomputing all would be quadratic in the
         # ranks
         for other in fed | {rank}:
             choices[other] = _preferred_action(partial, other, late)

@@ -81,7 +81,6 @@ class Costs:
         rank is divided by the chunks per rank, except for a send. Raises Refused for another
         length.
         """
-        # a send is as long from any chunk
         share = 1 if name == "send" else shape.chunks  # a send is as long from any chunk
         match times:
             case list() if len(times) == shape.stages:

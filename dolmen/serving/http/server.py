@@ -406,8 +406,8 @@ class HttpThread:
 
 
 def _uvicorn_config(application: FastAPI, config: ServeConfig) -> uvicorn.Config:
-    """Return uvicorn's options: limited connections, no access log, no signal handling of its own
-    loop.
+    """Return uvicorn's options: limited connections, no websockets, no lifespan events, and no
+    access log.
     """
     return uvicorn.Config(
         application,
