@@ -94,7 +94,7 @@ def read(verb: str, argv: list[str]) -> Any:
     """
     try:
         if verb in RUNS:
-            # recipes and families take 0.1 s to import, and no other verb needs them
+            # recipes and families take 0.1 s to import, and parsing other verbs needs neither
             from dolmen.cli.runs import parse_run
 
             return parse_run(verb, argv)

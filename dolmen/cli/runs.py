@@ -326,7 +326,7 @@ def parse_run(verb: str, argv: list[str]) -> "TrainRequest | DryrunRequest":
     Exits with 0 after --help, which opens no model and no device. Raises BadInput, ValueError,
     KeyError or OSError.
     """
-    # the only option of one letter
+    # the only option of one letter beside -h
     argv = ["--log.verbose" if word == "-v" else word for word in argv]
     # the recipe, which must come first
     words = [word for word in argv[:1] if not word.startswith("-")]

@@ -162,7 +162,6 @@ def explanation(plan: Plan) -> list[str]:
         seconds = one.estimate.seconds
         # largest first
         parts = sorted(one.estimate.parts.items(), key=lambda part: -part[1])
-        # parts below a thousandth are left out
         shares = ", ".join(
             f"{NAMES.get(name, name)} {value / seconds:.1%}"
             for name, value in parts
@@ -184,7 +183,7 @@ def explanation(plan: Plan) -> list[str]:
             f"   time: {shares}",
             f"   GiB of stage {fullest}: {held}",
         ]
-        # empty without --explain
+        # empty where they were not requested
         lines += [f"   {format_change(plan, one, change)}" for change in changes_to_show(one)]
     return lines
 

@@ -50,7 +50,7 @@ def _count_product(a: Tensor, b: Tensor) -> Multiplied:
     """Count a matrix product [..., rows, contraction] x [..., contraction, columns]. A grouped
     product counts the sum of its groups, however rows or contraction are divided among them.
     """
-    # grouped products have one 2D factor, whose rows all groups share
+    # grouped: a 2D `a` has the rows, or the contraction, of all groups together
     batch = a.shape[0] if a.ndim == 3 else 1
     shape = batch, a.shape[-2], b.shape[-1], a.shape[-1]
     return Multiplied("product", shape, 2 * math.prod(shape), a.dtype)

@@ -165,7 +165,7 @@ def make_plan(question: Question, options: PlanConfig, progress: bool = False) -
     dry = None
     if options.dryrun:
         dry = confirm(question, [choice for _, choice in timed], progress)
-        # layouts that the dry run found too large
+        # layouts that the dry run rejected
         timed = timed[len(dry.struck) :]
     tree = question.run.tree
     first = timed[0][0]

@@ -195,7 +195,7 @@ def merge_overrides(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Return name -> value of pairs. Raises ValueError where one name has two different values."""
     merged: dict[str, Any] = {}
     for name, value in pairs:
-        # equal values only: a NaN differs from itself, and an array has no truth value
+        # the same value twice is no mistake
         if name in merged and merged[name] != value:
             raise ValueError(f"{name} is given twice, as {brief(merged[name])} and {brief(value)}")
         merged[name] = value

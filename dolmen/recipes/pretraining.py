@@ -33,7 +33,7 @@ def large(name: str, model: dict[str, Any], lr: float, batch: int, length: int =
             dtype="bfloat16",
             sequence_length=length,
             global_batch_size=batch,
-            # the least memory; layouts with tp or pp raise it
+            # the least memory
             microbatch_size=1,
             compile=True,
         ),

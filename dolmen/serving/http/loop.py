@@ -60,7 +60,7 @@ class EngineLoop:
         """
         self.engine, self.mesh = engine, mesh
         self.load = EngineLoad()
-        # guards `_changes` and `_count`, the only state that threads share
+        # guards `_changes` and `_count`; `load` is shared too, and replaced as a whole
         self._condition = threading.Condition()
         self._changes, self._count = StepChanges(), 0
 
