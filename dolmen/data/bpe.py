@@ -104,7 +104,8 @@ def _texts(
     config: DataConfig, sources: Sequence[Source], validation: Source | None
 ) -> Iterator[str]:
     """Return the training text in pieces, without held-out documents, which a first pass over all
-    text finds before returning. Raises ValueError for unreadable text, and where none is left.
+    text finds before returning. Raises ValueError for unreadable text, and where a source has none
+    left.
     """
     tables = [_table(source, config.text_field) for source in sources]
     if validation is None:

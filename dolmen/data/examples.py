@@ -196,7 +196,9 @@ READERS = {"chats": chats, "pairs": pairs, "completions": completions}
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Tokenised examples of one source, memory-mapped, each truncated to `longest` tokens."""
+    """Tokenised examples of one source, each truncated to `longest` tokens; `tokens` and `trained`
+    are memory-mapped.
+    """
 
     name: str
     tokens: np.ndarray

@@ -320,8 +320,8 @@ def divide_corpora(
     config: DataConfig, inputs: Inputs, corpora: list[Corpus], judge: Corpus | None
 ) -> tuple[list[Division], list[ValidationSplit]]:
     """Divide each corpus into training and validation text: validation is all of `judge`
-    (--data.validation) if given, else a fraction of the documents. Returns the divisions and the
-    validation splits.
+    (--data.validation) if given, else a fraction of the documents, or in Megatron's order the
+    second share of --data.split. Returns the divisions and the validation splits.
     """
     if config.order == "megatron":
         divisions = [divide_by_split(corpus, config.shares) for corpus in corpora]

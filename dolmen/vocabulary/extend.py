@@ -322,7 +322,7 @@ def measure(
     progress: bool,
 ) -> Measured:
     """Count tokens of the held-out text and, for a causal model, evaluate its loss per byte.
-    `name`: folder of the model. Raises ValueError as `dolmen evaluate`.
+    `name`: the model, as `dolmen evaluate` takes it. Raises ValueError as `dolmen evaluate`.
     """
     counts = count(tokenizer, text.pieces(), text.name)
     # masked LMs have no loss per byte
