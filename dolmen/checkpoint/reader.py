@@ -3,7 +3,7 @@ read without need.
 
 Files of tensors are never unpickled: this rank's rows are read from each stored part
 (metadata.py). A part's checksum is verified where all its rows are read, which a resume at the same
-layout does; `partly_read` lists the others, for `verify`. (torch.load reads each part whole, and
+layout does; `partly` lists the others, for `verify`. (torch.load reads each part whole, and
 verifies no checksum.)
 
 `Checkpoint` streams whole tensors, one in memory at a time, in one process without a process group:

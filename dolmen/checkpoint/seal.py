@@ -28,7 +28,7 @@ Invariants.
   positions and checksums (names, padding, descriptions) are never looked at.
 - A file is never read for the seal alone, except the head of each part in files that are opened
   anyway. A resume at the same layout reads every number once and verifies every checksum; a resume
-  at another layout reads some rows of a part, and leaves those parts to `verify` (safe.py).
+  at another layout reads some rows of a part, and leaves those parts to `verify` (reader.py).
 - The number of a newer format stands in the seal and in state.json, whatever else that format
   changes: the two together tell "written by a newer version" from damage of one of them.
 

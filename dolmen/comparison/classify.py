@@ -53,8 +53,8 @@ def classify(a: Side, b: Side, row: Row) -> Fault:
 
 
 def _without_explanation(row: Row) -> Fault:
-    """Cause to report where no known change explains the difference: rounding if it is less than
-    NEARLY times what is allowed.
+    """Cause to report where no known change explains the difference: rounding if it is at most
+    NEARLY times what is allowed, other values else, and for weights always.
     """
     if row.stage == "weights":
         return Fault("other values", "other numbers, that no change known here makes of B's")
@@ -65,7 +65,7 @@ def _without_explanation(row: Row) -> Fault:
 
 
 def _explains(made: Tensor, a: Tensor, b: Tensor) -> bool:
-    """True if `made`, A's tensor after a tried change, is B's up to 1 % of the difference between
+    """True if `made`, tensor `a` after a tried change, is `b` up to 1 % of the difference between
     `a` and `b`; for small differences also up to rounding (1e-5 of b, at most 30 % of the
     difference).
     """
@@ -146,8 +146,8 @@ def _same_region(one: Piece, other: Piece) -> bool:
 
 
 def _compare_tensors(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """Yield single changes of A's tensor `x` that make it B's `y`, the most specific kinds
-    first.
+    """Yield causes for which one change explains how A's tensor `x` and B's `y` differ, the most
+    specific kinds first.
     """
     if not x.isfinite().all():
         yield Fault("not finite", f"{int((~x.isfinite()).sum())} elements of A are no numbers")

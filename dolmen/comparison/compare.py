@@ -194,12 +194,12 @@ def _row(
 
 
 def _compare_weights(a: Side, b: Side) -> Iterator[Row]:
-    """Yield a row per parameter. Weights must be equal bit for bit, or, where the sides store
-    parameters in two dtypes, up to rounding to the coarser. A parameter that only one side has is
-    an infinite difference.
+    """Yield a row per parameter. Weights must be equal, or, where the sides store parameters in two
+    dtypes, up to rounding to the coarser. A parameter that only one side has is an infinite
+    difference.
     """
     one, other = a.recording, b.recording
-    # each side rounds once when it loads: half a unit each, and room for double rounding
+    # rounding once to the coarser is off by a unit at most; twice that is allowed
     unit = 0.0 if one.rest == other.rest else 2 * max(UNITS[one.rest], UNITS[other.rest])
     names = one.names("weights")
     for name in [*names, *(n for n in other.names("weights") if n not in names)]:
@@ -224,7 +224,7 @@ def forward_order(a: Side, b: Side) -> list[str]:
 
 def _compare_forward(a: Side, b: Side) -> Iterator[Row]:
     """Yield a row per forward tensor, with one for the attention scores before each layer's
-    weighted sums. The sums' tolerance is multiplied by the largest score: softmax amplifies
+    weighted sums. The tolerance of both is multiplied by the largest score: softmax amplifies
     relative errors of q and k by it.
     """
     allowed, names = Tolerance(a, b), forward_order(a, b)

@@ -215,7 +215,7 @@ def compare_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) -> 
 
 def work(request: DiffWork) -> None:
     """Record this process's rank of one side into request.folder; `diff` starts such processes for
-    a side with several ranks.
+    a side that does not run in its own (`_record_side`).
     """
     both = open_sides(request)
     side = both.a if request.side == both.a.name else both.b

@@ -167,15 +167,15 @@ def merge_ranks(ranks: list[Tensors]) -> Tensors:
     return out
 
 
-# On disk a piece is a tensor whose name says all about it: rank|stage|name|partial|shape|where, and
-# its rows another, under the same name and `rows`.
+# On disk a piece is a tensor whose name says all about it:
+# stage|name|partial|shape|where|rank|number|values; its rows are another, which ends in `rows`.
 
 
 def save(folder: Path, tensors: Tensors, rank: int) -> None:
     """Write this rank's recording into its own new subfolder of `folder`, as safetensors."""
     stored = dict(_named_pieces(tensors))
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in stored.items()}
-    # one folder per rank: nobody waits for a lock
+    # one folder per rank: all ranks write at the same time
     mine = folder / f"rank-{rank:05d}"
     mine.mkdir()
     safetensors.write_tensors(mine, specs, stored.items())

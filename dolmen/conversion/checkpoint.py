@@ -62,7 +62,7 @@ class RunCheckpoint(WeightsAlone):
 
     @property
     def iteration(self) -> int:
-        """The checkpoint's step: its number of optimizer updates."""
+        """The checkpoint's step, skipped ones included."""
         return self.step
 
     @property
@@ -172,7 +172,6 @@ class RunCheckpoint(WeightsAlone):
         lengths = None
         if self.adapter.kind == "dora":
             lengths = self.read_adapter(magnitude_name(name))
-        # in fp32, rounded once to the weight's dtype
         return tensor.Adapter(down, up, self.adapter.scale, lengths).merged(weight)
 
     def frozen(self, name: str) -> Shaped[Tensor, "*whole"]:

@@ -81,7 +81,7 @@ def export_model(
     `critic`: write the critic of a PPO run in place of its policy. Warns of optimizer state and fp8
     scales, which are dropped. Raises ValueError, KeyError or OSError.
     """
-    # Export needs no proof: a run's own weights are written, in one process, as its model is saved.
+    # Not compared with the source after writing, as `convert` does.
     opened = open_source(source)
     if critic:
         opened = _open_critic(opened)
@@ -348,7 +348,7 @@ def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:
     need = 8 * sum(leaf.elements for leaf in tree.leaves.values())
     # layers that are computed at a time
     step = tree.layers if need <= room else 1
-    # 24 tokens: enough for every kind of mask and position, and cheap at 70 B parameters
+    # TOKENS, or fewer where the model has fewer positions
     length = min(TOKENS, tree.longest or TOKENS)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(tree.vocab_size, (1, length), generator=draw)

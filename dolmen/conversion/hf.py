@@ -259,8 +259,8 @@ def open_transformers(
 
 
 def _with_name(model: Model, folder: Path) -> Model:
-    """Return the model with its `bare` option set where the file names lack the family's prefix
-    ("model.", "transformer."), so that an export writes names of the same kind.
+    """Return the model with its `bare` option set where no stored tensor's name has the
+    family's prefix ("model.", "transformer."), so that an export writes names of the same kind.
     """
     family = model.family
     if BARE not in family.fields:

@@ -1,8 +1,8 @@
 """Writes a model as a folder of transformers: config.json, weights, generation_config.json and
 tokenizer files, all of them or nothing. hf.py reads them.
 
-    write(source, folder)      any source (source.py), one tensor in memory at a time
-    as_transformers(source)    a folder that transformers loads: its own, or one for a while
+    write(source, folder)        any source (source.py), one tensor in memory at a time
+    transformers_folder(source)  a folder that transformers loads: its own, or one for a while
 """
 
 import json
@@ -210,7 +210,7 @@ def _write_sidecar_files(
     """
     if dtype != stated_dtype(model):
         model = edit(model, dtype=str(dtype).removeprefix("torch."))
-    # stacklevel 4: the caller of write, save or write_sidecars
+    # stacklevel 4: the caller of write or write_sidecars
     if lost := unknown.export_warning(model):
         warnings.warn(lost, stacklevel=4)
     content = model.export_config()

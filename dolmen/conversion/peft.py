@@ -191,8 +191,8 @@ def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], mode
 
 
 def _modules(model: Model) -> dict[str, str]:
-    """Module name in transformers -> our weight, for linear modules that are exactly one of our
-    weights.
+    """Module name in transformers -> our weight, for modules whose weight is exactly one of ours;
+    norms and embeddings are among them.
     """
     whole = {}
     for stored, entry in weight_map(model).entries.items():
@@ -253,7 +253,7 @@ def _config(run: RunCheckpoint, form: LoraSpec, modules: Mapping[str, str]) -> d
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        # a path or hub id; None makes PEFT ask for the model
+        # a path or hub id; None of a run that began without --init
         "base_model_name_or_path": run.init,
         "r": form.rank,
         "lora_alpha": form.alpha,

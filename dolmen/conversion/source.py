@@ -38,8 +38,8 @@ from dolmen.model.spec import ModelSpec
 
 
 class Source(Tensors, Protocol):
-    """A model with its weights, in any format. Opening reads only its configuration; stored tensors
-    are looked at when a property or method needs them.
+    """A model with its weights, in any format. Opening reads what describes it and no tensor;
+    stored tensors are looked at when a property or method needs them.
     """
 
     @property
@@ -61,7 +61,7 @@ class Source(Tensors, Protocol):
 
     @property
     def iteration(self) -> int | None:
-        """Number of optimizer updates that trained it, or None where the format does not record
+        """Number of steps (iterations) that trained it, or None where the format does not record
         it.
         """
         ...
@@ -204,9 +204,9 @@ def open_source(
 
 
 def pin_source(name: str | Path) -> str:
-    """Resolve a run's folder to the path of its newest checkpoint, so that later calls open the
-    same one while the run goes on. Other names, hub ids too, are returned unchanged. Raises as
-    `open_source`.
+    """Resolve a run's folder, or another with several checkpoints (Megatron's, SAT's), to the path
+    of the newest, so that later calls open the same one while the run goes on. Other names,
+    hub ids too, are returned unchanged. Raises as `open_source`.
     """
     folder = hf.resolve_model(name)
     newest = _format(folder).newest(folder)
@@ -290,7 +290,6 @@ def open_adapters(name: str | Path, base: Source) -> LowRank:
     id. Raises ValueError, naming the folder, where it has no adapters or they do not fit the base.
     """
     folder = hf.resolve_model(name)
-    # PEFT first: such a folder may lie inside a run's
     if peft.is_peft(folder):
         return peft.read(folder, base.model)
     if not checkpoint.is_run(folder):

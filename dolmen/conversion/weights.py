@@ -12,7 +12,7 @@ invertible rearrangements. `split_stored` applies it (stored -> ours) and `join_
     Rename              w                                    w
     Transpose(r)        w^T                                  those of r on w
     Split(groups, n)    per group: n1 rows, n2 rows, ...     the n1 rows of all groups, the n2, ...
-    Bare(r)             without the prefix of the file       those of r
+    BareParameter(r)    named without ".weight"              those of r
     Paired(heads)       rope pairs as neighbours             rope pairs as halves of a head
     Each(r)             [experts, ...]                       those of r on each expert, stacked
     Stack               one tensor per expert                one tensor [experts, ...]
@@ -238,7 +238,7 @@ class Moments:
 
     step: int
     kinds: Mapping[str, Tensors]
-    """Tensors of each trained parameter, by the names of MOMENTS."""
+    """Tensors of each trained parameter, by the names of MOMENTS, and "param": fp32 masters."""
 
 
 class WeightsAlone:

@@ -185,7 +185,8 @@ def write_tensors(
 ) -> None:
     """Write `tensors`, in any order, cast to the dtype of their spec, as shards of at most
     `shard_bytes` (a larger tensor has a shard of its own). One tensor is in memory at a time. Files
-    get their names when all are complete; on an error none is left. Raises as `ShardFiles.write`.
+    get their names when all are complete; on an error no unfinished
+    one is left. Raises as `ShardFiles.write`.
     """
     shards = ShardFiles(Path(folder), specs, shard_bytes)
     try:

@@ -19,7 +19,7 @@ Latent attention (DeepSeek's) as Megatron-Core's options say it (MultiLatentAtte
                            max_position_embeddings, and between the two 4096, with no option
 
 `args` do not say which version saved them. A combination that the versions compute differently is
-refused. RopeSpec pairs are always neighbours; norms of latents exist with qk_layernorm only.
+refused. Its rope pairs are always neighbours; norms of latents exist with qk_layernorm only.
 """
 
 from collections.abc import Mapping
@@ -175,7 +175,7 @@ def _window(said: Said) -> int | None:
 def _activation(said: Said) -> Activation:
     # the fused kernel is bias + GELU(tanh); without biases Megatron does not use it
     """GELU of an MLP that is not gated: the tanh approximation where the fused kernel (which needs
-    biases) or openai_gelu is used, else the exact one.
+    biases) or openai_gelu is used, else the exact one, as under onnx_safe always.
     """
     fused = bool(said["bias_gelu_fusion"]) and _has_biases(said)
     if said["onnx_safe"]:

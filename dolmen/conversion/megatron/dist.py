@@ -266,7 +266,7 @@ def _state(
             continue
         kind, key = KIND.get(match["kind"], match["kind"]), match["key"]
         of = stored.get(key)
-        # moments that are flattened or resharded have other shapes
+        # moments of a flattened buffer have other shapes
         if of is None or of.spec.shape != one.spec.shape:
             shape = "not there" if of is None else of.spec.shape
             return State(unread=f"{own} is {one.spec.shape}, and {key} is {shape}")

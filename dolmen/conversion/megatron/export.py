@@ -227,8 +227,8 @@ class Plan:
 
     def states(self, pp: int, ep: int) -> dict[str, bytes | None]:
         """Content of each `_extra_state` at (pp, ep), by its full name: the fp8 scaling state of a
-        module with a weight, None where it is empty. No entries in dialects without Transformer
-        Engine's modules.
+        module with a weight, None where it is empty. No entries in a dialect that stores
+        none (`stateful`).
         """
         if not self.dialect.stateful:
             return {}

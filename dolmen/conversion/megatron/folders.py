@@ -71,7 +71,7 @@ class Sizes:
         return ", ".join(f"{n} {size}" for n, size in vars(self).items() if n == "tp" or size > 1)
 
     def name(self, tp: int, pp: int, ep: int) -> str:
-        """Folder name of the rank at (tp, pp, ep); axes of size 1 do not occur in it."""
+        """Folder name of the rank at (tp, pp, ep); pp and ep are left out where their size is 1."""
         name = f"mp_rank_{tp:02d}"
         name += f"_{pp:03d}" if self.pp > 1 else ""
         return name + (f"_{ep:03d}" if self.ep > 1 else "")
