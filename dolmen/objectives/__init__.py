@@ -6,7 +6,7 @@ Pure functions of log-probabilities, values or scores, for any loop
     preference.py   DPO and variants, KTO, SimPO, ORPO; and their objectives
     reward.py       losses of reward and value models; and their objectives
     masked.py       means under a mask
-Objectives: called with the last hidden vectors and the LM head, on the last stage
+Objectives: called with the last hidden vectors and the model's head, on the last stage
     objective.py    the interface, cross-entropy, masked LM
     pairs.py        completions packed in pairs
     grpo.py, ppo.py policies and critics over layouts

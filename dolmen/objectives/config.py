@@ -121,8 +121,8 @@ class ObjectiveConfig:
 
 
 def check_dpo(beta: float, kind: str, label_smoothing: float, rpo_alpha: float = 0.0) -> None:
-    """Raise ValueError for an unknown `kind` of preference loss, and for hyperparameters out of
-    range or without effect on that kind.
+    """Raise ValueError for an unknown `kind` of preference loss, for hyperparameters out of range,
+    and for an `rpo_alpha` with a kind that has none.
     """
     known = (*get_args(PairKind), *get_args(ReferenceFreeKind), *get_args(UnpairedKind))
     if kind not in known:

@@ -5,7 +5,7 @@ and the losses of next tokens (pretraining, fine-tuning) and of masked tokens (e
     output = objective(hidden, head, microbatch)      on the last stage, inside the model's forward
     loss = sum of output.total over all ranks and microbatches / sum of count
 
-Every loss is a quotient of two global sums. The count follows from labels alone, so it is known
+Every loss is a quotient of two global sums. The count follows from the batch alone, so it is known
 before anything is computed, divides the loss before backward, and gradients over dp are summed and
 never averaged. A rank with fewer real tokens therefore weighs less, exactly as its rows would in
 one process, and neither the number of microbatches nor padding changes the result.
@@ -37,7 +37,7 @@ class Objective(Protocol):
     """A loss of a run. Frozen: its hyperparameters are its fields."""
 
     head: ClassVar[type]
-    """The head that the model must have: spec.Head (logits) or spec.Scalar (one number)."""
+    """The head that the model must have: spec.LMHeadSpec (logits) or spec.ScalarHeadSpec."""
 
     @property
     def names(self) -> tuple[str, ...]:

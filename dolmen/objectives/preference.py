@@ -8,7 +8,7 @@ objectives of a run.
 The log-probabilities of the reference model are computed before the first step (training/
 reference.py) and come with the batch as numbers[REFERENCE], so no second model is held in memory.
 Log-ratios are summed token by token, log p - log p_ref: the difference of two sums over hundreds of
-tokens would lose about 4 of fp32's 7 digits.
+tokens would lose digits.
 """
 
 import math

@@ -162,7 +162,7 @@ ARGUMENTS = {"reward": ("prompt", "completion", "row"), "turn": ("prompt", "turn
 
 def import_function(name: str) -> Callable[..., Any]:
     """Return the function of MODULE:FUNCTION; the current folder is added to the import path.
-    Raises ValueError where module or function does not exist.
+    Raises ValueError where the import fails or there is no such function.
     """
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:

@@ -278,7 +278,7 @@ def check_experts(
     file: Path, experts: Int16[Tensor, "completions length choices"], tree: ModelSpec
 ) -> None:
     """Raise Refused where the file's expert indices do not fit a model of `tree`: another number of
-    choices per token, or an index over the number of experts.
+    choices per token, or an index that is not below the number of experts.
     """
     choices = max((place.stop for place in choice_slices(tree).values()), default=0)
     if experts.shape[2] != choices:

@@ -80,7 +80,8 @@ class _RecompileLimitHandler(logging.Handler):
 @contextmanager
 def report_recompile_limit(report: Callable[[str], None]) -> Iterator[None]:
     """Context manager that calls `report` with a warning each time torch.compile gives up on a
-    function because it was compiled too often; that function runs uncompiled from then on.
+    function because it was compiled too often; calls that fit none of its programs then run
+    uncompiled.
     """
     handler, logger = _RecompileLimitHandler(report), logging.getLogger(strings.DYNAMO)
     logger.addHandler(handler)

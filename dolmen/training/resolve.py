@@ -91,7 +91,8 @@ def resolve(
 
     processes:  those of the run; None: as many as the layout says
     checkpoint: the newest one of a run that resumes, read in place of a deleted initial model
-    reads_init: False in a dry run: the model of --init is not opened, and nothing filled in from it
+    reads_init: False in a dry run: the model of --init is opened only if there are reward models,
+                and nothing is filled in from it
     """
     config = resolve_model(config, processes)
 

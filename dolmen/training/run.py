@@ -180,8 +180,8 @@ def make_initial(job: _Job) -> TrainState:
 @contextmanager
 def _lock(job: _Job) -> Iterator[None]:
     """Context manager that holds the lock of the run's folder, on the first rank. Raises Unusable,
-    on every rank, where another run holds it; a restart waits 60 seconds. Warns where the file
-    system has no locks.
+    on every rank, where another run holds it; a restart waits up to 60 seconds. Warns where the
+    file system has no locks.
     """
     patience = 60 if job.start.restarted else 0
     held = on_first_rank(job.mesh, lambda: folder.lock_folder(job.out, patience))
@@ -200,7 +200,8 @@ def _lock(job: _Job) -> Iterator[None]:
 def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -> Outcome:
     """Train in the folder, whose lock is held: clear it or resume, write inputs, run the steps,
     close. Return the outcome. `references` has the log-probabilities of the reference model, to be
-    stored. Raises FloatingPointError where the last step was skipped as not finite.
+    stored. Raises FloatingPointError where loss or gradient of the last step was not finite, unless
+    the loss scale is dynamic.
     """
     if job.start.overwrite:
         on_first_rank(job.mesh, lambda: folder.clear_run(job.out, job.start.owner))

@@ -1,8 +1,9 @@
 """Start or resume of a run, agreed on by all ranks.
 
 Ranks may see different files, options, code or restart counts, and a rank that resumed while
-another started would hang in its first collective, or train on other weights. So before anything is
-read they compare options, versions and a hash of the code (`rank_facts`), and decide together:
+another started would hang in its first collective, or train on other weights. So before a
+checkpoint is loaded they compare options, versions and a hash of the code (`rank_facts`), and
+decide together:
 
     first start    as --resume and --overwrite request; a folder that holds a run is an error
     restart        if any rank's launcher counts one: from the newest complete checkpoint, or an

@@ -165,7 +165,7 @@ class TrainState:
     scale: LossScale = field(default_factory=lambda: LossScale(False))
     spike: SpikePolicy = field(default_factory=SpikePolicy)
     step: int = 0  # steps made, and the index of the next batch
-    updates: int = 0  # those of them that were not skipped
+    updates: int = 0  # those of them that changed parameters
     # difference of the optimizer's step count to `updates`: over 0 with moments of another run,
     # below 0 after a reset (NewRows)
     inherited: int = 0

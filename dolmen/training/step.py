@@ -8,7 +8,8 @@
     signal       the largest that any rank has received          all-reduce (max) over the world
     losses       sums of losses and metrics, expert tallies      all-reduce over the world
     read back    all numbers at once: the only wait for the device
-    update       clip, optimizer, router bias, fp8 scales        none (Muon gathers its matrices)
+    update       clip, optimizer, router bias, fp8 scales        none (Muon gathers its matrices;
+                                                                 fp8 maxima: tp, fsdp)
 
 Every rank makes these calls in this order, whatever its own numbers are: a rank that branched on a
 local value would leave the others in a collective. So each decision (skip, clip, stop) is taken
