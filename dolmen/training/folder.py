@@ -63,7 +63,7 @@ def unlock_folder(out: Path, descriptor: int | None) -> None:
 
 
 LIST = ".dolmen"
-LOCK = ".dolmen-lock"  # held while a run is; see lock.py
+LOCK = ".dolmen-lock"  # held while a run is: `lock_folder`
 OWNER = ".overwritten-by"  # the jobs that have emptied the folder
 TOKENIZER = (
     r"(tokenizer(_config)?|special_tokens_map|added_tokens|vocab|chat_template)\.json|merges\.txt"

@@ -153,8 +153,8 @@ def check_group_size(config: RolloutConfig) -> None:
 
 
 def check_reward_model(resolved: ResolvedRun, name: str) -> None:
-    """Raise ValueError where the reward model `name` has no scalar head, another vocabulary, fewer
-    positions than the run's sequences, or a shape that the layout does not divide.
+    """Raise ValueError where the reward model `name` has no scalar head, another vocabulary, no
+    more positions than the run's sequence length, or a shape that the layout does not divide.
     """
     run, source = resolved.config, resolved.rewards[name]
     own, tree = run.data.tokenizer or resolved.tokenizer, source.tree

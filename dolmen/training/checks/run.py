@@ -5,7 +5,7 @@ are in modules of their own.
 Validation is the second of three steps:
 
     resolve     opens each model once and fills in what the options leave open   training/resolve.py
-    validate    pure functions of the resolved values; opens and writes nothing  training/checks/
+    validate    checks the resolved values; writes nothing                       training/checks/
     run         trains; assumes that every rule here holds                       training/run.py
 
 So a rule is stated once, where all values are known, and no later code repeats it. `validate` is
