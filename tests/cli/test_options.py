@@ -233,6 +233,12 @@ OTHERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    """Recipes without --out mean runs/NAME, which `make quickstart` leaves in the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 def options(text: str) -> list[str]:
     """Names of the options of a help text, in its order; their lines begin with a dash, those of
     their texts are indented.

@@ -19,6 +19,12 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 EACH = 64  # tokens of a step of the tiny run: 4 sequences of 16
 
 
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    """Recipes without --out mean runs/NAME, which `make quickstart` leaves in the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 def rates(folder) -> dict[int, tuple[float, float]]:
     """Step -> tokens, learning rate."""
     rows = read_metrics(folder / "metrics.jsonl")
