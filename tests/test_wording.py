@@ -12,7 +12,7 @@ import pytest
 from test_house import files, nodes
 
 LIMITS = {
-    "fragments": 18,
+    "fragments": 15,
     "participles": 46,
     "prepositions": 74,
     "shared class names": 29,

@@ -218,10 +218,8 @@ def _refuse_missing(known: Mapping[str, Option], values: Mapping[str, Any]) -> N
     # all at once, not one per run
     missing = [o for o in known.values() if o.default is MISSING and o.key not in values]
     if missing:
-        named = (
-            f"{'a word' if Mark.POSITIONAL in o.marks else f'--{o.name}'} ({o.text.rstrip('.')})"
-            for o in missing
-        )
+        names = (o.name.upper() if Mark.POSITIONAL in o.marks else f"--{o.name}" for o in missing)
+        named = (f"{name} ({o.text.rstrip('.')})" for name, o in zip(names, missing, strict=True))
         raise BadInput(f"missing {', and '.join(named)}")
 
 

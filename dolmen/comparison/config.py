@@ -12,18 +12,18 @@ DTypes = Literal["float32", "bfloat16", "float16", "float64"]
 
 @config()
 class SideConfig:
-    """How one side is computed."""
+    """Settings of one of the two computations."""
 
     dtype: DTypes = "float32"
-    """Type to compute in. Of half precision dolmen's weights rest in float32, as when it trains,
-    and those of transformers in that type.
+    """Data type of the computation. With bfloat16 and float16, dolmen stores weights in float32, as
+    in training; transformers stores them in this type.
     """
     layout: Layout = Layout()
 
 
 @config("optimizer")
 class Update:
-    """The one update by AdamW, on both sides."""
+    """The AdamW update of A and B."""
 
     lr: NonNegative = OptimizerConfig.lr
     """Learning rate."""
@@ -34,9 +34,9 @@ class Update:
     beta2: Below1 = OptimizerConfig.beta2
     """Decay of the second moment."""
     eps: NonNegative = OptimizerConfig.eps
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     clip: NonNegative = OptimizerConfig.clip
-    """Largest norm of the whole gradient; 0 switches clipping off."""
+    """Maximum global gradient norm; 0: no clipping."""
 
     @property
     def config(self) -> OptimizerConfig:
@@ -46,33 +46,35 @@ class Update:
 
 @config()
 class DiffConfig:
-    """Find the first tensor in which two programs of one model part: dolmen under one layout and
-    under another, or beside transformers. Weights by name, then what forward computes, gradients
-    from the head down, and one update. Exit code 1 if they part.
+    """Compare two computations of one model, A and B, and report the first tensor that differs:
+    dolmen with two layouts, or dolmen and transformers. Compares weights by name, then activations
+    of forward, gradients from the head down, and one AdamW update. Exit code 1 if they differ.
 
         dolmen diff MODEL transformers --a.layout.tp 2
     """
 
     first: Annotated[str, Mark.POSITIONAL]
-    """A: a transformers directory or hub id, a run (its newest whole checkpoint is taken), one
-    checkpoint in it, or one of Megatron: computed by dolmen. `transformers:` before it has
-    transformers compute.
+    """A: a transformers directory or hub id, a run's folder (its newest complete checkpoint), one
+    checkpoint in it, or a Megatron checkpoint. Computed by dolmen, or by transformers with the
+    prefix `transformers:`.
     """
     second: Annotated[str, Mark.POSITIONAL]
-    """B, what A is held to: the same; `transformers` alone is that program on A's model."""
+    """B, the reference that A is compared with: given like A. `transformers` without a path
+    computes A's model with transformers.
+    """
     a: SideConfig = SideConfig()
     b: SideConfig = SideConfig()
     until: Literal["weights", "forward", "backward", "update"] = "update"
-    """The last that is compared: weights by name, what forward computes, gradients, or one update
-    by AdamW.
+    """Last stage that is compared: weights by name, activations of forward, gradients, or one AdamW
+    update.
     """
     length: Positive = 64
-    """Tokens of the random sequences; a layout may need a few more."""
+    """Length of the random sequences in tokens; rounded up where a layout requires it."""
     optimizer: Update = Update()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
     json: str | None = None
-    """File to write everything that was compared to."""
+    """JSON file to write all comparisons to."""
 
 
 @config()

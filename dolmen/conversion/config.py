@@ -38,9 +38,10 @@ class ExportConfig:
 
 @config()
 class ConvertConfig:
-    """Write a model of any format (a transformers directory, a run, a Megatron checkpoint: it is
-    recognised by itself) in another one, one tensor in memory at a time. What is written is opened
-    again and compared: every tensor, then the logits. Nothing stands at DESTINATION before that.
+    """Convert a model from any format (a transformers directory, a run, a Megatron checkpoint;
+    detected automatically) to another, with one tensor in memory at a time. The result is read back
+    and compared with the source, every tensor and then the logits, before it appears at
+    DESTINATION.
     """
 
     source: Annotated[str, Mark.POSITIONAL]
@@ -48,25 +49,30 @@ class ConvertConfig:
     destination: Annotated[Name, Mark.POSITIONAL]
     """Folder to write; it must be empty or not exist."""
     to: Literal["hf", "megatron", "megatron-core", "torch-dist"]
-    """hf: a transformers directory. megatron: ranks with the names from before Megatron-Core.
-    megatron-core: ranks with its names. torch-dist: its checkpoints that any number of ranks reads.
+    """Format to write. hf: a transformers directory. megatron: a checkpoint per rank with the
+    parameter names from before Megatron-Core. megatron-core: a checkpoint per rank with Megatron-
+    Core's names. torch-dist: Megatron-Core's distributed checkpoint, which any number of ranks can
+    load.
     """
     tp: Positive = 1
-    """Megatron: ranks of tensor parallelism."""
+    """megatron, megatron-core: tensor-parallel size."""
     pp: Positive = 1
-    """Megatron: ranks of the pipeline."""
+    """megatron, megatron-core: pipeline-parallel size."""
     virtual_stages: Positive = 1
-    """Megatron: chunks of layers per pipeline rank."""
+    """megatron, megatron-core: virtual stages (chunks of layers) per pipeline rank."""
     ep: Positive = 1
-    """megatron-core: ranks of expert parallelism, each with its share of every layer's experts."""
+    """megatron-core: expert-parallel size."""
     spec: Literal["te", "local"] | None = None
-    """megatron-core: layers of Transformer Engine, or Megatron's own. Default: te."""
+    """megatron-core: layer spec, Transformer Engine's (te) or Megatron's own (local). Default: te.
+    """
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the tensors. Default: that of the source's config.json, or of its tensors where it
-    has none.
+    """Data type of the written tensors. Default: that of the source's config.json, or of its
+    tensors if config.json names none.
     """
     vocab_size: int | None = None
-    """Tokens of the vocabulary, where the source has rows behind them and does not say how many."""
+    """Number of tokens in the vocabulary: needed if the source's embedding is padded and the source
+    does not record the number without padding.
+    """
     threads: Positive | None = None
     """Threads that write and compare, each with one tensor in memory. Default: one per core, at
     most 4.

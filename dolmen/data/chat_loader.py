@@ -165,7 +165,7 @@ def _told_padding(tokenizer: PreTrainedTokenizer) -> str:
             "padding: none, as the tokenizer has no special token but the one that ends a text: "
             "transformers scores the exported model one text at a time"
         )
-    return f"padding: {printable(tokenizer.decode([token]))} ({token}), which ends no text"
+    return f"padding: {printable(tokenizer.decode([token]))} ({token}), which is not an EOS token"
 
 
 def refuse_model(config: DataConfig, model: ModelSpec | None) -> None:
@@ -173,7 +173,7 @@ def refuse_model(config: DataConfig, model: ModelSpec | None) -> None:
     if model is not None and (model.both_ways or model.blanks is not None):
         why = "fills in masked tokens" if model.both_ways else "has blanks and prefixes of its own"
         raise ValueError(
-            f"data.rows {config.rows} is for models that foretell the next token, and this one "
+            f"data.rows {config.rows} is for models that predict the next token, and this one "
             f"{why}: use --data.rows text"
         )
 

@@ -13,25 +13,26 @@ ChatRows = Literal["chats", "pairs", "completions"]
 
 @config("data")
 class TokenConfig:
-    """Text, and how it becomes tokens."""
+    """Text and its tokenisation."""
 
     path: tuple[Name, ...] = ()
     """The text: files, folders and globs of .txt, .md, .py and other UTF-8 text (a file is a
-    document), .jsonl, .json and .parquet (a row is a document), the text ones packed as .gz or .zst
-    too; Megatron's .bin with its .idx beside it, whose tokens are read as they are; ids of the
-    Hugging Face hub (`org/name` or `org/name:config`), or `python-standard-library`. Weights make a
-    mixture to train on: `0.7:PATH 0.3:PATH`. Without weights, all entries are one corpus. Of a
-    folder, hidden files and what dolmen has written are left out.
+    document), .jsonl, .json and .parquet (a row is a document), all but .parquet also compressed as
+    .gz or .zst; a Megatron .bin file with its .idx in the same folder, which is already tokenised;
+    ids of the Hugging Face hub (`org/name` or `org/name:config`), or `python-standard-library`.
+    Weights make a mixture to train on: `0.7:PATH 0.3:PATH`. Without weights, all entries are one
+    corpus. In a folder, hidden files and files written by dolmen are skipped.
     """
     tokenizer: Name | None = None
     """Folder or hub id of a `transformers` tokenizer."""
     end_of_text: str | None = None
-    """The token that marks the end of a document, for a tokenizer that names none."""
+    """End-of-document token, for a tokenizer that defines none."""
     text_field: str = "text"
     """Field (.jsonl, .json) or column (.parquet, hub) that holds the text."""
     cache: Name | None = None
-    """Folder for the tokens, which are built once and reused while nothing changes. Default:
-    ~/.cache/dolmen. Each folder in it may be deleted at any time: it is built again when needed.
+    """Folder of the token cache, which is built once and reused until the data or the tokenizer
+    changes. Default: ~/.cache/dolmen. Folders in it may be deleted at any time and are rebuilt when
+    needed.
     """
     workers: Positive | None = None
     """Threads that tokenise. Default: one per core."""
@@ -83,35 +84,34 @@ class DataConfig(TextConfig):
     """
     order: Literal["dolmen", "megatron"] = "dolmen"
     """Order in which samples are read: dolmen's, by windows, or that of Megatron-LM, which depends
-    on --train.steps and holds out by --data.split.
+    on --train.steps and splits off validation data by --data.split.
     """
     masked_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Share of the tokens of a sequence that a model which fills in masked ones (BERT, RoBERTa) is
-    to fill in, by whole words.
+    """Masked language models (BERT, RoBERTa): fraction of the tokens of a sequence that are masked,
+    in whole words.
     """
     rows: Literal["text", "chats", "pairs", "completions", "prompts"] = "text"
     """Content of the rows of files and of the hub. chats: `messages`, ShareGPT's `conversations` or
-    Alpaca's `instruction` and `output`, told apart by these fields; a `weight` multiplies the loss
-    of a row. They are packed whole into sequences, and none sees another. pairs: `prompt`, and two
-    answers to it, `chosen` and `rejected`, as text or messages, and maybe a `margin`. completions:
-    `prompt`, `completion`, and `label`, whether it is wanted, or pairs. prompts: `prompt` or
-    `messages`, which the model itself answers, and what its reward asks for besides.
+    Alpaca's `instruction` and `output`, detected by these fields; an optional `weight` multiplies
+    the loss of a row. Whole chats are packed into sequences, without attention between them. pairs:
+    `prompt` with two completions, `chosen` and `rejected`, as text or messages, and an optional
+    `margin`. completions: `prompt`, `completion` and `label` (true if desirable), or pairs.
+    prompts: `prompt` or `messages`, which the model completes, and the fields that its reward
+    needs.
     """
     template: Name | None = None
-    """How chats are written: a file of Jinja, chatml or alpaca. Default: the tokenizer's own chat
-    template.
-    """
+    """Chat template: a Jinja file, chatml or alpaca. Default: the tokenizer's own chat template."""
     masking_strategy: Literal["assistant", "last", "all"] = "assistant"
     """Turns of a chat that are trained on: those of the assistant, the last of them, or all."""
     packing: bool = True
-    """Several chats in a sequence, where they fit; else one in each."""
+    """Pack several chats into a sequence where they fit, in place of one per sequence."""
     max_row_bytes: Positive = 4 * 2**20
-    """Most bytes of a row of chats, pairs, completions or prompts: one of 4 MiB is tokenised in 12
-    s, with 700 MB of memory. Rows of text are read in pieces, and have no such limit.
+    """Maximum bytes of a row of chats, pairs, completions or prompts; tokenising a row of 4 MiB
+    takes 12 s and 700 MB of memory. Rows of text are read in pieces and have no limit.
     """
     split: str | None = None
-    """Shares of each data set to train, validate and test on, in order, where --data.order is
-    megatron and --data.validation is unset. Default: 969,30,1.
+    """Ratio of training, validation and test part of each data set, where --data.order is megatron
+    and --data.validation is unset. Default: 969,30,1.
     """
 
     def __post_init__(self):

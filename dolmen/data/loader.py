@@ -308,7 +308,7 @@ def make_cloze(
     if config.document_mask or config.order != "dolmen":
         asked = "document-mask" if config.document_mask else f"order {config.order}"
         raise ValueError(
-            f"data.{asked} is for models that foretell the next token, and this one fills in "
+            f"data.{asked} is for models that predict the next token, and this one fills in "
             "masked ones: leave it out"
         )
     return of_tokenizer(

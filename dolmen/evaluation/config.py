@@ -10,9 +10,9 @@ from dolmen.model.layout import Layout, Split
 
 @config()
 class VerifyConfig:
-    """Compare a model as dolmen computes it with transformers itself: logits, loss, gradients,
-    greedy tokens, in float32. Exit code 1 if they differ. Of a run or checkpoint transformers is
-    given a temporary export.
+    """Compare dolmen with transformers on one model: logits, loss, gradients and greedy tokens, in
+    float32. Exit code 1 if they differ. A run or checkpoint is exported to a temporary directory
+    for transformers.
     """
 
     folder: Annotated[str, Mark.POSITIONAL]
@@ -20,9 +20,9 @@ class VerifyConfig:
     one checkpoint in it; a Megatron checkpoint, or Meta's files of a Llama.
     """
     against: str | None = None
-    """Model that transformers loads. Default: the same."""
+    """Model that transformers loads. Default: FOLDER."""
     length: int = 64
-    """Tokens of the random sequences."""
+    """Length of the random sequences in tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
     layout: Split = Split()
@@ -30,7 +30,7 @@ class VerifyConfig:
 
 @config("layout")
 class Axes:
-    """How the model is split, and its work shared."""
+    """How the model is split over processes."""
 
     tp: Positive = 1
     """Tensor parallelism: processes that share every layer."""
@@ -39,7 +39,9 @@ class Axes:
     pp: Positive = 1
     """Pipeline parallelism: processes that hold different layers."""
     dp: Positive | None = None
-    """Data parallelism: processes that read different texts. Default: what the processes leave."""
+    """Data parallelism: processes that read different texts. Default: the number of processes
+    divided by the other sizes.
+    """
     ep: Positive = 1
     """Expert parallelism: processes of dp x cp that hold different experts. Adds no processes."""
 
@@ -54,15 +56,15 @@ class TasksConfig:
     """Tasks of lm_eval, an extra: `pip install 'dolmen[tasks]'`."""
 
     tasks: Name | None = None
-    """Tasks of lm_eval to score the model by, names between commas."""
+    """Tasks of lm_eval to evaluate, comma-separated names."""
     num_fewshot: Count | None = None
-    """Examples before each question. Default: what the task says."""
+    """Few-shot examples before each question. Default: the task's own number."""
     limit: AboveZero | None = None
-    """Most questions of each task, or, below 1, the share of them."""
+    """Maximum number of questions of each task, or, below 1, the fraction of them."""
     apply_chat_template: bool = False
-    """Put questions as a user's turns, by the tokenizer's chat template."""
+    """Format questions as user turns with the tokenizer's chat template."""
     tasks_path: Name | None = None
-    """Folder of task files (.yaml) of one's own."""
+    """Folder with your own task files (.yaml)."""
 
     def __post_init__(self):
         if self.limit is not None and self.limit > 1 and self.limit != int(self.limit):
@@ -76,20 +78,20 @@ class TasksConfig:
 
 @config("evaluate", kw_only=True)
 class DuringConfig(TasksConfig):
-    """Evaluation of a run while it trains: tasks of lm_eval (pip install 'dolmen[tasks]'), and
-    what it writes after some prompts.
+    """Evaluation during training: tasks of lm_eval (pip install 'dolmen[tasks]'), and completions
+    of some prompts.
     """
 
     every: Positive | None = None
     """Steps between evaluations; unset: ten per run. The last step is always evaluated."""
     samples: Name | None = None
-    """Text file with a prompt per line, which the model continues: samples.jsonl of the run's
-    folder.
+    """Text file with one prompt per line. The model completes each; completions are written to
+    samples.jsonl in the run's folder.
     """
     max_new_tokens: Positive = 64
-    """Most tokens of a sample; an end of text ends it earlier."""
+    """Maximum tokens of a sample; an end-of-sequence token ends it earlier."""
     temperature: NonNegative = 0.0
-    """Sampling temperature: 0 takes the likeliest token; 1 draws from the model's own distribution.
+    """Sampling temperature: 0 is greedy decoding, 1 samples from the model's unscaled distribution.
     """
     seed: int = 0
     """Seed of the samples, the same at every step."""
@@ -110,10 +112,11 @@ class DuringConfig(TasksConfig):
 
 @config()
 class EvaluateConfig(TasksConfig):
-    """How well a transformers directory, or a run, foretells a text, over all of it: loss in nats
-    per token, perplexity, bits per byte, and how many tokens are the likeliest. Each document is
-    read by itself, whole up to --window tokens, with no special tokens; every token but the first
-    of a window is counted, and all bytes of the text are.
+    """Evaluate how well a model predicts a text: loss in nats per token, perplexity, bits per byte,
+    and top-1 accuracy (the share of tokens to which the model gives the highest probability). Each
+    document is evaluated separately, in windows of at most --window tokens, without special tokens.
+    The first token of a window is context and not counted; bits per byte counts all bytes of the
+    text.
     """
 
     source: Annotated[str, Mark.POSITIONAL]
@@ -121,17 +124,17 @@ class EvaluateConfig(TasksConfig):
     one checkpoint in it; a Megatron checkpoint, or Meta's files of a Llama.
     """
     window: int | None = None
-    """Tokens of a text that are read at once: a longer document is cut into windows. Default:
-    max_position_embeddings, all that the model takes.
+    """Maximum tokens of one forward: a longer document is cut into windows. Default:
+    max_position_embeddings of the model.
     """
     stride: int | None = None
-    """Tokens from the beginning of a window to that of the next: a smaller one sees more and costs
-    more. Default: that of --window, so that windows do not overlap.
+    """Tokens between the starts of two successive windows. Smaller than --window, windows overlap:
+    each token is predicted from more context, at a higher cost. Default: --window, without overlap.
     """
     json: Name | None = None
-    """File to write the numbers to."""
+    """JSON file to write the numbers to."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type to compute in. Default: that of config.json."""
+    """Data type of the computation. Default: that of config.json."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
     data: TextConfig = TextConfig()

@@ -311,7 +311,7 @@ class Evaluation:
         table.add_row("perplexity", f"{self.perplexity:.6g}")
         if self.bits_per_byte is not None:
             table.add_row("bits per byte", f"{self.bits_per_byte:.6f}")
-        table.add_row("accuracy", f"{self.accuracy:.4%} of the tokens are the likeliest")
+        table.add_row("accuracy", f"{self.accuracy:.4%} of tokens predicted (top-1)")
         table.add_row("tokens", f"{self.tokens:,}")
         if self.bytes is not None:
             table.add_row("bytes", f"{self.bytes:,}")

@@ -22,30 +22,31 @@ ALL = "all-linear"
 
 @config("adapter")
 class AdapterConfig:
-    """Low-rank adapters (LoRA), which are trained in place of the model's own weights."""
+    """Low-rank adapters (LoRA), trained while the model's own weights are frozen."""
 
     rank: Positive | None = None
-    """Width of the adapters: y = W x + alpha / rank * B A x, where A has so many rows and B as many
-    columns; W, and all else that the model has, is frozen. Unset: there are none, all is trained.
+    """Rank of the adapters: y = W x + alpha / rank * B A x, where A has `rank` rows and B `rank`
+    columns. W and all other parameters of the model are frozen. Unset: no adapters, all parameters
+    are trained.
     """
     alpha: AboveZero = 16.0
-    """Over the rank, what an adapter's product is multiplied by."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = (ALL,)
-    """Layers that have one, by the last part of their name in transformers, as PEFT's
-    target_modules: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj; of a mixture each
-    expert has its own. all-linear: all but the head and routers.
+    """Layers with an adapter, by the last part of their name in transformers, as PEFT's
+    target_modules: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj. In an MoE model each
+    expert has its own adapter. all-linear: all linear layers but the head and routers.
     """
     frozen: Literal["whole", "int8"] = "whole"
-    """How the weights that are frozen are held. whole: as trained ones would be. int8: matrices of
-    layers, experts too, in eight bits with a scale per output, a quarter of the memory.
+    """Storage of the frozen weights. whole: like trained weights. int8: matrices of layers and
+    experts in eight bits with a scale per output, a quarter of the memory.
     """
     scaling: Literal["rank", "root"] = "rank"
     """What alpha is divided by. root: the square root of the rank (rsLoRA, PEFT's use_rslora), so
-    that a high rank learns no slower.
+    that adapters of high rank do not learn more slowly.
     """
     kind: Literal["lora", "dora"] = "lora"
-    """lora: B A x is added. dora: the length of each output's row is trained by itself too, and B A
-    turns the row alone (2402.09353).
+    """lora: B A x is added. dora: the magnitude of each row of W is a trained parameter, and B A
+    changes only the row's direction (2402.09353).
     """
 
     def __post_init__(self):

@@ -96,15 +96,23 @@ PARAMETERS = (
             "rope.original_max_position_embeddings",
         ),
     ),
-    Field("beta_fast", TURNS, None, "yarn: what turns more often in the original context is kept."),
     Field(
-        "beta_slow", TURNS, None, "yarn: what turns less often in it is divided by `factor` whole."
+        "beta_fast",
+        TURNS,
+        None,
+        "yarn: pairs that rotate more often in the original context are kept.",
+    ),
+    Field(
+        "beta_slow",
+        TURNS,
+        None,
+        "yarn: pairs that rotate less often in it are divided by `factor`.",
     ),
     Field(
         "attention_factor",
         optional(Real(0, above=True)),
         None,
-        "yarn: what cos and sin are multiplied by. None: 0.1 ln(factor) + 1, or the same times "
+        "yarn: factor of cos and sin. None: 0.1 ln(factor) + 1, or the same times "
         "mscale over the same times mscale_all_dim.",
     ),
     Field("mscale", optional(Real(0)), None, "yarn: see attention_factor."),

@@ -284,7 +284,7 @@ class ScalarHead(ModelHead):
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Tensor:
         """Raise ValueError: a scalar head has no logits."""
         raise ValueError(
-            "the model ends in one number for each token, a reward or a value, and foretells no "
+            "the model ends in one number for each token, a reward or a value, and predicts no "
             "token: give one with logits"
         )
 

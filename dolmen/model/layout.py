@@ -24,13 +24,15 @@ class Layout:
     """Sizes of the mesh axes and what is sharded over them."""
 
     tp: Positive = 1
-    """Tensor parallelism: processes that share every layer. Innermost, so that it stays inside a
-    machine.
+    """Tensor parallelism: processes that share every layer. Innermost axis, so that it stays inside
+    a machine.
     """
     cp: Positive = 1
     """Context parallelism: processes that share every sequence."""
     pp: Positive = 1
-    """Pipeline parallelism: processes that hold different layers. Outermost: they send least."""
+    """Pipeline parallelism: processes that hold different layers. Outermost axis, as it
+    communicates least.
+    """
     dp: Positive | None = None
     """Data parallelism: processes that see different sequences. Default: what the processes (or
     visible GPUs) leave.
@@ -42,11 +44,11 @@ class Layout:
     shards nothing.
     """
     sequence_parallel: bool = False
-    """Split the residual stream over tp by tokens: norms and dropout are not repeated, activations
-    shrink.
+    """Split the residual stream over tp by tokens: saves activation memory, and repeated norms and
+    dropout.
     """
     context: Literal["ring", "gather"] = "ring"
-    """How cp attends: keys and values pass around a ring, or are gathered whole."""
+    """Attention with cp: keys and values pass around a ring, or are all-gathered."""
     schedule: str = "1f1b"
     """Order of microbatches in the pipeline: gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v,
     or a file (dolmen schedule draws it).
@@ -54,15 +56,15 @@ class Layout:
     virtual_stages: Positive = 1
     """Stages per process of pp: interleaved takes 2 or more, zero-bubble-v 2."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What backward computes again instead of keeping it: nothing, attention's inner part, or whole
-    layers.
+    """Activations that backward recomputes in place of storing them: none, those of core attention
+    (selective), or of whole layers (full).
     """
     recompute_layers: Count | None = None
-    """Layers of each stage that recompute, the first ones. Default: all."""
+    """Number of layers of each stage that recompute, counted from the first. Default: all."""
 
     reduction: Literal["fast", "fixed"] = "fast"
-    """Order of sums over processes: fast, as NCCL or gloo adds them; fixed, by rank, whatever the
-    machines and their network.
+    """Order of sums over processes. fast: that of NCCL or gloo. fixed: by rank, so that sums do not
+    depend on machines and network.
     """
 
     def __post_init__(self):

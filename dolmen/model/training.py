@@ -15,17 +15,17 @@ class RouterTraining:
     """Training options of MoE routers."""
 
     balance: Literal["loss", "bias", "none"] = "loss"
-    """What keeps experts equally busy: an auxiliary loss; a bias added for the choice alone, moved
-    after each update; nothing.
+    """Load balancing of experts. loss: an auxiliary loss. bias: a bias that is added to the scores
+    for expert selection only and adjusted after each update. none: no balancing.
     """
     aux_loss_coef: NonNegative | None = None
-    """Weight of the balance loss, summed over layers, mean over sequences, where balance is loss;
-    unset: what the model's config.json says.
+    """Weight of the auxiliary loss (summed over layers, mean over sequences) of balance loss.
+    Unset: that of the model's config.json.
     """
     z_loss_coef: NonNegative = 0.0
     """Weight of the mean square of the router's logsumexp, summed over layers."""
     bias_rate: NonNegative = 0.001
-    """Step of the bias in an update, where balance is bias."""
+    """Step size of the bias per update, for balance bias."""
 
 
 @dataclass(frozen=True)

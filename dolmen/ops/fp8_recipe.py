@@ -35,25 +35,25 @@ class Fp8Config:
     """Options of 8-bit training (train.precision fp8-* or mxfp8)."""
 
     format: Literal["hybrid", "e4m3"] = "hybrid"
-    """hybrid: gradients in E5M2, which reaches further, all else in E4M3, which is finer; e4m3: all
-    in E4M3.
+    """hybrid: gradients in E5M2 (wider range), activations and weights in E4M3 (finer steps). e4m3:
+    all in E4M3.
     """
     unrounded: tuple[Product, ...] = ()
-    """Products of each matrix that stay in train.dtype: output, input-gradient,
+    """Matrix products of each layer that are computed in train.dtype: output, input-gradient,
     weight-gradient.
     """
     first_layers: Count = 0
-    """Layers at the beginning whose products stay in train.dtype."""
+    """Number of layers at the beginning that are computed in train.dtype."""
     last_layers: Count = 0
-    """Layers at the end whose products do."""
+    """Number of layers at the end that are computed in train.dtype."""
     amax_history: Positive = 1024
-    """fp8-delayed: steps whose largest numbers are remembered."""
+    """fp8-delayed: number of steps in the amax history (largest absolute values)."""
     amax_compute: Literal["max", "most_recent"] = "max"
-    """fp8-delayed: which of them makes the scale."""
+    """fp8-delayed: value of the amax history from which the scale is computed."""
     margin: Annotated[int, Field(ge=0, le=64)] = 0
-    """fp8-delayed: powers of two of room that a scale leaves above the largest number."""
+    """fp8-delayed: headroom above the largest absolute value, as a power of two."""
     scale_interval: Positive = 1
-    """fp8-delayed: updates from one scale to the next."""
+    """fp8-delayed: updates between two computations of the scales."""
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ Name = Literal["adamw", "muon"]
 
 @config("optimizer.muon")
 class Muon:
-    """Muon's own; the learning rate and its decay are AdamW's."""
+    """Options of Muon. Learning rate and weight decay are those of --optimizer."""
 
     momentum: Below1 = 0.95
-    """Decay of the momentum; it looks ahead by one step (Nesterov)."""
+    """Decay of the (Nesterov) momentum."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the Newton-Schulz iteration; float32: the dtype of the weights, so float64 in a
     float64 run.
@@ -27,30 +27,26 @@ class Muon:
 
 @config("optimizer")
 class OptimizerConfig:
-    """The update, its schedule and clipping."""
+    """Optimizer, learning-rate schedule and gradient clipping."""
 
     name: Name = "adamw"
-    """adamw: all parameters by AdamW; muon: matrices inside layers by Muon, each expert's by
-    itself, and all else (embedding, head, routers, norms, biases) by AdamW.
+    """adamw: all parameters by AdamW; muon: matrices inside layers by Muon, those of each expert
+    separately, and all other parameters (embedding, head, routers, norms, biases) by AdamW.
     """
     lr: NonNegative = 3e-4
     """Peak learning rate."""
     warmup_steps: Count = 0
     """Steps in which the learning rate rises linearly from 0 to `lr`."""
     warmup_tokens: NonNegative | None = None
-    """Warm-up length in tokens, in place of warmup_steps: tokens of the batches of these steps; 1e9
-    is a way to write it.
-    """
+    """Warm-up length in tokens, such as 1e9, in place of warmup_steps."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """After warm-up: cosine or linear to `min_lr`, wsd (constant, then linear over the last
     `decay_fraction`), constant.
     """
     min_lr: NonNegative = 0.0
-    """Learning rate to which cosine, linear and wsd fall: they would reach it one step after the
-    last.
-    """
+    """Final learning rate of cosine, linear and wsd, reached one step after the last."""
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """wsd: part of all steps in which the learning rate falls."""
+    """wsd: fraction of all steps, at the end, in which the learning rate falls."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay of matrices; norms and biases have none."""
     beta1: Below1 = 0.9
@@ -58,13 +54,12 @@ class OptimizerConfig:
     beta2: Below1 = 0.95
     """Decay of the second moment."""
     eps: NonNegative = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     clip: NonNegative = 1.0
-    """Largest norm of the whole gradient; 0 switches clipping off."""
+    """Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
     from_init: bool = False
-    """Begin with the moments of AdamW that lie beside the weights of `init`, after as many updates
-    as those were; the schedule and the data begin at step 0. A torch_dist checkpoint of Megatron
-    has them.
+    """Start with the AdamW moments and update count stored with the weights of --init (a torch_dist
+    checkpoint of Megatron has them). The schedule and the data start at step 0.
     """
     muon: Muon = Muon()
 

@@ -23,15 +23,13 @@ class DryrunConfig:
     ranks: str = "first,middle,last"
     """Ranks of the world to run as: first, middle, last, or numbers, separated by commas."""
     device: Device = "h100"
-    """Device for which kernels are chosen. None need be here."""
+    """Device for which kernels are chosen. This machine need not have one."""
     exact: bool = False
     """Run every microbatch of the step, and not the steady state of the pipeline once."""
     max_load: Annotated[float, Field(gt=0, le=1e6)] = 1.0
-    """Rows that the experts of each rank get, over those of a router that sends equally many to
-    all.
-    """
+    """Load of each rank's experts relative to perfect balance, in tokens."""
     json: Name | None = None
-    """File to write what was counted to."""
+    """JSON file to write the counts to."""
 
 
 @config()
@@ -68,20 +66,20 @@ def ranks_of(text: str, world: int) -> list[int]:
 
 @config("train")
 class StepConfig:
-    """A training step; unset options are those of the model's recipe or file."""
+    """The training step. Unset options have the values of the model's recipe or file."""
 
     global_batch_size: Positive | None = None
     """Sequences of one update, over all GPUs."""
     sequence_length: Positive | None = None
     """Tokens of a sequence."""
     microbatch_size: Positive | None = None
-    """Sequences that a GPU computes at once. Unset: searched."""
+    """Sequences per forward of a GPU. Unset: searched."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Arithmetic of forward and backward. Unset: bfloat16, or float16 on a device without it."""
     dropout: Below1 | None = None
     """Dropout after embedding, attention and feed-forward, and on attention probabilities."""
     compile: bool | None = None
-    """Compile each block: no zero-bubble schedule is considered then."""
+    """Compile each block. Excludes zero-bubble schedules."""
 
     @property
     def said(self) -> dict:
@@ -91,8 +89,9 @@ class StepConfig:
 
 @config()
 class PlanConfig:
-    """The fastest layouts of a model on a cluster, with 90 % intervals, and what each rank of them
-    holds; nothing is trained, and no GPU is needed. Parts of the layout can be given.
+    """List the fastest layouts to train a model on a cluster, with predicted step times (90 %
+    intervals) and memory per rank. Nothing is trained, and no GPU is needed. Parts of the layout
+    can be fixed with --layout.*.
 
         dolmen plan gpt-1t --cluster dgx-a100:384 --train.global-batch-size 3072
     """
@@ -100,39 +99,42 @@ class PlanConfig:
     model: Annotated[str, Mark.POSITIONAL] = ""
     """Recipe (dolmen recipes), YAML file of a run, or folder with a config.json."""
     cluster: Name | None = None
-    """Cluster: NAME or NAME:NODES of one that dolmen knows, a number of GPUs such as 64xh100, or a
-    YAML file, FILE.yaml:NODES.
+    """Cluster: a built-in one as NAME or NAME:NODES, a number of GPUs such as 64xh100, or a YAML
+    file as FILE.yaml:NODES.
     """
     layout: Pins = Pins()
     train: StepConfig = StepConfig()
     top: Positive = 10
-    """Layouts to list."""
+    """Number of layouts to list."""
     explain: bool = False
-    """Say of each layout what bounds it, and what one change of it would buy."""
+    """Explain what limits each layout, and how much faster or slower single changes would make it.
+    """
     dryrun: bool = True
-    """Run the step of the first layout without values, as its first, middle and last rank."""
+    """Check the fastest layout by a dry run: run its step on tensors without values as the first,
+    middle and last rank.
+    """
     tokens: Annotated[float, Field(ge=0, lt=1e30)] | None = None
-    """Tokens to train on: days, GPU hours, energy and, with prices, money."""
+    """Tokens to train on. Adds days, GPU hours, energy and, with prices, the cost."""
     rent: Annotated[float, Field(ge=0, lt=1e30)] = 0.0
-    """Price of a GPU for an hour."""
+    """Price of renting one GPU for one hour."""
     node_price: Annotated[float, Field(ge=0, lt=1e30)] = 0.0
-    """Price of a node with its share of the network, to own."""
+    """Purchase price of one node, with its share of the network."""
     years: Annotated[float, Field(gt=0, lt=1e30)] = 4.0
-    """Over which an owned node is written off."""
+    """Years over which a purchased node is depreciated."""
     kilowatt_hour: Annotated[float, Field(ge=0, lt=1e30)] = 0.0
-    """Price of a kilowatt hour, of owned nodes."""
+    """Price of a kilowatt hour, for purchased nodes."""
     as_recipe: Name | None = None
-    """YAML file to write the first layout to, as a run that dolmen train takes."""
+    """YAML file to write the fastest layout to, as a recipe for `dolmen train`."""
     json: Annotated[Name | None, ValueOptional("-")] = None
-    """File to write the plan to; - and no value: print it, and no table."""
+    """JSON file to write the plan to. `-` or no value prints the JSON in place of the table."""
     report: Name | None = None
     """Folder to write an HTML page to."""
     measure: bool = False
-    """Measure this machine, as the cluster `local`, for some seconds. Needs no model."""
+    """Measure this machine for a few seconds and save it as the cluster `local`. Needs no model."""
     inference: bool = False
-    """Memory and bandwidth of weights and cache for generation, in place of training."""
+    """Plan generation in place of training: memory and bandwidth of weights and KV cache."""
     batch: Positive = 1
-    """Sequences at once, for --inference."""
+    """Concurrent sequences, for --inference."""
     length: Positive | None = None
     """Tokens of each sequence, for --inference. Unset: the model's longest."""
 

@@ -21,12 +21,12 @@ CONTEXT_TOKENS = 4096
 
 @config("layout")
 class Pins:
-    """Parts of the layout that are given; all others are searched."""
+    """Fixed parts of the layout; unset ones are searched."""
 
     tp: int | None = None
     """Tensor parallelism."""
     cp: int | None = None
-    """Context parallelism. Unset: such that a rank keeps 4,096 tokens of a sequence or more."""
+    """Context parallelism. Unset: searched, with at least 4,096 tokens of a sequence per rank."""
     pp: int | None = None
     """Pipeline parallelism."""
     dp: int | None = None
@@ -38,15 +38,15 @@ class Pins:
     sequence_parallel: bool | None = None
     """Split the residual stream over tp by tokens."""
     context: Literal["ring", "gather"] | None = None
-    """How cp attends."""
+    """Attention with cp: ring or all-gather of keys and values."""
     schedule: str | None = None
     """Order of microbatches: gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v."""
     virtual_stages: int | None = None
     """Stages per process of pp."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Recomputation in backward: nothing, attention's inner part, or whole layers."""
+    """Activations that are recomputed in backward: none, core attention, or whole layers."""
     recompute_layers: int | None = None
-    """Layers of each stage that recompute, the first ones. Unset: all."""
+    """Number of layers of each stage that recompute, counted from the first. Unset: all."""
 
     def __post_init__(self):
         """Raise ValueError for options that no layout can have."""

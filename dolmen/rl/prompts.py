@@ -189,11 +189,13 @@ def prepare(
         "(--train.sequence-length, --rollout.max-new-tokens)"
     )
     updates = rollout.updates(global_batch_size)
+    stale = plural(updates - 1, "update")
+    off_policy = f", the last one {stale} off-policy" if updates > 1 else " (on-policy)"
     shown = inputs.tokenizer.decode(kept[0].tokens)
     description = Description(
         f"{source.name}: {plural(len(kept), 'prompt')} of {_lengths(kept)} tokens; each iteration "
         f"samples {rollout.completions(global_batch_size):,} completions for "
-        f"{plural(updates, 'update')}, the last {plural(updates - 1, 'update')} off-policy",
+        f"{plural(updates, 'update')}{off_policy}",
         changes=(left_out,) if len(kept) < len(read) else (),
         details=(f"prompt of {kept[0].location}: {shown[:SHOWN]!r}",),
     )

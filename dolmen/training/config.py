@@ -66,12 +66,14 @@ class TrainConfig:
     seed: Seed = 0
     """Seed of initial weights and of the order of data."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Arithmetic of forward and backward; weights at rest and optimizer state are float32. All of
-    float64 is float64, for a CPU: two runs that should be equal then differ by 1e-12, not 1e-6.
+    """Arithmetic of forward and backward; weights at rest and optimizer state are float32. With
+    float64 weights and optimizer state are float64 too: on a CPU, to compare runs to 1e-12 in place
+    of 1e-6.
     """
     precision: Precision | None = None
-    """Products of the matrices inside layers in eight bits (docs/how-to/fp8.md), with scales from
-    the steps before, or of each tensor, row or block as it is; all else in train.dtype. Unset: all.
+    """Compute matrix products inside layers in eight bits (docs/how-to/fp8.md), with scales from
+    previous steps (delayed) or from the current tensor, row or block. Everything else is computed
+    in train.dtype. Unset: no 8-bit products.
     """
     fp8: Fp8Config = Fp8Config()
     sequence_length: Positive | None = None
@@ -83,8 +85,7 @@ class TrainConfig:
     tokens.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: GPUs if any are visible, else the CPU. cpu: never a GPU. cuda: an error without GPUs.
-    """
+    """auto: GPUs if any are visible, else the CPU. cpu: no GPU. cuda: an error without GPUs."""
     dropout: Below1 = 0.0
     """Dropout after embedding, attention and feed-forward, and on attention probabilities. The
     model's config.json does not change the default.

@@ -134,8 +134,8 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
 
 
 def _next(run: RunConfig, out: Path) -> str:
-    """Return the shell command that most users need next: export, GRPO with a reward model, chat or
-    generate.
+    """Return the shell command that most users need next: export, GRPO with a reward model, chat,
+    verify (encoders, which cannot generate) or generate.
     """
     if not (out / "hf").exists():
         return f"dolmen export {shlex.quote(str(out))} --to model/"
@@ -145,5 +145,7 @@ def _next(run: RunConfig, out: Path) -> str:
         )
     if run.data.rows == "chats":
         return f"dolmen chat {shlex.quote(str(out / 'hf'))}"
+    if run.tree.both_ways:
+        return f"dolmen verify {shlex.quote(str(out / 'hf'))}"
     prompt = next(iter((run.finish.sample or "").strip().splitlines()), "Once upon a time")
     return f"dolmen generate {shlex.quote(str(out / 'hf'))} --prompt {shlex.quote(prompt)}"

@@ -295,7 +295,7 @@ def _mfu(row: dict) -> str:
     """Return the MFU of a row as text, relative to the measured peak, and to the datasheet's where
     it is known.
     """
-    measured = f"{row['mfu_measured']:.1%} of measured"
+    measured = f"{row['mfu_measured']:.1%} of measured peak"
     if "mfu_datasheet" in row:
-        return f"MFU {row['mfu_datasheet']:.1%} of datasheet, {measured}"
+        return f"MFU {row['mfu_datasheet']:.1%} of datasheet peak, {measured}"
     return f"MFU {measured}"

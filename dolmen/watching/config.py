@@ -1,4 +1,4 @@
-"""What `dolmen show` may be told."""
+"""Options of `dolmen show`."""
 
 from typing import Annotated
 

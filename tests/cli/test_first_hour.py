@@ -21,6 +21,7 @@ from dolmen.core.messages import choices
 from dolmen.data.base_loader import Loader
 from dolmen.families import Model
 from dolmen.families.unknown import unknown_fields_warning
+from dolmen.recipes import RECIPES
 from dolmen.serving import engine
 from dolmen.training.checks.warn import (
     MISMATCH,
@@ -143,6 +144,12 @@ def test_what_a_run_wrote_and_what_comes_next(run, tmp_path, material):
         assert _next(config, tmp_path) == f"dolmen generate {tmp_path}/hf --prompt {prompt}"
     chats = replace(config, data=replace(config.data, rows="chats"))
     assert _next(chats, tmp_path) == f"dolmen chat {tmp_path}/hf"
+
+
+def test_an_encoder_is_verified_next_as_it_cannot_generate(tmp_path):
+    (tmp_path / "hf").mkdir()
+    bert = RECIPES["bert"]()
+    assert _next(bert, tmp_path) == f"dolmen verify {tmp_path}/hf"
 
 
 @pytest.mark.parametrize(

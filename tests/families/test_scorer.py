@@ -60,7 +60,7 @@ def test_there_and_back(kind, tmp_path):
     assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         assert torch.equal(again.eval()(tokens).logits, want)
-    with pytest.raises(ValueError, match="foretells no token"):
+    with pytest.raises(ValueError, match="predicts no token"):
         engine.run_whole(ours, tokens, head.compute_logits)
 
 

@@ -103,8 +103,8 @@ def test_the_8b_shape_by_the_fields_count(length, factor):
 
 def test_both_are_named_in_the_line_and_the_header():
     row = {"mfu_measured": 0.551, "mfu_datasheet": 0.412}
-    assert report._mfu(row) == "MFU 41.2% of datasheet, 55.1% of measured"
-    assert report._mfu({"mfu_measured": 0.551}) == "MFU 55.1% of measured"
+    assert report._mfu(row) == "MFU 41.2% of datasheet peak, 55.1% of measured peak"
+    assert report._mfu({"mfu_measured": 0.551}) == "MFU 55.1% of measured peak"
     told = report.describe_mfu(replace(RunConfig(), model=RECIPES["llama-8b"]().model))
     assert told == (
         "of 45.43 GFLOP per token, attention to the keys that queries see; with all keys, as "

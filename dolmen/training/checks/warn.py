@@ -106,16 +106,15 @@ def no_eos_learned(resolved: ResolvedRun, loader: Loader) -> str | None:
         return None
     eos_tokens = stop_tokens(resolved.init) | {loader.tokenizer.eos_token_id}
     examples = loader.mixture.examples
-    # templates end all completions alike: some are enough
+    # a template ends all completions with the same token: some are enough
     last = [examples.last_learned(int(i)) for i in loader.mixture.chosen[:LOOKED_AT]]
     if eos_tokens & {*last}:
         return None
     shown = printable(loader.tokenizer.decode([last[0]]))
     return (
-        f"answers end with {shown!r} (token {last[0]}), and that ends no text: what the model "
-        "writes will go on behind it. Where the tokenizer has no token of the template's own, use "
-        "--data.template alpaca, whose answers end with the tokenizer's; or name the end where the "
-        "model is used (--stop)"
+        f"completions end with {shown!r} (token {last[0]}), which is not an EOS token: generation "
+        "will not stop there. Use --data.template alpaca, whose completions end with the "
+        "tokenizer's EOS token, or give the end of a completion when generating (--stop)"
     )
 
 
