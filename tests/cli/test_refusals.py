@@ -486,7 +486,7 @@ def test_export(material, tmp_path):
             [material.model / "config.json", "--to", tmp_path / "to"],
             f"{material.model}/config.json is a file: give its folder, {material.model}",
         ),
-        ([], "missing FOLDERS (A run's folder"),
+        ([], "missing SOURCE (A run's folder"),
     ):
         result = dolmen("export", *words)
         assert result.code == 2 and want in result.words and not (tmp_path / "to").exists()

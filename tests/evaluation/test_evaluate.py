@@ -180,8 +180,8 @@ def test_the_command_says_what_the_function_gives(folder, monkeypatch, tmp_path)
     assert shown.code == 0, shown.err
     assert " ".join(shown.out.split()) == (
         f"model model loss {found.loss:.6f} nats per token perplexity {found.perplexity:.6g} bits "
-        f"per byte {found.bits_per_byte:.6f} accuracy {found.accuracy:.4%} of the tokens are the "
-        "likeliest tokens 55 bytes 59 documents 4 read documents in windows of 7 tokens by steps "
+        f"per byte {found.bits_per_byte:.6f} accuracy {found.accuracy:.4%} of tokens predicted "
+        "(top-1) tokens 55 bytes 59 documents 4 read documents in windows of 7 tokens by steps "
         "of 3, the first token of a document is not counted"
     )
     written = json.loads(out.read_text())

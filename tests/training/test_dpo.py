@@ -138,7 +138,7 @@ def test_answers_that_end_no_text_are_warned_of(pairs, template, warned):
     )
     told = no_eos_learned(resolve(config, 1), loader)
     assert (told is not None) == warned
-    assert not warned or "answers end with '>' (token " in told and "--stop" in told
+    assert not warned or "completions end with '>' (token " in told and "--stop" in told
 
 
 def compared(batch: Batch, theirs, tokenizer) -> set[tuple[str, str]]:
