@@ -13,7 +13,7 @@ from dolmen.evaluation import model, perplexity
 from dolmen.evaluation import tasks as harness
 from dolmen.evaluation import verify as verification
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
-from dolmen.evaluation.verify import Report
+from dolmen.evaluation.verify import VerifyReport
 from dolmen.families import unknown
 
 COMMAND_ONLY = ("json", "device", "layout")
@@ -40,9 +40,9 @@ def evaluate(
             EvaluateConfig, (*COMMAND_ONLY, *TASK_OPTIONS), source=source, path=path, **options
         )
         # tokenized before the model is loaded
-        text = perplexity.prepared(config, progress)
+        text = perplexity.prepare_windows(config, progress)
         unknown.warn(open_source(config.source).model)
-        return perplexity.measured(config, text, progress=progress)
+        return perplexity.load_and_evaluate(config, text, progress=progress)
 
 
 def evaluate_tasks(
@@ -67,7 +67,7 @@ def evaluate_tasks(
         return harness.scores(loaded, model.tokenizer_of(config), config)
 
 
-def verify(folder: str | Path, against: str | Path | None = None, length: int = 64) -> Report:
+def verify(folder: str | Path, against: str | Path | None = None, length: int = 64) -> VerifyReport:
     """`dolmen verify FOLDER` in this process: compare dolmen on `folder` with transformers on
     `against` (unset: the same), on `length` random tokens in float32. `report.ok` is True if all
     differences are within tolerance, `report.rows` has each of them. Raises ValueError on bad

@@ -21,7 +21,7 @@ from dolmen.core.messages import BadInput, Failed, message
 from dolmen.evaluation import tasks
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.evaluation.model import load, tokenizer_of
-from dolmen.evaluation.perplexity import Windows, evaluate, prepared
+from dolmen.evaluation.perplexity import Windows, evaluate, prepare_windows
 from dolmen.evaluation.verify import verify
 from dolmen.files import write
 from dolmen.launch import process
@@ -48,7 +48,7 @@ def run_evaluate(options: EvaluateConfig) -> int:
         if options.tasks is not None:
             tasks.check(options)
         has_text = options.data.path or options.tasks is None
-        text = prepared(options, progress=first, verify=first) if has_text else None
+        text = prepare_windows(options, progress=first, verify=first) if has_text else None
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None
     return processes.run(
@@ -69,7 +69,7 @@ def _evaluate_on_mesh(options: EvaluateConfig, text: Windows | None, mesh: Mesh)
     if text is not None:
         result = evaluate(loaded, text)
         screen.print(result.table(options.source))
-        content |= result.as_dict()
+        content |= result.json_values()
     if options.tasks is not None:
         tokenizer = tokenizer_of(options, mesh)
         scored = tasks.scores(loaded, tokenizer, options)

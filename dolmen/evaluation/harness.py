@@ -1,9 +1,9 @@
-"""Tasks of lm_eval, asked of a model of ours: the one file that imports lm_eval, an extra.
+"""Runs tasks of lm_eval on a model: the only module that imports lm_eval, an extra.
 
     task -> lm_eval -> requests -> Harness -> perplexity.py   log-likelihoods, under any layout
-                                           -> engine          texts that go on until something
+                                           -> engine          completions up to a stop string
 
-Every rank runs lm_eval alike and is given all requests: what is shared over ranks is each batch.
+Every rank runs lm_eval on all requests; each batch is divided over the ranks.
 Text becomes tokens, and is cut, as lm_eval's own `hf` backend does it, so that numbers compare.
 """
 
@@ -29,7 +29,7 @@ from dolmen.evaluation.config import TasksConfig
 from dolmen.evaluation.model import Loaded
 from dolmen.serving.request import SamplingParams
 
-NEW_TOKENS = 256  # of an answer, where the task does not say, as of `hf`
+NEW_TOKENS = 256  # of a completion, where the task has no max_gen_toks; the default of `hf`
 
 Pair = tuple[Any, list[int], list[int]]
 """Request of lm_eval: its key, the context's tokens, and the tokens to score."""
@@ -48,7 +48,8 @@ class Harness(TemplateLM):
         """
         super().__init__()
         self.loaded = loaded
-        self.tokenizer: Any = tokenizer  # more than ours is asked of it: transformers' own
+        # Any: methods beyond the PreTrainedTokenizer protocol are called
+        self.tokenizer: Any = tokenizer
         self.max_length = loaded.model.tree.max_position_embeddings
 
     @property
@@ -74,8 +75,8 @@ class Harness(TemplateLM):
         but none where the text begins with BOS already.
         """
         # chat templates write BOS themselves: it must not be doubled
-        begun = string.startswith(self.tokenizer.decode(self.prefix_token_id))
-        if add_special_tokens is None and not begun:
+        has_prefix = string.startswith(self.tokenizer.decode(self.prefix_token_id))
+        if add_special_tokens is None and not has_prefix:
             return self.tokenizer.encode(string)
         return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
 
@@ -92,7 +93,7 @@ class Harness(TemplateLM):
         """
         if not requests:
             return []
-        read, firsts = [], []
+        sequences, firsts = [], []
         for _, context, continuation in requests:
             if not 1 <= len(continuation) <= self.max_length:
                 raise ValueError(
@@ -101,21 +102,21 @@ class Harness(TemplateLM):
                 )
             # one more than the model reads: the last token is only predicted
             text = (context + continuation)[-(self.max_length + 1) :]
-            read.append(np.array(text, np.int64))
+            sequences.append(np.array(text, np.int64))
             firsts.append(len(text) - len(continuation))
-        lengths = np.array([len(text) for text in read])
-        asked = perplexity.Rows(lengths, np.array(firsts), read.__getitem__)
+        lengths = np.array([len(text) for text in sequences])
+        rows = perplexity.ScoringRows(lengths, np.array(firsts), sequences.__getitem__)
         loaded = self.loaded
-        found = perplexity.foretold(loaded.model, asked, loaded.mesh, loaded.schedule)
+        row_scores = perplexity.score_rows(loaded.model, rows, loaded.mesh, loaded.schedule)
         # all scored tokens are the argmax
-        greedy = found.likeliest == lengths - np.array(firsts)
-        return list(zip(found.log_likelihoods.tolist(), greedy.tolist(), strict=True))
+        greedy = row_scores.likeliest == lengths - np.array(firsts)
+        return list(zip(row_scores.log_likelihoods.tolist(), greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[float]:
         """For each request: the log-probability in nats of its whole text, in disjoint windows of
         the model's length.
         """
-        of, windows = [], []
+        numbers, windows = [], []
         for number, request in enumerate(requests):
             (text,) = request.args
             for window in get_rolling_token_windows(
@@ -124,53 +125,53 @@ class Harness(TemplateLM):
                 max_seq_len=self.max_length,
                 context_len=1,
             ):
-                of.append(number)
+                numbers.append(number)
                 windows.append((None, *make_disjoint_window(window)))
         sums = [0.0] * len(requests)
-        for number, (found, _) in zip(of, self._loglikelihood_tokens(windows), strict=True):
-            sums[number] += found
+        for number, (score, _) in zip(numbers, self._loglikelihood_tokens(windows), strict=True):
+            sums[number] += score
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
         """Generate a completion for each request (context, options); requests with equal options
         run in one batch. The stop strings are not part of the results.
         """
-        answers = [""] * len(requests)
-        alike: dict[str, list[int]] = {}
+        completions = [""] * len(requests)
+        batches: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             # options are dicts, which cannot be keys
-            alike.setdefault(repr(request.args[1]), []).append(number)
-        for numbers in alike.values():
+            batches.setdefault(repr(request.args[1]), []).append(number)
+        for numbers in batches.values():
             contexts = [requests[number].args[0] for number in numbers]
-            asked = normalize_gen_kwargs(requests[numbers[0]].args[1], NEW_TOKENS)
-            for number, text in zip(numbers, self._continued(contexts, dict(asked)), strict=True):
-                answers[number] = text
-        return answers
+            options = normalize_gen_kwargs(requests[numbers[0]].args[1], NEW_TOKENS)
+            for number, text in zip(numbers, self._generate(contexts, dict(options)), strict=True):
+                completions[number] = text
+        return completions
 
-    def _continued(self, contexts: list[str], asked: dict[str, Any]) -> list[str]:
+    def _generate(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
         """Generate completions of `contexts` with one set of lm_eval's options. Contexts are cut on
         the left. Raises ValueError where the new tokens leave no place for a context.
         """
-        until = handle_stop_sequences(asked["until"], self.tokenizer.decode(self.eot_token_id))
+        until = handle_stop_sequences(options["until"], self.tokenizer.decode(self.eot_token_id))
         # tokens of context that leave room for the completion
-        most = self.max_length - asked["max_gen_toks"]
+        most = self.max_length - options["max_gen_toks"]
         if most < 1:
             raise ValueError(
-                f"a task asks for {asked['max_gen_toks']:,} new tokens, and the model's "
+                f"a task asks for {options['max_gen_toks']:,} new tokens, and the model's "
                 f"max_position_embeddings are {self.max_length:,}: give a task with a smaller "
                 "max_gen_toks"
             )
-        options = SamplingParams(
-            asked.get("temperature", 0.0),
-            asked.get("top_k"),
-            asked.get("top_p"),
-            max_new_tokens=asked["max_gen_toks"],
+        sampling = SamplingParams(
+            options.get("temperature", 0.0),
+            options.get("top_k"),
+            options.get("top_p"),
+            max_new_tokens=options["max_gen_toks"],
             stop=(self.eot_token_id,),
         )
         prompts = [self.tok_encode(text)[-most:] for text in contexts]
         # an empty stop string would stop at once
         until = [text for text in until if text]
-        return model.generate_texts(self.loaded, self.tokenizer, prompts, options, until)
+        return model.generate_texts(self.loaded, self.tokenizer, prompts, sampling, until)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -184,16 +185,16 @@ class Harness(TemplateLM):
         )
 
 
-def known(asked: TasksConfig) -> TaskManager:
-    """Return lm_eval's manager of tasks, which knows those requested: of --tasks-path alone if that
-    has all of them (faster), else lm_eval's too. Raises ValueError for an unknown task.
+def load_task_manager(config: TasksConfig) -> TaskManager:
+    """Return lm_eval's task manager: of --tasks-path alone if that has all requested tasks
+    (faster), else with lm_eval's own tasks too. Raises ValueError for an unknown task.
     """
-    own = TaskManager(include_path=asked.tasks_path, include_defaults=False)
-    if asked.tasks_path is not None and all(name in own.all_tasks for name in asked.names):
-        return own
+    manager = TaskManager(include_path=config.tasks_path, include_defaults=False)
+    if config.tasks_path is not None and all(name in manager.all_tasks for name in config.names):
+        return manager
     # reads thousands of YAML files: seconds
-    every = TaskManager(include_path=asked.tasks_path)
-    for name in asked.names:
+    every = TaskManager(include_path=config.tasks_path)
+    for name in config.names:
         if name not in every.all_tasks:
             meant = did_you_mean(name, every.all_tasks, "give --tasks-path, its folder")
             raise ValueError(f"--tasks: lm_eval knows no task {name}: {meant}")
@@ -201,33 +202,33 @@ def known(asked: TasksConfig) -> TaskManager:
 
 
 def scores(
-    loaded: Loaded, tokenizer: PreTrainedTokenizer, asked: TasksConfig
+    loaded: Loaded, tokenizer: PreTrainedTokenizer, config: TasksConfig
 ) -> dict[str, dict[str, float]]:
     """Run the tasks: task -> metric, as lm_eval names both (`acc,none`) -> value. Collective; equal
     on every rank. Global random states are as before afterwards. Raises ValueError for an unknown
     task.
     """
-    manager = known(asked)
-    harness, names = Harness(loaded, tokenizer), list[Any](asked.names)
+    manager = load_task_manager(config)
+    harness, names = Harness(loaded, tokenizer), list[Any](config.names)
     # lm_eval seeds the global generators and prints tables
-    with undisturbed(), contextlib.redirect_stderr(io.StringIO()):
-        found = simple_evaluate(
+    with preserve_random_state(), contextlib.redirect_stderr(io.StringIO()):
+        results = simple_evaluate(
             model=harness,
             tasks=names,
-            num_fewshot=asked.num_fewshot,
-            limit=asked.limit,
-            apply_chat_template=asked.apply_chat_template,
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            apply_chat_template=config.apply_chat_template,
             task_manager=manager,
             log_samples=False,
             bootstrap_iters=0,  # a pool of processes would fork this one
         )
     # lm_eval gives them to the first process of a host alone
     if loaded.mesh.size == 1:
-        return _numbers(found)
-    return consensus.run_on_rank_zero(lambda: _numbers(found))
+        return _numbers(results)
+    return consensus.run_on_rank_zero(lambda: _numbers(results))
 
 
-def _numbers(found: Any) -> dict[str, dict[str, float]]:
+def _numbers(results: Any) -> dict[str, dict[str, float]]:
     """Select the numeric metrics of each task from lm_eval's results."""
     return {
         task: {
@@ -235,12 +236,12 @@ def _numbers(found: Any) -> dict[str, dict[str, float]]:
             for name, value in numbers.items()
             if isinstance(value, (int, float)) and "," in name
         }
-        for task, numbers in found["results"].items()
+        for task, numbers in results["results"].items()
     }
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Context manager that restores the global random states of random, numpy and torch."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:

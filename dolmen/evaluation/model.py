@@ -1,4 +1,4 @@
-"""Loads a model to evaluate it, and generates with it: answers to tasks, and samples of a run."""
+"""Loads a model to evaluate it, and generates with it: completions for tasks and samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Loaded:
     schedule: Schedule | None
 
 
-def check_foretells(model: spec.ModelSpec) -> None:
+def check_predicts_next_token(model: spec.ModelSpec) -> None:
     """Raises ValueError for a model that does not predict a next token: without an LM head, or
     bidirectional.
     """
@@ -43,27 +43,27 @@ def check_foretells(model: spec.ModelSpec) -> None:
         )
 
 
-def load(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
-    """Load the model of asked.source, sharded over `mesh`, in asked.dtype. Collective. Raises
+def load(config: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
+    """Load the model of config.source, sharded over `mesh`, in config.dtype. Collective. Raises
     ValueError for a source that cannot be loaded or a model that does not predict a next token.
     """
-    source = open_alike(asked.source, mesh)
-    check_foretells(source.tree)
+    source = open_alike(config.source, mesh)
+    check_predicts_next_token(source.tree)
     schedule = None
     # generation and evaluation run the forwards of a 1f1b schedule
     if mesh.pp.size > 1:
         schedule = make_schedule("1f1b", mesh.pp.size, mesh.pp.size)
         pipeline.connect(schedule, mesh)
-    dtype = DTYPES[asked.dtype] if asked.dtype else None
+    dtype = DTYPES[config.dtype] if config.dtype else None
     return Loaded(engine.load_decoder(source, mesh, dtype, schedule), mesh, schedule)
 
 
-def tokenizer_of(asked: EvaluateConfig, mesh: Mesh = SINGLE) -> PreTrainedTokenizer:
+def tokenizer_of(config: EvaluateConfig, mesh: Mesh = SINGLE) -> PreTrainedTokenizer:
     """Return the tokenizer of --data.tokenizer, or the model's own. Raises ValueError where there
     is none, or it has more tokens than the model.
     """
-    source = open_alike(asked.source, mesh)
-    named = asked.data.tokenizer
+    source = open_alike(config.source, mesh)
+    named = config.data.tokenizer
     option = "" if named is None else "--data.tokenizer"
     tokenizer = load_tokenizer(named or tokenizer_folder(source), option=option)
     check_vocabulary(tokenizer, source.tree.vocab_size, trained=True)
@@ -74,7 +74,7 @@ def generate_texts(
     loaded: Loaded,
     tokenizer: PreTrainedTokenizer,
     prompts: Sequence[Sequence[int]],
-    options: SamplingParams,
+    sampling: SamplingParams,
     until: Sequence[str] = (),
     seed: int = 0,
 ) -> list[str]:
@@ -84,8 +84,8 @@ def generate_texts(
     """
     texts = [Detokenizer(tokenizer, until) for _ in prompts]
     with Engine(loaded.model, mesh=loaded.mesh) as engine:
-        for number, prompt in enumerate(prompts):  # numbered alike
-            engine.add(Request(prompt, options, id=number, seed=seed))
+        for number, prompt in enumerate(prompts):
+            engine.add(Request(prompt, sampling, id=number, seed=seed))
         while engine.busy:
             output = engine.step()
             require_finite(output.finished)

@@ -46,7 +46,7 @@ from dolmen.data.corpus import Corpus
 from dolmen.data.inputs import open_corpus
 from dolmen.data.tokenizer import check_vocabulary
 from dolmen.evaluation.config import EvaluateConfig
-from dolmen.evaluation.model import Loaded, check_foretells, load
+from dolmen.evaluation.model import Loaded, check_predicts_next_token, load
 from dolmen.model.decoder import Decoder
 from dolmen.model.spec import ModelSpec
 from dolmen.objectives import forward
@@ -59,7 +59,7 @@ from dolmen.parallel.simulation import make_schedule
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class ScoringRows:
     """Token sequences to evaluate. `read(i)` returns row i, int64 [lengths[i]], of two tokens or
     more.
     """
@@ -79,7 +79,7 @@ class Rows:
 class Windows:
     """A corpus as rows, cut into windows of `window` tokens, `stride` apart."""
 
-    rows: Rows
+    rows: ScoringRows
     documents: int
     bytes: int | None
     """Bytes of all text, exactly; None where only tokens are known."""
@@ -113,10 +113,11 @@ def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windo
     over = np.maximum(lengths - window, 0)
     # windows of each document: ceil((length - window) / stride) more than one
     counts = 1 + -(-over // stride)
-    of = np.repeat(np.arange(len(lengths)), counts)  # document of each window
-    index = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)  # and its own
+    document = np.repeat(np.arange(len(lengths)), counts)  # document of each window
+    # number of each window within its document
+    index = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     begin = index * stride
-    stop = np.minimum(begin + window, lengths[of])
+    stop = np.minimum(begin + window, lengths[document])
     # the first token that the window before has not counted
     first = np.where(index == 0, 1, np.maximum(begin - stride + window, begin + 1))
     # documents of one token have nothing to predict
@@ -126,14 +127,14 @@ def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windo
             f"--data.path {corpus.name}: no document has two tokens, and the first of each is not "
             "counted: give longer documents"
         )
-    begin, stop, first, base = begin[kept], stop[kept], first[kept], starts[of[kept]]
+    begin, stop, first, base = begin[kept], stop[kept], first[kept], starts[document[kept]]
     stream = corpus.stream(starts, corpus.offsets[1:])
 
     def read(row: int) -> np.ndarray:
         """Read the tokens of a window from the corpus."""
         return stream.read(int(base[row] + begin[row]), int(stop[row] - begin[row]))
 
-    rows = Rows(stop - begin, first - begin, read)
+    rows = ScoringRows(stop - begin, first - begin, read)
     size = None if corpus.byte_count is None else int(corpus.documents["bytes"].sum())
     return Windows(rows, corpus.document_count, size, window, stride)
 
@@ -141,8 +142,8 @@ def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windo
 TOKENS_AT_ONCE = 1 << 12  # that a rank reads in one forward: bounds activations
 
 
-class Foretold(NamedTuple):
-    """Predictions of each row, over its counted tokens."""
+class RowScores(NamedTuple):
+    """Scores of each row, over its counted tokens."""
 
     log_likelihoods: Float64[np.ndarray, " rows"]
     """Sum of their log-probabilities, in nats."""
@@ -150,7 +151,7 @@ class Foretold(NamedTuple):
     """Number of counted tokens that are the model's argmax."""
 
 
-class _Group(NamedTuple):
+class _RowGroup(NamedTuple):
     """Rows that one forward reads."""
 
     rows: Int64[np.ndarray, " group"]
@@ -162,40 +163,40 @@ class _Group(NamedTuple):
     """Rows per dp rank, a multiple of the pipeline's microbatches."""
 
 
-def foretold(
+def score_rows(
     model: Decoder,
-    rows: Rows,
+    rows: ScoringRows,
     mesh: Mesh,
     schedule: Schedule | None = None,
     reach: Callable[[int], None] = lambda done: None,
-) -> Foretold:
+) -> RowScores:
     """Log-probabilities of the counted tokens of each row, and how many are the argmax. Collective
     over `mesh`, with the same rows and result on every rank. `schedule`: for a pipeline;
     `reach(counted tokens so far)` reports progress. Raises ValueError for a model that does not
     predict a next token.
     """
-    check_foretells(model.tree)
+    check_predicts_next_token(model.tree)
     order = pipeline.forward_only(schedule or make_schedule("1f1b", 1, 1))
     sums = torch.zeros(2, len(rows.lengths), dtype=torch.float64, device=mesh.device)
     done = 0
     # a compiled block would be compiled again for every length
     with inference(model), torch.compiler.set_stance("force_eager"):
         for group in _groups(model, rows, mesh, order.micros):
-            own = group.rows[mesh.dp.rank * group.each : (mesh.dp.rank + 1) * group.each]
-            batch = _batch(model, rows, own, group)
-            found = forward.forward(model, batch, mesh, order, _end)
-            if found and len(own):
-                sums[:, torch.from_numpy(own)] = torch.cat(found, 1)[:, : len(own)]
+            local_rows = group.rows[mesh.dp.rank * group.each : (mesh.dp.rank + 1) * group.each]
+            batch = _batch(model, rows, local_rows, group)
+            found = forward.forward(model, batch, mesh, order, _score_sequences)
+            if found and len(local_rows):
+                sums[:, torch.from_numpy(local_rows)] = torch.cat(found, 1)[:, : len(local_rows)]
             done += int((rows.lengths - rows.firsts)[group.rows].sum())
             reach(done)
     # each row is on one rank of dp, each of its tokens on one of cp, and its end on one of pp
     # tp ranks hold equal sums: each is added tp times
     whole = collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size
     likelihoods, likeliest = np.array(device.read_back(whole), np.float64).reshape(2, -1)
-    return Foretold(likelihoods, likeliest.astype(np.int64))
+    return RowScores(likelihoods, likeliest.astype(np.int64))
 
 
-def _groups(model: Decoder, rows: Rows, mesh: Mesh, micros: int) -> Iterator[_Group]:
+def _groups(model: Decoder, rows: ScoringRows, mesh: Mesh, micros: int) -> Iterator[_RowGroup]:
     """Yield groups of rows, longest first, about TOKENS_AT_ONCE tokens per rank, with rows rounded
     up to a multiple of the microbatches; the same on every rank. If positions depend on the
     sequence's length (dynamic rope scaling), a group has rows of one length only.
@@ -216,24 +217,23 @@ def _groups(model: Decoder, rows: Rows, mesh: Mesh, micros: int) -> Iterator[_Gr
         # a multiple of the pipeline's microbatches
         each = -(-max(1, most) // micros) * micros
         group = order[at : at + min(each * mesh.dp.size, left)]
-        yield _Group(group, length, padded, each)
+        yield _RowGroup(group, length, padded, each)
         at += len(group)
 
 
-def _batch(model: Decoder, rows: Rows, own: np.ndarray, group: _Group) -> Batch:
-    """Batch of this dp rank's rows `own`, padded to the group's length, with empty rows up to its
-    number.
+def _batch(model: Decoder, rows: ScoringRows, local_rows: np.ndarray, group: _RowGroup) -> Batch:
+    """Batch of this dp rank's `local_rows`, padded to the group's length, with empty rows up to
+    `group.each`.
     """
     tokens = np.zeros((group.each, group.padded), np.int64)
     labels = np.full(tokens.shape, IGNORED, np.int64)
-    for place, row in enumerate(own):
+    for place, row in enumerate(local_rows):
         text, first = rows.read(int(row)), int(rows.firsts[row])
         tokens[place, : len(text) - 1] = text[:-1]
         # the label of token i is token i + 1
         labels[place, first - 1 : len(text) - 1] = text[first:]
     batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
     if group.padded > group.length and model.tree.blanks is None:
-        # what fills up is nothing that a table has positions for, or that makes a text longer
         # padding repeats the last position, which every table has
         index = torch.arange(group.padded).clamp(max=group.length - 1)
         ids = index.expand(len(tokens), 1, -1)
@@ -241,7 +241,7 @@ def _batch(model: Decoder, rows: Rows, own: np.ndarray, group: _Group) -> Batch:
     return batch.read_by(model.tree)
 
 
-def _end(hidden: Tensor, head: Any, part: Batch) -> Float64[Tensor, "2 sequences"]:
+def _score_sequences(hidden: Tensor, head: Any, part: Batch) -> Float64[Tensor, "2 sequences"]:
     """Per sequence of a microbatch, over this cp rank's tokens: sum of log-probabilities, and
     number of tokens that are the argmax.
     """
@@ -277,16 +277,16 @@ class Evaluation:
     """How documents are read, in words."""
 
     @classmethod
-    def of(cls, found: Foretold, text: Windows) -> "Evaluation":
+    def from_scores(cls, scores: RowScores, text: Windows) -> "Evaluation":
         """Make the evaluation from the per-row predictions over all of `text`."""
         # exact sum: independent of the order of rows
-        nats = -math.fsum(found.log_likelihoods.tolist())
+        nats = -math.fsum(scores.log_likelihoods.tolist())
         loss = nats / text.tokens
         return cls(
             loss,
             math.exp(loss) if loss < 709 else math.inf,
             None if text.bytes is None else nats / math.log(2) / text.bytes,
-            int(found.likeliest.sum()) / text.tokens,
+            int(scores.likeliest.sum()) / text.tokens,
             text.tokens,
             text.bytes,
             text.documents,
@@ -295,11 +295,11 @@ class Evaluation:
             text.words,
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def json_values(self) -> dict[str, Any]:
         """Values for --json; an infinite perplexity is None."""
         finite = self.perplexity if math.isfinite(self.perplexity) else None
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
-        return told | {"perplexity": finite}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"perplexity": finite}
 
     def table(self, title: str) -> Table:
         """Table for a rich console, within 80 columns; `title` is the model's."""
@@ -320,10 +320,10 @@ class Evaluation:
         return table
 
 
-def prepared(asked: EvaluateConfig, progress: bool = True, verify: bool = True) -> Windows:
+def prepare_windows(config: EvaluateConfig, progress: bool = True, verify: bool = True) -> Windows:
     """Open the model's source and tokenise the text of the options; as `open_text`."""
-    source = open_source(asked.source)
-    return open_text(source, asked.data, asked.window, asked.stride, progress, verify)
+    source = open_source(config.source)
+    return open_text(source, config.data, config.window, config.stride, progress, verify)
 
 
 def open_text(
@@ -340,15 +340,15 @@ def open_text(
     model's vocabulary, or windows longer than its positions.
     """
     model = source.tree
-    check_foretells(model)
+    check_predicts_next_token(model)
     window, stride = window_of(model, window, stride)
     if (config.tokenizer or "").startswith(PREFIX):
         raise ValueError(
             f"--data.tokenizer {config.tokenizer}: a model is evaluated with the tokenizer that it "
             "was trained with: give its folder or hub id"
         )
-    own = {field.name: getattr(config, field.name) for field in fields(TextConfig)}
-    data = DataConfig(**own, validation_fraction=0)
+    text_options = {field.name: getattr(config, field.name) for field in fields(TextConfig)}
+    data = DataConfig(**text_options, validation_fraction=0)
     # a text shorter than a window is a text
     found = inputs.check_inputs(
         data, tokenizer_folder(source), None, sequence_length=0, progress=progress
@@ -384,11 +384,11 @@ def window_of(model: ModelSpec, window: int | None, stride: int | None) -> tuple
     return window, stride
 
 
-def measured(
-    asked: EvaluateConfig, text: Windows, mesh: Mesh = SINGLE, progress: bool = True
+def load_and_evaluate(
+    config: EvaluateConfig, text: Windows, mesh: Mesh = SINGLE, progress: bool = True
 ) -> Evaluation:
     """Load the model of the options over `mesh` and evaluate it; see `evaluate`."""
-    return evaluate(load(asked, mesh), text, progress)
+    return evaluate(load(config, mesh), text, progress)
 
 
 def evaluate(loaded: Loaded, text: Windows, progress: bool = True) -> Evaluation:
@@ -398,8 +398,8 @@ def evaluate(loaded: Loaded, text: Windows, progress: bool = True) -> Evaluation
     mesh = loaded.mesh
     title = f"evaluating {text.tokens:,} tokens in {plural(len(text.rows.lengths), 'window')}"
     with bar(title, text.tokens, progress and mesh.first, MofNCompleteColumn()) as reach:
-        found = foretold(loaded.model, text.rows, mesh, loaded.schedule, reach)
-    evaluation = Evaluation.of(found, text)
+        scores = score_rows(loaded.model, text.rows, mesh, loaded.schedule, reach)
+    evaluation = Evaluation.from_scores(scores, text)
     if not math.isfinite(evaluation.loss):
         raise ValueError(
             f"the loss is {evaluation.loss}: the model has diverged, or needs --dtype float32"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dolmen.conversion.weights import assemble
 from dolmen.data.batch import FOLLOWS, Batch
-from dolmen.evaluation.validate import judges_pairs
+from dolmen.evaluation.validate import has_next_sentence_head
 from dolmen.families import Model, weight_map
 
 
@@ -25,7 +25,7 @@ def random_tokens(
     (padding_idx), while dolmen treats it as any token, so it would show as a difference of 1e-2.
     """
     generator = torch.Generator().manual_seed(seed)
-    if padding is None or vocabulary == 1:  # of one token, nothing else could be drawn
+    if padding is None or vocabulary == 1:  # of one token, nothing else can be sampled
         return torch.randint(vocabulary, shape, generator=generator)
     windows = torch.randint(vocabulary - 1, shape, generator=generator)
     return windows + (windows >= padding % vocabulary)  # torch counts a negative one from the end
@@ -46,7 +46,7 @@ def load_reference(folder: Path, stated: Model, dtype: torch.dtype, device: torc
 
     # its annotations allow neither .to(device) nor .generate
     kind: Any = AutoModelForMaskedLM if stated.tree.both_ways else AutoModelForCausalLM
-    if judges_pairs(stated.tree):
+    if has_next_sentence_head(stated.tree):
         kind = AutoModelForPreTraining
     falcon = stated.model_type == "falcon"
     model = kind.from_pretrained(
@@ -69,7 +69,7 @@ def logits_and_loss(
     """
     tokens = batch.tokens.to(network.device)
     out = network(tokens, **({} if stated.tree.both_ways else {"use_cache": False}))
-    pairs = judges_pairs(stated.tree)
+    pairs = has_next_sentence_head(stated.tree)
     logits = out.prediction_logits if pairs else out.logits
     wide = torch.promote_types(logits.dtype, torch.float32)
     loss = F.cross_entropy(logits.flatten(0, 1).to(wide), batch.labels.to(tokens).flatten())

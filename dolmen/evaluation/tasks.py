@@ -1,5 +1,5 @@
-"""Tasks through lm_eval, where it is installed: what is refused before anything is loaded, and a
-table of what came of it. harness.py alone imports it.
+"""Checks the options of lm_eval's tasks before anything is loaded, and tabulates
+their scores. Only harness.py imports lm_eval.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ Scores = Mapping[str, Mapping[str, float]]
 """Task -> metric, as lm_eval names both -> number."""
 
 
-def check(asked: TasksConfig) -> None:
+def check(config: TasksConfig) -> None:
     """Raises ValueError where no task is named, lm_eval is not installed, or does not know a
     task.
     """
-    if not asked.names:
+    if not config.names:
         raise ValueError("--tasks names no task: give names between commas")
     if find_spec("lm_eval") is None:
         raise ValueError(
@@ -27,21 +27,21 @@ def check(asked: TasksConfig) -> None:
         )
     from dolmen.evaluation import harness  # an extra, and seconds to import
 
-    harness.known(asked)
+    harness.load_task_manager(config)
 
 
-def scores(loaded: Loaded, tokenizer: PreTrainedTokenizer, asked: TasksConfig) -> Scores:
+def scores(loaded: Loaded, tokenizer: PreTrainedTokenizer, config: TasksConfig) -> Scores:
     """Run the tasks with lm_eval; see harness.scores."""
     from dolmen.evaluation import harness  # an extra, and seconds to import
 
-    return harness.scores(loaded, tokenizer, asked)
+    return harness.scores(loaded, tokenizer, config)
 
 
-def table(found: Scores) -> Table:
+def table(results: Scores) -> Table:
     """Table of the scores for a rich console."""
-    told = Table("task", "metric", box=None, padding=(0, 2, 0, 0))
-    told.add_column("", justify="right")
-    for task, numbers in found.items():
+    grid = Table("task", "metric", box=None, padding=(0, 2, 0, 0))
+    grid.add_column("", justify="right")
+    for task, numbers in results.items():
         for name, value in numbers.items():
-            told.add_row(task, name.removesuffix(",none"), f"{value:.4f}")
-    return told
+            grid.add_row(task, name.removesuffix(",none"), f"{value:.4f}")
+    return grid

@@ -1,10 +1,6 @@
-"""The mean loss over batches.
-
-What two programs of a model are asked of random tokens: a batch, and the loss that it is judged
-by, which are those of pretraining.
-
-The mean loss of what is not trained on: of text the cross-entropy in nats per token, which is
-the exponent of perplexity, or that of another objective.
+"""Mean loss over batches that are not trained on: the cross-entropy in nats per token, whose
+exponential is the perplexity, or the loss of another objective. Also makes the batch and the
+pretraining objective with which dolmen and transformers are compared on random tokens.
 """
 
 import math
@@ -37,7 +33,7 @@ def batch_of(tree: ModelSpec, windows: Int64[np.ndarray, "sequences window"]) ->
     if not tree.both_ways:
         return Batch.of_windows(windows)
     tokens = torch.from_numpy(np.ascontiguousarray(windows[:, :-1]))
-    if not judges_pairs(tree):
+    if not has_next_sentence_head(tree):
         return Batch(tokens, tokens)
     follows = torch.zeros(tokens.shape)
     follows[0::2, 0], follows[1::2, 0] = 1.0, -1.0
@@ -49,12 +45,12 @@ def objective_of(tree: ModelSpec, batch: Batch) -> Objective:
     next-sentence prediction, as the sum of two means (over tokens, over sequences), like
     transformers.
     """
-    if not judges_pairs(tree):
+    if not has_next_sentence_head(tree):
         return CrossEntropy()
     return MaskedLM(follows=batch.weight / len(batch.tokens))
 
 
-def judges_pairs(tree: ModelSpec) -> bool:
+def has_next_sentence_head(tree: ModelSpec) -> bool:
     """True if the model has a next-sentence prediction head."""
     return tree.both_ways and tree.head.follows
 
@@ -93,21 +89,21 @@ def mean_loss(
     a model with another head than the objective's.
     """
     check(objective, model.tree)
-    # what is told, in the order of names, then nats, tokens, count: exact to 2^53 of them
-    told = len(objective.names)
-    sums = torch.zeros(told + 3, dtype=torch.float64, device=mesh.device)
+    # the metrics in the order of names, then nats, tokens, count: exact in float64 up to 2^53
+    metric_count = len(objective.names)
+    sums = torch.zeros(metric_count + 3, dtype=torch.float64, device=mesh.device)
     order = pipeline.forward_only(schedule or make_schedule("1f1b", 1, 1))
     with inference(model):
         for one in batches:
             batch = one.read_by(model.tree)
-            sums[: told + 1] += _sums(model, batch, mesh, order, objective)
+            sums[: metric_count + 1] += _sums(model, batch, mesh, order, objective)
             # labels are counted once per dp rank (and tp, divided out below)
             if mesh.pp.rank == mesh.cp.rank == 0:
-                sums[told + 1] += batch.real_tokens
-                sums[told + 2] += objective.count(batch)
+                sums[metric_count + 1] += batch.real_tokens
+                sums[metric_count + 2] += objective.count(batch)
     # one all-reduce for all batches: loss, counts and metrics together
-    found = device.read_back(collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size)
-    *metrics, nats, tokens, count = found
+    totals = device.read_back(collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size)
+    *metrics, nats, tokens, count = totals
     if count == 0:
         raise ValueError("no token to evaluate carries a loss: give batches that hold text")
     means = {name: one / count for name, one in zip(objective.names, metrics, strict=True)}
@@ -119,6 +115,6 @@ def _sums(
 ) -> Tensor:
     """Return this rank's sums over one batch, float64: the objective's metrics, then the loss."""
     total = torch.zeros(len(objective.names) + 1, dtype=torch.float64, device=mesh.device)
-    for judged in forward.forward(model, batch, mesh, order, objective):
-        total += torch.stack((*judged.metrics, judged.total.detach()))
+    for output in forward.forward(model, batch, mesh, order, objective):
+        total += torch.stack((*output.metrics, output.total.detach()))
     return total

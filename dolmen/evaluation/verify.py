@@ -6,8 +6,8 @@ gradient, the same text.
                                                                                difference and its
                                                                                tolerance
 
-Each tolerance stands next to its reason. On ranks that do not know transformers' numbers (None) a
-row is of zeros, from the same collectives. No code of a model folder is ever run.
+Each tolerance stands next to its reason. On ranks without transformers' numbers (None) the
+rows are zeros, from the same collectives. No code of a model folder is ever run.
 """
 
 import math
@@ -39,7 +39,7 @@ SEQUENCES, NEW_TOKENS, SEED = 4, 16, 0
 
 
 @dataclass(frozen=True)
-class Row:
+class VerifyRow:
     """Comparison of one quantity. A NaN difference is not within any tolerance."""
 
     name: str
@@ -54,11 +54,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """Results of `verify`, the same on all ranks, except that only rank 0 has the rows' notes."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[VerifyRow, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -129,7 +129,7 @@ def verify(
     mesh: Mesh = SINGLE,
     length: int = 64,
     gradients: bool = True,
-) -> Report:
+) -> VerifyReport:
     """Compare dolmen on `source` with transformers on `against` (default: the same source), which
     is exported to a temporary folder if transformers cannot load it.
 
@@ -153,14 +153,14 @@ def verify(
         # transformers runs on rank 0 only
         if mesh.first:
             with reference_model.quiet_transformers(), transformers_folder(against) as folder:
-                reference = _ask_transformers(folder, against.model, tokens, mesh.device, gradients)
+                reference = _run_transformers(folder, against.model, tokens, mesh.device, gradients)
         model = engine.load_decoder(source, mesh, torch.float32)
         rows = _compare(model, mesh, tokens, reference, gradients)
     size = f"{SEQUENCES} x {read} random tokens, fp32, tp {mesh.tp.size}"
     exported = "" if against.transformers else ", exported"
-    return Report(
+    return VerifyReport(
         f"dolmen on {source.where}\ntransformers on {against.where}{exported}\n{size}",
-        agreed(rows, mesh),
+        broadcast_rows(rows, mesh),
         tuple(notes),
     )
 
@@ -201,7 +201,7 @@ def _tokens(tree: ModelSpec, length: int, device: torch.device, padding: int | N
     return _Tokens(windows.to(device), min(windows.shape[1] - 1, most - new + 1), new)
 
 
-def _ask_transformers(
+def _run_transformers(
     folder: Path, stated: Model, tokens: _Tokens, device: torch.device, gradients: bool
 ) -> Reference:
     """Run transformers on a folder of the model `stated`: logits, loss, gradients if wanted, and
@@ -225,7 +225,7 @@ def _ask_transformers(
         return Reference(logits.detach(), loss.item(), wanted, *none)
     # greedy and endless, whatever the folder's own says
     model.generation_config = GenerationConfig()
-    told = model.generate(
+    generated = model.generate(
         tokens.prompts,
         attention_mask=torch.ones_like(tokens.prompts),
         max_new_tokens=tokens.new,
@@ -238,14 +238,14 @@ def _ask_transformers(
         logits.detach(),
         loss.item(),
         wanted,
-        told.sequences[:, tokens.prompt :],
-        torch.stack(told.logits, 1),
+        generated.sequences[:, tokens.prompt :],
+        torch.stack(generated.logits, 1),
     )
 
 
 def _compare(
     model: Decoder, mesh: Mesh, tokens: _Tokens, reference: Reference | None, gradients: bool
-) -> list[Row]:
+) -> list[VerifyRow]:
     """Compute logits, loss, gradients and greedy tokens with dolmen, and return a row for each.
     Collective; on ranks without a `reference` the rows are zeros.
     """
@@ -258,8 +258,8 @@ def _compare(
             model(inputs, head.compute_logits), model.tree.vocab_size, mesh.tp
         )
     with torch.set_grad_enabled(gradients):
-        judged = model(inputs, lambda hidden, head: objective(hidden, head, batch))
-        loss = judged.total / count
+        output = model(inputs, lambda hidden, head: objective(hidden, head, batch))
+        loss = output.total / count
     rows = [
         logits_row(logits, reference),
         relative_row("loss", loss.item(), reference and reference.loss, LOSS),
@@ -272,7 +272,7 @@ def _compare(
     if not tokens.new:
         return rows
     if not logits.isfinite().all():
-        return [*rows, Row("greedy tokens", math.nan, 0, "none: logits are not finite")]
+        return [*rows, VerifyRow("greedy tokens", math.nan, 0, "none: logits are not finite")]
     continued = engine.generate(model, tokens.prompts.tolist(), tokens.new)
     return [*rows, greedy_row(continued, reference, rows[0].tolerance)]
 
@@ -287,34 +287,38 @@ GRADIENT = 2e-3  # of a tensor's norm, or of FLOOR times the whole gradient's:
 FLOOR = 1e-3  # key biases have gradient zero, the rest is rounding
 
 
-def logits_row(logits: Float[Tensor, "sequences length vocab"], reference: Reference | None) -> Row:
+def logits_row(
+    logits: Float[Tensor, "sequences length vocab"], reference: Reference | None
+) -> VerifyRow:
     """Largest absolute difference of the logits, allowed LOGITS of the largest logit; zeros without
     a reference.
     """
     if reference is None:
-        return Row("logits", 0, 0)
+        return VerifyRow("logits", 0, 0)
     assert logits.shape == reference.logits.shape, (logits.shape, reference.logits.shape)
-    largest, apart = (
+    largest, difference = (
         reference.logits.abs().max().item(),
         (logits - reference.logits).abs().max().item(),
     )
-    return Row("logits", apart, LOGITS * largest, f"absolute; the largest is {largest:.4g}")
+    return VerifyRow(
+        "logits", difference, LOGITS * largest, f"absolute; the largest is {largest:.4g}"
+    )
 
 
-def relative_row(name: str, ours: float, reference: float | None, tolerance: float) -> Row:
+def relative_row(name: str, ours: float, reference: float | None, tolerance: float) -> VerifyRow:
     """Row of |ours - reference| / |reference|; zeros without a reference."""
     if reference is None:
-        return Row(name, 0, 0)
-    apart = abs(ours - reference) / abs(reference) if reference else math.nan
-    return Row(name, apart, tolerance, f"relative; {ours:.7g} and {reference:.7g}")
+        return VerifyRow(name, 0, 0)
+    difference = abs(ours - reference) / abs(reference) if reference else math.nan
+    return VerifyRow(name, difference, tolerance, f"relative; {ours:.7g} and {reference:.7g}")
 
 
-def gradient_rows(model: Decoder, reference: dict[str, Tensor] | None) -> list[Row]:
+def gradient_rows(model: Decoder, reference: dict[str, Tensor] | None) -> list[VerifyRow]:
     """Two rows: the norm of the whole gradient, and the parameter whose gradient differs most, as
     |ours - reference| / |reference|, which counts as at least FLOOR of the whole norm. Gathers and
     frees one gradient at a time. Zeros without a reference.
     """
-    ours, apart = 0.0, {}
+    ours, differences = 0.0, {}
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
@@ -328,29 +332,32 @@ def gradient_rows(model: Decoder, reference: dict[str, Tensor] | None) -> list[R
             reference[name].shape,
         )
         ours += gradient.double().square().sum().item()
-        apart[name] = torch.linalg.vector_norm(gradient - reference[name]).item()
+        differences[name] = torch.linalg.vector_norm(gradient - reference[name]).item()
     if reference is None:
-        return [Row("gradient norm", 0, 0), Row("gradients", 0, 0)]
+        return [VerifyRow("gradient norm", 0, 0), VerifyRow("gradients", 0, 0)]
     norms = {name: torch.linalg.vector_norm(g).item() for name, g in reference.items()}
     whole = math.hypot(*norms.values())
     relative = {
-        name: apart[name] / max(norms[name], FLOOR * whole) if whole else math.nan for name in apart
+        name: differences[name] / max(norms[name], FLOOR * whole) if whole else math.nan
+        for name in differences
     }
     worst = max(
         relative, key=lambda name: math.inf if math.isnan(relative[name]) else relative[name]
     )
     return [
         relative_row("gradient norm", math.sqrt(ours), whole, NORM),
-        Row("gradients", relative[worst], GRADIENT, f"relative; worst is {worst}"),
+        VerifyRow("gradients", relative[worst], GRADIENT, f"relative; worst is {worst}"),
     ]
 
 
-def greedy_row(continued: list[list[int]], reference: Reference | None, tolerance: float) -> Row:
+def greedy_row(
+    continued: list[list[int]], reference: Reference | None, tolerance: float
+) -> VerifyRow:
     """Number of generated texts that differ. A text whose first different token has a logit within
     twice the tolerance counts as a tie, not as a difference.
     """
     if reference is None:
-        return Row("greedy tokens", 0, 0)
+        return VerifyRow("greedy tokens", 0, 0)
     wrong, ties = 0, 0
     assert reference.new_tokens.shape == (len(continued), len(continued[0])), (
         reference.new_tokens.shape
@@ -367,10 +374,10 @@ def greedy_row(continued: list[list[int]], reference: Reference | None, toleranc
     best = reference.new_logits.topk(min(2, reference.new_logits.shape[-1]), -1).values
     margin = (best[..., 0] - best[..., -1]).min().item()
     note = f"{len(continued)} texts of {len(continued[0])} tokens; smallest margin {margin:.2g}"
-    return Row("greedy tokens", wrong, 0, note + f"; {ties} part at a tie" * bool(ties))
+    return VerifyRow("greedy tokens", wrong, 0, note + f"; {ties} part at a tie" * bool(ties))
 
 
-def agreed(rows: list[Row], mesh: Mesh) -> tuple[Row, ...]:
+def broadcast_rows(rows: list[VerifyRow], mesh: Mesh) -> tuple[VerifyRow, ...]:
     """Return the rows with rank 0's numbers on every rank (collective)."""
     numbers = torch.tensor(
         [[row.difference, row.tolerance] for row in rows], dtype=torch.float64, device=mesh.device

@@ -84,7 +84,7 @@ class TrainingHooks:
         self.first, self.tenth = state.step + 1, max(1, state.steps // 10)
         self.profile = Profile(run.log.profile, mesh, out)
         self.evaluator = (
-            RunEvaluator(run, loader.tokenizer, mesh, out) if run.evaluate.asked else None
+            RunEvaluator(run, loader.tokenizer, mesh, out) if run.evaluate.enabled else None
         )
         self.line = report.ProgressLine(console, state.step, state.steps)
         self.run_id = metrics.run_id(out / metrics.HISTORY, state.step) if mesh.first else ""

@@ -141,7 +141,7 @@ def prepare(
         validate(resolved)
         config = resolved.config
         data = open_data(resolved, progress=True, verify=verify)
-        if config.evaluate.asked:
+        if config.evaluate.enabled:
             check_evaluation(config, data.inputs.tokenizer)
         if starts:
             devices.require_gpus(config.train.device, config.layout.world, DEVICE)

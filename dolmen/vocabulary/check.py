@@ -178,7 +178,7 @@ def check_merged(
     lines = probes(made)
     if text is not None:
         lines += [line for piece in islice(text.pieces(), SAMPLE) for line in lines_of(piece)]
-    gives_back(made, lines, "--to")
+    check_round_trip(made, lines, "--to")
     merged = next(
         (
             folder / name
@@ -206,7 +206,7 @@ def lines_of(text: str) -> list[str]:
     return [line for line in map(str.strip, text.splitlines()) if line]
 
 
-def gives_back(tokenizer: PreTrainedTokenizer, lines: Iterable[str], where: str) -> None:
+def check_round_trip(tokenizer: PreTrainedTokenizer, lines: Iterable[str], where: str) -> None:
     """Raises ValueError for the first line that has no tokens or does not decode to itself; `where`
     names the tokenizer.
     """

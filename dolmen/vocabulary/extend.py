@@ -44,9 +44,9 @@ from dolmen.files import gate, kinds
 from dolmen.files.safetensors import Spec
 from dolmen.model.spec import ModelSpec
 from dolmen.model.spec.param import ParamSpec
-from dolmen.vocabulary.check import Counts, Text, count, gives_back, open_text, probes
+from dolmen.vocabulary.check import Counts, Text, check_round_trip, count, open_text, probes
 from dolmen.vocabulary.config import VocabExtendConfig
-from dolmen.vocabulary.tokenizer_folder import Vocabulary, open_vocabulary, opened
+from dolmen.vocabulary.tokenizer_folder import Vocabulary, open_vocabulary, transformers_tokenizer
 
 FILE = "extended.json"
 
@@ -55,8 +55,8 @@ def write(folder: Path, old: int, tokens: int, init: str) -> None:
     """Write extended.json: `old`, the first new id; `tokens`, the number of tokens now; `init`, how
     new rows were initialised.
     """
-    told = {"old_tokens": old, "tokens": tokens, "init": init}
-    (folder / FILE).write_text(json.dumps(told, indent=1) + "\n")
+    record = {"old_tokens": old, "tokens": tokens, "init": init}
+    (folder / FILE).write_text(json.dumps(record, indent=1) + "\n")
 
 
 def first_new(folder: Path) -> int | None:
@@ -71,7 +71,7 @@ AT_ONCE = 4096  # new rows that are made together: their pieces are in memory in
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """Result of measuring a model and its tokenizer on held-out text."""
 
     counts: Counts
@@ -85,10 +85,10 @@ class Measured:
 
     def __str__(self) -> str:
         """One line for a report."""
-        told = ""
+        loss = ""
         if self.loss_per_byte is not None:
-            told = f", loss {self.loss_per_byte:.6f} per byte ({self.bits_per_byte:.6f} bits)"
-        return f"{self.counts}{told}"
+            loss = f", loss {self.loss_per_byte:.6f} per byte ({self.bits_per_byte:.6f} bits)"
+        return f"{self.counts}{loss}"
 
 
 @dataclass(frozen=True)
@@ -101,77 +101,79 @@ class Extended:
     rows_before: int
     rows: int
     init: str
-    before: Measured | None
-    after: Measured | None
+    before: Measurement | None
+    after: Measurement | None
 
     def lines(self) -> list[str]:
         """Report in lines: new tokens and rows, and the held-out measurements."""
         # new tokens that fit into rows the model already had
         padding = min(self.tokens, self.rows_before) - self.old
-        told = [
+        report = [
             f"{self.tokens - self.old:,} new tokens, ids {self.old} to {self.tokens - 1}, "
             f"{max(0, padding):,} of them in rows that were padding; their rows: {self.init}",
             f"{self.rows_before:,} rows before, {self.rows:,} now",
         ]
         if self.before and self.after:
-            told += [f"before: {self.before}", f"after:  {self.after}"]
-        return told
+            report += [f"before: {self.before}", f"after:  {self.after}"]
+        return report
 
 
-def extend(asked: VocabExtendConfig, progress: bool = True) -> Extended:
-    """Write the model with rows for the new tokens of asked.tokenizer as a new transformers
+def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
+    """Write the model with rows for the new tokens of config.tokenizer as a new transformers
     directory. `progress`: bars on stderr. Raises ValueError, KeyError or OSError, with nothing
     written, for a tokenizer that is not the model's own plus tokens at its end, and as `dolmen
     export`.
     """
-    to = Path(asked.to).expanduser()
+    to = Path(config.to).expanduser()
     hf_export.check_target(to)
-    text = open_text(asked.data)
+    text = open_text(config.data)
     # a run that still trains must not change between the two measurements
-    asked = replace(asked, model=pin_source(asked.model))
-    found = open_source(asked.model)
+    config = replace(config, model=pin_source(config.model))
+    found = open_source(config.model)
     unknown.warn(found.model)
     if found.tokenizer is None:
         raise ValueError(f"MODEL {found.where} has no tokenizer, so what is new is not known")
     before = open_vocabulary(str(found.tokenizer), "MODEL")
-    old = opened(before, "MODEL")
-    after = open_vocabulary(asked.tokenizer, "--tokenizer")
-    new = opened(after, "--tokenizer")
-    check_grown(old, new, asked)
-    gives_back(new, probes(new), f"--tokenizer {asked.tokenizer}")
+    old = transformers_tokenizer(before, "MODEL")
+    after = open_vocabulary(config.tokenizer, "--tokenizer")
+    new = transformers_tokenizer(after, "--tokenizer")
+    check_grown(old, new, config)
+    check_round_trip(new, probes(new), f"--tokenizer {config.tokenizer}")
     dtype = stated_dtype(found.model)
     source = cast_source(found, dtype)
     first, size = vocabulary_size(old), vocabulary_size(new)
     # padding rows are used first: the model grows by what is missing only
     rows = max(found.tree.vocab_size, size)
     # lazily: the enlarged embedding is made when the writer reads it
-    grown = Grown(
+    extended = ExtendedSource(
         source,
         edit(found.model, vocab_size=rows),
         after.where,
-        Rows(min(first, found.tree.vocab_size), _pieces(before, old, new), asked),
+        TokenRows(min(first, found.tree.vocab_size), _pieces(before, old, new), config),
     )
     # before anything is written: a bad text costs no export
-    measured = None if text is None else measure(asked.model, old, text, asked, progress)
+    held_out_before = None if text is None else measure(config.model, old, text, config, progress)
     hf_export.check_expressible(found.model, source.tree)
-    writer = hf_export.TransformersWriter(grown, dtype)
+    writer = hf_export.TransformersWriter(extended, dtype)
     with writing.build_beside(to) as (part, sidecars):
         writer.write(part, LayerPool())
         writer.write_sidecars(sidecars)
-        write(sidecars, first, size, asked.init)
-    again = None if text is None else measure(str(to), new, text, asked, progress)
-    return Extended(first, size, found.tree.vocab_size, rows, asked.init, measured, again)
+        write(sidecars, first, size, config.init)
+    held_out_after = None if text is None else measure(str(to), new, text, config, progress)
+    return Extended(
+        first, size, found.tree.vocab_size, rows, config.init, held_out_before, held_out_after
+    )
 
 
 def check_grown(
-    old: PreTrainedTokenizer, new: PreTrainedTokenizer, asked: VocabExtendConfig
+    old: PreTrainedTokenizer, new: PreTrainedTokenizer, config: VocabExtendConfig
 ) -> None:
     """Raises ValueError unless `new` has all tokens of `old` under the same ids, and more."""
     had, has = vocabulary_size(old), vocabulary_size(new)
     if has <= had:
         raise ValueError(
-            f"--tokenizer {asked.tokenizer} has {plural(has, 'token')}, and that of MODEL "
-            f"{asked.model} {had:,}: give one with more (dolmen vocab merge)"
+            f"--tokenizer {config.tokenizer} has {plural(has, 'token')}, and that of MODEL "
+            f"{config.model} {had:,}: give one with more (dolmen vocab merge)"
         )
     ids = new.get_vocab()
     other = [
@@ -180,7 +182,7 @@ def check_grown(
     if other:
         number, token = min(other)
         raise ValueError(
-            f"--tokenizer {asked.tokenizer} is not that of MODEL {asked.model} with more tokens: "
+            f"--tokenizer {config.tokenizer} is not that of MODEL {config.model} with more tokens: "
             f"{plural(len(other), 'token')} of it have other ids, first {number} "
             f"({brief(token)}, now {ids.get(token)})"
         )
@@ -200,21 +202,21 @@ def _pieces(
     for token, number in new.get_vocab().items():
         if number >= first:
             # special tokens are stored as plain text, learned ones as the vocabulary writes them
-            text = before.written(token.encode()) if number in special else token
+            text = before.token_from_bytes(token.encode()) if number in special else token
             found[number] = [piece.id for piece in model.tokenize(text or token)] or every
     return found
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """Makes the rows of new tokens, for any parameter with a row per token (embedding, head)."""
 
     first: int
     """First id that the model has no trained row for."""
     pieces: Mapping[int, Sequence[int]]
-    asked: VocabExtendConfig
+    config: VocabExtendConfig
 
-    def grown(self, name: str, leaf: ParamSpec, old: Tensor, std: float) -> Tensor:
+    def enlarge(self, name: str, leaf: ParamSpec, old: Tensor, std: float) -> Tensor:
         """Return `old` enlarged to the shape of `leaf`, with rows for new tokens (mean, random or
         zero; `std` is the model's initializer range). Padding rows behind the last token stay, or
         are 0. `name` seeds random rows.
@@ -223,14 +225,14 @@ class Rows:
         # rows of old tokens, and padding behind them
         whole[: len(old)] = old
         ids = torch.tensor(sorted(self.pieces))
-        match self.asked.init:
+        match self.config.init:
             case "mean":
                 self._means(whole, old, ids)
             # a bias of the head, for example, starts at 0
             case "random" if leaf.initial == "normal":
-                drawn = torch.empty(leaf.shape, dtype=torch.float32)
-                state.fill_normal(drawn, name, self.asked.seed, std * leaf.std_scale)
-                whole[ids] = drawn[ids].to(whole.dtype)
+                random_rows = torch.empty(leaf.shape, dtype=torch.float32)
+                state.fill_normal(random_rows, name, self.config.seed, std * leaf.std_scale)
+                whole[ids] = random_rows[ids].to(whole.dtype)
             case _:
                 whole[ids] = 0
         return whole
@@ -253,7 +255,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Grown(WeightsAlone):
+class ExtendedSource(WeightsAlone):
     """A source whose vocabulary parameters are enlarged as they are read; all others are
     unchanged.
     """
@@ -261,7 +263,7 @@ class Grown(WeightsAlone):
     source: Source
     model: Model
     tokenizer: Path
-    rows: Rows
+    rows: TokenRows
 
     @property
     def where(self) -> Path:
@@ -311,27 +313,27 @@ class Grown(WeightsAlone):
         leaf, old = self.tree.leaves[name], self.source.read(name)
         if not leaf.is_vocabulary:
             return old
-        return self.rows.grown(name, leaf, old, self.tree.initializer_range)
+        return self.rows.enlarge(name, leaf, old, self.tree.initializer_range)
 
 
 def measure(
     name: str,
     tokenizer: PreTrainedTokenizer,
     text: Text,
-    asked: VocabExtendConfig,
+    config: VocabExtendConfig,
     progress: bool,
-) -> Measured:
+) -> Measurement:
     """Count tokens of the held-out text and, for a causal model, evaluate its loss per byte.
     `name`: the model, as `dolmen evaluate` takes it. Raises ValueError as `dolmen evaluate`.
     """
     counts = count(tokenizer, text.pieces(), text.name)
     # masked LMs have no loss per byte
     if open_source(name).tree.both_ways:
-        return Measured(counts, None)
+        return Measurement(counts, None)
     # held-out text is tokenised twice, by two tokenizers: not worth keeping
     with TemporaryDirectory(prefix="dolmen-") as cache:
-        data = TextConfig(asked.data.path, text_field=asked.data.text_field, cache=cache)
-        config = EvaluateConfig(name, window=asked.window, data=data)
-        read = perplexity.prepared(config, progress)
-        found = perplexity.measured(config, read, progress=progress)
-    return Measured(counts, found.loss * found.tokens / counts.bytes)
+        data = TextConfig(config.data.path, text_field=config.data.text_field, cache=cache)
+        evaluation = EvaluateConfig(name, window=config.window, data=data)
+        read = perplexity.prepare_windows(evaluation, progress)
+        found = perplexity.load_and_evaluate(evaluation, read, progress=progress)
+    return Measurement(counts, found.loss * found.tokens / counts.bytes)

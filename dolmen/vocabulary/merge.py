@@ -46,14 +46,14 @@ from dolmen.vocabulary.tokenizer_folder import (
     fillers,
     model_fields,
     open_vocabulary,
-    opened,
     sentencepiece_as_json,
     size,
     special_tokens,
     splits,
+    transformers_tokenizer,
 )
 
-BESIDE = (
+SIDECARS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.json",
@@ -102,36 +102,36 @@ class Merged:
 
     def lines(self) -> list[str]:
         """Report in lines: tokens added, skipped and left out, and the held-out compression."""
-        told = [
+        report = [
             f"{self.base:,} tokens of the base, as they were; {self.added:,} new, from id "
             f"{self.base}; {self.size:,} in all"
         ]
         if self.between:
-            told.append(f"of the new, {self.between:,} lead to others, by merges")
-        told.append(f"{plural(self.had, 'token')} of the new vocabulary the base has already")
-        told += [f"left out: {plural(n, 'token')} that {why}" for why, n in self.left_out.items()]
+            report.append(f"of the new, {self.between:,} lead to others, by merges")
+        report.append(f"{plural(self.had, 'token')} of the new vocabulary the base has already")
+        report += [f"left out: {plural(n, 'token')} that {why}" for why, n in self.left_out.items()]
         if self.before and self.after:
-            told += [f"before: {self.before}", f"after:  {self.after}"]
-        return told
+            report += [f"before: {self.before}", f"after:  {self.after}"]
+        return report
 
 
-def merge(asked: VocabMergeConfig, progress: bool = True) -> Merged:
+def merge(config: VocabMergeConfig, progress: bool = True) -> Merged:
     """Write the base tokenizer with the tokens of the new one appended, as a new folder.
     `progress`: bars on stderr. Raises ValueError or OSError, with nothing written, for vocabularies
     that cannot be merged, and where the result does not decode texts to themselves.
     """
-    to = Path(asked.to).expanduser()
+    to = Path(config.to).expanduser()
     hf_export.check_target(to)
-    text = open_text(asked.data)
-    base = open_vocabulary(asked.base, "BASE")
-    new = open_vocabulary(asked.new, "NEW")
+    text = open_text(config.data)
+    base = open_vocabulary(config.base, "BASE")
+    new = open_vocabulary(config.new, "NEW")
     check_base(base, new)
     wanted = wanted_of(base, new)
     first = size(base)
     with bar("finding merges", len(wanted.tokens), progress) as reach:
         grown, files = FORMS[base.form](base, wanted, reach)
     if not grown.tokens:
-        raise ValueError(f"NEW {asked.new} has no token that BASE {asked.base} has not")
+        raise ValueError(f"NEW {config.new} has no token that BASE {config.base} has not")
     with writing.build_beside(to) as (part, words):
         write(part, files)
         _copy(base.where, part)
@@ -139,7 +139,7 @@ def merge(asked: VocabMergeConfig, progress: bool = True) -> Merged:
         before = after = None
         if text is not None:
             say(f"counting tokens of {text.name}", progress)
-            before = count(opened(base, "BASE"), text.pieces(), text.name)
+            before = count(transformers_tokenizer(base, "BASE"), text.pieces(), text.name)
             after = count(load_tokenizer(str(part), "--to"), text.pieces(), text.name)
     return Merged(
         first, len(grown.tokens), grown.between, wanted.had, wanted.left_out, before, after
@@ -155,7 +155,7 @@ def wanted_of(base: Vocabulary, new: Vocabulary) -> Wanted:
     for token, score in new.learned.items():
         # UTF-8 bytes: what both vocabularies have in common
         meaning = new.meaning(token)
-        ours = None if meaning is None else base.written(meaning)
+        ours = None if meaning is None else base.token_from_bytes(meaning)
         if meaning is None or ours is None:
             found.leave_out("are a part of a character, which the base has as bytes")
         elif ours in have:
@@ -405,6 +405,6 @@ def _copy(place: Path, to: Path) -> None:
     """Copy the files that a merge does not change (chat template, special tokens) from `place`, if
     it is a folder.
     """
-    for name in BESIDE if place.is_dir() else ():
+    for name in SIDECARS if place.is_dir() else ():
         if (place / name).is_file():
             shutil.copyfile(place / name, to / name)

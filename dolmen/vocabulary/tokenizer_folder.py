@@ -98,7 +98,7 @@ class Vocabulary:
             return None
         return bytes(BYTES[letter] for letter in token)
 
-    def written(self, meaning: bytes) -> str | None:
+    def token_from_bytes(self, meaning: bytes) -> str | None:
         """Token that stands for these bytes; None for a part of a character in forms that have only
         characters.
         """
@@ -171,7 +171,7 @@ def fillers(model: SentencePieceModel, added: Mapping[int, str]) -> list[Vocabul
     ]
 
 
-def opened(vocabulary: Vocabulary, option: str) -> PreTrainedTokenizer:
+def transformers_tokenizer(vocabulary: Vocabulary, option: str) -> PreTrainedTokenizer:
     """Open the vocabulary as a transformers tokenizer; `option` names it in errors. Raises
     ValueError.
     """

@@ -34,9 +34,9 @@ from dolmen.files import sentencepiece_model
 from dolmen.vocabulary.check import (
     Counts,
     Text,
+    check_round_trip,
     check_sentencepiece,
     count,
-    gives_back,
     lines_of,
     open_text,
 )
@@ -50,7 +50,7 @@ from dolmen.vocabulary.tokenizer_folder import (
     special_tokens,
 )
 
-TOLD = 1000  # lines, after which a bar moves
+PROGRESS_LINES = 1000  # lines, after which a bar moves
 LONGEST = 4000
 """Bytes of a line; a longer one is cut, as sentencepiece passes over those of more than 4,192."""
 
@@ -82,7 +82,7 @@ def draw(
     for place, line in enumerate(_lines(text)):
         size = len(line.encode())
         whole += size
-        if place % TOLD == 0:
+        if place % PROGRESS_LINES == 0:
             reach(whole)
         number = chance.random()
         if number >= limit:
@@ -123,7 +123,7 @@ COVERAGE = 0.9995
 """Share of the characters of the text that get a piece of their own: sentencepiece's default, made
 for Chinese and Japanese. The others are bytes.
 """
-GIVEN_BACK = 1000  # lines that are cut and put together again
+ROUND_TRIP_LINES = 1000  # lines that are cut and put together again
 
 
 @dataclass(frozen=True)
@@ -149,47 +149,47 @@ class Trained:
         ]
 
 
-def train(asked: VocabTrainConfig, progress: bool = True) -> Trained:
+def train(config: VocabTrainConfig, progress: bool = True) -> Trained:
     """Learn a vocabulary and write it as a new tokenizer folder. `progress`: bars on stderr. Raises
     ValueError or OSError, with nothing written, for unreadable text, and for text that has too few
     different tokens.
     """
-    to = Path(asked.to).expanduser()
+    to = Path(config.to).expanduser()
     hf_export.check_target(to)
-    text = open_text(asked.data)
+    text = open_text(config.data)
     if text is None:
         raise ValueError("no text: use --data.path with a file, a folder, a glob or a hub id")
     with bar(f"reading {text.name}", text.size, progress) as reach:
-        sample = draw(text, asked.max_bytes, asked.seed, reach)
-    check_size(asked, sample)
-    say(f"learning {asked.size:,} tokens from {plural(sample.bytes, 'byte')}", progress)
+        sample = draw(text, config.max_bytes, config.seed, reach)
+    check_size(config, sample)
+    say(f"learning {config.size:,} tokens from {plural(sample.bytes, 'byte')}", progress)
     with writing.build_beside(to) as (part, _):
-        LEARN[asked.kind](asked, sample, part)
+        LEARN[config.kind](config, sample, part)
         made = load_tokenizer(str(part), "--to")
-        lines = [line for one in sample.lines[:GIVEN_BACK] for line in lines_of(one)]
-        gives_back(made, lines, "--to")
-        if asked.kind != "byte-bpe":
+        lines = [line for one in sample.lines[:ROUND_TRIP_LINES] for line in lines_of(one)]
+        check_round_trip(made, lines, "--to")
+        if config.kind != "byte-bpe":
             check_sentencepiece(made, str(part / MODELS[0]), lines)
         counts = count(made, sample.lines, text.name)
-    return Trained(asked.kind, asked.size, sample.whole, sample.bytes, counts)
+    return Trained(config.kind, config.size, sample.whole, sample.bytes, counts)
 
 
-def check_size(asked: VocabTrainConfig, sample: Sample) -> None:
-    """Raises ValueError where the sample is empty, or too small for asked.size tokens."""
+def check_size(config: VocabTrainConfig, sample: Sample) -> None:
+    """Raises ValueError where the sample is empty, or too small for config.size tokens."""
     if not sample.lines:
-        raise ValueError(f"--data.path {', '.join(asked.data.path[:3])}: there is no text in it")
+        raise ValueError(f"--data.path {', '.join(config.data.path[:3])}: there is no text in it")
     # tokens that need no text
-    given = BYTES + (1 if asked.kind == "byte-bpe" else FRAME)
+    given = BYTES + (1 if config.kind == "byte-bpe" else FRAME)
     # each token that is learned is a run of the text of its own
-    if (wanted := asked.size - given) > sample.bytes:
+    if (wanted := config.size - given) > sample.bytes:
         raise ValueError(
-            f"--size is {asked.size:,}, and {plural(sample.bytes, 'byte')} of text cannot have "
+            f"--size is {config.size:,}, and {plural(sample.bytes, 'byte')} of text cannot have "
             f"{wanted:,} tokens beside single bytes: use --size {given + sample.bytes // 10:,} or "
             "less, or more text"
         )
 
 
-def _of_sentencepiece(asked: VocabTrainConfig, sample: Sample, folder: Path) -> None:
+def _train_sentencepiece(config: VocabTrainConfig, sample: Sample, folder: Path) -> None:
     """Learn a unigram or BPE model with sentencepiece and write tokenizer.model, tokenizer.json and
     its config to `folder`. Raises ValueError where the text has too few pieces, or too many
     characters.
@@ -199,8 +199,8 @@ def _of_sentencepiece(asked: VocabTrainConfig, sample: Sample, folder: Path) -> 
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(sample.lines),
             model_writer=model,
-            vocab_size=asked.size,
-            model_type=asked.kind,
+            vocab_size=config.size,
+            model_type=config.kind,
             character_coverage=COVERAGE,
             byte_fallback=True,
             # texts must decode to themselves, byte for byte
@@ -213,7 +213,7 @@ def _of_sentencepiece(asked: VocabTrainConfig, sample: Sample, folder: Path) -> 
             minloglevel=2,
         )
     except (RuntimeError, OSError, ValueError) as error:
-        raise ValueError(_reason(asked, str(error))) from error
+        raise ValueError(_reason(config, str(error))) from error
     content = model.getvalue()
     read = sentencepiece_model.parse(content, "the model of sentencepiece")
     write(
@@ -230,38 +230,38 @@ def _of_sentencepiece(asked: VocabTrainConfig, sample: Sample, folder: Path) -> 
     )
 
 
-def _reason(asked: VocabTrainConfig, error: str) -> str:
+def _reason(config: VocabTrainConfig, error: str) -> str:
     """Translate sentencepiece's error into a message with our options."""
     # sentencepiece's own message names the possible size
     if found := re.search(r"value <= (\d+)", error):
         return (
-            f"--size is {asked.size:,}, and the text has {int(found[1]):,} pieces: use --size "
+            f"--size is {config.size:,}, and the text has {int(found[1]):,} pieces: use --size "
             f"{found[1]} or less, or more text"
         )
     if found := re.search(r"required_chars. \d+ vs (\d+)", error):
         return (
-            f"--size is {asked.size:,}, and single bytes and characters of the text are "
+            f"--size is {config.size:,}, and single bytes and characters of the text are "
             f"{int(found[1]):,}: use a larger --size"
         )
     return f"sentencepiece has learned nothing: {error}"
 
 
-def _over_bytes(asked: VocabTrainConfig, sample: Sample, folder: Path) -> None:
+def _train_byte_bpe(config: VocabTrainConfig, sample: Sample, folder: Path) -> None:
     """Learn a byte-level BPE with `tokenizers` and write it to `folder`. Raises ValueError where
-    the text gives fewer tokens than asked.size.
+    the text gives fewer tokens than config.size.
     """
     # line ends were cut off, and are text to a byte-level BPE
-    train_bpe((line + "\n" for line in sample.lines), asked.size, folder, progress=False)
+    train_bpe((line + "\n" for line in sample.lines), config.size, folder, progress=False)
     found = len(load_tokenizer(str(folder), "--to").get_vocab())
-    if found < asked.size:
+    if found < config.size:
         raise ValueError(
-            f"--size is {asked.size:,}, and the text gives {found:,} tokens: use --size {found} or "
-            "less, or more text"
+            f"--size is {config.size:,}, and the text gives {found:,} tokens: use --size {found} "
+            "or less, or more text"
         )
 
 
 LEARN: dict[str, Callable[[VocabTrainConfig, Sample, Path], None]] = {
-    "unigram": _of_sentencepiece,
-    "bpe": _of_sentencepiece,
-    "byte-bpe": _over_bytes,
+    "unigram": _train_sentencepiece,
+    "bpe": _train_sentencepiece,
+    "byte-bpe": _train_byte_bpe,
 }

@@ -185,7 +185,7 @@ def test_the_command_says_what_the_function_gives(folder, monkeypatch, tmp_path)
         "of 3, the first token of a document is not counted"
     )
     written = json.loads(out.read_text())
-    assert written == found.as_dict()
+    assert written == found.json_values()
     assert written.keys() > {"loss", "perplexity", "bits_per_byte", "accuracy", "tokens", "bytes"}
     half = command(folder, "model", "--data.path", "text", "--dtype", "bfloat16")
     assert half.code == 0 and f"{evaluated(folder, dtype='bfloat16').loss:.6f} nats" in half.out
@@ -202,10 +202,10 @@ def test_the_table_fits_80_columns(folder):
 
 
 def test_a_perplexity_that_no_float_holds(folder):
-    found = perplexity.Foretold(np.array([-1e6]), np.array([0]))
-    one = perplexity.Rows(np.array([2]), np.array([1]), lambda row: np.zeros(2, np.int64))
-    evaluation = perplexity.Evaluation.of(found, Windows(one, 1, 1, 2, 2))
-    assert evaluation.perplexity == math.inf and evaluation.as_dict()["perplexity"] is None
+    found = perplexity.RowScores(np.array([-1e6]), np.array([0]))
+    one = perplexity.ScoringRows(np.array([2]), np.array([1]), lambda row: np.zeros(2, np.int64))
+    evaluation = perplexity.Evaluation.from_scores(found, Windows(one, 1, 1, 2, 2))
+    assert evaluation.perplexity == math.inf and evaluation.json_values()["perplexity"] is None
 
 
 def test_files_folders_and_globs_are_one_text(folder):

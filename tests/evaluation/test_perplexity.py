@@ -12,7 +12,7 @@ from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.evaluation import perplexity
-from dolmen.evaluation.perplexity import Rows, foretold
+from dolmen.evaluation.perplexity import ScoringRows, score_rows
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model import build
 from dolmen.model.layout import Layout
@@ -111,15 +111,15 @@ def of_rows(folder, **options):
         build.load(model, lambda write: load_weights(source, write))
     else:
         model = load_decoder(source, mesh, schedule=schedule)
-    return foretold(model, ragged(), mesh, schedule)
+    return score_rows(model, ragged(), mesh, schedule)
 
 
-def ragged() -> Rows:
+def ragged() -> ScoringRows:
     """Rows of 25, 25, 25, 24, 2, 17, 9 and 10 tokens, with other numbers of them counted."""
     lengths = np.array([25, 25, 25, 24, 2, 17, 9, 10])
     texts = windows().numpy()
     firsts = np.array([1, 24, 3, 1, 1, 16, 2, 1])
-    return Rows(lengths, firsts, lambda row: texts[row, : lengths[row]])
+    return ScoringRows(lengths, firsts, lambda row: texts[row, : lengths[row]])
 
 
 def rows_of_transformers(name: str) -> tuple[list[float], list[int]]:
@@ -142,7 +142,7 @@ def test_rows_are_foretold_as_transformers_does(folders, name, monkeypatch):
     """Whatever they are batched with. float32 against float64."""
     sums, likeliest = rows_of_transformers(name)
     monkeypatch.setattr(perplexity, "TOKENS_AT_ONCE", 60)
-    found = foretold(load_decoder(open_source(folders[name])), ragged(), SINGLE)
+    found = score_rows(load_decoder(open_source(folders[name])), ragged(), SINGLE)
     assert found.log_likelihoods == pytest.approx(sums, rel=1e-6)
     assert found.likeliest.tolist() == likeliest
 
@@ -151,18 +151,18 @@ def test_rows_fit_a_table_of_positions(folders, monkeypatch):
     """Of 48 positions, which 5 ranks would not divide: a row of 46 is filled up to 50."""
     model = load_decoder(open_source(folders["gpt2"]))
     text = torch.randint(VOCABULARY, (47,), generator=torch.Generator().manual_seed(1)).numpy()
-    row = Rows(np.array([47]), np.array([1]), lambda row: text)
-    want = foretold(model, row, SINGLE)
+    row = ScoringRows(np.array([47]), np.array([1]), lambda row: text)
+    want = score_rows(model, row, SINGLE)
     groups = perplexity._groups
     filled = lambda *all: (group._replace(padded=50) for group in groups(*all))  # noqa: E731
     monkeypatch.setattr(perplexity, "_groups", filled)
-    found = foretold(model, row, SINGLE)
+    found = score_rows(model, row, SINGLE)
     assert found.log_likelihoods == pytest.approx(want.log_likelihoods, rel=1e-6)
 
 
 def test_no_layout_changes_the_loss(folders, spawn):
     model = load_decoder(open_source(folders["qwen3"]))
-    want, apart = mean_loss(model, batches(), SINGLE), foretold(model, ragged(), SINGLE)
+    want, apart = mean_loss(model, batches(), SINGLE), score_rows(model, ragged(), SINGLE)
     got, told = spawn(2)(two_ranks, folders["qwen3"])
     assert len(got) == len(LAYOUTS) and len(told) == len(OF_ROWS)
     for layout, found in told.items():

@@ -16,7 +16,7 @@ from dolmen.core import mesh as meshes
 from dolmen.core.log import console
 from dolmen.data.config import TextConfig
 from dolmen.evaluation import perplexity
-from dolmen.evaluation.verify import Reference, Row, _tokens, greedy_row, verify
+from dolmen.evaluation.verify import Reference, VerifyRow, _tokens, greedy_row, verify
 
 ROWS = ["logits", "loss", "gradient norm", "gradients", "greedy tokens"]
 
@@ -165,9 +165,9 @@ def test_not_a_number_is_a_difference_even_if_both_say_it(folders, tmp_path):
     folder = spoiled(folders["llama"], tmp_path / "nan", scale("model.norm.weight", math.nan))
     assert not any(row.ok for row in verify(open_source(folder)).rows)
     assert (
-        not Row("", math.nan, 1.0).ok
-        and not Row("", 0.0, math.nan).ok
-        and not Row("", -2.0, 1.0).ok
+        not VerifyRow("", math.nan, 1.0).ok
+        and not VerifyRow("", 0.0, math.nan).ok
+        and not VerifyRow("", -2.0, 1.0).ok
     )
 
 
@@ -205,8 +205,8 @@ def test_a_tie_is_no_difference():
     theirs = Reference(logits, 0.0, None, logits.argmax(-1), logits)
     assert theirs.new_tokens.tolist() == [[2, 0]]
     note = "1 texts of 2 tokens; smallest margin 0.0001"
-    assert greedy_row([[2, 0]], theirs, 1e-4) == Row("greedy tokens", 0, 0, note)
-    assert greedy_row([[1, 1]], theirs, 1e-4) == Row(
+    assert greedy_row([[2, 0]], theirs, 1e-4) == VerifyRow("greedy tokens", 0, 0, note)
+    assert greedy_row([[1, 1]], theirs, 1e-4) == VerifyRow(
         "greedy tokens", 0, 0, note + "; 1 part at a tie"
     )
     assert not greedy_row([[1, 0]], theirs, 1e-5).ok and not greedy_row([[2, 1]], theirs, 1e-4).ok

@@ -21,7 +21,7 @@ from dolmen.vocabulary.config import (
 )
 from dolmen.vocabulary.extend import extend
 from dolmen.vocabulary.merge import merge
-from dolmen.vocabulary.tokenizer_folder import open_vocabulary, opened
+from dolmen.vocabulary.tokenizer_folder import open_vocabulary, transformers_tokenizer
 from dolmen.vocabulary.train import train
 
 SIZE = 460  # tokens of the old tokenizer
@@ -117,7 +117,7 @@ def test_an_extended_model_is_the_same_of_old_tokens(
     }
     if name == "gptj":
         tables["bias"] = (before.lm_head.bias, after.lm_head.bias)
-    pieces = opened(open_vocabulary(str(old), ""), "").backend_tokenizer.model
+    pieces = transformers_tokenizer(open_vocabulary(str(old), ""), "").backend_tokenizer.model
     vocab = made.get_vocab()
     for was, now in tables.values():
         assert torch.equal(was[:SIZE], now[:SIZE])

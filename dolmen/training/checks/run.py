@@ -54,7 +54,7 @@ def check_finish(config: RunConfig) -> None:
             f"finish.{option} is for models that predict the next token, and {model.model_type} "
             "fills in masked ones: leave it out"
         )
-    if config.evaluate.asked and (tree.both_ways or not isinstance(tree.head, LMHeadSpec)):
+    if config.evaluate.enabled and (tree.both_ways or not isinstance(tree.head, LMHeadSpec)):
         raise ValueError(
             f"evaluate.tasks and samples are for models that predict the next token, and "
             f"{model.model_type} does not: leave them out"
