@@ -36,10 +36,10 @@ def value_errors(keywords: Mapping[str, str] | None = None) -> Iterator[None]:
     try:
         yield
     except (BadInput, ValueError, KeyError, OSError) as error:
-        raise ValueError(with_keywords(message(error), keywords or {})) from error
+        raise ValueError(rewrite_options(message(error), keywords or {})) from error
 
 
-def with_keywords(text: str, keywords: Mapping[str, str]) -> str:
+def rewrite_options(text: str, keywords: Mapping[str, str]) -> str:
     """Return a message of the command line with its options written as Python keywords."""
     options = _options()
     # most keywords are the option's own name

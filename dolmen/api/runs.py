@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path, PosixPath
 from typing import Any
 
-from dolmen.api.options import build_config, value_errors, with_keywords
+from dolmen.api.options import build_config, value_errors, rewrite_options
 from dolmen.core.filesystem import expand
 from dolmen.core.messages import BadInput, brief
 from dolmen.planning import dryrun as dry
@@ -65,7 +65,7 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> RunFolder:
     try:
         code = worker.run(request)
     except BadInput as error:
-        raise ValueError(with_keywords(str(error), {})) from None
+        raise ValueError(rewrite_options(str(error), {})) from None
     # 128 + SIGINT
     if code == 130:
         raise KeyboardInterrupt

@@ -102,7 +102,7 @@ class Loader(ABC):
         # samples that the batches before have read over step x global_batch_size: see go_on
         self.ahead = 0
         # of what was last read, numbers that a run logs
-        self.told: dict[str, float] = {}
+        self.extra_metrics: dict[str, float] = {}
         self.completions: list[dict[str, Any]] = []
         """Completions of rollouts to log with the next row of metrics, on the first rank."""
 

@@ -37,7 +37,7 @@ class RolloutConfig:
     loss_type: LossType = "grpo"
     """Policy loss of GRPO and its variants (objectives/policy.py: `grpo_loss`)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Whether the ratio of new to old probability is taken per token or per completion."""
+    """Level of the ratio of new to old probability: per token or per completion."""
     clip_low: NonNegative = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: NonNegative = 0.2
@@ -92,9 +92,9 @@ class RolloutConfig:
     max_num_seqs: Positive = 64
     """Completions that one model copy generates at the same time."""
     offload: Literal["none", "cpu"] = "none"
-    """Where models that are not in use are kept: on the device; or in pinned host memory:
-    optimizers and all other weights during generation, the reference, reward and generation models
-    during updates.
+    """Placement of models while they are not in use. none: on the device. cpu: in pinned host
+    memory (optimizers and all weights but the generator's during generation; the reference, reward
+    and generation models during updates).
     """
     routing_replay: bool = False
     """Mixture-of-experts models: route each token of an update to the experts that it was routed to
@@ -108,9 +108,9 @@ class RolloutConfig:
     started again.
     """
     on_failure: Literal["stop", "zero", "leave-out"] = "stop"
-    """What happens where a reward function raises, takes too long or returns no finite number: stop
+    """Action if a reward function raises, takes too long or does not return a finite number: stop
     the run, use a reward of 0, or leave the completion out of the loss. Failures are counted and
-    logged. Where an environment fails, the run stops, or the completion ends.
+    logged. If an environment fails, the run stops (stop) or the completion ends.
     """
 
     log_completions: Count = 4

@@ -72,7 +72,7 @@ class MultiTurn:
     max_turns: int
     """Maximum calls of the environment per completion."""
     stop_on_failure: bool
-    """Whether a failure of the environment stops the run; else it ends the completion."""
+    """True if a failure of the environment stops the run; else it ends the completion."""
     mesh: Mesh
     say: Callable[[str], None] = print
 

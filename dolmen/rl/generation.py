@@ -148,9 +148,9 @@ class Completion(NamedTuple):
     logprobs: list[float]
     """Log-probability of each token when it was sampled; 0 for tokens of an environment."""
     sampled: list[bool]
-    """Whether each token was sampled from the model; others were written by an environment."""
+    """True for tokens sampled from the model, False for tokens of an environment."""
     finished: bool
-    """Whether it ended with a stop token, and not at the maximum length."""
+    """True if it ended with a stop token, and not at the maximum length."""
 
     def add_environment_tokens(self, tokens: list[int], max_tokens: int) -> "Completion":
         """Return the completion with an environment's turn appended, log-probability 0 and not

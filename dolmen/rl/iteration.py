@@ -138,7 +138,7 @@ class RolloutBatches:
         self.batch_size = loader.global_batch_size
         self.completions = config.completions(self.batch_size)
         self.updates = config.updates(self.batch_size)
-        self.metrics = loader.told
+        self.metrics = loader.extra_metrics
 
     def starting_at(self, step: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[int, Batch]]:
         """Yield (step, rows of the global batch for `rank` of `ranks`) from `step` on, without end.

@@ -111,7 +111,7 @@ class PromptLoader(Loader):
     text: Loader | None = None
     """The loader of the pretraining text of PPO-ptx."""
 
-    def beside(self, text: Loader) -> "PromptLoader":
+    def add_pretraining(self, text: Loader) -> "PromptLoader":
         """Add the loader of the pretraining text, whose position, description and identity follow
         this one's; return this loader.
         """

@@ -79,7 +79,7 @@ class Rollout:
 
     @property
     def trained(self) -> Bool[Tensor, "completions length"]:
-        """Whether a position has a label."""
+        """True where a position has a label."""
         return self.labels != IGNORED
 
     def logprob_difference(self) -> dict[str, float]:
@@ -257,8 +257,8 @@ def load(
     shapes = {"rewards": shape[:1], EXPERTS: (*shape, *experts.shape[2:]), **kind.other_shapes}
     for name, tensor in tensors.items():
         if tensor.shape != shapes.get(name, shape):
-            told = f"{name} has shape {tuple(tensor.shape)}, and tokens {tuple(shape)}"
-            raise gate.refuse(file, told)
+            problem = f"{name} has shape {tuple(tensor.shape)}, and tokens {tuple(shape)}"
+            raise gate.refuse(file, problem)
     return kind(**tensors) if shape[0] == completions else None
 
 

@@ -1,4 +1,4 @@
-"""What each token of a rollout is trained towards: advantages from rewards and log-probabilities,
+"""Training targets of each token of a rollout: advantages from rewards and log-probabilities,
 with a critic also returns; and the adaptive KL coefficient of PPO.
 """
 

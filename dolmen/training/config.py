@@ -246,7 +246,7 @@ class RunConfig:
 
     @property
     def tree(self) -> ModelSpec:
-        """What its config.json says, of a run that has been checked."""
+        """Spec of `model`, for a run that has been checked."""
         return self.known_model.tree
 
     @cached_property

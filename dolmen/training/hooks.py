@@ -133,7 +133,7 @@ class TrainingHooks:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if m.skipped else 0
         self.finite = m.finite
         if not self.disagreed and (
-            mismatch := warn.logprob_mismatch(self.run, self.loader.told, state.step - 1)
+            mismatch := warn.logprob_mismatch(self.run, self.loader.extra_metrics, state.step - 1)
         ):
             self.disagreed = True
             self.line.say(f"WARNING: {mismatch}")
@@ -193,7 +193,7 @@ class TrainingHooks:
             **m.router,
             **m.objective,
             **critic_row(m.critic),
-            **self.loader.told,
+            **self.loader.extra_metrics,
             **{f"epoch/{name}": value for name, value in self.loader.epochs(state.step).items()},
         }
         if state.scale.dynamic:

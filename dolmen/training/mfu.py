@@ -66,12 +66,12 @@ class Peak:
 
     def __str__(self) -> str:
         """Return both peaks in TFLOP/s, as text."""
-        told = (
+        datasheet = (
             "no datasheet figure for this device"
             if self.datasheet is None
             else f"datasheet {self.datasheet / 1e12:.4g}"
         )
-        return f"measured matmul peak {self.measured / 1e12:.3g} TFLOP/s, {told}"
+        return f"measured matmul peak {self.measured / 1e12:.3g} TFLOP/s, {datasheet}"
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> Peak:

@@ -238,7 +238,9 @@ def load_data(resolved: ResolvedRun, data: Data, progress: bool, verify: bool) -
         return loader
     try:
         options = pretraining_config(config, data.inputs.tokenizer)
-        return loader.beside(load_text(config, options, data.pretraining, progress, verify))
+        return loader.add_pretraining(
+            load_text(config, options, data.pretraining, progress, verify)
+        )
     except (ValueError, OSError) as error:
         raise ValueError(_rename_path_option(str(error))) from None
 

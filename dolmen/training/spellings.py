@@ -303,13 +303,13 @@ def suggestion(name: str, known: Collection[str]) -> str:
         return how if "train.steps" in known else ""
     ours = [option for option in known if option.rpartition(".")[2] == last]
     ours = [option for option in ours if not option.startswith(CRITIC)] or ours
-    told = EQUAL.get(name) or EQUAL.get(last) or ()
-    equal = (told,) if isinstance(told, str) else told
+    names = EQUAL.get(name) or EQUAL.get(last) or ()
+    equal = (names,) if isinstance(names, str) else names
     theirs = [option for option in equal if option.split()[0] in known]
     if found := ours or theirs[:1]:
         return _meant(found)
-    if "train.steps" in known and (of_families := _of_families((*equal, name), known)):
-        return of_families
+    if "train.steps" in known and (advice := _suggest_families((*equal, name), known)):
+        return advice
     return _meant(
         get_close_matches(name, known, n=1, cutoff=0.75)
         or get_close_matches(last, [o for o in known if "." not in o], n=1, cutoff=0.7)
@@ -355,7 +355,7 @@ def _near(last: str, known: Collection[str]) -> list[str]:
     return get_close_matches(last, {option.rpartition(".")[2] for option in known}, n=1, cutoff=0.7)
 
 
-def _of_families(options: Collection[str], known: Collection[str]) -> str:
+def _suggest_families(options: Collection[str], known: Collection[str]) -> str:
     """Return a suggestion for a field of another model family: the name that the same field has in
     this one, or else the families that have it. Empty where no family has any of `options`.
     """

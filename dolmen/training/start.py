@@ -159,13 +159,13 @@ def _load(
     count_processes, scaling, now = state.tensors(), state.scaling(), to_dict(run.train)
     # amax histories are of the roundings of one recipe: another starts without
     if all(saved.run["train"].get(name) == now[name] for name in ("precision", "fp8")):
-        for delayed in state.delayed():
+        for delayed in state.delayed_scalings():
             delayed.begun = delayed.begun or saved.updates > 0
     else:  # of another recipe, or none: scales begin as at a first step
         count_processes = {
             name: tensor for name, tensor in count_processes.items() if name not in scaling
         }
-        for delayed in state.delayed():
+        for delayed in state.delayed_scalings():
             delayed.forget()
     checkpoints.load(step, count_processes, state.names())
     return saved

@@ -210,11 +210,11 @@ class TrainState:
         critic = {} if self.critic is None else self.critic.state.scaling()
         return self.model.scaling() | {f"{CRITIC}{name}": t for name, t in critic.items()}
 
-    def delayed(self) -> list[quantized_product.Delayed]:
+    def delayed_scalings(self) -> list[quantized_product.Delayed]:
         """Return the delayed fp8 scaling object of each weight that has one, with those of the
         critic.
         """
-        critic = [] if self.critic is None else self.critic.state.delayed()
+        critic = [] if self.critic is None else self.critic.state.delayed_scalings()
         return [*self.model.delayed().values(), *critic]
 
     def names(self) -> set[str]:

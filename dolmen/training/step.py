@@ -91,7 +91,7 @@ class StepMetrics:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient norm are finite, including those of the critic."""
+        """True if loss and gradient norm are finite, including those of the critic."""
         own = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
         return own and (self.critic is None or self.critic.finite)
 

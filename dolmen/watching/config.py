@@ -9,29 +9,29 @@ from dolmen.core.config import Mark, Name, Port, config
 
 @config()
 class ShowConfig:
-    """Runs as one page to look at, while they go on or afterwards: losses over each other, learning
-    rate, gradients, speed, memory, experts, samples, options and how they differ, checkpoints,
-    starts.
+    """Write one HTML page of several runs, during or after training: losses in one figure, learning
+    rate, gradient norm, speed, memory, expert load, samples, options and their differences,
+    checkpoints, starts.
 
         dolmen show runs/one runs/two
     """
 
     runs: Annotated[tuple[str, ...], Mark.POSITIONAL] = ()
-    """Folders of runs, as dolmen train wrote them."""
+    """Folders of runs."""
     out: Name = "show.html"
-    """The page to write: one file that needs no other, and opens anywhere."""
+    """HTML file to write; it is self-contained."""
     serve: bool = False
-    """Serve the page in place of writing it, and keep it up to date while runs go on, until Ctrl-C.
-    Its address has a secret in it: who does not know that sees nothing.
+    """Serve the page in place of writing it, and update it during training, until Ctrl-C. Its
+    address contains a secret token, without which nothing is served.
     """
     host: Name = "127.0.0.1"
-    """Address to serve at. Default: this machine alone; 0.0.0.0 is every network that it is on,
-    unencrypted.
+    """Address to serve at. Default: reachable from this machine only. 0.0.0.0: from all its
+    networks, unencrypted.
     """
     port: Port = 0
-    """Port to serve at. Default: any that is free."""
+    """Port to serve at. Default: a free one."""
     every: Annotated[float, Field(ge=0.1)] = 5.0
-    """Seconds between looks at the runs, while it is served."""
+    """Seconds between updates of the served page."""
 
     def __post_init__(self):
         if not self.runs:

@@ -18,7 +18,7 @@ from dolmen import __version__
 from dolmen.core.messages import plural
 from dolmen.files import gate, write
 from dolmen.pages.style import house_style
-from dolmen.watching.run import Run, differing, labels
+from dolmen.watching.run import WatchedRun, differing, labels
 
 HERE = Path(__file__).parent
 SCRIPTS = ("chart.js", "page.js", "tables.js")
@@ -28,7 +28,7 @@ class Figure(NamedTuple):
     """A figure of the page."""
 
     name: str
-    """As in page.js."""
+    """Name of the figure in page.js."""
     caption: str
 
 
@@ -100,7 +100,7 @@ class Watched:
 
     def __init__(self, folders: list[Path]):
         names = labels(folders)
-        self.runs = [Run(folder, name) for folder, name in zip(folders, names, strict=True)]
+        self.runs = [WatchedRun(folder, name) for folder, name in zip(folders, names, strict=True)]
 
     def data(self) -> dict[str, Any]:
         """Read what is new, and return the data that the page draws: all runs, and the options that
@@ -130,13 +130,13 @@ class Watched:
             live="" if every is None else f' data-every="{every:g}"',
             style=house_style() + gate.read_text(HERE / "page.css", gate.MIB),
             figures="\n".join(map(_group, GROUPS)),
-            data=in_script(self.data()),
+            data=escape_script_json(self.data()),
             script=script,
             version=__version__,
         )
 
 
-def in_script(value: Any) -> str:
+def escape_script_json(value: Any) -> str:
     """Return JSON that can stand in a script element: characters that could end it are escaped."""
     # "</script>" in a prompt would end the element: no "<" is left
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))

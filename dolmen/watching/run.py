@@ -27,7 +27,7 @@ MOST_COMPLETIONS = 16
 AXES = ("tp", "cp", "pp", "dp", "ep")
 
 
-class Run:
+class WatchedRun:
     """The files of the run in `folder`, shown as `label`, read incrementally: only rows that are
     new since the last `read`. Raises ValueError for a folder without a run.
     """

@@ -29,7 +29,7 @@ class Spread:
     low: float = math.inf
     high: float = -math.inf
     gaps: int = 0
-    """Of them were not finite."""
+    """Number of values that were not finite."""
 
     def add(self, value: float | None) -> None:
         """Add a value; None, one that is not finite, is counted as a gap."""
@@ -40,7 +40,7 @@ class Spread:
         # running mean: a sum of large values could overflow
         mean = self.mean + (value - self.mean) / self.count
         self.low, self.high = min(self.low, value), max(self.high, value)
-        self.mean = self._within(mean)
+        self.mean = self._clamp(mean)
 
     def join(self, other: "Spread") -> None:
         """Add the values of a neighbouring interval."""
@@ -52,9 +52,9 @@ class Spread:
         mean = self.mean + (other.mean - self.mean) * (other.count / self.count)
         # a peak stays visible, however wide the interval
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-        self.mean = self._within(mean)
+        self.mean = self._clamp(mean)
 
-    def _within(self, mean: float) -> float:
+    def _clamp(self, mean: float) -> float:
         """Return the mean, bounded by minimum and maximum: rounding, or the overflow of a
         difference (NaN), may have moved it outside.
         """
@@ -90,9 +90,9 @@ class Series:
         self.rows = 0
         self.intervals: dict[int, Interval] = {}
         self.last: dict[str, float | None] = {}
-        """Of each column, of the last row that had it."""
+        """Last value of each column."""
         self.names: set[str] = set()
-        self._begun: float | None = None
+        self._first_time: float | None = None
         self._timed = False
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ class Series:
         interval.tokens = interval.tokens if tokens is None else tokens
         interval.seconds = interval.seconds if seconds is None else seconds
         for name, value in row.items():
-            if name in PLACES or not self._known(name):
+            if name in PLACES or not self._has_column(name):
                 continue
             found = number(value)
             # null, and a float that is not finite, are gaps; texts and lists are no column
@@ -117,7 +117,7 @@ class Series:
         while len(self.intervals) > self.most:
             self._halve()
 
-    def _known(self, name: str) -> bool:
+    def _has_column(self, name: str) -> bool:
         """Return whether the series has a column of this name, adding it if there is room."""
         # names come from files, so their number and length are bounded
         if name not in self.names and len(self.names) < MOST_COLUMNS and len(name) <= LONGEST:
@@ -136,8 +136,8 @@ class Series:
         if self._timed or time is None:
             return None
         # before `seconds` was recorded: wall time, with the stops between starts
-        self._begun = time if self._begun is None else self._begun
-        return time - self._begun
+        self._first_time = time if self._first_time is None else self._first_time
+        return time - self._first_time
 
     def _halve(self) -> None:
         """Double the width of intervals, joining each two."""
@@ -160,8 +160,8 @@ class Series:
             "rows": self.rows,
             "width": self.width,
             "step": [one.step for one in found],
-            "tokens": _carried([one.tokens for one in found]),
-            "seconds": _carried([one.seconds for one in found]),
+            "tokens": _forward_fill([one.tokens for one in found]),
+            "seconds": _forward_fill([one.seconds for one in found]),
             "columns": {name: _column(name, found) for name in sorted(self.names & {*self.last})},
             "last": {name: value for name, value in self.last.items() if value is not None},
         }
@@ -183,7 +183,7 @@ def _column(name: str, intervals: list[Interval]) -> dict[str, Any]:
     return column
 
 
-def _carried(values: list[float | None]) -> list[float]:
+def _forward_fill(values: list[float | None]) -> list[float]:
     """Return the values with each None replaced by the value before it, 0 at the start."""
     out, last = [], 0.0
     for value in values:

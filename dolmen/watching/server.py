@@ -4,7 +4,7 @@
     GET /data?token=SECRET    what it draws, as it is now
 
 There is nothing else: no name in an address becomes a path, so nothing but these runs is served.
-The secret is made anew by every start, compared in constant time, and needed for all. The server is
+The secret is generated anew at every start, compared in constant time, and needed for all. The server is
 that of the standard library, as a run's machine needs no extra for one reader.
 """
 
@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
 
 class Shown:
-    """The two responses that are served, made again when older than `every` / 2 seconds, by one
+    """The two responses that are served, rendered again when older than `every` / 2 seconds, by one
     request at a time.
     """
 
@@ -57,14 +57,14 @@ class Shown:
             return None
         # one reader at a time: runs are read incrementally, and state is shared
         with self.lock:
-            made, found = self.answers.get(path, (0.0, None))
-            # half of `every`: a page that asks each `every` seconds always gets new data
-            if found is None or time.monotonic() - made > self.every / 2:
-                found = self._made(path)
-                self.answers[path] = time.monotonic(), found
-            return found
+            time_rendered, response = self.answers.get(path, (0.0, None))
+            # half of `every`: a page that polls each `every` seconds always gets new data
+            if response is None or time.monotonic() - time_rendered > self.every / 2:
+                response = self._render(path)
+                self.answers[path] = time.monotonic(), response
+            return response
 
-    def _made(self, path: str) -> Answer:
+    def _render(self, path: str) -> Answer:
         """Return a new page, or new data as JSON."""
         if path == "/":
             return Answer("text/html; charset=utf-8", self.watched.page(self.every).encode())
@@ -104,15 +104,15 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer a GET request: 403 without the token, 404 for any path but / and /data."""
         try:
-            asked = urlsplit(self.path)
+            url = urlsplit(self.path)
             # bounded: a long query costs nothing
-            given = parse_qs(asked.query, max_num_fields=8).get("token", [""])[0]
+            token = parse_qs(url.query, max_num_fields=8).get("token", [""])[0]
         except ValueError:
             return self._say(HTTPStatus.BAD_REQUEST, "that is no address\n")
         # in constant time: response times do not show how much of the token was right
-        if not hmac.compare_digest(given.encode(), self.server.token.encode()):
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             return self._say(HTTPStatus.FORBIDDEN, "the address lacks its token\n")
-        answer = self.server.shown.answer(asked.path)
+        answer = self.server.shown.answer(url.path)
         if answer is None:
             return self._say(HTTPStatus.NOT_FOUND, "there is no such page\n")
         self._send(HTTPStatus.OK, answer)
@@ -134,15 +134,15 @@ class Handler(BaseHTTPRequestHandler):
         """Write no log: its addresses would contain the token."""
 
 
-def serve(folders: list[Path], asked: ShowConfig) -> None:
+def serve(folders: list[Path], config: ShowConfig) -> None:
     """Serve the page of the runs until Ctrl-C, after printing its address. Raises ValueError for a
     folder without a run, and for an address that is not available.
     """
-    shown = Shown(Watched(folders), asked.every)
+    shown = Shown(Watched(folders), config.every)
     try:
-        server = Server(shown, asked.host, asked.port)
+        server = Server(shown, config.host, config.port)
     except OSError as error:
-        raise ValueError(f"--host {asked.host} --port {asked.port}: {error.strerror}") from None
+        raise ValueError(f"--host {config.host} --port {config.port}: {error.strerror}") from None
     print(f"open {server.address}", flush=True)
     print("Ctrl-C ends it; the page then stays as it was last", flush=True)
     with server:

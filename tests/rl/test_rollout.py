@@ -16,7 +16,7 @@ from dolmen.ops.loss import IGNORED
 from dolmen.rl import rollout
 from dolmen.rl.iteration import RolloutBatches
 from dolmen.rl.rollout import Rollout, make_rollout
-from dolmen.watching.run import Run
+from dolmen.watching.run import WatchedRun
 
 PROMPTS, ANSWERS = [[1, 2, 3], [4]], [[5, 6], [7, 8, 9]]
 LOGPROBS = [[-0.5, -0.6], [-0.7, -0.8, -0.9]]
@@ -158,7 +158,7 @@ def test_a_few_completions_of_each_iteration_are_kept(tmp_path):
     assert [each["step"] for each in found] == [0, 0, 4, 4] and found[2] == {"step": 4, **row}
     assert found[1]["prompt"] == json.dumps(chat["prompt"]) and "reward" not in found[1]
     (tmp_path / "config.yaml").write_text("name: a\n")
-    run = Run(tmp_path, "a")
+    run = WatchedRun(tmp_path, "a")
     run.read()
     assert not run.refused
     first, second = run.as_dict()["samples"]

@@ -21,7 +21,7 @@ from dolmen.rl.config import RolloutConfig
 from dolmen.rl.generation import GenerationModel
 from dolmen.training.checks import warn
 from dolmen.training.config import RunConfig, TrainConfig
-from dolmen.watching.run import Run
+from dolmen.watching.run import WatchedRun
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 PROMPTS = [{"prompt": f"ab {word} ", "answer": "7"} for word in "abcdefgh"]
@@ -68,7 +68,7 @@ def test_completions_are_logged_and_shown_and_a_kl_that_is_off_is_not(prompts, t
     found = rows(out)
     assert [row["step"] for row in found] == [3, 4]
     assert not {"objective/reference_kl", "rollout/reference_kl"} & {*found[-1]}
-    run = Run(out, "run")
+    run = WatchedRun(out, "run")
     run.read()
     last, facts = found[-1], dict(run.as_dict()["facts"][:3])
     assert facts["mean reward"] == f"{last['rollout/reward']:.4f}"

@@ -139,7 +139,7 @@ def test_a_run_of_several_ranks_divides_by_all_of_them(found, material, tmp_path
     made.peak, made.flops = Peak(MEASURED, PROMISED), FLOPS
     made.since, made.tokens_since, made.skipped, made.began = 10.0, 640, 0, 2.0
     made.writers = [SimpleNamespace(write=written.append)]
-    made.loader = SimpleNamespace(epochs=lambda step: {}, told={}, completions=[])
+    made.loader = SimpleNamespace(epochs=lambda step: {}, extra_metrics={}, completions=[])
     clock = SimpleNamespace(monotonic=lambda: 12.0, time=lambda: 0.0)
     monkeypatch.setattr(hooks, "time", clock)
     scale = SimpleNamespace(dynamic=False)

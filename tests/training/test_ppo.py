@@ -423,7 +423,7 @@ def test_each_rank_reads_its_own_text(material):
     text = SimpleNamespace(description=Description(""), identity={}, batch=batch)
     loader = PromptLoader(
         Prompts("p", [], 1, 0), NoValidation(), 8, None, Description(""), {}
-    ).beside(text)
+    ).add_pretraining(text)
     run = material.config(ppo={**text_of(material)}, objective={"name": "ppo"})
     found = initialize.make_pretraining(
         run, loader, SimpleNamespace(dp=SimpleNamespace(rank=1, size=2))
@@ -439,7 +439,7 @@ def test_prompts_and_text_of_one_name_are_told_apart():
     text = SimpleNamespace(
         description=Description(""), identity={}, epochs=lambda step: {"docs": 0.5 * step}
     )
-    assert loader.beside(text).epochs(3) == {"docs": 3.0, "pretraining docs": 1.5}  # pyright: ignore
+    assert loader.add_pretraining(text).epochs(3) == {"docs": 3.0, "pretraining docs": 1.5}  # pyright: ignore
 
 
 def changes_of(what: str) -> list[str]:
@@ -459,7 +459,7 @@ def changes_of(what: str) -> list[str]:
         made = PromptLoader(
             Prompts("p", [], 1, 0), NoValidation(), 8, None, Description(""), identity
         )  # pyright: ignore
-        return made.beside(text)  # pyright: ignore
+        return made.add_pretraining(text)  # pyright: ignore
 
     return data_loader.changes(loader("old").fingerprint(), loader("new").fingerprint())
 

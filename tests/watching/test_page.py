@@ -13,7 +13,7 @@ import pytest
 from tinyrun import dolmen
 
 from dolmen.watching.page import GROUPS, write_page
-from dolmen.watching.run import Run, differing, labels
+from dolmen.watching.run import WatchedRun, differing, labels
 from dolmen.watching.series import MOST, MOST_COLUMNS, Series, number
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -175,7 +175,7 @@ def test_damaged_lines_are_left_out_and_told(tmp_path, line):
 
 def test_a_run_is_read_on_and_begun_anew_with_a_new_file(tmp_path):
     folder = make_run(tmp_path / "run")
-    run = Run(folder, "run")
+    run = WatchedRun(folder, "run")
     run.read()
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(lines([row(41)]) + '{"step": 42')
