@@ -58,13 +58,13 @@ CURVES = {
 
 def frozen(self: Delayed, amaxes: Tensor, updates: int) -> None:
     """In place of Delayed.enter: the scales of the first step, before anything was learned."""
-    if not self.begun:
+    if not self.initialized:
         entered(self, amaxes, updates)
     self.now.zero_()
 
 
 def unscaled(self: Fp8Product, parts: list, operand: fp8_recipe.Operand, along: int) -> Operands:
-    """In place of Fp8Product.rounded: a gradient's scale is 1."""
+    """In place of Fp8Product.quantise: a gradient's scale is 1."""
     made = rounded(self, parts, operand, along)
     if operand != "gradient":
         return made
@@ -75,7 +75,7 @@ def unscaled(self: Fp8Product, parts: list, operand: fp8_recipe.Operand, along: 
     )
 
 
-entered, rounded = Delayed.enter, Fp8Product.rounded
+entered, rounded = Delayed.enter, Fp8Product.quantise
 
 
 def train(name: str, steps: int, rate: float) -> int:
@@ -90,7 +90,7 @@ def train(name: str, steps: int, rate: float) -> int:
     fault = (
         mock.patch.object(Delayed, "enter", frozen)
         if name == "frozen scales"
-        else mock.patch.object(Fp8Product, "rounded", unscaled)
+        else mock.patch.object(Fp8Product, "quantise", unscaled)
     )
     with fault:
         return cli.main(words)

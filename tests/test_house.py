@@ -416,7 +416,7 @@ WAITS += ("unique_consecutive", "masked_select", "synchronize", "one_hot", "is_n
 HOST = {  # calls that touch the host's own tensors alone
     "ops/attention/spec.py": {"tolist"},  # Documents.host_starts
     "ops/attention/blocks.py": {"tolist"},  # Documents.host_starts
-    "ops/rope.py": {"tolist"},  # PositionIds.of the host's ids
+    "ops/rope.py": {"tolist"},  # PositionIds.from_ids the host's ids
     "ops/attention/reference.py": {"to"},  # for tests
     "data/batch.py": {"numpy", "tolist"},  # of a batch on the CPU
     "training/step.py": {"to"},  # Batch.to

@@ -96,7 +96,7 @@ def batch(tree: ModelSpec, sequences: int, length: int, documents: int = 1) -> B
     if documents > 1:
         size = -(-length // documents)
         starts = (torch.arange(length) // size * size).expand(sequences, -1).contiguous()
-        begun = Documents.of(starts)
+        begun = Documents.from_starts(starts)
     return Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), begun)
 
 
@@ -112,23 +112,23 @@ def attention_of(
     with, to be called again and again: what a step knows once per batch is done here. starts
     [batch, length] lie on the host.
     """
-    chosen = kernels.choose(kernels.Hardware.of(q.device), q.dtype, q.shape[3]).attention
+    chosen = kernels.choose(kernels.Hardware.from_device(q.device), q.dtype, q.shape[3]).attention
     here = context.ContextParallel(Axis("cp"), kernel=backend or chosen)
-    documents = None if starts is None else here.documents(Documents.of(starts).on(q.device))
-    return lambda: here.attention(q, k, v, attend.of(documents))
+    documents = None if starts is None else here.documents(Documents.from_starts(starts).on(q.device))
+    return lambda: here.attention(q, k, v, attend.with_documents(documents))
 
 
 def norms(device: torch.device, dtype: torch.dtype) -> list[Literal["passes", "fused"]]:
     """The ways that the device has to compute an RMSNorm: torch's kernel has a backward on a GPU
     alone.
     """
-    chosen = kernels.choose(kernels.Hardware.of(device), dtype, 64).norm
+    chosen = kernels.choose(kernels.Hardware.from_device(device), dtype, 64).norm
     return ["passes"] if chosen == "passes" else ["passes", chosen]
 
 
 def grouped(x: Tensor, weight: Tensor, counts: list[int]) -> dict[str, Tensor]:
     """The products of experts, counts[i] rows with weight[i], by each road that the device has."""
-    hardware = kernels.Hardware.of(x.device)
+    hardware = kernels.Hardware.from_device(x.device)
     chosen = kernels.choose(hardware, x.dtype, 64, weight.shape[1:]).grouped
     out = {"loop": moe.grouped_linear(x, weight, counts)}
     if chosen == "grouped_mm":

@@ -156,7 +156,7 @@ def _stages(job: Job, machine: Machine) -> tuple[list[Stage], Operations]:
     block = rows_seconds(whole, machine)
     both = [make(tree, share, program) for make in (embedding_rows, head_rows)]
     if job.zero == 3:  # what is gathered first and scattered last has nothing to hide behind
-        table = math.prod(tree.leaves["embed.weight"].held({"tp": job.topology.tp}))
+        table = math.prod(tree.leaves["embed.weight"].local_shape({"tp": job.topology.tp}))
         both = [
             _gathered(both[0], job, table + _block(job).number),
             both[1] if tree.head.tied else _gathered(both[1], job, table),
@@ -210,7 +210,7 @@ def _elements(job: Job, rank: int) -> ParameterCount:
     """Parameters of a rank of pp, on a rank of tp."""
     pp, block = job.topology.pp, _block(job)
     layers = sum(job.layers[chunk * pp + rank] for chunk in range(job.virtual_stages))
-    table = ParameterCount(math.prod(job.tree.leaves["embed.weight"].held({"tp": job.topology.tp})))
+    table = ParameterCount(math.prod(job.tree.leaves["embed.weight"].local_shape({"tp": job.topology.tp})))
     found = ParameterCount(layers * block.dense, layers * block.experts)
     if rank == 0:
         found += table
@@ -269,7 +269,7 @@ def _tied(job: Job, machine: Machine) -> float:
     """The first and the last stage add up the gradients of a table that both have."""
     if job.topology.pp == 1 or not job.tree.head.tied:
         return 0.0
-    table = math.prod(job.tree.leaves["embed.weight"].held({"tp": job.topology.tp}))
+    table = math.prod(job.tree.leaves["embed.weight"].local_shape({"tp": job.topology.tp}))
     return send_seconds(2 * job.program.gradient * table // 2, machine.hop())
 
 

@@ -141,4 +141,4 @@ def model_of(run: Mapping[str, Any]) -> tuple[Model, Training]:
     router = from_dict(RouterTraining, run["train"].get("router", {}), path="train.router")
     adapter = from_dict(AdapterConfig, run.get("adapter", {}), path="adapter")
     model = Model.from_plain(run["model"])
-    return model, Training(router=router, adapter=adapter.of(model))
+    return model, Training(router=router, adapter=adapter.resolve(model))

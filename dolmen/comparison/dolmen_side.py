@@ -82,7 +82,7 @@ def record(
     model = build.build(
         source.tree, mesh, layout, schedule, training=NO_BALANCE, dtype=rest, compute=compute
     )
-    build.load(model, lambda write: load_weights(source, write, only=model.held()))
+    build.load(model, lambda write: load_weights(source, write, only=model.local_specs()))
     recorder = Recorder(mesh.rank)
     weights = {name: state.local_view(p) for name, p in model.named_parameters()}
     _add(recorder, "weights", model, weights)

@@ -172,7 +172,7 @@ class RunCheckpoint(WeightsAlone):
         lengths = None
         if self.adapter.kind == "dora":
             lengths = self.read_adapter(magnitude_name(name))
-        return tensor.Adapter(down, up, self.adapter.scale, lengths).merged(weight)
+        return tensor.Adapter(down, up, self.adapter.scale, lengths).merge(weight)
 
     def frozen(self, name: str) -> Shaped[Tensor, "*whole"]:
         """Read a weight without its adapter; dequantised where it is stored in int8."""

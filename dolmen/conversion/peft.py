@@ -78,7 +78,7 @@ class LowRank:
         dtype = torch.promote_types(value.dtype, parts[0].dtype)
         down, up, *lengths = (part.to(dtype) for part in parts)
         adapter = tensor.Adapter(down, up, self.form.scale, lengths[0] if lengths else None)
-        return adapter.merged(value.to(dtype)).to(value.dtype)
+        return adapter.merge(value.to(dtype)).to(value.dtype)
 
 
 def names(form: LoraSpec, weight: str) -> tuple[str, ...]:

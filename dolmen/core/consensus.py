@@ -52,15 +52,15 @@ def require_same(
     # 16 bytes per rank in the usual case; facts are sent only when they differ
     if len(set(gather_objects(digest))) == 1:
         return
-    everyone = gather_objects((socket.gethostname(), facts))
-    host, first = everyone[0]
+    facts_by_rank = gather_objects((socket.gethostname(), facts))
+    host, first = facts_by_rank[0]
     lines: dict[str, list[int]] = {}
-    for rank, (where, other) in enumerate(everyone):
+    for rank, (where, other) in enumerate(facts_by_rank):
         names = [n for n in {**first, **other} if first.get(n) != other.get(n)]
         if names:
             # ranks of a host usually differ in the same: one line for them
             lines.setdefault(f"on {where}: {_differences(names, first, other)}", []).append(rank)
-    told = [
+    mismatches = [
         f"rank {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''} {line}"
         for line, ranks in lines.items()
     ]
@@ -68,7 +68,7 @@ def require_same(
         "\n  ".join(
             [
                 f"the ranks do not {what}; as seen from rank 0 on {host},",
-                *told,
+                *mismatches,
                 mend,
             ]
         )
@@ -82,8 +82,8 @@ def _differences(names: list[str], first: dict, other: dict) -> str:
         """Return a fact as text."""
         return str(of.get(name, "absent"))
 
-    told = [f"{n} {value(other, n)}, here {value(first, n)}" for n in names[:SHOWN]]
-    return "; ".join(told) + (f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    differences = [f"{n} {value(other, n)}, here {value(first, n)}" for n in names[:SHOWN]]
+    return "; ".join(differences) + (f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:
@@ -92,19 +92,19 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
     exception is raised where it occurs, and ValueError on the others. Collective: `work` may use
     collectives only where all ranks reach them.
     """
-    found: list[T] = []
-    told = None
+    results: list[T] = []
+    message = None
     try:
-        found.append(work())
+        results.append(work())
     except (ValueError, OSError) as error:
-        told = str(error)
+        message = str(error)
     except Exception as error:
         gather_objects(f"rank {dist.get_rank()} failed: {error!r}")
         raise
     # every rank meets here, whether its work succeeded or not
-    if refused := [one for one in gather_objects(told) if one is not None]:
-        raise ValueError(refused[0])
-    return found[0]
+    if messages := [one for one in gather_objects(message) if one is not None]:
+        raise ValueError(messages[0])
+    return results[0]
 
 
 def run_on_rank_zero(work: Callable[[], T]) -> T:

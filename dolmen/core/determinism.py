@@ -27,12 +27,12 @@ class NotDeterministic(ValueError):
 
 
 @contextmanager
-def deterministic_mode(asked: bool) -> Iterator[None]:
-    """Within, if `asked`, torch uses deterministic algorithms only; its previous settings are
+def deterministic_mode(enabled: bool) -> Iterator[None]:
+    """Within, if `enabled`, torch uses deterministic algorithms only; its previous settings are
     restored afterwards. Raises NotDeterministic where an operator has none, or
     CUBLAS_WORKSPACE_CONFIG rules it out.
     """
-    if not asked:
+    if not enabled:
         yield
         return
     cudnn = torch.backends.cudnn
@@ -48,8 +48,8 @@ def deterministic_mode(asked: bool) -> Iterator[None]:
         _set_flags(True, False, False, True, False)
         yield
     except RuntimeError as error:
-        if told := _explain(str(error)):
-            raise NotDeterministic(told) from error
+        if explanation := _explain(str(error)):
+            raise NotDeterministic(explanation) from error
         raise
     finally:
         _set_flags(*before)

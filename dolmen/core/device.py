@@ -103,13 +103,13 @@ CPU = torch.device("cpu")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def visible_gpus(asked: DeviceChoice = "auto") -> int:
-    """Return how many GPUs this process may use: 0 if `asked` is cpu or CUDA is not available."""
-    return torch.cuda.device_count() if asked != "cpu" and torch.cuda.is_available() else 0
+def visible_gpus(choice: DeviceChoice = "auto") -> int:
+    """Return how many GPUs this process may use: 0 if `choice` is cpu or CUDA is not available."""
+    return torch.cuda.device_count() if choice != "cpu" and torch.cuda.is_available() else 0
 
 
 def choose_device(
-    asked: DeviceChoice, launch: Launch | None, option: str, env: Mapping[str, str] = os.environ
+    choice: DeviceChoice, launch: Launch | None, option: str, env: Mapping[str, str] = os.environ
 ) -> torch.device:
     """Return the device of this process, by the table above. Raises ValueError, which names
     `option` and the numbers, where cuda is requested and no GPU is visible, or their number fits no
@@ -117,8 +117,8 @@ def choose_device(
     """
     local, here = (launch.local_rank, launch.local_world_size) if launch else (0, 1)
     here = max(here, local + 1)
-    count = visible_gpus(asked)
-    if count == 0 and asked == "cuda":
+    count = visible_gpus(choice)
+    if count == 0 and choice == "cuda":
         mend = "install one with CUDA" if torch.version.cuda is None else "make one visible"
         raise ValueError(
             f"--{option} is cuda, but {_no_gpu_reason()}{_visibility(env)}: {mend}, or use "
@@ -135,13 +135,13 @@ def choose_device(
 
 
 def require_gpus(
-    asked: DeviceChoice, processes: int, option: str, env: Mapping[str, str] = os.environ
+    choice: DeviceChoice, processes: int, option: str, env: Mapping[str, str] = os.environ
 ) -> None:
     """Check that the visible GPUs suffice before starting `processes` workers, which will see the
-    same ones; none is fine, unless `asked` is cuda. Raises ValueError.
+    same ones; none is fine, unless `choice` is cuda. Raises ValueError.
     """
-    choose_device(asked, None, option, env)
-    count = visible_gpus(asked)
+    choose_device(choice, None, option, env)
+    count = visible_gpus(choice)
     if 0 < count < processes:
         raise ValueError(_too_few(processes, count, option, env))
 
@@ -170,7 +170,7 @@ def _no_gpu_reason() -> str:
     return "no GPU is visible"
 
 
-def describe_device(device: torch.device, asked: DeviceChoice) -> str:
+def describe_device(device: torch.device, choice: DeviceChoice) -> str:
     """Describe this process's device for the run's header: the GPU's name and index, or the CPU's
     threads and why it is the CPU.
     """

@@ -48,20 +48,20 @@ def python_spelling(text: str, keywords: Mapping[str, str], switches: Collection
     value. A word with neither dashes before it nor a section may be any word, and stays.
     """
 
-    def spelled(found: re.Match[str]) -> str:
+    def respell(match: re.Match[str]) -> str:
         """Return what replaces one match of SAID."""
-        dashes, name = found.groups()
+        dashes, name = match.groups()
         name = (name or "").replace("-", "_")  # empty: a command
         section, _, last = name.rpartition(".")
         if not dashes and not section:
-            return found[0]
+            return match[0]
         if name in keywords:
-            named = text.startswith(" is ", found.end())  # with a value of its own
+            named = text.startswith(" is ", match.end())  # with a value of its own
             return keywords[name] + ("=True" if dashes and name in switches and not named else "")
         positive = f"{section}.{last.removeprefix('no_')}"
-        return f"{keywords[positive]}=False" if positive in keywords else found[0]
+        return f"{keywords[positive]}=False" if positive in keywords else match[0]
 
-    return SAID.sub(spelled, text)
+    return SAID.sub(respell, text)
 
 
 def plural(count: int, one: str, several: str | None = None) -> str:

@@ -38,10 +38,10 @@ def record_function_range(kind: str) -> Callable[[Callable[P, T]], Callable[P, T
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
-        def within(*args: P.args, **kwargs: P.kwargs) -> T:
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
             with record_range(kind):
                 return function(*args, **kwargs)
 
-        return within
+        return wrapper
 
     return decorate

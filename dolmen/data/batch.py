@@ -63,7 +63,7 @@ class Batch:
             # any valid id will do: such positions have no label
             torch.where(tokens == IGNORED, 0, tokens),
             whole[:, 1:].contiguous(),
-            None if end_of_text is None else Documents.of(document_starts(tokens, end_of_text)),
+            None if end_of_text is None else Documents.from_starts(document_starts(tokens, end_of_text)),
         )
 
     def with_prefixes(self, lengths: Int64[Tensor, "#sequences #length"]) -> "Batch":
@@ -82,7 +82,7 @@ class Batch:
         # the label of token i is token i + 1: inside the prefix if i + 1 < reach
         seen = torch.arange(1, starts.shape[1] + 1) < reach
         labels = torch.where(seen, IGNORED, self.labels)
-        return replace(self, labels=labels, documents=Documents.of(starts, reach))
+        return replace(self, labels=labels, documents=Documents.from_starts(starts, reach))
 
     @property
     def starts(self) -> Int64[Tensor, "sequences length"]:
@@ -101,7 +101,7 @@ class Batch:
         if self.documents is not None and self.documents.reach is not None:
             prefix = self.documents.reach - self.documents.starts
         ids = index[None] if streams == 1 else prefix_positions(index, prefix)
-        return replace(self, positions=PositionIds.of(ids.transpose(0, 1)))
+        return replace(self, positions=PositionIds.from_ids(ids.transpose(0, 1)))
 
     def read_by(self, model: ModelSpec) -> "Batch":
         """Return the batch (on CPU) as the model reads it: with prefixes and positions that its
@@ -125,7 +125,7 @@ class Batch:
         index = torch.arange(starts.shape[1]) - starts
         ids = span_positions(index, stay, at, begin)[: model.streams]
         made = self._reaching(starts + prefix)
-        return replace(made, positions=PositionIds.of(ids.transpose(0, 1)))
+        return replace(made, positions=PositionIds.from_ids(ids.transpose(0, 1)))
 
     def _without(self, padding: int, streams: int) -> "Batch":
         """Return the batch with position stream 0 counting no `padding` tokens, which get -1, as
@@ -141,7 +141,7 @@ class Batch:
             ids = self.positions.ids.clone()
         # index less the padding before it
         ids[:, 0] = torch.where(padded, -1, ids[:, 0] - padded.cumsum(1))
-        return replace(self, positions=PositionIds.of(ids))
+        return replace(self, positions=PositionIds.from_ids(ids))
 
     def to(self, device: torch.device) -> "Batch":
         """Copy the batch from CPU to `device` asynchronously. The host keeps its knowledge of

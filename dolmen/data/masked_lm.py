@@ -78,8 +78,8 @@ class Cloze:
         return Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(labels),
-            Documents.of(torch.from_numpy(starts)) if starts.any() else None,
-            PositionIds.of(torch.from_numpy(np.stack((index, types), 1))),
+            Documents.from_starts(torch.from_numpy(starts)) if starts.any() else None,
+            PositionIds.from_ids(torch.from_numpy(np.stack((index, types), 1))),
             numbers={FOLLOWS: torch.from_numpy(follows)} if self.pairs else {},
         )
 

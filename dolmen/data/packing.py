@@ -268,7 +268,7 @@ class Rows:
         made = Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(labels),
-            Documents.of(torch.from_numpy(starts)),
+            Documents.from_starts(torch.from_numpy(starts)),
         ).with_positions(1)
         made = replace(made, numbers={n: torch.from_numpy(one) for n, one in numbers.items()})
         return replace(made, weights=torch.from_numpy(weights)) if self.weighted else made

@@ -237,7 +237,7 @@ def _batch(model: Decoder, rows: ScoringRows, local_rows: np.ndarray, group: _Ro
         # padding repeats the last position, which every table has
         index = torch.arange(group.padded).clamp(max=group.length - 1)
         ids = index.expand(len(tokens), 1, -1)
-        batch = replace(batch, positions=PositionIds.of(ids))
+        batch = replace(batch, positions=PositionIds.from_ids(ids))
     return batch.read_by(model.tree)
 
 

@@ -62,7 +62,7 @@ class AdapterConfig:
                 f"adapter.targets is empty: name a layer, such as q_proj, or give {ALL}"
             )
 
-    def of(self, model: Model) -> LoraSpec | None:
+    def resolve(self, model: Model) -> LoraSpec | None:
         """Return the LoRA spec of a model; None if no rank is set. Raises ValueError for a target
         that the model lacks, and for a rank above that of every matrix.
         """

@@ -258,12 +258,12 @@ def read_gemma3(config: dict[str, Any]) -> ModelSpec:
     tree = read_windowed(_one_rope(config, FULL), windows.pattern_windows(config))
     local = rope.read(_one_rope(config, SLIDING), common.attention(tree).head_size)
 
-    def with_rope(block: BlockSpec) -> BlockSpec:
+    def add_rope(block: BlockSpec) -> BlockSpec:
         """Return the block with q and k norms and, if it slides, the local rope."""
         positions = block.mixer.positions if block.mixer.window is None else local
         return replace(block, mixer=replace(block.mixer, positions=positions, qk_norm=block.norm))
 
-    return replace(tree, runs=group_repeats([with_rope(block) for block in tree.blocks]))
+    return replace(tree, runs=group_repeats([add_rope(block) for block in tree.blocks]))
 
 
 def write_gemma3(tree: ModelSpec) -> dict[str, Any]:

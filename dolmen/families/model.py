@@ -269,13 +269,13 @@ def add_standard_fields(model: Model) -> Model:
     architectures, dtype, and dropout of 0.
     """
     family = model.family
-    beside = {
+    defaults = {
         "architectures": [family.architecture],
         "dtype": "float32",
         **deepcopy(family.extra_fields),
     }
     stated = {"dtype"} if "torch_dtype" in model.config else set()
-    return Model({**{n: v for n, v in beside.items() if n not in stated}, **model.config})
+    return Model({**{n: v for n, v in defaults.items() if n not in stated}, **model.config})
 
 
 def model_from_fields(model_type: str, fields: Mapping[str, Any]) -> Model:

@@ -159,7 +159,7 @@ def fields(
         """
         return Field(name, kind, default, aliases=tuple({outer[name]} - {name}))
 
-    def named(one: Field) -> Field:
+    def add_alias(one: Field) -> Field:
         """Return the field, with the family's top-level name as one more name for the
         command line.
         """
@@ -167,7 +167,7 @@ def fields(
         return replace(one, common=(*one.common, *more))
 
     never = NEVER if part is None else (NEVER[0], PART)
-    inside = tuple(named(one) for one in PARAMETERS + never)
+    inside = tuple(add_alias(one) for one in PARAMETERS + never)
     return (
         mapping("rope_parameters", *inside, spell=partial(spell, outer=outer)),
         mapping("rope_scaling", *(Field(f.name, f.kind) for f in inside)),

@@ -42,7 +42,7 @@ def start_model(model: Model | None, model_type: str | None) -> StartModel:
         bare = Model({"model_type": model_type or DEFAULT_FAMILY})
         return StartModel(bare, bare=True, wanted=model_type is not None)
     return StartModel(
-        model if model_type in (None, model.model_type) else _as_family(model, model_type)
+        model if model_type in (None, model.model_type) else _convert_family(model, model_type)
     )
 
 
@@ -108,7 +108,7 @@ def _value(whole: Mapping[str, Any], path: str) -> Any:
     return (whole[name] or {}).get(inner) if inner else whole[name]
 
 
-def _as_family(model: Model, model_type: str) -> Model:
+def _convert_family(model: Model, model_type: str) -> Model:
     """Return the model converted to another family: with the same spec, or, if the family cannot
     express it, with the fields that both have by name and the new family's defaults for the rest.
     """

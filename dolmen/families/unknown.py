@@ -55,7 +55,7 @@ def unknown_fields_warning(model: Model) -> str | None:
     names = unknown_fields(model)
     if not names:
         return None
-    shown = [_with_hint(model, name) for name in names[:MOST]]
+    shown = [_add_hint(model, name) for name in names[:MOST]]
     if len(names) > MOST:
         shown.append(f"and {len(names) - MOST:,} more")
     return (
@@ -108,7 +108,7 @@ def model_warnings(model: Model) -> list[str]:
     return [line for line in (unknown_fields_warning(model), assumption_warning(model)) if line]
 
 
-def _with_hint(model: Model, name: str) -> str:
+def _add_hint(model: Model, name: str) -> str:
     """Return the field's name, shortened, with "(did you mean ...?)" if a similar field or a
     training option can be guessed.
     """

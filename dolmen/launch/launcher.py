@@ -58,15 +58,15 @@ def launch(
     # failures are told below, once
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     kept = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    group = _Group(processes, words, {s: signal.getsignal(s) for s in kept})
+    group = _WorkerGroup(processes, words, {s: signal.getsignal(s) for s in kept})
     with handling(group.handlers), _reports() as reports:
         if handed is not None:
             group.more[HANDED] = _write(Path(reports) / "handed.yaml", handed)
         for attempt in range(max_restarts + 1):
-            if group.asked:
-                return 128 + group.asked
+            if group.first_signal:
+                return 128 + group.first_signal
             end = group.run(attempt, reports)
-            if end.code == 0 or group.asked or end.final or attempt == max_restarts:
+            if end.code == 0 or group.first_signal or end.final or attempt == max_restarts:
                 return end.code
             print(
                 f"dolmen: restart {attempt + 1} of {max_restarts}, from the newest whole "
@@ -84,15 +84,15 @@ class _End(NamedTuple):
     final: bool
 
 
-class _Group:
-    """The workers of one `launch`, over all restarts. `asked`: the first signal that asked this
+class _WorkerGroup:
+    """The workers of one `launch`, over all restarts. `first_signal`: the first signal that asked this
     process to end, 0 if none did; `more`: extra environment variables of each worker.
     """
 
     def __init__(self, processes: int, words: list[str], before: Mapping[signal.Signals, Any]):
         self.processes, self.words = processes, words
         self.handlers = {**before, signal.SIGINT: self._forward, signal.SIGTERM: self._forward}
-        self.asked = 0
+        self.first_signal = 0
         self.more: dict[str, str] = {}
         self.workers: PContext | None = None
 
@@ -100,7 +100,7 @@ class _Group:
         """Signal handler: remember the first signal, and pass it on to all workers, SIGINT as
         SIGUSR1 and SIGTERM as SIGUSR2.
         """
-        self.asked = self.asked or got
+        self.first_signal = self.first_signal or got
         for pid in self.workers.pids().values() if self.workers is not None else ():
             try:
                 os.kill(pid, signal.SIGUSR1 if got == signal.SIGINT else signal.SIGUSR2)
@@ -161,8 +161,8 @@ class _Group:
         refused their input, else 1. If they ended as asked: silent, and 128 + the signal.
         """
         codes = {failure.exitcode for failure in result.failures.values()}
-        if self.asked and codes <= STOPPED:
-            return _End(128 + self.asked, True)
+        if self.first_signal and codes <= STOPPED:
+            return _End(128 + self.first_signal, True)
         reports = [_report(file) for file in workers.error_files.values()]
         hangs = [report["message"] for report in reports if report.get("hang")]
         print(hangs[0] if hangs else cause(result.failures), file=sys.stderr, flush=True)

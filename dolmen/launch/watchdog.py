@@ -243,23 +243,23 @@ def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) ->
     silent; else, of the ranks that passed fewest points, those not in a collective; else all of
     these.
     """
-    told = {r: row for r, row in rows.items() if row and r not in silent}
-    least = min((row["passed"] for row in told.values()), default=0)
-    behind = [r for r, row in told.items() if row["passed"] == least]
+    heartbeats = {r: row for r, row in rows.items() if row and r not in silent}
+    least = min((row["passed"] for row in heartbeats.values()), default=0)
+    slowest = [r for r, row in heartbeats.items() if row["passed"] == least]
     # a rank that waits in a collective is a victim, not the cause
-    free = [r for r in behind if not told[r]["waits"]]
+    free = [r for r in slowest if not heartbeats[r]["waits"]]
     if silent:
-        named = silent
+        blamed = silent
         how = "does not answer: its process is stopped or dead, or its machine is out of reach"
     elif not free:
-        named = behind
+        blamed = slowest
         how = (
             "waits in a collective like all others: the network, or ranks that call different ones"
         )
     else:
-        named, how = free, "makes no progress"
+        blamed, how = free, "makes no progress"
     lines = []
-    for rank in named[:4]:
+    for rank in blamed[:4]:
         row = rows[rank] or {
             "host": "unknown host",
             "pid": "unknown",
@@ -269,7 +269,7 @@ def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) ->
         heard = (
             f"last heard of after step {row['step']}, while others are at "
             f"{max(o['step'] for o in told.values())}"
-            if rank in silent and told
+            if rank in silent and heartbeats
             else f"hangs after step {row['step']}"
         )
         lines.append(
@@ -278,12 +278,12 @@ def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) ->
         )
         if stacks.get(rank):
             lines.append(f"stack of rank {rank}:\n{stacks[rank]}")
-    waiting = len(rows) - len(named)
+    waiting = len(rows) - len(blamed)
     return "\n".join(
         [
             *lines,
             f"{waiting} of {len(rows)} ranks wait for it"
-            if len(named) == 1
+            if len(blamed) == 1
             else f"{len(named)} of {len(rows)} ranks hang",
         ]
     )

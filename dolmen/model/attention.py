@@ -67,7 +67,7 @@ class CoreAttention(nn.Module):
         # cached sequences are attended here; training goes through cp, which has the same backend
         self.backend = BACKENDS[setting.split.kernels.attention]
         self.cp, self.dropout = setting.split.cp, setting.training.dropout
-        self.selective = setting.split.recompute.of(setting.layer) == "selective"
+        self.selective = setting.split.recompute.kind_of(setting.layer) == "selective"
 
     def forward(
         self, q: Queries, k: Keys, v: Values, given: LayerInputs, sinks: Sinks | None = None
@@ -96,7 +96,7 @@ class CoreAttention(nn.Module):
             # the mask is a function of layer, sequence, head, query and key, so that recomputation
             # repeats it
             dropped = Dropout(self.dropout, noise, noise.site(SCORES))
-        attend = self.attend.of(given.documents, dropped)._replace(sinks=sinks)
+        attend = self.attend.with_documents(given.documents, dropped)._replace(sinks=sinks)
         return self.cp.attention(q, k, v, attend)
 
     def attend_sequences(
@@ -113,7 +113,7 @@ class CoreAttention(nn.Module):
         """
         if self.kv_head_of_query is not None:
             k, v = (_per_query(t, self.kv_head_of_query, 2) for t in (k, v))
-        return self.backend.attention(q, k, v, self.attend.of(documents)._replace(sinks=sinks))
+        return self.backend.attention(q, k, v, self.attend.with_documents(documents)._replace(sinks=sinks))
 
     def attend_paged(
         self,
@@ -193,7 +193,7 @@ class Attention(Branch):
         # to see both ways is a prefix of all: Decoder makes it one
         mask = "causal" if mixer.mask == "causal" else "prefix"
         attend = Attend(mixer.window, mixer.scale, mixer.soft_cap, slopes, mask=mask)
-        return attend.scaled(mixer.head_size)
+        return attend.fix_scale(mixer.head_size)
 
     def _local_kv_rows(self, p: Tensor) -> Tensor:
         """Return, of a parameter with rows per key-value head (a per-head norm), the rows of the
@@ -399,7 +399,7 @@ class LatentAttention(Component):
         value. `kept` [pages, 1, page, latent + rope] -> [sequences, heads, value].
         """
         # [heads, nope + value, kv_rank]: rows of W_k and then of W_v of each head
-        weight = self.kv_b.linear().merged(q.dtype).view(self.heads, -1, self.spec.kv_rank)
+        weight = self.kv_b.linear().merge(q.dtype).view(self.heads, -1, self.spec.kv_rank)
         # W_k and W_v [heads, nope or value, kv_rank]
         of_k, of_v = weight.split((self.spec.nope_size, self.spec.value_size), 1)
         nope, turned = q.split((self.spec.nope_size, self.spec.positions.size), -1)

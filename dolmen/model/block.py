@@ -69,7 +69,7 @@ class TransformerBlock(nn.Module, Generic[C]):
     ):
         super().__init__()
         self.layer, self.dropout = setting.layer, setting.training.dropout
-        self.recompute_all = setting.split.recompute.of(setting.layer) == "full"
+        self.recompute_all = setting.split.recompute.kind_of(setting.layer) == "full"
         branches, kernels = {"attn": attn, "mlp": mlp}, setting.split.kernels
         for name in block.arrangement.modules:
             module = branches.get(name)

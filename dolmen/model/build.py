@@ -69,9 +69,9 @@ def allocate(model: Decoder, device: torch.device) -> Decoder:
     """
     # the first memory of the model, this rank's part alone
     model.to_empty(device=device)
-    for delayed in model.delayed().values():
+    for delayed in model.delayed_scaling().values():
         delayed.on(device)
-    recipes = {name: leaf.fp8 for name, leaf in model.held().items() if leaf.fp8 is not None}
+    recipes = {name: leaf.fp8 for name, leaf in model.local_specs().items() if leaf.fp8 is not None}
     # FSDP then gathers fp8 bytes instead of bf16
     quantized_product.gather_payloads(model, recipes)
     return model
@@ -101,13 +101,13 @@ def place(
     mesh's device); with that of an H100 a CPU takes the code path of one. Raises ValueError where
     the layout does not divide the model.
     """
-    hardware = hardware or Hardware.of(mesh.device)
+    hardware = hardware or Hardware.from_device(mesh.device)
     kernels = choose_kernels(training.apply_to(tree), mesh, compute or dtype, hardware)
     parts = split_model(mesh, tree.layers, layout or Layout(), schedule, kernels, stages)
     # a 70B model costs no memory here, and its checks cost seconds
     with torch.device("meta"):
         model = Decoder(tree, parts, training).to(dtype)
-    for name, leaf in model.held().items():
+    for name, leaf in model.local_specs().items():
         if leaf.precise:
             p = model.get_parameter(name)
             # router bias and int8 scales: bf16 would lose their small steps
@@ -123,7 +123,7 @@ def place(
         # dp: parameters are sharded once more over dp x cp (ZeRO)
         data.shard_model(model, model.units(), mesh, layout.zero, compute or dtype, model.partial())
         if layout.zero == 3 and hardware.kind == "cuda":  # a CPU would only hold more
-            for blocks in model.ahead():
+            for blocks in model.prefetch_order():
                 data.prefetch(blocks)
     return model
 
@@ -136,7 +136,7 @@ def choose_kernels(
     """
     # a set: equal layers have equal specs
     experts = {leaf for leaf in tree.leaves.values() if leaf.stacked}
-    widths = {width for leaf in experts for width in leaf.held({"tp": mesh.tp.size})[1:]}
+    widths = {width for leaf in experts for width in leaf.local_shape({"tp": mesh.tp.size})[1:]}
     # flash kernels have an upper bound on the head size
     longest = max(size for b in tree.blocks for size in b.mixer.head_sizes)
     attends = block.attention_kinds(tree)
@@ -230,7 +230,7 @@ def load_inference_weights(
     for name, part in model.named_modules():
         if name not in alone:
             part.to_empty(device=mesh.device, recurse=False)
-    for delayed in model.delayed().values():
+    for delayed in model.delayed_scaling().values():
         delayed.on(mesh.device)
     # tensors that each packed module still waits for
     coming = {
@@ -238,7 +238,7 @@ def load_inference_weights(
         for name, part in alone.items()
     }
     # modules whose plain memory is allocated
-    begun: set[str] = set()
+    allocated: set[str] = set()
 
     def through(write: Callable[[str, Tensor], None], name: str, value: Tensor) -> None:
         """Write one tensor; allocate its module at the module's first tensor, and pack and free it
@@ -247,8 +247,8 @@ def load_inference_weights(
         owner, _, own = name.rpartition(".")
         if owner not in alone:
             return write(name, value)
-        if owner not in begun:
-            begun.add(owner)
+        if owner not in allocated:
+            allocated.add(owner)
             alone[owner].to_empty(device=mesh.device, recurse=False)
         write(name, value)
         coming[owner].remove(own)

@@ -187,7 +187,7 @@ class Decoder(nn.Module):
 
     def prepack(self, weights: Weights) -> None:
         """Let every linear use a packed copy of its weight, in the format `weights`, for products
-        without gradients, until `at_rest`. Does nothing if the kernels use no packed form (on a
+        without gradients, until `disable_prepack`. Does nothing if the kernels use no packed form (on a
         GPU).
         """
         if not self.split.kernels.lays_out:
@@ -195,12 +195,12 @@ class Decoder(nn.Module):
         for module in self._parameter_modules():
             module.prepack(weights)
 
-    def at_rest(self, keep: bool) -> None:
+    def disable_prepack(self, keep: bool) -> None:
         """Stop using packed copies of weights. `keep`: retain them for the next `prepack`, which
         reuses those whose weights are unchanged.
         """
         for module in self._parameter_modules():
-            module.at_rest(keep)
+            module.disable_prepack(keep)
 
     def set_multi_lora(self, several: Mapping[str, MultiLora]) -> None:
         """Set the multi-LoRA adapters of weights, by weight name; weights that are not named have
@@ -214,11 +214,11 @@ class Decoder(nn.Module):
         """Return every module that owns parameters."""
         return [module for module in self.modules() if isinstance(module, ParameterModule)]
 
-    def held(self) -> dict[str, ParamSpec]:
+    def local_specs(self) -> dict[str, ParamSpec]:
         """Return the spec of each parameter that this rank holds a part of, by its name."""
         return {name: self.tree.leaves[name] for name, _ in self.named_parameters()}
 
-    def delayed(self) -> dict[str, Delayed]:
+    def delayed_scaling(self) -> dict[str, Delayed]:
         """Return the fp8 delayed-scaling state of each weight of this rank, by its name."""
         return {
             f"{name}.weight": module.rounding.delayed
@@ -234,7 +234,7 @@ class Decoder(nn.Module):
         """
         return {
             f"{kind}/{name}": tensor
-            for name, state in self.delayed().items()
+            for name, state in self.delayed_scaling().items()
             for kind, tensor in state.tensors.items()
         }
 
@@ -242,13 +242,13 @@ class Decoder(nn.Module):
         """Return each parameter's placement: on tp, or, for experts, on (ep, tp). The sharder
         carries it out and the memory planner counts by it.
         """
-        return {name: placements(leaf, self.sizes) for name, leaf in self.held().items()}
+        return {name: placements(leaf, self.sizes) for name, leaf in self.local_specs().items()}
 
     def partial(self) -> set[str]:
         """Return the names of the parameters whose gradient on each tp rank is a partial sum, which
         has to be all-reduced over tp.
         """
-        return {name for name, leaf in self.held().items() if is_partial(leaf, self.tp)}
+        return {name for name, leaf in self.local_specs().items() if is_partial(leaf, self.tp)}
 
     def units(self) -> list[Unit]:
         """Return the FSDP units of this rank: modules whose parameters are gathered and reduced
@@ -256,7 +256,7 @@ class Decoder(nn.Module):
         """
         return [unit for block in self.local_blocks() for unit in (*block.units(), Unit(block))]
 
-    def ahead(self) -> list[list[list[nn.Module]]]:
+    def prefetch_order(self) -> list[list[list[nn.Module]]]:
         """Return the order in which ZeRO-3 prefetches: for each stage, for each block, its modules
         in order of use. Empty if all blocks are static: only where forward stops to read the device
         (dynamic MoE) does FSDP need an explicit order.
@@ -277,13 +277,13 @@ class Decoder(nn.Module):
         return [cast(TransformerBlock, self.layers[str(i)]) for i in self.split.parts[part].layers]
 
     @property
-    def tied_apart(self) -> nn.Parameter | None:
+    def tied_across_ranks(self) -> nn.Parameter | None:
         """The tied embedding weight if first and last stage are on different ranks, so that its
         gradients must be summed over both; otherwise None.
         """
         return (
             self.embed.weight
-            if self.split.tied_apart and self.tree.head.tied and self.embed is not None
+            if self.split.tied_across_ranks and self.tree.head.tied and self.embed is not None
             else None
         )
 
@@ -414,7 +414,7 @@ class Decoder(nn.Module):
             hidden = self.project_out(hidden)
         if end is None:
             return hidden
-        # embed is tied also on the last stage, where its copy is `tied_apart`
+        # embed is tied also on the last stage, where its copy is `tied_across_ranks`
         table = self.embed if self.tree.head.tied else self.head or self.score
         assert table is not None
         bias = None if self.head is None else self.head.bias
@@ -455,7 +455,7 @@ class Decoder(nn.Module):
         noise, rows = self._noise(noise, length)
         if self.tree.both_ways:
             none = torch.zeros(tokens.shape, dtype=torch.int64)  # where one document begins
-            documents = (documents or Documents.of(none).on(tokens.device)).both_ways
+            documents = (documents or Documents.from_starts(none).on(tokens.device)).both_ways
         # this rank's queries, against the keys that cp brings
         here = None if documents is None else cp.documents(documents)
         return LayerInputs(batch, documents=here, noise=noise, rows=rows)

@@ -76,7 +76,7 @@ def _prepack(one: Linear, weights: Weights) -> Linear:
     gained = one.adapter is not None and one.adapter.magnitude is not None
     if one.weight.ndim != 2 or one.scale is not None or gained:
         return one
-    return one._replace(laid_out=prepack(one.merged(one.weight.dtype), weights))
+    return one._replace(laid_out=prepack(one.merge(one.weight.dtype), weights))
 
 
 def _freed_message(weights: Weights) -> str:
@@ -186,7 +186,7 @@ class ParameterModule(nn.Module):
             self._prepacked = None
         self._prepack_as = weights
 
-    def at_rest(self, keep: bool) -> None:
+    def disable_prepack(self, keep: bool) -> None:
         """Stop using packed copies. `keep`: retain the copy for the next `prepack`, which reuses it
         if the weight is unchanged; otherwise free it.
         """

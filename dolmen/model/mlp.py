@@ -219,9 +219,9 @@ class MoE(Component):
         self.ep = split.ep
         self.number = experts.number
         self.k = experts.per_token
-        stated, asked = experts.router.aux_loss_coef, training.aux_loss_coef
+        stated, override = experts.router.aux_loss_coef, training.aux_loss_coef
         # the run's coefficient over that of config.json
-        coef = stated if asked is None else asked
+        coef = stated if override is None else override
         self.balance = coef if training.balance == "loss" else 0.0
         self.z = training.z_loss_coef
         # counts stay on the device; a loop needs them on the host

@@ -37,8 +37,8 @@ class Routes:
         """Return a callback for layer `layer` that passes its experts [n, k] to `on_routing`; None
         if nobody listens.
         """
-        told = self.on_routing
-        return None if told is None else lambda experts: told(layer, experts)
+        on_routing = self.on_routing
+        return None if on_routing is None else lambda experts: on_routing(layer, experts)
 
 
 def choice_slices(tree: ModelSpec) -> dict[int, slice]:

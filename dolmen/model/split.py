@@ -32,7 +32,7 @@ class Recompute:
     kind: Literal["none", "selective", "full"] = "none"
     layers: frozenset[int] = frozenset()
 
-    def of(self, layer: int) -> str:
+    def kind_of(self, layer: int) -> str:
         """Return the kind of recomputation of a layer, given its number in the whole model."""
         return self.kind if layer in self.layers else "none"
 
@@ -52,7 +52,7 @@ class ModelSplit:
     recompute: Recompute = field(default_factory=Recompute)
     kernels: Kernels = Kernels()
     """Kernels that the modules use."""
-    tied_apart: bool = False
+    tied_across_ranks: bool = False
     """First and last stage are on different ranks, so that a tied embedding has two owners."""
 
     @property
@@ -116,7 +116,7 @@ def split_model(
         parts,
         Recompute(layout.recompute, recomputed),
         kernels,
-        tied_apart=schedule is not None
+        tied_across_ranks=schedule is not None
         and schedule.rank_of(0) != schedule.rank_of(schedule.stages - 1),
     )
 

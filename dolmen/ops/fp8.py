@@ -77,10 +77,10 @@ def _block_amax(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
     """Return the largest |x| per scale in fp32, NaN where x has one; 0 for an empty x."""
     if granularity == "tensor":
         return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
-    apart = _split_blocks(x, granularity, axis)
+    blocks = _split_blocks(x, granularity, axis)
     if not x.numel():
-        return torch.zeros(apart.shape[::2], device=x.device)
-    return apart.abs().amax(tuple(range(1, apart.ndim, 2))).float()
+        return torch.zeros(blocks.shape[::2], device=x.device)
+    return blocks.abs().amax(tuple(range(1, blocks.ndim, 2))).float()
 
 
 def scale_of(

@@ -31,7 +31,7 @@ class Hardware:
     """A CPU that multiplies tiles of bfloat16 (AMX)."""
 
     @staticmethod
-    def of(device: torch.device) -> "Hardware":
+    def from_device(device: torch.device) -> "Hardware":
         """Describe a device of this machine: a GPU's compute capability and name, or whether the
         CPU has AMX.
         """
@@ -177,12 +177,12 @@ def _cudnn(hardware: Hardware, head_dim: int) -> bool:
 
 def _beyond_flash(attends: tuple[Attend, ...]) -> list[str]:
     """Return the features of these layers, in words, that torch's FlashAttention operators lack."""
-    asked = {
+    features = {
         "soft cap": any(attend.soft_cap is not None for attend in attends),
         "ALiBi": any(attend.slopes is not None for attend in attends),
         "prefix mask": any(attend.mask == "prefix" for attend in attends),
     }
-    return [words for words, is_asked in asked.items() if is_asked]
+    return [words for words, used in features.items() if used]
 
 
 def _scaled_mm(hardware: Hardware, dtype: torch.dtype, fp8: Fp8) -> bool:

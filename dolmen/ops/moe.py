@@ -76,11 +76,11 @@ def _best_groups(choice: Tensor, groups: int, kept: int, best: int) -> Tensor:
     """Return choice [n, E] with -inf for the experts outside each token's `kept` best groups; a
     group scores as the sum of its `best` best experts.
     """
-    apart = choice.view(len(choice), groups, -1)
-    totals = apart.topk(best, -1).values.sum(-1)
+    grouped = choice.view(len(choice), groups, -1)
+    totals = grouped.topk(best, -1).values.sum(-1)
     chosen = totals.topk(kept, -1).indices
     left_out = torch.ones_like(totals, dtype=torch.bool).scatter_(1, chosen, False)
-    return apart.masked_fill(left_out[..., None], -torch.inf).view_as(choice)
+    return grouped.masked_fill(left_out[..., None], -torch.inf).view_as(choice)
 
 
 class ExpertOrder(NamedTuple):
@@ -164,8 +164,8 @@ def combine(
     rows' dtype.
     """
     # back to the order of pairs: [n, k, H]
-    apart = permute(rows, order.places, order.pairs).view(*weights.shape, rows.shape[-1])
-    return (apart * weights.to(rows.dtype)[..., None]).sum(1)
+    expert_rows = permute(rows, order.places, order.pairs).view(*weights.shape, rows.shape[-1])
+    return (expert_rows * weights.to(rows.dtype)[..., None]).sum(1)
 
 
 Groups = Sequence[int] | Int32[Tensor, " groups"]

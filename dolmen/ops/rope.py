@@ -193,7 +193,7 @@ class PositionIds:
     """Tokens of a sequence that tables must have rows for (spec.PositionTable), or more."""
 
     @staticmethod
-    def of(ids: Int64[Tensor, "batch streams length"]) -> "PositionIds":
+    def from_ids(ids: Int64[Tensor, "batch streams length"]) -> "PositionIds":
         """Construct from ids on the host, taking `longest` from their values: the first stream's
         largest plus 1, the second's counts from 1 already.
         """

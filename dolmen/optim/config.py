@@ -14,7 +14,7 @@ Name = Literal["adamw", "muon"]
 
 
 @config("optimizer.muon")
-class Muon:
+class MuonConfig:
     """Options of Muon. Learning rate and weight decay are those of --optimizer."""
 
     momentum: Below1 = 0.95
@@ -61,12 +61,12 @@ class OptimizerConfig:
     """Start with the AdamW moments and update count stored with the weights of --init (a torch_dist
     checkpoint of Megatron has them). The schedule and the data start at step 0.
     """
-    muon: Muon = Muon()
+    muon: MuonConfig = MuonConfig()
 
     def __post_init__(self):
         """Raise ValueError for options of another optimizer than `name`."""
-        asked = [f.name for f in fields(Muon) if getattr(self.muon, f.name) != f.default]
-        if self.name != "muon" and asked:
+        changed = [f.name for f in fields(MuonConfig) if getattr(self.muon, f.name) != f.default]
+        if self.name != "muon" and changed:
             raise ValueError(
                 f"optimizer.muon.{asked[0]} is {getattr(self.muon, asked[0])}, but optimizer.name "
                 f"is {self.name}, which does not have it: set --optimizer.name muon"

@@ -53,7 +53,7 @@ class LossScale:
     patience: int = 2000
 
     @staticmethod
-    def of(dtype: str) -> "LossScale":
+    def from_dtype(dtype: str) -> "LossScale":
         """Return a dynamic scale that starts at 2^16 for float16, else the constant 1."""
         return LossScale(True, 2.0**16) if dtype == "float16" else LossScale(False)
 
@@ -126,7 +126,7 @@ def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optim
         return adamw(model, config)
     rules = RULES[config.name]
     by: dict[Rule, dict[str, nn.Parameter]] = {"adamw": {}, "muon": {}}
-    leaves = model.held()
+    leaves = model.local_specs()
     for name, p in _trainable(model).items():
         # the rule follows the parameter's role, never its name or shape
         by[rules[leaves[name].role]][name] = p
@@ -143,7 +143,7 @@ def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optim
 
 def adamw(model: Decoder, config: OptimizerConfig) -> AdamW:
     """Build AdamW over the parameters that require a gradient, without allocating its state."""
-    return _adamw(_trainable(model), model.held(), config)
+    return _adamw(_trainable(model), model.local_specs(), config)
 
 
 def _trainable(model: Decoder) -> dict[str, nn.Parameter]:

@@ -241,7 +241,7 @@ def _owners(
     """
     # how far apart neighbours on an axis are among the ranks of a stage: fsdp = edp x ep, x tp
     tp, ep = mesh.tp.size, mesh.ep.size
-    apart = {"tp": 1, "fsdp": tp, "ep": tp, "edp": tp * ep}
+    strides = {"tp": 1, "fsdp": tp, "ep": tp, "edp": tp * ep}
     load = [0.0] * (mesh.fsdp.size * tp)
     owners: list[list[tuple[int, ...]]] = [[()] * way.stack for way in ways]
     each = [(i, index) for i, way in enumerate(ways) for index in range(way.stack)]
@@ -249,9 +249,9 @@ def _owners(
     for i, index in sorted(each, key=lambda at: (holders[at[0]], -cost(*ways[at[0]].shape))):
         way = ways[i]
         outer, places = zip(_holder_ranks(way, index), way.outer, strict=True), {}
-        first = sum(r * apart[axis.name] for r, axis in outer)
+        first = sum(r * strides[axis.name] for r, axis in outer)
         for ranks in product(*(range(axis.size) for axis, _ in way.inner)):
-            steps = (r * apart[axis.name] for r, (axis, _) in zip(ranks, way.inner, strict=True))
+            steps = (r * strides[axis.name] for r, (axis, _) in zip(ranks, way.inner, strict=True))
             places[ranks] = first + sum(steps)
         # ties go to the lowest rank, so that every rank computes the same owners
         _, place, owners[i][index] = min((load[at], at, ranks) for ranks, at in places.items())

@@ -134,9 +134,9 @@ class ContextParallel:
             return k, v
         both = collectives.all_gather(torch.cat((k, v), 3), 1, self.axis)
         k, v = both.split((k.shape[3], v.shape[3]), 3)
-        return self._in_order(k), self._in_order(v)
+        return self._reorder(k), self._reorder(v)
 
-    def _in_order(self, x: Tensor) -> Tensor:
+    def _reorder(self, x: Tensor) -> Tensor:
         """Reorder dim 1 of what was gathered, by rank, to the order of the sequence."""
         first, second = x.unflatten(1, (self.axis.size, 2, -1)).unbind(2)
         return torch.cat((first, second.flip(1)), 1).flatten(1, 2)

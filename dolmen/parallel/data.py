@@ -265,7 +265,7 @@ class Reduction:
             unit.set_requires_gradient_sync(now, recurse=False)
             unit.set_reshard_after_backward(now, recurse=False)
 
-    def before_backward(self, chunk: Iterable[nn.Module], last_of_chunk: bool, last: bool) -> None:
+    def prepare_backward(self, chunk: Iterable[nn.Module], last_of_chunk: bool, last: bool) -> None:
         """Set which units reduce in the coming backward; call before each one that computes weight
         gradients. `chunk`: the modules it goes through. `last_of_chunk`: no later backward of this
         step goes through them; `last`: none follows in this step at all.
@@ -281,7 +281,7 @@ class Reduction:
             self._cross([self.root], True)
         self.root.set_is_last_backward(last)
 
-    def after_weights(self, last: bool) -> None:
+    def accumulate_weight_gradients(self, last: bool) -> None:
         """Accumulate weight gradients computed outside a backward (split backward) in fp32, by
         calling FSDP's final hook by hand; with `last`, reduce all of them.
         """

@@ -84,8 +84,8 @@ class Int8Rows:
     def __init__(self, weight: Float[Tensor, "out in"]):
         payload, self.scale = int8.quantise(weight)
         # torch's operator reads whole pieces of a row, behind the end of one that is shorter
-        self.beside = -weight.shape[1] % PIECE
-        self.weight = F.pad(payload, (0, self.beside))
+        self.padding = -weight.shape[1] % PIECE
+        self.weight = F.pad(payload, (0, self.padding))
         # scales are applied in fp32: as bf16 each would be up to 0.4 % off
         self.ones = torch.ones_like(self.scale, dtype=torch.bfloat16)
 
@@ -93,7 +93,7 @@ class Int8Rows:
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
         """Return x W^T + b in x's dtype."""
-        x_whole = F.pad(x.bfloat16(), (0, self.beside)) if self.beside else x.bfloat16()
+        x_whole = F.pad(x.bfloat16(), (0, self.padding)) if self.padding else x.bfloat16()
         y = compute.int8_product(x_whole, self.weight, self.ones).float() * self.scale
         return (y if bias is None else y + bias).to(x.dtype)
 
@@ -172,7 +172,7 @@ class MultiLora(NamedTuple):
         """Return the adapters restricted to the output rows that `mine` selects."""
         return MultiLora({name: pair.cut(mine) for name, pair in self.pairs.items()}, self.turn)
 
-    def added(
+    def add_to(
         self, y: Float[Tensor, "tokens out"], x: Float[Tensor, "tokens in"]
     ) -> Float[Tensor, "tokens out"]:
         """Add each token's adapter product to y = x W^T, in y's memory, and apply DoRA's gain; y

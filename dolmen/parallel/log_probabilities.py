@@ -47,7 +47,7 @@ class _LogProbabilities(TypedFunction):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Return log p[label] and, `with_entropy`, the entropy of each token, else None."""
-        entered, wide = call.tp.entered(x), torch.promote_types(x.dtype, torch.float32)
+        entered, wide = call.tp.gather_input(x), torch.promote_types(x.dtype, torch.float32)
         out = torch.empty(labels.shape, dtype=wide, device=x.device)
         normalizer = torch.empty_like(out)
         entropy = torch.empty_like(out) if with_entropy else None
@@ -77,7 +77,7 @@ class _LogProbabilities(TypedFunction):
         """Return gradients of x, weight and bias from g (of log p) and h (of the entropy)."""
         (x, weight, bias, labels, normalizer, entropy), call = ctx.saved_tensors, ctx.kept
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
-        entered, one = call.tp.entered(x), torch.ones_like(normalizer)
+        entered, one = call.tp.gather_input(x), torch.ones_like(normalizer)
         if entropy is not None and h is not None:
             h = h.masked_fill(labels == loss.IGNORED, 0.0)
         dx = torch.empty_like(entered) if wants_dx else None
@@ -166,7 +166,7 @@ def log_probabilities_and_argmax(
     first of several equal ones, as torch.argmax), I@tp, from one pass over the logits.
     """
     call = LogitsCall(vocab_size, tp, at_once, soft_cap)
-    entered, wide = tp.entered(x), torch.promote_types(x.dtype, torch.float32)
+    entered, wide = tp.gather_input(x), torch.promote_types(x.dtype, torch.float32)
     out = torch.empty(labels.shape, dtype=wide, device=x.device)
     argmax = torch.empty_like(labels)
     for rows in call.chunks(len(labels), len(weight)):

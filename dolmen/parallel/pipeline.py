@@ -299,11 +299,11 @@ class _Step:
             return
         self.left[action.chunk] -= 1
         last = self.left.total() == 0
-        self._reduction.before_backward(
+        self._reduction.prepare_backward(
             self.work.chunks[action.chunk], self.left[action.chunk] == 0, last
         )
         if not self._run_backward_graph(action, dy) and last:
-            self._reduction.after_weights(last)  # no backward, so no hook of FSDP's
+            self._reduction.accumulate_weight_gradients(last)  # no backward, so no hook of FSDP's
 
     def inputs(self, action: Action, dy: Tensor | None) -> None:
         """Run I: compute and send dx, and keep the weight gradients deferred."""
@@ -319,7 +319,7 @@ class _Step:
         self.left[action.chunk] -= 1
         for product in self.products.pop((action.micro, action.chunk)):
             product()
-        self._reduction.after_weights(self.left.total() == 0)
+        self._reduction.accumulate_weight_gradients(self.left.total() == 0)
 
     @property
     def _reduction(self) -> Reduction:

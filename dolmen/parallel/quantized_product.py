@@ -144,7 +144,7 @@ class ProductAxes(NamedTuple):
     inputs: tuple[Axis, ...] = ()
     outputs: tuple[Axis, ...] = ()
 
-    def of(self, dim: Dim) -> tuple[Axis, ...]:
+    def axes_of(self, dim: Dim) -> tuple[Axis, ...]:
         """Return the axes that split `dim` among several ranks."""
         axes = {"tokens": self.tokens, "inputs": self.inputs, "outputs": self.outputs}[dim]
         return tuple(axis for axis in axes if axis.size > 1)
@@ -162,7 +162,7 @@ class Delayed:
     def __init__(self, recipe: Fp8, experts: int | None):
         self.recipe = recipe
         self.shape = (3,) if experts is None else (experts, 3)
-        self.begun = False
+        self.initialized = False
         """Whether there has been an update, so that there are scales."""
 
     def on(self, device: torch.device) -> None:
@@ -180,7 +180,7 @@ class Delayed:
 
     def forget(self) -> None:
         """Reset to the state before the first step."""
-        self.begun = False
+        self.initialized = False
         self.history.zero_()
         self.scale.fill_(1)
 
@@ -194,7 +194,7 @@ class Delayed:
         # histories are aligned at their newest entries: the lengths may differ
         self.history[len(self.history) - steps :].copy_(history[len(history) - steps :])
         self.scale.copy_(scale)
-        self.begun = True
+        self.initialized = True
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -215,7 +215,7 @@ class Delayed:
         """Return the scales that `number` experts from `first` on divide an operand by; None before
         the first update.
         """
-        if not self.begun:
+        if not self.initialized:
             return None
         return list(self._select_experts(self.scale, operand, first, number).view(-1).reciprocal())
 
@@ -238,7 +238,7 @@ class Delayed:
         self.history.copy_(self.history.roll(-1, 0))
         self.history[0] = 0
         self.now.zero_()
-        if not self.begun or updates % config.scale_interval == 0:
+        if not self.initialized or updates % config.scale_interval == 0:
             by = torch.empty_like(found)
             for i, operand in enumerate(OPERANDS):
                 most = fp8.LARGEST[self.recipe.format(operand)] / room(config.margin)
@@ -247,7 +247,7 @@ class Delayed:
             # of one so small that its inverse is infinite, the largest whose own is not
             by = by.clamp(max=1 / fp8.SMALLEST_SCALE)
             self.scale.copy_(torch.where(known, by, self.scale))
-        self.begun = True
+        self.initialized = True
 
 
 def end_step(states: Iterable[Delayed], mesh: Mesh, updates: int | None) -> None:
@@ -334,8 +334,8 @@ class Fp8Product:
         """
         if not self.rounding.recipe.rounds("output"):
             return [F.linear(x, w) for x, w in zip(xs, weights, strict=True)]
-        x = self.rounded(xs, "input", 1)
-        return self._products(x, self.rounded(weights, "weight", 1), xs[0].dtype)
+        x = self.quantise(xs, "input", 1)
+        return self._products(x, self.quantise(weights, "weight", 1), xs[0].dtype)
 
     def input_gradient(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor]
@@ -345,8 +345,8 @@ class Fp8Product:
         """
         if not self.rounding.recipe.rounds("input-gradient"):
             return [g @ w for g, w in zip(grads, weights, strict=True)]
-        g = self.rounded(grads, "gradient", 1)
-        return self._products(g, self.rounded(weights, "weight", 0), grads[0].dtype)
+        g = self.quantise(grads, "gradient", 1)
+        return self._products(g, self.quantise(weights, "weight", 0), grads[0].dtype)
 
     def weight_gradient(
         self, grads: Sequence[Tensor], xs: Sequence[Tensor]
@@ -360,10 +360,10 @@ class Fp8Product:
         # on each layout.
         if not recipe.rounds("weight-gradient") or (self.rounding.experts and recipe.block > 1):
             return [g.t() @ x for g, x in zip(grads, xs, strict=True)]
-        g = self.rounded(grads, "gradient", 0)
-        return self._products(g, self.rounded(xs, "input", 0), grads[0].dtype)
+        g = self.quantise(grads, "gradient", 0)
+        return self._products(g, self.quantise(xs, "input", 0), grads[0].dtype)
 
-    def rounded(self, parts: Sequence[Tensor], operand: Operand, along: int) -> Operands:
+    def quantise(self, parts: Sequence[Tensor], operand: Operand, along: int) -> Operands:
         """Quantise one operand's matrices for a product that adds up over their dim `along`. Scales
         come from the largest |x| over the ranks that share them, or from history (delayed scaling),
         which also records this step's maxima.
@@ -376,7 +376,7 @@ class Fp8Product:
             delayed.note(operand, self.first, own)
             known = delayed.scales(operand, self.first, len(parts))
         if known is None:
-            whole = self._over_ranks(own, operand, along)
+            whole = self._reduce_amax(own, operand, along)
             scales = [fp8.scale_of(one, format, granularity) for one in whole]
         else:
             # nothing is sent; and what is not finite here makes its scale NaN, as elsewhere
@@ -388,17 +388,17 @@ class Fp8Product:
         ]
         return Operands(payloads, scales, granularity, along)
 
-    def _over_ranks(self, own: list[Tensor], operand: Operand, along: int) -> list[Tensor]:
+    def _reduce_amax(self, own: list[Tensor], operand: Operand, along: int) -> list[Tensor]:
         """Return the largest |x| of each scale over all ranks that hold a part of what shares it
         (`own`: this rank's). Blocks are never cut, so theirs are returned without a collective.
         """
         dims = DIMS[operand]
         match self.rounding.recipe.granularity(operand):
             case "tensor":
-                over = [axis for dim in dims for axis in self.axes.of(dim)]
+                over = [axis for dim in dims for axis in self.axes.axes_of(dim)]
             # a row's scale spans the contracted dim alone
             case "row":
-                over = list(self.axes.of(dims[along]))
+                over = list(self.axes.axes_of(dims[along]))
             case _:
                 return own
         if not over:

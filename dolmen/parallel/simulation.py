@@ -69,7 +69,7 @@ class Cost(NamedTuple):
     weight: float = 1
     send: float = 0
 
-    def of_chunk(self, chunks: int) -> "Cost":
+    def chunk_cost(self, chunks: int) -> "Cost":
         """Return the cost of one of `chunks` equal chunks of a rank."""
         f, b, i, w, send = self
         return Cost(f / chunks, b / chunks, i / chunks, w / chunks, send)
@@ -195,7 +195,7 @@ def simulate(schedule: Schedule, cost: Cost = Cost()) -> Simulation:
     """Simulate a schedule whose stages all take the same time: `cost` is a rank's, of which a chunk
     takes its share.
     """
-    return simulate_stages(schedule, (cost.of_chunk(schedule.chunks),) * schedule.stages)
+    return simulate_stages(schedule, (cost.chunk_cost(schedule.chunks),) * schedule.stages)
 
 
 def simulate_stages(schedule: Schedule, costs: Sequence[Cost]) -> Simulation:

@@ -142,19 +142,19 @@ def _shard_tokens(part: nn.Module, tp: Axis) -> None:
     if tp.size == 1:
         return
 
-    def before(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def slice_tokens(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Keep this rank's tokens of the first argument."""
         # the copy's backward sums over tp what the slice gives to each rank
         x, *others = given
         return collectives.local_part(collectives.copy(x, tp), -2, tp), *others
 
-    def after(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
+    def gather_tokens(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         """Gather the output over all tokens."""
         here = y.shape[-2]
         return _join_parts(y, -2, here * tp.rank, here * tp.size, tp)
 
-    part.register_forward_pre_hook(before)
-    part.register_forward_hook(after)
+    part.register_forward_pre_hook(slice_tokens)
+    part.register_forward_hook(gather_tokens)
 
 
 def _join_parts(here: Tensor, dim: int, first: int, size: int, tp: Axis) -> Tensor:
@@ -164,10 +164,10 @@ def _join_parts(here: Tensor, dim: int, first: int, size: int, tp: Axis) -> Tens
     """
     if tp.size == 1:
         return here
-    behind = size - first - here.shape[dim]
+    trailing = size - first - here.shape[dim]
     # F.pad counts dims from the last, (before, after) each
-    beside = [0, 0] * (-dim - 1) + [first, behind]
-    return collectives.all_reduce_(F.pad(here, beside), tp)
+    padding = [0, 0] * (-dim - 1) + [first, trailing]
+    return collectives.all_reduce_(F.pad(here, padding), tp)
 
 
 def _styles(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:

@@ -83,7 +83,7 @@ class Adapter(NamedTuple):
     over_inputs: bool = False
     """True if tp cuts the inputs of the weight, so that a rank has a part of each row."""
 
-    def merged(self, weight: Float[Tensor, "*experts out in"]) -> Float[Tensor, "*experts out in"]:
+    def merge(self, weight: Float[Tensor, "*experts out in"]) -> Float[Tensor, "*experts out in"]:
         """Return one weight that computes what the weight and this adapter do together: W + scale B
         A, its rows rescaled by `gain` for DoRA. Needs full rows: tp must not cut the inputs of
         `weight`.
@@ -135,12 +135,12 @@ class Linear(NamedTuple):
             self.weight if self.scale is None else int8.dequantise(self.weight, self.scale, dtype)
         )
 
-    def merged(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
+    def merge(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
         """Return one weight that computes what the weight and its adapter do together; `dtype` is
         that of x, which an 8-bit weight is dequantised to.
         """
         weight = self.whole(dtype)
-        return weight if self.adapter is None else self.adapter.merged(weight)
+        return weight if self.adapter is None else self.adapter.merge(weight)
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class TensorParallel:
             else collectives.copy(x, self.axis)
         )
 
-    def entered(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
+    def gather_input(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
         """Return what `enter` does, without autograd; for functions with their own backward."""
         return _gather_tokens(x, self.axis if self.gathers else None)
 
@@ -449,7 +449,7 @@ def _multiply_linears(
     """
     if any(one.laid_out is not None or one.several is not None for one in linears):
         # inference: nothing is kept for a backward, so x enters by a bare all-gather
-        whole = tp.entered(x) if enters else x
+        whole = tp.gather_input(x) if enters else x
         return tuple(_infer_linear(whole, one, tp) for one in linears)
     weights = [one.weight for one in linears]
     # of DoRA the gain comes before the bias
@@ -488,7 +488,7 @@ def _infer_linear(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
     """
     if one.several is not None:
         # an adapter may turn rows of outputs (DoRA), and leaves the bias as it is
-        y = one.several.added(_infer_linear(x, one._replace(bias=None, several=None), tp), x)
+        y = one.several.add_to(_infer_linear(x, one._replace(bias=None, several=None), tp), x)
         return y if one.bias is None else y.add_(one.bias)
     if one.laid_out is not None:
         return one.laid_out(x, one.bias)

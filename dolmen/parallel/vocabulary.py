@@ -143,7 +143,7 @@ class _LinearCrossEntropy(TypedFunction):
         bias for a loss gradient of 1. `differentiate`: gradients are enabled; `compile`: fuse the
         passes over a chunk.
         """
-        entered = call.tp.entered(x)
+        entered = call.tp.gather_input(x)
         total = torch.zeros(
             (), dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device=x.device
         )

@@ -173,7 +173,7 @@ class _Block(Maker):
         """
         leaf = self.leaves[name]
         alone = self.share.folded and leaf.stacked
-        shape = list(leaf.held({"tp": 1 if alone else self.share.tp, "ep": self.share.ep}))
+        shape = list(leaf.local_shape({"tp": 1 if alone else self.share.tp, "ep": self.share.ep}))
         for cut in leaf.shards:
             if cut.or_replicate and not cut.splits(self.share.tp):
                 shape[cut.dim] = self.share.part(cut.units) * (leaf.shape[cut.dim] // cut.units)

@@ -284,7 +284,7 @@ def batch_of(run: RunConfig, schedule: Schedule) -> RealTokenBatch:
     """
     rows = schedule.micros * run.microbatch_size
     tokens = torch.zeros(rows, run.sequence_length, dtype=torch.int64)
-    documents = Documents.of(torch.zeros_like(tokens)) if run.data.document_mask else None
+    documents = Documents.from_starts(torch.zeros_like(tokens)) if run.data.document_mask else None
     numbers = {FOLLOWS: torch.zeros_like(tokens, dtype=torch.float32)} if run.tree.both_ways else {}
     whole = Batch(tokens, tokens, documents, numbers=numbers).read_by(run.tree)
     parts = tuple(RealTokenBatch(**vars(part)) for part in whole.microbatches(run.microbatch_size))

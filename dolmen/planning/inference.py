@@ -95,7 +95,7 @@ def serving(
     device, size = cluster.device, 4 if dtype == "fp32" else 2
     weights = read = 0
     for leaf in tree.leaves.values():
-        number = size * math.prod(leaf.held({"tp": tp}))
+        number = size * math.prod(leaf.local_shape({"tp": tp}))
         weights += number
         # a small batch reads few experts
         read += round(number * _active_expert_share(tree, batch)) if leaf.stacked else number

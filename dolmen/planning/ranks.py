@@ -41,7 +41,7 @@ class ParameterCount:
         """
         dense = experts = 0
         for leaf in leaves.values():
-            number = math.prod(leaf.held(sizes))
+            number = math.prod(leaf.local_shape(sizes))
             # split over ep too, and sharded over fewer ranks by ZeRO
             if leaf.stacked:
                 experts += number

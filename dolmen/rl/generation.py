@@ -87,7 +87,7 @@ class GenerationModel:
         """Free the model's memory, including prepacked weights; `load_weights` allocates it
         again.
         """
-        self.model.at_rest(keep=False)
+        self.model.disable_prepack(keep=False)
         self.model.to_empty(device="meta")
 
 
@@ -99,7 +99,7 @@ def full_parameters(model: Decoder, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     local = dict(model.named_parameters())
     wide = torch.promote_types(state.dtype_of(model), torch.float32)
     # tied embedding and head are both on the boundary stages: the first stage sends the weight
-    sent_by_first = None if model.split.first else model.tied_apart
+    sent_by_first = None if model.split.first else model.tied_across_ranks
     for name, spec in model.tree.leaves.items():
         parameter, dtype = local.get(name), torch.int8 if spec.int8 else wide
         if mesh.pp.size == 1:

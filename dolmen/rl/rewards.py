@@ -254,7 +254,7 @@ class RewardModel:
             own.
             """
             labels = torch.full_like(tokens[rows], IGNORED)
-            documents = Documents.of(starts[rows].contiguous())
+            documents = Documents.from_starts(starts[rows].contiguous())
             return Batch(tokens[rows], labels, documents).with_positions(1)
 
         def compute(rows: Batch) -> Tensor:

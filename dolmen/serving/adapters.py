@@ -181,7 +181,7 @@ def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
             "generation, without sequence parallelism and ZeRO"
         )
     # one assignment for all weights: the runner sets it once per forward
-    turn, held = AdapterAssignment(), model.held()
+    turn, held = AdapterAssignment(), model.local_specs()
     pairs: dict[str, dict[str, Pair]] = {}
     refused: list[str] = []
     for name, low in lows.items():

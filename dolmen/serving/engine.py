@@ -344,7 +344,7 @@ def _prepack_weights(model: Decoder, weights: Weights, keep: bool) -> Iterator[N
         yield
     finally:
         # an evaluation during training frees them: the optimizer needs that memory
-        model.at_rest(keep)
+        model.disable_prepack(keep)
 
 
 def generate(

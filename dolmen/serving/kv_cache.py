@@ -455,4 +455,4 @@ def _prefixes(past: int, new: int, lengths: list[int]) -> Documents | None:
     if max(lengths) <= past:
         return None
     starts = torch.zeros((len(lengths), new), dtype=torch.int64)
-    return Documents.of(starts, starts + torch.tensor(lengths)[:, None])
+    return Documents.from_starts(starts, starts + torch.tensor(lengths)[:, None])

@@ -254,7 +254,7 @@ class RunConfig:
         """Training options that act inside the model, adapters included. Raises ValueError for an
         adapter that the model cannot have.
         """
-        return replace(self.train.training, adapter=self.adapter.of(self.known_model))
+        return replace(self.train.training, adapter=self.adapter.resolve(self.known_model))
 
     @property
     def trained(self) -> ModelSpec:

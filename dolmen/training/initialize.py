@@ -136,7 +136,7 @@ def initial_state(
         run.layout.zero,
         schedule,
         run.train.seed,
-        LossScale.of(run.train.dtype),
+        LossScale.from_dtype(run.train.dtype),
         SpikePolicy(run.train.spike_factor if run.train.spike == "skip" else None),
         objective=objective_of(run) if objective is None else objective,
     )
@@ -157,7 +157,7 @@ def _load_moments(resolved: ResolvedRun, model: Decoder, optimizer: optim.Optimi
 
 def _load_scales(model: Decoder, source: Source) -> None:
     """Load the scales of delayed fp8 scaling that the source stores, by weight name."""
-    delayed = model.delayed()
+    delayed = model.delayed_scaling()
     known = source.scaling if delayed else {}
     for name in delayed.keys() & known.keys():
         delayed[name].begin(*known[name])

@@ -97,7 +97,7 @@ def _backward(module: nn.Module, loss: Tensor | Iterable[Tensor], mesh: Mesh) ->
     """
     if isinstance(loss, Tensor):
         reduction = data.Reduction(module, 0, False)
-        reduction.before_backward([module], True, True)
+        reduction.prepare_backward([module], True, True)
         loss.backward()
         return loss.detach().double()
     # which is the last one is known after it: gradients wait, as those of a split backward do
@@ -108,7 +108,7 @@ def _backward(module: nn.Module, loss: Tensor | Iterable[Tensor], mesh: Mesh) ->
         total = value if total is None else total + value
     if total is None:
         raise ValueError("a step of no microbatch: give a loss, or several")
-    reduction.after_weights(True)
+    reduction.accumulate_weight_gradients(True)
     return total
 
 

@@ -114,7 +114,7 @@ def _details(
         ("MFU", describe_mfu(run)),
     ]
     if run.training.fp8 is not None:
-        calibrated = any(delayed.begun for delayed in state_.model.delayed().values())
+        calibrated = any(delayed.initialized for delayed in state_.model.delayed_scaling().values())
         scales = "; scales are those of --init" if calibrated and not state_.step else ""
         rows.append(("fp8", f"{run.training.fp8}; {describe_fp8(run)}{scales}"))
     if run.training.adapter is not None:

@@ -156,18 +156,18 @@ def _load(
             f"the checkpoint of step {step} holds {holds}, and objective.name is "
             f"{run.objective.name}: go on as it began, or give another --out"
         )
-    count_processes, scaling, now = state.tensors(), state.scaling(), to_dict(run.train)
+    tensors, scaling, now = state.tensors(), state.scaling(), to_dict(run.train)
     # amax histories are of the roundings of one recipe: another starts without
     if all(saved.run["train"].get(name) == now[name] for name in ("precision", "fp8")):
         for delayed in state.delayed_scalings():
-            delayed.begun = delayed.begun or saved.updates > 0
+            delayed.initialized = delayed.initialized or saved.updates > 0
     else:  # of another recipe, or none: scales begin as at a first step
-        count_processes = {
-            name: tensor for name, tensor in count_processes.items() if name not in scaling
+        tensors = {
+            name: tensor for name, tensor in tensors.items() if name not in scaling
         }
         for delayed in state.delayed_scalings():
             delayed.forget()
-    checkpoints.load(step, count_processes, state.names())
+    checkpoints.load(step, tensors, state.names())
     return saved
 
 

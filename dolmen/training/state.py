@@ -71,7 +71,7 @@ class NewRows:
         """Zero the gradients of old rows in embedding and head, and remove all other gradients
         (None), in place; after backward, on every rank.
         """
-        leaves = model.held()
+        leaves = model.local_specs()
         for name, p in model.named_parameters():
             if p.grad is None:
                 continue
@@ -215,7 +215,7 @@ class TrainState:
         critic.
         """
         critic = [] if self.critic is None else self.critic.state.delayed_scalings()
-        return [*self.model.delayed().values(), *critic]
+        return [*self.model.delayed_scaling().values(), *critic]
 
     def names(self) -> set[str]:
         """Return the checkpoint names of all tensors of the model and critic, including those on

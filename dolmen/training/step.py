@@ -149,7 +149,7 @@ def optimizer_step(
             _update(state, parameters, norm, lr)
     balance.update_router_bias(state.model, tallies, update=learns)
     quantized_product.end_step(
-        state.model.delayed().values(), mesh, state.updates if learns else None
+        state.model.delayed_scaling().values(), mesh, state.updates if learns else None
     )
     state.optimizer.zero_grad(set_to_none=True)
     state.scale.update(finite)
@@ -221,7 +221,7 @@ def _reduce_gradients(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]
     scale.
     """
     parameters = [p for p in state.model.parameters() if p.requires_grad]
-    tied = state.model.tied_apart
+    tied = state.model.tied_across_ranks
     if tied is not None and tied.requires_grad:
         data.sum_over(tied, mesh.ends)
     if state.frozen_phase is not None:

@@ -177,8 +177,8 @@ def test_a_run_begins_with_them(laid, history):
     """The latest steps of a history that is longer, and none is made up in one that is shorter."""
     state = make_state(resolve(run_of(laid, history=history), 1), SINGLE, 10)
     for name, one in expected("llama").items():
-        mine = state.model.delayed()[name]
-        assert mine.begun and torch.equal(mine.scale, one.scale)
+        mine = state.model.delayed_scaling()[name]
+        assert mine.initialized and torch.equal(mine.scale, one.scale)
         kept = min(history, STEPS) - 1
         assert torch.equal(mine.history[history - kept :], one.history[STEPS - kept :])
         assert not mine.history[: history - kept].any()
@@ -186,7 +186,7 @@ def test_a_run_begins_with_them(laid, history):
     batch = Batch.of_windows(windows.numpy())
     with_scales = optimizer_step(state, batch, SINGLE).loss
     state = make_state(resolve(run_of(laid, history=history), 1), SINGLE, 10)
-    for one in state.model.delayed().values():
+    for one in state.model.delayed_scaling().values():
         one.forget()
     assert optimizer_step(state, batch, SINGLE).loss != with_scales
 

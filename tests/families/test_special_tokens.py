@@ -79,7 +79,7 @@ def test_each_document_of_a_batch_has_its_own():
     tokens = torch.tensor([[5, g, s, 6, 7, 8, g, s, 9]])
     labels = torch.arange(9)[None] + 100
     starts = torch.tensor([[0, 0, 0, 0, 4, 4, 4, 4, 4]])
-    made = Batch(tokens, labels, Documents.of(starts)).read_by(tree)
+    made = Batch(tokens, labels, Documents.from_starts(starts)).read_by(tree)
     first, second = made.positions.ids[0].tolist()
     assert first == [0, 1, 1, 1, 0, 1, 2, 2, 2] and second == [0, 0, 1, 2, 0, 0, 0, 1, 2]
     assert made.documents.reach.tolist() == [[2, 2, 2, 2, 7, 7, 7, 7, 7]]

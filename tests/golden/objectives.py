@@ -105,7 +105,7 @@ def typed(batch: Batch) -> Batch:
     """Two texts in each row, which end at the middle and at the end."""
     index = torch.arange(LENGTH).expand_as(batch.tokens)
     ids = torch.stack((index, (index >= LENGTH // 2).long()), 1)
-    return replace(batch, positions=PositionIds.of(ids))
+    return replace(batch, positions=PositionIds.from_ids(ids))
 
 
 def batches(mesh: Mesh) -> list[Batch]:
@@ -144,7 +144,7 @@ def packed(batch: Batch, mesh: Mesh) -> Batch:
     made = replace(
         batch,
         labels=labels,
-        documents=Documents.of(places // sizes * sizes),
+        documents=Documents.from_starts(places // sizes * sizes),
         numbers={**batch.numbers, SIDE: side},
     )
     return made.with_positions(1)

@@ -230,7 +230,7 @@ def batches(
         made = Batch(
             batch.tokens,
             torch.where(torch.arange(LENGTH) < ignored[:, None], IGNORED, batch.labels),
-            Documents.of(document_starts(batch.tokens % 4, 0)) if documents else None,
+            Documents.from_starts(document_starts(batch.tokens % 4, 0)) if documents else None,
         )
         lengths = (torch.arange(rows) + mesh.dp.rank * rows) * 5 % 8
         made = made.with_prefixes(lengths[:, None]) if prefixes else made

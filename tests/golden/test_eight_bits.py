@@ -55,7 +55,7 @@ def config(precision: str, adapters=False, **fields) -> Tiny:
 
 def watched(config: Tiny, mesh, layout: Layout, steps: int, **options):
     """A run, and of each factor that was rounded, in order: which, along which dim, its scales."""
-    seen, rounded = [], quantized_product.Fp8Product.rounded
+    seen, rounded = [], quantized_product.Fp8Product.quantise
 
     def watch(self, parts, operand, along):
         made = rounded(self, parts, operand, along)
@@ -63,7 +63,7 @@ def watched(config: Tiny, mesh, layout: Layout, steps: int, **options):
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantized_product.Fp8Product, "rounded", watch)
+        patch.setattr(quantized_product.Fp8Product, "quantise", watch)
         return run(config, mesh, layout, steps, **options), seen
 
 
@@ -229,7 +229,7 @@ def unreduced(config: Tiny, layout: Layout) -> list[str]:
     """Scales where ranks do not tell one another what was the largest."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            quantized_product.Fp8Product, "_over_ranks", lambda self, own, operand, along: own
+            quantized_product.Fp8Product, "_reduce_amax", lambda self, own, operand, along: own
         )
         return compare(config, layout, True, 1)[1]
 
@@ -360,7 +360,7 @@ def test_losses_stay_together_over_twenty_steps(row, result):
 def test_one_number_rounded_otherwise_does_as_much():
     """Why that is what two layouts may differ by: on one process, in the first step."""
     rounding, moved = config("fp8-rowwise"), []
-    round_, want = quantized_product.Fp8Product.rounded, losses(rounding, Layout())
+    round_, want = quantized_product.Fp8Product.quantise, losses(rounding, Layout())
 
     def once(self, parts, operand, along):
         made = round_(self, parts, operand, along)
@@ -374,7 +374,7 @@ def test_one_number_rounded_otherwise_does_as_much():
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantized_product.Fp8Product, "rounded", once)
+        patch.setattr(quantized_product.Fp8Product, "quantise", once)
         got = losses(rounding, Layout())
     off = [abs(a / b - 1) for a, b in zip(got, want, strict=True)]
     assert 5e-4 < max(off) < 1e-2, max(off)

@@ -283,7 +283,7 @@ def test_targets_are_named_as_in_transformers(name):
 )
 def test_other_targets_are_refused(asked, said):
     with pytest.raises(ValueError, match=said):
-        AdapterConfig(8, targets=("q_proj", asked)).of(CONFIGS["llama"])
+        AdapterConfig(8, targets=("q_proj", asked)).resolve(CONFIGS["llama"])
 
 
 @pytest.mark.parametrize(
@@ -303,8 +303,8 @@ def test_wrong_options_are_refused(options, said):
 
 
 def test_without_a_rank_there_are_none():
-    assert AdapterConfig().of(CONFIGS["llama"]) is None
-    assert AdapterConfig(2, 1.0, ("q_proj",)).of(CONFIGS["llama"]) == LoraSpec(
+    assert AdapterConfig().resolve(CONFIGS["llama"]) is None
+    assert AdapterConfig(2, 1.0, ("q_proj",)).resolve(CONFIGS["llama"]) == LoraSpec(
         2, 1.0, frozenset(f"layers.{i}.attn.q.weight" for i in range(2))
     )
 

@@ -95,7 +95,7 @@ def test_keys_and_values_are_whole_where_tp_does_not_divide_their_heads():
     leaf = LLAMA.tree.leaves["layers.0.attn.k.weight"]
     four = TensorParallel(Axis("tp", 4, 0))
     assert placements(leaf, {"tp": 4}) == Replicate() and is_partial(leaf, four)
-    assert leaf.held({"tp": 4}) == leaf.shape and leaf.held({"tp": 2}) == (4, 16)
+    assert leaf.local_shape({"tp": 4}) == leaf.shape and leaf.local_shape({"tp": 2}) == (4, 16)
 
 
 @pytest.mark.parametrize(

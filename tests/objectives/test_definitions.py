@@ -397,7 +397,7 @@ def packed(side: bool) -> Batch:
     return Batch(
         labels.clamp(min=0),
         torch.where(labels < 0, IGNORED, labels),
-        Documents.of(starts),
+        Documents.from_starts(starts),
         numbers={SIDE: sides} if side else {},
     )
 

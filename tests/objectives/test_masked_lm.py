@@ -66,8 +66,8 @@ def inputs():
     ours = Batch(
         tokens,
         labels,
-        Documents.of(torch.where(places < end, 0, end)),
-        PositionIds.of(torch.stack((places, types), 1)),
+        Documents.from_starts(torch.where(places < end, 0, end)),
+        PositionIds.from_ids(torch.stack((places, types), 1)),
         numbers={FOLLOWS: said},
     )
     return theirs, ours

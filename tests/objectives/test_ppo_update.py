@@ -105,7 +105,7 @@ def expected(state: TrainState, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     """The parameters after one update of AdamW (1711.05101) by the gradient of `loss`."""
     named = dict(state.model.named_parameters())
     gradients = torch.autograd.grad(loss, list(named.values()))
-    kept, lr = state.model.held(), OPTIMIZER.lr
+    kept, lr = state.model.local_specs(), OPTIMIZER.lr
     out = {}
     for (name, p), g in zip(named.items(), gradients, strict=True):
         decay = 1 - lr * OPTIMIZER.weight_decay if kept[name].decays else 1.0

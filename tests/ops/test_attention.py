@@ -98,7 +98,7 @@ DOCUMENTS = {  # queries, keys, heads, kv_heads, window, lengths of the document
 def test_documents(case, dtype, tolerance):
     *sizes, window, first, second = DOCUMENTS[case]
     starts = documents(first, second)[:, -sizes[0] :]
-    attend = Attend(window).of(Documents.of(starts))
+    attend = Attend(window).with_documents(Documents.from_starts(starts))
     inputs = tensors(*sizes, dtype=dtype)
     wide = [t.detach().double().requires_grad_() for t in inputs]
     close(
@@ -111,7 +111,7 @@ def test_documents(case, dtype, tolerance):
 
 def test_a_document_is_as_if_alone():
     q, k, v = tensors(150, 150, 4, 2)
-    together = ops.attention(q, k, v, Attend().of(Documents.of(documents([60, 90], [60, 90]))))
+    together = ops.attention(q, k, v, Attend().with_documents(Documents.from_starts(documents([60, 90], [60, 90]))))
     alone = [
         ops.attention(*(t[:, part] for t in (q, k, v)), Attend())
         for part in (slice(0, 60), slice(60, 150))
@@ -123,7 +123,7 @@ def test_keys_of_other_documents_are_not_multiplied(monkeypatch):
     keys, bmm = [], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: keys.append(b.shape[2]) or bmm(a, b))
     q, k, v = (t.detach() for t in tensors(256, 256, 1, 1))
-    ops.attention(q, k, v, Attend().of(Documents.of(documents([128, 128], [100, 28, 128]))))
+    ops.attention(q, k, v, Attend().with_documents(Documents.from_starts(documents([128, 128], [100, 28, 128]))))
     # four blocks of 64 queries; the third and fourth begin at key 128
     assert keys[::2] == [64, 128, 64, 128]
 
@@ -144,8 +144,8 @@ def test_runs_of_keys_merge_to_the_whole(window, starts, dtype, tolerance):
     log-sums, and gradients of each run.
     """
     q, k, v = (t.detach() for t in tensors(100, 200, 4, 2, dtype))
-    here = None if starts is None else Documents.of(starts[:, 100:])
-    attend = Attend(window).of(here)
+    here = None if starts is None else Documents.from_starts(starts[:, 100:])
+    attend = Attend(window).with_documents(here)
     runs = [(i, k[:, i : i + 50], v[:, i : i + 50]) for i in range(0, 200, 50)]
     pieces = [ops.partial(q, a, b, Place(100, i, attend)) for i, a, b in runs]
     for out, log_sum in pieces:
@@ -210,7 +210,7 @@ def test_blocks_and_sdpa_agree():
 @pytest.mark.full  # torch.compile starts a C++ compiler per kernel: 25 s
 @pytest.mark.parametrize("starts", [None, documents([30, 40], [70])], ids=["one", "documents"])
 def test_compiled_equals_eager(starts):
-    attend = Attend(66).of(None if starts is None else Documents.of(starts))
+    attend = Attend(66).with_documents(None if starts is None else Documents.from_starts(starts))
     inputs = tensors(70, 70 if starts is not None else 90, 4, 2, torch.float32)
     compiled = run(torch.compile(lambda *t: ops.attention(*t, attend), fullgraph=True), inputs)
     # fp32, sums in another order
@@ -246,5 +246,5 @@ def test_gradient_with_dropped_probabilities():
     """Against differences in float64: a mask depends on places alone, so it stands still."""
     q, k, v = tensors(4, 6, 4, 2)
     noise = elementwise.Noise(torch.tensor(7), torch.arange(2))
-    attend, rows = Attend().of(None, elementwise.Dropout(0.4, noise, 3)), torch.arange(2, 6)
+    attend, rows = Attend().with_documents(None, elementwise.Dropout(0.4, noise, 3)), torch.arange(2, 6)
     assert torch.autograd.gradcheck(lambda *t: dropout.attention(*t, attend, rows), (q, k, v))

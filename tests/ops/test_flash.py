@@ -76,7 +76,7 @@ def test_a_repeatable_backward_is_flash_attentions(monkeypatch):
     ],
 )
 def test_calls_that_fit_cudnn(bounds, queries, keys, fits):
-    call = operators.FlashCall.of(None, bounds, 1.0, True)
+    call = operators.FlashCall.from_run(None, bounds, 1.0, True)
     assert call.fits_cudnn(queries, keys) == fits
     assert not call._replace(cudnn=False).fits_cudnn(queries, keys)
 
@@ -91,7 +91,7 @@ def test_documents_without_their_runs_are_refused():
     q, k, v, _ = CASES["documents"].tensors(torch.float32, HERE)
     starts = CASES["documents"].starts
     with pytest.raises(ValueError, match="needs the run of its queries, and was given 0"):
-        flash.attention(q, k, v, Attend().of(Documents.of(starts)))
+        flash.attention(q, k, v, Attend().with_documents(Documents.from_starts(starts)))
 
 
 class Seen(TorchDispatchMode):
@@ -139,7 +139,7 @@ def gradients_of_a_long_text(cp: ContextParallel, name: str) -> Seen:
         starts = torch.empty(1, LENGTH, dtype=torch.int64)
         with Seen() as seen:
             documents = cp.documents(Documents(starts, host)) if several else None
-            cp.attention(*leaves, Attend(window).of(documents)).sum().backward()
+            cp.attention(*leaves, Attend(window).with_documents(documents)).sum().backward()
     return seen
 
 
@@ -203,7 +203,7 @@ def texts(several: int, length: int = 512) -> tuple[torch.Tensor, Documents]:
     for row in begins:
         for at in torch.randperm(length - 1, generator=g)[: several - 1].sort().values + 1:
             row[at:] = at
-    return torch.randint(32, (2, length), generator=g), Documents.of(begins)
+    return torch.randint(32, (2, length), generator=g), Documents.from_starts(begins)
 
 
 @pytest.mark.parametrize("several", [None, 5])
@@ -246,7 +246,7 @@ def test_what_is_traced_has_the_shapes_of_what_is_computed(name, backend):
         q, k, v, g = (t.flatten(0, 1) for t in (q, k, v, g))
         begins = reference.spec.begins(case.starts)
         run = reference.spec.run(begins, 0, case.length, HERE)
-    call = operators.FlashCall.of(run, operators.CAUSAL, 0.25, backend == "cudnn")
+    call = operators.FlashCall.from_run(run, operators.CAUSAL, 0.25, backend == "cudnn")
     kept = q, k, v, *operators.forward(q, k, v, call)
     checks = dict(test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(operators.opaque_forward, (q, k, v, *call), **checks)

@@ -92,7 +92,7 @@ def test_what_keys_carry_is_part_of_their_size(hidden, attention):
 
 def test_a_cpu_has_the_defaults_and_is_what_a_device_of_it_says():
     assert choose(CPU, HALF, 64, (64, 64)) == Kernels()
-    assert replace(Hardware.of(torch.device("cpu")), tiles=False) == CPU
+    assert replace(Hardware.from_device(torch.device("cpu")), tiles=False) == CPU
     gpu = choose(H100, FULL, 64)
     assert (gpu.logits_at_once, gpu.squares, gpu.norm) == (1 << 28, "whole", "fused")
     assert "attention by blocks" in gpu.describe(True) and "256 Mi logits at once" in gpu.describe(

@@ -96,7 +96,7 @@ def test_a_document_in_a_batch_is_as_if_alone(name):
     alone = Batch.of_windows(windows[:, 9:]).with_positions(streams)
     begun = Batch.of_windows(windows)
     starts = torch.tensor([[0] * 9 + [9] * 15])
-    packed = Batch(begun.tokens, begun.labels, Documents.of(starts)).with_positions(streams)
+    packed = Batch(begun.tokens, begun.labels, Documents.from_starts(starts)).with_positions(streams)
     got, want = (
         model(b.tokens, compute_logits, documents=b.documents, positions=b.positions)
         for b in (packed, alone)
@@ -111,12 +111,12 @@ def test_what_positions_a_model_takes():
     most = learned.tree.longest
     tokens = torch.zeros(1, 2 * most, dtype=torch.int64)
     ids = torch.arange(2 * most)[None, None]
-    learned(tokens, compute_logits, positions=PositionIds.of(ids % most))
+    learned(tokens, compute_logits, positions=PositionIds.from_ids(ids % most))
     with pytest.raises(ValueError, match=f"{2 * most} tokens, but the table of positions has"):
-        learned(tokens, compute_logits, positions=PositionIds.of(ids))
+        learned(tokens, compute_logits, positions=PositionIds.from_ids(ids))
     with pytest.raises(ValueError, match="knows 2 streams of positions, and the batch has 1"):
         decoder("two streams")(tokens[:, :8], compute_logits)
     with pytest.raises(ValueError, match=r"knows 1 .* has 2: make them by Batch.with_positions"):
         decoder("rope")(
-            tokens[:, :8], compute_logits, positions=PositionIds.of(ids[..., :8].repeat(1, 2, 1))
+            tokens[:, :8], compute_logits, positions=PositionIds.from_ids(ids[..., :8].repeat(1, 2, 1))
         )

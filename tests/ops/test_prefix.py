@@ -54,13 +54,13 @@ def placed(config: Tiny, documents: Documents) -> PositionIds | None:
     if config.tree.streams == 1:
         return None
     index = torch.arange(documents.starts.shape[1]).expand_as(documents.starts)
-    return PositionIds.of(prefix_positions(index, documents.reach).transpose(0, 1))
+    return PositionIds.from_ids(prefix_positions(index, documents.reach).transpose(0, 1))
 
 
 def prefix(*lengths: int, length: int = LENGTH) -> Documents:
     """Of a sequence each."""
     starts = torch.zeros((len(lengths), length), dtype=torch.int64)
-    return Documents.of(starts, starts + torch.tensor(lengths)[:, None])
+    return Documents.from_starts(starts, starts + torch.tensor(lengths)[:, None])
 
 
 def test_sdpa_of_transformers():
@@ -81,7 +81,7 @@ def test_sdpa_of_transformers():
         return sdpa_attention_forward(module, *turned, seen)[0]
 
     def ours(q, k, v):
-        attend = Attend(mask="prefix").of(prefix(*lengths, length=length))
+        attend = Attend(mask="prefix").with_documents(prefix(*lengths, length=length))
         return blockwise.attention(q, k, v, attend)
 
     weight = torch.linspace(-1, 1, q.numel(), dtype=torch.float64).view(q.shape)

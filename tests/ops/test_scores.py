@@ -99,7 +99,7 @@ def test_one_query(name, dtype, tolerance):
     q, k, v, _ = case.tensors(dtype, HERE)
     attend = case.attend
     if case.starts is not None:
-        attend = attend.of(reference.spec.Documents.of(case.starts[:, -1:]))
+        attend = attend.with_documents(reference.spec.Documents.from_starts(case.starts[:, -1:]))
     near(
         [blockwise.attention(q[:, -1:], k, v, attend)],
         [definition(q[:, -1:].double(), k.double(), v.double(), attend)],
@@ -143,7 +143,7 @@ def test_the_road_of_dropout(name, dtype, tolerance):
     *qkv, g = case.tensors(dtype, HERE)
     leaves = [t.requires_grad_() for t in qkv]
     noise = Noise(torch.tensor(7), torch.arange(case.batch))
-    attend = case.attend.of(case.whole, Dropout(0.0, noise, 1))
+    attend = case.attend.with_documents(case.whole, Dropout(0.0, noise, 1))
     out = dropout.attention(*leaves, attend, torch.arange(case.length))
     assert out.dtype == dtype
     got = [out.detach(), *torch.autograd.grad(out, leaves, g)]
@@ -154,7 +154,7 @@ def test_gradient_with_dropped_probabilities():
     case = replace(NEW["all at once"], length=9, documents=None, head_dim=3, value_dim=2)
     inputs = [t.requires_grad_() for t in case.tensors(torch.float64, HERE)[:3]]
     noise = Noise(torch.tensor(7), torch.arange(2))
-    attend = case.attend.of(None, Dropout(0.4, noise, 3))
+    attend = case.attend.with_documents(None, Dropout(0.4, noise, 3))
     rows = torch.arange(9)
     assert torch.autograd.gradcheck(
         lambda *t: dropout.attention(*t, attend, rows), inputs, fast_mode=True

@@ -47,7 +47,7 @@ def gradients(road, case: Case, dtype: torch.dtype, wide: bool = False) -> list[
         leaves, g = [t.double() for t in leaves], g.double()
     leaves = [t.detach().requires_grad_() for t in leaves]
     documents = None if case.whole is None else ALONE.documents(case.whole)
-    attend = case.attend.of(documents)._replace(sinks=leaves[3])
+    attend = case.attend.with_documents(documents)._replace(sinks=leaves[3])
     out = road(*leaves[:3], attend)
     return [out.detach(), *torch.autograd.grad(out, leaves, g)]
 
@@ -110,7 +110,7 @@ def test_gradients_by_differences(dropping):
         if not dropping:
             return blockwise.attention(q, k, v, attend)
         noise = Noise(torch.tensor(7), torch.arange(2))
-        attend = attend.of(None, Dropout(dropping, noise, 3))
+        attend = attend.with_documents(None, Dropout(dropping, noise, 3))
         return dropout.attention(q, k, v, attend, torch.arange(9))
 
     assert torch.autograd.gradcheck(road, (q, k, v, own), fast_mode=True)

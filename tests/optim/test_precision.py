@@ -7,10 +7,10 @@ from dolmen.optim.optimizer import DTYPES, LossScale
 
 
 def test_only_fp16_is_scaled():
-    assert LossScale.of("float16") == LossScale(True, 65536.0) and LossScale.of(
+    assert LossScale.from_dtype("float16") == LossScale(True, 65536.0) and LossScale.from_dtype(
         "bfloat16"
-    ) == LossScale.of("float32") == LossScale(False, 1.0)
-    constant = LossScale.of("bfloat16")
+    ) == LossScale.from_dtype("float32") == LossScale(False, 1.0)
+    constant = LossScale.from_dtype("bfloat16")
     for finite in (True, False) * 3:
         constant.update(finite)
     assert constant == LossScale(False, 1.0)

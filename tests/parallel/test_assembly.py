@@ -88,7 +88,7 @@ def as_rank(layout: Layout, rank: int):
 
 
 def hidden(model: Decoder) -> dict[str, torch.nn.Parameter]:
-    roles = {n: leaf.role for n, leaf in model.held().items()}
+    roles = {n: leaf.role for n, leaf in model.local_specs().items()}
     return {n: p for n, p in model.named_parameters() if roles[n] in ("matrix", "expert")}
 
 

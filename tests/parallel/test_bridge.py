@@ -65,7 +65,7 @@ def step(model, zero: int, microbatches: int) -> None:
     for i in range(microbatches):
         last = i == microbatches - 1
         loss = model(TOKENS, cross_entropy_function(TOKENS))
-        reduction.before_backward([model], last, last)
+        reduction.prepare_backward([model], last, last)
         loss.backward()
 
 
@@ -149,7 +149,7 @@ def test_gradients_are_summed_and_never_divided(zero, device, monkeypatch):
         lambda *args: factors.append(find(*args)) or factors[-1],
     )
     loss = model(torch.ones(2, 8)).sum()
-    data.Reduction(model, zero, False).before_backward([model], True, True)
+    data.Reduction(model, zero, False).prepare_backward([model], True, True)
     with Seen() as mode:
         loss.backward()
     assert [f[2:] for f in factors] == [(dist.ReduceOp.SUM, dist.ReduceOp.SUM)]

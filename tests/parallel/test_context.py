@@ -50,7 +50,7 @@ class Case:
         """Of all ranks."""
         if not self.documents:
             return None
-        return Documents.of(starts(), reach() if self.prefixes else None)
+        return Documents.from_starts(starts(), reach() if self.prefixes else None)
 
 
 CASES = {
@@ -123,7 +123,7 @@ def gradients(attend, q, k, v, g, *more) -> list[torch.Tensor]:
 def definition(name: str) -> list[torch.Tensor]:
     """Output and gradients of one process, in float64, with every score in one matrix."""
     case = CASES[name]
-    attend = case.attend.of(case.whole)
+    attend = case.attend.with_documents(case.whole)
     return gradients(
         lambda q, k, v, *sinks: reference.definition(q, k, v, attend._replace(sinks=first(sinks))),
         *inputs(case.kv_heads, values=case.values),
@@ -140,7 +140,7 @@ def error(name: str, cp: ContextParallel, dtype: torch.dtype, wrap=lambda f: f) 
     output, dq, dk and dv.
     """
     case = CASES[name]
-    attend = case.attend.of(None if case.whole is None else cp.documents(case.whole))
+    attend = case.attend.with_documents(None if case.whole is None else cp.documents(case.whole))
     got = gradients(
         wrap(lambda q, k, v, *sinks: cp.attention(q, k, v, attend._replace(sinks=first(sinks)))),
         *(cp.split(t, 1) for t in inputs(case.kv_heads, dtype, values=case.values)),
@@ -162,8 +162,8 @@ def dropped(cp: ContextParallel) -> list[torch.Tensor]:
     """Attention with dropout, with documents: the same elements fall out on any number of ranks."""
 
     noise = Noise(torch.tensor(7), torch.arange(3) + 5)
-    attend = Attend(50, 0.3, 2.0, alibi_slopes(6), first_head=2).of(
-        cp.documents(Documents.of(starts())), Dropout(0.3, noise, 4)
+    attend = Attend(50, 0.3, 2.0, alibi_slopes(6), first_head=2).with_documents(
+        cp.documents(Documents.from_starts(starts())), Dropout(0.3, noise, 4)
     )
     return gradients(lambda *t: cp.attention(*t, attend), *(cp.split(t, 1) for t in inputs(2)))
 
@@ -338,7 +338,7 @@ def test_identity_on_an_axis_of_one():
         and ALONE.gather_keys(k, v) == (k, v)
         and ALONE.indices(7, q.device).tolist() == list(range(7))
     )
-    for attend in (Attend(), Attend(9).of(Documents.of(starts()))):
+    for attend in (Attend(), Attend(9).with_documents(Documents.from_starts(starts()))):
         for a, b in zip(
             gradients(lambda *t: ALONE.attention(*t, attend), q, k, v, g),
             gradients(lambda *t: blockwise.attention(*t, attend), q, k, v, g),
@@ -434,7 +434,7 @@ def test_bytes_sent_by_a_ring(world):
         with mode or Watch():
             cp = ContextParallel(Axis("cp", 8, 3, world))
             tensors = [torch.ones(2, 512 // 8, h, SIZE, dtype=dtype) for h in (HEADS, 2, 2, HEADS)]
-            here = Attend().of(Documents.of(torch.zeros(2, 512 // 8, dtype=torch.int64)))
+            here = Attend().with_documents(Documents.from_starts(torch.zeros(2, 512 // 8, dtype=torch.int64)))
             with Watch() as watch:
                 got = gradients(lambda *t: cp.attention(*t, here), *tensors)
         assert [t.shape for t in got] == [

@@ -161,7 +161,7 @@ def test_nothing_is_kept_of_what_has_changed(changed):
         with torch.no_grad():
             part.prepack("stated")
             made = part.linear()
-            part.at_rest(keep=True)
+            part.disable_prepack(keep=True)
             return made
 
     first = asked()

@@ -126,7 +126,7 @@ def test_what_is_not_finite_is_seen_by_a_scale_that_is_known(precision, wrong):
     if delayed is not None:
         product.output([x], [w])
         delayed.enter(delayed.now.clone(), 0)
-        assert delayed.begun
+        assert delayed.initialized
     x[3, 5] = wrong
     (y,) = product.output([x], [w])
     assert not y[3].isfinite().any()

@@ -65,10 +65,10 @@ def test_all_tokens_may_have_the_same(name):
     y, x = drawn(5, OUT, seed=1), drawn(5, IN, seed=2)
     index = torch.arange(5)
     with torch.no_grad():
-        whole = MultiLora(PAIRS, AdapterAssignment([only])).added(y.clone(), x)
+        whole = MultiLora(PAIRS, AdapterAssignment([only])).add_to(y.clone(), x)
         gathered = MultiLora(
             PAIRS, AdapterAssignment([inference_linear.Segment(name, index)])
-        ).added(y.clone(), x)
+        ).add_to(y.clone(), x)
     torch.testing.assert_close(whole, gathered, rtol=1e-6, atol=1e-6)
     assert (whole - y).abs().max() > 0.1
 

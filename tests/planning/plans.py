@@ -79,7 +79,7 @@ def candidate(tp: int, pp: int, seconds: float) -> Candidate:
 def plan(pp: int = 8, micros: int = 24, schedule: str = "1f1b", nodes: int = 384) -> Plan:
     chunks = 2 if schedule in ("interleaved", "zero-bubble-v") else 1
     made = make_schedule(schedule, pp, micros, chunks)
-    cost = Cost(0.9, 1.9, 1.0, 0.9, 0.01).of_chunk(chunks)
+    cost = Cost(0.9, 1.9, 1.0, 0.9, 0.01).chunk_cost(chunks)
     simulation = simulate_stages(made, (cost,) * made.stages)
     fleets = tuple(
         Fleet(n, estimate(98.0 * 3072 / n * (1 + n / 40000)), f"tp 8 pp {pp}")

@@ -50,7 +50,7 @@ def batch(documents: bool = False) -> Batch:
     windows = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=made).numpy()
     whole = Batch.of_windows(windows)
     starts = document_starts(whole.tokens % 4, 0)
-    return Batch(whole.tokens, whole.labels, Documents.of(starts) if documents else None)
+    return Batch(whole.tokens, whole.labels, Documents.from_starts(starts) if documents else None)
 
 
 def decoder(config: Flat | Tiny = CONFIG) -> Decoder:
@@ -280,7 +280,7 @@ def test_losses_differ_by_step_and_seed():
 
 def logits(config: Flat, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
     noise = Noise(torch.tensor(5), torch.arange(len(tokens)))
-    documents = None if starts is None else Documents.of(starts)
+    documents = None if starts is None else Documents.from_starts(starts)
     with torch.no_grad():
         return decoder(config)(tokens, head.compute_logits, noise=noise, documents=documents)
 

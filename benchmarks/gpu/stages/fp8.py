@@ -30,7 +30,7 @@ def _product(precision: Precision, device: torch.device, scaled: bool) -> Fp8Pro
     delayed = Delayed(recipe, None) if recipe.delayed else None
     if delayed is not None:
         delayed.on(device)
-    hardware = Hardware.of(device)
+    hardware = Hardware.from_device(device)
     kernel = choose(hardware, torch.bfloat16, 128, fp8=recipe).fp8 if scaled else "rounded"
     return Fp8Product(Rounding(recipe, None, False, delayed), ProductAxes(), kernel)
 
@@ -47,7 +47,7 @@ def beside(context: Context, precision: Precision, record: Record) -> None:
     scaled = _product(precision, device, True)
     for operand, one, other in zip(("input", "weight", "gradient"), (x, w, g), here, strict=True):
         for along in (0, 1):
-            want, got = cpu.rounded([one], operand, along), gpu.rounded([other], operand, along)
+            want, got = cpu.quantise([one], operand, along), gpu.quantise([other], operand, along)
             what = f"{operand} along {along}"
             record.check(f"{what}, scales", _unequal(got.scales, want.scales), 0, "the same bits")
             bits = [[p.view(torch.uint8) for p in side.payloads] for side in (got, want)]

@@ -63,12 +63,12 @@ def observe_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[No
     """
     resize = torch.UntypedStorage.resize_
 
-    def told(storage: torch.UntypedStorage, size: int) -> None:
+    def resize_and_report(storage: torch.UntypedStorage, size: int) -> None:
         """Resize, then report."""
         resize(storage, size)
         seen(storage)
 
-    torch.UntypedStorage.resize_ = told  # pyright: ignore[reportAttributeAccessIssue]
+    torch.UntypedStorage.resize_ = resize_and_report  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:

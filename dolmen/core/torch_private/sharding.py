@@ -118,7 +118,7 @@ def gather_as(
     shard = local_tensor(record.sharded_param)
     shapes: list[torch.Size] = []
 
-    def before(mesh, size, stride, module, policy) -> tuple[tuple[Tensor, ...], None]:
+    def pre_all_gather(mesh, size, stride, module, policy) -> tuple[tuple[Tensor, ...], None]:
         """Return what this rank sends."""
         parts = sent(shard, module)
         shapes[:] = [part.shape for part in parts]
@@ -126,7 +126,7 @@ def gather_as(
             record.all_gather_outputs = []  # made anew
         return parts, None
 
-    def after(outputs, metadata, dtype, *, out: Tensor | None = None):
+    def post_all_gather(outputs, metadata, dtype, *, out: Tensor | None = None):
         """Return the copy made of what was gathered, or write it to `out`; frees the buffers."""
         copy = received([o.view(-1, *shape[1:]) for o, shape in zip(outputs, shapes, strict=True)])
         if out is not None:
@@ -136,6 +136,6 @@ def gather_as(
             output.untyped_storage().resize_(0)
         return None if out is not None else (copy, (copy,))
 
-    shard.fsdp_pre_all_gather = before  # pyright: ignore[reportAttributeAccessIssue]
-    shard.fsdp_post_all_gather = after  # pyright: ignore[reportAttributeAccessIssue]
+    shard.fsdp_pre_all_gather = pre_all_gather  # pyright: ignore[reportAttributeAccessIssue]
+    shard.fsdp_post_all_gather = post_all_gather  # pyright: ignore[reportAttributeAccessIssue]
     record._init_extensions()

@@ -155,7 +155,7 @@ class ModelSpec:
         leaves |= self.head.leaves(self.vocab_size, self.width)
         if self.adapter is not None:
             # after all others exist, as it freezes them
-            leaves = self.adapter.beside(leaves)
+            leaves = self.adapter.add_params(leaves)
         return leaves if self.fp8 is None else mark_fp8(leaves, self.layers, self.fp8)
 
     @property

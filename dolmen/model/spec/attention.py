@@ -226,7 +226,7 @@ class LatentAttentionSpec:
         down = self.kv_rank + self.positions.size
         return {
             **self._query_params(hidden, q, of_heads),
-            **add_prefix("kv_a", _replicated(down, hidden, self.down_bias)),
+            **add_prefix("kv_a", _replicated_params(down, hidden, self.down_bias)),
             **add_prefix("kv_a_norm", self.norm.leaves(self.kv_rank)),
             **add_prefix("kv_b", column_parallel(kv, self.kv_rank, False, of_heads)),
             **add_prefix(
@@ -248,7 +248,7 @@ class LatentAttentionSpec:
         if self.q_rank is None:
             return add_prefix("q", column_parallel(q, hidden, False, of_heads))
         return {
-            **add_prefix("q_a", _replicated(self.q_rank, hidden, self.down_bias)),
+            **add_prefix("q_a", _replicated_params(self.q_rank, hidden, self.down_bias)),
             **add_prefix("q_a_norm", self.norm.leaves(self.q_rank)),
             **add_prefix("q_b", column_parallel(q, self.q_rank, False, of_heads)),
         }
@@ -260,7 +260,7 @@ class LatentAttentionSpec:
         return self.heads * (self.head_size + self.value_size) * keys
 
 
-def _replicated(out: int, inp: int, bias: bool) -> ParamSpecs:
+def _replicated_params(out: int, inp: int, bias: bool) -> ParamSpecs:
     """Return weight [out, inp], and bias [out] if `bias`, of a linear that every rank of tp stores
     whole and applies to its tokens of the residual stream.
     """

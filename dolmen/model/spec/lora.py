@@ -46,7 +46,7 @@ class LoraSpec:
         """Factor of B A x: alpha / rank, or alpha / sqrt(rank) with `scaling` "root"."""
         return self.alpha / (self.rank if self.scaling == "rank" else math.sqrt(self.rank))
 
-    def beside(self, leaves: ParamSpecs) -> ParamSpecs:
+    def add_params(self, leaves: ParamSpecs) -> ParamSpecs:
         """Return the parameters of a model, frozen, with those of the adapters (and int8 scales)
         after each weight. Raises KeyError for a target that is no parameter.
         """

@@ -132,7 +132,7 @@ class ParamSpec:
         """True if it has a row for each token of the vocabulary."""
         return any(cut.option == VOCABULARY for cut in self.shards)
 
-    def held(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of a rank's part, given the number of ranks per axis (1 for axes not in
         `sizes`); of an uneven split that of the largest part.
         """

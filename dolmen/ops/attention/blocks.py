@@ -103,8 +103,8 @@ def _blocks(
     group, queries, device = rule.group, q.shape[1] // rule.group, q.device
     least = WHOLE if rule.starts is None else BLOCK
     size = max(BLOCK, min(max(least, -(-queries // BLOCKS)), SCORES // keys))
-    alike = rule.starts is None and rule.offset == keys - queries
-    shared = _shared_mask(min(size, queries), keys, rule, device) if alike else None
+    same_mask = rule.starts is None and rule.offset == keys - queries
+    shared = _shared_mask(min(size, queries), keys, rule, device) if same_mask else None
     wide = torch.promote_types(q.dtype, torch.float32)
     slopes = None
     if rule.slopes is not None:

@@ -103,7 +103,7 @@ def _earlier(q: Tensor, k: Tensor, v: Tensor, at: Place, whole: FlashCall) -> tu
     out = torch.zeros_like(q)
     log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=_wide(q))
     for rows, mine, theirs, bounds in _pieces(len(q), q.shape[1], k.shape[1], at):
-        call = FlashCall.of(None, bounds, whole.scale, whole.cudnn)
+        call = FlashCall.from_run(None, bounds, whole.scale, whole.cudnn)
         out[rows, mine], piece, _ = forward(q[rows, mine], k[rows, theirs], v[rows, theirs], call)
         log_sum[rows, mine] = piece.transpose(1, 2)
     return out, log_sum
@@ -130,7 +130,7 @@ def _earlier_backward(
             out[rows, mine],
             log_sum[rows, mine].transpose(1, 2),
             no_state(q),
-            FlashCall.of(None, bounds, call.scale, call.cudnn),
+            FlashCall.from_run(None, bounds, call.scale, call.cudnn),
         )
         # several pieces may share a key, so they add up
         dk[rows, theirs] += more_k
@@ -173,7 +173,7 @@ def _call(q: Tensor, attend: Attend, cudnn: bool) -> FlashCall:
         "no soft cap, no slopes and no prefixes: ops/kernels.py chooses other kernels for them"
     )
     scale = attend.scale_of(q.shape[3])
-    return FlashCall.of(_run(attend.documents), _causal(attend.window), scale, cudnn)
+    return FlashCall.from_run(_run(attend.documents), _causal(attend.window), scale, cudnn)
 
 
 def _pad_heads(*tensors: Tensor) -> list[Tensor]:

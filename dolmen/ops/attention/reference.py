@@ -86,7 +86,7 @@ class Case:
     @property
     def whole(self) -> spec.Documents | None:
         """`Documents` of the unsplit sequences, on the host; None without documents."""
-        return None if self.starts is None else spec.Documents.of(self.starts, self.reach)
+        return None if self.starts is None else spec.Documents.from_starts(self.starts, self.reach)
 
     def _add_to_starts(self, more: tuple[tuple[int, ...], ...]) -> Int64[Tensor, "batch length"]:
         """Return, per token, its document's start plus the number that `more` has for that
@@ -271,4 +271,4 @@ def _attend(case: Case, first: int, length: int, device: torch.device, back: boo
         return case.attend
     run = spec.run(spec.begins(run_whole.host_starts), first, length, device, back)
     run_whole = replace(run_whole, runs=(run,))
-    return case.attend.of(run_whole.part(slice(first, first + length)).on(device))
+    return case.attend.with_documents(run_whole.part(slice(first, first + length)).on(device))

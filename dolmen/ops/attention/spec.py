@@ -120,7 +120,7 @@ class Documents:
     """Copy of `reach` on the host."""
 
     @staticmethod
-    def of(starts: Tensor, reach: Tensor | None = None) -> "Documents":
+    def from_starts(starts: Tensor, reach: Tensor | None = None) -> "Documents":
         """Construct from tensors that the host can read."""
         return Documents(starts, starts, (), reach, reach)
 
@@ -255,7 +255,7 @@ class Attend(NamedTuple):
     sinks: Tensor | None = None
     """[heads of these queries]: attention sink logits (score_bias.py), or None."""
 
-    def of(self, documents: Documents | None, dropout: Dropout | None = None) -> "Attend":
+    def with_documents(self, documents: Documents | None, dropout: Dropout | None = None) -> "Attend":
         """Return this attention with a microbatch's documents and dropout; prefixes are dropped
         where the mask is causal.
         """
@@ -281,7 +281,7 @@ class Attend(NamedTuple):
         """Return the factor of query-key products for heads of `size`."""
         return 1 / math.sqrt(size) if self.scale is None else self.scale
 
-    def scaled(self, size: int) -> "Attend":
+    def fix_scale(self, size: int) -> "Attend":
         """Fix the scale as a number, that of heads of `size`, so that padding or extending queries
         and keys later does not change it.
         """
