@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dolmen.comparison import dolmen_side, recording, transformers_side
 from dolmen.comparison.compare import Side
-from dolmen.comparison.diff import Report, compare_sides
+from dolmen.comparison.diff import DiffReport, compare_sides
 from dolmen.comparison.dolmen_side import DiffTask
 from dolmen.comparison.recording import Recording, Tensors
 from dolmen.core import state, transfers
@@ -551,14 +551,14 @@ def recorded(fault: Fault, mesh=SINGLE) -> Tensors:
         return dolmen_side.record(wrong_source(fault), asked, mesh, layout)
 
 
-def report(fault: Fault, tensors: Tensors) -> Report:
+def report(fault: Fault, tensors: Tensors) -> DiffReport:
     layout = fault.layout or Layout(dp=1)
     topology = Topology(dp=layout.dp or 1, tp=layout.tp, pp=layout.pp, cp=layout.cp)
     a = side(tensors, wrong_source(fault), topology)
     return compare_sides(a, beside(fault.model, fault.layout is not None), fault.name)
 
 
-def right(fault: Fault, found: Report) -> tuple[bool, bool]:
+def right(fault: Fault, found: DiffReport) -> tuple[bool, bool]:
     """Whether the tensor that is named is the right one, and what it is said to look like."""
     if found.parting is None:
         return False, False
@@ -582,7 +582,7 @@ def two(rank: int, folder: str, names: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def run(faults: list[Fault]) -> dict[str, Report]:
+def run(faults: list[Fault]) -> dict[str, DiffReport]:
     """Of each fault what `diff` says."""
     found = {f.name: report(f, recorded(f)) for f in faults if f.layout is None}
     layouts = [f for f in faults if f.layout is not None]

@@ -115,7 +115,7 @@ def prepare(name: str, args) -> Callable[[], dict]:
         (args.batch, args.sequence + 1),
         generator=torch.Generator().manual_seed(1),
     )
-    batch = Batch.of_windows(text[mesh.dp.rank * rows :][:rows].numpy())
+    batch = Batch.from_windows(text[mesh.dp.rank * rows :][:rows].numpy())
     with Sent() as sent:
         loss = optimizer_step(state, batch, mesh).loss
     for _ in range(2):

@@ -7,7 +7,7 @@ from typing import Any
 from dolmen.api.options import DATA_KEYWORDS, build_config, value_errors
 from dolmen.comparison import diff as comparison
 from dolmen.comparison.config import DiffConfig
-from dolmen.comparison.diff import Report as DiffReport
+from dolmen.comparison.diff import DiffReport
 from dolmen.conversion.source import open_source
 from dolmen.evaluation import model, perplexity
 from dolmen.evaluation import tasks as harness

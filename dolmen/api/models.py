@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from dolmen.api.options import build_config, value_errors
 from dolmen.conversion import hf
-from dolmen.conversion.source import Source, open_source
+from dolmen.conversion.source import ModelSource, open_source
 from dolmen.conversion.weights import check_whole
 from dolmen.core.messages import brief, choices, message, plural
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
@@ -129,7 +129,7 @@ class Model:
 
     decoder: Decoder
     tokenizer: PreTrainedTokenizer | None
-    source: Source
+    source: ModelSource
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     """Ids of special tokens, as given to `load`."""
     tokenizer_error: str = ""
@@ -308,7 +308,7 @@ def generate(
         return _generate(model, prompt, config, batch, adapter)
 
 
-def _load_tokenizer(source: Source) -> tuple[PreTrainedTokenizer | None, str]:
+def _load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizer | None, str]:
     """Return the tokenizer of a source, or None and the reason.
 
     A family that transformers has no class for may have a tokenizer that only its own code can

@@ -87,8 +87,11 @@ class Saved:
         meta = asdict(self)
         own = {"loss_scale": list(self.loss_scale), "norms": list(self.norms)}
         if self.critic is not None:
-            beside = {"loss_scale": list(self.critic.loss_scale), "norms": list(self.critic.norms)}
-            own["critic"] = {**meta["critic"], **beside}
+            critic_lists = {
+                "loss_scale": list(self.critic.loss_scale),
+                "norms": list(self.critic.norms),
+            }
+            own["critic"] = {**meta["critic"], **critic_lists}
         return {**meta, **own}
 
 

@@ -60,7 +60,7 @@ class Pinned:
 
     allocate: Callable[[int], Tensor]
     """Allocates pinned memory, uint8 [bytes]."""
-    beside: Callable[[], AbstractContextManager]
+    copy_stream: Callable[[], AbstractContextManager]
     """Makes a context in which copies run on their own stream, after the work queued before."""
     arrived: Callable[[], None]
     """Waits for all copies started in that context."""
@@ -72,7 +72,7 @@ def pinned_for(device: torch.device) -> Pinned | None:
         return None
     stream = torch.cuda.Stream(device)
 
-    def beside() -> AbstractContextManager:
+    def copy_stream() -> AbstractContextManager:
         """Context manager: copies inside run on their own CUDA stream, after the work queued so
         far.
         """
@@ -81,7 +81,7 @@ def pinned_for(device: torch.device) -> Pinned | None:
 
     return Pinned(
         lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True),
-        beside,
+        copy_stream,
         stream.synchronize,
     )
 
@@ -98,7 +98,7 @@ def copies(tensors: Mapping[str, Tensor], pinned: Pinned | None) -> dict[str, Te
     sizes, places = plan(tuple(state.local_view(t).nbytes for t in tensors.values()))
     chunks = [pinned.allocate(size).untyped_storage() for size in sizes]
     out = {}
-    with pinned.beside():
+    with pinned.copy_stream():
         for (name, tensor), (chunk, begin) in zip(tensors.items(), places, strict=True):
             shard = state.local_view(tensor)
             # no more than its bytes: of a part of a storage, who writes it makes a copy

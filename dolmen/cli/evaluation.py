@@ -12,7 +12,7 @@ from functools import partial
 
 from dolmen.comparison.config import DiffConfig, DiffWork
 from dolmen.comparison.diff import THEIRS, diff, work
-from dolmen.conversion.source import open_alike
+from dolmen.conversion.source import open_on_all_ranks
 from dolmen.core.config import to_dict
 from dolmen.core.filesystem import expand
 from dolmen.core.log import console
@@ -137,8 +137,8 @@ def run_verify(options: VerifyConfig) -> int:
 
     def work(mesh: Mesh) -> int:
         """Compare the models on this process's part of the mesh, and print the report."""
-        source = open_alike(options.folder, mesh)
-        against = open_alike(options.against, mesh) if options.against else None
+        source = open_on_all_ranks(options.folder, mesh)
+        against = open_on_all_ranks(options.against, mesh) if options.against else None
         report = verify(source, against, mesh, length=options.length)
         screen = console(mesh.first)
         screen.print(report.table())

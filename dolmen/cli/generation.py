@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
-from dolmen.conversion.source import open_alike, open_source, tokenizer_folder
+from dolmen.conversion.source import open_on_all_ranks, open_source, tokenizer_folder
 from dolmen.core.config import to_dict
 from dolmen.core.filesystem import expand
 from dolmen.core.log import say
@@ -135,7 +135,7 @@ def _print_completions(options: GenerateConfig, mesh: Mesh) -> int:
     """Load the model on `mesh`, complete all prompts in one engine, and print them on the first
     rank. Returns 0. Raises ValueError.
     """
-    source = open_alike(options.folder, mesh)
+    source = open_on_all_ranks(options.folder, mesh)
     resolved, notes = apply_generation_config(options, source.generation_config)
     for line in notes:
         say(line, mesh.first)

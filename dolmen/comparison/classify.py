@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dolmen.comparison import recording
-from dolmen.comparison.compare import UNITS, Row, Side, flatten_rows, scores_of
-from dolmen.comparison.recording import Piece, Recorded
+from dolmen.comparison.compare import UNITS, Side, TensorComparison, flatten_rows, scores_of
+from dolmen.comparison.recording import Recorded, RecordedShard
 
 LEFT = 1e-2  # of a difference, where a kind explains it
 NEARLY = 10  # times what is allowed
@@ -35,7 +35,7 @@ class Fault:
     """Mesh axis that the cause has to do with, if any."""
 
 
-def classify(a: Side, b: Side, row: Row) -> Fault:
+def classify(a: Side, b: Side, row: TensorComparison) -> Fault:
     """Return the likely cause of the first difference, `row`: the first kind of change that
     explains it, else "rounding" or "other values".
     """
@@ -52,7 +52,7 @@ def classify(a: Side, b: Side, row: Row) -> Fault:
     return next(tried, _without_explanation(row))
 
 
-def _without_explanation(row: Row) -> Fault:
+def _without_explanation(row: TensorComparison) -> Fault:
     """Cause to report where no known change explains the difference: rounding if it is at most
     NEARLY times what is allowed, other values else, and for weights always.
     """
@@ -94,7 +94,7 @@ def _compare_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
                 yield from _compare_group(axis, pieces, [whole[p.index] for p in pieces])
 
 
-def _compare_group(axis: str, pieces: list[Piece], right: list[Tensor]) -> Iterator[Fault]:
+def _compare_group(axis: str, pieces: list[RecordedShard], right: list[Tensor]) -> Iterator[Fault]:
     """Yield causes for the ranks of one line along `axis`, given what they hold (`pieces`) and
     should hold (`right`): a missing sum, a doubled one, or another rank's part.
     """
@@ -122,9 +122,9 @@ def _compare_group(axis: str, pieces: list[Piece], right: list[Tensor]) -> Itera
                 yield Fault(kind, f"rank {piece.rank} of {axis} holds {many} what is right", axis)
 
 
-def _join_microbatches(recorded: Recorded) -> dict[int, Piece]:
+def _join_microbatches(recorded: Recorded) -> dict[int, RecordedShard]:
     """Join the microbatches of each rank into one piece: rank -> piece."""
-    found: dict[int, Piece] = {}
+    found: dict[int, RecordedShard] = {}
     for piece in recorded.pieces:
         before = found.get(piece.rank)
         if before is None:
@@ -136,7 +136,7 @@ def _join_microbatches(recorded: Recorded) -> dict[int, Piece]:
     return found
 
 
-def _same_region(one: Piece, other: Piece) -> bool:
+def _same_region(one: RecordedShard, other: RecordedShard) -> bool:
     """True if two ranks hold the same region of the tensor, so that they should hold equal
     values.
     """
@@ -145,7 +145,9 @@ def _same_region(one: Piece, other: Piece) -> bool:
     return one.where == other.where and torch.equal(one.rows, other.rows)
 
 
-def _compare_tensors(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _compare_tensors(
+    a: Side, b: Side, row: TensorComparison, x: Tensor, y: Tensor
+) -> Iterator[Fault]:
     """Yield causes for which one change explains how A's tensor `x` and B's `y` differ, the most
     specific kinds first.
     """
@@ -164,7 +166,7 @@ def _compare_tensors(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterat
     yield from _find_rounding(row, x, y)
 
 
-def _find_rounding(row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_rounding(row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Yield a cause where one side's numbers fit into bf16 or fp16 exactly, and the other's are
     within that rounding.
     """
@@ -177,7 +179,7 @@ def _find_rounding(row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
                 yield Fault("rounding", f"{side} holds {text}")
 
 
-def _find_terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_terms(b: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Yield causes where `x` is `y` with one tensor of the same or the previous layer not added, or
     added twice (a residual, for example).
     """
@@ -198,7 +200,9 @@ def _find_terms(b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
                 yield Fault(kind, text)
 
 
-def _find_exchange(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_exchange(
+    a: Side, b: Side, row: TensorComparison, x: Tensor, y: Tensor
+) -> Iterator[Fault]:
     """Yield a cause where A's tensor equals another tensor of B, of the same stage, layer and
     shape: the two were exchanged, or one was taken for the other.
     """
@@ -216,7 +220,7 @@ def _find_exchange(a: Side, b: Side, row: Row, x: Tensor, y: Tensor) -> Iterator
             yield Fault("swapped", text)
 
 
-def _find_permutation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_permutation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Yield causes where A holds the same numbers in another order: transposed, halves swapped,
     heads permuted, tokens shifted, or rotated by rope.
     """
@@ -285,7 +289,7 @@ def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
             yield Fault("shifted", f"A's tokens are {abs(by)} position{'s' * (abs(by) > 1)} off")
 
 
-def _find_rotation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_rotation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Yield a cause where rope pairs of queries or keys have equal length and another direction:
     other angles if token 0 agrees (its angle is 0), else other positions.
     """
@@ -310,7 +314,7 @@ def _find_rotation(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault
             yield Fault("other positions", "turned from the first token on: positions are off")
 
 
-def _find_offset(a: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_offset(a: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Yield causes where A is B plus a constant: the same vector for each token (a bias), one per
     position, or a scalar.
     """
@@ -332,7 +336,7 @@ def _find_offset(a: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
             yield Fault("an offset", f"{deviation.mean().item():+.4g} everywhere")
 
 
-def _find_scale(x: Tensor, y: Tensor, row: Row) -> Iterator[Fault]:
+def _find_scale(x: Tensor, y: Tensor, row: TensorComparison) -> Iterator[Fault]:
     """Yield causes where A is B times a number (least squares), or times one per row or column."""
     # least squares: minimises |A - factor B|
     factor = (x * y).sum() / y.square().sum()
@@ -349,7 +353,7 @@ def _find_scale(x: Tensor, y: Tensor, row: Row) -> Iterator[Fault]:
             )
 
 
-def _find_region(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
+def _find_region(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Yield causes where only some positions, rows or columns differ by more than 1 % of the
     largest difference.
     """
@@ -373,7 +377,7 @@ def _find_region(side: Side, row: Row, x: Tensor, y: Tensor) -> Iterator[Fault]:
             yield Fault("a part", f"{number} of {len(which)} {unit} differ, from {first} on")
 
 
-def _compare_scores(a: Side, b: Side, row: Row) -> Fault:
+def _compare_scores(a: Side, b: Side, row: TensorComparison) -> Fault:
     """Cause of a difference in attention probabilities: another mask, a scale of the scores, or
     other values.
     """

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dolmen.comparison import recording
-from dolmen.comparison.recording import Piece, Recorded, Recording, Stage
+from dolmen.comparison.recording import Recorded, RecordedShard, Recording, Stage
 from dolmen.model import block
 from dolmen.model.spec import ModelSpec
 from dolmen.ops.attention import reference
@@ -60,7 +60,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorComparison:
     """Comparison of one tensor. A NaN difference is not within any tolerance."""
 
     stage: Stage
@@ -77,7 +77,7 @@ class Row:
         return self.difference <= self.allowed
 
 
-def compare_recordings(a: Side, b: Side) -> Iterator[Row]:
+def compare_recordings(a: Side, b: Side) -> Iterator[TensorComparison]:
     """Yield a row for each tensor that both sides have, in the order of a training step, and for
     each weight that only one side has.
     """
@@ -94,7 +94,7 @@ def compare_recordings(a: Side, b: Side) -> Iterator[Row]:
     yield from _compare_update(a, b, before)
 
 
-def first_difference(found: Sequence[Row]) -> Row | None:
+def first_difference(found: Sequence[TensorComparison]) -> TensorComparison | None:
     """Return the first row whose difference is not allowed, None without one."""
     return next((row for row in found if not row.ok), None)
 
@@ -140,7 +140,7 @@ class Tolerance:
         """
         return min(self.most, factor * max(self.own, GROWTH * self.before))
 
-    def admit(self, row: Row) -> Row:
+    def admit(self, row: TensorComparison) -> TensorComparison:
         """Take a row's difference into account if it is allowed and has no note; return the row."""
         # a row with a note is in another form: its difference says nothing of rounding
         if row.ok and not row.note:
@@ -162,7 +162,7 @@ def _differences_by_rank(
         # each rank has a summand: only their sum can be compared
         if recorded.partial:
             region = tuple(slice(0, n) for n in recorded.shape)
-            pieces = [Piece(pieces[0].rank, region, recorded.join())]
+            pieces = [RecordedShard(pieces[0].rank, region, recorded.join())]
         for piece in pieces:
             deviation = difference(piece.values, whole[piece.index], least)
             key = side, piece.rank
@@ -182,18 +182,20 @@ def _or_inf(x: float) -> float:
 
 def _row(
     stage: Stage, name: str, a: Recorded, b: Recorded, allowed: float, least: float = 0.0
-) -> Row:
+) -> TensorComparison:
     """Compare one tensor of both sides: its row, with the ranks beyond `allowed`. Unequal shapes
     are an infinite difference.
     """
     if a.shape != b.shape:
-        return Row(stage, name, math.inf, allowed, note=f"shapes {a.shape} and {b.shape}")
+        return TensorComparison(
+            stage, name, math.inf, allowed, note=f"shapes {a.shape} and {b.shape}"
+        )
     deviation, by_rank = _differences_by_rank(a, b, least)
     ranks = tuple(key for key, one in by_rank.items() if not one <= allowed)
-    return Row(stage, name, deviation, allowed, ranks)
+    return TensorComparison(stage, name, deviation, allowed, ranks)
 
 
-def _compare_weights(a: Side, b: Side) -> Iterator[Row]:
+def _compare_weights(a: Side, b: Side) -> Iterator[TensorComparison]:
     """Yield a row per parameter. Weights must be equal, or, where the sides store parameters in two
     dtypes, up to rounding to the coarser. A parameter that only one side has is an infinite
     difference.
@@ -205,7 +207,7 @@ def _compare_weights(a: Side, b: Side) -> Iterator[Row]:
     for name in [*names, *(n for n in other.names("weights") if n not in names)]:
         x, y = one.tensors.get(("weights", name)), other.tensors.get(("weights", name))
         if x is None or y is None:
-            yield Row(
+            yield TensorComparison(
                 "weights", name, math.inf, unit, note=f"only {'A' if y is None else 'B'} has it"
             )
         else:
@@ -222,13 +224,13 @@ def forward_order(a: Side, b: Side) -> list[str]:
     return sorted(both, key=lambda name: (recording.place(name), place[name]))
 
 
-def _compare_forward(a: Side, b: Side) -> Iterator[Row]:
+def _compare_forward(a: Side, b: Side) -> Iterator[TensorComparison]:
     """Yield a row per forward tensor, with one for the attention scores before each layer's
     weighted sums. The tolerance of both is multiplied by the largest score: softmax amplifies
     relative errors of q and k by it.
     """
     allowed, names = Tolerance(a, b), forward_order(a, b)
-    found: list[Row] = []
+    found: list[TensorComparison] = []
     for name in names:
         factor = 1.0
         if name.endswith(".attn.sums"):
@@ -243,7 +245,7 @@ def _compare_forward(a: Side, b: Side) -> Iterator[Row]:
     yield from _excuse_other_forms(b, found)
 
 
-def _excuse_other_forms(b: Side, found: list[Row]) -> list[Row]:
+def _excuse_other_forms(b: Side, found: list[TensorComparison]) -> list[TensorComparison]:
     """Return the rows with those excused (note, infinite tolerance) that differ inside a layer
     while the tensors computed from them do not: the programs keep that tensor in two forms.
     """
@@ -257,7 +259,7 @@ def _excuse_other_forms(b: Side, found: list[Row]) -> list[Row]:
         limit = HEALED * _or_inf(row.difference)
         if any(one is not None and one.ok and one.difference <= limit for one in behind):
             note = "in another form: nothing behind it differs"
-            row = Row(row.stage, row.name, row.difference, math.inf, note=note)
+            row = TensorComparison(row.stage, row.name, row.difference, math.inf, note=note)
         out.append(row)
     return out
 
@@ -280,7 +282,7 @@ def _names_downstream(b: Side, name: str) -> list[str]:
     return [*names, layer]
 
 
-def _compare_scores(a: Side, b: Side, sums: str, allowed: float) -> Row | None:
+def _compare_scores(a: Side, b: Side, sums: str, allowed: float) -> TensorComparison | None:
     """Compare the attention scores of both sides, computed by the definition from their recorded
     queries and keys and each side's own model; None where a side lacks these.
     """
@@ -288,7 +290,7 @@ def _compare_scores(a: Side, b: Side, sums: str, allowed: float) -> Row | None:
     x, y = (scores_of(side, name) for side in (a, b))
     if x is None or y is None or x.shape != y.shape:
         return None
-    return Row("forward", name, difference(x, y), allowed)
+    return TensorComparison("forward", name, difference(x, y), allowed)
 
 
 def largest_score(side: Side, sums: str) -> float:
@@ -335,17 +337,19 @@ def scores_of(side: Side, name: str) -> Tensor | None:
     return reference.definition(q, k, one, attend).transpose(1, 2)
 
 
-def _compare_numbers(a: Side, b: Side, name: str, before: float) -> Iterator[Row]:
+def _compare_numbers(a: Side, b: Side, name: str, before: float) -> Iterator[TensorComparison]:
     """Yield a row for a scalar such as the loss, if both sides have it."""
     x, y = (side.recording.tensor("numbers", name) for side in (a, b))
     if x is not None and y is not None:
         one, other = x.item(), y.item()
         deviation = abs(one - other) / abs(other) if other else math.nan
         limit = Tolerance(a, b, before).now()
-        yield Row("numbers", name, deviation, limit, note=f"{one:.7g} and {other:.7g}")
+        yield TensorComparison("numbers", name, deviation, limit, note=f"{one:.7g} and {other:.7g}")
 
 
-def _compare_backward(a: Side, b: Side, before: float, other_form: set[str]) -> Iterator[Row]:
+def _compare_backward(
+    a: Side, b: Side, before: float, other_form: set[str]
+) -> Iterator[TensorComparison]:
     """Yield rows for the gradients of forward tensors and of parameters, from the head down to the
     embedding. `before`: largest difference allowed in forward; `other_form`: names to skip.
     """
@@ -385,7 +389,7 @@ def _gradient_order(parameter: str, place: dict[str, int]) -> tuple[int, int]:
     return recording.place(parameter), -1
 
 
-def _compare_update(a: Side, b: Side, before: float) -> Iterator[Row]:
+def _compare_update(a: Side, b: Side, before: float) -> Iterator[TensorComparison]:
     """Yield rows for AdamW's moments and for each parameter's update. The update is weighted by
     |gradient|: where a gradient is rounding alone, AdamW still makes a step of full length.
     """

@@ -20,12 +20,12 @@ from rich.table import Table
 
 from dolmen.comparison import compare, dolmen_side, recording, transformers_side
 from dolmen.comparison.classify import Fault, classify
-from dolmen.comparison.compare import Row, Side
+from dolmen.comparison.compare import Side, TensorComparison
 from dolmen.comparison.config import DiffConfig, DiffWork, SideName
 from dolmen.comparison.dolmen_side import DiffTask
 from dolmen.comparison.recording import Recording
 from dolmen.conversion.hf_export import check_expressible
-from dolmen.conversion.source import Source, open_source, pin_source
+from dolmen.conversion.source import ModelSource, open_source, pin_source
 from dolmen.conversion.weights import check_whole
 from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
@@ -48,7 +48,7 @@ THEIRS, SEQUENCES, SEED, DEVICE = "transformers", 4, 0, "device"
 class FirstDifference:
     """The first difference between two programs, with its likely cause."""
 
-    row: Row
+    row: TensorComparison
     operation: str
     """The operation that computes the tensor."""
     fault: Fault
@@ -73,11 +73,11 @@ class FirstDifference:
 
 
 @dataclass(frozen=True)
-class Report:
+class DiffReport:
     """Everything that was compared, in the order of a step; `parting` is the first difference."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[TensorComparison, ...]
     parting: FirstDifference | None
     notes: tuple[str, ...] = ()
 
@@ -151,7 +151,7 @@ class OpenSide:
     """One side of the comparison, its source opened, ready to be run."""
 
     name: SideName
-    source: Source
+    source: ModelSource
     theirs: bool
     dtype: str
     layout: Layout
@@ -185,7 +185,7 @@ class SidePair:
         return self.task.windows.shape[1] - 1
 
 
-def diff(config: DiffConfig) -> Report:
+def diff(config: DiffConfig) -> DiffReport:
     """Run both sides of `dolmen diff` and compare them. Raises BadInput for what cannot be run,
     before anything is started, and Failed where a process of a side fails.
     """
@@ -202,15 +202,15 @@ def diff(config: DiffConfig) -> Report:
     return compare_sides(*sides, title=_title(both), notes=_notes(both))
 
 
-def compare_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) -> Report:
+def compare_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) -> DiffReport:
     """Compare two recordings and classify the first difference, if any."""
     rows = tuple(compare.compare_recordings(a, b))
     first = compare.first_difference(rows)
     if first is None:
-        return Report(title, rows, None, notes)
+        return DiffReport(title, rows, None, notes)
     processes = {"A": a.recording.topology.size, "B": b.recording.topology.size}
     found = FirstDifference(first, operation(first), classify(a, b, first), processes)
-    return Report(title, rows, found, notes)
+    return DiffReport(title, rows, found, notes)
 
 
 def work(request: DiffWork) -> None:
@@ -368,7 +368,7 @@ def _notes(both: SidePair) -> tuple[str, ...]:
 AFTER = 4  # rows that are shown behind the first that parts: what it leads to
 
 
-def describe_row(row: Row) -> str:
+def describe_row(row: TensorComparison) -> str:
     """Phrase that names the tensor of a row."""
     words = {
         "backward": "the gradient that reaches {}",
@@ -379,7 +379,7 @@ def describe_row(row: Row) -> str:
     return words.get(row.stage, row.stage + " of {}").format(row.name)
 
 
-def operation(row: Row) -> str:
+def operation(row: TensorComparison) -> str:
     """Phrase that names the operation which computes the tensor of a row."""
     match row.stage:
         case "weights":
@@ -396,7 +396,7 @@ def operation(row: Row) -> str:
             return "the optimizer"
 
 
-def _plain(row: Row) -> dict[str, Any]:
+def _plain(row: TensorComparison) -> dict[str, Any]:
     """Plain values of a row for JSON; NaN and infinity become None."""
     plain = {**asdict(row), "ok": row.ok, "ranks": [list(one) for one in row.ranks]}
     return {
@@ -405,14 +405,14 @@ def _plain(row: Row) -> dict[str, Any]:
     }
 
 
-def _is_first(row: Row, parting: FirstDifference | None) -> bool:
+def _is_first(row: TensorComparison, parting: FirstDifference | None) -> bool:
     """True if the row is the first difference."""
     return parting is not None and row is parting.row
 
 
 def _shown_rows(
-    rows: tuple[Row, ...], parting: FirstDifference | None
-) -> Iterator[tuple[Row, str]]:
+    rows: tuple[TensorComparison, ...], parting: FirstDifference | None
+) -> Iterator[tuple[TensorComparison, str]]:
     """Yield (row, note) of the rows that the table shows (see Report.table); AFTER rows behind the
     first difference at most.
     """
@@ -435,7 +435,7 @@ def _shown_rows(
             left = AFTER if _is_first(row, parting) else left - 1
 
 
-def _is_shown(row: Row, layer: int | None, parting: FirstDifference | None) -> bool:
+def _is_shown(row: TensorComparison, layer: int | None, parting: FirstDifference | None) -> bool:
     """True for the residual stream and tensors outside of layers, and for all of the first
     differing layer in the first differing stage.
     """

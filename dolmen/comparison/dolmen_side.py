@@ -20,7 +20,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from dolmen.comparison.recording import MOMENTS, Recorder, Stage, Tensors
-from dolmen.conversion.source import Source, load_weights
+from dolmen.conversion.source import ModelSource, load_weights
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
@@ -66,7 +66,7 @@ class DiffTask:
 
 
 def record(
-    source: Source,
+    source: ModelSource,
     task: DiffTask,
     mesh: Mesh = SINGLE,
     layout: Layout = Layout(),
@@ -132,7 +132,7 @@ def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: 
         model, adamw, task.optimizer, 1, layout.zero, schedule, objective=objective
     )
     if model.tree.streams > 1 and model.tree.embedding.types is None:
-        batch = batch.with_positions(model.tree.streams)
+        batch = batch.add_positions(model.tree.streams)
     with hooks:
         metrics = optimizer_step(training, batch, mesh)
     recorder.add_number("loss", metrics.loss)
@@ -221,7 +221,7 @@ class Hooks:
         for block in model.local_blocks():
             self._block(block)
         if model.final_norm is not None:
-            self._on_output(model.final_norm, partial(self._stream, "final_norm"))
+            self._hook_output(model.final_norm, partial(self._stream, "final_norm"))
 
     def __exit__(self, *_: object) -> None:
         """Remove all hooks."""
@@ -250,7 +250,7 @@ class Hooks:
         layer = f"layers.{block.layer}"
         heads = HeadCounts.from_mixer(self.model.tree.blocks[block.layer].mixer, self.mesh)
         if block.layer == 0:
-            self._on_input(block, lambda x: self._stream("embed", x))
+            self._hook_input(block, lambda x: self._stream("embed", x))
         for name, module in block.named_modules():
             path = f"{layer}.{name}"
             match module:
@@ -263,8 +263,8 @@ class Hooks:
                 case Router():
                     self._router(module, path)
         for module, name in ((block.attn, f"{layer}.attn"), (block.mlp, f"{layer}.mlp")):
-            self._on_output(module, partial(self._stream, name))
-        self._on_output(block, partial(self._stream, layer))
+            self._hook_output(module, partial(self._stream, name))
+        self._hook_output(block, partial(self._stream, layer))
 
     def _norm(self, module: Norm, path: str, heads: "HeadCounts") -> None:
         """Record a norm's output (of the residual stream, or of query or key heads), and the
@@ -273,13 +273,13 @@ class Hooks:
         if path.endswith(("q_norm", "k_norm")):
             number = heads.queries if path.endswith("q_norm") else heads.keys
             first = heads.first if path.endswith("q_norm") else heads.first_key
-            self._on_output(
+            self._hook_output(
                 module, lambda x: self._record_heads(path, x, number, first, x.shape[-1])
             )
             return
         if path.endswith(".mlp_norm"):
-            self._on_input(module, partial(self._stream, path.replace("mlp_norm", "middle")))
-        self._on_output(module, partial(self._stream, path))
+            self._hook_input(module, partial(self._stream, path.replace("mlp_norm", "middle")))
+        self._hook_output(module, partial(self._stream, path))
 
     def _branch(
         self, module: Branch, path: str, result: str, layer: str, heads: "HeadCounts"
@@ -300,8 +300,8 @@ class Hooks:
                 else:
                     self._equal_part(f"{path}.{name}", x)
 
-        self._on_output(module.products, products)
-        self._on_output(module.result, partial(self._equal_part, f"{layer}.{result}"))
+        self._hook_output(module.products, products)
+        self._hook_output(module.result, partial(self._equal_part, f"{layer}.{result}"))
 
     def _scores(self, module: CoreAttention, path: str, heads: "HeadCounts") -> None:
         """Record queries, keys and values as they attend. ALiBi appends columns to queries and
@@ -330,11 +330,11 @@ class Hooks:
 
         self._keep(module.register_forward_hook(record_logits))
 
-    def _on_output(self, module: nn.Module, see: Callable[[Any], None]) -> None:
+    def _hook_output(self, module: nn.Module, see: Callable[[Any], None]) -> None:
         """Call see(output) after each forward of the module."""
         self._keep(module.register_forward_hook(lambda module, args, out: see(out)))
 
-    def _on_input(self, module: nn.Module, see: Callable[[Any], None]) -> None:
+    def _hook_input(self, module: nn.Module, see: Callable[[Any], None]) -> None:
         """Call see(first argument) before each forward of the module."""
         self._keep(module.register_forward_pre_hook(lambda module, args: see(args[0])))
 

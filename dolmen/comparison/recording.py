@@ -50,7 +50,7 @@ MOMENTS: tuple[Stage, ...] = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class RecordedShard:
     """A rank's part of a tensor, in its computing dtype, on the CPU."""
 
     rank: int
@@ -73,9 +73,9 @@ class Recorded:
     shape: tuple[int, ...]
     partial: bool = False
     """True if the tensor is the sum of the pieces that cover a region."""
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[RecordedShard] = field(default_factory=list)
 
-    def join(self, pieces: list[Piece] | None = None) -> Tensor:
+    def join(self, pieces: list[RecordedShard] | None = None) -> Tensor:
         """Put the pieces (default: all) together: the last rank's values where several hold a
         region, or their sum if `partial`. NaN where no rank holds anything.
         """
@@ -143,7 +143,7 @@ class Recorder:
         kept = values.detach().to("cpu", copy=True).contiguous()
         place = self.tensors.setdefault((stage, name), Recorded(shape, partial))
         assert (place.shape, place.partial) == (shape, partial), (stage, name, shape, place)
-        place.pieces.append(Piece(self.rank, where, kept, rows))
+        place.pieces.append(RecordedShard(self.rank, where, kept, rows))
 
     def add_whole(self, stage: Stage, name: str, values: Tensor) -> None:
         """Record a tensor that this rank holds all of."""
@@ -214,7 +214,7 @@ def _read(folder: Path) -> Tensors:
         rows = stored.get("|".join((*words, "rows")))
         place = out.setdefault((at, name), Recorded(sizes, partial == "1"))
         kept = None if rows is None else rows.read()
-        place.pieces.append(Piece(int(rank), slices, found.read(), kept))
+        place.pieces.append(RecordedShard(int(rank), slices, found.read(), kept))
     return out
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dolmen.comparison.dolmen_side import DiffTask
 from dolmen.comparison.recording import MOMENTS, Recorder, Tensors
 from dolmen.conversion.hf_export import transformers_folder
-from dolmen.conversion.source import Source
+from dolmen.conversion.source import ModelSource
 from dolmen.conversion.weights import split_stored
 from dolmen.core.torch_private import hub
 from dolmen.evaluation import reference_model
@@ -37,7 +37,7 @@ ATTENTION = "dolmen_seen"
 
 
 def record(
-    source: Source, task: DiffTask, device: torch.device, dtype: torch.dtype = torch.float32
+    source: ModelSource, task: DiffTask, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensors:
     """Record what transformers computes for the source: weights, activations, gradients and one
     update by torch.optim.AdamW, as deep as the task says. Exports the source to a temporary folder
@@ -145,13 +145,13 @@ class _TransformersHooks:
             for part in ("attn", "mlp"):
                 inner = self._common(f"layers.{number}.{part}.")
                 if inner is not None and inner is not layer:
-                    self._on_output(inner, f"layers.{number}.{part}")
+                    self._hook_output(inner, f"layers.{number}.{part}")
             if layer is not None:
                 # attention is observed by module: this says of which layer
                 layers |= dict.fromkeys(layer.modules(), number)
-                self._on_output(layer, f"layers.{number}")
+                self._hook_output(layer, f"layers.{number}")
                 if number == 0:
-                    self._on_input(layer, "embed")
+                    self._hook_input(layer, "embed")
         see = hub.observe_attention(self.network, ATTENTION, partial(self._attends, layers))
         self.stack.enter_context(see)
 
@@ -178,11 +178,11 @@ class _TransformersHooks:
         """
         name = ours[0]
         if leaf.role in ("norm", "router"):
-            self._on_output(module, name)
+            self._hook_output(module, name)
             if name.endswith(".mlp_norm"):
-                self._on_input(module, name.replace("mlp_norm", "middle"))
+                self._hook_input(module, name.replace("mlp_norm", "middle"))
         elif name.endswith((".attn.o", ".mlp.down")):
-            self._on_input(
+            self._hook_input(
                 module, name.replace("attn.o", "attn.sums").replace("mlp.down", "mlp.act")
             )
         elif leaf.role == "matrix" and name.startswith("layers."):
@@ -191,9 +191,9 @@ class _TransformersHooks:
             # the rule, applied to column numbers, says which belong to q, k and v
             columns = list(split_stored(entry.rule, torch.arange(out)))
             for one, which in zip(ours, columns, strict=True):
-                self._on_output(module, one, which)
+                self._hook_output(module, one, which)
 
-    def _on_output(self, module: nn.Module, name: str, columns: Tensor | None = None) -> None:
+    def _hook_output(self, module: nn.Module, name: str, columns: Tensor | None = None) -> None:
         """Record the module's output as `name`; `columns`: those of a fused output that belong to
         it.
         """
@@ -204,7 +204,7 @@ class _TransformersHooks:
 
         self.stack.callback(module.register_forward_hook(see).remove)
 
-    def _on_input(self, module: nn.Module, name: str) -> None:
+    def _hook_input(self, module: nn.Module, name: str) -> None:
         """Record the module's first input as `name`."""
 
         def see(_: nn.Module, args: tuple, options: dict[str, Any]) -> None:

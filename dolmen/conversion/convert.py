@@ -22,7 +22,7 @@ from dolmen.conversion import checkpoint, hf_export, peft, sidecars, writing
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.megatron import dist_export, export, names
-from dolmen.conversion.source import Source, cast_source, open_source
+from dolmen.conversion.source import ModelSource, cast_source, open_source
 from dolmen.conversion.weights import Moments, Scales, Tensors
 from dolmen.conversion.writing import Advance, LayerPool, group_by_layer
 from dolmen.core.log import bar
@@ -61,7 +61,7 @@ class ModelWriter(Protocol):
         """
         ...
 
-    def open_written(self, folder: Path, sidecars: Path) -> Source:
+    def open_written(self, folder: Path, sidecars: Path) -> ModelSource:
         """Open the written weights as any reader would, with the sidecar files in folder
         `sidecars`.
         """
@@ -96,7 +96,7 @@ def export_model(
     return opened.title
 
 
-def _open_critic(opened: Source) -> Source:
+def _open_critic(opened: ModelSource) -> ModelSource:
     """Return the critic stored in a PPO run's checkpoint as a source. Raises ValueError for any
     other source, and for a run without a critic.
     """
@@ -133,7 +133,7 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
     _check_scales(source, scales, config.to)
     specs = source.specs  # checked here, before threads share the source
 
-    with writing.build_beside(target) as (part, sidecar_folder):
+    with writing.replace_when_complete(target) as (part, sidecar_folder):
         with bar(f"writing {target}", writer.tensors, shown, MofNCompleteColumn()) as show:
             writer.write(part, LayerPool(config.threads, show))
         writer.write_sidecars(sidecar_folder)
@@ -160,7 +160,7 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
     )
 
 
-def _optimizer_state(source: Source, to: str) -> Moments | None:
+def _optimizer_state(source: ModelSource, to: str) -> Moments | None:
     """Return the optimizer state that the format `to` can hold, else None: AdamW's moments, and
     fp32 masters as the kind "param". Warns where the source has such state and it is left behind,
     with the reason.
@@ -182,7 +182,7 @@ def _optimizer_state(source: Source, to: str) -> Moments | None:
     return None
 
 
-def _check_scales(source: Source, written: Scales, to: str) -> None:
+def _check_scales(source: ModelSource, written: Scales, to: str) -> None:
     """Warn where the source has scales of fp8 delayed scaling and the format `to` does not hold
     them (`written` is empty).
     """
@@ -194,7 +194,7 @@ def _check_scales(source: Source, written: Scales, to: str) -> None:
         warnings.warn(f"the scales of delayed scaling are left behind: {why}", stacklevel=3)
 
 
-def _check_one_dtype(source: Source) -> None:
+def _check_one_dtype(source: ModelSource) -> None:
     """Raises ValueError where trained parameters are stored in several dtypes (a folder merged from
     several sources), as it is then unclear which to write: the user has to give --dtype. Parameters
     that a family always keeps in fp32 are not counted.
@@ -218,7 +218,7 @@ def _check_one_dtype(source: Source) -> None:
 
 
 def _make_hf_writer(
-    source: Source, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
+    source: ModelSource, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
 ) -> ModelWriter:
     """Return the writer of a transformers directory. Raises ValueError where config.json cannot
     express the model.
@@ -228,7 +228,7 @@ def _make_hf_writer(
 
 
 def _make_megatron_writer(
-    source: Source, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
+    source: ModelSource, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
 ) -> ModelWriter:
     """Return the writer of Megatron's rank folders, of its legacy classes or of Megatron-Core, for
     the sizes tp, pp, virtual stages and ep of `config`. Raises ValueError where they do not divide
@@ -241,24 +241,26 @@ def _make_megatron_writer(
     if config.to == "megatron-core":
         dialect = names.LOCAL if config.spec == "local" else names.TE
     scales = source.scaling if dialect is names.TE else {}
-    plan = export.Plan(source.tree, ranks, dialect, scales)
+    plan = export.ExportPlan(source.tree, ranks, dialect, scales)
     sidecars.express(source.tree)  # or it could not be read back alone
     return export.MegatronWriter(plan, source.read, dtype, source.iteration)
 
 
 def _make_torch_dist_writer(
-    source: Source, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
+    source: ModelSource, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
 ) -> ModelWriter:
     """Return the writer of a torch_dist checkpoint of Megatron-Core, with the optimizer state if
     any. Raises ValueError where Megatron or a config.json cannot express the model.
     """
     hf_export.check_expressible(source.model, source.tree)
-    plan = export.Plan(source.tree, export.Ranks(), names.TE, source.scaling)
+    plan = export.ExportPlan(source.tree, export.Ranks(), names.TE, source.scaling)
     sidecars.express(source.tree)  # or it could not be read back alone
     return dist_export.TorchDistWriter(plan, source.read, dtype, source.iteration, state)
 
 
-WRITERS: dict[str, Callable[[Source, torch.dtype, Moments | None, ConvertConfig], ModelWriter]] = {
+WRITERS: dict[
+    str, Callable[[ModelSource, torch.dtype, Moments | None, ConvertConfig], ModelWriter]
+] = {
     "hf": _make_hf_writer,
     "megatron": _make_megatron_writer,
     "megatron-core": _make_megatron_writer,
@@ -301,7 +303,7 @@ def compare_weights(
         yield 1
 
 
-def compare_state(state: Moments, written: Source) -> str:
+def compare_state(state: Moments, written: ModelSource) -> str:
     """Check that the written optimizer state has the same update count, dtypes and bits as `state`;
     return a clause for the report. Raises Unlike where it differs.
     """
@@ -322,7 +324,7 @@ def compare_state(state: Moments, written: Source) -> str:
     return f"; AdamW's moments of {state.step} updates{masters} too"
 
 
-def compare_scales(scales: Scales, written: Source) -> str:
+def compare_scales(scales: Scales, written: ModelSource) -> str:
     """Check that the written scales of fp8 delayed scaling are the same bits as `scales`; return a
     clause for the report, empty without scales. Raises Unlike where they differ.
     """
@@ -335,7 +337,7 @@ def compare_scales(scales: Scales, written: Source) -> str:
     return f"; scales of {len(scales)} weights too" if scales else ""
 
 
-def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:
+def compare_logits(source: ModelSource, written: ModelSource, room: int = ROOM) -> str:
     """Compare the fp32 logits of both models on the same random tokens, bit by bit; return a phrase
     that says how. If both models take more than `room` bytes, runs one layer at a time and compares
     its hidden vectors. Not compared (the phrase says so) where positions follow from special
@@ -372,7 +374,11 @@ def compare_logits(source: Source, written: Source, room: int = ROOM) -> str:
 
 
 def _run(
-    source: Source, layers: range, dtypes: dict[str, torch.dtype], tokens: Tensor, x: Tensor | None
+    source: ModelSource,
+    layers: range,
+    dtypes: dict[str, torch.dtype],
+    tokens: Tensor,
+    x: Tensor | None,
 ) -> Tensor:
     """Run `layers` of the model in fp32 on CPU and return their output: hidden vectors, or logits
     after the last layer. Weights are rounded to `dtypes` first. The first layer takes `tokens`,

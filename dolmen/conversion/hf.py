@@ -255,10 +255,10 @@ def open_transformers(
     """Open a transformers directory; `model` replaces its config.json. `said`: folder of the
     config.json, where it is not yet next to the weights. Raises as `read_config`.
     """
-    return Transformers(folder, model or _with_name(read_config(said or folder), folder))
+    return Transformers(folder, model or _detect_bare(read_config(said or folder), folder))
 
 
-def _with_name(model: Model, folder: Path) -> Model:
+def _detect_bare(model: Model, folder: Path) -> Model:
     """Return the model with its `bare` option set where no stored tensor's name has the
     family's prefix ("model.", "transformer."), so that an export writes names of the same kind.
     """

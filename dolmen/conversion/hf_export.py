@@ -27,7 +27,7 @@ from dolmen.conversion.hf import (
     stated_dtype,
     tokenizer_files,
 )
-from dolmen.conversion.source import Source
+from dolmen.conversion.source import ModelSource
 from dolmen.conversion.weights import Scales, join_stored
 from dolmen.conversion.writing import Advance, LayerPool, group_by_layer
 from dolmen.families import Model, edit, replace_fields, unknown, weight_map
@@ -38,7 +38,7 @@ from dolmen.files.write import check_new_folder
 from dolmen.model.spec import ModelSpec
 
 
-def write(source: Source, folder: Path | str, dtype: torch.dtype | None = None) -> None:
+def write(source: ModelSource, folder: Path | str, dtype: torch.dtype | None = None) -> None:
     """Write the source to the new `folder` as a transformers directory, in `dtype`, default that of
     its config.json. Raises as `check_expressible`, `Source.specs`, `Source.stream` and `save` do.
     """
@@ -54,7 +54,7 @@ def write(source: Source, folder: Path | str, dtype: torch.dtype | None = None) 
 
 
 @contextmanager
-def transformers_folder(source: Source) -> Iterator[Path]:
+def transformers_folder(source: ModelSource) -> Iterator[Path]:
     """Context manager: a folder from which transformers can load the source. Its own folder if it
     is one, else a temporary float32 export, deleted at the end. Raises as `write`.
     """
@@ -131,7 +131,7 @@ def save(
     folder, dtype = Path(folder), dtype or stated_dtype(model)
     # shapes are known before any tensor exists: the header of a shard comes first
     specs = _specs(model, dtype)
-    with writing.build_beside(folder) as (part, words):
+    with writing.replace_when_complete(folder) as (part, words):
         safetensors.write_tensors(part, specs, export_weights(model, full), shard_bytes)
         _write_sidecar_files(words, model, dtype, generation_config, tokenizer_folder)
 
@@ -140,7 +140,7 @@ def save(
 class TransformersWriter:
     """Writes `source` as a transformers directory, layers in parallel (see convert.ModelWriter)."""
 
-    source: Source
+    source: ModelSource
     dtype: torch.dtype
 
     @cached_property
@@ -180,7 +180,7 @@ class TransformersWriter:
         """Write config.json, generation_config.json and the tokenizer files into `folder`."""
         write_sidecar_files(self.source, folder, self.dtype)
 
-    def open_written(self, folder: Path, sidecars: Path) -> Source:
+    def open_written(self, folder: Path, sidecars: Path) -> ModelSource:
         """Open what was written, its config.json in folder `sidecars`. Fields that config.json
         cannot express (a warning lists them) are taken from the source.
         """
@@ -190,7 +190,7 @@ class TransformersWriter:
         )
 
 
-def write_sidecar_files(source: Source, folder: Path, dtype: torch.dtype) -> None:
+def write_sidecar_files(source: ModelSource, folder: Path, dtype: torch.dtype) -> None:
     """Write config.json, generation_config.json and tokenizer files of the source into `folder`;
     `dtype` is that of the weights and is stated in config.json.
     """

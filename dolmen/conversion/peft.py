@@ -229,7 +229,7 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
     }
     tensors = {theirs: run.read_adapter(ours).to(dtype) for ours, theirs in stored.items()}
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    with writing.build_beside(folder) as (part, words):
+    with writing.replace_when_complete(folder) as (part, words):
         safetensors.write_tensors(part, specs, tensors.items())
         # the shard writer names files as transformers does
         os.rename(part / safetensors.SAFETENSORS.single, part / WEIGHTS)

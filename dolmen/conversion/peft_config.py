@@ -83,11 +83,11 @@ def check(file: Path, said: Mapping[str, Any]) -> None:
                 "with PEFT and give the merged model",
             )
     # PiSSA and others subtract B A from the base on loading
-    begun = str(said.get("init_lora_weights")).lower()
-    if begun.startswith(OTHER_BASES):
+    init = str(said.get("init_lora_weights")).lower()
+    if init.startswith(OTHER_BASES):
         raise gate.refuse(
             file,
-            f"has init_lora_weights {begun}, by which PEFT changes the base as it loads: merge it "
+            f"has init_lora_weights {init}, by which PEFT changes the base as it loads: merge it "
             "there, or save it as plain LoRA",
         )
 

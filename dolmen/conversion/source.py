@@ -37,7 +37,7 @@ from dolmen.families import Model, compare_fields, training_fields
 from dolmen.model.spec import ModelSpec
 
 
-class Source(Tensors, Protocol):
+class ModelSource(Tensors, Protocol):
     """A model with its weights, in any format. Opening reads what describes it and no tensor;
     stored tensors are looked at when a property or method needs them.
     """
@@ -84,7 +84,7 @@ class Source(Tensors, Protocol):
         ...
 
     @property
-    def precise(self) -> "Source":
+    def precise(self) -> "ModelSource":
         """The source with its fp32 master weights in place of half-precision ones; the source
         itself where it has no masters.
         """
@@ -120,14 +120,14 @@ class Format:
     """Returns the folder to open: itself, or for folders that grow its newest complete checkpoint.
     Raises ValueError where there is none yet.
     """
-    open: Callable[[Path, Model | None, int | None], Source]
+    open: Callable[[Path, Model | None, int | None], ModelSource]
     """Opens the result of `newest`; arguments: folder, model to use in place of its config (or
     None), number of tokens where the folder does not say which rows are padding (or None). Raises
     ValueError.
     """
 
 
-def _open_adapted(folder: Path, model: Model | None, vocab_size: int | None) -> Source:
+def _open_adapted(folder: Path, model: Model | None, vocab_size: int | None) -> ModelSource:
     """Open a PEFT folder as its base model with the adapters merged. `model` and `vocab_size` are
     for the base (see `open_source`). Raises ValueError where the base is a PEFT folder too.
     """
@@ -185,7 +185,7 @@ FORMATS = (
 
 def open_source(
     name: str | Path, model: Model | None = None, vocab_size: int | None = None
-) -> Source:
+) -> ModelSource:
     """Open a folder of any of FORMATS, or a model id of the hub. `model`: a config to use in place
     of the stored one (same weights). `vocab_size`: number of tokens, for folders that do not say
     how many rows are padding. Raises ValueError for a folder of no known format (listing its
@@ -214,7 +214,7 @@ def pin_source(name: str | Path) -> str:
     return str(name) if newest == folder else str(newest)
 
 
-def open_alike(name: str | Path, mesh: Mesh) -> Source:
+def open_on_all_ranks(name: str | Path, mesh: Mesh) -> ModelSource:
     """Open a source on every rank of the mesh (collective): rank 0 picks a run's newest checkpoint
     for all. Raises as `open_source`.
     """
@@ -224,14 +224,14 @@ def open_alike(name: str | Path, mesh: Mesh) -> Source:
     )
 
 
-def tokenizer_folder(source: Source) -> str:
+def tokenizer_folder(source: ModelSource) -> str:
     """Folder of the source's tokenizer; of a source without one its own folder, so that the error
     of loading a tokenizer names it.
     """
     return str(source.tokenizer or source.where)
 
 
-def cast_source(source: Source, dtype: torch.dtype) -> Source:
+def cast_source(source: ModelSource, dtype: torch.dtype) -> ModelSource:
     """Return the source to read when writing in `dtype`: with its fp32 masters, if any, for dtypes
     of 32 bits or more, else its weights as stored.
     """
@@ -239,7 +239,7 @@ def cast_source(source: Source, dtype: torch.dtype) -> Source:
 
 
 def load_weights(
-    source: Source, write: Callable[[str, Tensor], Any], only: Collection[str] | None = None
+    source: ModelSource, write: Callable[[str, Tensor], Any], only: Collection[str] | None = None
 ) -> None:
     """Read the source and call `write(name, tensor)` once per parameter, or per one in `only`.
     Raises as `Source.stream`, and KeyError where a parameter was never written.
@@ -285,7 +285,7 @@ class OfRun:
         return self.run.read_adapter(self.name)
 
 
-def open_adapters(name: str | Path, base: Source) -> LowRank:
+def open_adapters(name: str | Path, base: ModelSource) -> LowRank:
     """Open LoRA adapters trained on the model of `base`: a PEFT folder, a run of dolmen, or a hub
     id. Raises ValueError, naming the folder, where it has no adapters or they do not fit the base.
     """
@@ -311,7 +311,7 @@ def pin_adapters(name: str | Path) -> str:
     return str(checkpoint.newest(folder))
 
 
-def _from_run(run: RunCheckpoint, base: Source) -> LowRank:
+def _from_run(run: RunCheckpoint, base: ModelSource) -> LowRank:
     """Return the adapters of a run's checkpoint. Raises ValueError where it has none, where its
     model differs from that of `base`, or where one frozen weight, compared as a sample, is off by
     more than rounding explains.

@@ -37,7 +37,7 @@ NAME = re.compile(rf"\..+{re.escape(SUFFIX)}")
 
 
 @contextmanager
-def build_beside(target: Path) -> Iterator[tuple[Path, Path]]:
+def replace_when_complete(target: Path) -> Iterator[tuple[Path, Path]]:
     """Context manager: yields two empty temporary folders next to `target`, for weights and for
     sidecar files. At its normal end both are merged and renamed to `target`; if the body raises,
     both are deleted.

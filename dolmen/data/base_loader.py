@@ -200,7 +200,7 @@ class Loader(ABC):
         return None if self.cloze else self.validation.bytes
 
     @property
-    def held_apart(self) -> dict[str, HeldOutRows]:
+    def validation_by_source(self) -> dict[str, HeldOutRows]:
         """Validation rows per source, by name; empty where there is one source."""
         return {}
 

@@ -50,7 +50,7 @@ class Batch:
     """Experts of each token, of all MoE layers (model/routing_replay.py); None: routers choose."""
 
     @classmethod
-    def of_windows(
+    def from_windows(
         cls, windows: Int64[np.ndarray, "sequences window"], end_of_text: int | None = None
     ) -> "Batch":
         """Make a batch of windows of length + 1 consecutive tokens, where IGNORED follows the end
@@ -66,7 +66,7 @@ class Batch:
             None if end_of_text is None else Documents.from_starts(document_starts(tokens, end_of_text)),
         )
 
-    def with_prefixes(self, lengths: Int64[Tensor, "#sequences #length"]) -> "Batch":
+    def add_prefixes(self, lengths: Int64[Tensor, "#sequences #length"]) -> "Batch":
         """Return the batch (on CPU) as a prefix LM: the first `lengths` tokens of each document see
         each other, per sequence or per token as its document has, at most the whole document.
         Labels inside a prefix are IGNORED, as those tokens see what they would predict.
@@ -89,7 +89,7 @@ class Batch:
         """Index in its sequence of the first token of each token's document."""
         return torch.zeros_like(self.tokens) if self.documents is None else self.documents.starts
 
-    def with_positions(self, streams: int) -> "Batch":
+    def add_positions(self, streams: int) -> "Batch":
         """Return the batch (on CPU) with positions that restart in each document, in as many
         `streams` as the model's rope has (ops/rope.py).
         """
@@ -148,7 +148,7 @@ class Batch:
         documents.
         """
         documents = None if self.documents is None else self.documents.on(device)
-        return self._each(lambda t: to_device(t, device), documents)
+        return self._map_tensors(lambda t: to_device(t, device), documents)
 
     @property
     def real_tokens(self) -> int:
@@ -188,9 +188,11 @@ class Batch:
         documents = (
             None if self.documents is None else self.documents.map_tensors(lambda t: t[rows])
         )
-        return self._each(lambda t: t[rows], documents)
+        return self._map_tensors(lambda t: t[rows], documents)
 
-    def _each(self, change: Callable[[Tensor], Tensor], documents: Documents | None) -> "Batch":
+    def _map_tensors(
+        self, change: Callable[[Tensor], Tensor], documents: Documents | None
+    ) -> "Batch":
         """Return a batch with `change` applied to each tensor, and with `documents`."""
         return Batch(
             change(self.tokens),

@@ -17,11 +17,11 @@ import xxhash
 from dolmen.core.log import say
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import identities
-from dolmen.data.sources import Source
+from dolmen.data.sources import DataSource
 from dolmen.data.token_cache import building, identity_of, lock, remove_folder
 from dolmen.data.tokenise import DOCUMENT, Column, TextHash, pieces
 from dolmen.data.tokenizer import train_bpe
-from dolmen.data.validation_split import all_validated, choose_held_out, union
+from dolmen.data.validation_split import choose_held_out, overlap_error, union
 from dolmen.files.gate import Refused, read_bytes, read_text
 from dolmen.files.kinds import TOKENIZER_FILES
 
@@ -31,8 +31,8 @@ DIGEST = "digest"
 
 def tokenizer_folder(
     config: DataConfig,
-    sources: Sequence[Source],
-    validation: Source | None,
+    sources: Sequence[DataSource],
+    validation: DataSource | None,
     vocab_size: int | None,
     progress: bool,
 ) -> str | None:
@@ -67,11 +67,11 @@ def tokenizer_folder(
     # what decides the tokenizer: its size, what is held out, the files
     key = hashlib.blake2b(json.dumps(recipe).encode(), digest_size=12).hexdigest()
     folder = config.cache_folder / "tokenizers" / f"bpe-{size}-{key}"
-    if not _whole(folder):
+    if not _is_complete(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         # ranks and hosts start at once: one trains, the others wait
         with lock(folder.with_suffix(".lock")):
-            if not _whole(folder):  # another process may have been first
+            if not _is_complete(folder):  # another process may have been first
                 if folder.exists():
                     say(f"the tokenizer in {folder} is damaged and made anew", progress)
                     remove_folder(folder)
@@ -82,7 +82,7 @@ def tokenizer_folder(
     return str(folder)
 
 
-def _whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     """True if the folder's files match the digest written with them."""
     try:
         return read_text(folder / DIGEST, 64) == _digest(folder)
@@ -101,7 +101,7 @@ def _digest(folder: Path) -> str:
 
 
 def _texts(
-    config: DataConfig, sources: Sequence[Source], validation: Source | None
+    config: DataConfig, sources: Sequence[DataSource], validation: DataSource | None
 ) -> Iterator[str]:
     """Return the training text in pieces, without held-out documents, which a first pass over all
     text finds before returning. Raises ValueError for unreadable text, and where a source has none
@@ -115,13 +115,15 @@ def _texts(
     outs = [np.isin(table["words"], held) for table in tables]
     for source, out in zip(sources, outs, strict=True):
         if validation is not None and out.all():
-            raise all_validated(source.name)
-    return _left(zip(sources, outs, strict=True), config.text_field)
+            raise overlap_error(source.name)
+    return _training_texts(zip(sources, outs, strict=True), config.text_field)
 
 
-def _left(found: Iterable[tuple[Source, np.ndarray]], text_field: str) -> Iterator[str]:
+def _training_texts(
+    masks: Iterable[tuple[DataSource, np.ndarray]], text_field: str
+) -> Iterator[str]:
     """Yield the text of each source, without the documents whose mask [documents] is set."""
-    for source, out in found:
+    for source, out in masks:
         document = 0
         for piece in pieces(source, text_field):
             if not out[document]:
@@ -129,7 +131,7 @@ def _left(found: Iterable[tuple[Source, np.ndarray]], text_field: str) -> Iterat
             document += piece.last
 
 
-def _table(source: Source, text_field: str) -> np.ndarray:
+def _table(source: DataSource, text_field: str) -> np.ndarray:
     """Return DOCUMENT records (size and hashes) of the source's documents; their file index is
     -1.
     """

@@ -14,8 +14,8 @@ from dolmen.data.batch import MARGIN, SIDE, Batch
 from dolmen.data.config import DataConfig
 from dolmen.data.examples import Examples, open_examples
 from dolmen.data.inputs import Inputs
-from dolmen.data.packing import Rows, Say
-from dolmen.data.sources import Source
+from dolmen.data.packing import PackedRows, Say
+from dolmen.data.sources import DataSource
 from dolmen.data.template import MaskingStrategy, Template, template_of
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.model.spec import ModelSpec, ScalarHeadSpec
@@ -26,8 +26,8 @@ SHOWN = 600  # characters of the example that is shown, about the first trained 
 class ChatLoader(Loader):
     """Loader of chats, preference pairs or completions, in packed rows."""
 
-    mixture: Rows
-    validation: Rows
+    mixture: PackedRows
+    validation: PackedRows
 
     @property
     def unit(self) -> str:
@@ -73,26 +73,28 @@ def prepare(
     # a model that says one number of a whole text reads its last token too
     say: Say = "end" if model is not None and isinstance(model.head, ScalarHeadSpec) else "next"
     longest = sequence_length if say == "end" else sequence_length + 1
-    examples = opened(source, "--data.path", config, template, longest, say, progress, verify)
+    examples = open_chats(source, "--data.path", config, template, longest, say, progress, verify)
     # chats of --data.validation
     judge = None
     if inputs.validation is not None:
         option = "--data.validation"
-        judge = opened(inputs.validation, option, config, template, longest, say, progress, verify)
+        judge = open_chats(
+            inputs.validation, option, config, template, longest, say, progress, verify
+        )
     training, held = divide(
         examples, judge, config.validation_fraction, config.rows == "pairs", say
     )
-    judged = examples if judge is None else judge
+    validation_examples = examples if judge is None else judge
     mixture = _rows(examples, training, config, sequence_length, say, seed)
-    validation = _rows(judged, held, config, sequence_length, say, None)
+    validation = _rows(validation_examples, held, config, sequence_length, say, None)
     description = _describe(mixture, validation, config)
     details = []
     if say == "end":
         set_padding(inputs.tokenizer)
-        details.append(_told_padding(inputs.tokenizer))
+        details.append(_describe_padding(inputs.tokenizer))
     # one example is shown in the header, to check the template by eye
     what, first = "judged" if say == "end" else "trained", int(mixture.chosen[0])
-    shown = marked(examples, first, inputs.tokenizer)
+    shown = mark_trained(examples, first, inputs.tokenizer)
     details.append(f"{what} is what stands in »«, as of chat {first}: {shown}")
     identity = {
         **identify(config, examples, judge),
@@ -113,7 +115,7 @@ def _rows(
     sequence_length: int,
     say: Say,
     seed: int | None,
-) -> Rows:
+) -> PackedRows:
     """Pack the chosen examples, pairs or completions into rows. `seed` None: validation, where
     examples are not weighted.
     """
@@ -123,7 +125,7 @@ def _rows(
             return pairs_of(examples, chosen, sequence_length, config.packing, say, number)
         case "completions":
             return completions_of(examples, chosen, sequence_length, config.packing, number)
-    return Rows(
+    return PackedRows(
         examples,
         chosen,
         sequence_length,
@@ -133,7 +135,7 @@ def _rows(
     )
 
 
-def _describe(mixture: Rows, validation: Rows, config: DataConfig) -> Description:
+def _describe(mixture: PackedRows, validation: PackedRows, config: DataConfig) -> Description:
     """Describe training and validation rows for the run's header."""
     match config.rows:
         case "pairs":
@@ -157,7 +159,7 @@ def set_padding(tokenizer: PreTrainedTokenizer) -> None:
     tokenizer.pad_token_id = tokenizers.padding(tokenizer)
 
 
-def _told_padding(tokenizer: PreTrainedTokenizer) -> str:
+def _describe_padding(tokenizer: PreTrainedTokenizer) -> str:
     """Sentence for the run's header that names the pad token."""
     token = tokenizer.pad_token_id
     if token is None:
@@ -178,8 +180,8 @@ def refuse_model(config: DataConfig, model: ModelSpec | None) -> None:
         )
 
 
-def opened(
-    source: Source,
+def open_chats(
+    source: DataSource,
     option: str,
     config: DataConfig,
     template: Template,
@@ -240,11 +242,11 @@ def divide(
         training, held = useful, useful[:0]
     else:
         # a uniform 64-bit hash is below fraction x 2^64 with probability `fraction`
-        drawn = hashes < np.uint64(int(fraction * 2**64))
-        if not drawn.any():
+        selected = hashes < np.uint64(int(fraction * 2**64))
+        if not selected.any():
             # at least one example, always the same
-            drawn = hashes == hashes.min(initial=2**64 - 1)
-        training, held = useful[~drawn], useful[drawn]
+            selected = hashes == hashes.min(initial=2**64 - 1)
+        training, held = useful[~selected], useful[selected]
     if not len(training):
         kind, all_of = ("pair", len(examples) // 2) if pairs else ("chat", len(examples))
         equal = " or are two equal answers" if pairs else ""
@@ -268,7 +270,7 @@ def _hashes(examples: Examples, pairs: bool) -> np.ndarray:
     return examples.hashes[0::2] if pairs else examples.hashes
 
 
-def describe_chats(mixture: Rows, config: DataConfig) -> list[str]:
+def describe_chats(mixture: PackedRows, config: DataConfig) -> list[str]:
     """Lines for the run's header: the training chats, then what is left out or truncated."""
     examples = mixture.examples
     places = int(examples.places()[mixture.chosen].sum())
@@ -289,7 +291,7 @@ def describe_chats(mixture: Rows, config: DataConfig) -> list[str]:
     return lines
 
 
-def marked(examples: Examples, index: int, tokenizer: PreTrainedTokenizer) -> str:
+def mark_trained(examples: Examples, index: int, tokenizer: PreTrainedTokenizer) -> str:
     """Text of example `index` on one line, around its first trained token, with trained parts in
     »«.
     """
@@ -307,7 +309,7 @@ def marked(examples: Examples, index: int, tokenizer: PreTrainedTokenizer) -> st
 
 def pairs_of(
     examples: Examples, pairs: np.ndarray, sequence_length: int, packing: bool, say: Say, seed: int
-) -> Rows:
+) -> PackedRows:
     """Pack preference pairs (indices `pairs`) into rows: the two answers of each into two
     consecutive rows, at the same place in the order of each; SIDE says which answer is where.
     """
@@ -316,7 +318,7 @@ def pairs_of(
     said = {SIDE: np.tile(np.array([1, -1], np.float32), len(examples) // 2)}
     if examples.said.any():
         said[MARGIN] = examples.said
-    return Rows(
+    return PackedRows(
         examples,
         both,
         sequence_length,
@@ -330,7 +332,7 @@ def pairs_of(
 
 def completions_of(
     examples: Examples, chosen: np.ndarray, sequence_length: int, packing: bool, seed: int
-) -> Rows:
+) -> PackedRows:
     """Pack completions (indices `chosen`) into rows, each and its unrelated pair, its prompt
     with the next one's completion, in two consecutive rows, for KTO's KL estimate. Raises
     ValueError for a single completion.
@@ -340,13 +342,15 @@ def completions_of(
             f"{examples.name}: one completion is left, and KTO compares answers with those to "
             "other prompts: give more"
         )
-    whole = with_unrelated(examples, chosen)
+    whole = append_unrelated(examples, chosen)
     both = np.stack((chosen, len(examples) + np.arange(len(chosen))), 1).reshape(-1)
     said = {SIDE: whole.said}
-    return Rows(whole, both, sequence_length, packing=packing, together=2, seed=seed, said=said)
+    return PackedRows(
+        whole, both, sequence_length, packing=packing, together=2, seed=seed, said=said
+    )
 
 
-def with_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
+def append_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
     """Append, for each chosen completion, its prompt with the completion of the next chosen one:
     the unrelated pairs of KTO's KL estimate. Returns the extended examples.
     """
@@ -360,9 +364,9 @@ def with_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
     tokens, marks = [examples.tokens], [examples.trained]
     # the next chosen one, the last with the first: each answer is used once
     for index, other in zip(chosen, np.roll(chosen, -1), strict=True):
-        (own, told, first), (theirs, said, begin) = parts(int(index)), parts(int(other))
+        (own, trained, first), (theirs, said, begin) = parts(int(index)), parts(int(other))
         tokens.append(np.concatenate((own[:first], theirs[begin:])))
-        marks.append(np.concatenate((told[:first], said[begin:])))
+        marks.append(np.concatenate((trained[:first], said[begin:])))
     # appended behind the real examples, whose indices stay
     ends = examples.offsets[-1] + np.cumsum([len(one) for one in tokens[1:]], dtype=np.int64)
     count = len(chosen)
@@ -393,7 +397,7 @@ def equal(examples: Examples) -> np.ndarray:
     return examples.hashes[0::2] == examples.hashes[1::2]
 
 
-def describe_pairs(mixture: Rows) -> list[str]:
+def describe_pairs(mixture: PackedRows) -> list[str]:
     """Lines for the run's header: the training pairs, then what is left out or truncated."""
     examples, count = mixture.examples, len(mixture.examples) // 2
     of = "tokens of answers" if mixture.say == "next" else "answers, by their last token"
@@ -418,7 +422,7 @@ def describe_pairs(mixture: Rows) -> list[str]:
     return lines
 
 
-def describe_completions(mixture: Rows) -> str:
+def describe_completions(mixture: PackedRows) -> str:
     """Line for the run's header: the training completions and how many are desirable."""
     answers = mixture.chosen[0::2]  # behind each, the one to another prompt
     examples = mixture.examples

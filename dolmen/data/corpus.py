@@ -27,7 +27,7 @@ from dolmen.core.log import bar, say
 from dolmen.core.messages import plural
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.mixture import TokenStream
-from dolmen.data.sources import Source
+from dolmen.data.sources import DataSource
 from dolmen.data.token_cache import (
     Form,
     found_or_built,
@@ -87,7 +87,7 @@ class Corpus:
         """Make a stream of the token ranges starts[i]:stops[i], counted over all of `memory`; none
         may cross from one array of `memory` into the next.
         """
-        return TokenStream.over(self.memory, starts, stops)
+        return TokenStream.from_arrays(self.memory, starts, stops)
 
     def doc(self, index: int) -> np.ndarray:
         """Read the tokens of document `index`, its end-of-text token included."""
@@ -142,21 +142,21 @@ def join(name: str, parts: Sequence[Corpus]) -> Corpus:
         np.concatenate([*inner, bases[-1:]]),
         table,
         np.concatenate(seams),
-        added([part.byte_count for part in parts]),
+        total_size([part.byte_count for part in parts]),
         hashlib.blake2b(contents.encode(), digest_size=8).hexdigest(),
         len(np.unique(table["words"])),
         tuple(note for part in parts for note in part.notes),
     )
 
 
-def added(sizes: Sequence[int | None]) -> int | None:
+def total_size(sizes: Sequence[int | None]) -> int | None:
     """Sum of the sizes; None where one is not known."""
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
 
 def open_text(
-    source: Source,
+    source: DataSource,
     tokenizer: tokenizers.PreTrainedTokenizer,
     end_of_text: int,
     text_field: str,
@@ -194,7 +194,7 @@ def open_text(
 
 
 def provenance(
-    source: Source,
+    source: DataSource,
     tokenizer: tokenizers.PreTrainedTokenizer,
     end_of_text: int,
     text_field: str,
@@ -214,7 +214,7 @@ def provenance(
     }
 
 
-def identities(source: Source, option: str) -> dict[str, list]:
+def identities(source: DataSource, option: str) -> dict[str, list]:
     """Identify the source's text without reading it, as JSON: path, size and times of each file;
     name, rows and shards of each hub data set.
     """
@@ -228,7 +228,7 @@ def identities(source: Source, option: str) -> dict[str, list]:
 
 
 def build_corpus(
-    source: Source,
+    source: DataSource,
     tokenizer: tokenizers.PreTrainedTokenizer,
     origin: dict,
     folder: Path,

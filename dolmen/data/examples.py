@@ -34,7 +34,7 @@ from dolmen.core.messages import choices, plural
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.config import ChatRows
 from dolmen.data.corpus import identities
-from dolmen.data.sources import Source
+from dolmen.data.sources import DataSource
 from dolmen.data.template import ASSISTANT, Chat, MaskingStrategy, Template
 from dolmen.data.token_cache import Form, found_or_built, write_index
 from dolmen.data.tokenise import rows
@@ -59,7 +59,7 @@ SPEAKERS = {
 
 
 def chats(
-    source: Source, option: str = "--data.path", max_bytes: int | None = None
+    source: DataSource, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Chat]:
     """Yield a chat for each row of `source`. `max_bytes`: bound of a row. Raises ValueError, naming
     the row, for one that is not a chat.
@@ -69,7 +69,7 @@ def chats(
 
 
 def pairs(
-    source: Source, option: str = "--data.path", max_bytes: int | None = None
+    source: DataSource, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Chat]:
     """Yield two chats for each row of `source`: prompt with the chosen, then with the rejected
     answer. Raises ValueError, naming the row, for one without two answers.
@@ -79,7 +79,7 @@ def pairs(
 
 
 def completions(
-    source: Source, option: str = "--data.path", max_bytes: int | None = None
+    source: DataSource, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Chat]:
     """Yield a chat per completion of `source`, labelled 1 (desirable) or -1; a row with a chosen
     and a rejected answer gives two. Raises as `pairs`.
@@ -100,7 +100,7 @@ def pair_of(row: dict[str, Any], where: str) -> tuple[Chat, Chat]:
     row = {name: value for name, value in row.items() if value is not None}
     gate.check_schema(row, where, PAIR_ROW)
     margin = float(row.get("margin", 0.0))
-    chosen, rejected = (_answered(row, name, where) for name in ("chosen", "rejected"))
+    chosen, rejected = (_join_answer(row, name, where) for name in ("chosen", "rejected"))
     return replace(chosen, said=margin), replace(rejected, said=margin)
 
 
@@ -110,10 +110,10 @@ def completion_of(row: dict[str, Any], where: str) -> Chat:
     """
     row = {name: value for name, value in row.items() if value is not None}
     gate.check_schema(row, where, COMPLETION_ROW)
-    return replace(_answered(row, "completion", where), said=1.0 if row["label"] else -1.0)
+    return replace(_join_answer(row, "completion", where), said=1.0 if row["label"] else -1.0)
 
 
-def _answered(row: dict[str, Any], name: str, where: str) -> Chat:
+def _join_answer(row: dict[str, Any], name: str, where: str) -> Chat:
     """Join a row's prompt (and system message) with the answer in its field `name`, which may also
     be the whole chat. Raises Refused where it does not end with an answer of the assistant.
     """
@@ -152,20 +152,22 @@ def chat_of(row: dict[str, Any], where: str) -> Chat:
             "`messages`, `conversations`, or `instruction` and `output`",
         )
     gate.check_schema(row, where, CHAT_ROWS[form])
-    messages = {"messages": _spoken, "conversations": _shared, "instruction": _asked}[form](
-        row, where
-    )
+    messages = {
+        "messages": _openai_messages,
+        "conversations": _sharegpt_messages,
+        "instruction": _alpaca_messages,
+    }[form](row, where)
     if row.get("system"):
         messages = [{"role": "system", "content": row["system"]}, *messages]
     return Chat(messages, float(row.get("weight", 1.0)), where)
 
 
-def _spoken(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+def _openai_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Messages of the form `messages`, as they are."""
     return row["messages"]
 
 
-def _shared(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+def _sharegpt_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Messages of the ShareGPT form, its speakers mapped to roles. Raises Refused for an unknown
     speaker.
     """
@@ -180,7 +182,7 @@ def _shared(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     return made
 
 
-def _asked(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+def _alpaca_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Messages of the Alpaca form: the instruction (and its input) and the output."""
     question = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
     return [{"role": "user", "content": question}, {"role": ASSISTANT, "content": row["output"]}]
@@ -249,7 +251,7 @@ class Examples:
 
 
 def open_examples(
-    source: Source,
+    source: DataSource,
     template: Template,
     train_on: MaskingStrategy,
     longest: int,
@@ -308,16 +310,16 @@ def _refuse_all_or_none(index: dict, train_on: MaskingStrategy, name: str, optio
     """Raises ValueError where no token would be trained, or (unless `train_on` is "all") all,
     which means that the template does not tell answers from questions.
     """
-    told = f"{option} {name}: of {plural(index['tokens'], 'token')} of chats"
+    counts = f"{option} {name}: of {plural(index['tokens'], 'token')} of chats"
     how = f"--data.masking-strategy {train_on}"
     if not index["trained"]:
         raise ValueError(
-            f"{told} none would be trained ({how}): give chats with turns of the assistant, or a "
+            f"{counts} none would be trained ({how}): give chats with turns of the assistant, or a "
             "--data.template that writes them"
         )
     if index["trained"] == index["tokens"] and train_on != "all":
         raise ValueError(
-            f"{told} all would be trained ({how}): the chat template does not tell what the "
+            f"{counts} all would be trained ({how}): the chat template does not tell what the "
             "assistant says; give another --data.template, or --data.masking-strategy all"
         )
 

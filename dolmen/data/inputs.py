@@ -13,10 +13,10 @@ from dolmen.data.config import DataConfig, TokenConfig
 from dolmen.data.corpus import Corpus, join, open_text
 from dolmen.data.indexed import check_indexed, open_indexed
 from dolmen.data.readers import is_whole_file
-from dolmen.data.sources import Source, resolve_sources
+from dolmen.data.sources import DataSource, resolve_sources
 from dolmen.data.token_cache import file_digest
 from dolmen.data.tokenise import pieces
-from dolmen.data.validation_split import all_validated
+from dolmen.data.validation_split import overlap_error
 
 # how a tokenizer is named that came with the model
 OWN = "without --data.tokenizer,"
@@ -25,8 +25,8 @@ OWN = "without --data.tokenizer,"
 class Inputs(NamedTuple):
     """Inputs that `check_inputs` has accepted."""
 
-    sources: tuple[Source, ...]
-    validation: Source | None
+    sources: tuple[DataSource, ...]
+    validation: DataSource | None
     tokenizer: tokenizers.PreTrainedTokenizer
     end_of_text: int
 
@@ -59,7 +59,7 @@ def check_inputs(
     if validation is not None:
         for source in sources:
             if same_files(source, validation):
-                raise all_validated(source.name)
+                raise overlap_error(source.name)
     # source -> its first text, to try the tokenizer on
     first: dict[str, str] = {}
     for source, option in [(source, "--data.path") for source in sources] + [
@@ -88,7 +88,7 @@ def check_inputs(
 
 
 def open_corpus(
-    source: Source,
+    source: DataSource,
     config: TokenConfig,
     inputs: Inputs,
     progress: bool = True,
@@ -120,7 +120,7 @@ def open_corpus(
     return join(source.name, parts)
 
 
-def check_chats(config: DataConfig, sources: tuple[Source, ...]) -> None:
+def check_chats(config: DataConfig, sources: tuple[DataSource, ...]) -> None:
     """Raises ValueError for sources that cannot hold chats: several with weights, tokens (.bin), or
     a tokenizer to be trained on them.
     """
@@ -142,7 +142,7 @@ def check_chats(config: DataConfig, sources: tuple[Source, ...]) -> None:
         )
 
 
-def look_at(source: Source, text_field: str, least: int, option: str) -> str:
+def look_at(source: DataSource, text_field: str, least: int, option: str) -> str:
     """Return the beginning of the source's first document. Raises ValueError where there is no
     text, or where its bytes cannot give `least` tokens (a token has a byte or is an end of text).
     """
@@ -161,7 +161,7 @@ def look_at(source: Source, text_field: str, least: int, option: str) -> str:
     return first.text
 
 
-def same_files(source: Source, judge: Source) -> bool:
+def same_files(source: DataSource, judge: DataSource) -> bool:
     """True if each file of `source` is also a file of `judge`, by its bytes. Reads only files with
     a counterpart of the same size.
     """

@@ -24,9 +24,9 @@ from dolmen.data import tokenizer as tokenizers
 from dolmen.data.base_loader import Description, HeldOutRows, Loader
 from dolmen.data.batch import Batch
 from dolmen.data.config import DataConfig
-from dolmen.data.corpus import Corpus, added
+from dolmen.data.corpus import Corpus, total_size
 from dolmen.data.inputs import Inputs, check_inputs, open_corpus
-from dolmen.data.masked_lm import Cloze, of_tokenizer
+from dolmen.data.masked_lm import Cloze, cloze_for_tokenizer
 from dolmen.data.mixture import TokenStream
 from dolmen.data.order import Order, data_sets, make_order
 from dolmen.data.validation_split import (
@@ -36,7 +36,7 @@ from dolmen.data.validation_split import (
     divide_by_split,
     exclude_validation,
     hold_out,
-    whole_documents,
+    split_documents,
 )
 from dolmen.model.spec import ModelSpec
 from dolmen.ops.loss import IGNORED
@@ -71,7 +71,7 @@ class InOrder:
     @property
     def bytes(self) -> int | None:
         """Bytes of the text, exactly; None where they are not known."""
-        return added([part.size for part in self.parts])
+        return total_size([part.size for part in self.parts])
 
     @property
     def documents(self) -> int:
@@ -111,7 +111,7 @@ class InOrder:
         seed.
         """
         if self.cloze is None:
-            return Batch.of_windows(made, self.boundary)
+            return Batch.from_windows(made, self.boundary)
 
         def other(row: int) -> np.ndarray:
             """Return another text, for next-sentence prediction: the window half of all windows
@@ -173,7 +173,7 @@ class TextLoader(Loader):
         first = self.first(step) + rank * rows
         windows = self.mixture.windows(first, rows)
         if self.cloze is None:
-            return Batch.of_windows(windows, self.boundary)
+            return Batch.from_windows(windows, self.boundary)
         seed = self.cloze.seed
 
         def other(row: int) -> np.ndarray:
@@ -306,12 +306,12 @@ def make_cloze(
     if model is None or not model.both_ways:
         return None
     if config.document_mask or config.order != "dolmen":
-        asked = "document-mask" if config.document_mask else f"order {config.order}"
+        option = "document-mask" if config.document_mask else f"order {config.order}"
         raise ValueError(
-            f"data.{asked} is for models that predict the next token, and this one fills in "
+            f"data.{option} is for models that predict the next token, and this one fills in "
             "masked ones: leave it out"
         )
-    return of_tokenizer(
+    return cloze_for_tokenizer(
         inputs.tokenizer, sequence_length, config.masked_fraction, model.head.follows, seed
     )
 
@@ -332,7 +332,7 @@ def divide_corpora(
             corpora, inputs.sources, config.validation_fraction, inputs.tokenizer, config.text_field
         )
     if judge is not None:
-        return divisions, [whole_documents(judge, range(judge.document_count))]
+        return divisions, [split_documents(judge, range(judge.document_count))]
     return divisions, [division.validation for division in divisions if division.validation]
 
 
@@ -342,15 +342,15 @@ def identify(
     """Entries of the run's fingerprint: training text, its order and the validation split, by
     content.
     """
-    drawn = f"{config.validation_fraction:g} of the documents held out, drawn by their words"
+    split = f"{config.validation_fraction:g} of the documents held out, drawn by their words"
     if config.order == "megatron":
-        drawn = f"split {config.shares}"
+        split = f"split {config.shares}"
     return {
         **{
             f"data {number}": f"{content(corpus)}, weight {float(part.weight):g}"
             for number, (part, corpus) in enumerate(zip(mixture.parts, corpora, strict=True), 1)
         },
-        "validation": content(judge) if judge is not None else drawn,
+        "validation": content(judge) if judge is not None else split,
         **({"order": mixture.name} if mixture.name else {}),
     }
 
@@ -382,12 +382,12 @@ def describe(
         mixture.parts, mixture.weights, mixture.sizes, corpora, strict=True
     ):
         copies = corpus.document_count - corpus.different_count
-        told = f", {copies:,} copies of others" if copies else ""
+        copies_note = f", {copies:,} copies of others" if copies else ""
         share = f"{weight / sum(mixture.weights):.1%} of the batches: " if len(corpora) > 1 else ""
         sources.append(
             f"{share}{part.name}: {len(part.stream):,} tokens to train on of "
             f"{corpus.token_count:,} in {plural(corpus.document_count, 'document')} "
-            f"({amount(corpus)}{told}), {size:,} windows of "
+            f"({amount(corpus)}{copies_note}), {size:,} windows of "
             f"{mixture.sequence_length:,} per epoch"
         )
     training = sources[0]

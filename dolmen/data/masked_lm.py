@@ -108,24 +108,24 @@ class Cloze:
             stop = end + len(part)
             tokens[end:stop], tokens[stop], types[end : stop + 1] = part, self.between, kind
             end = stop + 1
-        chosen = self._chosen(tokens[:end], chance)
+        chosen = self._choose_tokens(tokens[:end], chance)
         labels[chosen] = tokens[chosen]
-        drawn, random = chance.random(len(chosen)), chance.choice(self.ordinary, len(chosen))
+        chances, random = chance.random(len(chosen)), chance.choice(self.ordinary, len(chosen))
         # 80 % mask, 10 % random, 10 % unchanged
         tokens[chosen] = np.select(
-            [drawn < MASKED, drawn < RANDOM], [self.mask, random], tokens[chosen]
+            [chances < MASKED, chances < RANDOM], [self.mask, random], tokens[chosen]
         )
         return tokens, labels, types, np.int64(end), said
 
-    def _chosen(self, tokens: Text, chance: np.random.Generator) -> Text:
+    def _choose_tokens(self, tokens: Text, chance: np.random.Generator) -> Text:
         """Sorted indices of the tokens to predict: whole words in random order, up to `fraction` of
         the text's tokens, or 1 where that is less. A word that would exceed this is skipped, so
         there may be none.
         """
         masked = np.isin(tokens, self.ordinary)
         # a word begins here: by its form, at a special token, or after one
-        apart = self.begins[tokens] | ~masked | ~np.append(False, masked[:-1])
-        words = np.split(np.arange(len(tokens)), np.flatnonzero(apart)[1:])
+        word_starts = self.begins[tokens] | ~masked | ~np.append(False, masked[:-1])
+        words = np.split(np.arange(len(tokens)), np.flatnonzero(word_starts)[1:])
         # not special tokens
         words = [word for word in words if masked[word[0]]]
         left, found = max(1, round(self.fraction * int(masked.sum()))), []
@@ -136,7 +136,7 @@ class Cloze:
         return np.sort(np.concatenate(found)) if found else np.empty(0, np.int64)
 
 
-def of_tokenizer(
+def cloze_for_tokenizer(
     tokenizer: PreTrainedTokenizer, sequence_length: int, fraction: float, pairs: bool, seed: int
 ) -> Cloze:
     """Make the masking for a tokenizer, from its special tokens and the form of its pieces. Raises
@@ -161,10 +161,10 @@ def of_tokenizer(
     ordinary = np.array(sorted(vocabulary[piece] for piece in pieces), np.int64)
     return Cloze(
         sequence_length,
-        _named("cls", tokenizer.cls_token_id),
-        _named("sep", tokenizer.sep_token_id),
-        _named("mask", tokenizer.mask_token_id),
-        _named("pad", tokenizer.pad_token_id),
+        _require_token("cls", tokenizer.cls_token_id),
+        _require_token("sep", tokenizer.sep_token_id),
+        _require_token("mask", tokenizer.mask_token_id),
+        _require_token("pad", tokenizer.pad_token_id),
         begins,
         ordinary,
         fraction,
@@ -173,7 +173,7 @@ def of_tokenizer(
     )
 
 
-def _named(kind: str, token: int | None) -> int:
+def _require_token(kind: str, token: int | None) -> int:
     """Return the special token id. Raises ValueError, naming the `kind`, where it is None."""
     if token is None:
         raise ValueError(

@@ -47,12 +47,14 @@ class TokenStream:
         self.ends = np.cumsum(stops - starts)
 
     @classmethod
-    def of(cls, tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> "TokenStream":
+    def from_ranges(
+        cls, tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray
+    ) -> "TokenStream":
         """Make a stream of the ranges starts[i]:stops[i] of one array."""
-        return cls.over([tokens], starts, stops)
+        return cls.from_arrays([tokens], starts, stops)
 
     @classmethod
-    def over(
+    def from_arrays(
         cls, memory: Sequence[np.ndarray], starts: np.ndarray, stops: np.ndarray
     ) -> "TokenStream":
         """Make a stream of ranges of several arrays, with positions counted over their
@@ -64,9 +66,9 @@ class TokenStream:
         # empty ranges have no position in the stream
         starts, stops = starts[stops > starts], stops[stops > starts]
         # a range begins where it is apart from the one before, and ends where the next one is
-        apart = (starts[1:] != stops[:-1]) | np.isin(starts[1:], bases[1:])
-        starts = starts[np.append(True, apart)[: len(starts)]]
-        stops = stops[np.append(apart, True)[-len(stops) :]] if len(stops) else stops
+        gaps = (starts[1:] != stops[:-1]) | np.isin(starts[1:], bases[1:])
+        starts = starts[np.append(True, gaps)[: len(starts)]]
+        stops = stops[np.append(gaps, True)[-len(stops) :]] if len(stops) else stops
         which = np.searchsorted(bases, starts, side="right") - 1
         return cls(memory, which, starts - bases[which], stops - bases[which])
 

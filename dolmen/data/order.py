@@ -32,7 +32,7 @@ from dolmen.data import mixture, validation_split
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import Corpus
 from dolmen.data.mixture import Mixture, Part, normal
-from dolmen.data.sources import Source
+from dolmen.data.sources import DataSource
 from dolmen.data.validation_split import Division
 
 
@@ -70,7 +70,7 @@ class Order(Protocol):
 
 def make_order(
     config: DataConfig,
-    sources: Sequence[Source],
+    sources: Sequence[DataSource],
     corpora: Sequence[Corpus],
     divisions: Sequence[Division],
     sequence_length: int,
@@ -118,7 +118,7 @@ def make_order(
     return MegatronOrder(parts, orders, weights, samples)
 
 
-def data_sets(config: DataConfig, sources: Sequence[Source]) -> Sequence[Source]:
+def data_sets(config: DataConfig, sources: Sequence[DataSource]) -> Sequence[DataSource]:
     """Return the sources as the order takes them: for Megatron's, all text of a source is one data
     set and each .bin another. Raises ValueError where several of them share one weight.
     """
@@ -145,7 +145,7 @@ class Epochs(NamedTuple):
     """Number of epochs of a data set in Megatron's order."""
 
     times: int
-    apart: bool
+    last_separate: bool
     """True if the last epoch is shuffled separately."""
     before: int
     """Samples before the last epoch if that is shuffled separately, else all."""
@@ -182,7 +182,7 @@ class Shuffled:
         self.epochs = epochs_of(size, sequence_length, samples)
         state, epochs = np.random.RandomState(seed), self.epochs
         # documents of all epochs but one that is apart, then of that one
-        counts = [epochs.times - 1, 1] if epochs.apart else [epochs.times]
+        counts = [epochs.times - 1, 1] if epochs.last_separate else [epochs.times]
         parts = [np.tile(np.arange(first, last, dtype=np.int32), count) for count in counts]
         for part in parts:
             state.shuffle(part)
@@ -242,8 +242,8 @@ def epochs_of(tokens: int, sequence_length: int, samples: int | None) -> Epochs:
     before = ((count - 1) * tokens - 1) // sequence_length
     wanted = every if samples is None else samples
     # less than 80 % of the last epoch is needed
-    apart = count > 1 and wanted - before < int(APART * per_epoch)
-    return Epochs(count, apart, before if apart else every, every)
+    last_separate = count > 1 and wanted - before < int(APART * per_epoch)
+    return Epochs(count, last_separate, before if last_separate else every, every)
 
 
 class MegatronOrder:
@@ -265,11 +265,11 @@ class MegatronOrder:
         self.sequence_length = orders[0].sequence_length
         self.sizes = [order.per_epoch for order in orders]
         self.turns = blend(normal(weights), samples)
-        told = [
-            f"{one.times}{' with the last apart' * one.apart}"
+        epochs = [
+            f"{one.times}{' with the last apart' * one.last_separate}"
             for one in (order.epochs for order in orders)
         ]
-        self.name = f"Megatron, epochs: {', '.join(told)}"
+        self.name = f"Megatron, epochs: {', '.join(epochs)}"
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Epochs of each data set, by name, after `samples` samples."""

@@ -41,10 +41,10 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
     """Pack items of `lengths` into rows of `room` by best fit decreasing; return the indices in
     each row. Ties go to the earlier item. Raises ValueError for a length over `room`.
     """
-    return pack_beside(np.asarray(lengths, np.int64)[:, None], room)
+    return pack_pairs(np.asarray(lengths, np.int64)[:, None], room)
 
 
-def pack_beside(lengths: Int64[np.ndarray, "items pieces"], room: int) -> list[list[int]]:
+def pack_pairs(lengths: Int64[np.ndarray, "items pieces"], room: int) -> list[list[int]]:
     """Pack items of one or two pieces: two consecutive rows hold a piece each of the same items, in
     the same order. Piece i of item n is returned as n * pieces + i. Raises as `pack`.
     """
@@ -71,7 +71,7 @@ def pack_beside(lengths: Int64[np.ndarray, "items pieces"], room: int) -> list[l
             rows[unit * pieces + row].append(item * pieces + piece)
             own[row] -= sizes[piece]
         # indexed again under its new room
-        units.put(unit, max(own), min(own))
+        units.add(unit, max(own), min(own))
     return rows
 
 
@@ -86,7 +86,7 @@ class _Units:
         # bit n: whether an emptier one has room n, and of each the rooms of fuller ones
         self.emptier, self.fuller = 0, defaultdict(int)
 
-    def put(self, unit: int, more: int, less: int) -> None:
+    def add(self, unit: int, more: int, less: int) -> None:
         """Add a unit with `more` room in its emptier and `less` in its fuller row."""
         self.having[more, less].append(unit)
         self.emptier |= 1 << more
@@ -98,8 +98,8 @@ class _Units:
         fitting = self.emptier >> long
         while fitting:
             more = long + lowest(fitting)
-            if beside := self.fuller[more] >> short:
-                less = short + lowest(beside)
+            if rooms := self.fuller[more] >> short:
+                less = short + lowest(rooms)
                 unit = self.having[more, less].pop()
                 if not self.having[more, less]:
                     self.fuller[more] &= ~(1 << less)
@@ -121,7 +121,7 @@ it; "end" is the last one only, for models with a scalar head.
 """
 
 
-def shuffled(number: int, size: int, seed: int) -> int:
+def shuffle_row(number: int, size: int, seed: int) -> int:
     """Row that is read as number `number` of `size` rows; each epoch is a new permutation by
     `seed`.
     """
@@ -129,7 +129,7 @@ def shuffled(number: int, size: int, seed: int) -> int:
     return int(permute_index(np.array([within]), size, seed_of(seed, "row", epoch))[0])
 
 
-class Rows:
+class PackedRows:
     """Examples `chosen`, packed into rows of `sequence_length`, or one per row without `packing`.
     Examples that belong together (the two answers of a pair: `together` is 2) are consecutive in
     `chosen`, and lie in consecutive rows in the same order. `said`: a number per example that the
@@ -164,7 +164,7 @@ class Rows:
         # one each, where they are not packed
         # without packing each example claims a whole row
         room = lengths if packing else np.full_like(lengths, sequence_length)
-        self.rows = [chosen[row].tolist() for row in pack_beside(room, sequence_length)]
+        self.rows = [chosen[row].tolist() for row in pack_pairs(room, sequence_length)]
 
     def _lengths(self) -> np.ndarray:
         """Positions that each example takes in a row."""
@@ -178,7 +178,7 @@ class Rows:
             np.array([one(span) for span in spans], np.int64)
             for one in (lambda s: s.start, lambda s: s.stop)
         )
-        stream = TokenStream.of(self.examples.tokens, starts, stops)
+        stream = TokenStream.from_ranges(self.examples.tokens, starts, stops)
         return [Part(self.examples.name, Fraction(1), stream)]
 
     @property
@@ -204,7 +204,7 @@ class Rows:
         for sample in range(first, first + count):
             # rows of a pair are consecutive samples: the same microbatch sees both
             unit, row = divmod(sample, self.together)
-            found.append(self.rows[shuffled(unit, units, self.seed) * self.together + row])
+            found.append(self.rows[shuffle_row(unit, units, self.seed) * self.together + row])
         return found
 
     def batches(
@@ -255,7 +255,7 @@ class Rows:
         for row, indices in enumerate(rows):
             end = 0
             for index, here, own in self.places(indices):
-                tokens[row, here], labels[row, here], counts = self._written(index)
+                tokens[row, here], labels[row, here], counts = self._encode_example(index)
                 # all of an example has its first place as document start
                 weights[row, here], starts[row, here] = counts, here.start
                 for name, one in self.numbers.items():
@@ -269,11 +269,11 @@ class Rows:
             torch.from_numpy(tokens),
             torch.from_numpy(labels),
             Documents.from_starts(torch.from_numpy(starts)),
-        ).with_positions(1)
+        ).add_positions(1)
         made = replace(made, numbers={n: torch.from_numpy(one) for n, one in numbers.items()})
         return replace(made, weights=torch.from_numpy(weights)) if self.weighted else made
 
-    def _written(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _encode_example(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Input tokens of an example, their labels (IGNORED where not trained) and loss weights."""
         span = self.examples.span(index)
         ids = self.examples.tokens[span].astype(np.int64)

@@ -34,7 +34,7 @@ BLOCK = 512  # packed bytes at once: zstd makes at most 128 KiB of 4 bytes
 
 
 @contextmanager
-def unpacked(file: Path) -> Iterator[BinaryIO]:
+def open_decompressed(file: Path) -> Iterator[BinaryIO]:
     """Context manager: a binary stream of the file, decompressed if it is .gz or .zst. Raises
     ValueError, naming the file, for one that is damaged, truncated or unpacks to far too much.
     """
@@ -140,7 +140,7 @@ def is_whole_file(file: Path) -> bool:
 def looks_like_text(file: Path) -> bool:
     """True if the file begins with UTF-8 text without zero bytes (4096 bytes are read)."""
     try:
-        with unpacked(file) as stream:
+        with open_decompressed(file) as stream:
             head = stream.read(4096)
     except (ValueError, OSError):
         return False
@@ -165,7 +165,10 @@ def text_documents(file: Path, text_field: str) -> Iterator[Iterator[str]]:
 
     def blocks() -> Iterator[str]:
         """Yield blocks of up to 4 PIECE characters."""
-        with unpacked(file) as stream, io.TextIOWrapper(stream, "utf-8", newline="") as lines:
+        with (
+            open_decompressed(file) as stream,
+            io.TextIOWrapper(stream, "utf-8", newline="") as lines,
+        ):
             try:
                 while block := lines.read(4 * PIECE):
                     yield block
@@ -188,7 +191,7 @@ def jsonl_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
     """Yield each line that is not blank as (row, where). Raises ValueError for a line of more than
     `max_bytes`, before it is parsed.
     """
-    with unpacked(file) as stream:
+    with open_decompressed(file) as stream:
         for number, line in enumerate(lines_of(stream, file, max_bytes), 1):
             if line.strip():
                 where = f"{file}, line {number}"
@@ -245,7 +248,7 @@ def json_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
     """Yield the rows of a .json file, a list or a single row, as (row, where). Raises ValueError
     for a file that is too large, and Refused for malformed JSON.
     """
-    with unpacked(file) as stream:
+    with open_decompressed(file) as stream:
         # one byte more than allowed tells "too large" from "exactly full"
         data = stream.read(ROWS.size + 1)
     if len(data) > ROWS.size:
@@ -342,24 +345,24 @@ def check_column(text_field: str, columns: Sequence[str], where: str) -> None:
 def row_text(row: dict[str, Any], text_field: str, where: str) -> str:
     """Text of a row's field. Raises ValueError, saying what to do, if it has no such field."""
     if text_field not in row:
-        told = f"no {text_field!r} but keys {advice(list(row))}"
-        raise refuse(where, f"{told}; {LEAVE_OUT}")
+        problem = f"no {text_field!r} but keys {advice(list(row))}"
+        raise refuse(where, f"{problem}; {LEAVE_OUT}")
     return text_of(row[text_field], text_field, where)
 
 
 def advice(names: Sequence[str]) -> str:
     """List the field names, with a hint on how to read such rows."""
-    told = ", ".join(str(name)[:40] for name in names[:6])
+    keys = ", ".join(str(name)[:40] for name in names[:6])
     # a chat data set read as text is the usual mistake
     if chat := [name for name in ("messages", "conversations", "conversation") if name in names]:
-        return f"{told}: {chats(chat[0])}"
+        return f"{keys}: {chats(chat[0])}"
     if "instruction" in names and "output" in names:
         return (
-            f"{told}: these are instructions with answers, and training here is on plain text: "
+            f"{keys}: these are instructions with answers, and training here is on plain text: "
             "dolmen train sft, or --data.rows chats, trains on the answers to them; "
             "--data.text-field output takes the answers as text"
         )
-    return f"{told}: use --data.text-field"
+    return f"{keys}: use --data.text-field"
 
 
 def chats(name: str) -> str:

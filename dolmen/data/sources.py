@@ -108,11 +108,11 @@ class Found:
         files by kind with their share of the bytes.
         """
         found = [f"{folder} ({why})" for folder, why in sorted(self.folders.items()) if why]
-        told = found[:4] + ([f"{len(found) - 4} more such folders"] if len(found) > 4 else [])
+        folders = found[:4] + ([f"{len(found) - 4} more such folders"] if len(found) > 4 else [])
         kinds = [f"{count:,} {kind}" for kind, count in self.skipped.most_common(6) if count]
         share = self.bytes_skipped / max(1, self.bytes_read + self.bytes_skipped)
         size = f", {share:.1%} of the bytes" if self.bytes_skipped else ""
-        return [*told, *([f"{', '.join(kinds)} in {self.entry}{size}"] if kinds else [])]
+        return [*folders, *([f"{', '.join(kinds)} in {self.entry}{size}"] if kinds else [])]
 
 
 def ours(folder: Path, cache: Path | None) -> str:
@@ -133,7 +133,7 @@ def ours(folder: Path, cache: Path | None) -> str:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Documents that are mixed as one source: of `files`, of the hub data sets `hubs`, and of
     Megatron's .bin files `indexed`, which hold tokens.
     """
@@ -156,18 +156,18 @@ class Source:
         """True if some of it is text, and not only tokens."""
         return bool(self.files or self.hubs)
 
-    def only_text(self) -> "Source":
+    def only_text(self) -> "DataSource":
         """The source without its .bin files."""
         return replace(self, indexed=())
 
-    def only(self, file: Path) -> "Source":
+    def only(self, file: Path) -> "DataSource":
         """The source with only the .bin `file`."""
-        return Source(str(file), self.weight, (), (), (), (file,))
+        return DataSource(str(file), self.weight, (), (), (), (file,))
 
 
 def resolve_sources(
     entries: Sequence[str], option: str = "--data.path", cache: Path | None = None
-) -> tuple[Source, ...]:
+) -> tuple[DataSource, ...]:
     """Return one source for all entries without weights, or one per entry with a weight. Folders
     that dolmen has written, and `cache`, are left out. Reads no data but the first bytes of files
     with unknown suffixes. Raises ValueError, or FileNotFoundError for a missing path, naming
@@ -202,7 +202,7 @@ def parse_weight(entry: str, option: str) -> tuple[str, Fraction | None]:
 
 def gather(
     entries: Sequence[str], weight: Fraction | None, option: str, cache: Path | None
-) -> Source:
+) -> DataSource:
     """Make one source of the entries. Raises as `entry_files` does, and ValueError where all files
     are empty.
     """
@@ -219,7 +219,7 @@ def gather(
         found = plural(len(files), "file")
         raise ValueError(f"{option} {', '.join(entries[:3])}: {found} with 0 bytes")
     name = ", ".join(entries[:3]) + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
-    return Source(name, weight, tuple(files), tuple(hubs), tuple(left_out), tokens)
+    return DataSource(name, weight, tuple(files), tuple(hubs), tuple(left_out), tokens)
 
 
 def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:

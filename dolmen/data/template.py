@@ -86,8 +86,8 @@ class Template:
         """Return (token ids of the rendered chat, mask of the trained ones): the assistant's turns,
         only its last turn, or all. Raises ValueError for a chat that the template cannot render.
         """
-        text, spans = self._marked(chat) if self.marks else self._matched(chat)
-        ids, turns = self._encoded(text, spans)
+        text, spans = self._render_marked(chat) if self.marks else self._render_matched(chat)
+        ids, turns = self._encode(text, spans)
         if not len(ids):
             raise gate.refuse(chat.where, "the chat template renders nothing of it")
         if train_on == "all":
@@ -107,13 +107,13 @@ class Template:
         )
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+    def _render_marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """Render the chat: text, and the character spans between the template's generation
         marks.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, spans = self._rendered(
+        texts, spans = self._run_template(
             chat,
             lambda: render_jinja_template(
                 [chat.messages],
@@ -124,7 +124,7 @@ class Template:
         )
         return texts[0], spans[0]
 
-    def _matched(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+    def _render_matched(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """Render the chat: text, and the character span of each assistant turn, found by rendering
         the chat's beginnings.
         """
@@ -132,7 +132,7 @@ class Template:
         numbers = [i for i, one in enumerate(chat.messages) if one["role"] == ASSISTANT]
         return whole, [self._span(chat, whole, number) for number in numbers]
 
-    def _encoded(
+    def _encode(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, list[slice]]:
         """Token ids of the text, and for each span of characters the slice of tokens that overlap
@@ -190,14 +190,14 @@ class Template:
         result. Raises Refused, naming the chat, for errors of the template and where it exceeds the
         time limit.
         """
-        return self._rendered(
+        return self._run_template(
             chat,
             lambda: self.tokenizer.apply_chat_template(
                 messages, chat_template=self.text, **options
             ),
         )
 
-    def _rendered(self, chat: Chat, render: Callable[[], Any]) -> Any:
+    def _run_template(self, chat: Chat, render: Callable[[], Any]) -> Any:
         """Return render(), within the time limit. Raises Refused, naming the chat, for errors of
         the template.
         """
@@ -218,7 +218,7 @@ class Template:
             raise gate.refuse(chat.where, f"the chat template cannot write it: {reason}") from error
 
 
-def template_of(tokenizer: PreTrainedTokenizer, asked: str | None) -> Template:
+def template_of(tokenizer: PreTrainedTokenizer, name: str | None) -> Template:
     """Return the template that --data.template names (built in, or a file), else the tokenizer's
     own. Raises ValueError where there is none, or the tokenizer is not a fast one.
     """
@@ -228,20 +228,20 @@ def template_of(tokenizer: PreTrainedTokenizer, asked: str | None) -> Template:
             "use another --data.tokenizer"
         )
     known = ", ".join(TEMPLATES)
-    if asked is not None:
-        if asked in TEMPLATES:
-            return Template(tokenizer, TEMPLATES[asked])
-        if not expand(asked).is_file():
+    if name is not None:
+        if name in TEMPLATES:
+            return Template(tokenizer, TEMPLATES[name])
+        if not expand(name).is_file():
             raise ValueError(
-                f"--data.template {asked}: no such file, and none of that name (there are {known})"
+                f"--data.template {name}: no such file, and none of that name (there are {known})"
             )
-        return Template(tokenizer, gate.read_text(expand(asked), TEMPLATE_SIZE))
-    return own_template(
+        return Template(tokenizer, gate.read_text(expand(name), TEMPLATE_SIZE))
+    return tokenizer_template(
         tokenizer, f"give --data.template a file of Jinja, or one of {known}", "use --data.template"
     )
 
 
-def own_template(tokenizer: PreTrainedTokenizer, mend: str, choose: str) -> Template:
+def tokenizer_template(tokenizer: PreTrainedTokenizer, mend: str, choose: str) -> Template:
     """Return the tokenizer's own template. Raises ValueError where there is none (`mend` says what
     to do), or several and no default (`choose` says what to do).
     """

@@ -64,10 +64,10 @@ def found_or_built(
     key = hashlib.blake2b(json.dumps(origin).encode(), digest_size=16).hexdigest()
     folder = cache / "corpora" / key
     try:
-        return folder, examined(folder, form, origin, verify)
+        return folder, check_folder(folder, form, origin, verify)
     except Refused as damage:
         # absent or damaged: reported only if there was a folder
-        told = damage
+        reason = damage
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -76,22 +76,24 @@ def found_or_built(
         ) from error
     with lock(folder.with_suffix(".lock")):
         try:  # another process may have built it meanwhile
-            return folder, examined(folder, form, origin, verify)
+            return folder, check_folder(folder, form, origin, verify)
         except Refused:
             if folder.exists():
-                say(f"the cached tokens are damaged and made anew: {told}", progress)
+                say(f"the cached tokens are damaged and made anew: {reason}", progress)
                 remove_folder(folder)
             with building(folder) as part:
                 build(part)
             try:
-                return folder, examined(folder, form, origin, verify=False)
+                return folder, check_folder(folder, form, origin, verify=False)
             except Refused as error:
                 raise ValueError(
                     f"could not write {folder} ({error}): remove it, or use another --data.cache"
                 ) from None
 
 
-def examined(folder: Path, form: Form, origin: Mapping[str, Any], verify: bool) -> dict[str, Any]:
+def check_folder(
+    folder: Path, form: Form, origin: Mapping[str, Any], verify: bool
+) -> dict[str, Any]:
     """Return the index of a cache folder, once the folder is checked to be complete and made from
     `origin`. Raises Refused, naming the file that is missing or damaged.
     """

@@ -28,7 +28,7 @@ from dolmen.data.readers import (
     small_rows,
     table_rows,
 )
-from dolmen.data.sources import Source
+from dolmen.data.sources import DataSource
 
 WHITE_SPACE = b" \t\n\r\v\f"
 
@@ -80,7 +80,7 @@ class Piece(NamedTuple):
     last: bool
 
 
-def pieces(source: Source, text_field: str, option: str = "--data.path") -> Iterator[Piece]:
+def pieces(source: DataSource, text_field: str, option: str = "--data.path") -> Iterator[Piece]:
     """Yield all documents of a source in order, each cut into pieces. Empty documents are left
     out.
     """
@@ -96,7 +96,7 @@ def pieces(source: Source, text_field: str, option: str = "--data.path") -> Iter
 
 
 def rows(
-    source: Source, option: str = "--data.path", max_bytes: int | None = None
+    source: DataSource, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Located]:
     """Yield all rows of a source in order, as (row, where). Raises ValueError for files that have
     no rows, and for a row of more than `max_bytes`.
@@ -114,7 +114,7 @@ def rows(
 
 
 def first_lines(
-    source: Source, text_field: str, max_bytes: int | None, option: str = "--data.path"
+    source: DataSource, text_field: str, max_bytes: int | None, option: str = "--data.path"
 ) -> Iterator[Located]:
     """Yield prompts: all rows of a source in order, and for each text document a row with its first
     line that is not blank as `prompt`. Raises ValueError.
@@ -202,7 +202,7 @@ class Written(NamedTuple):
 
 
 def write_tokens(
-    source: Source,
+    source: DataSource,
     tokenizer: tokenizers.PreTrainedTokenizer,
     origin: dict,
     folder: Path,
@@ -222,7 +222,7 @@ def write_tokens(
     position = start = read = current = largest = 0
     text, digest = TextHash(), xxhash.xxh3_128()
     with open(folder / "tokens.bin", "wb") as out:
-        for piece, ids in encoded(
+        for piece, ids in encode_pieces(
             pieces(source, origin["text_field"], option), tokenizers.encoder(tokenizer), workers
         ):
             # hashed on the way: the text is read once
@@ -274,7 +274,7 @@ class Column:
         return np.frombuffer(self.bytes, self.dtype)
 
 
-def encoded(
+def encode_pieces(
     parts: Iterable[Piece], encode: Callable[[str], np.ndarray], workers: int
 ) -> Iterator[tuple[Piece, np.ndarray]]:
     """Tokenise pieces in `workers` threads; yield (piece, its ids) in order, with at most 2 x
@@ -286,7 +286,7 @@ def encoded(
     """
     with ThreadPoolExecutor(workers) as pool:
         waiting: deque = deque()
-        for group in grouped(parts):
+        for group in group_pieces(parts):
             waiting.append(
                 (group, pool.submit(lambda group: [encode(piece.text) for piece in group], group))
             )
@@ -298,7 +298,7 @@ def encoded(
             yield from zip(group, ids.result(), strict=True)
 
 
-def grouped(parts: Iterable[Piece]) -> Iterator[list[Piece]]:
+def group_pieces(parts: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Group pieces into lists of about PIECE characters, so that a short document is not a task of
     its own.
     """

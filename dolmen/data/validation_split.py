@@ -41,9 +41,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dolmen.core.messages import plural
-from dolmen.data.corpus import Corpus, added
+from dolmen.data.corpus import Corpus, total_size
 from dolmen.data.mixture import TokenStream, normal
-from dolmen.data.sources import Source
+from dolmen.data.sources import DataSource
 from dolmen.data.tokenise import pieces
 from dolmen.data.tokenizer import PreTrainedTokenizer
 
@@ -116,7 +116,7 @@ def choose_held_out(tables: Sequence[np.ndarray], fraction: float) -> Choice:
     )
 
 
-def all_validated(name: str) -> ValueError:
+def overlap_error(name: str) -> ValueError:
     """Return the error to raise where nothing of the source `name` is left to train on."""
     return ValueError(
         f"all of --data.path {name} is also in --data.validation: give another --data.validation, "
@@ -174,7 +174,7 @@ class Ending(NamedTuple):
 
 def ending(
     corpus: Corpus,
-    source: Source,
+    source: DataSource,
     index: int,
     fraction: float,
     tokenizer: PreTrainedTokenizer,
@@ -225,7 +225,7 @@ def seams(corpus: Corpus, index: int, length: int, size: int) -> np.ndarray:
     return np.stack([own["tokens"], own["bytes"]], 1)
 
 
-def document(source: Source, index: int, text_field: str) -> Iterator[str]:
+def document(source: DataSource, index: int, text_field: str) -> Iterator[str]:
     """Yield the pieces of the source's document `index`."""
     number = 0
     for piece in pieces(source, text_field):
@@ -273,7 +273,7 @@ def slow_cuts(
 
 def hold_out(
     corpora: Sequence[Corpus],
-    sources: Sequence[Source],
+    sources: Sequence[DataSource],
     fraction: float,
     tokenizer: PreTrainedTokenizer,
     text_field: str,
@@ -340,7 +340,7 @@ def divide_one(
 
     whole = first_copies(words, masks.whole, validated)
     ends = first_copies(words, masks.cut, validated)
-    parts = [whole_documents(corpus, whole, why)] if len(whole) else []
+    parts = [split_documents(corpus, whole, why)] if len(whole) else []
     parts += [document_end(corpus, index, cuts[int(index)]) for index in ends]
     # neither trained on nor validated
     copies = np.setdiff1d(np.flatnonzero(~trained), whole)
@@ -359,7 +359,7 @@ def exclude_validation(corpora: Sequence[Corpus], validation: Corpus) -> list[Di
     for corpus in corpora:
         both = np.isin(corpus.documents["words"], words)
         if both.all():
-            raise all_validated(corpus.name)
+            raise overlap_error(corpus.name)
         stream = corpus.stream(corpus.offsets[:-1][~both], corpus.offsets[1:][~both])
         note = exclusion_note(corpus, np.flatnonzero(both), "also in --data.validation")
         divisions.append(Division(stream, None, (note,) if both.any() else ()))
@@ -377,7 +377,7 @@ def divide_by_split(corpus: Corpus, shares: str) -> Division:
     )
     validation = None
     if len(held_out) and corpus.byte_count is not None:  # its sequences are its documents
-        validation = whole_documents(corpus, range(*valid), why)
+        validation = split_documents(corpus, range(*valid), why)
     elif len(held_out):
         count = valid[1] - valid[0]
         note = f"{plural(count, 'sequence')} of {corpus.name}, {len(held_out):,} tokens{why}"
@@ -399,7 +399,7 @@ def first_copies(words: np.ndarray, mask: np.ndarray, validated: set[int]) -> np
     return np.sort(indices[first[new]])
 
 
-def whole_documents(corpus: Corpus, indices: Iterable[int], why: str = "") -> ValidationSplit:
+def split_documents(corpus: Corpus, indices: Iterable[int], why: str = "") -> ValidationSplit:
     """Validation split of the documents at `indices`; `why` says how they were chosen, for its
     note.
     """
@@ -438,7 +438,7 @@ def join_parts(parts: Sequence[ValidationSplit]) -> ValidationSplit:
     return ValidationSplit(
         TokenStream.join([each.stream for each in parts]),
         sum(each.documents for each in parts),
-        added([each.size for each in parts]),
+        total_size([each.size for each in parts]),
         tuple(file for each in parts for file in each.files) if whole else (),
         "; ".join(each.note for each in parts),
         parts[0].name,

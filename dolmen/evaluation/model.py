@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dolmen.conversion.source import open_alike, tokenizer_folder
+from dolmen.conversion.source import open_on_all_ranks, tokenizer_folder
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.tokenizer import PreTrainedTokenizer, check_vocabulary, load_tokenizer
 from dolmen.evaluation.config import EvaluateConfig
@@ -47,7 +47,7 @@ def load(config: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
     """Load the model of config.source, sharded over `mesh`, in config.dtype. Collective. Raises
     ValueError for a source that cannot be loaded or a model that does not predict a next token.
     """
-    source = open_alike(config.source, mesh)
+    source = open_on_all_ranks(config.source, mesh)
     check_predicts_next_token(source.tree)
     schedule = None
     # generation and evaluation run the forwards of a 1f1b schedule
@@ -62,7 +62,7 @@ def tokenizer_of(config: EvaluateConfig, mesh: Mesh = SINGLE) -> PreTrainedToken
     """Return the tokenizer of --data.tokenizer, or the model's own. Raises ValueError where there
     is none, or it has more tokens than the model.
     """
-    source = open_alike(config.source, mesh)
+    source = open_on_all_ranks(config.source, mesh)
     named = config.data.tokenizer
     option = "" if named is None else "--data.tokenizer"
     tokenizer = load_tokenizer(named or tokenizer_folder(source), option=option)

@@ -33,7 +33,7 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from torch import Tensor
 
-from dolmen.conversion.source import Source, open_source, tokenizer_folder
+from dolmen.conversion.source import ModelSource, open_source, tokenizer_folder
 from dolmen.core import collectives, device
 from dolmen.core.log import bar
 from dolmen.core.mesh import SINGLE, Mesh
@@ -327,7 +327,7 @@ def prepare_windows(config: EvaluateConfig, progress: bool = True, verify: bool 
 
 
 def open_text(
-    source: Source,
+    source: ModelSource,
     config: TextConfig,
     window: int | None = None,
     stride: int | None = None,

@@ -31,7 +31,7 @@ def batch_of(tree: ModelSpec, windows: Int64[np.ndarray, "sequences window"]) ->
     labelled as following.
     """
     if not tree.both_ways:
-        return Batch.of_windows(windows)
+        return Batch.from_windows(windows)
     tokens = torch.from_numpy(np.ascontiguousarray(windows[:, :-1]))
     if not has_next_sentence_head(tree):
         return Batch(tokens, tokens)

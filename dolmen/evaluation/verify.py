@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dolmen.conversion.hf_export import check_expressible, transformers_folder
-from dolmen.conversion.source import Source
+from dolmen.conversion.source import ModelSource
 from dolmen.conversion.weights import check_whole
 from dolmen.core import collectives, state
 from dolmen.core.mesh import SINGLE, Mesh
@@ -124,8 +124,8 @@ class _Tokens:
 
 
 def verify(
-    source: Source,
-    against: Source | None = None,
+    source: ModelSource,
+    against: ModelSource | None = None,
     mesh: Mesh = SINGLE,
     length: int = 64,
     gradients: bool = True,
@@ -165,7 +165,7 @@ def verify(
     )
 
 
-def _differences(source: Source, against: Source) -> list[str]:
+def _differences(source: ModelSource, against: ModelSource) -> list[str]:
     """Return a note for each config value in which the two differ. Raises ValueError where shapes
     differ, a source cannot be read, or transformers has no such model.
     """

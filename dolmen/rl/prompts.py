@@ -20,8 +20,8 @@ from dolmen.data.chat_loader import refuse_model
 from dolmen.data.config import DataConfig
 from dolmen.data.inputs import Inputs
 from dolmen.data.mixture import Part, TokenStream
-from dolmen.data.packing import shuffled
-from dolmen.data.sources import Source
+from dolmen.data.packing import shuffle_row
+from dolmen.data.sources import DataSource
 from dolmen.data.template import ASSISTANT, Chat, Template, template_of
 from dolmen.data.tokenise import first_lines
 from dolmen.data.tokenizer import PreTrainedTokenizer
@@ -65,7 +65,7 @@ class Prompts:
         ends = np.cumsum([len(prompt.tokens) for prompt in self.prompts])
         tokens = np.concatenate([np.asarray(prompt.tokens) for prompt in self.prompts])
         starts = np.concatenate([[0], ends[:-1]])
-        return [Part(self.name, Fraction(1), TokenStream.of(tokens, starts, ends))]
+        return [Part(self.name, Fraction(1), TokenStream.from_ranges(tokens, starts, ends))]
 
     def documents(self, first: int, count: int) -> list[str]:
         """Return file and row of the prompts of samples first ... first + count - 1."""
@@ -82,7 +82,7 @@ class Prompts:
         `attempt` has a permutation of its own.
         """
         seed = seed_of(self.seed, "again", attempt) if attempt else self.seed
-        return shuffled(number, len(self.prompts), seed)
+        return shuffle_row(number, len(self.prompts), seed)
 
 
 class NoValidation:
@@ -223,7 +223,7 @@ def _lengths(prompts: Sequence[Prompt]) -> str:
 
 
 def _prompts(
-    source: Source,
+    source: DataSource,
     data: DataConfig,
     tokenizer: PreTrainedTokenizer,
     model: Model,

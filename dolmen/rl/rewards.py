@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dolmen.conversion.source import Source
+from dolmen.conversion.source import ModelSource
 from dolmen.core import consensus
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import cut
@@ -255,7 +255,7 @@ class RewardModel:
             """
             labels = torch.full_like(tokens[rows], IGNORED)
             documents = Documents.from_starts(starts[rows].contiguous())
-            return Batch(tokens[rows], labels, documents).with_positions(1)
+            return Batch(tokens[rows], labels, documents).add_positions(1)
 
         def compute(rows: Batch) -> Tensor:
             """Return the scalar of each token."""
@@ -268,7 +268,9 @@ class RewardModel:
         return values[torch.arange(len(texts)), lengths[: len(texts)] - 1]
 
 
-def check_reward_model(name: str, source: Source, vocab_size: int, tokenizer: str | None) -> None:
+def check_reward_model(
+    name: str, source: ModelSource, vocab_size: int, tokenizer: str | None
+) -> None:
     """Raise ValueError where the reward model `name`, opened as `source`, has no scalar head,
     another vocab_size, or a tokenizer that gives a token of `tokenizer` (the policy's folder)
     another id.

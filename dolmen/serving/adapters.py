@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dolmen.conversion import source
 from dolmen.conversion.peft import LowRank
-from dolmen.conversion.source import Source
+from dolmen.conversion.source import ModelSource
 from dolmen.core import collectives, consensus
 from dolmen.core.mesh import SINGLE, Axis, Mesh
 from dolmen.core.messages import brief, cut, message
@@ -97,7 +97,7 @@ def check_name(name: str | None, known: Collection[str]) -> None:
 
 def open_adapters(
     folders: Mapping[str, str | Path],
-    base: Source,
+    base: ModelSource,
     mesh: Mesh | None = None,
     weights: Weights = "stated",
 ) -> dict[str, LowRank]:

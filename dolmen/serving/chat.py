@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from dolmen.conversion.source import Source
+from dolmen.conversion.source import ModelSource
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import plural
 from dolmen.data import template
-from dolmen.data.template import own_template
+from dolmen.data.template import tokenizer_template
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.optim.optimizer import DTYPES
 from dolmen.serving import engine
@@ -31,12 +31,12 @@ from dolmen.serving.request import Request
 class ChatSession:
     """The messages of a chat, and the engine that generates the replies."""
 
-    def __init__(self, source: Source, tokenizer: PreTrainedTokenizer, config: ChatConfig):
+    def __init__(self, source: ModelSource, tokenizer: PreTrainedTokenizer, config: ChatConfig):
         """`config`: options with the defaults of generation_config.json filled in. Raises
         ValueError for a model without a chat template.
         """
         self.source, self.tokenizer, self.config = source, tokenizer, config
-        self.template = own_template(
+        self.template = tokenizer_template(
             tokenizer,
             "it is no chat model; `dolmen generate --prompt` continues a text",
             "give a model with one",

@@ -29,7 +29,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from dolmen.conversion.hf import stated_dtype
-from dolmen.conversion.source import Source, load_weights
+from dolmen.conversion.source import ModelSource, load_weights
 from dolmen.conversion.weights import check_whole
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
@@ -62,7 +62,7 @@ AT_ONCE = 256  # sequences of a forward
 
 
 def load_decoder(
-    source: Source,
+    source: ModelSource,
     mesh: Mesh = SINGLE,
     dtype: torch.dtype | None = None,
     schedule: Schedule | None = None,
@@ -95,7 +95,7 @@ def load_decoder(
 
 
 def load_placed(
-    source: Source, mesh: Mesh, dtype: torch.dtype | None, weights: Weights = "stated"
+    source: ModelSource, mesh: Mesh, dtype: torch.dtype | None, weights: Weights = "stated"
 ) -> Decoder:
     """Load the part of a model that this rank of `mesh` holds: its tp shard of one pipeline
     stage.
@@ -115,7 +115,7 @@ def run_whole(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.H
     return model(batch.tokens, end, documents=batch.documents, positions=batch.positions)
 
 
-def stop_tokens(source: Source) -> set[int]:
+def stop_tokens(source: ModelSource) -> set[int]:
     """Return the EOS token ids of a source: its special tokens, and eos_token_id of
     generation_config.json or, if that has none, of config.json.
     """

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from dolmen.conversion.source import Source
+from dolmen.conversion.source import ModelSource
 from dolmen.core.messages import brief
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import Model, special_tokens
@@ -174,7 +174,7 @@ def check_text(prompt: str) -> None:
 def generate_tokens(
     model: Decoder,
     tokenizer: PreTrainedTokenizer | None,
-    source: Source,
+    source: ModelSource,
     prompts: Sequence[Sequence[int]],
     config: GenerateConfig,
     on_token: Callable[[int, int], None] | None = None,
@@ -283,7 +283,7 @@ class EncodedPrompt:
 def generate_samples(
     model: Decoder,
     tokenizer: PreTrainedTokenizer | None,
-    source: Source,
+    source: ModelSource,
     prompts: Sequence[EncodedPrompt],
     config: GenerateConfig,
     batch: int = engine.AT_ONCE,

@@ -30,7 +30,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from dolmen.conversion.source import Source, open_source, tokenizer_folder
+from dolmen.conversion.source import ModelSource, open_source, tokenizer_folder
 from dolmen.core import consensus
 from dolmen.core.config import to_dict
 from dolmen.core.filesystem import expand
@@ -289,7 +289,7 @@ def prepare(config: GenerateConfig, verbose: bool, fresh: bool) -> Job:
     return Job(prompts, summary, options, digest, unfinished)
 
 
-def _deciding_options(config: GenerateConfig, source: Source) -> dict[str, Any]:
+def _deciding_options(config: GenerateConfig, source: ModelSource) -> dict[str, Any]:
     """Return the options that decide the completions, with the resolved model and its iteration, as
     plain values: they must be equal on --resume.
     """

@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dolmen.conversion.source import Source
+from dolmen.conversion.source import ModelSource
 from dolmen.core.messages import plural
-from dolmen.data.readers import check_row_bytes, form, unpacked
-from dolmen.data.template import ASSISTANT, Chat, Template, own_template
+from dolmen.data.readers import check_row_bytes, form, open_decompressed
+from dolmen.data.template import ASSISTANT, Chat, Template, tokenizer_template
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate
 from dolmen.files.gate import Refused
@@ -88,7 +88,7 @@ def read_lines(file: Path) -> Iterator[Line]:
     """Yield the lines of a file (also .gz, .zst) that are not blank, with their numbers. Raises
     ValueError for a damaged archive, and Refused for a line that is too long for memory.
     """
-    with unpacked(file) as stream:
+    with open_decompressed(file) as stream:
         for number, content in enumerate(iter(lambda: stream.readline(TEXT_ROW.size + 1), b""), 1):
             if len(content) > TEXT_ROW.size:  # the next would be its rest
                 raise gate.refuse(f"{file}, line {number}", f"has over {TEXT_ROW.size:,} bytes")
@@ -165,7 +165,7 @@ class PromptFile:
 
     config: GenerateConfig
     """Options, with the defaults of generation_config.json."""
-    source: Source
+    source: ModelSource
     tokenizer: PreTrainedTokenizer
     file: Path
     adapters: Collection[str] = ()
@@ -265,7 +265,7 @@ class PromptFile:
     @cached_property
     def _template(self) -> Template:
         """The model's chat template. Raises ValueError if it has none."""
-        return own_template(
+        return tokenizer_template(
             self.tokenizer,
             "give rows with `prompt` in place of `messages`, or a chat model",
             "give a model with one",

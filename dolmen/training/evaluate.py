@@ -299,7 +299,7 @@ def validate_sources(
     on, and a validation at step 0 returns its own in their place. `through` wraps the iteration
     over batches (progress for the watchdog). Every rank calls it.
     """
-    losses, every = {}, loader.held_apart
+    losses, every = {}, loader.validation_by_source
     for name, held in every.items():
         batches = loader.validation_batches(most, mesh.dp.rank, mesh.dp.size, held)
         losses[name] = mean_loss(state.model, through(batches), mesh, state.schedule).loss

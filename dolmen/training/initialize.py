@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dolmen.conversion.source import Source, cast_source, load_weights
+from dolmen.conversion.source import ModelSource, cast_source, load_weights
 from dolmen.core.mesh import Mesh
 from dolmen.data.base_loader import Loader
 from dolmen.data.batch import Batch
@@ -97,7 +97,7 @@ def build_model(run: RunConfig, tree: ModelSpec, schedule: Schedule, mesh: Mesh)
     )
 
 
-def load_initial(model: Decoder, source: Source | None, run: RunConfig) -> None:
+def load_initial(model: Decoder, source: ModelSource | None, run: RunConfig) -> None:
     """Initialize a model in place: load the weights that `source` has, and sample all others
     (adapters, router biases, a scalar head) from the run's seed; all of them where it is None.
     """
@@ -155,7 +155,7 @@ def _load_moments(resolved: ResolvedRun, model: Decoder, optimizer: optim.Optimi
     return moments.step
 
 
-def _load_scales(model: Decoder, source: Source) -> None:
+def _load_scales(model: Decoder, source: ModelSource) -> None:
     """Load the scales of delayed fp8 scaling that the source stores, by weight name."""
     delayed = model.delayed_scaling()
     known = source.scaling if delayed else {}

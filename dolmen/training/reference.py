@@ -14,11 +14,11 @@ import numpy as np
 import torch
 import xxhash
 
-from dolmen.conversion.source import Source
+from dolmen.conversion.source import ModelSource
 from dolmen.core import collectives
 from dolmen.core.mesh import Mesh
 from dolmen.data.base_loader import Loader
-from dolmen.data.packing import Rows
+from dolmen.data.packing import PackedRows
 from dolmen.files import gate, write
 from dolmen.model import build
 from dolmen.model.decoder import Decoder
@@ -59,7 +59,7 @@ def add_reference_logprobs(
     weights = on_first_rank(mesh, lambda: _digest(source))
     known: dict[str, np.ndarray] = {}
     for rows in (loader.mixture, loader.validation):
-        assert isinstance(rows, Rows), "check_objective has seen that they are pairs"
+        assert isinstance(rows, PackedRows), "check_objective has seen that they are pairs"
         # validation may be empty
         if len(rows.chosen):
             key = _key(weights, run, rows)
@@ -84,7 +84,7 @@ def store(out: Path, known: Mapping[str, np.ndarray]) -> None:
             write.replace(file, kind + xxhash.xxh3_128_digest(kind + data) + data)
 
 
-def _read_stored(out: Path, key: str, rows: Rows) -> np.ndarray | None:
+def _read_stored(out: Path, key: str, rows: PackedRows) -> np.ndarray | None:
     """Return the stored log-probabilities of a key; None where the file is missing, damaged or of
     another number of tokens.
     """
@@ -112,7 +112,7 @@ def _require_init(resolved: ResolvedRun, why: str) -> None:
         )
 
 
-def _digest(source: Source) -> str:
+def _digest(source: ModelSource) -> str:
     """Return a digest of the weights and the structure of a model, as another model may come to lie
     at the same path.
     """
@@ -124,7 +124,7 @@ def _digest(source: Source) -> str:
     return digest.hexdigest() + repr(source.tree)
 
 
-def _key(weights: str, run: RunConfig, rows: Rows) -> str:
+def _key(weights: str, run: RunConfig, rows: PackedRows) -> str:
     """Return a hash of all that reference log-probabilities depend on: digest of the model's
     `weights`, dtype, examples and how they are paired.
     """
@@ -153,7 +153,7 @@ def initial_model(resolved: ResolvedRun, state: TrainState, mesh: Mesh) -> Decod
     return model
 
 
-def load_model(run: RunConfig, source: Source, state: TrainState, mesh: Mesh) -> Decoder:
+def load_model(run: RunConfig, source: ModelSource, state: TrainState, mesh: Mesh) -> Decoder:
     """Return the model of `source`, for inference, with its weights, in the layout and schedule of
     the trained model.
     """
@@ -173,7 +173,7 @@ def _build(run: RunConfig, tree: ModelSpec, state: TrainState, mesh: Mesh) -> De
 
 
 def _compute_rows(
-    model: Decoder, rows: Rows, state: TrainState, loader: Loader, mesh: Mesh
+    model: Decoder, rows: PackedRows, state: TrainState, loader: Loader, mesh: Mesh
 ) -> np.ndarray:
     """Return the log-probability of each token of the examples [tokens], 0 where it has no label;
     the same on every rank. Runs forwards of `model` over dp.

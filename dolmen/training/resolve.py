@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dolmen.checkpoint import folders
 from dolmen.conversion.sidecars import pad_vocabulary
-from dolmen.conversion.source import Source, open_source, tokenizer_folder
+from dolmen.conversion.source import ModelSource, open_source, tokenizer_folder
 from dolmen.core.filesystem import is_absent
 from dolmen.data import inputs
 from dolmen.data import loader as data_loader
@@ -38,15 +38,15 @@ class ResolvedRun:
 
     config: RunConfig
     """The options with layout, head, padding token and new rows filled in: config.yaml."""
-    init: Source | None = None
+    init: ModelSource | None = None
     """The initial model, as it is stored."""
-    weights: Source | None = None
+    weights: ModelSource | None = None
     """The same, its weights read as those of the run's model, with the head that it has."""
-    critic: Source | None = None
+    critic: ModelSource | None = None
     """The critic's initial model, as it is stored."""
-    reference: Source | None = None
+    reference: ModelSource | None = None
     """The model of --objective.reference."""
-    rewards: Mapping[str, Source] = field(default_factory=dict)
+    rewards: Mapping[str, ModelSource] = field(default_factory=dict)
     """The reward models, by the name that --reward has."""
     init_is_gone: bool = False
     """The initial model was deleted, and the newest checkpoint of this run is read in its place."""
@@ -66,14 +66,14 @@ class ResolvedRun:
         return self.config.optimizer.from_init and not self.init_is_gone
 
     @property
-    def start(self) -> Source | None:
+    def start(self) -> ModelSource | None:
         """The reference model of KL and DPO: --objective.reference, else the initial model; None:
         the run's model with its random initial values.
         """
         return self.reference or self.init
 
 
-def open_model(name: str | Path, model: Model | None = None) -> Source:
+def open_model(name: str | Path, model: Model | None = None) -> ModelSource:
     """Open a model of any format, local or on the hub; tensors are read later. With `model` its
     weights are read as those of that model. Raises as `open_source`.
     """
@@ -104,7 +104,7 @@ def resolve(
 
     # weights come from the checkpoint on resume; an initial model only has to say what the model is
     init, critic = or_checkpoint(config.init), or_checkpoint(config.critic.init)
-    rewards: dict[str, Source] = {}
+    rewards: dict[str, ModelSource] = {}
     if config.objective.uses_rollouts:
         names = [name for _, name in parse_rewards(config.reward) if is_reward_model(name)]
         rewards = {name: open_model(name) for name in names}
@@ -143,7 +143,7 @@ def resolve_model(config: RunConfig, processes: int | None) -> RunConfig:
     return replace(config, train=train)
 
 
-def reopen_as(stored: Source, name: str | Path, model: Model) -> Source:
+def reopen_as(stored: ModelSource, name: str | Path, model: Model) -> ModelSource:
     """Return the initial model with its weights read as those of the run's `model`: `stored` itself
     where it is the same model, else opened again from `name`. The stored head (LM or scalar) stays,
     so a reward model may start from a model with logits.

@@ -222,7 +222,7 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
     hooks = _open_hooks(job, state, saved)
     ended = "failed"
     try:
-        if saved is None and job.config.log.validate_sources and job.loader.held_apart:
+        if saved is None and job.config.log.validate_sources and job.loader.validation_by_source:
             hooks.validate(state, None)
         signal = _run_steps(job, state, hooks)
         job.checkpoints.finish()

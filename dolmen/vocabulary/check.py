@@ -11,7 +11,7 @@ from pathlib import Path
 import sentencepiece
 
 from dolmen.core.messages import brief, plural
-from dolmen.data.sources import Source, resolve_sources
+from dolmen.data.sources import DataSource, resolve_sources
 from dolmen.data.tokenise import pieces
 from dolmen.data.tokenizer import PreTrainedTokenizer, encoder, load_tokenizer
 from dolmen.vocabulary.config import VocabText
@@ -22,7 +22,7 @@ from dolmen.vocabulary.tokenizer_folder import Vocabulary
 class Text:
     """Text to measure or train a vocabulary on, from files or the hub."""
 
-    source: Source
+    source: DataSource
     field: str
 
     @property

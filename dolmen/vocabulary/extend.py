@@ -30,7 +30,7 @@ from torch.nn.functional import embedding_bag
 
 from dolmen.conversion import hf_export, writing
 from dolmen.conversion.hf import stated_dtype
-from dolmen.conversion.source import Source, cast_source, open_source, pin_source
+from dolmen.conversion.source import ModelSource, cast_source, open_source, pin_source
 from dolmen.conversion.weights import WeightsAlone
 from dolmen.conversion.writing import LayerPool
 from dolmen.core import state
@@ -155,7 +155,7 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
     held_out_before = None if text is None else measure(config.model, old, text, config, progress)
     hf_export.check_expressible(found.model, source.tree)
     writer = hf_export.TransformersWriter(extended, dtype)
-    with writing.build_beside(to) as (part, sidecars):
+    with writing.replace_when_complete(to) as (part, sidecars):
         writer.write(part, LayerPool())
         writer.write_sidecars(sidecars)
         write(sidecars, first, size, config.init)
@@ -260,7 +260,7 @@ class ExtendedSource(WeightsAlone):
     unchanged.
     """
 
-    source: Source
+    source: ModelSource
     model: Model
     tokenizer: Path
     rows: TokenRows

@@ -132,7 +132,7 @@ def merge(config: VocabMergeConfig, progress: bool = True) -> Merged:
         grown, files = FORMS[base.form](base, wanted, reach)
     if not grown.tokens:
         raise ValueError(f"NEW {config.new} has no token that BASE {config.base} has not")
-    with writing.build_beside(to) as (part, words):
+    with writing.replace_when_complete(to) as (part, words):
         write(part, files)
         _copy(base.where, part)
         check_merged(base, part, first, grown.tokens, text)

@@ -163,7 +163,7 @@ def train(config: VocabTrainConfig, progress: bool = True) -> Trained:
         sample = draw(text, config.max_bytes, config.seed, reach)
     check_size(config, sample)
     say(f"learning {config.size:,} tokens from {plural(sample.bytes, 'byte')}", progress)
-    with writing.build_beside(to) as (part, _):
+    with writing.replace_when_complete(to) as (part, _):
         LEARN[config.kind](config, sample, part)
         made = load_tokenizer(str(part), "--to")
         lines = [line for one in sample.lines[:ROUND_TRIP_LINES] for line in lines_of(one)]

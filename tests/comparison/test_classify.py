@@ -7,9 +7,9 @@ import torch
 from rich.console import Console
 
 from dolmen.comparison.classify import classify
-from dolmen.comparison.compare import Row, Side
-from dolmen.comparison.diff import Report
-from dolmen.comparison.recording import Piece, Recorded, Recording
+from dolmen.comparison.compare import Side, TensorComparison
+from dolmen.comparison.diff import DiffReport
+from dolmen.comparison.recording import Recorded, RecordedShard, Recording
 from dolmen.core.topology import Topology
 from dolmen.families.model import model_from_fields
 
@@ -33,7 +33,7 @@ def side(tensors, **axes) -> Side:
         key: Recorded(
             tuple(pieces[0].shape),
             pieces=[
-                Piece(rank, tuple(slice(0, n) for n in one.shape), one)
+                RecordedShard(rank, tuple(slice(0, n) for n in one.shape), one)
                 for rank, one in enumerate(pieces)
             ],
         )
@@ -47,7 +47,7 @@ def told(stage, name, a, b, beside=(), **axes):
     """Of `a`, what each rank holds, where B holds `b`; `beside`: other tensors, of both."""
     more = {(stage, other): [t] for other, t in beside}
     x, y = side({(stage, name): a, **more}, **axes), side({(stage, name): [b], **more})
-    return classify(x, y, Row(stage, name, 1.0, 0.0))
+    return classify(x, y, TensorComparison(stage, name, 1.0, 0.0))
 
 
 def random(*shape):
@@ -146,11 +146,11 @@ def test_of_weights_it_is_no_function_that_differs(a, b, said):
 
 def test_the_table_fits_a_narrow_terminal():
     rows = (
-        Row("weights", "embed.weight", 0, 0, note="the worst of 39"),
-        Row("gradients", "layers.31.attn_norm.weight", 1.25e-7, 1.94e-6),
-        Row("exp_avg_sq", "layers.31.mlp.down.weight", 1.25e-7, 1.94e-6),
+        TensorComparison("weights", "embed.weight", 0, 0, note="the worst of 39"),
+        TensorComparison("gradients", "layers.31.attn_norm.weight", 1.25e-7, 1.94e-6),
+        TensorComparison("exp_avg_sq", "layers.31.mlp.down.weight", 1.25e-7, 1.94e-6),
     )
     screen = Console(width=80, file=StringIO())
-    screen.print(Report("two programs", rows, None).table())
+    screen.print(DiffReport("two programs", rows, None).table())
     shown = screen.file.getvalue()
     assert all(row.name in shown for row in rows) and "the worst of 39" in shown, shown

@@ -296,7 +296,7 @@ def test_the_next_update_is_that_of_adamw_by_hand(tmp_path):
     made["weights"] = parts(random(config, 0).to(torch.bfloat16))
     run = begun(laid_in(tmp_path / "laid", made))
     windows = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
-    batch = Batch.of_windows(windows.numpy())
+    batch = Batch.from_windows(windows.numpy())
     gradient = gradients(run, batch)
     state = make_state(resolve(run, 1), SINGLE, 100)
     optimizer_step(state, batch, SINGLE)

@@ -21,7 +21,13 @@ from dolmen.checkpoint.reader import Checkpoint
 from dolmen.checkpoint.saved import Saved
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.conversion import hf, hf_export
-from dolmen.conversion.source import Source, load_weights, open_alike, open_source, pin_source
+from dolmen.conversion.source import (
+    ModelSource,
+    load_weights,
+    open_on_all_ranks,
+    open_source,
+    pin_source,
+)
 from dolmen.core import consensus
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import SINGLE, Mesh
@@ -94,7 +100,7 @@ def built(layout: Layout, mesh: Mesh, model: Model, training: Training, seed: in
     return made
 
 
-def different(one: Source, other: Source) -> list[str]:
+def different(one: ModelSource, other: ModelSource) -> list[str]:
     """Names of what is not the same to the bit, streamed or read by itself."""
     assert one.tree == other.tree and one.specs == other.specs
     streamed, others = dict(one.stream()), dict(other.stream())
@@ -139,7 +145,7 @@ def opened_alike() -> list[str]:
     if not mesh.first:
         reader.locate = lambda path: run / "checkpoints/step-00000002" if path == run else path
     try:
-        found = consensus.gather_objects(open_alike(run, mesh).where.name)
+        found = consensus.gather_objects(open_on_all_ranks(run, mesh).where.name)
     finally:
         reader.locate = real
     if mesh.first:

@@ -183,7 +183,7 @@ def test_a_run_begins_with_them(laid, history):
         assert torch.equal(mine.history[history - kept :], one.history[STEPS - kept :])
         assert not mine.history[: history - kept].any()
     windows = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
-    batch = Batch.of_windows(windows.numpy())
+    batch = Batch.from_windows(windows.numpy())
     with_scales = optimizer_step(state, batch, SINGLE).loss
     state = make_state(resolve(run_of(laid, history=history), 1), SINGLE, 10)
     for one in state.model.delayed_scaling().values():

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dolmen.data.config import DataConfig
 from dolmen.data.examples import chat_of, chats
-from dolmen.data.packing import pack, pack_beside
+from dolmen.data.packing import pack, pack_pairs
 from dolmen.data.sources import resolve_sources
 from dolmen.data.template import TEMPLATES, Chat, Template
 from dolmen.data.tokenise import first_lines
@@ -224,7 +224,7 @@ def test_two_by_two():
     drawn = random.Random(0)
     prompts = [drawn.randrange(20, 200) for _ in range(500)]
     lengths = np.array([[p + drawn.randrange(10, 300) for _ in range(2)] for p in prompts])
-    rows = pack_beside(lengths, 512)
+    rows = pack_pairs(lengths, 512)
     assert sorted(piece for row in rows for piece in row) == list(range(1000))
     for first, second in zip(rows[0::2], rows[1::2], strict=True):
         assert [a // 2 for a in first] == [b // 2 for b in second]
@@ -233,7 +233,7 @@ def test_two_by_two():
     alone = len(pack(lengths.ravel().tolist(), 512))
     assert lengths.sum() / (512 * len(rows)) > 0.85 and len(rows) < 1.15 * alone
     with pytest.raises(ValueError, match="a length is 600, over the room of 512"):
-        pack_beside(np.array([[3, 600]]), 512)
+        pack_pairs(np.array([[3, 600]]), 512)
 
 
 ROWS = [

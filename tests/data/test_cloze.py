@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from dolmen.data.batch import FOLLOWS, IGNORED
-from dolmen.data.masked_lm import Cloze, of_tokenizer
+from dolmen.data.masked_lm import Cloze, cloze_for_tokenizer
 
 CLS, SEP, MASK, PAD, FIRST, SIZE = 0, 1, 2, 3, 4, 104
 BEGINS = np.arange(SIZE) % 2 == 0  # words are an even token and the odd ones behind it
@@ -102,11 +102,11 @@ def test_of_a_tokenizer(tmp_path):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "walk", "##ing", "dog"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces))
     tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
-    found = of_tokenizer(tokenizer, 16, 0.15, True, 0)
+    found = cloze_for_tokenizer(tokenizer, 16, 0.15, True, 0)
     assert (found.begin, found.between, found.mask, found.padding) == (2, 3, 4, 0)
     assert found.ordinary.tolist() == [5, 6, 7] and not found.begins[6] and found.begins[7]
     tokenizer.mask_token = None
     with pytest.raises(ValueError, match="names no mask token"):
-        of_tokenizer(tokenizer, 16, 0.15, True, 0)
+        cloze_for_tokenizer(tokenizer, 16, 0.15, True, 0)
     with pytest.raises(ValueError, match="train.sequence-length is 7"):
-        of_tokenizer(tokenizer, 7, 0.15, True, 0)
+        cloze_for_tokenizer(tokenizer, 7, 0.15, True, 0)

@@ -351,7 +351,7 @@ def test_stream_reads_like_one_array(documents, built):
         for mask in (np.arange(40) % 3 > 0, np.arange(40) == 7)
     )
     plain = np.concatenate([corpus.doc(i) for i in range(40) if i % 3])
-    other = TokenStream.of(np.arange(1000, 2000), np.array([5, 100]), np.array([10, 900]))
+    other = TokenStream.from_ranges(np.arange(1000, 2000), np.array([5, 100]), np.array([10, 900]))
     joined = TokenStream.join([odd, other, seven])
     expected = np.concatenate([plain, np.arange(1005, 1010), np.arange(1100, 1900), corpus.doc(7)])
     assert len(odd.starts) == 13 and len(joined) == len(expected)

@@ -236,12 +236,12 @@ def test_check_reads_the_first_document(tmp_path, tokenizer_folder):
 
 
 def test_batch_parts():
-    batch = Batch.of_windows(np.arange(6 * 5).reshape(6, 5))
+    batch = Batch.from_windows(np.arange(6 * 5).reshape(6, 5))
     assert [len(part.tokens) for part in batch.split(3)] == [2, 2, 2]
     assert (
         same(batch.microbatches(2)[1], batch.split(3)[1]) and batch.split(3)[1].tokens[0, 0] == 10
     )
-    ended = Batch.of_windows(np.arange(6 * 5).reshape(6, 5) % 7, 0)
+    ended = Batch.from_windows(np.arange(6 * 5).reshape(6, 5) % 7, 0)
     told = torch.arange(24.0).view(6, 4)
     ended = replace(ended, weights=told, numbers={"reference": -told})
     for name in ("tokens", "labels", "weights"):
@@ -251,7 +251,7 @@ def test_batch_parts():
     moved = ended.split(3)[1].to(torch.device("meta"))
     assert moved.weights.is_meta and moved.numbers["reference"].is_meta
     assert batch.to(torch.device("meta")).documents is None
-    given = ended.with_prefixes(torch.arange(6)[:, None] % 3)
+    given = ended.add_prefixes(torch.arange(6)[:, None] % 3)
     starts, reach = given.documents.starts, given.documents.reach
     parts = [part.documents for part in given.split(3)]
     tensors = dict(starts=starts, host_starts=starts, reach=reach, host_reach=reach)
@@ -266,7 +266,7 @@ def test_batch_parts():
         ValueError, match=r"6 sequences per rank are not divisible by the microbatch size \(4\)"
     ):
         batch.microbatches(4)
-    padded = Batch.of_windows(np.array([[3, 4, IGNORED, IGNORED]]))
+    padded = Batch.from_windows(np.array([[3, 4, IGNORED, IGNORED]]))
     assert padded.labels.tolist() == [[4, IGNORED, IGNORED]] and padded.tokens.tolist() == [
         [3, 4, 0]
     ]
@@ -275,7 +275,7 @@ def test_batch_parts():
 
 def test_weight_of_a_batch():
     """1 for each real token, or the sum of their weights; what is no weight is refused."""
-    batch = Batch.of_windows(np.array([[3, 4, 5, IGNORED]]))
+    batch = Batch.from_windows(np.array([[3, 4, 5, IGNORED]]))
     assert batch.weight == 2
     assert replace(batch, weights=torch.tensor([[0.25, 2.0, 7.0]])).weight == 2.25
     for wrong in (-1.0, float("nan"), float("inf")):
@@ -295,7 +295,7 @@ def test_documents_of_a_window():
             [1, 9, IGNORED, IGNORED, IGNORED, IGNORED, IGNORED],
         ]
     )
-    batch = Batch.of_windows(windows, 9)
+    batch = Batch.from_windows(windows, 9)
     assert batch.documents.starts.tolist() == [
         [0, 0, 0, 3, 3, 3],
         [0, 1, 2, 2, 2, 2],
@@ -304,38 +304,38 @@ def test_documents_of_a_window():
     ]
     assert (
         batch.documents.starts.dtype == torch.int64
-        and same(batch, Batch.of_windows(windows))
-        and Batch.of_windows(windows).documents is None
+        and same(batch, Batch.from_windows(windows))
+        and Batch.from_windows(windows).documents is None
     )
     assert [b.documents.starts.tolist() for b in batch.microbatches(2)] == [
         batch.documents.starts[:2].tolist(),
         batch.documents.starts[2:].tolist(),
     ]
-    assert all(b.documents is None for b in Batch.of_windows(windows).split(2))
+    assert all(b.documents is None for b in Batch.from_windows(windows).split(2))
 
 
 def test_prefixes_end_with_their_documents():
     """Lengths by sequence, and by document."""
     windows = np.array([[1, 2, 9, 3, 4, 5, 6], [9, 9, 1, 2, 3, 9, 4]])
-    one, packed = Batch.of_windows(windows), Batch.of_windows(windows, 9)
-    alone = one.with_prefixes(torch.tensor([[4], [9]])).documents
+    one, packed = Batch.from_windows(windows), Batch.from_windows(windows, 9)
+    alone = one.add_prefixes(torch.tensor([[4], [9]])).documents
     assert alone.starts.tolist() == [[0] * 6] * 2
     assert alone.reach.tolist() == [[4] * 6, [6] * 6]
-    assert packed.with_prefixes(torch.tensor([[2]])).documents.reach.tolist() == [
+    assert packed.add_prefixes(torch.tensor([[2]])).documents.reach.tolist() == [
         [2, 2, 2, 5, 5, 5],
         [1, 2, 4, 4, 4, 4],
     ]
     of_documents = torch.tensor([[5, 5, 5, 1, 1, 1], [0, 1, 2, 2, 2, 2]])
-    assert packed.with_prefixes(of_documents).documents.reach.tolist() == [
+    assert packed.add_prefixes(of_documents).documents.reach.tolist() == [
         [3, 3, 3, 4, 4, 4],
         [0, 2, 4, 4, 4, 4],
     ]
-    ignored = packed.with_prefixes(of_documents).labels == IGNORED
+    ignored = packed.add_prefixes(of_documents).labels == IGNORED
     assert ignored.tolist() == [
         [True, True, False, False, False, False],
         [False, False, True, False, False, False],
     ]
-    again = packed.with_prefixes(of_documents).with_prefixes(torch.tensor([[0]])).documents
+    again = packed.add_prefixes(of_documents).add_prefixes(torch.tensor([[0]])).documents
     assert torch.equal(again.reach, again.starts)
 
 
@@ -354,7 +354,8 @@ def test_document_mask_reaches_training_and_validation(documents, load):
         real = b.labels[:, 0] != IGNORED
         windows = np.concatenate([b.tokens[:, :1], b.labels], 1)[real]
         assert same(a, b) and torch.equal(
-            b.documents.starts[real], Batch.of_windows(windows, masked.end_of_text).documents.starts
+            b.documents.starts[real],
+            Batch.from_windows(windows, masked.end_of_text).documents.starts,
         )
         assert b.documents.starts.any(), "some window has two documents"
     assert changes(plain.fingerprint(), masked.fingerprint()) == ["document_mask: none -> True"]
@@ -363,7 +364,7 @@ def test_document_mask_reaches_training_and_validation(documents, load):
 def test_document_starts_are_those_of_a_plain_loop():
     draw = np.random.default_rng(3)
     windows = draw.integers(0, 5, (64, 33))  # 0 ends a text: documents of five tokens
-    starts = Batch.of_windows(windows, 0).documents.starts.numpy()
+    starts = Batch.from_windows(windows, 0).documents.starts.numpy()
     for window, row in zip(windows.tolist(), starts.tolist(), strict=True):
         begin = 0
         for place in range(32):

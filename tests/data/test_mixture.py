@@ -20,7 +20,9 @@ from dolmen.data.mixture import (
 
 
 def part(name, tokens, weight, first=0):
-    stream = TokenStream.of(np.arange(first, first + tokens), np.array([0]), np.array([tokens]))
+    stream = TokenStream.from_ranges(
+        np.arange(first, first + tokens), np.array([0]), np.array([tokens])
+    )
     return Part(name, Fraction(weight), stream)
 
 

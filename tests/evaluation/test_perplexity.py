@@ -37,7 +37,7 @@ def batches(rows: slice = slice(None)) -> list[Batch]:
     """Of two sequences each. The first 18 labels of the second half of the rows are IGNORED."""
     made = []
     for pair, number in zip(windows().split(2), range(4), strict=True):
-        batch = Batch.of_windows(pair.numpy())
+        batch = Batch.from_windows(pair.numpy())
         if number >= 2:
             batch.labels[:, :18] = IGNORED
         made.append(batch)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from wide import Wide, double
 
-from dolmen.conversion.source import Source, load_weights, open_source
+from dolmen.conversion.source import ModelSource, load_weights, open_source
 from dolmen.core import state
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
@@ -26,7 +26,7 @@ from dolmen.serving import engine
 LENGTH, PROMPT, NEW = 40, 7, 12  # longer than windows and first contexts of the cases
 
 
-def read(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Source, Decoder]:
+def read(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSource, Decoder]:
     """Ours, of a folder; NaN where nothing was read."""
     source = open_source(folder)
     ours = Decoder(source.tree).to(dtype).eval()
@@ -40,7 +40,7 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Source, Deco
     return source, ours
 
 
-def tokens_of(source: Source, rows: int = 2, length: int = LENGTH) -> Tensor:
+def tokens_of(source: ModelSource, rows: int = 2, length: int = LENGTH) -> Tensor:
     """Without padding: transformers gives its rows of tables no gradient."""
     tokens = torch.randint(0, source.tree.vocab_size, (rows, length))
     padding = source.model.config.get("pad_token_id")

@@ -349,7 +349,7 @@ def cached(name: str) -> Subject:
         return folder / name
 
     return Subject(
-        make, lambda file: token_cache.examined(file.parent, corpus.FORM, {}, True), equal
+        make, lambda file: token_cache.check_folder(file.parent, corpus.FORM, {}, True), equal
     )
 
 

@@ -147,7 +147,7 @@ def packed(batch: Batch, mesh: Mesh) -> Batch:
         documents=Documents.from_starts(places // sizes * sizes),
         numbers={**batch.numbers, SIDE: side},
     )
-    return made.with_positions(1)
+    return made.add_positions(1)
 
 
 def wanted(batch: Batch, mesh: Mesh) -> Batch:

@@ -220,12 +220,14 @@ def batches(
     """
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, 4096).astype(np.uint16)
     mixture = Mixture(
-        [Part("noise", 1, TokenStream.of(tokens, np.array([0]), np.array([4096])))], LENGTH, seed
+        [Part("noise", 1, TokenStream.from_ranges(tokens, np.array([0]), np.array([4096])))],
+        LENGTH,
+        seed,
     )
     rows = ROWS // mesh.dp.size
     out = []
     for step in range(STEPS):
-        batch = Batch.of_windows(mixture.windows(step * ROWS + mesh.dp.rank * rows, rows))
+        batch = Batch.from_windows(mixture.windows(step * ROWS + mesh.dp.rank * rows, rows))
         ignored = (torch.arange(rows) + mesh.dp.rank * rows) * 3 % 11
         made = Batch(
             batch.tokens,
@@ -233,8 +235,8 @@ def batches(
             Documents.from_starts(document_starts(batch.tokens % 4, 0)) if documents else None,
         )
         lengths = (torch.arange(rows) + mesh.dp.rank * rows) * 5 % 8
-        made = made.with_prefixes(lengths[:, None]) if prefixes else made
-        out.append(made.with_positions(streams) if streams else made)
+        made = made.add_prefixes(lengths[:, None]) if prefixes else made
+        out.append(made.add_positions(streams) if streams else made)
     return out
 
 

@@ -15,7 +15,7 @@ from stored import exported_trained
 from torch import Tensor
 from wide import Wide, double
 
-from dolmen.conversion.source import Source, load_weights, open_source
+from dolmen.conversion.source import ModelSource, load_weights, open_source
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import IGNORED, MARGIN, SIDE, Batch
@@ -76,7 +76,7 @@ def theirs_and_ours(kind: str, fields: dict, seed: int, folder):
     return theirs, ours, source
 
 
-def load(model: Decoder, source: Source) -> None:
+def load(model: Decoder, source: ModelSource) -> None:
     """All that the model has of the source."""
     parameters = dict(model.named_parameters())
 
@@ -123,7 +123,7 @@ def texts(model: torch.nn.Module, given: Batch) -> Tensor:
     return logits.log_softmax(-1).gather(2, index)[..., 0] * real
 
 
-def compare(ours: Decoder, source: Source, theirs: torch.nn.Module) -> None:
+def compare(ours: Decoder, source: ModelSource, theirs: torch.nn.Module) -> None:
     """Gradients of all parameters that both have."""
     gradients = {name: p.grad for name, p in ours.named_parameters()}
     leaves = source.tree.leaves
@@ -421,7 +421,7 @@ def test_packed_rewards_are_those_of_each_alone():
     model = training(PairwiseRewardLoss(), head=ScalarHeadSpec()).model.double()
     given = packed(side=True)
     margin = torch.tensor([[0.5, 0.5, 2.0, 2.0, 0.0], [0, 0, 0, 0, 0], [0] * 5, [1.0] * 5]).double()
-    given = replace(given, numbers={**given.numbers, MARGIN: margin}).with_positions(1)
+    given = replace(given, numbers={**given.numbers, MARGIN: margin}).add_positions(1)
     loss, told = judged(PairwiseRewardLoss(0.1, margin=0.25), model, given)
     places = ((0, 0, 2), (0, 2, 4), (1, 0, 2), (1, 2, 4), (2, 0, 5), (3, 0, 4))
     with torch.no_grad():
@@ -440,7 +440,7 @@ def test_packed_rewards_are_those_of_each_alone():
 def test_kto_of_packed_rows():
     """Each row's zero is the mean of its answers to other prompts, which lie in either row."""
     model = training(DPO()).model
-    given = packed(side=True).with_positions(1)
+    given = packed(side=True).add_positions(1)
     side = torch.tensor([[1, 1, 0, 0, 0], [0, 0, -1, -1, -1], [0] * 5, [-1] * 5]).float()
     noise = torch.rand(4, 5, generator=torch.Generator().manual_seed(0))
     given = replace(given, numbers={SIDE: side, REFERENCE: -4 - noise})
@@ -478,7 +478,7 @@ def test_how_sure_a_reward_model_is():
     model = training(PairwiseRewardLoss(), head=ScalarHeadSpec()).model
     with torch.no_grad():
         model.score.weight.mul_(200)
-    given = packed(side=True).with_positions(1)
+    given = packed(side=True).add_positions(1)
     _, told = judged(CalibratedRewardLoss(), model, given)
     with torch.no_grad():
         values = model(

@@ -42,17 +42,17 @@ def decoder(name: str):
 
 
 def test_positions_begin_anew_in_each_document():
-    batch = Batch.of_windows(np.array([[1, 2, 9, 3, 4, 5, 6], [9, 9, 1, 2, 3, 9, 4]]), 9)
-    one = batch.with_positions(1).positions
+    batch = Batch.from_windows(np.array([[1, 2, 9, 3, 4, 5, 6], [9, 9, 1, 2, 3, 9, 4]]), 9)
+    one = batch.add_positions(1).positions
     assert one.ids.tolist() == [[[0, 1, 2, 0, 1, 2]], [[0, 0, 0, 1, 2, 3]]] and one.longest == 4
-    two = batch.with_prefixes(torch.tensor([[2], [3]])).with_positions(2).positions
+    two = batch.add_prefixes(torch.tensor([[2], [3]])).add_positions(2).positions
     assert two.ids[0].tolist() == [[0, 1, 1, 0, 1, 1], [0, 0, 1, 0, 0, 1]]
     assert two.ids[1].tolist() == [[0, 0, 0, 1, 2, 2], [0, 0, 0, 0, 0, 1]]
-    assert batch.with_positions(2).positions.ids.tolist() == [
+    assert batch.add_positions(2).positions.ids.tolist() == [
         [[0] * 6, [1, 2, 3, 1, 2, 3]],
         [[0] * 6, [1, 1, 1, 2, 3, 4]],
     ]
-    whole = Batch(batch.tokens, batch.labels).with_positions(1)
+    whole = Batch(batch.tokens, batch.labels).add_positions(1)
     assert whole.positions.ids.tolist() == [[list(range(6))]] * 2
     assert whole.split(2)[1].positions.ids.tolist() == [[list(range(6))]]
     assert whole.to(torch.device("meta")).positions.ids.is_meta
@@ -93,10 +93,10 @@ def test_a_document_in_a_batch_is_as_if_alone(name):
     """Of documents that begin anew at 0; learned positions too, which else would go on."""
     model, streams = decoder(name), 2 if name == "two streams" else 1
     windows = torch.randint(71, (1, 25), generator=torch.Generator().manual_seed(0)).numpy()
-    alone = Batch.of_windows(windows[:, 9:]).with_positions(streams)
-    begun = Batch.of_windows(windows)
+    alone = Batch.from_windows(windows[:, 9:]).add_positions(streams)
+    begun = Batch.from_windows(windows)
     starts = torch.tensor([[0] * 9 + [9] * 15])
-    packed = Batch(begun.tokens, begun.labels, Documents.from_starts(starts)).with_positions(streams)
+    packed = Batch(begun.tokens, begun.labels, Documents.from_starts(starts)).add_positions(streams)
     got, want = (
         model(b.tokens, compute_logits, documents=b.documents, positions=b.positions)
         for b in (packed, alone)

@@ -40,7 +40,7 @@ def batch(rank: int, size: int, step: int = 0) -> Batch:
     windows = torch.randint(
         0, 32, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step)
     )
-    return Batch.of_windows(windows[rank * ROWS // size : (rank + 1) * ROWS // size].numpy())
+    return Batch.from_windows(windows[rank * ROWS // size : (rank + 1) * ROWS // size].numpy())
 
 
 def train(

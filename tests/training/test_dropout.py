@@ -48,7 +48,7 @@ STILL = OptimizerConfig(lr=0.0, schedule="constant", clip=0.0)  # nothing but th
 def batch(documents: bool = False) -> Batch:
     made = torch.Generator().manual_seed(3)
     windows = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=made).numpy()
-    whole = Batch.of_windows(windows)
+    whole = Batch.from_windows(windows)
     starts = document_starts(whole.tokens % 4, 0)
     return Batch(whole.tokens, whole.labels, Documents.from_starts(starts) if documents else None)
 

@@ -66,7 +66,7 @@ def make(
 
 def batch(seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
-    return Batch.of_windows(torch.randint(71, (4, 9), generator=generator).numpy())
+    return Batch.from_windows(torch.randint(71, (4, 9), generator=generator).numpy())
 
 
 def values(state: TrainState) -> dict[str, torch.Tensor]:

@@ -150,7 +150,7 @@ def test_sources_are_held_out_by_name(material, tmp_path):
     paths = tuple(f"{weight}:{material.docs}/{part}*.txt" for weight, part in ((3, 0), (1, 1)))
     config = replace(data, path=paths, validation_fraction=0.2)
     loader = prepare_loader(config, None, None, 16, 4, 0, progress=False)
-    apart = loader.held_apart
+    apart = loader.validation_by_source
     assert [*apart] == [path.partition(":")[2] for path in paths]
     assert sum(held.tokens for held in apart.values()) == loader.validation_tokens
     found = bits_per_byte({name: 2.0 for name in apart}, apart)

@@ -248,7 +248,7 @@ def test_router_numbers_by_their_definition():
     windows = torch.randint(300, (4, length + 1), generator=torch.Generator().manual_seed(0))
     still = OptimizerConfig(lr=0.0, schedule="constant")
     state = TrainState(model, adamw(model, still), still, 1, 0, make_schedule("1f1b", 1, 2))
-    told = optimizer_step(state, Batch.of_windows(windows.numpy()), SINGLE).router
+    told = optimizer_step(state, Batch.from_windows(windows.numpy()), SINGLE).router
     balance, z, worst = [], [], 0.0
     for layer in logits.values():
         scores = torch.cat(layer).view(4, length, experts)

@@ -123,7 +123,7 @@ OVER_RANKS = {
 
 def batch(seed: int = 0) -> Batch:
     made = torch.Generator().manual_seed(seed)
-    whole = Batch.of_windows(torch.randint(32, (4, 17), generator=made).numpy())
+    whole = Batch.from_windows(torch.randint(32, (4, 17), generator=made).numpy())
     return replace(whole, numbers={REFERENCE: torch.zeros(4, 16)})
 
 

@@ -58,7 +58,7 @@ def batch(mesh: Mesh = SINGLE, seed: int = 0) -> Batch:
     windows = torch.randint(
         71, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(seed)
     ).numpy()
-    return Batch.of_windows(windows).split(mesh.dp.size)[mesh.dp.rank]
+    return Batch.from_windows(windows).split(mesh.dp.size)[mesh.dp.rank]
 
 
 def values(state: TrainState) -> dict[str, torch.Tensor]:

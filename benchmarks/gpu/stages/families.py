@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu import compare, house, tables
 from benchmarks.gpu.case import Case, Context, Record
-from dolmen.conversion.source import Source, load_weights, open_source
+from dolmen.conversion.source import ModelSource, load_weights, open_source
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import Mesh
 from dolmen.model import build
@@ -61,7 +61,7 @@ def family(context: Context, name: str, record: Record) -> None:
                 )
 
 
-def updates(source: Source, mesh: Mesh, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+def updates(source: ModelSource, mesh: Mesh, dtype: torch.dtype) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of UPDATES steps computed in `dtype`."""
     state = house.training(source.tree, mesh, SEQUENCES, dtype, micro=2)
     build.load(state.model, lambda write: load_weights(source, write))

@@ -35,8 +35,8 @@ from dolmen.conversion.megatron import folders, names
 from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.scaling import Kept, States
 from dolmen.conversion.megatron.source import (
-    Checkpoint,
     Megatron,
+    MegatronCheckpoint,
     Shards,
     State,
     check_said,
@@ -161,7 +161,7 @@ def open_torch_dist(folder: Path, model: Model | None = None, rows: int | None =
     return source_of(read_checkpoint(folder), model, rows)
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path) -> MegatronCheckpoint:
     """Read names, shapes and places of everything in a checkpoint, no tensors yet. Raises Refused
     for files that are missing, damaged or of another format, ValueError for layers that are not all
     there.
@@ -178,7 +178,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     chunks = chunks_of(folder, description)
     parameters = {key: one for key, one in stored.items() if not BESIDE.fullmatch(key)}
     shards, layers = _shards(parameters, chunks)
-    return Checkpoint(
+    return MegatronCheckpoint(
         folder,
         common["args"].values,
         # tensors are whole: no sharding to undo

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from dolmen.checkpoint.folders import METADATA
 from dolmen.conversion.megatron import folders, names, scaling, shares
 from dolmen.conversion.megatron.dist import BACKEND, COMMON, MARKER, open_torch_dist
-from dolmen.conversion.megatron.export import PRODUCT, VERSION, Plan
+from dolmen.conversion.megatron.export import PRODUCT, VERSION, ExportPlan
 from dolmen.conversion.megatron.source import Megatron
 from dolmen.conversion.weights import MOMENTS, Moments, Scales, Scaling, join_stored
 from dolmen.conversion.writing import Advance, LayerPool, group_by_layer
@@ -103,7 +103,7 @@ class TorchDistWriter:
     dtypes.
     """
 
-    plan: Plan
+    plan: ExportPlan
     read: Callable[[str], Tensor]
     dtype: torch.dtype
     iteration: int | None
@@ -182,7 +182,7 @@ class TorchDistWriter:
 
 
 def _common(
-    plan: Plan, dtype: torch.dtype, iteration: int | None, state: Moments | None
+    plan: ExportPlan, dtype: torch.dtype, iteration: int | None, state: Moments | None
 ) -> dict[str, Any]:
     """Content of common.pt: what is not a tensor (args, iteration). The optimizer's parameter
     groups hold the update count only: learning rate and decay come from the run that resumes.
@@ -202,7 +202,7 @@ def _common(
 
 
 def _read_entry(
-    plan: Plan, entry: StoredTensor, read: Callable[[str], Tensor], padding: bool
+    plan: ExportPlan, entry: StoredTensor, read: Callable[[str], Tensor], padding: bool
 ) -> Tensor:
     """Read our parameters with `read` and build the stored tensor. Padding rows of a vocabulary are
     copies of the last row, or zeros without `padding`, as for moments, whose padding never had a
@@ -253,7 +253,7 @@ class StackPlace:
             _state(file, product[1], at, count, known[expert : expert + 1])
 
 
-def _stack_place(plan: Plan, name: str) -> StackPlace:
+def _stack_place(plan: ExportPlan, name: str) -> StackPlace:
     """Key and stack index of a tensor by its canonical name."""
     parsed = names.canonical(name)
     assert parsed is not None

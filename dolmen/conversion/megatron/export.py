@@ -105,7 +105,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Place of a tensor in the checkpoint: pipeline rank and its names in the files there; of
     experts also the ep rank, and one name per expert.
     """
@@ -121,7 +121,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExportPlan:
     """All files, names and shapes that are written, known before a tensor is read. Raises as
     `arguments.new`, `Ranks.check` and `names.weights`.
     """
@@ -174,7 +174,7 @@ class Plan:
             return Share(0)
         return shares.share(entry, self.tree.leaves[entry.ours[0]])
 
-    def places(self, name: str) -> list[Place]:
+    def places(self, name: str) -> list[TensorPlace]:
         """Places of a tensor by its canonical name: two for a tied embedding where pp > 1 (first
         and last stage), one per ep rank for experts, else one.
         """
@@ -198,12 +198,12 @@ class Plan:
         first = name.startswith("embedding.")
         return [self._place(0 if first else last, [spell(name)])]
 
-    def _place(self, stage: int, own: list[str]) -> Place:
+    def _place(self, stage: int, own: list[str]) -> TensorPlace:
         """Place of tensors named `own` in a stage. Stage s lies on pipeline rank s mod pp, in its
         chunk s // pp (interleaved).
         """
         chunk, pp = divmod(stage, self.ranks.pp)
-        return Place(pp, tuple(f"{self._key(chunk)}.{name}" for name in own))
+        return TensorPlace(pp, tuple(f"{self._key(chunk)}.{name}" for name in own))
 
     def _key(self, chunk: int) -> str:
         """Key of a chunk's tensors in a rank's file."""
@@ -339,7 +339,7 @@ class MegatronWriter:
     as a release.
     """
 
-    plan: Plan
+    plan: ExportPlan
     read: Callable[[str], Tensor]
     dtype: torch.dtype
     iteration: int | None
@@ -408,9 +408,9 @@ class MegatronWriter:
 
 
 def _write_shares(
-    plan: Plan,
+    plan: ExportPlan,
     files: Mapping[tuple[int, int], TorchFileWriter],
-    places: Sequence[Place],
+    places: Sequence[TensorPlace],
     share: Share,
     whole: Tensor,
 ) -> int:

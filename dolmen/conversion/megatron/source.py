@@ -73,7 +73,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class MegatronCheckpoint:
     """Content of the pickles of all ranks, before any tensor is read."""
 
     folder: Path
@@ -93,7 +93,7 @@ class Checkpoint:
     """Transformer Engine's `_extra_state` entries, by the weight that each belongs to."""
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: Path) -> MegatronCheckpoint:
     """Read the pickles of all ranks, no tensors yet. Raises ValueError for ranks that are missing,
     damaged, of another iteration, or whose experts are sharded over another tp size than the rest.
     """
@@ -124,7 +124,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         )
     kept: dict[str, dict[int, list[Kept]]] = {}
     shards, layers = _shards(ranks, files, sizes, kept)
-    return Checkpoint(
+    return MegatronCheckpoint(
         folder,
         args,
         sizes,
@@ -240,7 +240,7 @@ def _place(
 class Megatron(Joined):
     """A checkpoint of Megatron as a source; its weights are read as those of `model`."""
 
-    checkpoint: Checkpoint
+    checkpoint: MegatronCheckpoint
     moment: bool = False
     """True if this reads a moment of each trained parameter in place of weights."""
 
@@ -474,7 +474,7 @@ def open_megatron(folder: Path, model: Model | None = None, rows: int | None = N
 
 
 def source_of(
-    checkpoint: Checkpoint, model: Model | None = None, rows: int | None = None
+    checkpoint: MegatronCheckpoint, model: Model | None = None, rows: int | None = None
 ) -> Megatron:
     """Make a source of a checkpoint whose pickles are read; see `open_megatron`."""
     place = sidecars.place(checkpoint.folder)
@@ -483,7 +483,7 @@ def source_of(
     return Megatron(model, place, checkpoint)
 
 
-def _model(checkpoint: Checkpoint, place: Path, rows: int | None) -> Model:
+def _model(checkpoint: MegatronCheckpoint, place: Path, rows: int | None) -> Model:
     """Return the model of the config.json in folder `place`, warning where the args differ, or else
     build it from the args. Raises ValueError where the vocabulary is unknown or larger than the
     embedding, or layers are missing.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dolmen.conversion.source import Source
+from dolmen.conversion.source import ModelSource
 from dolmen.core.messages import plural
 from dolmen.data.template import Chat, Template
 from dolmen.data.tokenizer import PreTrainedTokenizer
@@ -58,7 +58,7 @@ class RequestParser:
     """Converts clients' requests to one model into requests of its engine."""
 
     config: ServeConfig
-    source: Source
+    source: ModelSource
     tokenizer: PreTrainedTokenizer
     template: Template | None
     """Chat template; None: the model has none."""

@@ -31,12 +31,12 @@ from fastapi import FastAPI
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dolmen.conversion.source import Source, open_alike, open_source, tokenizer_folder
+from dolmen.conversion.source import ModelSource, open_on_all_ranks, open_source, tokenizer_folder
 from dolmen.core.filesystem import expand
 from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import escape
-from dolmen.data.template import own_template
+from dolmen.data.template import tokenizer_template
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.files import gate
 from dolmen.launch import process
@@ -213,7 +213,7 @@ def bind_socket(config: ServeConfig) -> socket.socket:
 
 
 def build_parser(
-    config: ServeConfig, source: Source, tokenizer: PreTrainedTokenizer, verbose: bool
+    config: ServeConfig, source: ModelSource, tokenizer: PreTrainedTokenizer, verbose: bool
 ) -> RequestParser:
     """Return the parser of requests, with the sampling defaults of generation_config.json (else
     temperature 1) and the chat template.
@@ -230,7 +230,7 @@ def build_parser(
     defaults.check()
     template = None
     if tokenizer.chat_template:
-        template = own_template(tokenizer, "", "give a model with one")
+        template = tokenizer_template(tokenizer, "", "give a model with one")
     else:
         say("the tokenizer has no chat template: /v1/chat/completions is not served", verbose)
     new_tokens = sampling.max_new_tokens
@@ -243,7 +243,7 @@ def serve(config: ServeConfig, mesh: Mesh) -> None:
     """Load the model and serve it until SIGINT or SIGTERM, on every rank of `mesh`; the first rank
     runs the HTTP server. Raises ValueError as `check`, and what the engine raises.
     """
-    source = open_alike(config.folder, mesh)
+    source = open_on_all_ranks(config.folder, mesh)
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
     # bound first, so that clients wait in the backlog while the model loads
     listener = bind_socket(config) if mesh.first else None

@@ -4,7 +4,7 @@ generation, critic.
 
 from dataclasses import replace
 
-from dolmen.conversion.source import Source
+from dolmen.conversion.source import ModelSource
 from dolmen.core.messages import plural
 from dolmen.families import compare_fields
 from dolmen.model.layout import Layout
@@ -226,7 +226,7 @@ def check_critic(resolved: ResolvedRun) -> None:
         )
 
 
-def _shape_differences(run: RunConfig, source: Source) -> str:
+def _shape_differences(run: RunConfig, source: ModelSource) -> str:
     """Return how the source's shape differs from the run's model, as text, ignoring the head; ""
     where it does not.
     """

@@ -81,7 +81,7 @@ def one_validation_source(run: RunConfig, loader: Loader) -> str | None:
     """Return a warning where losses per source are requested, and the validation split is not per
     source, or None.
     """
-    if not run.log.validate_sources or loader.held_apart or len(loader.mixture.parts) < 2:
+    if not run.log.validate_sources or loader.validation_by_source or len(loader.mixture.parts) < 2:
         return None
     single = run.data.validation is not None
     return (
