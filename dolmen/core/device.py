@@ -178,7 +178,7 @@ def describe_device(device: torch.device, choice: DeviceChoice) -> str:
         seen = plural(visible_gpus(), "GPU")
         return f"{torch.cuda.get_device_name(device)} ({device} of {seen} visible per process)"
     threads = f"CPU, {plural(torch.get_num_threads(), 'thread')} each"
-    return f"{threads} ({'as asked' if asked == 'cpu' else _no_gpu_reason()})"
+    return f"{threads} ({'as asked' if choice == 'cpu' else _no_gpu_reason()})"
 
 
 def gpu_id(device: torch.device, env: Mapping[str, str] = os.environ) -> str:

@@ -98,14 +98,14 @@ class DuringConfig(TasksConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.every is not None and not self.asked:
+        if self.every is not None and not self.enabled:
             raise ValueError(
                 f"evaluate.every is {self.every}, and nothing is evaluated: give "
                 "--evaluate.tasks or --evaluate.samples"
             )
 
     @property
-    def asked(self) -> bool:
+    def enabled(self) -> bool:
         """True if anything is evaluated."""
         return self.tasks is not None or self.samples is not None
 

@@ -268,7 +268,7 @@ def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) ->
         }
         heard = (
             f"last heard of after step {row['step']}, while others are at "
-            f"{max(o['step'] for o in told.values())}"
+            f"{max(o['step'] for o in heartbeats.values())}"
             if rank in silent and heartbeats
             else f"hangs after step {row['step']}"
         )
@@ -284,7 +284,7 @@ def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) ->
             *lines,
             f"{waiting} of {len(rows)} ranks wait for it"
             if len(blamed) == 1
-            else f"{len(named)} of {len(rows)} ranks hang",
+            else f"{len(blamed)} of {len(rows)} ranks hang",
         ]
     )
 

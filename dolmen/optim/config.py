@@ -68,7 +68,7 @@ class OptimizerConfig:
         changed = [f.name for f in fields(MuonConfig) if getattr(self.muon, f.name) != f.default]
         if self.name != "muon" and changed:
             raise ValueError(
-                f"optimizer.muon.{asked[0]} is {getattr(self.muon, asked[0])}, but optimizer.name "
+                f"optimizer.muon.{changed[0]} is {getattr(self.muon, changed[0])}, but optimizer.name "
                 f"is {self.name}, which does not have it: set --optimizer.name muon"
             )
         if self.from_init and self.name != "adamw":

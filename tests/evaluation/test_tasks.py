@@ -196,6 +196,6 @@ def harness(folder):
 
 def test_a_task_that_scores_too_much_at_once_is_refused(folder, monkeypatch):
     made = harness(folder)
-    monkeypatch.setattr(perplexity, "foretold", None)  # is not asked
+    monkeypatch.setattr(perplexity, "score_rows", None)  # is not asked
     with pytest.raises(ValueError, match="65 tokens to be scored at once.*embeddings are 64"):
         made._loglikelihood_tokens([(None, [1], [2] * 65)])

@@ -88,7 +88,7 @@ def test_a_case_in_miniature(stage, name, results):
 def test_norms_are_those_that_the_hardware_has(monkeypatch):
     device = torch.device("cpu")
     assert house.norms(device, torch.float32) == ["passes"]
-    monkeypatch.setattr(kernels.Hardware, "of", lambda device: kernels.H100)
+    monkeypatch.setattr(kernels.Hardware, "from_device", lambda device: kernels.H100)
     assert house.norms(device, torch.bfloat16) == ["passes", "fused"]
 
 

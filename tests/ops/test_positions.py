@@ -116,7 +116,7 @@ def test_what_positions_a_model_takes():
         learned(tokens, compute_logits, positions=PositionIds.from_ids(ids))
     with pytest.raises(ValueError, match="knows 2 streams of positions, and the batch has 1"):
         decoder("two streams")(tokens[:, :8], compute_logits)
-    with pytest.raises(ValueError, match=r"knows 1 .* has 2: make them by Batch.with_positions"):
+    with pytest.raises(ValueError, match=r"knows 1 .* has 2: make them by Batch.add_positions"):
         decoder("rope")(
             tokens[:, :8], compute_logits, positions=PositionIds.from_ids(ids[..., :8].repeat(1, 2, 1))
         )

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dolmen.core.mesh import SINGLE
 from dolmen.model.spec.param import Role
 from dolmen.optim import muon as newton_schulz
-from dolmen.optim.config import Muon, OptimizerConfig
+from dolmen.optim.config import MuonConfig, OptimizerConfig
 from dolmen.optim.muon import flops, orthogonalize
 from dolmen.optim.optimizer import KINDS, RULES, make_optimizer, names, prime, set_step, tensors
 
@@ -273,7 +273,7 @@ def test_half_precision_and_fp32_are_near_and_keep_the_dtype_of_the_parameter():
     ended = {}
     for dtype in ("float32", "bfloat16"):
         made = model(dtype=torch.float32)
-        optimizer = make_optimizer(made, replace(MUON, muon=Muon(dtype=dtype)), SINGLE)
+        optimizer = make_optimizer(made, replace(MUON, muon=MuonConfig(dtype=dtype)), SINGLE)
         random_gradients(made)
         optimizer.step()
         assert {p.dtype for p in made.parameters()} == {torch.float32}
@@ -311,4 +311,4 @@ def test_flops_are_those_computed(shape):
 )
 def test_what_is_refused(words, given):
     with pytest.raises(ValueError, match=words):
-        OptimizerConfig(**{**dict(name="muon"), **given, "muon": Muon(**given["muon"])})
+        OptimizerConfig(**{**dict(name="muon"), **given, "muon": MuonConfig(**given["muon"])})

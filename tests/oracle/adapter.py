@@ -132,7 +132,7 @@ def patched(data: Data, scale: LossScale | None = None) -> Iterator[None]:
         if data.uneven:
             enter(mock.patch.object(TextLoader, "batch", uneven))
         if scale is not None:
-            enter(mock.patch.object(LossScale, "of", lambda dtype: replace(scale)))
+            enter(mock.patch.object(LossScale, "from_dtype", lambda dtype: replace(scale)))
         enter(mock.patch.object(runs.mfu, "matmul_peak", lambda device, dtype: 1e12))
         enter(mock.patch.object(metrics, "plot", lambda file, to, title: None))
         enter(contextlib.redirect_stdout(io.StringIO()))

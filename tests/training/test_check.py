@@ -22,7 +22,7 @@ from dolmen.families import edit
 from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.objectives.config import ObjectiveConfig
-from dolmen.optim.config import Muon
+from dolmen.optim.config import MuonConfig
 from dolmen.planning.config import DryrunRequest
 from dolmen.recipes import RECIPES
 from dolmen.recipes.overrides import build_request
@@ -189,7 +189,7 @@ def test_another_optimizer_is_refused_with_the_knob(material):
             check_same_optimizer(saved, run, 7)
     for saved, run in ((to_dict(muon), muon), (nameless, plain), ({}, plain)):
         check_same_optimizer(saved, run, 7)
-    other = replace(muon.optimizer, lr=1.0, muon=Muon(momentum=0.5))
+    other = replace(muon.optimizer, lr=1.0, muon=MuonConfig(momentum=0.5))
     check_same_optimizer(to_dict(muon), replace(muon, optimizer=other), 7)
 
 
