@@ -12,11 +12,11 @@ import pytest
 from test_house import files, nodes
 
 LIMITS = {
-    "fragments": 15,
-    "participles": 46,
-    "prepositions": 74,
-    "shared class names": 29,
-    "private words": 388,
+    "fragments": 3,
+    "participles": 1,
+    "prepositions": 22,
+    "shared class names": 6,
+    "private words": 9,
 }
 FRAGMENTS = set(
     """of what that those as with by in whether which where whose on from between behind

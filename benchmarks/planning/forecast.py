@@ -210,7 +210,9 @@ def _elements(job: Job, rank: int) -> ParameterCount:
     """Parameters of a rank of pp, on a rank of tp."""
     pp, block = job.topology.pp, _block(job)
     layers = sum(job.layers[chunk * pp + rank] for chunk in range(job.virtual_stages))
-    table = ParameterCount(math.prod(job.tree.leaves["embed.weight"].local_shape({"tp": job.topology.tp})))
+    table = ParameterCount(
+        math.prod(job.tree.leaves["embed.weight"].local_shape({"tp": job.topology.tp}))
+    )
     found = ParameterCount(layers * block.dense, layers * block.experts)
     if rank == 0:
         found += table

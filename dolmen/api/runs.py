@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path, PosixPath
 from typing import Any
 
-from dolmen.api.options import build_config, value_errors, rewrite_options
+from dolmen.api.options import build_config, rewrite_options, value_errors
 from dolmen.core.filesystem import expand
 from dolmen.core.messages import BadInput, brief
 from dolmen.planning import dryrun as dry

@@ -83,7 +83,9 @@ def _differences(names: list[str], first: dict, other: dict) -> str:
         return str(of.get(name, "absent"))
 
     differences = [f"{n} {value(other, n)}, here {value(first, n)}" for n in names[:SHOWN]]
-    return "; ".join(differences) + (f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return "; ".join(differences) + (
+        f"; and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    )
 
 
 def run_on_all_ranks(work: Callable[[], T]) -> T:

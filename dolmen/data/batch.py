@@ -63,7 +63,9 @@ class Batch:
             # any valid id will do: such positions have no label
             torch.where(tokens == IGNORED, 0, tokens),
             whole[:, 1:].contiguous(),
-            None if end_of_text is None else Documents.from_starts(document_starts(tokens, end_of_text)),
+            None
+            if end_of_text is None
+            else Documents.from_starts(document_starts(tokens, end_of_text)),
         )
 
     def add_prefixes(self, lengths: Int64[Tensor, "#sequences #length"]) -> "Batch":

@@ -85,8 +85,8 @@ class _End(NamedTuple):
 
 
 class _WorkerGroup:
-    """The workers of one `launch`, over all restarts. `first_signal`: the first signal that asked this
-    process to end, 0 if none did; `more`: extra environment variables of each worker.
+    """The workers of one `launch`, over all restarts. `first_signal`: the first signal that told
+    this process to end, 0 if none did; `more`: extra environment variables of each worker.
     """
 
     def __init__(self, processes: int, words: list[str], before: Mapping[signal.Signals, Any]):

@@ -113,7 +113,9 @@ class CoreAttention(nn.Module):
         """
         if self.kv_head_of_query is not None:
             k, v = (_per_query(t, self.kv_head_of_query, 2) for t in (k, v))
-        return self.backend.attention(q, k, v, self.attend.with_documents(documents)._replace(sinks=sinks))
+        return self.backend.attention(
+            q, k, v, self.attend.with_documents(documents)._replace(sinks=sinks)
+        )
 
     def attend_paged(
         self,

@@ -187,8 +187,8 @@ class Decoder(nn.Module):
 
     def prepack(self, weights: Weights) -> None:
         """Let every linear use a packed copy of its weight, in the format `weights`, for products
-        without gradients, until `disable_prepack`. Does nothing if the kernels use no packed form (on a
-        GPU).
+        without gradients, until `disable_prepack`. Does nothing if the kernels use no packed form
+        (on a GPU).
         """
         if not self.split.kernels.lays_out:
             return

@@ -67,8 +67,9 @@ class OptimizerConfig:
         """Raise ValueError for options of another optimizer than `name`."""
         changed = [f.name for f in fields(MuonConfig) if getattr(self.muon, f.name) != f.default]
         if self.name != "muon" and changed:
+            name = changed[0]
             raise ValueError(
-                f"optimizer.muon.{changed[0]} is {getattr(self.muon, changed[0])}, but optimizer.name "
+                f"optimizer.muon.{name} is {getattr(self.muon, name)}, but optimizer.name "
                 f"is {self.name}, which does not have it: set --optimizer.name muon"
             )
         if self.from_init and self.name != "adamw":

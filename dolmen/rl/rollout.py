@@ -63,7 +63,9 @@ class Rollout:
         read.
         """
         tokens, labels = self.tokens[rows], self.labels[rows]
-        batch = Batch(tokens, labels, Documents.from_starts(_document_starts(labels))).add_positions(1)
+        batch = Batch(
+            tokens, labels, Documents.from_starts(_document_starts(labels))
+        ).add_positions(1)
         experts = self.experts[rows].long() if self.experts.numel() else None
         numbers = {name: each[rows] for name, each in self.numbers.items()}
         return replace(batch, numbers=numbers, experts=experts)

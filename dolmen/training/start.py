@@ -162,9 +162,7 @@ def _load(
         for delayed in state.delayed_scalings():
             delayed.initialized = delayed.initialized or saved.updates > 0
     else:  # of another recipe, or none: scales begin as at a first step
-        tensors = {
-            name: tensor for name, tensor in tensors.items() if name not in scaling
-        }
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in scaling}
         for delayed in state.delayed_scalings():
             delayed.forget()
     checkpoints.load(step, tensors, state.names())

@@ -4,8 +4,8 @@
     GET /data?token=SECRET    what it draws, as it is now
 
 There is nothing else: no name in an address becomes a path, so nothing but these runs is served.
-The secret is generated anew at every start, compared in constant time, and needed for all. The server is
-that of the standard library, as a run's machine needs no extra for one reader.
+The secret is generated anew at every start, compared in constant time, and needed for all. The
+server is that of the standard library, as a run's machine needs no extra for one reader.
 """
 
 import hmac

@@ -127,7 +127,9 @@ def step_of(changes: dict, hardware, dtype: torch.dtype) -> set[str]:
     state = TrainState(model, optimizer, OptimizerConfig(), 10, 1, schedule)
     tokens = torch.arange(34).view(2, 17)
     starts = torch.tensor([0] * 7 + [7] * 9).repeat(2, 1)
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), Documents.from_starts(starts))
+    batch = Batch(
+        tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), Documents.from_starts(starts)
+    )
     seen = Seen()
     with seen:
         optimizer_step(state, batch, SINGLE)

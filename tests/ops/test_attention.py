@@ -111,7 +111,9 @@ def test_documents(case, dtype, tolerance):
 
 def test_a_document_is_as_if_alone():
     q, k, v = tensors(150, 150, 4, 2)
-    together = ops.attention(q, k, v, Attend().with_documents(Documents.from_starts(documents([60, 90], [60, 90]))))
+    together = ops.attention(
+        q, k, v, Attend().with_documents(Documents.from_starts(documents([60, 90], [60, 90])))
+    )
     alone = [
         ops.attention(*(t[:, part] for t in (q, k, v)), Attend())
         for part in (slice(0, 60), slice(60, 150))
@@ -123,7 +125,12 @@ def test_keys_of_other_documents_are_not_multiplied(monkeypatch):
     keys, bmm = [], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda a, b: keys.append(b.shape[2]) or bmm(a, b))
     q, k, v = (t.detach() for t in tensors(256, 256, 1, 1))
-    ops.attention(q, k, v, Attend().with_documents(Documents.from_starts(documents([128, 128], [100, 28, 128]))))
+    ops.attention(
+        q,
+        k,
+        v,
+        Attend().with_documents(Documents.from_starts(documents([128, 128], [100, 28, 128]))),
+    )
     # four blocks of 64 queries; the third and fourth begin at key 128
     assert keys[::2] == [64, 128, 64, 128]
 
@@ -246,5 +253,8 @@ def test_gradient_with_dropped_probabilities():
     """Against differences in float64: a mask depends on places alone, so it stands still."""
     q, k, v = tensors(4, 6, 4, 2)
     noise = elementwise.Noise(torch.tensor(7), torch.arange(2))
-    attend, rows = Attend().with_documents(None, elementwise.Dropout(0.4, noise, 3)), torch.arange(2, 6)
+    attend, rows = (
+        Attend().with_documents(None, elementwise.Dropout(0.4, noise, 3)),
+        torch.arange(2, 6),
+    )
     assert torch.autograd.gradcheck(lambda *t: dropout.attention(*t, attend, rows), (q, k, v))

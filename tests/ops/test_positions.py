@@ -118,5 +118,7 @@ def test_what_positions_a_model_takes():
         decoder("two streams")(tokens[:, :8], compute_logits)
     with pytest.raises(ValueError, match=r"knows 1 .* has 2: make them by Batch.add_positions"):
         decoder("rope")(
-            tokens[:, :8], compute_logits, positions=PositionIds.from_ids(ids[..., :8].repeat(1, 2, 1))
+            tokens[:, :8],
+            compute_logits,
+            positions=PositionIds.from_ids(ids[..., :8].repeat(1, 2, 1)),
         )

@@ -434,7 +434,9 @@ def test_bytes_sent_by_a_ring(world):
         with mode or Watch():
             cp = ContextParallel(Axis("cp", 8, 3, world))
             tensors = [torch.ones(2, 512 // 8, h, SIZE, dtype=dtype) for h in (HEADS, 2, 2, HEADS)]
-            here = Attend().with_documents(Documents.from_starts(torch.zeros(2, 512 // 8, dtype=torch.int64)))
+            here = Attend().with_documents(
+                Documents.from_starts(torch.zeros(2, 512 // 8, dtype=torch.int64))
+            )
             with Watch() as watch:
                 got = gradients(lambda *t: cp.attention(*t, here), *tensors)
         assert [t.shape for t in got] == [

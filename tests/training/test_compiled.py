@@ -150,7 +150,9 @@ def run(case: Case, mesh) -> None:
 def batch(sequences: int, documents: bool) -> Batch:
     tokens = torch.arange(sequences * 16).view(-1, 16) % 32
     return Batch(
-        tokens, tokens.roll(-1, 1), Documents.from_starts(torch.zeros_like(tokens)) if documents else None
+        tokens,
+        tokens.roll(-1, 1),
+        Documents.from_starts(torch.zeros_like(tokens)) if documents else None,
     )
 
 

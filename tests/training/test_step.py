@@ -44,7 +44,13 @@ def make(mesh: Mesh, zero: int = 1, dtype: str = "float32", **options) -> TrainS
     optimizer = adamw(model, config)
     prime(optimizer)
     return TrainState(
-        model, optimizer, config, 100, zero, make_schedule("1f1b", 1, 1), scale=LossScale.from_dtype(dtype)
+        model,
+        optimizer,
+        config,
+        100,
+        zero,
+        make_schedule("1f1b", 1, 1),
+        scale=LossScale.from_dtype(dtype),
     )
 
 

@@ -50,7 +50,9 @@ class FlashCall(NamedTuple):
     """True if cuDNN's operators may compute it."""
 
     @staticmethod
-    def from_run(run: Run | None, bounds: tuple[int, int], scale: float, cudnn: bool) -> "FlashCall":
+    def from_run(
+        run: Run | None, bounds: tuple[int, int], scale: float, cudnn: bool
+    ) -> "FlashCall":
         """Build the call for the segments of `run`, or for whole tensors where it is None.
         `bounds`: keys seen left and right of the diagonal, -1 for all; `cudnn`: admit cuDNN's
         operators.

@@ -255,7 +255,9 @@ class Attend(NamedTuple):
     sinks: Tensor | None = None
     """[heads of these queries]: attention sink logits (score_bias.py), or None."""
 
-    def with_documents(self, documents: Documents | None, dropout: Dropout | None = None) -> "Attend":
+    def with_documents(
+        self, documents: Documents | None, dropout: Dropout | None = None
+    ) -> "Attend":
         """Return this attention with a microbatch's documents and dropout; prefixes are dropped
         where the mask is causal.
         """
