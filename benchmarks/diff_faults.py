@@ -87,8 +87,8 @@ class Held:
     generation_config: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def tree(self):
-        return self.model.tree
+    def spec(self):
+        return self.model.spec
 
     @property
     def specs(self):
@@ -501,7 +501,7 @@ def random_weights(model: Model) -> Weights:
     """Norms around their own value, biases around 0, and matrices that keep sizes about 1."""
     generator = torch.Generator().manual_seed(0)
     found = {}
-    for name, leaf in model.tree.leaves.items():
+    for name, leaf in model.spec.leaves.items():
         drawn = torch.randn(leaf.shape, generator=generator)
         scale = 0.3 if len(leaf.shape) == 1 else 0.2
         found[name] = drawn * scale + (leaf.initial == "ones")
@@ -539,7 +539,7 @@ def beside(name: str, layouts: bool) -> Side:
 
 
 def side(tensors: Tensors, source: Held, topology: Topology) -> Side:
-    return Side(Recording("", topology, torch.float32, torch.float32, tensors), source.tree, LENGTH)
+    return Side(Recording("", topology, torch.float32, torch.float32, tensors), source.spec, LENGTH)
 
 
 def recorded(fault: Fault, mesh=SINGLE) -> Tensors:

@@ -65,7 +65,7 @@ def of(case: str, layouts: dict[str, float | str]) -> Checked:
         return Checked(
             case,
             model.model_type,
-            count.parameters(model.tree),
+            count.parameters(model.spec),
             PLAIN if CASES[case].plain else type(build(case)).__name__,
             difference,
             single,

@@ -81,7 +81,7 @@ def main() -> None:
     source = open_source(options.model)
     tokenizer = load_tokenizer(tokenizer_folder(source), option="")
     tokens = tokenizer(Path(options.text).read_text())["input_ids"]
-    length = source.tree.max_position_embeddings
+    length = source.spec.max_position_embeddings
     windows = [tokens[i : i + length] for i in range(0, len(tokens), length)][: options.windows]
     model = load_decoder(source, dtype=torch.float32)
     exact, own = judged(model, windows, "stated")

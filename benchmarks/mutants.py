@@ -100,7 +100,7 @@ def carry_out(
     line.remove_task(task)
 
 
-def unmutated(found: Sequence[Fault], tree: str) -> dict[str, tuple]:
+def unmutated(found: Sequence[Fault], spec: str) -> dict[str, tuple]:
     """The work of running all tests that these faults name, a test file at a time."""
     files: dict[str, set[str]] = {}
     for test in (test for fault in found for test in fault.tests):
@@ -108,7 +108,7 @@ def unmutated(found: Sequence[Fault], tree: str) -> dict[str, tuple]:
     out = {}
     for file, tests in sorted(files.items()):
         nothing = Fault(file, "", "", f"unmutated: {file}", tuple(sorted(tests)))
-        out[nothing.key(tree)] = nothing.why, cases.run, (nothing.tests, UNMUTATED_LIMIT)
+        out[nothing.key(spec)] = nothing.why, cases.run, (nothing.tests, UNMUTATED_LIMIT)
     return out
 
 
@@ -162,7 +162,7 @@ def pool(workers: int, scratch: Path) -> ProcessPoolExecutor:
 def main() -> int:
     given, screen = arguments(), Console()
     os.environ["OMP_NUM_THREADS"] = "1"
-    found, tree, began = chosen(given), faults.tree(), time.monotonic()
+    found, spec, began = chosen(given), faults.spec(), time.monotonic()
     for fault in found:
         faults.mutated(fault)  # raises: what does not match is an error, never a kill
     results = Results.open(given.results, given.fresh)
@@ -177,7 +177,7 @@ def main() -> int:
         pool(given.workers, Path(scratch)) as processes,
         Progress(*columns, console=screen, transient=True) as line,
     ):
-        first = unmutated(found, tree)
+        first = unmutated(found, spec)
         for key in first:  # what has failed may have been for want of memory or ports
             if key in results.known and results.known[key].outcome != "passed":
                 del results.known[key]
@@ -187,7 +187,7 @@ def main() -> int:
                 "without a fault, these fail:", *(c.told or c.outcome for c in wrong), sep="\n"
             )
             return 1
-        work = {f.key(tree): (f.why, cases.attempt, (f, given.limit)) for f in found}
+        work = {f.key(spec): (f.why, cases.attempt, (f, given.limit)) for f in found}
         carry_out(processes, work, results, line)
     ends = [results.known[key] for key in work]
     screen.print(told(found, ends))

@@ -34,7 +34,7 @@ from dolmen.core.mesh import Axis, Mesh
 
 def model_of(work: Work, mesh: Mesh) -> Llama:
     with mesh.device:
-        model = Llama(work.model.tree, work.sequence, mesh.device)
+        model = Llama(work.model.spec, work.sequence, mesh.device)
     copy_weights(work, model, mesh.device, lambda name: name)
     return model
 

@@ -93,7 +93,7 @@ class Llama(nn.Module):
 def plain_side(work: Work, mesh: Mesh, compile: bool):
     """One step of it; see benchmarks/sides.py."""
     with mesh.device:
-        model = Llama(work.model.tree, work.sequence, mesh.device)
+        model = Llama(work.model.spec, work.sequence, mesh.device)
     copy_weights(work, model, mesh.device, lambda name: name)
     loss_of = mean_loss
     if compile:

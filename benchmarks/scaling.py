@@ -94,12 +94,12 @@ def prepare(name: str, args) -> Callable[[], dict]:
     """Build one side on this rank, and make three steps to warm up. The result makes a step: wall
     and CPU seconds, loss, bytes.
     """
-    layout, tree = SIDES[name], model_of(args).tree
+    layout, spec = SIDES[name], model_of(args).spec
     mesh, rows = layout.mesh(torch.device("cpu")), args.batch // (2 if name == APART else layout.dp)
     size = 1 if layout.pp > 1 else max(1, min(4096 * layout.cp // args.sequence, rows))
     schedule = layout.make_schedule(rows * layout.dp, size)
     model = build(
-        tree,
+        spec,
         mesh,
         layout,
         schedule,
@@ -111,7 +111,7 @@ def prepare(name: str, args) -> Callable[[], dict]:
     prime(optimizer)
     state = TrainState(model, optimizer, OPTIMIZER, 1000, layout.zero, schedule)
     text = torch.randint(
-        tree.vocab_size,
+        spec.vocab_size,
         (args.batch, args.sequence + 1),
         generator=torch.Generator().manual_seed(1),
     )
@@ -163,8 +163,8 @@ def worker(rank: int, name: str, cores: list[int], store: str, args, asked, told
 
 def table(results: dict[str, list[tuple[dict, list[dict]]]], args, peak: float) -> Table:
     """Medians over pairs of steps: of one core, and right after it of a side, rank by rank."""
-    tree = model_of(args).tree
-    floor = training_flops_per_token(tree, args.sequence) * args.batch * args.sequence / peak
+    spec = model_of(args).spec
+    floor = training_flops_per_token(spec, args.sequence) * args.batch * args.sequence / peak
     out = Table(
         "split",
         "step",
@@ -177,7 +177,7 @@ def table(results: dict[str, list[tuple[dict, list[dict]]]], args, peak: float) 
         "sent per rank",
         "peak memory",
         "loss",
-        title=f"{parameters(tree) / 1e6:.0f} M parameters, {args.batch} x {args.sequence} "
+        title=f"{parameters(spec) / 1e6:.0f} M parameters, {args.batch} x {args.sequence} "
         f"tokens, bf16"
         f"{', compiled' if args.compile else ''}: two processes of a core each against one",
     )

@@ -54,15 +54,15 @@ class Work:
     @property
     def flops(self) -> float:
         """Of the model, whoever computes it, without what is computed again."""
-        return self.tokens * training_flops_per_token(self.model.tree, self.sequence)
+        return self.tokens * training_flops_per_token(self.model.spec, self.sequence)
 
     def __str__(self) -> str:
         """For a person."""
-        tree = self.model.tree
+        spec = self.model.spec
         return (
-            f"{self.batch} x {self.sequence} tokens; hidden {tree.hidden_size}, "
-            f"{tree.layers} layers, {tree.blocks[0].mixer.words}, ffn {tree.blocks[0].mlp.size}, "
-            f"vocabulary {tree.vocab_size}"
+            f"{self.batch} x {self.sequence} tokens; hidden {spec.hidden_size}, "
+            f"{spec.layers} layers, {spec.blocks[0].mixer.words}, ffn {spec.blocks[0].mlp.size}, "
+            f"vocabulary {spec.vocab_size}"
         )
 
 
@@ -70,7 +70,7 @@ Side = Callable[[], torch.Tensor | float]
 
 
 def batch_of(work, device):
-    batch = house.batch(work.model.tree, work.batch, work.sequence).to(device)
+    batch = house.batch(work.model.spec, work.batch, work.sequence).to(device)
     return batch.tokens, batch.labels
 
 
@@ -78,9 +78,9 @@ def dolmen_side(work, mesh, compile, sequence=False):
     """This project: the training loop's own step."""
     layout = Layout(tp=mesh.tp.size, sequence_parallel=sequence)
     state = house.training(
-        work.model.tree, mesh, work.batch, layout=layout, compile=compile, initial=work.initial
+        work.model.spec, mesh, work.batch, layout=layout, compile=compile, initial=work.initial
     )
-    batch = house.batch(work.model.tree, work.batch, work.sequence)
+    batch = house.batch(work.model.spec, work.batch, work.sequence)
     return lambda: optimizer_step(state, batch, mesh).loss
 
 
@@ -97,7 +97,7 @@ def transformers_model(work, device, dtype, attention):
 
 def copy_weights(work, model, device, named):
     """The values that dolmen's model begins with, in `model`, whose names `named` gives."""
-    ours = build.build(work.model.tree, replace(meshes.SINGLE, device=device))
+    ours = build.build(work.model.spec, replace(meshes.SINGLE, device=device))
     work.initial(ours)
     theirs, given = dict(model.named_parameters()), dict(ours.named_parameters())
     assert len(theirs) == len(given)

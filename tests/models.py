@@ -160,7 +160,7 @@ class Flat:
         )
 
     @property
-    def tree(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         """What is computed, whether a family can express it or not. Raises ValueError for numbers
         that cannot be.
         """
@@ -186,40 +186,40 @@ class Flat:
     @property
     def model(self) -> Model:
         """Its config.json. Raises ValueError where the family cannot express it."""
-        made = model_from_spec(self.tree, self.family)
+        made = model_from_spec(self.spec, self.family)
         # a width that no layer has is kept too
         kept = replace_fields(
             made, {made.family.names["intermediate_size"]: self.intermediate_size}
         )
-        return kept if kept.tree == made.tree else made
+        return kept if kept.spec == made.spec else made
 
 
 @dataclass(frozen=True)
 class Tiny:
     """A model and the knobs of training inside it."""
 
-    tree: ModelSpec
+    spec: ModelSpec
     training: Training = Training()
 
 
 def of_layers(model: Flat | Tiny, number: int) -> Tiny:
     """The same with so many layers, of a model whose layers are alike."""
-    (run,) = model.tree.runs
-    return Tiny(replace(model.tree, runs=(replace(run, repeat=number),)), model.training)
+    (run,) = model.spec.runs
+    return Tiny(replace(model.spec, runs=(replace(run, repeat=number),)), model.training)
 
 
 def mixing(model: Flat | Tiny, **fields) -> Tiny:
     """The same with other fields of the mixer of every layer: what no family says yet."""
     runs = tuple(
         replace(run, blocks=tuple(replace(b, mixer=replace(b.mixer, **fields)) for b in run.blocks))
-        for run in model.tree.runs
+        for run in model.spec.runs
     )
-    return Tiny(replace(model.tree, runs=runs), model.training)
+    return Tiny(replace(model.spec, runs=runs), model.training)
 
 
 def tiny(model_type: str, dropout: float = 0.0, **fields) -> Tiny:
     """Of a config.json."""
-    return Tiny(Model({"model_type": model_type, **fields}).tree, Training(dropout))
+    return Tiny(Model({"model_type": model_type, **fields}).spec, Training(dropout))
 
 
 def flat_model(**fields) -> Model:
@@ -239,9 +239,9 @@ def build(
     **options,
 ) -> Decoder:
     """As model/build.py does, with the knobs of training among the fields."""
-    return building.build(flat.tree, mesh, layout, schedule, training=flat.training, **options)
+    return building.build(flat.spec, mesh, layout, schedule, training=flat.training, **options)
 
 
 def decoder(flat: Flat | Tiny, split: ModelSplit | None = None) -> Decoder:
     """Not placed: with values of torch.empty."""
-    return Decoder(flat.tree, split, flat.training)
+    return Decoder(flat.spec, split, flat.training)

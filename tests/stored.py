@@ -14,7 +14,7 @@ def exported_trained(model: Model, full: Callable[[str], Tensor]) -> Iterator[tu
     gives, gradients or moments; `full` is not asked for what no gradient trains, as a bias that
     balances experts.
     """
-    leaves, entries = model.tree.leaves, weight_map(model).entries
+    leaves, entries = model.spec.leaves, weight_map(model).entries
 
     def trained_full(name: str) -> Tensor:
         return full(name) if leaves[name].trained else torch.empty(leaves[name].shape)

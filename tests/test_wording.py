@@ -138,8 +138,8 @@ def told(): "What is told."
 def of_those(): """Return them."""
 def seed(drawn): return drawn.apart
 '''
-    tree = {"a.py": ast.parse(text), "b.py": ast.parse("class Part: pass")}
-    monkeypatch.setattr("test_wording.files", lambda: tree)
-    monkeypatch.setattr("test_wording.nodes", lambda path: list(ast.walk(tree[path])))
-    counts = {name: sum(len(list(count(p))) for p in tree) for name, count in MEASURES.items()}
+    spec = {"a.py": ast.parse(text), "b.py": ast.parse("class Part: pass")}
+    monkeypatch.setattr("test_wording.files", lambda: spec)
+    monkeypatch.setattr("test_wording.nodes", lambda path: list(ast.walk(spec[path])))
+    counts = {name: sum(len(list(count(p))) for p in spec) for name, count in MEASURES.items()}
     assert list(counts.values()) == [2, 1, 1, 2, 4]

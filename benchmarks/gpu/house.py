@@ -57,7 +57,7 @@ def fill(model: Decoder) -> None:
 
 
 def training(
-    tree: ModelSpec,
+    spec: ModelSpec,
     mesh: Mesh,
     sequences: int,
     compute: torch.dtype = torch.bfloat16,
@@ -75,7 +75,7 @@ def training(
     layout = replace(layout or Layout(), dp=mesh.dp.size)
     schedule = layout.make_schedule(sequences, micro or sequences // mesh.dp.size)
     model = build.build(
-        tree,
+        spec,
         mesh,
         layout,
         schedule,
@@ -88,10 +88,10 @@ def training(
     return TrainState(model, adamw(model, OPTIMIZER), OPTIMIZER, 1000, layout.zero, schedule)
 
 
-def batch(tree: ModelSpec, sequences: int, length: int, documents: int = 1) -> Batch:
+def batch(spec: ModelSpec, sequences: int, length: int, documents: int = 1) -> Batch:
     """Random tokens, the same every time; each sequence of so many documents of one length."""
     chance = torch.Generator().manual_seed(1)
-    text = torch.randint(tree.vocab_size, (sequences, length + 1), generator=chance)
+    text = torch.randint(spec.vocab_size, (sequences, length + 1), generator=chance)
     begun = None
     if documents > 1:
         size = -(-length // documents)

@@ -26,22 +26,22 @@ OPTIMIZER_BYTES = 28 + 16 + 8
 
 
 def parts(
-    tree: ModelSpec, sequences: int, length: int, flops: float, bandwidth: float, e: int = 2
+    spec: ModelSpec, sequences: int, length: int, flops: float, bandwidth: float, e: int = 2
 ) -> dict[str, float]:
     """Part -> seconds, for a dense model; `flops` per second of matrix products, `bandwidth` in
     bytes per second, read and written.
     """
-    t, layers = sequences * length, tree.layers
-    every = t * training_flops_per_token(tree, length)
-    products = every - t * attention_flops_per_token(tree, length)
-    attention, mlp = tree.blocks[0].mixer, tree.blocks[0].mlp
+    t, layers = sequences * length, spec.layers
+    every = t * training_flops_per_token(spec, length)
+    products = every - t * attention_flops_per_token(spec, length)
+    attention, mlp = spec.blocks[0].mixer, spec.blocks[0].mlp
     q, k = attention.heads * attention.head_size, attention.kv_heads * attention.head_size
     moved = {
-        "norms": 8 * e * t * tree.hidden_size * (2 * layers + 1),
+        "norms": 8 * e * t * spec.hidden_size * (2 * layers + 1),
         "activation": 8 * e * t * mlp.size * layers,
         "rope": 4 * e * t * (q + k) * layers,
-        "loss": 4 * e * t * tree.vocab_size,
-        "optimizer": OPTIMIZER_BYTES * parameters(tree),
+        "loss": 4 * e * t * spec.vocab_size,
+        "optimizer": OPTIMIZER_BYTES * parameters(spec),
     }
     return {
         "products": products / flops,

@@ -38,8 +38,8 @@ class Shape:
     training: Training = Training()
 
     @property
-    def tree(self) -> ModelSpec:
-        return self.model.tree
+    def spec(self) -> ModelSpec:
+        return self.model.spec
 
     def of_layers(self, number: int) -> "Shape":
         """The same with so many layers."""
@@ -83,8 +83,8 @@ def layers_that_fit(model: Model, length: int, memory: int) -> int:
     rest of the model, their states, and what they keep for backward; a tenth stays free.
     """
 
-    one, two = (parameters(with_layers(model, n).tree) for n in (1, 2))
-    kept = activation_bytes_per_layer(model.tree, 1, length)
+    one, two = (parameters(with_layers(model, n).spec) for n in (1, 2))
+    kept = activation_bytes_per_layer(model.spec, 1, length)
     layer = (two - one) * BYTES_PER_PARAMETER + kept
     rest = (2 * one - two) * BYTES_PER_PARAMETER + (4 << 30)  # of the head's logits, kernels
-    return max(1, min(model.tree.layers, int((0.9 * memory - rest) // layer)))
+    return max(1, min(model.spec.layers, int((0.9 * memory - rest) // layer)))

@@ -41,9 +41,9 @@ class Fault:
     equivalent: str | None = None
     """Why no test can see it; it is run all the same, and must survive."""
 
-    def key(self, tree: str) -> str:
+    def key(self, spec: str) -> str:
         """Digest of everything that decides the result: the fault, and the tree it is put into."""
-        facts = [tree, self.file, self.old, self.new, *self.tests]
+        facts = [spec, self.file, self.old, self.new, *self.tests]
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
 
 
@@ -124,7 +124,7 @@ def mutated(fault: Fault, root: Path = ROOT) -> str:
     return text[:start] + new + text[end:]
 
 
-def tree(root: Path = ROOT) -> str:
+def spec(root: Path = ROOT) -> str:
     """Digest of the code and of the tests."""
     digest = hashlib.blake2b(digest_size=12)
     for path in _sources(root):

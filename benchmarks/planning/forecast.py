@@ -28,7 +28,7 @@ BYTES = 2
 class Job:
     """A step of training, as its program does it."""
 
-    tree: ModelSpec
+    spec: ModelSpec
     placement: Placement
     program: Program
     overlap: Overlap
@@ -90,9 +90,9 @@ class Job:
     def layers(self) -> list[int]:
         """Of each stage: as many, or where they do not divide, with the ends a layer each."""
         stages = self.topology.pp * self.virtual_stages
-        if self.tree.layers % stages:
-            return [len(stage) for stage in balance(self.tree.layers, stages)]
-        return [self.tree.layers // stages] * stages
+        if self.spec.layers % stages:
+            return [len(stage) for stage in balance(self.spec.layers, stages)]
+        return [self.spec.layers // stages] * stages
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,11 @@ def forecast(job: Job, spread: ErrorSpread) -> Forecast:
     estimate, simulation = step_time(stages, job.actions, update, spread, job.waits)
     peak = machine.device.rate(job.dtype) * job.topology.size * estimate.seconds
     tokens = job.sequences * job.length
-    model = training_flops_per_token(job.tree, job.length, "full") * tokens
+    model = training_flops_per_token(job.spec, job.length, "full") * tokens
     again = sum(row.flops for row in rows.add_recomputation(job.recompute).backward)
     again -= sum(row.flops for row in rows.backward)
     ranks = job.topology.tp * job.topology.cp * job.topology.dp
-    hardware = model + again * job.tree.layers * job.micros * ranks
+    hardware = model + again * job.spec.layers * job.micros * ranks
     return Forecast(
         estimate,
         simulation,
@@ -148,18 +148,18 @@ def forecast(job: Job, spread: ErrorSpread) -> Forecast:
 
 def _stages(job: Job, machine: Machine) -> tuple[list[Stage], Operations]:
     """What each virtual stage takes, and the rows of a block."""
-    tree, share, program = job.tree, job.share, job.program
-    rows = block_rows(tree, 0, share, program)
+    spec, share, program = job.spec, job.share, job.program
+    rows = block_rows(spec, 0, share, program)
     whole = rows.add_recomputation(job.recompute)
     if job.zero == 3:
         whole = _gathered(whole, job, _block(job).number)
     block = rows_seconds(whole, machine)
-    both = [make(tree, share, program) for make in (embedding_rows, head_rows)]
+    both = [make(spec, share, program) for make in (embedding_rows, head_rows)]
     if job.zero == 3:  # what is gathered first and scattered last has nothing to hide behind
-        table = math.prod(tree.leaves["embed.weight"].local_shape({"tp": job.topology.tp}))
+        table = math.prod(spec.leaves["embed.weight"].local_shape({"tp": job.topology.tp}))
         both = [
             _gathered(both[0], job, table + _block(job).number),
-            both[1] if tree.head.tied else _gathered(both[1], job, table),
+            both[1] if spec.head.tied else _gathered(both[1], job, table),
         ]
     ends = [rows_seconds(one, machine) for one in both]
     parts = [[(n, block)] for n in job.layers]
@@ -188,7 +188,7 @@ def _send(job: Job, machine: Machine) -> float:
     topology = job.topology
     if topology.pp * job.virtual_stages == 1:
         return 0.0
-    payload = BYTES * job.share.tokens * job.tree.hidden_size
+    payload = BYTES * job.share.tokens * job.spec.hidden_size
     seconds = send_seconds(payload // topology.tp, machine.hop())
     if topology.tp > 1 and not job.sequence_parallel:
         whole = LedgerRow("F", "", "collective", "all-gather", axis="tp", payload=payload)
@@ -199,7 +199,7 @@ def _send(job: Job, machine: Machine) -> float:
 def _block(job: Job) -> ParameterCount:
     """Parameters of a block on a rank of tp and ep."""
     leaves, sizes = (
-        select_prefix(job.tree.leaves, "layers.0"),
+        select_prefix(job.spec.leaves, "layers.0"),
         {"tp": job.topology.tp, "ep": job.ep},
     )
     found = ParameterCount.count(leaves, sizes)
@@ -211,12 +211,12 @@ def _elements(job: Job, rank: int) -> ParameterCount:
     pp, block = job.topology.pp, _block(job)
     layers = sum(job.layers[chunk * pp + rank] for chunk in range(job.virtual_stages))
     table = ParameterCount(
-        math.prod(job.tree.leaves["embed.weight"].local_shape({"tp": job.topology.tp}))
+        math.prod(job.spec.leaves["embed.weight"].local_shape({"tp": job.topology.tp}))
     )
     found = ParameterCount(layers * block.dense, layers * block.experts)
     if rank == 0:
         found += table
-    if rank == pp - 1 and (pp > 1 or not job.tree.head.tied):
+    if rank == pp - 1 and (pp > 1 or not job.spec.head.tied):
         found += table
     return found
 
@@ -269,9 +269,9 @@ def _reduced(job: Job, machine: Machine, elements: int, stages: list[Stage]) -> 
 
 def _tied(job: Job, machine: Machine) -> float:
     """The first and the last stage add up the gradients of a table that both have."""
-    if job.topology.pp == 1 or not job.tree.head.tied:
+    if job.topology.pp == 1 or not job.spec.head.tied:
         return 0.0
-    table = math.prod(job.tree.leaves["embed.weight"].local_shape({"tp": job.topology.tp}))
+    table = math.prod(job.spec.leaves["embed.weight"].local_shape({"tp": job.topology.tp}))
     return send_seconds(2 * job.program.gradient * table // 2, machine.hop())
 
 
@@ -296,14 +296,14 @@ def _states(job: Job, rank: int) -> int:
     if job.zero == 0 and g == BYTES:
         states += 4 * elements  # the master's gradients
     if job.zero == 3:  # two blocks are whole at once, or an end, and a gradient
-        largest = max(2 * _block(job).number, job.tree.vocab_size * job.tree.hidden_size)
+        largest = max(2 * _block(job).number, job.spec.vocab_size * job.spec.hidden_size)
         states += (2 * BYTES + g) * largest / 2
     return round(states)
 
 
 def _kept(job: Job, simulation: Simulation, rank: int) -> int:
     """What backward needs of the microbatches that are under way."""
-    t, share, tree = job.topology, job.share, job.tree
+    t, share, spec = job.topology, job.share, job.spec
     whole = _layer_bytes(job, "none")
     recompute = "none" if job.recompute == "op" else job.recompute
     layer = _layer_bytes(job, recompute)
@@ -314,7 +314,7 @@ def _kept(job: Job, simulation: Simulation, rank: int) -> int:
     if job.recompute == "full":
         kept += whole  # of the one that is computed again
     if rank == t.pp - 1 and not job.block_alone:
-        kept += share.tokens * share.part(tree.vocab_size) * (4 + BYTES)
+        kept += share.tokens * share.part(spec.vocab_size) * (4 + BYTES)
     return round(kept)
 
 
@@ -322,8 +322,8 @@ def _layer_bytes(job: Job, recompute: str) -> float:
     t = job.topology
     scores = job.program.attention == "scores"
     kept = layer_bytes(
-        job.tree,
-        job.tree.blocks[0],
+        job.spec,
+        job.spec.blocks[0],
         job.microbatch,
         job.length,
         dropout=0.1 if scores or job.program.dropout else 0.0,
@@ -333,7 +333,7 @@ def _layer_bytes(job: Job, recompute: str) -> float:
         cp=t.cp,
         element_bytes=BYTES,
     )
-    mlp = job.tree.blocks[0].mlp
+    mlp = job.spec.blocks[0].mlp
     if (
         recompute == "full"
         or isinstance(mlp, MoESpec)

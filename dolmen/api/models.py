@@ -205,7 +205,7 @@ class Model:
         """
         # numpy integers become int
         tokens = plain(ids.tolist() if isinstance(ids, ARRAYS) else ids)
-        size = self.decoder.tree.vocab_size
+        size = self.decoder.spec.vocab_size
         if not isinstance(tokens, list) or not all(
             # a bool is an int for isinstance
             type(token) is int and 0 <= token < size
@@ -260,9 +260,9 @@ def load(
         # the ids decide positions, so the source is opened with them
         if known is not source.model:
             source = open_source(name, known)
-        if source.tree.blanks is not None:
+        if source.spec.blanks is not None:
             # a GLM needs the ids of its special tokens before it can run
-            source.tree.blanks.check()
+            source.spec.blanks.check()
         check_whole(source)
         low_rank = multi_lora.open_adapters(_adapter_folders(adapters), source)
         # fields of config.json that dolmen does not know

@@ -30,7 +30,7 @@ def run_recipes(_: RecipesOptions) -> int:
         )
         table.add_row(
             name,
-            size(count.parameters(run.model.tree)) if run.model else "of --init",
+            size(count.parameters(run.model.spec)) if run.model else "of --init",
             tokens,
             " ".join((recipe.__doc__ or "").split()),
         )

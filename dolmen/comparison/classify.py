@@ -235,7 +235,7 @@ def _find_permutation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -
         n = x.shape[dim]
         if n % 2 == 0 and _explains(_halves(x, dim), x, y):
             yield Fault("swapped halves", f"the halves of dim {dim} are exchanged")
-        size = side.tree.blocks[layer].mixer.head_size if layer is not None else 0
+        size = side.spec.blocks[layer].mixer.head_size if layer is not None else 0
         if size and n % size == 0 and ".attn." in row.name:
             yield from _find_head_order(x, y, dim, size)
     if activation:
@@ -296,7 +296,7 @@ def _find_rotation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> I
     layer, word = recording.layer_of(row.name), recording.inside(row.name)
     if layer is None or word not in ("attn.query", "attn.key"):
         return
-    size = side.tree.blocks[layer].mixer.head_size
+    size = side.spec.blocks[layer].mixer.head_size
     one, other = (t.unflatten(1, (-1, size)) for t in (x, y))
     # pairs as halves of a head, or as neighbours
     for halves in (True, False):

@@ -55,7 +55,7 @@ class Side:
     """A recording and the model that it is of; `length`: tokens per sequence."""
 
     recording: Recording
-    tree: ModelSpec
+    spec: ModelSpec
     length: int
 
 
@@ -303,7 +303,7 @@ def largest_score(side: Side, sums: str) -> float:
     q, k = (_heads(side, number, word) for word in ("query", "key"))
     if q is None or k is None:
         return 0.0
-    scale = block.attention_kinds(side.tree)[number].scale
+    scale = block.attention_kinds(side.spec)[number].scale
     most = q.norm(dim=-1).max() * k.norm(dim=-1).max()
     return most.item() * (q.shape[-1] ** -0.5 if scale is None else scale)
 
@@ -313,7 +313,7 @@ def _heads(side: Side, number: int, word: str) -> Tensor | None:
     where not recorded.
     """
     found = side.recording.tensor("forward", f"layers.{number}.attn.{word}")
-    size = side.tree.blocks[number].mixer.head_size
+    size = side.spec.blocks[number].mixer.head_size
     return (
         None if found is None else found.float().view(-1, side.length, found.shape[1] // size, size)
     )
@@ -328,7 +328,7 @@ def scores_of(side: Side, name: str) -> Tensor | None:
     q, k = (_heads(side, number, word) for word in ("query", "key"))
     if q is None or k is None:
         return None
-    attend = block.attention_kinds(side.tree)[number]
+    attend = block.attention_kinds(side.spec)[number]
     sinks = side.recording.tensor("weights", f"layers.{number}.attn.sinks.weight")
     # values = identity: the attention output then is the matrix of probabilities
     one = torch.eye(side.length, dtype=q.dtype)[:, None]

@@ -196,7 +196,7 @@ def diff(config: DiffConfig) -> DiffReport:
     # after opening: a bad name is reported before a checkpoint is chosen
     config = replace(config, first=_pin_side(config.first), second=_pin_side(config.second))
     sides = [
-        Side(_record_side(one, both, config), one.source.tree, both.length)
+        Side(_record_side(one, both, config), one.source.spec, both.length)
         for one in (both.a, both.b)
     ]
     return compare_sides(*sides, title=_title(both), notes=_notes(both))
@@ -244,15 +244,15 @@ def open_sides(config: DiffConfig) -> SidePair:
         # by tp
         parts = math.lcm(*(2 * x.cp * x.tp if x.cp * x.tp > 1 else 1 for x in layouts))
         # the shorter of the two models
-        most = min(side.source.tree.max_position_embeddings for side in (a, b))
+        most = min(side.source.spec.max_position_embeddings for side in (a, b))
         length = _multiple(min(config.length, most), parts)
         length = length if length <= most else most // parts * parts
         for side in (a, b):
             check_whole(side.source)
-            check_head("diff", LMHeadSpec, side.source.tree)
-            side.layout.check(side.source.tree, length, sequences, 1)
+            check_head("diff", LMHeadSpec, side.source.spec)
+            side.layout.check(side.source.spec, length, sequences, 1)
             if side.theirs:
-                check_expressible(side.source.model, side.source.tree)
+                check_expressible(side.source.model, side.source.spec)
             elif not process.launched_here():
                 devices.require_gpus(config.device, side.layout.world, DEVICE)
     except (ValueError, KeyError, OSError) as error:
@@ -260,7 +260,7 @@ def open_sides(config: DiffConfig) -> SidePair:
     padding = [side.source.model.config.get("pad_token_id") for side in (a, b)]
     # transformers gives the pad token's embedding no gradient
     known = next((one for one in padding if one is not None), None)
-    size = min(side.source.tree.vocab_size for side in (a, b))
+    size = min(side.source.spec.vocab_size for side in (a, b))
     windows = random_tokens(size, (sequences, length + 1), known, SEED)
     return SidePair(a, b, DiffTask(windows.numpy(), config.optimizer.config, config.until))
 
@@ -356,11 +356,11 @@ def _notes(both: SidePair) -> tuple[str, ...]:
     """
     a, b = both.a.source, both.b.source
     fields = [f"{name} is {x} in A, {y} in B" for name, x, y in compare_fields(a.model, b.model)]
-    windows = {block.mixer.window for side in (a, b) for block in side.tree.blocks}
+    windows = {block.mixer.window for side in (a, b) for block in side.spec.blocks}
     fields += [
         f"{both.length} tokens do not fill the sliding window of {window}: use a larger --length"
         for window in sorted(one for one in windows if one is not None)
-        if both.length <= window < a.tree.max_position_embeddings
+        if both.length <= window < a.spec.max_position_embeddings
     ]
     return tuple(fields)
 

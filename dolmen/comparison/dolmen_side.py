@@ -80,7 +80,7 @@ def record(
     rows = len(task.windows)
     schedule = layout.make_schedule(rows, 1)
     model = build.build(
-        source.tree, mesh, layout, schedule, training=NO_BALANCE, dtype=rest, compute=compute
+        source.spec, mesh, layout, schedule, training=NO_BALANCE, dtype=rest, compute=compute
     )
     build.load(model, lambda write: load_weights(source, write, only=model.local_specs()))
     recorder = Recorder(mesh.rank)
@@ -125,14 +125,14 @@ def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: 
         gradients.update({name: state.local_view(g).clone() for name, g in held.items()})
 
     adamw.register_step_pre_hook(keep)
-    batch = batch_of(model.tree, task.windows[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine])
-    objective = _RecordingObjective(hooks.logits, objective_of(model.tree, batch))
+    batch = batch_of(model.spec, task.windows[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine])
+    objective = _RecordingObjective(hooks.logits, objective_of(model.spec, batch))
     # the state and step of a real run, in microbatches of one sequence
     training = TrainState(
         model, adamw, task.optimizer, 1, layout.zero, schedule, objective=objective
     )
-    if model.tree.streams > 1 and model.tree.embedding.types is None:
-        batch = batch.add_positions(model.tree.streams)
+    if model.spec.streams > 1 and model.spec.embedding.types is None:
+        batch = batch.add_positions(model.spec.streams)
     with hooks:
         metrics = optimizer_step(training, batch, mesh)
     recorder.add_number("loss", metrics.loss)
@@ -229,7 +229,7 @@ class Hooks:
 
     def logits(self, logits: Float[Tensor, "sequences here rows"]) -> None:
         """Record this rank's columns (vocabulary shard) of the logits, which no module outputs."""
-        vocabulary = self.model.tree.vocab_size
+        vocabulary = self.model.spec.vocab_size
         first, size = vocabulary_range(vocabulary, self.mesh.tp)
         self._see("logits", logits.flatten(0, 1), vocabulary, slice(first, first + size))
 
@@ -248,7 +248,7 @@ class Hooks:
     def _block(self, block: TransformerBlock) -> None:
         """Register hooks on all modules of a layer that are recorded."""
         layer = f"layers.{block.layer}"
-        heads = HeadCounts.from_mixer(self.model.tree.blocks[block.layer].mixer, self.mesh)
+        heads = HeadCounts.from_mixer(self.model.spec.blocks[block.layer].mixer, self.mesh)
         if block.layer == 0:
             self._hook_input(block, lambda x: self._stream("embed", x))
         for name, module in block.named_modules():

@@ -56,7 +56,7 @@ def record(
         recorder.add_whole("weights", name, weight)
     if not task.reaches("forward"):
         return recorder.tensors
-    batch = batch_of(model.tree, task.windows)
+    batch = batch_of(model.spec, task.windows)
     gradients = task.reaches("backward")
     with torch.set_grad_enabled(gradients), _TransformersHooks(network, model, recorder, gradients):
         logits, loss = reference_model.logits_and_loss(network, model, batch)
@@ -82,7 +82,7 @@ def _record_update(
     """Record gradients, their norm, and one AdamW update of `weights`, in fp32 or wider."""
     for name, gradient in gradients.items():
         recorder.add_whole("gradients", name, gradient)
-    leaves, config = model.tree.leaves, task.optimizer
+    leaves, config = model.spec.leaves, task.optimizer
     kept = {}
     for name, gradient in gradients.items():
         wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -135,12 +135,12 @@ class _TransformersHooks:
         layers.
         """
         for entry in self.entries:
-            leaf = self.model.tree.leaves[entry.ours[0]]
+            leaf = self.model.spec.leaves[entry.ours[0]]
             ours = tuple(name.rpartition(".")[0] for name in entry.ours)
             if entry.hf.endswith(".weight"):
                 self._owner(self.modules[_module(entry)], entry, ours, leaf)
         layers: dict[nn.Module, int] = {}
-        for number in range(self.model.tree.layers):
+        for number in range(self.model.spec.layers):
             layer = self._common(f"layers.{number}.")
             for part in ("attn", "mlp"):
                 inner = self._common(f"layers.{number}.{part}.")
@@ -187,7 +187,7 @@ class _TransformersHooks:
             )
         elif leaf.role == "matrix" and name.startswith("layers."):
             # rows of the fused weight: columns of its output
-            out = sum(self.model.tree.leaves[f"{one}.weight"].shape[0] for one in ours)
+            out = sum(self.model.spec.leaves[f"{one}.weight"].shape[0] for one in ours)
             # the rule, applied to column numbers, says which belong to q, k and v
             columns = list(split_stored(entry.rule, torch.arange(out)))
             for one, which in zip(ours, columns, strict=True):

@@ -37,7 +37,7 @@ class RunCheckpoint(WeightsAlone):
     """
 
     model: Model
-    tree: ModelSpec
+    spec: ModelSpec
     """Spec of the parameters without adapters."""
     adapter: LoraSpec | None
     step: int
@@ -122,7 +122,7 @@ class RunCheckpoint(WeightsAlone):
             if name.startswith(self._kind)
         }
         # with A and B: they are stored beside the weights
-        shapes = replace(self.tree, adapter=self.adapter).shapes
+        shapes = replace(self.spec, adapter=self.adapter).shapes
         # compared in both directions, without merging adapters: they must be all there
         if absent := [
             name for name in (*shapes, *stored) if name not in shapes or name not in stored
@@ -138,7 +138,7 @@ class RunCheckpoint(WeightsAlone):
                 f"{name} is {stored[name].shape} in {self.where}, the model makes it "
                 f"{shapes[name]}{self._differences()}"
             )
-        return {name: self._restored_spec(name, stored[name]) for name in self.tree.leaves}
+        return {name: self._restored_spec(name, stored[name]) for name in self.spec.leaves}
 
     def _restored_spec(self, name: str, spec: Spec) -> Spec:
         """Spec of a weight as it is read: an int8 weight is dequantised to the dtype of its
@@ -233,8 +233,10 @@ def open_run(folder: Path, model: Model | None = None) -> RunCheckpoint:
         own = _make_model(own, _tokenizer(folder))
     model, adapter = model or own, training.adapter
     # adapters are merged on reading, so the tree has none
-    tree = replace(training, adapter=None).apply_to(model.tree)
-    return RunCheckpoint(model, tree, adapter, kept.step, own, checkpoint, kept.run.get("init"))
+    model_spec = replace(training, adapter=None).apply_to(model.spec)
+    return RunCheckpoint(
+        model, model_spec, adapter, kept.step, own, checkpoint, kept.run.get("init")
+    )
 
 
 def critic(source: RunCheckpoint) -> RunCheckpoint:
@@ -249,8 +251,8 @@ def critic(source: RunCheckpoint) -> RunCheckpoint:
     named = None if source.tokenizer is None else str(source.tokenizer)
     model = pad_vocabulary(with_scalar_head(source.own), named)
     # same body, another head: hidden_size -> 1
-    tree = replace(source.tree, head=model.tree.head)
-    return replace(source, model=model, own=model, tree=tree, part=CRITIC)
+    model_spec = replace(source.spec, head=model.spec.head)
+    return replace(source, model=model, own=model, spec=model_spec, part=CRITIC)
 
 
 def _make_model(model: Model, tokenizer: Path | None) -> Model:

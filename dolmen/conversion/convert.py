@@ -199,7 +199,7 @@ def _check_one_dtype(source: ModelSource) -> None:
     several sources), as it is then unclear which to write: the user has to give --dtype. Parameters
     that a family always keeps in fp32 are not counted.
     """
-    specs, leaves = source.specs, source.tree.leaves
+    specs, leaves = source.specs, source.spec.leaves
     # dtype -> the trained parameters that are stored in it
     kinds: dict[torch.dtype, list[str]] = {}
     for name, spec in specs.items():
@@ -223,7 +223,7 @@ def _make_hf_writer(
     """Return the writer of a transformers directory. Raises ValueError where config.json cannot
     express the model.
     """
-    hf_export.check_expressible(source.model, source.tree)
+    hf_export.check_expressible(source.model, source.spec)
     return hf_export.TransformersWriter(source, dtype)
 
 
@@ -234,15 +234,15 @@ def _make_megatron_writer(
     the sizes tp, pp, virtual stages and ep of `config`. Raises ValueError where they do not divide
     the model, or where Megatron or a config.json cannot express it.
     """
-    hf_export.check_expressible(source.model, source.tree)
+    hf_export.check_expressible(source.model, source.spec)
     ranks = export.Ranks(config.tp, config.pp, config.virtual_stages, config.ep)
     # --to megatron: the classes from before Megatron-Core
     dialect = names.LEGACY
     if config.to == "megatron-core":
         dialect = names.LOCAL if config.spec == "local" else names.TE
     scales = source.scaling if dialect is names.TE else {}
-    plan = export.ExportPlan(source.tree, ranks, dialect, scales)
-    sidecars.express(source.tree)  # or it could not be read back alone
+    plan = export.ExportPlan(source.spec, ranks, dialect, scales)
+    sidecars.express(source.spec)  # or it could not be read back alone
     return export.MegatronWriter(plan, source.read, dtype, source.iteration)
 
 
@@ -252,9 +252,9 @@ def _make_torch_dist_writer(
     """Return the writer of a torch_dist checkpoint of Megatron-Core, with the optimizer state if
     any. Raises ValueError where Megatron or a config.json cannot express the model.
     """
-    hf_export.check_expressible(source.model, source.tree)
-    plan = export.ExportPlan(source.tree, export.Ranks(), names.TE, source.scaling)
-    sidecars.express(source.tree)  # or it could not be read back alone
+    hf_export.check_expressible(source.model, source.spec)
+    plan = export.ExportPlan(source.spec, export.Ranks(), names.TE, source.scaling)
+    sidecars.express(source.spec)  # or it could not be read back alone
     return dist_export.TorchDistWriter(plan, source.read, dtype, source.iteration, state)
 
 
@@ -343,34 +343,34 @@ def compare_logits(source: ModelSource, written: ModelSource, room: int = ROOM) 
     its hidden vectors. Not compared (the phrase says so) where positions follow from special
     tokens. Raises Unlike naming the first layer that differs.
     """
-    tree = source.tree
-    if tree.has_prefix_mask or tree.streams > 1:
+    model_spec = source.spec
+    if model_spec.has_prefix_mask or model_spec.streams > 1:
         return "logits not compared: their positions follow from special tokens"
     # two models in fp32: 2 x 4 bytes per parameter
-    need = 8 * sum(leaf.elements for leaf in tree.leaves.values())
+    need = 8 * sum(leaf.elements for leaf in model_spec.leaves.values())
     # layers that are computed at a time
-    step = tree.layers if need <= room else 1
+    step = model_spec.layers if need <= room else 1
     # TOKENS, or fewer where the model has fewer positions
-    length = min(TOKENS, tree.longest or TOKENS)
+    length = min(TOKENS, model_spec.longest or TOKENS)
     draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(tree.vocab_size, (1, length), generator=draw)
+    tokens = torch.randint(model_spec.vocab_size, (1, length), generator=draw)
     # Both are rounded to the written dtype first: bf16 written from fp32 must give equal logits.
     dtypes = {name: spec.dtype for name, spec in written.specs.items()}
     # hidden vectors that the layer before has returned, on each side
     one = other = None
-    for start in range(0, tree.layers, step):
-        layers = range(start, min(start + step, tree.layers))
+    for start in range(0, model_spec.layers, step):
+        layers = range(start, min(start + step, model_spec.layers))
         one = _run(source, layers, dtypes, tokens, one)
         other = _run(written, layers, dtypes, tokens, other)
         if not _same(one, other):
             # only the last part of the model returns logits
-            last = layers.stop == tree.layers
+            last = layers.stop == model_spec.layers
             raise Unlike(
                 f"{'logits' if last else f'hidden vectors behind layer {start}'} of "
                 f"{written.where} are not those of {source.where}: largest difference "
                 f"{float((one - other).abs().max()):.1e}"
             )
-    return "logits equal" + (" block by block" if step == 1 and tree.layers > 1 else "")
+    return "logits equal" + (" block by block" if step == 1 and model_spec.layers > 1 else "")
 
 
 def _run(
@@ -384,13 +384,13 @@ def _run(
     after the last layer. Weights are rounded to `dtypes` first. The first layer takes `tokens`,
     later ones the hidden vectors `x`.
     """
-    tree = source.tree
+    model_spec = source.spec
     # A model of these layers alone, as a pipeline stage has them: built without memory, then
     # filled.
-    part = PipelinePart(layers, layers.start == 0, layers.stop == tree.layers)
+    part = PipelinePart(layers, layers.start == 0, layers.stop == model_spec.layers)
     # no memory yet: only these layers are materialised below
     with torch.device("meta"):
-        model = Decoder(tree, replace(single_process(tree.layers), parts=(part,)))
+        model = Decoder(model_spec, replace(single_process(model_spec.layers), parts=(part,)))
     model = model.to(torch.float32).to_empty(device="cpu").eval()
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -147,9 +147,9 @@ class Transformers(WeightsAlone):
         return f"{self.where}, a transformers directory"
 
     @property
-    def tree(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         """Spec of the model's parameters."""
-        return self.model.tree
+        return self.model.spec
 
     @property
     def iteration(self) -> None:
@@ -184,7 +184,7 @@ class Transformers(WeightsAlone):
         stored = self._stored
         return {
             name: Spec(leaf.shape, stored[self._holding[name][0].hf].spec.dtype)
-            for name, leaf in self.tree.leaves.items()
+            for name, leaf in self.spec.leaves.items()
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -42,7 +42,7 @@ def write(source: ModelSource, folder: Path | str, dtype: torch.dtype | None = N
     """Write the source to the new `folder` as a transformers directory, in `dtype`, default that of
     its config.json. Raises as `check_expressible`, `Source.specs`, `Source.stream` and `save` do.
     """
-    check_expressible(source.model, source.tree)
+    check_expressible(source.model, source.spec)
     save(
         folder,
         source.model,
@@ -66,12 +66,12 @@ def transformers_folder(source: ModelSource) -> Iterator[Path]:
         yield Path(made) / "model"
 
 
-def check_expressible(model: Model, tree: ModelSpec) -> None:
-    """Raises ValueError where the stored parameters (`tree`) have more than the config.json of
+def check_expressible(model: Model, spec: ModelSpec) -> None:
+    """Raises ValueError where the stored parameters (`spec`) have more than the config.json of
     `model` can express: a router's balancing bias.
     """
     # training adds one thing that config.json lacks a field for
-    if tree != model.tree:
+    if spec != model.spec:
         raise ValueError(
             f"train.router.balance is bias: transformers' {model.model_type} has no place for "
             "a router's bias, and without it would route otherwise: train with "
@@ -87,7 +87,7 @@ def export_weights(
     must exhaust this iterator, one of them inside `save`. Raises ValueError for a parameter of the
     wrong shape.
     """
-    shapes = model.tree.shapes
+    shapes = model.spec.shapes
     written = weight_map(model).exported_entries.values() if entries is None else entries
     # pieces of one stack follow one another: the parameter is read once for all of them
     for _, group in groupby(written, key=lambda entry: entry.ours):
@@ -225,7 +225,7 @@ def _specs(model: Model, dtype: torch.dtype) -> dict[str, Spec]:
     for parameters that the family keeps precise.
     """
     # a router's bias, for example, stays in fp32 in a bf16 export
-    leaves, wide = model.tree.leaves, torch.promote_types(dtype, torch.float32)
+    leaves, wide = model.spec.leaves, torch.promote_types(dtype, torch.float32)
     return {
         name: Spec(entry.shape, wide if leaves[entry.ours[0]].precise else dtype)
         for name, entry in weight_map(model).exported_entries.items()

@@ -71,12 +71,12 @@ def is_meta(folder: Path) -> bool:
     return any(FILE.fullmatch(path.name) for path in folder.glob("consolidated.*.pth"))
 
 
-def rules(tree: ModelSpec) -> list[Rule]:
+def rules(spec: ModelSpec) -> list[Rule]:
     """Weight rules between Meta's names and ours; q and k are stored with rope pairs as
     neighbours.
     """
     layer, ours = "layers.{}.", "layers.{}."
-    mixer = tree.blocks[0].mixer
+    mixer = spec.blocks[0].mixer
     assert isinstance(mixer, AttentionSpec)
     names = {
         "attention_norm": "attn_norm",
@@ -123,7 +123,7 @@ class Consolidated(WeightsAlone, Joined):
         """Shape and stored dtype of each parameter. Raises as `_checked`."""
         _ = self._checked
         return {
-            ours: Spec(self.tree.leaves[ours].shape, self.ranks[0][entry.hf].spec.dtype)
+            ours: Spec(self.spec.leaves[ours].shape, self.ranks[0][entry.hf].spec.dtype)
             for ours, entry in self._holding.items()
         }
 
@@ -134,13 +134,13 @@ class Consolidated(WeightsAlone, Joined):
     @cached_property
     def _entries(self) -> dict[str, StoredTensor]:
         """Meta's name -> which of our parameters the tensor holds."""
-        return entries(rules(self.tree), self.tree.shapes, self.tree.layers)
+        return entries(rules(self.spec), self.spec.shapes, self.spec.layers)
 
     @cached_property
     def _holding(self) -> dict[str, StoredTensor]:
         """Our name -> the stored tensor that holds it, in the order of our parameters."""
         by_name = {entry.ours[0]: entry for entry in self._entries.values()}
-        return {name: by_name[name] for name in self.tree.leaves}
+        return {name: by_name[name] for name in self.spec.leaves}
 
     def _share(self, name: str) -> Share:
         """How ranks shard a tensor: as ours do, except that Llama 1 and 2 shard the embedding by
@@ -148,9 +148,9 @@ class Consolidated(WeightsAlone, Joined):
         """
         # ParallelEmbedding of Llama 1 and 2 cuts columns, VocabParallelEmbedding of Llama 3 rows
         if name == EMBEDDING:
-            return Share(_embedding_dim(self.ranks, self.tree.hidden_size))
+            return Share(_embedding_dim(self.ranks, self.spec.hidden_size))
         entry = self._entries[name]
-        return Share(share(entry, self.tree.leaves[entry.ours[0]]).dim)
+        return Share(share(entry, self.spec.leaves[entry.ours[0]]).dim)
 
     @cached_property
     def _checked(self) -> list[str]:
@@ -232,7 +232,7 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
     inner = ranks[0][UP].spec.shape[0] * len(ranks)
     # -1 in Llama 1 and 2: it was the tokenizer's
     rows = said.get("vocab_size", -1)
-    tree = ModelSpec(
+    spec = ModelSpec(
         hidden_size=size,
         embedding=EmbeddingSpec(whole[0] if rows < 0 else rows),
         runs=group_repeats([BlockSpec(mixer, MLPSpec(inner), norm)] * said["n_layers"]),
@@ -241,7 +241,7 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
         max_position_embeddings=_longest(said),
     )
     # the family follows from the spec: llama
-    model = sidecars.with_special_tokens(sidecars.express(tree), sidecars.tokenizer(folder))
+    model = sidecars.with_special_tokens(sidecars.express(spec), sidecars.tokenizer(folder))
     dtype = ranks[0][EMBEDDING].spec.dtype
     return edit(model, dtype=str(dtype).removeprefix("torch."))
 

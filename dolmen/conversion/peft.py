@@ -115,7 +115,7 @@ def read(folder: Path, model: Model) -> LowRank:
     said = gate.read_json(file, kinds.ADAPTER_CONFIG)
     peft_config.check(file, said)
     known, stored = _modules(model), safetensors.read_header(folder / WEIGHTS)
-    leaves = model.tree.leaves
+    leaves = model.spec.leaves
     # an example for error messages
     such = next(module for module, weight in known.items() if leaves[weight].role in ADAPTED)
     by_name: dict[str, Stored] = {}
@@ -170,7 +170,7 @@ def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], mode
     """
     if not form.targets:
         raise gate.refuse(file, "has no adapter")
-    leaves = model.tree.leaves
+    leaves = model.spec.leaves
     for weight in sorted(form.targets):
         leaf = leaves[weight]
         # shapes of A, B and magnitude for this weight and rank
@@ -286,9 +286,9 @@ class Adapted(WeightsAlone):
         return self.base.model
 
     @property
-    def tree(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         """Spec of the base's parameters."""
-        return self.base.tree
+        return self.base.spec
 
     @property
     def iteration(self) -> None:

@@ -94,7 +94,7 @@ class Sat(WeightsAlone, Joined):
         stored = self._checked
         return {
             name: Spec(leaf.shape, stored[self._holding[name].hf][0].spec.dtype)
-            for name, leaf in self.tree.leaves.items()
+            for name, leaf in self.spec.leaves.items()
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -115,7 +115,7 @@ class Sat(WeightsAlone, Joined):
         """How ranks shard a stored tensor: as ours do; tensors that are stacked in one ([x1; x2])
         each by itself.
         """
-        leaf, rule = self.tree.leaves[entry.ours[0]], entry.rule
+        leaf, rule = self.spec.leaves[entry.ours[0]], entry.rule
         cut = next((cut for cut in leaf.shards if cut.axis == "tp"), None)
         # [x1; x2]: each rank has rows of both
         stacked = isinstance(rule, Split) and rule.groups == 1

@@ -62,13 +62,13 @@ def vocabulary(folder: Path, said: Model | None, rows: int | None) -> int | None
     `rows` and the config.json differ.
     """
     if said is not None:
-        if rows not in (None, said.tree.vocab_size):
+        if rows not in (None, said.spec.vocab_size):
             raise ValueError(
-                f"--vocab-size is {rows}, vocab_size {said.tree.vocab_size} in "
+                f"--vocab-size is {rows}, vocab_size {said.spec.vocab_size} in "
                 f"{folder / 'config.json'}: leave out one of the two"
             )
         # the config.json's number wins over the padded rows of the checkpoint
-        return said.tree.vocab_size
+        return said.spec.vocab_size
     where = tokenizer(folder)
     if rows is not None or where is None:
         return rows
@@ -77,15 +77,15 @@ def vocabulary(folder: Path, said: Model | None, rows: int | None) -> int | None
     return len(load_tokenizer(str(where), option="").get_vocab())
 
 
-def express(tree: ModelSpec) -> Model:
-    """Return a model of the first family whose config.json can express `tree`. Raises ValueError,
+def express(spec: ModelSpec) -> Model:
+    """Return a model of the first family whose config.json can express `spec`. Raises ValueError,
     with the first family's reason, where none can.
     """
     reasons = []
     # Trying is the test: each family raises for what its config.json cannot say.
     for name in (*FIRST, *sorted(families().keys() - {*FIRST})):
         try:
-            return model_from_spec(tree, name)
+            return model_from_spec(spec, name)
         except ValueError as error:
             # the first is of llama, the most common: its reason tells most
             reasons.append(str(error))
@@ -136,9 +136,9 @@ class Joined:
         raise NotImplementedError
 
     @property
-    def tree(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         """Spec of the model's parameters."""
-        return self.model.tree
+        return self.model.spec
 
     @property
     def tokenizer(self) -> Path | None:

@@ -53,7 +53,7 @@ class ModelSource(Tensors, Protocol):
         ...
 
     @property
-    def tree(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         """Spec of the stored parameters: that of `model`, plus what training has added (a router's
         bias).
         """
@@ -196,7 +196,7 @@ def open_source(
     writing.check(folder)
     format_ = _format(folder)
     source = format_.open(format_.newest(folder), model, vocab_size)
-    if vocab_size not in (None, known := source.model.tree.vocab_size):
+    if vocab_size not in (None, known := source.model.spec.vocab_size):
         raise ValueError(
             f"--vocab-size is {vocab_size}, but {source.where} says {known}: leave it out"
         )
@@ -244,7 +244,7 @@ def load_weights(
     """Read the source and call `write(name, tensor)` once per parameter, or per one in `only`.
     Raises as `Source.stream`, and KeyError where a parameter was never written.
     """
-    wanted, written = set(source.tree.leaves if only is None else only), set()
+    wanted, written = set(source.spec.leaves if only is None else only), set()
     for name, tensor in source.stream(only):
         assert name not in written, f"{name} written twice"
         write(name, tensor)

@@ -50,7 +50,7 @@ class Harness(TemplateLM):
         self.loaded = loaded
         # Any: methods beyond the PreTrainedTokenizer protocol are called
         self.tokenizer: Any = tokenizer
-        self.max_length = loaded.model.tree.max_position_embeddings
+        self.max_length = loaded.model.spec.max_position_embeddings
 
     @property
     def eot_token_id(self) -> int:

@@ -48,7 +48,7 @@ def load(config: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
     ValueError for a source that cannot be loaded or a model that does not predict a next token.
     """
     source = open_on_all_ranks(config.source, mesh)
-    check_predicts_next_token(source.tree)
+    check_predicts_next_token(source.spec)
     schedule = None
     # generation and evaluation run the forwards of a 1f1b schedule
     if mesh.pp.size > 1:
@@ -66,7 +66,7 @@ def tokenizer_of(config: EvaluateConfig, mesh: Mesh = SINGLE) -> PreTrainedToken
     named = config.data.tokenizer
     option = "" if named is None else "--data.tokenizer"
     tokenizer = load_tokenizer(named or tokenizer_folder(source), option=option)
-    check_vocabulary(tokenizer, source.tree.vocab_size, trained=True)
+    check_vocabulary(tokenizer, source.spec.vocab_size, trained=True)
     return tokenizer
 
 

@@ -175,7 +175,7 @@ def score_rows(
     `reach(counted tokens so far)` reports progress. Raises ValueError for a model that does not
     predict a next token.
     """
-    check_predicts_next_token(model.tree)
+    check_predicts_next_token(model.spec)
     order = pipeline.forward_only(schedule or make_schedule("1f1b", 1, 1))
     sums = torch.zeros(2, len(rows.lengths), dtype=torch.float64, device=mesh.device)
     done = 0
@@ -211,7 +211,7 @@ def _groups(model: Decoder, rows: ScoringRows, mesh: Mesh, micros: int) -> Itera
         length = int(lengths[order[at]])
         padded = -(-length // multiple) * multiple
         left = len(order) - at
-        if model.tree.by_length:
+        if model.spec.by_length:
             left = int(np.searchsorted(-lengths[order[at:]], -length, side="right"))
         most = min(TOKENS_AT_ONCE // padded, -(-left // mesh.dp.size))
         # a multiple of the pipeline's microbatches
@@ -233,12 +233,12 @@ def _batch(model: Decoder, rows: ScoringRows, local_rows: np.ndarray, group: _Ro
         # the label of token i is token i + 1
         labels[place, first - 1 : len(text) - 1] = text[first:]
     batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
-    if group.padded > group.length and model.tree.blanks is None:
+    if group.padded > group.length and model.spec.blanks is None:
         # padding repeats the last position, which every table has
         index = torch.arange(group.padded).clamp(max=group.length - 1)
         ids = index.expand(len(tokens), 1, -1)
         batch = replace(batch, positions=PositionIds.from_ids(ids))
-    return batch.read_by(model.tree)
+    return batch.read_by(model.spec)
 
 
 def _score_sequences(hidden: Tensor, head: Any, part: Batch) -> Float64[Tensor, "2 sequences"]:
@@ -339,7 +339,7 @@ def open_text(
     ValueError, KeyError or OSError for a missing text or tokenizer, a tokenizer larger than the
     model's vocabulary, or windows longer than its positions.
     """
-    model = source.tree
+    model = source.spec
     check_predicts_next_token(model)
     window, stride = window_of(model, window, stride)
     if (config.tokenizer or "").startswith(PREFIX):

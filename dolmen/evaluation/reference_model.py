@@ -45,8 +45,8 @@ def load_reference(folder: Path, stated: Model, dtype: torch.dtype, device: torc
     )
 
     # its annotations allow neither .to(device) nor .generate
-    kind: Any = AutoModelForMaskedLM if stated.tree.both_ways else AutoModelForCausalLM
-    if has_next_sentence_head(stated.tree):
+    kind: Any = AutoModelForMaskedLM if stated.spec.both_ways else AutoModelForCausalLM
+    if has_next_sentence_head(stated.spec):
         kind = AutoModelForPreTraining
     falcon = stated.model_type == "falcon"
     model = kind.from_pretrained(
@@ -68,8 +68,8 @@ def logits_and_loss(
     plus that of the next-sentence head if the model `stated` has one. The loss is in fp32 or wider.
     """
     tokens = batch.tokens.to(network.device)
-    out = network(tokens, **({} if stated.tree.both_ways else {"use_cache": False}))
-    pairs = has_next_sentence_head(stated.tree)
+    out = network(tokens, **({} if stated.spec.both_ways else {"use_cache": False}))
+    pairs = has_next_sentence_head(stated.spec)
     logits = out.prediction_logits if pairs else out.logits
     wide = torch.promote_types(logits.dtype, torch.float32)
     loss = F.cross_entropy(logits.flatten(0, 1).to(wide), batch.labels.to(tokens).flatten())

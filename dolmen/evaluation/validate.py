@@ -25,34 +25,34 @@ from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule
 
 
-def batch_of(tree: ModelSpec, windows: Int64[np.ndarray, "sequences window"]) -> Batch:
+def batch_of(spec: ModelSpec, windows: Int64[np.ndarray, "sequences window"]) -> Batch:
     """Make the batch of windows [sequences, length + 1] of tokens. Labels are the next tokens, or
     for an encoder the tokens themselves; with a next-sentence head, every other sequence is
     labelled as following.
     """
-    if not tree.both_ways:
+    if not spec.both_ways:
         return Batch.from_windows(windows)
     tokens = torch.from_numpy(np.ascontiguousarray(windows[:, :-1]))
-    if not has_next_sentence_head(tree):
+    if not has_next_sentence_head(spec):
         return Batch(tokens, tokens)
     follows = torch.zeros(tokens.shape)
     follows[0::2, 0], follows[1::2, 0] = 1.0, -1.0
     return Batch(tokens, tokens, numbers={FOLLOWS: follows})
 
 
-def objective_of(tree: ModelSpec, batch: Batch) -> Objective:
+def objective_of(spec: ModelSpec, batch: Batch) -> Objective:
     """Return the pretraining objective of the model on this batch: cross-entropy, or masked LM with
     next-sentence prediction, as the sum of two means (over tokens, over sequences), like
     transformers.
     """
-    if not has_next_sentence_head(tree):
+    if not has_next_sentence_head(spec):
         return CrossEntropy()
     return MaskedLM(follows=batch.weight / len(batch.tokens))
 
 
-def has_next_sentence_head(tree: ModelSpec) -> bool:
+def has_next_sentence_head(spec: ModelSpec) -> bool:
     """True if the model has a next-sentence prediction head."""
-    return tree.both_ways and tree.head.follows
+    return spec.both_ways and spec.head.follows
 
 
 NEXT_TOKEN = CrossEntropy()
@@ -88,14 +88,14 @@ def mean_loss(
     whose microbatches must divide a batch. Raises ValueError where no label carries a loss, and for
     a model with another head than the objective's.
     """
-    check(objective, model.tree)
+    check(objective, model.spec)
     # the metrics in the order of names, then nats, tokens, count: exact in float64 up to 2^53
     metric_count = len(objective.names)
     sums = torch.zeros(metric_count + 3, dtype=torch.float64, device=mesh.device)
     order = pipeline.forward_only(schedule or make_schedule("1f1b", 1, 1))
     with inference(model):
         for one in batches:
-            batch = one.read_by(model.tree)
+            batch = one.read_by(model.spec)
             sums[: metric_count + 1] += _sums(model, batch, mesh, order, objective)
             # labels are counted once per dp rank (and tp, divided out below)
             if mesh.pp.rank == mesh.cp.rank == 0:

@@ -118,9 +118,9 @@ class _Tokens:
         """Prompts for generation, [sequences, prompt]."""
         return self.windows[:, : self.prompt]
 
-    def batch(self, tree: ModelSpec) -> Batch:
+    def batch(self, spec: ModelSpec) -> Batch:
         """Training batch of the windows."""
-        return batch_of(tree, self.windows.cpu().numpy())
+        return batch_of(spec, self.windows.cpu().numpy())
 
 
 def verify(
@@ -139,12 +139,12 @@ def verify(
     """
     against = source if against is None else against
     notes = _differences(source, against)
-    tree = source.tree
-    tokens = _tokens(tree, length, mesh.device, against.model.config.get("pad_token_id"))
-    read = tokens.batch(tree).tokens.shape[1]
-    windows = {block.mixer.window for block in tree.blocks}
+    spec = source.spec
+    tokens = _tokens(spec, length, mesh.device, against.model.config.get("pad_token_id"))
+    read = tokens.batch(spec).tokens.shape[1]
+    windows = {block.mixer.window for block in spec.blocks}
     for window in sorted(w for w in windows if w is not None):
-        if read <= window < tree.max_position_embeddings:
+        if read <= window < spec.max_position_embeddings:
             notes.append(
                 f"{read} tokens do not fill the sliding window of {window}: use a larger --length"
             )
@@ -169,7 +169,7 @@ def _differences(source: ModelSource, against: ModelSource) -> list[str]:
     """Return a note for each config value in which the two differ. Raises ValueError where shapes
     differ, a source cannot be read, or transformers has no such model.
     """
-    check_expressible(against.model, against.tree)
+    check_expressible(against.model, against.spec)
     if not against.model.family.in_transformers:
         raise ValueError(
             f"{against.where} is of {against.model.model_type}, for which transformers has no "
@@ -179,7 +179,7 @@ def _differences(source: ModelSource, against: ModelSource) -> list[str]:
         f"{name} is {a} in {source.where.name}, {b} in {against.where.name}"
         for name, a, b in compare_fields(source.model, against.model)
     ]
-    if source.tree.shapes != against.tree.shapes:
+    if source.spec.shapes != against.spec.shapes:
         raise ValueError(
             f"{source.where} and {against.where} hold models of different shapes "
             f"({'; '.join(fields)}): give another --against"
@@ -188,16 +188,16 @@ def _differences(source: ModelSource, against: ModelSource) -> list[str]:
     return fields
 
 
-def _tokens(tree: ModelSpec, length: int, device: torch.device, padding: int | None) -> _Tokens:
+def _tokens(spec: ModelSpec, length: int, device: torch.device, padding: int | None) -> _Tokens:
     """Random tokens for the comparison: `length` + 1 per sequence, or as many as the model's
     positions allow. Raises ValueError for a `length` below 1.
     """
-    most = tree.max_position_embeddings
+    most = spec.max_position_embeddings
     if length < 1:
         raise ValueError(f"length is {length}: use --length 1 or more")
     shape = (SEQUENCES, max(2, min(length + 1, most)))
-    windows = reference_model.random_tokens(tree.vocab_size, shape, padding, SEED)
-    new = 0 if tree.both_ways else max(1, min(NEW_TOKENS, most // 2))
+    windows = reference_model.random_tokens(spec.vocab_size, shape, padding, SEED)
+    new = 0 if spec.both_ways else max(1, min(NEW_TOKENS, most // 2))
     return _Tokens(windows.to(device), min(windows.shape[1] - 1, most - new + 1), new)
 
 
@@ -215,7 +215,7 @@ def _run_transformers(
             out = model(tokens.windows, labels=tokens.windows, use_cache=False)
             logits, loss = out.logits[:, :-1], out.loss
         else:
-            logits, loss = reference_model.logits_and_loss(model, stated, tokens.batch(stated.tree))
+            logits, loss = reference_model.logits_and_loss(model, stated, tokens.batch(stated.spec))
     if gradients:
         loss.backward()
     stored = hub.revert_weight_names(model, {name: p.grad for name, p in model.named_parameters()})
@@ -249,13 +249,13 @@ def _compare(
     """Compute logits, loss, gradients and greedy tokens with dolmen, and return a row for each.
     Collective; on ranks without a `reference` the rows are zeros.
     """
-    batch = tokens.batch(model.tree)
-    objective, count = objective_of(model.tree, batch), batch.weight
+    batch = tokens.batch(model.spec)
+    objective, count = objective_of(model.spec, batch), batch.weight
     batch = batch.to(mesh.device)
     inputs = batch.tokens
     with torch.no_grad():
         logits = vocabulary.gather_vocabulary(
-            model(inputs, head.compute_logits), model.tree.vocab_size, mesh.tp
+            model(inputs, head.compute_logits), model.spec.vocab_size, mesh.tp
         )
     with torch.set_grad_enabled(gradients):
         output = model(inputs, lambda hidden, head: objective(hidden, head, batch))

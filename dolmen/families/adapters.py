@@ -70,7 +70,7 @@ class AdapterConfig:
             return None
         names = targets(model, self.targets)
         # B A cannot have a higher rank than W
-        highest = max(min(model.tree.leaves[name].shape[-2:]) for name in names)
+        highest = max(min(model.spec.leaves[name].shape[-2:]) for name in names)
         if self.rank > highest:
             raise ValueError(
                 f"adapter.rank is {self.rank}: no matrix of adapter.targets has a rank over "
@@ -102,7 +102,7 @@ def _module_weights(model: Model) -> dict[str, set[str]]:
     """Return last part of a module's name in transformers (q_proj) -> our full names of its
     weights, of all that can have an adapter.
     """
-    leaves, found = model.tree.leaves, dict[str, set[str]]()
+    leaves, found = model.spec.leaves, dict[str, set[str]]()
     for stored, entry in weight_map(model).entries.items():
         ours = {name for name in entry.ours if leaves[name].role in ADAPTED}
         if ours:

@@ -55,30 +55,30 @@ def read(config: dict[str, Any]) -> ModelSpec:
     mixer = AttentionSpec(heads, heads, size, positions=positions)
     block = BlockSpec(mixer, llama.dense_mlp(config), llama.rms_norm(config))
     longest = next((config[name] for name in LONGEST if config[name] is not None), 4096)
-    tree = common.make_spec(
+    spec = common.make_spec(
         {**config, LONGEST[0]: longest}, FIELDS, [block] * config["num_hidden_layers"]
     )
-    return replace(tree, head=replace(tree.head, normalised=said["head"] == "normalised"))
+    return replace(spec, head=replace(spec.head, normalised=said["head"] == "normalised"))
 
 
-def write(tree: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Baichuan config.json for a spec."""
-    mixer, mlp = common.attention(tree), common.mlp(tree)
+    mixer, mlp = common.attention(spec), common.mlp(spec)
     return {
-        **common.write(tree, FIELDS),
+        **common.write(spec, FIELDS),
         "intermediate_size": mlp.size,
         "num_attention_heads": mixer.heads,
         "hidden_act": activation_name(mlp.activation),
-        "head": HEADS[tree.head.normalised],
+        "head": HEADS[spec.head.normalised],
         "positions": POSITIONS[mixer.positions == AlibiSpec()],
     }
 
 
-def rules(tree: ModelSpec) -> list[Rule]:
+def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Baichuan: Llama's with q, k, v fused one after the other."""
     # rows of all q, all k, all v
     packed = Split(llama.LAYER + "self_attn.W_pack", common.QKV, 1, (1, 1, 1))
-    return llama.llama_like_rules(tree, instead=[packed])
+    return llama.llama_like_rules(spec, instead=[packed])
 
 
 def _longest(config: Mapping[str, Any], value: int) -> dict[str, Any]:

@@ -113,35 +113,35 @@ def read_encoder(
         positions=PositionTable(longest, offset, padding=padding),
         types=config["type_vocab_size"],
     )
-    tree = common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"], embedding)
+    spec = common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"], embedding)
     transform = HeadTransformSpec(head_activation or act, norm)
     # the logits have a bias of their own though the weight is tied
-    head = replace(tree.head, bias=True, transform=transform, follows=follows)
+    head = replace(spec.head, bias=True, transform=transform, follows=follows)
     # post-norm: the last block ends in a norm
-    return replace(tree, final_norm=None, head=head, max_position_embeddings=longest)
+    return replace(spec, final_norm=None, head=head, max_position_embeddings=longest)
 
 
-def write_encoder(tree: ModelSpec) -> dict[str, Any]:
+def write_encoder(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields that BERT and RoBERTa share, for a spec. Raises ValueError without a
     position table.
     """
-    mlp, table = common.mlp(tree), expect(tree.embedding.positions, PositionTable, "positions")
+    mlp, table = common.mlp(spec), expect(spec.embedding.positions, PositionTable, "positions")
     return {
-        **common.write(tree, FIELDS),
-        "num_attention_heads": common.attention(tree).heads,
+        **common.write(spec, FIELDS),
+        "num_attention_heads": common.attention(spec).heads,
         "intermediate_size": mlp.size,
         "hidden_act": activation_name(mlp.activation),
         # RoBERTa: 514 for 512 tokens
         "max_position_embeddings": table.length + table.offset,
-        "type_vocab_size": tree.embedding.types,
+        "type_vocab_size": spec.embedding.types,
     }
 
 
-def follows(tree: ModelSpec) -> bool:
+def follows(spec: ModelSpec) -> bool:
     """Return whether the spec's LM head has next-sentence logits. Raises ValueError for a scalar
     head.
     """
-    return expect(tree.head, LMHeadSpec, "head").follows
+    return expect(spec.head, LMHeadSpec, "head").follows
 
 
 def encoder_rules(prefix: str, head: Mapping[str, str], logits: Rename) -> list[Rule]:
@@ -181,13 +181,13 @@ def read_bert(config: dict[str, Any]) -> ModelSpec:
     return read_encoder(config, follows=BOTH in (config["architectures"] or ()))
 
 
-def write_bert(tree: ModelSpec) -> dict[str, Any]:
+def write_bert(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a BERT config.json for a spec; architectures tells which head it has."""
-    architecture = BOTH if follows(tree) else MASKED
-    return {**write_encoder(tree), "architectures": [architecture]}
+    architecture = BOTH if follows(spec) else MASKED
+    return {**write_encoder(spec), "architectures": [architecture]}
 
 
-def bert_rules(tree: ModelSpec) -> list[Rule]:
+def bert_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of BERT; the logits' bias is stored as cls.predictions.bias."""
     logits = Rename("cls.predictions", "head", weight="decoder.weight")
     return encoder_rules("bert", BERT_HEAD, logits)
@@ -243,13 +243,13 @@ def read_roberta(config: dict[str, Any]) -> ModelSpec:
     return read_encoder(config, padding, head_activation="gelu")
 
 
-def write_roberta(tree: ModelSpec) -> dict[str, Any]:
+def write_roberta(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a RoBERTa config.json for a spec."""
-    table = expect(tree.embedding.positions, PositionTable, "positions")
-    return {**write_encoder(tree), PADDING: table.padding}
+    table = expect(spec.embedding.positions, PositionTable, "positions")
+    return {**write_encoder(spec), PADDING: table.padding}
 
 
-def roberta_rules(tree: ModelSpec) -> list[Rule]:
+def roberta_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of RoBERTa."""
     return encoder_rules(
         "roberta", ROBERTA_HEAD, Rename("lm_head", "head", weight="decoder.weight")

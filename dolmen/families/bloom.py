@@ -65,19 +65,19 @@ def read(config: dict[str, Any]) -> ModelSpec:
     return common.make_spec(config, FIELDS, [block] * config["n_layer"], embedding)
 
 
-def write(tree: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a BLOOM config.json for a spec."""
     return {
-        **common.write(tree, FIELDS),
-        "n_head": common.attention(tree).heads,
-        "apply_residual_connection_post_layernorm": tree.blocks[0].arrangement == NORMED,
+        **common.write(spec, FIELDS),
+        "n_head": common.attention(spec).heads,
+        "apply_residual_connection_post_layernorm": spec.blocks[0].arrangement == NORMED,
     }
 
 
-def rules(tree: ModelSpec) -> list[Rule]:
+def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of BLOOM: q, k, v of each head fused."""
     layer, ours = "transformer.h.{}.", "layers.{}."
-    heads = common.attention(tree).heads
+    heads = common.attention(spec).heads
     qkv = tuple(f"{ours}attn.{part}" for part in "qkv")
     return [
         Rename("transformer.word_embeddings", "embed"),

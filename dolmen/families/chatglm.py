@@ -101,18 +101,18 @@ def _blanks(config: dict[str, Any]) -> BlankInfilling:
     return BlankInfilling(ids["sop"], (BlankMask("mask", ids["mask"]), of_gmask))
 
 
-def write_chatglm(tree: ModelSpec) -> dict[str, Any]:
+def write_chatglm(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a ChatGLM-6B config.json for a spec; ids of version 0.1 go to the field
     special_tokens.
     """
-    blanks = expect(tree.blanks, BlankInfilling, "blanks")
+    blanks = expect(spec.blanks, BlankInfilling, "blanks")
     ids = {mask.name: mask.token for mask in blanks.masks}
     # versions from 1.1 on: ids are fields of config.json
     stated = all(mask.behind == "stays" for mask in blanks.masks)
     return {
-        **common.write(tree, CHATGLM_FIELDS),
-        "num_attention_heads": common.attention(tree).heads,
-        "inner_hidden_size": common.mlp(tree).size,
+        **common.write(spec, CHATGLM_FIELDS),
+        "num_attention_heads": common.attention(spec).heads,
+        "inner_hidden_size": common.mlp(spec).size,
         "bos_token_id": blanks.start,
         "mask_token_id": ids.get("mask") if stated else None,
         "gmask_token_id": ids.get("gmask") if stated else None,
@@ -277,14 +277,14 @@ def assume_chatglm2(config: Mapping[str, Any]) -> dict[str, str]:
     return {} if _ratio_of(config) else {"rope_ratio_of": RATIO_OF[0]}
 
 
-def write_chatglm2(tree: ModelSpec) -> dict[str, Any]:
+def write_chatglm2(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a ChatGLM2 config.json for a spec."""
-    mixer = common.attention(tree)
+    mixer = common.attention(spec)
     rope = expect(mixer.positions, RopeSpec, "positions")
     divided = rope.scaling.factor if isinstance(rope.scaling, LinearScaling) else None
     return {
-        **common.write(tree, CHATGLM2_FIELDS),
-        "ffn_hidden_size": common.mlp(tree).size,
+        **common.write(spec, CHATGLM2_FIELDS),
+        "ffn_hidden_size": common.mlp(spec).size,
         "num_attention_heads": mixer.heads,
         "multi_query_attention": mixer.kv_heads < mixer.heads,
         "multi_query_group_num": mixer.kv_heads,
@@ -295,11 +295,11 @@ def write_chatglm2(tree: ModelSpec) -> dict[str, Any]:
     }
 
 
-def chatglm2_rules(tree: ModelSpec) -> list[Rule]:
+def chatglm2_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of ChatGLM2: q, k, v fused one after the other, gate and up fused."""
-    mixer = common.attention(tree)
+    mixer = common.attention(spec)
     return glm.glm_like_rules(
-        tree,
+        spec,
         "transformer.embedding.word_embeddings",
         "transformer.encoder.",
         "self_attention.",

@@ -21,7 +21,7 @@ def read_cohere(config: dict[str, Any]) -> ModelSpec:
     neighbours, scaled logits. `attention_bias` puts biases on q, k, v and o.
     """
     bias = bool(config["attention_bias"])
-    tree = llama.read_llama_like(
+    spec = llama.read_llama_like(
         config,
         norm=NormSpec("layernorm", float(config[EPS])),
         qkv_bias=bias,
@@ -30,24 +30,24 @@ def read_cohere(config: dict[str, Any]) -> ModelSpec:
         qk_norm_of="each head",
         interleaved=True,
     )
-    tree = common.map_blocks(tree, lambda block: replace(block, arrangement=ParallelResidual(1)))
-    return replace(tree, head=replace(tree.head, scale=float(config["logit_scale"])))
+    spec = common.map_blocks(spec, lambda block: replace(block, arrangement=ParallelResidual(1)))
+    return replace(spec, head=replace(spec.head, scale=float(config["logit_scale"])))
 
 
-def write_cohere(tree: ModelSpec) -> dict[str, Any]:
+def write_cohere(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Command R config.json for a spec."""
-    mixer = common.attention(tree)
+    mixer = common.attention(spec)
     return {
-        **llama.write_llama_like(tree, COHERE_FIELDS),
+        **llama.write_llama_like(spec, COHERE_FIELDS),
         "attention_bias": mixer.q_bias,
         "use_qk_norm": mixer.qk_norm is not None,
-        "logit_scale": tree.head.scale,
+        "logit_scale": spec.head.scale,
     }
 
 
-def cohere_rules(tree: ModelSpec) -> list[Rule]:
+def cohere_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Command R: Llama's with one norm per block."""
-    return llama.llama_like_rules(tree, {"input_layernorm": "norm"})
+    return llama.llama_like_rules(spec, {"input_layernorm": "norm"})
 
 
 COHERE = Family(
@@ -101,20 +101,20 @@ def read_cohere2(config: dict[str, Any]) -> ModelSpec:
             "layer_types has no layer of sliding_attention, which alone have rope: set "
             f"{flag('layer_types')} so that one slides"
         )
-    tree = read_cohere({**config, "use_qk_norm": False, "head_dim": None})
+    spec = read_cohere({**config, "use_qk_norm": False, "head_dim": None})
     blocks = []
-    for block, size in zip(tree.blocks, sizes, strict=True):
+    for block, size in zip(spec.blocks, sizes, strict=True):
         # full layers have no positions (NoPE)
         positions = block.mixer.positions if size is not None else None
         mixer = replace(block.mixer, window=size, positions=positions)
         blocks.append(replace(block, mixer=mixer))
-    return replace(tree, runs=group_repeats(blocks))
+    return replace(spec, runs=group_repeats(blocks))
 
 
-def write_cohere2(tree: ModelSpec) -> dict[str, Any]:
+def write_cohere2(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Command R7B config.json for a spec, layer types included."""
     own = {field.name for field in COHERE2_FIELDS}
-    fields = {**write_cohere(tree), **windows.write_types(tree)}
+    fields = {**write_cohere(spec), **windows.write_types(spec)}
     return {name: value for name, value in fields.items() if name in own}
 
 

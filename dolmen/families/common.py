@@ -114,45 +114,45 @@ def make_spec(
     )
 
 
-def write(tree: ModelSpec, fields: Sequence[Field]) -> dict[str, Any]:
+def write(spec: ModelSpec, fields: Sequence[Field]) -> dict[str, Any]:
     """Return the fields outside the layers, under the names of `fields`: sizes, norm eps, tied
     head.
     """
     stated = {
-        "vocab_size": tree.vocab_size,
-        "hidden_size": tree.hidden_size,
-        "num_hidden_layers": tree.layers,
-        "max_position_embeddings": tree.max_position_embeddings,
-        "norm_eps": tree.blocks[0].norm.eps,
-        "initializer_range": tree.initializer_range,
-        "tie_word_embeddings": tree.head.tied,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "num_hidden_layers": spec.layers,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "norm_eps": spec.blocks[0].norm.eps,
+        "initializer_range": spec.initializer_range,
+        "tie_word_embeddings": spec.head.tied,
     }
     own = names(fields)
     return {own[name]: value for name, value in stated.items() if name in own}
 
 
-def map_blocks(tree: ModelSpec, change: Callable[[BlockSpec], BlockSpec]) -> ModelSpec:
+def map_blocks(spec: ModelSpec, change: Callable[[BlockSpec], BlockSpec]) -> ModelSpec:
     """Return the spec with each block replaced by `change(block)`."""
-    return replace(tree, runs=group_repeats([change(block) for block in tree.blocks]))
+    return replace(spec, runs=group_repeats([change(block) for block in spec.blocks]))
 
 
-def attention(tree: ModelSpec) -> AttentionSpec:
+def attention(spec: ModelSpec) -> AttentionSpec:
     """Return the first layer's attention spec. Raises ValueError if its mixer is latent
     attention.
     """
-    return expect(tree.blocks[0].mixer, AttentionSpec, "mixer")
+    return expect(spec.blocks[0].mixer, AttentionSpec, "mixer")
 
 
-def mlp(tree: ModelSpec) -> MLPSpec:
+def mlp(spec: ModelSpec) -> MLPSpec:
     """Return the first layer's MLPSpec. Raises ValueError if it is an MoE layer."""
-    return expect(tree.blocks[0].mlp, MLPSpec, "mlp")
+    return expect(spec.blocks[0].mlp, MLPSpec, "mlp")
 
 
-def dense_layers(tree: ModelSpec) -> list[MLPSpec]:
+def dense_layers(spec: ModelSpec) -> list[MLPSpec]:
     """Return the spec of every feed-forward layer without experts, in order."""
-    return [expect(b.mlp, MLPSpec, "mlp") for b in tree.blocks if not b.mlp.experts]
+    return [expect(b.mlp, MLPSpec, "mlp") for b in spec.blocks if not b.mlp.experts]
 
 
-def sparse_layers(tree: ModelSpec) -> list[MoESpec]:
+def sparse_layers(spec: ModelSpec) -> list[MoESpec]:
     """Return the spec of every MoE layer, in order."""
-    return [expect(b.mlp, MoESpec, "mlp") for b in tree.blocks if b.mlp.experts]
+    return [expect(b.mlp, MoESpec, "mlp") for b in spec.blocks if b.mlp.experts]

@@ -133,17 +133,17 @@ def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttentionSpec:
     )
 
 
-def write_deepseek(tree: ModelSpec) -> dict[str, Any]:
+def write_deepseek(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields that V2 and V3 share, for a spec: sizes from the first dense layer (if any)
     and the first MoE layer. Raises ValueError if the mixer is not latent attention.
     """
-    mixer = expect(tree.blocks[0].mixer, LatentAttentionSpec, "mixer")
-    dense, sparse = common.dense_layers(tree), common.sparse_layers(tree)
+    mixer = expect(spec.blocks[0].mixer, LatentAttentionSpec, "mixer")
+    dense, sparse = common.dense_layers(spec), common.sparse_layers(spec)
     return {
-        **common.write(tree, FIELDS),
+        **common.write(spec, FIELDS),
         "num_attention_heads": mixer.heads,
         "num_key_value_heads": mixer.heads,
-        "hidden_act": activation_name(tree.blocks[0].mlp.activation),
+        "hidden_act": activation_name(spec.blocks[0].mlp.activation),
         "q_lora_rank": mixer.q_rank,
         "kv_lora_rank": mixer.kv_rank,
         "qk_nope_head_dim": mixer.nope_size,
@@ -185,7 +185,7 @@ def _write_deepseek_experts(sparse: MoESpec) -> dict[str, Any]:
     }
 
 
-def deepseek_rules(tree: ModelSpec) -> list[Rule]:
+def deepseek_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of DeepSeek-V2 and V3; q_proj exists in models whose queries have no
     latent (V2-Lite).
     """
@@ -211,7 +211,7 @@ def deepseek_rules(tree: ModelSpec) -> list[Rule]:
         Rename("model.embed_tokens", "embed"),
         *(Rename(llama.LAYER + hf, "layers.{}." + ours) for hf, ours in names.items()),
         # V3's balance bias
-        *experts.rules(tree, f"{llama.LAYER}mlp", matrices, bias="e_score_correction_bias"),
+        *experts.rules(spec, f"{llama.LAYER}mlp", matrices, bias="e_score_correction_bias"),
         Rename("model.norm", "final_norm"),
         Rename("lm_head", "head"),
     ]
@@ -253,13 +253,13 @@ def _router(config: dict[str, Any]) -> RouterSpec:
     return RouterSpec(normalise=False, groups=groups, groups_per_token=kept)
 
 
-def write_deepseek_v2(tree: ModelSpec) -> dict[str, Any]:
+def write_deepseek_v2(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a DeepSeek-V2 config.json for a spec."""
-    sparse = common.sparse_layers(tree)
+    sparse = common.sparse_layers(spec)
     router = sparse[0].router if sparse else RouterSpec()
     grouped = router.groups > 1
     return {
-        **write_deepseek(tree),
+        **write_deepseek(spec),
         "topk_method": METHODS[grouped],
         "n_group": router.groups if grouped else None,
         "topk_group": router.groups_per_token if grouped else None,
@@ -328,11 +328,11 @@ def read_deepseek_v3(config: dict[str, Any]) -> ModelSpec:
     return read_deepseek(config, router, interleaved=bool(config["rope_interleave"]))
 
 
-def write_deepseek_v3(tree: ModelSpec) -> dict[str, Any]:
+def write_deepseek_v3(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a DeepSeek-V3 config.json for a spec."""
-    positions = expect(tree.blocks[0].mixer.positions, RopeSpec, "positions")
-    fields = {**write_deepseek(tree), "rope_interleave": positions.interleaved}
-    sparse = common.sparse_layers(tree)
+    positions = expect(spec.blocks[0].mixer.positions, RopeSpec, "positions")
+    fields = {**write_deepseek(spec), "rope_interleave": positions.interleaved}
+    sparse = common.sparse_layers(spec)
     return {**fields, **(_write_router(sparse[0].router) if sparse else {})}
 
 

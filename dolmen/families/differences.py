@@ -110,11 +110,11 @@ def _display_name(name: str) -> str:
     return name
 
 
-def _flatten_spec(tree: ModelSpec) -> dict[str, Any]:
+def _flatten_spec(spec: ModelSpec) -> dict[str, Any]:
     """Return every value of a spec by its dotted path: of the blocks one value if all layers agree,
     otherwise a list per layer.
     """
-    layers = [dict(_flatten("", block)) for block in tree.blocks]
+    layers = [dict(_flatten("", block)) for block in spec.blocks]
     names = {name: None for layer in layers for name in layer}
     named: dict[str, Any] = {"num_hidden_layers": len(layers)}
     for name in names:
@@ -122,7 +122,7 @@ def _flatten_spec(tree: ModelSpec) -> dict[str, Any]:
         # not a set: values need not be hashable
         equal = all(value == values[0] for value in values)
         named[name] = values[0] if equal else values
-    return named | {name: v for name, v in _flatten("", tree) if not name.startswith("runs")}
+    return named | {name: v for name, v in _flatten("", spec) if not name.startswith("runs")}
 
 
 def _flatten(path: str, value: Any) -> list[tuple[str, Any]]:

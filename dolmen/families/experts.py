@@ -55,9 +55,9 @@ def sparse_or_dense(
     return lambda i: dense if i in only or (i + 1) % step else sparse
 
 
-def write_which(tree: ModelSpec) -> dict[str, Any]:
+def write_which(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields WHICH of a spec: every dense layer named in mlp_only_layers."""
-    dense = [i for i, block in enumerate(tree.blocks) if not block.mlp.experts]
+    dense = [i for i, block in enumerate(spec.blocks) if not block.mlp.experts]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
@@ -86,13 +86,13 @@ def write(layer: MoESpec, number: str = "num_local_experts") -> dict[str, Any]:
     }
 
 
-def rules(tree: ModelSpec, module: str, names: Mapping[str, str], bias: str = "bias") -> list[Rule]:
+def rules(spec: ModelSpec, module: str, names: Mapping[str, str], bias: str = "bias") -> list[Rule]:
     """Return the weight rules of MoE layers whose modules are under `module`: the router, whose
     bias is stored as `bias`, and each expert's matrices, `names` mapping stored names to ours.
     """
     ours = "layers.{}.mlp."
     # dense layers have 0, and their rules make nothing
-    number = max((block.mlp.experts for block in tree.blocks), default=0)
+    number = max((block.mlp.experts for block in spec.blocks), default=0)
     return [
         Rename(f"{module}.gate", ours + "router", bias),
         *(

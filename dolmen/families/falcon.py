@@ -174,13 +174,13 @@ def read(config: dict[str, Any]) -> ModelSpec:
     return common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"])
 
 
-def write(tree: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Falcon config.json for a spec."""
-    mixer, mlp, arrangement = common.attention(tree), common.mlp(tree), tree.blocks[0].arrangement
+    mixer, mlp, arrangement = common.attention(spec), common.mlp(spec), spec.blocks[0].arrangement
     # only the new architecture has two norms, or groups of queries
     grouped = arrangement == ParallelResidual(2) or mixer.kv_heads not in (1, mixer.heads)
     return {
-        **common.write(tree, FIELDS),
+        **common.write(spec, FIELDS),
         "num_attention_heads": mixer.heads,
         "num_kv_heads": mixer.kv_heads,
         "new_decoder_architecture": grouped,
@@ -214,12 +214,12 @@ NAMES = {  # of the norms
 }
 
 
-def rules(tree: ModelSpec) -> list[Rule]:
+def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Falcon: q, k, v fused per key-value head, norms by the
     arrangement.
     """
     layer, ours = "transformer.h.{}.", "layers.{}."
-    mixer, arrangement = common.attention(tree), tree.blocks[0].arrangement
+    mixer, arrangement = common.attention(spec), spec.blocks[0].arrangement
     qkv = tuple(f"{ours}attn.{part}" for part in "qkv")
     # 40B: 16 queries, 1 key, 1 value per group, 8 groups
     per_kv_head = (mixer.heads // mixer.kv_heads, 1, 1)

@@ -38,20 +38,20 @@ def read_stated(config: dict[str, Any]) -> ModelSpec:
     scaled by sqrt(hidden_size).
     """
     bias = bool(config["attention_bias"])
-    tree = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias)
-    norm = replace(tree.blocks[0].norm, zero_centred=True)
+    spec = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias)
+    norm = replace(spec.blocks[0].norm, zero_centred=True)
     return replace(
-        tree,
+        spec,
         # the tied head is not scaled
-        embedding=replace(tree.embedding, scale=math.sqrt(tree.hidden_size)),
-        runs=group_repeats([replace(block, norm=norm) for block in tree.blocks]),
+        embedding=replace(spec.embedding, scale=math.sqrt(spec.hidden_size)),
+        runs=group_repeats([replace(block, norm=norm) for block in spec.blocks]),
         final_norm=norm,
     )
 
 
-def write_gemma(tree: ModelSpec) -> dict[str, Any]:
+def write_gemma(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Gemma config.json for a spec."""
-    return {**llama.write_llama_like(tree), "attention_bias": common.attention(tree).q_bias}
+    return {**llama.write_llama_like(spec), "attention_bias": common.attention(spec).q_bias}
 
 
 DEFAULTS = dict(
@@ -116,7 +116,7 @@ def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> ModelS
     transformers does.
     """
     common.head_size(config, llama.FIELDS)
-    tree = read_stated({**config, "hidden_act": config["hidden_activation"]})
+    spec = read_stated({**config, "hidden_act": config["hidden_activation"]})
     scalar = config["query_pre_attn_scalar"]
     cap, logits_cap = (
         _float_or_none(config[f"{of}_logit_softcapping"]) for of in ("attn", "final")
@@ -133,9 +133,9 @@ def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> ModelS
             ),
             arrangement=SequentialResidual("sandwich"),
         )
-        for block, window in zip(tree.blocks, sizes, strict=True)
+        for block, window in zip(spec.blocks, sizes, strict=True)
     ]
-    return replace(tree, runs=group_repeats(blocks), head=replace(tree.head, soft_cap=logits_cap))
+    return replace(spec, runs=group_repeats(blocks), head=replace(spec.head, soft_cap=logits_cap))
 
 
 def _float_or_none(value: float | None) -> float | None:
@@ -143,14 +143,14 @@ def _float_or_none(value: float | None) -> float | None:
     return None if value is None else float(value)
 
 
-def write_gemma2(tree: ModelSpec) -> dict[str, Any]:
+def write_gemma2(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Gemma 2 config.json for a spec. A window is stated even if no layer
     has one, because transformers builds its masks from it.
     """
     fields, mixer, of_layers = (
-        write_gemma(tree),
-        common.attention(tree),
-        windows.write_types(tree),
+        write_gemma(spec),
+        common.attention(spec),
+        windows.write_types(spec),
     )
     return {
         **{name: value for name, value in fields.items() if name != "hidden_act"},
@@ -162,13 +162,13 @@ def write_gemma2(tree: ModelSpec) -> dict[str, Any]:
             mixer.head_size if mixer.scale is None else round(mixer.scale**-2)
         ),
         "attn_logit_softcapping": mixer.soft_cap,
-        "final_logit_softcapping": tree.head.soft_cap,
+        "final_logit_softcapping": spec.head.soft_cap,
     }
 
 
-def gemma2_rules(tree: ModelSpec) -> list[Rule]:
+def gemma2_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Gemma 2 and 3, which have four norms per block."""
-    return llama.llama_like_rules(tree, NORMS)
+    return llama.llama_like_rules(spec, NORMS)
 
 
 FIELDS = tuple(
@@ -255,27 +255,27 @@ def read_gemma3(config: dict[str, Any]) -> ModelSpec:
             "have no cap, and other programs leave this out; set it to null"
         )
     # all layers get the full rope first
-    tree = read_windowed(_one_rope(config, FULL), windows.pattern_windows(config))
-    local = rope.read(_one_rope(config, SLIDING), common.attention(tree).head_size)
+    spec = read_windowed(_one_rope(config, FULL), windows.pattern_windows(config))
+    local = rope.read(_one_rope(config, SLIDING), common.attention(spec).head_size)
 
     def add_rope(block: BlockSpec) -> BlockSpec:
         """Return the block with q and k norms and, if it slides, the local rope."""
         positions = block.mixer.positions if block.mixer.window is None else local
         return replace(block, mixer=replace(block.mixer, positions=positions, qk_norm=block.norm))
 
-    return replace(tree, runs=group_repeats([add_rope(block) for block in tree.blocks]))
+    return replace(spec, runs=group_repeats([add_rope(block) for block in spec.blocks]))
 
 
-def write_gemma3(tree: ModelSpec) -> dict[str, Any]:
+def write_gemma3(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Gemma 3 config.json for a spec; the rope of each layer type is that of
     its first layer.
     """
     stated = {
         FULL if mixer.window is None else SLIDING: rope.write(_rope(mixer))
         # reversed: of each type the first layer is written last, and stays
-        for mixer in reversed(list(_mixers(tree)))
+        for mixer in reversed(list(_mixers(spec)))
     }
-    return {**write_gemma2(tree), "rope_parameters": stated}
+    return {**write_gemma2(spec), "rope_parameters": stated}
 
 
 def _rope(mixer: AttentionSpec) -> RopeSpec:
@@ -283,9 +283,9 @@ def _rope(mixer: AttentionSpec) -> RopeSpec:
     return expect(mixer.positions, RopeSpec, "positions")
 
 
-def _mixers(tree: ModelSpec) -> Iterable[AttentionSpec]:
+def _mixers(spec: ModelSpec) -> Iterable[AttentionSpec]:
     """Yield the attention spec of each layer. Raises ValueError for another mixer."""
-    return (expect(block.mixer, AttentionSpec, "mixer") for block in tree.blocks)
+    return (expect(block.mixer, AttentionSpec, "mixer") for block in spec.blocks)
 
 
 STATED = Object(optional={field.name: field.kind for field in (*rope.PARAMETERS, *rope.NEVER)})

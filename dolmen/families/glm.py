@@ -50,14 +50,14 @@ def read_arranged(config: dict[str, Any], arrangement: Arrangement) -> ModelSpec
     """Return the spec of a GLM-4 config.json with the given arrangement of norms, rope over
     neighbours.
     """
-    tree = llama.read_llama_like(config, qkv_bias=bool(config["attention_bias"]))
-    mixer = common.attention(tree)
+    spec = llama.read_llama_like(config, qkv_bias=bool(config["attention_bias"]))
+    mixer = common.attention(spec)
     turned = replace(expect(mixer.positions, RopeSpec, "positions"), interleaved=True)
     blocks = [
         replace(block, mixer=replace(mixer, positions=turned), arrangement=arrangement)
-        for block in tree.blocks
+        for block in spec.blocks
     ]
-    return replace(tree, runs=group_repeats(blocks))
+    return replace(spec, runs=group_repeats(blocks))
 
 
 def read_glm(config: dict[str, Any]) -> ModelSpec:
@@ -65,24 +65,24 @@ def read_glm(config: dict[str, Any]) -> ModelSpec:
     return read_arranged(config, SequentialResidual())
 
 
-def write_glm(tree: ModelSpec) -> dict[str, Any]:
+def write_glm(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a GLM-4 or GLM-4-0414 config.json for a spec."""
-    mixer = common.attention(tree)
+    mixer = common.attention(spec)
     turned = expect(mixer.positions, RopeSpec, "positions")
     return {
-        **llama.write_llama_like(tree),
+        **llama.write_llama_like(spec),
         "attention_bias": mixer.q_bias,
         "rope_parameters": rope.write(turned, mixer.head_size),
     }
 
 
-def glm_rules(tree: ModelSpec, norms: Mapping[str, str] = llama.NORMS) -> list[Rule]:
+def glm_rules(spec: ModelSpec, norms: Mapping[str, str] = llama.NORMS) -> list[Rule]:
     """Return the weight rules of GLM-4: Llama's with gate and up fused; `norms`: stored norm names
     -> ours.
     """
     # rows of gate, then rows of up
     fused = Split(llama.LAYER + "mlp.gate_up_proj", PARTS, 1, (1, 1))
-    return llama.llama_like_rules(tree, norms, instead=[fused])
+    return llama.llama_like_rules(spec, norms, instead=[fused])
 
 
 GLM = Family(
@@ -139,7 +139,7 @@ def attention(
 
 
 def glm_like_rules(
-    tree: ModelSpec,
+    spec: ModelSpec,
     embedding: str = "transformer.word_embeddings",
     encoder: str = "transformer.",
     attention: str = "attention.",
@@ -154,7 +154,7 @@ def glm_like_rules(
     the embedding.
     """
     layer, ours = f"{encoder}layers.{{}}.", "layers.{}."
-    groups, counts = packed or (common.attention(tree).heads, (1, 1, 1))
+    groups, counts = packed or (common.attention(spec).heads, (1, 1, 1))
     into = layer + "mlp.dense_h_to_4h"
     return [
         Rename(embedding, "embed"),
@@ -188,9 +188,9 @@ def read_glm4(config: dict[str, Any]) -> ModelSpec:
     return read_arranged(config, SequentialResidual("sandwich"))
 
 
-def glm4_rules(tree: ModelSpec) -> list[Rule]:
+def glm4_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of GLM-4-0414, which has four norms per block."""
-    return glm_rules(tree, NORMS)
+    return glm_rules(spec, NORMS)
 
 
 GLM4 = Family(
@@ -243,27 +243,27 @@ def read_glm_10b(config: dict[str, Any]) -> ModelSpec:
     return common.make_spec(config, GLM_10B_FIELDS, blocks, embedding, blanks)
 
 
-def write_glm_10b(tree: ModelSpec) -> dict[str, Any]:
+def write_glm_10b(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a GLM-10B config.json for a spec. Raises ValueError for a spec without
     blanks.
     """
-    blanks = expect(tree.blanks, BlankInfilling, "blanks")
+    blanks = expect(spec.blanks, BlankInfilling, "blanks")
     ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
     return {
-        **common.write(tree, GLM_10B_FIELDS),
-        "num_attention_heads": common.attention(tree).heads,
+        **common.write(spec, GLM_10B_FIELDS),
+        "num_attention_heads": common.attention(spec).heads,
         **special_tokens.special_tokens_field(ids),
     }
 
 
-def glm_10b_rules(tree: ModelSpec) -> list[Rule]:
+def glm_10b_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of GLM-10B: q, k and v are fused one after the other."""
     tables = (
         Rename("glm.transformer.position_embeddings", "positions"),
         Rename("glm.transformer.block_position_embeddings", "block_positions"),
     )
     names = "glm.word_embeddings", "glm.transformer."
-    return glm_like_rules(tree, *names, packed=(1, (1, 1, 1)), more=tables)
+    return glm_like_rules(spec, *names, packed=(1, (1, 1, 1)), more=tables)
 
 
 def is_glm_10b_config(config: Mapping[str, Any]) -> bool:
@@ -383,25 +383,25 @@ def read_glm_130b(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def write_glm_130b(tree: ModelSpec) -> dict[str, Any]:
+def write_glm_130b(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a GLM-130B config.json for a spec. Raises ValueError for a spec without
     blanks.
     """
-    blanks = expect(tree.blanks, BlankInfilling, "blanks")
+    blanks = expect(spec.blanks, BlankInfilling, "blanks")
     ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
     return {
-        **common.write(tree, GLM_130B_FIELDS),
-        "num_attention_heads": common.attention(tree).heads,
-        "inner_hidden_size": common.mlp(tree).size,
+        **common.write(spec, GLM_130B_FIELDS),
+        "num_attention_heads": common.attention(spec).heads,
+        "inner_hidden_size": common.mlp(spec).size,
         **special_tokens.special_tokens_field(ids),
     }
 
 
-def glm_130b_rules(tree: ModelSpec) -> list[Rule]:
+def glm_130b_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of GLM-130B, for unsharded tensors; up and gate are fused in this
     order.
     """
-    return glm_like_rules(tree, first=("up", "gate"))
+    return glm_like_rules(spec, first=("up", "gate"))
 
 
 def frame_glm_130b(tokens: list[int], ids: Ids) -> list[int]:

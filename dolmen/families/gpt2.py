@@ -57,12 +57,12 @@ LAYER, OURS = "transformer.h.{}.", "layers.{}."
 IGNORED = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)
 
 
-def write_gpt2_like(tree: ModelSpec, fields: Sequence[Field] = GPT2_LIKE_FIELDS) -> dict[str, Any]:
+def write_gpt2_like(spec: ModelSpec, fields: Sequence[Field] = GPT2_LIKE_FIELDS) -> dict[str, Any]:
     """Return the fields that GPT-2 and its descendants share, from a spec's first layer."""
-    mlp = common.mlp(tree)
+    mlp = common.mlp(spec)
     return {
-        **common.write(tree, fields),
-        "n_head": common.attention(tree).heads,
+        **common.write(spec, fields),
+        "n_head": common.attention(spec).heads,
         "n_inner": mlp.size,
         # GPT-2's older name of the tanh form
         "activation_function": "gelu_new" if mlp.activation == "gelu_tanh" else mlp.activation,
@@ -101,7 +101,7 @@ def read_gpt2(config: dict[str, Any]) -> ModelSpec:
     return common.make_spec(config, GPT2_LIKE_FIELDS, [block] * config["n_layer"], embedding)
 
 
-def gpt2_rules(tree: ModelSpec) -> list[Rule]:
+def gpt2_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of GPT-2: matrices transposed (Conv1D), q, k, v fused one after the
     other.
     """
@@ -169,19 +169,19 @@ def read_gpt_bigcode(config: dict[str, Any]) -> ModelSpec:
     return common.make_spec(config, GPT_BIGCODE_FIELDS, [block] * config["n_layer"], embedding)
 
 
-def write_gpt_bigcode(tree: ModelSpec) -> dict[str, Any]:
+def write_gpt_bigcode(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a StarCoder config.json for a spec."""
     return {
-        **write_gpt2_like(tree, GPT_BIGCODE_FIELDS),
-        "multi_query": common.attention(tree).kv_heads == 1,
+        **write_gpt2_like(spec, GPT_BIGCODE_FIELDS),
+        "multi_query": common.attention(spec).kv_heads == 1,
     }
 
 
-def gpt_bigcode_rules(tree: ModelSpec) -> list[Rule]:
+def gpt_bigcode_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of StarCoder: all queries, key, value in one tensor, or q, k, v per
     head without multi_query.
     """
-    mixer = common.attention(tree)
+    mixer = common.attention(spec)
     shared = mixer.kv_heads == 1
     # groups and counts of Split
     stored = (1, (mixer.heads, 1, 1)) if shared else (mixer.heads, (1, 1, 1))

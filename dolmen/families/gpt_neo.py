@@ -127,18 +127,18 @@ def read_gpt_neo(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def write_gpt_neo(tree: ModelSpec) -> dict[str, Any]:
+def write_gpt_neo(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a GPT-Neo config.json for a spec; layer types are stated in both
     forms.
     """
-    mlp, sizes = common.mlp(tree), windows.sizes(tree)
+    mlp, sizes = common.mlp(spec), windows.sizes(spec)
     each = [GLOBAL if size is None else LOCAL for size in sizes]
-    length, times = len(tree.runs[0].blocks), tree.runs[0].repeat
+    length, times = len(spec.runs[0].blocks), spec.runs[0].repeat
     # [["global", "local"], 12] for 24 layers
-    types = [[each[:length], times]] if len(tree.runs) == 1 else [[each, 1]]
+    types = [[each[:length], times]] if len(spec.runs) == 1 else [[each, 1]]
     return {
-        **common.write(tree, GPT_NEO_FIELDS),
-        "num_heads": common.attention(tree).heads,
+        **common.write(spec, GPT_NEO_FIELDS),
+        "num_heads": common.attention(spec).heads,
         TYPES: types,
         LAYERS: each,
         "window_size": next((size for size in sizes if size is not None), 256),
@@ -147,7 +147,7 @@ def write_gpt_neo(tree: ModelSpec) -> dict[str, Any]:
     }
 
 
-def gpt_neo_rules(tree: ModelSpec) -> list[Rule]:
+def gpt_neo_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of GPT-Neo."""
     attention = LAYER + "attn.attention."
     return gpt2.gpt2_like_rules(
@@ -236,25 +236,25 @@ def read_gpt_neox(config: dict[str, Any]) -> ModelSpec:
     return common.make_spec(config, GPT_NEOX_FIELDS, [block] * config["num_hidden_layers"])
 
 
-def write_gpt_neox(tree: ModelSpec) -> dict[str, Any]:
+def write_gpt_neox(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a GPT-NeoX config.json for a spec."""
-    mixer, mlp = common.attention(tree), common.mlp(tree)
+    mixer, mlp = common.attention(spec), common.mlp(spec)
     turned = expect(mixer.positions, RopeSpec, "positions")
     return {
-        **common.write(tree, GPT_NEOX_FIELDS),
+        **common.write(spec, GPT_NEOX_FIELDS),
         "num_attention_heads": mixer.heads,
         "intermediate_size": mlp.size,
         "hidden_act": activation_name(mlp.activation),
-        "use_parallel_residual": tree.blocks[0].arrangement == ParallelResidual(2),
+        "use_parallel_residual": spec.blocks[0].arrangement == ParallelResidual(2),
         "attention_bias": mixer.q_bias,
         "rope_parameters": rope.write(turned, mixer.head_size),
     }
 
 
-def gpt_neox_rules(tree: ModelSpec) -> list[Rule]:
+def gpt_neox_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of GPT-NeoX: q, k, v of each head fused."""
     layer, ours = "gpt_neox.layers.{}.", "layers.{}."
-    heads = common.attention(tree).heads
+    heads = common.attention(spec).heads
     return [
         Rename("gpt_neox.embed_in", "embed"),
         Rename(layer + "input_layernorm", ours + "attn_norm"),

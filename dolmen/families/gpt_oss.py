@@ -51,31 +51,31 @@ def read(config: dict[str, Any]) -> ModelSpec:
         bias=True,
     )
     bias = config["attention_bias"]
-    tree = llama.read_llama_like(
+    spec = llama.read_llama_like(
         whole, mlp=lambda _: sparse, windows=layer_windows(config), qkv_bias=bias, o_bias=bias
     )
-    blocks = [replace(b, mixer=replace(b.mixer, sinks=True)) for b in tree.blocks]
-    return replace(tree, runs=group_repeats(blocks))
+    blocks = [replace(b, mixer=replace(b.mixer, sinks=True)) for b in spec.blocks]
+    return replace(spec, runs=group_repeats(blocks))
 
 
-def write(tree: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a GPT-OSS config.json for a spec. A window is stated even if no layer
     has one, because transformers builds its masks from it.
     """
-    sparse, of_layers = expect(tree.blocks[0].mlp, MoESpec, "mlp"), windows.write_types(tree)
+    sparse, of_layers = expect(spec.blocks[0].mlp, MoESpec, "mlp"), windows.write_types(spec)
     clamped = expect(sparse.activation, ClampedSwiGLU, "activation")
     return {
-        **llama.write_llama_like(tree, SHARED),
+        **llama.write_llama_like(spec, SHARED),
         **experts.write(sparse),
         **of_layers,
         "sliding_window": of_layers["sliding_window"] or WINDOW,
-        "attention_bias": common.attention(tree).q_bias,
+        "attention_bias": common.attention(spec).q_bias,
         "swiglu_alpha": clamped.alpha,
         "swiglu_limit": clamped.limit,
     }
 
 
-def rules(tree: ModelSpec) -> list[Rule]:
+def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of GPT-OSS: experts stacked and transposed, the columns of gate and
     up alternating, sinks without a module.
     """
@@ -84,10 +84,10 @@ def rules(tree: ModelSpec) -> list[Rule]:
     # columns alternate, gate 0, up 0, gate 1, up 1, ...: as many groups as the width, of one unit
     # each
     both = Split(
-        f"{stored}gate_up_proj", (f"{ours}gate", f"{ours}up"), tree.blocks[0].mlp.size, (1, 1)
+        f"{stored}gate_up_proj", (f"{ours}gate", f"{ours}up"), spec.blocks[0].mlp.size, (1, 1)
     )
     return [
-        *llama.llama_like_rules(tree),
+        *llama.llama_like_rules(spec),
         BareParameter(Rename(f"{layer}self_attn.sinks", "layers.{}.attn.sinks")),
         Rename(f"{layer}mlp.router", f"{mlp}router"),
         # one module on disk: its weight is ours "router", its bias "router.logits"

@@ -43,16 +43,16 @@ def read_gptj(config: dict[str, Any]) -> ModelSpec:
         )
     mixer = AttentionSpec(heads, heads, size, positions=RopeSpec(turned, interleaved=True))
     mlp, norm = common.plain_mlp(config, FIELDS), common.layer_norm(config)
-    tree = common.make_spec(
+    spec = common.make_spec(
         config, FIELDS, [BlockSpec(mixer, mlp, norm, ParallelResidual(1))] * config["n_layer"]
     )
-    return replace(tree, head=replace(tree.head, bias=True))
+    return replace(spec, head=replace(spec.head, bias=True))
 
 
-def write_gptj(tree: ModelSpec) -> dict[str, Any]:
+def write_gptj(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a GPT-J config.json for a spec."""
-    turned = expect(common.attention(tree).positions, RopeSpec, "positions")
-    return {**gpt2.write_gpt2_like(tree, FIELDS), "rotary_dim": turned.size}
+    turned = expect(common.attention(spec).positions, RopeSpec, "positions")
+    return {**gpt2.write_gpt2_like(spec, FIELDS), "rotary_dim": turned.size}
 
 
 MATRICES = (
@@ -62,7 +62,7 @@ MATRICES = (
 )
 
 
-def gptj_rules(tree: ModelSpec) -> list[Rule]:
+def gptj_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of GPT-J."""
     qkv = (Rename(f"{LAYER}attn.{part}_proj", f"{OURS}attn.{part}") for part in "qkv")
     return gpt2.gpt2_like_rules([*qkv, *MATRICES], first="norm")
@@ -106,7 +106,7 @@ def read_codegen(config: dict[str, Any]) -> ModelSpec:
     return read_gptj(config)
 
 
-def codegen_rules(tree: ModelSpec) -> list[Rule]:
+def codegen_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of CodeGen: GPT-J's, with q, v, k (in this order) fused in each of 4
     blocks.
     """

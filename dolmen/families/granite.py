@@ -16,35 +16,35 @@ def read(config: dict[str, Any]) -> ModelSpec:
     scores, branches and logits. `attention_bias` puts biases on q, k, v and o.
     """
     bias, mlp_bias = bool(config["attention_bias"]), bool(config["mlp_bias"])
-    tree = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
+    spec = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
     scale = float(config["attention_multiplier"])
     # the default scale is None, so that equal models have equal specs
-    own = None if scale == common.attention(tree).head_size ** -0.5 else scale
+    own = None if scale == common.attention(spec).head_size ** -0.5 else scale
     added = SequentialResidual(branch_scale=float(config["residual_multiplier"]))
-    tree = common.map_blocks(
-        tree, lambda b: replace(b, mixer=replace(b.mixer, scale=own), arrangement=added)
+    spec = common.map_blocks(
+        spec, lambda b: replace(b, mixer=replace(b.mixer, scale=own), arrangement=added)
     )
     return replace(
-        tree,
-        embedding=replace(tree.embedding, scale=float(config["embedding_multiplier"])),
+        spec,
+        embedding=replace(spec.embedding, scale=float(config["embedding_multiplier"])),
         # logits are divided by it
-        head=replace(tree.head, scale=1 / config["logits_scaling"]),
+        head=replace(spec.head, scale=1 / config["logits_scaling"]),
     )
 
 
-def write(tree: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Granite config.json for a spec; logits_scaling is rounded to 15
     digits.
     """
-    mixer = common.attention(tree)
-    arrangement = expect(tree.blocks[0].arrangement, SequentialResidual, "arrangement")
+    mixer = common.attention(spec)
+    arrangement = expect(spec.blocks[0].arrangement, SequentialResidual, "arrangement")
     return {
-        **llama.write_llama(tree),
-        "embedding_multiplier": tree.embedding.scale,
+        **llama.write_llama(spec),
+        "embedding_multiplier": spec.embedding.scale,
         "attention_multiplier": mixer.head_size**-0.5 if mixer.scale is None else mixer.scale,
         "residual_multiplier": arrangement.branch_scale,
         # 49, and not 49.00000000000001
-        "logits_scaling": float(f"{1 / tree.head.scale:.15g}"),
+        "logits_scaling": float(f"{1 / spec.head.scale:.15g}"),
     }
 
 

@@ -20,16 +20,16 @@ def read(config: dict[str, Any]) -> ModelSpec:
     return llama.read_llama_like({**config, "head_dim": None}, qkv_bias=bias, o_bias=bias)
 
 
-def write(tree: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of an InternLM 2 config.json for a spec."""
-    return {**llama.write_llama_like(tree, FIELDS), "bias": common.attention(tree).q_bias}
+    return {**llama.write_llama_like(spec, FIELDS), "bias": common.attention(spec).q_bias}
 
 
-def rules(tree: ModelSpec) -> list[Rule]:
+def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of InternLM 2: q, k, v fused per key-value head, its queries
     first.
     """
-    mixer, layer, ours = common.attention(tree), llama.LAYER, "layers.{}."
+    mixer, layer, ours = common.attention(spec), llama.LAYER, "layers.{}."
     # queries per key-value head, stored before its k and v
     group = mixer.heads // mixer.kv_heads
     names = {
@@ -45,7 +45,7 @@ def rules(tree: ModelSpec) -> list[Rule]:
         Rename("output", "head"),
     ]
     norms = {"attention_norm": "attn_norm", "ffn_norm": "mlp_norm"}
-    return llama.llama_like_rules(tree, norms, instead=own)
+    return llama.llama_like_rules(spec, norms, instead=own)
 
 
 INTERNLM2 = Family(

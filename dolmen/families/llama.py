@@ -170,14 +170,14 @@ def dense_mlp(config: dict[str, Any], bias: bool = False) -> MLPSpec:
     return MLPSpec(config["intermediate_size"], True, activation(config, "hidden_act"), bias)
 
 
-def write_llama_like(tree: ModelSpec, fields: Sequence[Field] = FIELDS) -> dict[str, Any]:
+def write_llama_like(spec: ModelSpec, fields: Sequence[Field] = FIELDS) -> dict[str, Any]:
     """Return those of `fields` that a spec of any Llama-like family determines: from its first
     layer, and rope from the first layer that has positions. Raises ValueError if no layer has rope,
     or the mixer is not plain attention.
     """
-    attention, mlp = common.attention(tree), tree.blocks[0].mlp
+    attention, mlp = common.attention(spec), spec.blocks[0].mlp
     names = {field.name for field in fields}
-    known = (block.mixer.positions for block in tree.blocks)
+    known = (block.mixer.positions for block in spec.blocks)
     # Cohere2: the first layers with positions are those with a window
     turned = expect(next((p for p in known if p is not None), None), RopeSpec, "positions")
     stated = {
@@ -193,11 +193,11 @@ def write_llama_like(tree: ModelSpec, fields: Sequence[Field] = FIELDS) -> dict[
             turned, attention.head_size if rope.PART.name in names else None
         ),
     }
-    return common.write(tree, fields) | {n: value for n, value in stated.items() if n in names}
+    return common.write(spec, fields) | {n: value for n, value in stated.items() if n in names}
 
 
 def llama_like_rules(
-    tree: ModelSpec, norms: Mapping[str, str] = NORMS, instead: Sequence[Rule] = ()
+    spec: ModelSpec, norms: Mapping[str, str] = NORMS, instead: Sequence[Rule] = ()
 ) -> list[Rule]:
     """Return the weight rules of Llama-like files. `norms`: stored norm names -> ours. `instead`:
     rules that replace those that would make the same parameters. Names without parameters in the
@@ -239,12 +239,12 @@ def read_llama(config: dict[str, Any]) -> ModelSpec:
     return read_llama_like(config, qkv_bias=bias, o_bias=bias, mlp_bias=bool(config["mlp_bias"]))
 
 
-def write_llama(tree: ModelSpec) -> dict[str, Any]:
+def write_llama(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Llama config.json for a spec."""
     return {
-        **write_llama_like(tree),
-        "attention_bias": common.attention(tree).q_bias,
-        "mlp_bias": common.mlp(tree).bias,
+        **write_llama_like(spec),
+        "attention_bias": common.attention(spec).q_bias,
+        "mlp_bias": common.mlp(spec).bias,
     }
 
 

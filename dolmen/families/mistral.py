@@ -16,9 +16,9 @@ def read_mistral(config: dict[str, Any]) -> ModelSpec:
     return llama.read_llama_like(config, windows=windows.uniform_windows(config))
 
 
-def write_mistral(tree: ModelSpec) -> dict[str, Any]:
+def write_mistral(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Mistral config.json for a spec."""
-    return {**llama.write_llama_like(tree), **windows.write(tree)}
+    return {**llama.write_llama_like(spec), **windows.write(spec)}
 
 
 MISTRAL = Family(
@@ -56,19 +56,19 @@ def read_mixtral(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def write_mixtral(tree: ModelSpec) -> dict[str, Any]:
+def write_mixtral(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Mixtral config.json for a spec. Raises ValueError if the first layer
     is not MoE.
     """
-    layer = expect(tree.blocks[0].mlp, MoESpec, "mlp")
-    return {**llama.write_llama_like(tree), **experts.write(layer), **windows.write(tree)}
+    layer = expect(spec.blocks[0].mlp, MoESpec, "mlp")
+    return {**llama.write_llama_like(spec), **experts.write(layer), **windows.write(spec)}
 
 
-def mixtral_rules(tree: ModelSpec) -> list[Rule]:
+def mixtral_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Mixtral: w1 is the gate, w3 up and w2 down of each expert."""
     names = {"w1": "gate", "w3": "up", "w2": "down"}
     module = f"{llama.LAYER}block_sparse_moe"
-    return [*llama.llama_like_rules(tree), *experts.rules(tree, module, names)]
+    return [*llama.llama_like_rules(spec), *experts.rules(spec, module, names)]
 
 
 MIXTRAL = Family(

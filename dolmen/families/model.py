@@ -1,7 +1,7 @@
 """`Model`: a config.json and the spec it parses to. Edits change fields of the config.json, in the
 spelling it has, and never the spec: what a run keeps and an export writes is the mapping itself.
 
-    Model(config).tree                        parse
+    Model(config).spec                        parse
     model_from_spec(spec, "mistral")          a config.json of this spec, checked by parsing it back
     replace_fields(model, {"n_embd": 64})     the same config.json with other fields
     edit(model, vocab_size=50304)             the same, for what any family has
@@ -112,7 +112,7 @@ class Model(CustomValue):
     """The config.json, whole; not to be written into."""
 
     def __post_init__(self):
-        _ = self.tree  # what is made is read at once
+        _ = self.spec  # what is made is read at once
 
     @property
     def model_type(self) -> str:
@@ -130,7 +130,7 @@ class Model(CustomValue):
         return self.config.get("dtype") or self.config.get("torch_dtype") or "float32"
 
     @cached_property
-    def tree(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         """Spec that the config.json parses to, computed once. Raises ValueError for a config.json
         of the wrong schema or with unsupported values.
         """
@@ -142,9 +142,9 @@ class Model(CustomValue):
             raise ValueError(str(error)) from None
         self._check_fields()
         # schema and unsupported values are checked before `read`, which relies on kinds
-        tree = check_matrix_count(family.read(fill_defaults(family, self.config)))
+        spec = check_matrix_count(family.read(fill_defaults(family, self.config)))
         return (
-            replace(tree, head=ScalarHeadSpec()) if has_scalar_head(self.config, family) else tree
+            replace(spec, head=ScalarHeadSpec()) if has_scalar_head(self.config, family) else spec
         )
 
     def _check_fields(self) -> None:
@@ -198,17 +198,17 @@ class Model(CustomValue):
         return cls(parse_numbers(deepcopy(value), schema(family)))
 
 
-def check_matrix_count(tree: ModelSpec) -> ModelSpec:
-    """Return `tree` unchanged. Raises ValueError if layers x experts exceed the limit on matrices:
+def check_matrix_count(spec: ModelSpec) -> ModelSpec:
+    """Return `spec` unchanged. Raises ValueError if layers x experts exceed the limit on matrices:
     checked before parameters are listed, as a hostile config.json could ask for billions.
     """
-    layers, experts = tree.layers, tree.experts
+    layers, experts = spec.layers, spec.experts
     if (matrices := layers * max(1, experts)) > kinds.MOST_MATRICES:
         raise ValueError(
             f"num_hidden_layers ({layers:,}) x experts ({experts:,}) are {matrices:,}, more than "
             f"{kinds.MOST_MATRICES:,}"
         )
-    return tree
+    return spec
 
 
 def schema(family: Family) -> Object:
@@ -228,7 +228,7 @@ def explicit_fields(model: Model) -> dict[str, Any]:
     """Return every field that the family reads with an explicit value: none absent and none derived
     from others, under its own name and in transformers 5's spelling.
     """
-    said, found = fill_defaults(model.family, model.config), model.family.write(model.tree)
+    said, found = fill_defaults(model.family, model.config), model.family.write(model.spec)
     for one in model.family.fields:
         if one.ours and one.nested:  # it says more than the tree is made of
             found[one.name] = {**(said[one.name] or {}), **(found.get(one.name) or {})} or None
@@ -236,23 +236,23 @@ def explicit_fields(model: Model) -> dict[str, Any]:
 
 
 def model_from_spec(
-    tree: ModelSpec, model_type: str, carried: Mapping[str, Any] | None = None
+    spec: ModelSpec, model_type: str, carried: Mapping[str, Any] | None = None
 ) -> Model:
-    """Return a model of family `model_type` whose spec is `tree`, with the extra fields `carried`.
+    """Return a model of family `model_type` whose spec is `spec`, with the extra fields `carried`.
     Raises ValueError, naming what the family cannot express: the new config.json is parsed back and
-    compared with `tree`.
+    compared with `spec`.
     """
     family = known.find_family(model_type)
     try:
         # marker fields tell apart families that share a model_type
-        own = {"model_type": family.model_type, **family.marker_fields, **family.write(tree)}
-        if isinstance(tree.head, ScalarHeadSpec):
+        own = {"model_type": family.model_type, **family.marker_fields, **family.write(spec)}
+        if isinstance(spec.head, ScalarHeadSpec):
             own = scorer_config(own, family)
         model = add_standard_fields(
             Model(nest_own_fields(family, {**own, **deepcopy(dict(carried or {}))}))
         )
         # what the family cannot say would be lost silently: compare with what it reads back
-        if found := differences(tree, model.tree):
+        if found := differences(spec, model.spec):
             raise ValueError(
                 "; ".join(f"{n} = {a} (it would read back as {b})" for n, a, b in found)
             )
@@ -284,7 +284,7 @@ def model_from_fields(model_type: str, fields: Mapping[str, Any]) -> Model:
     impossible model.
     """
     bare = replace_fields(Model({"model_type": model_type}), fields)
-    return model_from_spec(bare.tree, model_type, {n: v for n, v in fields.items() if "." not in n})
+    return model_from_spec(bare.spec, model_type, {n: v for n, v in fields.items() if "." not in n})
 
 
 def convert_family(model: Model, model_type: str) -> Model:
@@ -292,7 +292,7 @@ def convert_family(model: Model, model_type: str) -> Model:
     dtype kept. Raises ValueError as `model_from_spec`.
     """
     carried = {name: model.config[name] for name in CARRIED if name in model.config}
-    return model_from_spec(model.tree, model_type, {**carried, "dtype": model.dtype})
+    return model_from_spec(model.spec, model_type, {**carried, "dtype": model.dtype})
 
 
 def assumed_fields(model: Model) -> dict[str, Any]:
@@ -377,13 +377,13 @@ def with_scalar_head(model: Model) -> Model:
     """Return the model with a scalar head in place of its LM head; unchanged if it has one. Raises
     ValueError for a family of which transformers has no such class.
     """
-    ends = isinstance(model.tree.head, ScalarHeadSpec)
+    ends = isinstance(model.spec.head, ScalarHeadSpec)
     return model if ends else Model(scorer_config(model.config, model.family))
 
 
 def with_lm_head(model: Model) -> Model:
     """Return the model with an LM head in place of a scalar head; unchanged if it has one."""
-    ends = isinstance(model.tree.head, ScalarHeadSpec)
+    ends = isinstance(model.spec.head, ScalarHeadSpec)
     return Model(lm_config(model.config, model.family)) if ends else model
 
 
@@ -392,7 +392,7 @@ def _rows_before(model: Model) -> int:
     RoBERTa, whose table has rows that no position uses.
     """
     stated = explicit_fields(model)[model.family.names["max_position_embeddings"]]
-    return stated - model.tree.max_position_embeddings
+    return stated - model.spec.max_position_embeddings
 
 
 def training_fields(model: Model) -> frozenset[str]:
@@ -408,11 +408,11 @@ def compare_fields(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
     the structural fields that both families have, under the names of the first model.
     """
     # compared by what both specs say, not by spelling
-    names, theirs = other.family.names, other.family.write(other.tree)
+    names, theirs = other.family.names, other.family.write(other.spec)
     pairs = [("model_type", one.model_type, other.model_type)]
     pairs += [
         (name, value, theirs[names[name]])
-        for name, value in one.family.write(one.tree).items()
+        for name, value in one.family.write(one.spec).items()
         if names.get(name) in theirs
     ]
     return [pair for pair in pairs if pair[1] != pair[2]]

@@ -105,13 +105,13 @@ def read(config: dict[str, Any]) -> ModelSpec:
     return common.make_spec(config, FIELDS, [BlockSpec(mixer, mlp, norm)] * config["n_layers"])
 
 
-def write(tree: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of an MPT config.json for a spec."""
-    mixer = common.attention(tree)
+    mixer = common.attention(spec)
     return {
-        **common.write(tree, FIELDS),
+        **common.write(spec, FIELDS),
         "n_heads": mixer.heads,
-        "expansion_ratio": _ratio(common.mlp(tree).size, tree.hidden_size),
+        "expansion_ratio": _ratio(common.mlp(spec).size, spec.hidden_size),
         "attn_config": {"clip_qkv": mixer.clip, "softmax_scale": mixer.scale},
     }
 
@@ -124,7 +124,7 @@ def _ratio(size: int, width: int) -> int | float:
     return size / width if int(width * (size / width)) == size else (size + 0.5) / width
 
 
-def rules(tree: ModelSpec) -> list[Rule]:
+def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of MPT: q, k, v fused one after the other."""
     layer, ours = "transformer.blocks.{}.", "layers.{}."
     return [

@@ -30,19 +30,19 @@ def read_olmo(config: dict[str, Any]) -> ModelSpec:
     return clip_qkv(config, llama.read_llama_like(config, norm=NORM, qkv_bias=bias, o_bias=bias))
 
 
-def clip_qkv(config: dict[str, Any], tree: ModelSpec) -> ModelSpec:
+def clip_qkv(config: dict[str, Any], spec: ModelSpec) -> ModelSpec:
     """Return the spec with q, k and v of all layers clipped at the config's clip_qkv (None: not
     clipped).
     """
     clip = None if config[CLIP.name] is None else float(config[CLIP.name])
-    return common.map_blocks(tree, lambda b: replace(b, mixer=replace(b.mixer, clip=clip)))
+    return common.map_blocks(spec, lambda b: replace(b, mixer=replace(b.mixer, clip=clip)))
 
 
-def write_olmo(tree: ModelSpec) -> dict[str, Any]:
+def write_olmo(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of an OLMo config.json for a spec."""
-    mixer = common.attention(tree)
+    mixer = common.attention(spec)
     return {
-        **llama.write_llama_like(tree, FIELDS),
+        **llama.write_llama_like(spec, FIELDS),
         "attention_bias": mixer.q_bias,
         CLIP.name: mixer.clip,
     }
@@ -84,22 +84,22 @@ def read_olmo2(config: dict[str, Any]) -> ModelSpec:
     width of all heads. `attention_bias` puts biases on q, k, v and o.
     """
     bias = bool(config["attention_bias"])
-    tree = llama.read_llama_like(
+    spec = llama.read_llama_like(
         config, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_of="width"
     )
     return common.map_blocks(
-        tree, lambda block: replace(block, arrangement=SequentialResidual("output"))
+        spec, lambda block: replace(block, arrangement=SequentialResidual("output"))
     )
 
 
-def write_olmo2(tree: ModelSpec) -> dict[str, Any]:
+def write_olmo2(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of an OLMo 2 config.json for a spec."""
-    return {**llama.write_llama_like(tree), "attention_bias": common.attention(tree).q_bias}
+    return {**llama.write_llama_like(spec), "attention_bias": common.attention(spec).q_bias}
 
 
-def olmo2_rules(tree: ModelSpec) -> list[Rule]:
+def olmo2_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of OLMo 2: Llama's with its two norms after the branches."""
-    return llama.llama_like_rules(tree, NORMS)
+    return llama.llama_like_rules(spec, NORMS)
 
 
 OLMO2 = Family(
@@ -131,7 +131,7 @@ def read_olmoe(config: dict[str, Any]) -> ModelSpec:
     """
     size, bias = config["intermediate_size"], bool(config["attention_bias"])
     sparse = experts.read(config, size, config["norm_topk_prob"], NUMBER)
-    tree = llama.read_llama_like(
+    spec = llama.read_llama_like(
         config,
         # all layers are MoE
         mlp=lambda _: sparse,
@@ -140,16 +140,16 @@ def read_olmoe(config: dict[str, Any]) -> ModelSpec:
         qk_norm=True,
         qk_norm_of="width",
     )
-    return clip_qkv(config, tree)
+    return clip_qkv(config, spec)
 
 
-def write_olmoe(tree: ModelSpec) -> dict[str, Any]:
+def write_olmoe(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of an OLMoE config.json for a spec. Raises ValueError if the first layer is
     not MoE.
     """
-    layer, mixer = expect(tree.blocks[0].mlp, MoESpec, "mlp"), common.attention(tree)
+    layer, mixer = expect(spec.blocks[0].mlp, MoESpec, "mlp"), common.attention(spec)
     return {
-        **llama.write_llama_like(tree),
+        **llama.write_llama_like(spec),
         **experts.write(layer, NUMBER),
         "norm_topk_prob": layer.router.normalise,
         "attention_bias": mixer.q_bias,
@@ -157,10 +157,10 @@ def write_olmoe(tree: ModelSpec) -> dict[str, Any]:
     }
 
 
-def olmoe_rules(tree: ModelSpec) -> list[Rule]:
+def olmoe_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of OLMoE: Llama's, and those of router and experts."""
     module = f"{llama.LAYER}mlp"
-    return [*llama.llama_like_rules(tree), *experts.rules(tree, module, llama.MLP_NAMES)]
+    return [*llama.llama_like_rules(spec), *experts.rules(spec, module, llama.MLP_NAMES)]
 
 
 OLMOE = Family(

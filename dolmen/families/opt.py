@@ -100,29 +100,29 @@ def read(config: dict[str, Any]) -> ModelSpec:
         # OPT-350m: 512 and 1,024
         width=None if width == config["hidden_size"] else width,
     )
-    tree = common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"], embedding)
+    spec = common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"], embedding)
     # post-norm blocks (OPT-350m) end in a norm already
     last = before and not config["_remove_final_layer_norm"]
-    return tree if last else replace(tree, final_norm=None)
+    return spec if last else replace(spec, final_norm=None)
 
 
-def write(tree: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of an OPT config.json for a spec."""
-    mlp, before = common.mlp(tree), tree.blocks[0].arrangement == SequentialResidual()
+    mlp, before = common.mlp(spec), spec.blocks[0].arrangement == SequentialResidual()
     return {
-        **common.write(tree, FIELDS),
-        "word_embed_proj_dim": tree.width,
-        "num_attention_heads": common.attention(tree).heads,
+        **common.write(spec, FIELDS),
+        "word_embed_proj_dim": spec.width,
+        "num_attention_heads": common.attention(spec).heads,
         "ffn_dim": mlp.size,
         "activation_function": activation_name(mlp.activation),
         "do_layer_norm_before": before,
-        "_remove_final_layer_norm": before and tree.final_norm is None,
+        "_remove_final_layer_norm": before and spec.final_norm is None,
         "enable_bias": mlp.bias,
-        "layer_norm_elementwise_affine": tree.blocks[0].norm.affine,
+        "layer_norm_elementwise_affine": spec.blocks[0].norm.affine,
     }
 
 
-def rules(tree: ModelSpec) -> list[Rule]:
+def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of OPT, with project_in and project_out for narrow embeddings."""
     layer, ours = "model.decoder.layers.{}.", "layers.{}."
     return [

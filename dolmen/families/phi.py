@@ -31,7 +31,7 @@ def read_phi(config: dict[str, Any]) -> ModelSpec:
     """
     norm = NormSpec("layernorm", float(config[EPS]), bias=True)
     plain = MLPSpec(config["intermediate_size"], False, activation(config, "hidden_act"), bias=True)
-    tree = llama.read_llama_like(
+    spec = llama.read_llama_like(
         {**config, "head_dim": None},
         mlp=lambda layer: plain,
         norm=norm,
@@ -39,22 +39,22 @@ def read_phi(config: dict[str, Any]) -> ModelSpec:
         o_bias=True,
         qk_norm=config["qk_layernorm"],
     )
-    tree = common.map_blocks(tree, lambda block: replace(block, arrangement=ParallelResidual(1)))
-    return replace(tree, head=replace(tree.head, bias=True))
+    spec = common.map_blocks(spec, lambda block: replace(block, arrangement=ParallelResidual(1)))
+    return replace(spec, head=replace(spec.head, bias=True))
 
 
-def write_phi(tree: ModelSpec) -> dict[str, Any]:
+def write_phi(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Phi config.json for a spec; the tanh form of GELU is spelled
     gelu_new.
     """
-    fields = llama.write_llama_like(tree, PHI_FIELDS)
+    fields = llama.write_llama_like(spec, PHI_FIELDS)
     if fields["hidden_act"] == "gelu_pytorch_tanh":
         # the same function; Phi's files have this name
         fields["hidden_act"] = "gelu_new"
-    return {**fields, "qk_layernorm": common.attention(tree).qk_norm is not None}
+    return {**fields, "qk_layernorm": common.attention(spec).qk_norm is not None}
 
 
-def phi_rules(tree: ModelSpec) -> list[Rule]:
+def phi_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Phi-1, 1.5 and 2."""
     names = {
         "self_attn.dense": "attn.o",
@@ -65,7 +65,7 @@ def phi_rules(tree: ModelSpec) -> list[Rule]:
     }
     own = [Rename(llama.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
     own.append(Rename("model.final_layernorm", "final_norm"))
-    return llama.llama_like_rules(tree, {"input_layernorm": "norm"}, instead=own)
+    return llama.llama_like_rules(spec, {"input_layernorm": "norm"}, instead=own)
 
 
 PHI = Family(
@@ -105,21 +105,21 @@ def read_phi3(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a Phi-3 config.json. Raises ValueError for a rope type other than default
     and longrope, as transformers does.
     """
-    tree = llama.read_llama_like(config, windows=windows.uniform_windows(config))
-    scaling = expect(common.attention(tree).positions, RopeSpec, "positions").scaling
+    spec = llama.read_llama_like(config, windows=windows.uniform_windows(config))
+    scaling = expect(common.attention(spec).positions, RopeSpec, "positions").scaling
     if scaling is not None and not isinstance(scaling, LongRopeScaling):
         raise ValueError(f"rope is scaled by {scaling}: phi3 has rope_type default and longrope")
-    return tree
+    return spec
 
 
-def write_phi3(tree: ModelSpec) -> dict[str, Any]:
+def write_phi3(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Phi-3 config.json for a spec."""
-    return {**llama.write_llama_like(tree, PHI3_FIELDS), **windows.write(tree)}
+    return {**llama.write_llama_like(spec, PHI3_FIELDS), **windows.write(spec)}
 
 
-def phi3_rules(tree: ModelSpec) -> list[Rule]:
+def phi3_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Phi-3: q, k, v fused one after the other, gate and up fused."""
-    mixer, layer = common.attention(tree), llama.LAYER
+    mixer, layer = common.attention(spec), llama.LAYER
     # units of a head's size: rows of all queries, all keys, all values
     counts = (mixer.heads, mixer.kv_heads, mixer.kv_heads)
     both = tuple(f"layers.{{}}.mlp.{name}" for name in ("gate", "up"))
@@ -127,7 +127,7 @@ def phi3_rules(tree: ModelSpec) -> list[Rule]:
         Split(f"{layer}self_attn.qkv_proj", common.QKV, 1, counts),
         Split(f"{layer}mlp.gate_up_proj", both, 1, (1, 1)),
     ]
-    return llama.llama_like_rules(tree, instead=fused)
+    return llama.llama_like_rules(spec, instead=fused)
 
 
 PHI3 = Family(

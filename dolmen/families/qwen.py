@@ -108,16 +108,16 @@ def read(config: dict[str, Any]) -> ModelSpec:
     return common.make_spec(config, FIELDS, [block] * config["num_hidden_layers"])
 
 
-def write(tree: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Qwen config.json for a spec. Raises ValueError for another rope
     scaling than Qwen's.
     """
-    mixer, mlp = common.attention(tree), common.mlp(tree)
+    mixer, mlp = common.attention(spec), common.mlp(spec)
     turned = expect(mixer.positions, RopeSpec, "positions")
-    none = QwenScaling(tree.max_position_embeddings, ntk=False, log_n=False)
+    none = QwenScaling(spec.max_position_embeddings, ntk=False, log_n=False)
     longer = none if turned.scaling is None else expect(turned.scaling, QwenScaling, "rope scaling")
     return {
-        **common.write(tree, FIELDS),
+        **common.write(spec, FIELDS),
         "intermediate_size": 2 * mlp.size,
         "num_attention_heads": mixer.heads,
         "kv_channels": mixer.head_size,
@@ -129,7 +129,7 @@ def write(tree: ModelSpec) -> dict[str, Any]:
     }
 
 
-def rules(tree: ModelSpec) -> list[Rule]:
+def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Qwen: q, k, v fused one after the other, w2 is the gate
     and w1 up.
     """

@@ -45,11 +45,11 @@ def qwen2_windows(config: dict[str, Any]) -> list[int | None]:
     return windows.typed_windows(config, by_number, used)
 
 
-def new_windows(tree: ModelSpec) -> dict[str, Any]:
+def new_windows(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields that state each layer's window."""
-    slides = [size is not None for size in windows.sizes(tree)]
+    slides = [size is not None for size in windows.sizes(spec)]
     return {
-        **windows.write_types(tree),
+        **windows.write_types(spec),
         "use_sliding_window": any(slides),
         # first layer with a window
         "max_window_layers": slides.index(True) if any(slides) else len(slides),
@@ -61,9 +61,9 @@ def read_qwen2(config: dict[str, Any]) -> ModelSpec:
     return llama.read_llama_like(config, windows=qwen2_windows(config), qkv_bias=True)
 
 
-def write_qwen2(tree: ModelSpec) -> dict[str, Any]:
+def write_qwen2(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Qwen2 config.json for a spec."""
-    return {**llama.write_llama_like(tree), **new_windows(tree)}
+    return {**llama.write_llama_like(spec), **new_windows(spec)}
 
 
 QWEN2 = Family(
@@ -118,18 +118,18 @@ def read_qwen2_moe(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def write_qwen2_moe(tree: ModelSpec) -> dict[str, Any]:
+def write_qwen2_moe(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Qwen2-MoE config.json for a spec, sizes from its first dense layer (if
     any) and its first MoE layer.
     """
-    dense, sparse = common.dense_layers(tree), common.sparse_layers(tree)
+    dense, sparse = common.dense_layers(spec), common.sparse_layers(spec)
     return {
-        **llama.write_llama_like(tree),
-        **new_windows(tree),
+        **llama.write_llama_like(spec),
+        **new_windows(spec),
         **(_write_qwen2_moe_experts(sparse[0]) if sparse else {}),
         "intermediate_size": (dense or sparse)[0].size,
-        **experts.write_which(tree),
-        "qkv_bias": common.attention(tree).q_bias,
+        **experts.write_which(spec),
+        "qkv_bias": common.attention(spec).q_bias,
     }
 
 
@@ -143,15 +143,15 @@ def _write_qwen2_moe_experts(layer: MoESpec) -> dict[str, Any]:
     }
 
 
-def qwen2_moe_rules(tree: ModelSpec) -> list[Rule]:
+def qwen2_moe_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Qwen2-MoE: Qwen2's, and those of router, experts, shared expert
     and its gate.
     """
     module, ours = f"{llama.LAYER}mlp", "layers.{}.mlp.shared"
     shared = {f"expert.{hf}": f".{name}" for hf, name in llama.MLP_NAMES.items()}
     return [
-        *llama.llama_like_rules(tree),
-        *experts.rules(tree, module, llama.MLP_NAMES),
+        *llama.llama_like_rules(spec),
+        *experts.rules(spec, module, llama.MLP_NAMES),
         *(Rename(f"{module}.shared_{hf}", ours + name) for hf, name in shared.items()),
         # [1, hidden]
         Rename(f"{module}.shared_expert_gate", f"{ours}_gate"),
@@ -208,12 +208,12 @@ def read_qwen3(config: dict[str, Any]) -> ModelSpec:
     return llama.read_llama_like(config, windows=sizes, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-def write_qwen3(tree: ModelSpec) -> dict[str, Any]:
+def write_qwen3(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Qwen3 config.json for a spec."""
     return {
-        **llama.write_llama_like(tree),
-        **new_windows(tree),
-        "attention_bias": common.attention(tree).q_bias,
+        **llama.write_llama_like(spec),
+        **new_windows(spec),
+        "attention_bias": common.attention(spec).q_bias,
     }
 
 
@@ -254,18 +254,18 @@ def read_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def write_qwen3_moe(tree: ModelSpec) -> dict[str, Any]:
+def write_qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Qwen3-MoE config.json for a spec, sizes from its first dense layer (if
     any) and its first MoE layer.
     """
-    window, mixer = windows.write(tree), common.attention(tree)
-    dense, sparse = common.dense_layers(tree), common.sparse_layers(tree)
+    window, mixer = windows.write(spec), common.attention(spec)
+    dense, sparse = common.dense_layers(spec), common.sparse_layers(spec)
     return {
-        **llama.write_llama_like(tree),
+        **llama.write_llama_like(spec),
         **window,
         **(_write_qwen3_moe_experts(sparse[0]) if sparse else {}),
         "intermediate_size": (dense or sparse)[0].size,
-        **experts.write_which(tree),
+        **experts.write_which(spec),
         "attention_bias": mixer.q_bias,
         "use_sliding_window": window[windows.SIZE.name] is not None,
     }
@@ -280,10 +280,10 @@ def _write_qwen3_moe_experts(layer: MoESpec) -> dict[str, Any]:
     }
 
 
-def qwen3_moe_rules(tree: ModelSpec) -> list[Rule]:
+def qwen3_moe_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Qwen3-MoE: Qwen3's, and those of router and experts."""
     module = f"{llama.LAYER}mlp"
-    return [*llama.llama_like_rules(tree), *experts.rules(tree, module, llama.MLP_NAMES)]
+    return [*llama.llama_like_rules(spec), *experts.rules(spec, module, llama.MLP_NAMES)]
 
 
 QWEN3_MOE = Family(

@@ -81,7 +81,7 @@ def check_special_ids(specified: Mapping[str, Any], model: Model) -> dict[str, i
     """Validate ids that a user specified: any of NAMES, or only ENDS if the family uses none.
     Raises ValueError for another name, and for an id outside the vocabulary.
     """
-    vocab_size = model.tree.vocab_size
+    vocab_size = model.spec.vocab_size
     for name, token in specified.items():
         if name not in NAMES:
             raise ValueError(f"special_tokens has {brief(name)}: {choices(str(name), NAMES)}")
@@ -151,7 +151,7 @@ def end_token_ids(ids: Ids) -> set[int]:
 
 def ids_of(model: Model) -> Ids:
     """Return key -> id of the special tokens that a model's spec and its dolmen fields state."""
-    blanks, found = model.tree.blanks, {}
+    blanks, found = model.spec.blanks, {}
     if blanks is not None:
         found = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
     found |= model.config.get(RESERVED, {}).get(SPECIAL_TOKENS.name) or {}

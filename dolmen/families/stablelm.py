@@ -22,31 +22,31 @@ def read(config: dict[str, Any]) -> ModelSpec:
     v biases, a norm per head, and parallel blocks.
     """
     eps, bias = float(config[EPS]), config["use_qkv_bias"]
-    tree = llama.read_llama_like(
+    spec = llama.read_llama_like(
         {**config, "head_dim": None}, norm=NormSpec("layernorm", eps, bias=True), qkv_bias=bias
     )
     arrangement = ParallelResidual(1) if config["use_parallel_residual"] else SequentialResidual()
     norm = NormSpec("layernorm", eps) if config["qk_layernorm"] else None
-    mixer = replace(common.attention(tree), qk_norm=norm, qk_norm_of="each head")
-    return common.map_blocks(tree, lambda b: replace(b, mixer=mixer, arrangement=arrangement))
+    mixer = replace(common.attention(spec), qk_norm=norm, qk_norm_of="each head")
+    return common.map_blocks(spec, lambda b: replace(b, mixer=mixer, arrangement=arrangement))
 
 
-def write(tree: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a StableLM config.json for a spec."""
-    mixer = common.attention(tree)
+    mixer = common.attention(spec)
     return {
-        **llama.write_llama_like(tree, FIELDS),
+        **llama.write_llama_like(spec, FIELDS),
         "use_qkv_bias": mixer.q_bias,
         "qk_layernorm": mixer.qk_norm is not None,
-        "use_parallel_residual": tree.blocks[0].arrangement == ParallelResidual(1),
+        "use_parallel_residual": spec.blocks[0].arrangement == ParallelResidual(1),
     }
 
 
-def rules(tree: ModelSpec) -> list[Rule]:
+def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of StableLM; each head's q or k norm is a module of its own
     on disk.
     """
-    mixer, one = common.attention(tree), tree.blocks[0].arrangement == ParallelResidual(1)
+    mixer, one = common.attention(spec), spec.blocks[0].arrangement == ParallelResidual(1)
     # one stored norm per head is one row of ours
     numbers = {"q": mixer.heads, "k": mixer.kv_heads}
     layer, ours = f"{llama.LAYER}self_attn.", "layers.{}.attn."
@@ -55,7 +55,7 @@ def rules(tree: ModelSpec) -> list[Rule]:
         for part, number in numbers.items()
     ]
     names = {"input_layernorm": "norm"} if one else llama.NORMS
-    return llama.llama_like_rules(tree, names, instead=norms)
+    return llama.llama_like_rules(spec, names, instead=norms)
 
 
 STABLELM = Family(

@@ -30,20 +30,20 @@ def read(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def write(tree: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a StarCoder2 config.json for a spec."""
     return {
-        **llama.write_llama_like(tree, FIELDS),
-        **windows.write(tree),
-        "use_bias": common.attention(tree).q_bias,
+        **llama.write_llama_like(spec, FIELDS),
+        **windows.write(spec),
+        "use_bias": common.attention(spec).q_bias,
     }
 
 
-def rules(tree: ModelSpec) -> list[Rule]:
+def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of StarCoder2."""
     names = {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
     own = [Rename(llama.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
-    return llama.llama_like_rules(tree, instead=own)
+    return llama.llama_like_rules(spec, instead=own)
 
 
 DROPOUT = ("residual_dropout", "embedding_dropout")

@@ -34,7 +34,7 @@ class WeightMap:
         tied head if the family's files store it.
         """
         found, family = dict(self.entries), self.model.family
-        if family.stores_tied_head and self.model.tree.head.tied:
+        if family.stores_tied_head and self.model.spec.head.tied:
             # the same parameter, stored a second time
             found[self.head] = replace(found[self.embedding], hf=self.head)
         if not self.model.config.get(RESERVED, {}).get(BARE.name):
@@ -79,7 +79,7 @@ class WeightMap:
         """Prefixes of the stored names of dropped layers, such as "model.layers.61."; empty if the
         family drops none.
         """
-        family, layers = self.model.family, self.model.tree.layers
+        family, layers = self.model.family, self.model.spec.layers
         if family.dropped_layers_field is None:
             return ()
         # any rule of the layers, for the prefix before the number
@@ -92,7 +92,7 @@ class WeightMap:
 
     def is_tied_head(self, name: str) -> bool:
         """Return whether a canonical name is of a stored copy of a tied head."""
-        return self.model.tree.head.tied and name == self.head and name not in self.entries
+        return self.model.spec.head.tied and name == self.head and name not in self.entries
 
     def expected_shape(self, name: str) -> Shape | None:
         """Shape a stored tensor must have, or None where no rule maps it."""
@@ -120,12 +120,12 @@ def weight_map(model: Model) -> WeightMap:
     parameters, if no rule makes some of them.
     """
     # a scalar head is stored as "score" in every family
-    rules = [*model.family.rules(model.tree), *SCORE * isinstance(model.tree.head, ScalarHeadSpec)]
+    rules = [*model.family.rules(model.spec), *SCORE * isinstance(model.spec.head, ScalarHeadSpec)]
     embedding, head = (
         next(rule.hf + ending(rule, "weight") for rule in rules if rule.names == (ours,))
         for ours in ("embed", "head")
     )
-    found = entries(rules, model.tree.shapes, model.tree.layers)
+    found = entries(rules, model.spec.shapes, model.spec.layers)
     return WeightMap(model, found, embedding, head)
 
 
@@ -136,7 +136,7 @@ def _shapes_by_field(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
     whole = explicit_fields(model)
     # all fields explicit, so that changing one leaves the others as they are
     plain = Model(nest_own_fields(model.family, {**whole, "model_type": model.model_type}))
-    plain = with_scalar_head(plain) if isinstance(model.tree.head, ScalarHeadSpec) else plain
+    plain = with_scalar_head(plain) if isinstance(model.spec.head, ScalarHeadSpec) else plain
     for name, value in whole.items():
         if isinstance(value, int) and not isinstance(value, bool):
             # a field may be bound to others (heads divide the width): the first value that gives a

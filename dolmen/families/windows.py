@@ -83,18 +83,18 @@ def typed_windows(
     return [size if kind == SLIDING else None for kind in of]
 
 
-def sizes(tree: ModelSpec) -> list[int | None]:
+def sizes(spec: ModelSpec) -> list[int | None]:
     """Return the window of each layer of a spec (None: full attention). Raises ValueError if a
     mixer is not plain attention.
     """
-    return [expect(block.mixer, AttentionSpec, "mixer").window for block in tree.blocks]
+    return [expect(block.mixer, AttentionSpec, "mixer").window for block in spec.blocks]
 
 
-def write(tree: ModelSpec) -> dict[str, Any]:
+def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the field sliding_window: the size of the first layer that has a window, or None."""
-    return {SIZE.name: next((size for size in sizes(tree) if size is not None), None)}
+    return {SIZE.name: next((size for size in sizes(spec) if size is not None), None)}
 
 
-def write_types(tree: ModelSpec) -> dict[str, Any]:
+def write_types(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields sliding_window and layer_types of a spec."""
-    return {**write(tree), "layer_types": [FULL if s is None else SLIDING for s in sizes(tree)]}
+    return {**write(spec), "layer_types": [FULL if s is None else SLIDING for s in sizes(spec)]}

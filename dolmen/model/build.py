@@ -35,7 +35,7 @@ from dolmen.parallel.schedule import Schedule
 
 
 def build(
-    tree: ModelSpec,
+    spec: ModelSpec,
     mesh: Mesh,
     layout: Layout | None = None,
     schedule: Schedule | None = None,
@@ -50,7 +50,7 @@ def build(
     not yet set: `place` and then `allocate`, with the same parameters.
     """
     placed = place(
-        tree,
+        spec,
         mesh,
         layout,
         schedule,
@@ -78,7 +78,7 @@ def allocate(model: Decoder, device: torch.device) -> Decoder:
 
 
 def place(
-    tree: ModelSpec,
+    spec: ModelSpec,
     mesh: Mesh,
     layout: Layout | None = None,
     schedule: Schedule | None = None,
@@ -102,11 +102,11 @@ def place(
     the layout does not divide the model.
     """
     hardware = hardware or Hardware.from_device(mesh.device)
-    kernels = choose_kernels(training.apply_to(tree), mesh, compute or dtype, hardware)
-    parts = split_model(mesh, tree.layers, layout or Layout(), schedule, kernels, stages)
+    kernels = choose_kernels(training.apply_to(spec), mesh, compute or dtype, hardware)
+    parts = split_model(mesh, spec.layers, layout or Layout(), schedule, kernels, stages)
     # a 70B model costs no memory here, and its checks cost seconds
     with torch.device("meta"):
-        model = Decoder(tree, parts, training).to(dtype)
+        model = Decoder(spec, parts, training).to(dtype)
     for name, leaf in model.local_specs().items():
         if leaf.precise:
             p = model.get_parameter(name)
@@ -129,20 +129,20 @@ def place(
 
 
 def choose_kernels(
-    tree: ModelSpec, mesh: Mesh, compute: torch.dtype, hardware: Hardware
+    spec: ModelSpec, mesh: Mesh, compute: torch.dtype, hardware: Hardware
 ) -> Kernels:
     """Return the kernels that a rank of `mesh` uses on `hardware`, for products in dtype `compute`:
     chosen by head sizes, expert widths, attention kinds and fp8.
     """
     # a set: equal layers have equal specs
-    experts = {leaf for leaf in tree.leaves.values() if leaf.stacked}
+    experts = {leaf for leaf in spec.leaves.values() if leaf.stacked}
     widths = {width for leaf in experts for width in leaf.local_shape({"tp": mesh.tp.size})[1:]}
     # flash kernels have an upper bound on the head size
-    longest = max(size for b in tree.blocks for size in b.mixer.head_sizes)
-    attends = block.attention_kinds(tree)
+    longest = max(size for b in spec.blocks for size in b.mixer.head_sizes)
+    attends = block.attention_kinds(spec)
     # rounded experts are multiplied one after the other: grouped_mm takes bf16 alone
-    one_by_one = tree.fp8 is not None or any(leaf.int8 for leaf in experts)
-    return choose(hardware, compute, longest, sorted(widths), attends, tree.fp8, one_by_one)
+    one_by_one = spec.fp8 is not None or any(leaf.int8 for leaf in experts)
+    return choose(hardware, compute, longest, sorted(widths), attends, spec.fp8, one_by_one)
 
 
 def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
@@ -153,24 +153,24 @@ def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
         for name, p in model.named_parameters():
             if name in loaded:
                 continue
-            leaf = model.tree.leaves[name]
-            if leaf.int8 or magnitude_name(name) in model.tree.leaves:
+            leaf = model.spec.leaves[name]
+            if leaf.int8 or magnitude_name(name) in model.spec.leaves:
                 # the whole weight: its scale, or DoRA's row norms, follow from full rows
                 whole = torch.empty(leaf.shape, device=p.device)
-                _initialize_param(whole, name, seed, model.tree)
+                _initialize_param(whole, name, seed, model.spec)
                 _write(model, name, whole)
             else:
-                _initialize_param(p, name, seed, model.tree)
+                _initialize_param(p, name, seed, model.spec)
 
 
-def _initialize_param(p: Tensor, name: str, seed: int, tree: ModelSpec) -> None:
+def _initialize_param(p: Tensor, name: str, seed: int, spec: ModelSpec) -> None:
     """Fill p, or this rank's part of it, as the spec's `initial` says: normal, uniform within 1 /
     sqrt(inputs), ones or zeros; "beside" leaves it, as it is derived from another parameter.
     """
-    leaf = tree.leaves[name]
+    leaf = spec.leaves[name]
     match leaf.initial:
         case "normal":
-            state.fill_normal(p, name, seed, tree.initializer_range * leaf.std_scale)
+            state.fill_normal(p, name, seed, spec.initializer_range * leaf.std_scale)
         case "uniform":
             state.fill_uniform(p, name, seed, 1 / math.sqrt(leaf.shape[-1]))
         case "ones":
@@ -203,7 +203,7 @@ def _write(model: nn.Module, name: str, value: Tensor) -> None:
         state.write_region(model.get_parameter(scale_name(name)), scale)
         lengths = int8.dequantise(value, scale)
     state.write_region(p, value)
-    if isinstance(model, Decoder) and magnitude_name(name) in model.tree.leaves:
+    if isinstance(model, Decoder) and magnitude_name(name) in model.spec.leaves:
         if lengths.is_floating_point():  # else they come as they are
             magnitude = model.get_parameter(magnitude_name(name))
             # norms in fp32 or wider

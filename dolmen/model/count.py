@@ -8,18 +8,18 @@ from dolmen.model.spec import AttentionSpec, ModelSpec, MoESpec
 from dolmen.model.spec.block import Mixer
 
 
-def parameters(tree: ModelSpec) -> int:
+def parameters(spec: ModelSpec) -> int:
     """Return the number of parameters; a tied head counts once."""
-    return sum(leaf.elements for leaf in tree.leaves.values())
+    return sum(leaf.elements for leaf in spec.leaves.values())
 
 
-def trainable_parameters(tree: ModelSpec) -> int:
+def trainable_parameters(spec: ModelSpec) -> int:
     """Return the number of parameters that are trained: with LoRA, those of the adapters."""
-    return sum(leaf.elements for leaf in tree.leaves.values() if leaf.trained)
+    return sum(leaf.elements for leaf in spec.leaves.values() if leaf.trained)
 
 
 def training_flops_per_token(
-    tree: ModelSpec, sequence_length: int, attention: Literal["causal", "full"] = "causal"
+    spec: ModelSpec, sequence_length: int, attention: Literal["causal", "full"] = "causal"
 ) -> float:
     """Return the FLOPs per token of forward and backward: 2 per multiply-add, backward twice
     forward, nothing for recomputation.
@@ -31,13 +31,13 @@ def training_flops_per_token(
     whole sequence, as torchtitan and PaLM do (2204.02311, appendix B: 6 N + 12 L H Q T; its N has
     the embedding too).
     """
-    matrices = sum(leaf.products * (6.0 if leaf.trained else 4.0) for leaf in tree.leaves.values())
+    matrices = sum(leaf.products * (6.0 if leaf.trained else 4.0) for leaf in spec.leaves.values())
     # `products` of a leaf counts experts as k / E, and tables as 0
-    return matrices + attention_flops_per_token(tree, sequence_length, attention)
+    return matrices + attention_flops_per_token(spec, sequence_length, attention)
 
 
 def attention_flops_per_token(
-    tree: ModelSpec, sequence_length: int, attention: Literal["causal", "full"] = "causal"
+    spec: ModelSpec, sequence_length: int, attention: Literal["causal", "full"] = "causal"
 ) -> float:
     """Return the attention scores' part of `training_flops_per_token`: q k^T and the weighted sum
     of v, forward and backward.
@@ -49,12 +49,12 @@ def attention_flops_per_token(
             return sequence_length
         return _mean_keys(sequence_length, mixer.window)
 
-    mixers = [block.mixer for block in tree.blocks]
+    mixers = [block.mixer for block in spec.blocks]
     return 6.0 * sum(mixer.products(keys(mixer)) for mixer in mixers)
 
 
 def activation_bytes_per_layer(
-    tree: ModelSpec,
+    spec: ModelSpec,
     batch: int,
     sequence_length: int,
     *,
@@ -78,7 +78,7 @@ def activation_bytes_per_layer(
 
     Raises ValueError for MoE layers, whose bytes depend on the routing, and for latent attention.
     """
-    block = tree.blocks[0]
+    block = spec.blocks[0]
     if not isinstance(block.mixer, AttentionSpec):
         raise ValueError(f"{block.mixer.words}: dolmen knows what plain attention keeps, not this")
     if isinstance(block.mlp, MoESpec):
@@ -87,7 +87,7 @@ def activation_bytes_per_layer(
         )
     attention, mlp = block.mixer, block.mlp
     e = element_bytes
-    h = tree.hidden_size
+    h = spec.hidden_size
     tokens = batch * sequence_length / cp
     # part of the residual stream that a rank has
     stream = 1 / tp if sequence_parallel else 1.0

@@ -88,7 +88,7 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, tree: ModelSpec, split: ModelSplit | None = None, training: Training = Training()
+        self, spec: ModelSpec, split: ModelSplit | None = None, training: Training = Training()
     ):
         """Build the modules of this rank; `split` None: the whole model in one process. Raises
         ValueError where the split does not divide the model, and for a component that no module
@@ -96,21 +96,21 @@ class Decoder(nn.Module):
         """
         super().__init__()
         # adapters, fp8 and balance biases are part of the spec from here on
-        tree, split = training.apply_to(tree), split or single_process(tree.layers)
+        spec, split = training.apply_to(spec), split or single_process(spec.layers)
         # checks come before any module: a wrong layout should fail in milliseconds
-        check_supported(tree)
+        check_supported(spec)
         self.sizes = {"tp": split.tp.axis.size, "ep": split.ep.size}
-        check_sharding(tree.leaves, self.sizes)
-        check_fp8_sharding(tree.leaves, self.sizes)
-        self.tree, self.split, self.tp = tree, split, split.tp
+        check_sharding(spec.leaves, self.sizes)
+        check_fp8_sharding(spec.leaves, self.sizes)
+        self.spec, self.split, self.tp = spec, split, split.tp
         self.dropout, self.router = training.dropout, training.router
         self._add_embedding()
         # keyed by the layer's number in the whole model, so that names do not depend on the stage
         self.layers = nn.ModuleDict(
             {
                 str(i): build_block(
-                    tree.blocks[i],
-                    select_prefix(tree.leaves, f"layers.{i}"),
+                    spec.blocks[i],
+                    select_prefix(spec.leaves, f"layers.{i}"),
                     ModuleContext(i, split, training),
                 )
                 for i in split.layers
@@ -125,10 +125,10 @@ class Decoder(nn.Module):
         """Set the modules before the first block. A module is None if the model has none of its
         kind, and on ranks without the first stage. A tied embedding is also on the last stage.
         """
-        tree, tp, first = self.tree, self.tp, self.split.first
-        embedding, leaves = tree.embedding, tree.leaves
+        spec, tp, first = self.spec, self.tp, self.split.first
+        embedding, leaves = spec.embedding, spec.leaves
         # a tied head on another rank keeps a copy of the embedding
-        has_table = first or (self.split.last and tree.head.tied)
+        has_table = first or (self.split.last and spec.head.tied)
         self.embed = Embedding(embedding, select_prefix(leaves, "embed"), tp) if has_table else None
         # OPT-350m: rows of 512, widened to 1,024
         width, norm = embedding.width, embedding.norm
@@ -149,25 +149,25 @@ class Decoder(nn.Module):
         """Build the embedding table `name` (positions, second stream, or token types); None if the
         model has none, and on ranks without the first stage.
         """
-        own = select_prefix(self.tree.leaves, name)
+        own = select_prefix(self.spec.leaves, name)
         return PositionEmbedding(table, own) if self.split.first and table and own else None
 
     def _add_head(self) -> None:
         """Set the modules after the last block. A module is None if the model has none of its kind,
         and on ranks without the last stage.
         """
-        tree, tp, last, kernels = self.tree, self.tp, self.split.last, self.split.kernels
+        spec, tp, last, kernels = self.spec, self.tp, self.split.last, self.split.kernels
         # no leaves: no module, on ranks without the last stage as in models without one
-        own = {name: select_prefix(tree.leaves, name) if last else {} for name in HEAD_MODULES}
+        own = {name: select_prefix(spec.leaves, name) if last else {} for name in HEAD_MODULES}
         self.final_norm = (
-            Norm(tree.final_norm, own["final_norm"], kernels) if last and tree.final_norm else None
+            Norm(spec.final_norm, own["final_norm"], kernels) if last and spec.final_norm else None
         )
         self.project_out = ReplicatedLinear(own["project_out"], tp) if own["project_out"] else None
         # rows that are normalized first are read as they are, not multiplied
-        head = ParameterModule if tree.head.normalised else ColumnParallelLinear
+        head = ParameterModule if spec.head.normalised else ColumnParallelLinear
         self.head = head(own["head"]) if own["head"] else None
         self.score = ParameterModule(own["score"]) if own["score"] else None
-        transform = tree.head.transform
+        transform = spec.head.transform
         self.transform = (
             HeadTransform(transform, own["transform"], tp, kernels) if last and transform else None
         )
@@ -216,7 +216,7 @@ class Decoder(nn.Module):
 
     def local_specs(self) -> dict[str, ParamSpec]:
         """Return the spec of each parameter that this rank holds a part of, by its name."""
-        return {name: self.tree.leaves[name] for name, _ in self.named_parameters()}
+        return {name: self.spec.leaves[name] for name, _ in self.named_parameters()}
 
     def delayed_scaling(self) -> dict[str, Delayed]:
         """Return the fp8 delayed-scaling state of each weight of this rank, by its name."""
@@ -283,7 +283,7 @@ class Decoder(nn.Module):
         """
         return (
             self.embed.weight
-            if self.split.tied_across_ranks and self.tree.head.tied and self.embed is not None
+            if self.split.tied_across_ranks and self.spec.head.tied and self.embed is not None
             else None
         )
 
@@ -299,7 +299,7 @@ class Decoder(nn.Module):
         )
         return torch.empty(
             tokens,
-            self.tree.hidden_size,
+            self.spec.hidden_size,
             dtype=self.compute or dtype_of(self),
             device=self.device,
         )
@@ -326,7 +326,7 @@ class Decoder(nn.Module):
         """
         dtype = torch.promote_types(self.compute or dtype_of(self), torch.float32)
         # a set of kinds: Gemma 3 has two, most models one
-        mixers = [self.tree.blocks[i].mixer for i in self.split.parts[part].layers]
+        mixers = [self.spec.blocks[i].mixer for i in self.split.parts[part].layers]
         return {
             kind: tables(*kind, positions, dtype, lengths, self.training)
             for kind in {(mixer.positions, mixer.heads) for mixer in mixers}
@@ -368,7 +368,7 @@ class Decoder(nn.Module):
         known = self.where(part, ids, self._lengths(tokens, cache, positions))
         for i, block in zip(here.layers, self.blocks(part), strict=True):
             kept = None if cache is None else cache.layers[i]
-            mixer = self.tree.blocks[i].mixer
+            mixer = self.spec.blocks[i].mixer
             where = known[mixer.positions, mixer.heads]
             # a layer's positions, router losses and noise
             y = block(y, given.for_layer(i, where, (balance or {}).get(i), routes), kept)
@@ -415,11 +415,11 @@ class Decoder(nn.Module):
         if end is None:
             return hidden
         # embed is tied also on the last stage, where its copy is `tied_across_ranks`
-        table = self.embed if self.tree.head.tied else self.head or self.score
+        table = self.embed if self.spec.head.tied else self.head or self.score
         assert table is not None
         bias = None if self.head is None else self.head.bias
-        head = HEADS[type(self.tree.head)](
-            self.tree,
+        head = HEADS[type(self.spec.head)](
+            self.spec,
             self.split,
             local(table.weight),
             batch,
@@ -427,7 +427,7 @@ class Decoder(nn.Module):
             None if bias is None else local(bias),
             self.transform,
             None if self.follows is None else self._next_sentence_logits,
-            None if self.tree.head.normalised else table.linear().laid_out,
+            None if self.spec.head.normalised else table.linear().laid_out,
         )
         return end(hidden, head)
 
@@ -447,13 +447,13 @@ class Decoder(nn.Module):
         """
         batch, length = tokens.shape
         cp = self.split.cp
-        if documents is not None and documents.reach is not None and not self.tree.has_prefix_mask:
+        if documents is not None and documents.reach is not None and not self.spec.has_prefix_mask:
             raise ValueError(
                 "the batch has prefixes, and no layer of the model has a prefix mask: give batches "
                 "without prefixes, or a model with one"
             )
         noise, rows = self._noise(noise, length)
-        if self.tree.both_ways:
+        if self.spec.both_ways:
             none = torch.zeros(tokens.shape, dtype=torch.int64)  # where one document begins
             documents = (documents or Documents.from_starts(none).on(tokens.device)).both_ways
         # this rank's queries, against the keys that cp brings
@@ -467,7 +467,7 @@ class Decoder(nn.Module):
         `positions`, or 0, 1, 2, ... Raises ValueError for sequences longer than the position table,
         and where the number of position streams is not the model's.
         """
-        length, most, known = tokens.shape[1], self.tree.longest, self.tree.streams
+        length, most, known = tokens.shape[1], self.spec.longest, self.spec.streams
         longest = length if positions is None else positions.longest
         longest = longest if cache is None else cache.longest
         if most is not None and longest > most:
@@ -478,13 +478,13 @@ class Decoder(nn.Module):
         if cache is not None:
             return cache.positions
         streams = 1 if positions is None else positions.ids.shape[1]
-        if positions is None and self.tree.blanks is not None:
+        if positions is None and self.spec.blanks is not None:
             raise ValueError(
                 "the model's positions follow from special tokens: make them by "
-                "Batch.read_by(the model's tree)"
+                "Batch.read_by(the model's spec)"
             )
         # BERT without types in the batch: all tokens have type 0
-        typed = self.tree.embedding.types is not None
+        typed = self.spec.embedding.types is not None
         if streams != known and not (positions is None and typed):
             raise ValueError(
                 f"the model knows {known} streams of positions, and the batch has {streams}: make "
@@ -502,7 +502,7 @@ class Decoder(nn.Module):
         """Return the length of each token's sequence, or a single length [1, 1] for all; None if no
         layer's rope depends on it.
         """
-        if not self.tree.by_length:
+        if not self.spec.by_length:
             return None
         if cache is not None:
             return cache.lengths

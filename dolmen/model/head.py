@@ -72,7 +72,7 @@ class ModelHead:
     are of whole sequences, the same on every rank.
     """
 
-    tree: ModelSpec
+    spec: ModelSpec
     split: ModelSplit
     weight: Tensor
     """This tp rank's rows of the head's weight [rows, hidden], gathered over fsdp."""
@@ -141,7 +141,7 @@ class LMHead(ModelHead):
         """Weight rows that multiply hidden vectors; each normalised to length 1 if the spec's head
         is (Baichuan 2).
         """
-        return F.normalize(self.weight) if self.tree.head.normalised else self.weight
+        return F.normalize(self.weight) if self.spec.head.normalised else self.weight
 
     def scale_hidden(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "_ hidden"]:
         """Return hidden vectors after the transform, times the logit scale: cheaper than scaling
@@ -150,7 +150,7 @@ class LMHead(ModelHead):
         # BERT
         hidden = hidden if self.transform is None else self.transform(hidden)
         # (s W h) = W (s h): hidden is narrower than the vocabulary
-        scale = self.tree.head.scale
+        scale = self.spec.head.scale
         return hidden if scale == 1 else hidden * scale
 
     def follows(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here"]:
@@ -176,9 +176,9 @@ class LMHead(ModelHead):
         # rows [vocabulary / tp, hidden]
         linear = Linear(self.rows, self.bias, laid_out=self.laid_out)
         logits = tensor.columns(self.scale_hidden(hidden), [linear], self.split.tp)[0]
-        if self.tree.head.soft_cap is not None:
+        if self.spec.head.soft_cap is not None:
             # cap * tanh(logits / cap)
-            logits = loss.soft_cap(logits, self.tree.head.soft_cap)
+            logits = loss.soft_cap(logits, self.spec.head.soft_cap)
         return logits.view(self.sequences, -1, self.weight.shape[0])
 
     def cross_entropy(
@@ -194,11 +194,11 @@ class LMHead(ModelHead):
             self.scale_hidden(hidden),
             self.rows,
             self.here(labels).reshape(-1),
-            self.tree.vocab_size,
+            self.spec.vocab_size,
             self.split.tp,
             self.compiled,
             self.split.kernels.logits_at_once,
-            self.tree.head.soft_cap,
+            self.spec.head.soft_cap,
             None if weights is None else self.here(weights).reshape(-1),
             self.bias,
         )
@@ -248,10 +248,10 @@ class LMHead(ModelHead):
         """
         made, bias = self.scale_hidden(hidden), self.bias
         if temperature != 1:
-            if self.tree.head.soft_cap is not None:
+            if self.spec.head.soft_cap is not None:
                 raise ValueError(
                     f"a temperature of {temperature} of logits with a soft cap "
-                    f"({self.tree.head.soft_cap}): use 1"
+                    f"({self.spec.head.soft_cap}): use 1"
                 )
             made = made / temperature
             # (W h + b) / T = W (h / T) + b / T, where a soft cap would not be linear
@@ -260,10 +260,10 @@ class LMHead(ModelHead):
             made,
             self.rows,
             self.here(labels).reshape(-1),
-            self.tree.vocab_size,
+            self.spec.vocab_size,
             self.split.tp,
             self.split.kernels.logits_at_once,
-            self.tree.head.soft_cap,
+            self.spec.head.soft_cap,
             bias,
         )
 

@@ -41,10 +41,10 @@ class Routes:
         return None if on_routing is None else lambda experts: on_routing(layer, experts)
 
 
-def choice_slices(tree: ModelSpec) -> dict[int, slice]:
+def choice_slices(spec: ModelSpec) -> dict[int, slice]:
     """Return the slice of each MoE layer in a token's row of choices; empty for a dense model."""
     found, first = {}, 0
-    for number, block in enumerate(tree.blocks):
+    for number, block in enumerate(spec.blocks):
         if isinstance(block.mlp, MoESpec):
             found[number] = slice(first, first + block.mlp.per_token)
             first += block.mlp.per_token
@@ -52,7 +52,7 @@ def choice_slices(tree: ModelSpec) -> dict[int, slice]:
 
 
 def replay_routes(
-    tree: ModelSpec, split: ModelSplit, experts: Int64[Tensor, "sequences length choices"]
+    spec: ModelSpec, split: ModelSplit, experts: Int64[Tensor, "sequences length choices"]
 ) -> Routes:
     """Return Routes that force this cp rank's tokens of a microbatch to the experts recorded for
     all its tokens, one row of choices per token.
@@ -60,13 +60,13 @@ def replay_routes(
     # this cp rank's tokens (zigzag), as the decoder splits them
     here = split.cp.split(experts, 1)
     return Routes(
-        {i: here[..., own].flatten(0, 1).contiguous() for i, own in choice_slices(tree).items()}
+        {i: here[..., own].flatten(0, 1).contiguous() for i, own in choice_slices(spec).items()}
     )
 
 
 def gather_routes(
     kept: Mapping[tuple[int, int], Int64[Tensor, "n k"]],
-    tree: ModelSpec,
+    spec: ModelSpec,
     split: ModelSplit,
     mesh: Mesh,
     shape: tuple[int, int],
@@ -76,7 +76,7 @@ def gather_routes(
     `micros` microbatches, the same on every rank of tp, cp and pp. `kept`: this rank's records by
     (microbatch, layer).
     """
-    own, rows = choice_slices(tree), shape[0] // micros
+    own, rows = choice_slices(spec), shape[0] // micros
     choices = max(one.stop for one in own.values())
     # zeros where another rank has the token or the layer, so that sums put the pieces together
     whole = torch.zeros((*shape, choices), dtype=torch.int64, device=mesh.device)

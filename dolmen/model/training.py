@@ -40,20 +40,20 @@ class Training:
     fp8: Fp8 | None = None
     """How products of matrices are rounded; None: they are not."""
 
-    def apply_to(self, tree: ModelSpec) -> ModelSpec:
-        """Return the spec that is trained: `tree` with adapters, fp8 rounding, and, where balance
+    def apply_to(self, spec: ModelSpec) -> ModelSpec:
+        """Return the spec that is trained: `spec` with adapters, fp8 rounding, and, where balance
         is "bias", a balance bias in every router.
         """
         if self.adapter is not None:
-            tree = replace(tree, adapter=self.adapter)
+            spec = replace(spec, adapter=self.adapter)
         if self.fp8 is not None:
-            tree = replace(tree, fp8=self.fp8)
+            spec = replace(spec, fp8=self.fp8)
         if self.router.balance != "bias":
-            return tree
+            return spec
         runs = tuple(
             LayerRun(
                 tuple(replace(b, mlp=b.mlp.with_balance_bias()) for b in run.blocks), run.repeat
             )
-            for run in tree.runs
+            for run in spec.runs
         )
-        return replace(tree, runs=runs)
+        return replace(spec, runs=runs)

@@ -82,7 +82,7 @@ def log_probabilities(
     divided by `temperature`. Every rank of the mesh calls it. Raises ValueError for a model without
     logits.
     """
-    check_head("a log-probability", spec.LMHeadSpec, model.tree)
+    check_head("a log-probability", spec.LMHeadSpec, model.spec)
 
     def head_function(hidden: Tensor, head: LMHead, microbatch: Batch) -> Tensor:
         """Return the log-probability of each label."""
@@ -98,8 +98,8 @@ def routed_log_probabilities(
     sparse layers (model/routing_replay.py): [sequences, length, 1 + choices], in one dtype that is
     exact for both. Raises ValueError for a model without experts.
     """
-    check_head("a log-probability", spec.LMHeadSpec, model.tree)
-    if not model.tree.experts:
+    check_head("a log-probability", spec.LMHeadSpec, model.spec)
+    if not model.spec.experts:
         raise ValueError("routing replay is for models with experts, and this one has none")
     routes: dict[tuple[int, int], Tensor] = {}
 
@@ -115,7 +115,7 @@ def routed_log_probabilities(
     sequences, length = batch.tokens.shape
     shape = (sequences, length)
     experts = routing_replay.gather_routes(
-        routes, model.tree, model.split, mesh, shape, schedule.micros
+        routes, model.spec, model.split, mesh, shape, schedule.micros
     )
     # one tensor, so that one gather brings both
     return torch.cat([results[..., None], experts.to(results.dtype)], -1)
@@ -129,7 +129,7 @@ def values(
     logits.
     """
 
-    check_head("a value", spec.ScalarHeadSpec, model.tree)
+    check_head("a value", spec.ScalarHeadSpec, model.spec)
 
     def head_function(hidden: Tensor, head: ScalarHead, microbatch: Batch) -> Tensor:
         """Return the scalar of each token."""

@@ -59,18 +59,18 @@ class Objective(Protocol):
         ...
 
 
-def check(objective: Objective, tree: ModelSpec) -> None:
+def check(objective: Objective, model_spec: ModelSpec) -> None:
     """Raise ValueError where the model's head is not of the kind that the objective reads."""
-    check_head(f"the objective {objective}", objective.head, tree)
+    check_head(f"the objective {objective}", objective.head, model_spec)
 
 
-def check_head(user: str, kind: type, tree: ModelSpec) -> None:
+def check_head(user: str, kind: type, model_spec: ModelSpec) -> None:
     """Raise ValueError, naming the `user` of the head, where the model's head is not an instance of
     `kind`.
     """
-    if not isinstance(tree.head, kind):
+    if not isinstance(model_spec.head, kind):
         raise ValueError(
-            f"{user} is for a model that ends in {kind.__name__}, and this one ends in {tree.head}"
+            f"{user} is for a model that ends in {kind.__name__}, and this one ends in {model_spec.head}"
         )
 
 

@@ -34,21 +34,21 @@ from dolmen.planning.operations import (
 )
 
 
-def embedding_rows(tree: ModelSpec, share: RankShare, program: Program) -> Operations:
+def embedding_rows(spec: ModelSpec, share: RankShare, program: Program) -> Operations:
     """Return the rows of the embedding: tokens looked up, positions added, dropout."""
-    maker = Maker(tree.width, share, program)
+    maker = Maker(spec.width, share, program)
     x, stream = maker.whole, maker.x
     forward = [memory("F", "embed", "rows", x, x)]
     # reads the gradient and the rows that it is added to
     backward = [memory("B", "embed", "rows", 2 * x, x)]
     if not program.buffers:  # the gradient of a whole table
-        backward.append(maker.added_up("embed", share.part(tree.vocab_size) * tree.width))
+        backward.append(maker.added_up("embed", share.part(spec.vocab_size) * spec.width))
     if share.tp > 1:
         op = "reduce-scatter" if share.sequence_parallel else "all-reduce"
         forward.append(collective("F", "embed", op, x))
         if share.sequence_parallel:
             backward.insert(0, collective("B", "embed", "all-gather", x))
-    if tree.embedding.positions is not None:
+    if spec.embedding.positions is not None:
         forward.append(memory("F", "embed", "positions", 2 * stream, stream))
     if program.dropout:
         forward.append(memory("F", "embed", "dropout", stream, 1.5 * stream))
@@ -56,12 +56,12 @@ def embedding_rows(tree: ModelSpec, share: RankShare, program: Program) -> Opera
     return Operations(tuple(forward), tuple(backward))
 
 
-def head_rows(tree: ModelSpec, share: RankShare, program: Program) -> Operations:
+def head_rows(spec: ModelSpec, share: RankShare, program: Program) -> Operations:
     """Return the rows of the final norm, the logits, and the loss over them in fp32."""
-    tokens, rows = share.tokens, share.part(tree.vocab_size)
+    tokens, rows = share.tokens, share.part(spec.vocab_size)
     logits = tokens * rows
-    maker = Maker(tree.width, share, replace(program, fp8=False))
-    linear = maker.linear("head", rows, tree.width, tokens)
+    maker = Maker(spec.width, share, replace(program, fp8=False))
+    linear = maker.linear("head", rows, spec.width, tokens)
     # to fp32, largest, less it, exp, sum, over it; compiled in two visits
     passes = (22, 16) if program.attention == "scores" or program.fused == "no" else (8, 8)
     loss = [memory("F", "loss", "loss", *(p * logits for p in passes))]
@@ -73,8 +73,8 @@ def head_rows(tree: ModelSpec, share: RankShare, program: Program) -> Operations
         for size in (4, 4, 4):  # largest, sum, the label's
             loss.append(collective("F", "loss", "all-reduce", size * tokens))
     steps = [entered, (loss, back)]
-    if tree.final_norm is not None:
-        steps.insert(0, maker.norm("final_norm", tree.final_norm.kind))
+    if spec.final_norm is not None:
+        steps.insert(0, maker.norm("final_norm", spec.final_norm.kind))
     return Operations.join(steps)
 
 
@@ -115,24 +115,24 @@ BACKWARD = 2.5
 """FLOPs of fused attention's backward against its forward: it forms the scores again."""
 
 
-def block_rows(tree: ModelSpec, number: int, share: RankShare, program: Program) -> Operations:
+def block_rows(spec: ModelSpec, number: int, share: RankShare, program: Program) -> Operations:
     """Return the rows of layer `number` for one microbatch of a rank."""
-    leaves = select_prefix(tree.leaves, f"layers.{number}")
-    return _Block(tree.hidden_size, share, program, tree, number, leaves).rows()
+    leaves = select_prefix(spec.leaves, f"layers.{number}")
+    return _Block(spec.hidden_size, share, program, spec, number, leaves).rows()
 
 
 @dataclass(frozen=True)
 class _Block(Maker):
     """Builds the rows of one block. `number`: its layer; `leaves`: its parameters."""
 
-    tree: ModelSpec
+    spec: ModelSpec
     number: int
     leaves: ParamSpecs
 
     @cached_property
     def block(self) -> BlockSpec:
         """Spec of the layer."""
-        return self.tree.blocks[self.number]
+        return self.spec.blocks[self.number]
 
     def rows(self) -> Operations:
         """Return all rows of the block, in the order of forward."""
@@ -222,7 +222,7 @@ class _Block(Maker):
         (heads, kv), share, name = self.heads, self.share, self.program.attention
         of_key, of_value = self.block.mixer.head_sizes
         # a model of this block alone
-        one = replace(self.tree, runs=(LayerRun((self.block,), 1),))
+        one = replace(self.spec, runs=(LayerRun((self.block,), 1),))
         # a third of forward and backward together
         per_token = attention_flops_per_token(one, share.length) / 3
         flops = round(per_token * share.tokens / share.tp)

@@ -28,7 +28,7 @@ from dolmen.planning.space import LayoutChoice
 
 
 def layer_bytes(
-    tree: ModelSpec,
+    spec: ModelSpec,
     block: BlockSpec,
     batch: int,
     length: int,
@@ -47,14 +47,14 @@ def layer_bytes(
     if isinstance(block.mlp, MoESpec):
         experts = block.mlp
         # sent to the experts, and returned
-        extra += tokens * 2 * e * experts.per_token * tree.hidden_size
+        extra += tokens * 2 * e * experts.per_token * spec.hidden_size
         extra += tokens * 8 * experts.number  # the router's, in fp32
         block = replace(block, mlp=MLPSpec(experts.per_token * experts.size))
     if not isinstance(block.mixer, AttentionSpec):
         mixer = block.mixer
         extra += tokens * e * 2 * ((mixer.q_rank or 0) + mixer.kv_rank)
         block = replace(block, mixer=AttentionSpec(mixer.heads, mixer.heads, mixer.head_size))
-    one = replace(tree, runs=(LayerRun((block,), 1),))
+    one = replace(spec, runs=(LayerRun((block,), 1),))
     how = {"cp": cp, "recompute": recompute, "element_bytes": e, **more}
     kept = activation_bytes_per_layer(one, batch, length, **how)
     # full recomputation keeps the input of the layer only
@@ -139,7 +139,7 @@ class Capacity:
     form.
     """
 
-    tree: ModelSpec
+    spec: ModelSpec
     sequence_length: int
     dropout: float = 0.0
     element_bytes: int = 2
@@ -156,7 +156,7 @@ class Capacity:
     @cached_property
     def ranks(self) -> ModelRanks:
         """Layers and parameters of each rank."""
-        return ModelRanks(self.tree)
+        return ModelRanks(self.spec)
 
     def stages(self, choice: LayoutChoice, global_batch_size: int) -> tuple[StageMemory, ...]:
         """Return the peak memory of each pipeline rank, by kind."""
@@ -278,7 +278,7 @@ class Capacity:
         # gpipe's losses, whose gradients are made with them, all wait for the first backward
         losses = micros if choice.schedule == "gpipe" else 1
         tokens = choice.microbatch_size * self.sequence_length // choice.cp
-        stream = tokens * self.tree.hidden_size * self.element_bytes
+        stream = tokens * self.spec.hidden_size * self.element_bytes
         if choice.sequence_parallel:
             stream //= choice.tp
         # the batch, and what goes to and comes from two neighbours
@@ -345,7 +345,7 @@ class Capacity:
         and values of the whole sequence (docs/concepts/context-parallel.md).
         """
         kept = layer_bytes(
-            self.tree,
+            self.spec,
             block,
             choice.microbatch_size,
             self.sequence_length,
@@ -373,7 +373,7 @@ class Capacity:
         """
         tokens = choice.microbatch_size * self.sequence_length / choice.cp
         # of the vocabulary, padded to tp
-        rows = -(-self.tree.vocab_size // choice.tp)
-        h, e = self.tree.width, self.element_bytes
+        rows = -(-self.spec.vocab_size // choice.tp)
+        h, e = self.spec.width, self.element_bytes
         moment = LOGIT_BYTES * min(tokens * rows, LOGITS) + (4 - e) * rows * h
         return (2 * tokens + rows) * h * e, moment

@@ -36,7 +36,7 @@ class DryRunReport:
         # per data-parallel rank
         micros = run.train.global_batch_size // (layout.dp or 1) // run.microbatch_size
         return (
-            f"{run.name}: {log.size(count.parameters(run.tree))} parameters on "
+            f"{run.name}: {log.size(count.parameters(run.spec))} parameters on "
             f"{plural(layout.world, 'rank')} ({sizes}), {self.hardware.name}; "
             f"{plural(micros, 'microbatch', 'microbatches')} of {run.microbatch_size} x "
             f"{run.sequence_length:,} tokens"

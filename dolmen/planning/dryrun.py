@@ -112,20 +112,20 @@ def dryrun(
     """
     # fewer microbatches, whose period stands for the rest
     steps = shorten_step(run, rank, exact)
-    return trace_step(run, rank, run.tree, steps, hardware, max_load, observe).ledger
+    return trace_step(run, rank, run.spec, steps, hardware, max_load, observe).ledger
 
 
 def trace_step(
     run: RunConfig,
     rank: int,
-    tree: ModelSpec,
+    spec: ModelSpec,
     steps: DryRunSteps,
     hardware: Hardware,
     max_load: float,
     observe: Callable[[], None] = lambda: None,
     stages: Sequence[range] | None = None,
 ) -> Trace:
-    """Run `steps` on tensors without values, as `rank` of the world of `run.layout`, with `tree` in
+    """Run `steps` on tensors without values, as `rank` of the world of `run.layout`, with `spec` in
     place of the model of `run`, and return ledger and memory. `stages`: the layers of each pipeline
     stage (default: balanced). Joins a fake process group for the time. Raises ValueError where a
     process group has been joined already, and whatever the step would raise.
@@ -136,7 +136,7 @@ def trace_step(
     dispatch.join_fake(run.layout.world, rank)
     try:
         mesh = match_hardware(hardware, run.layout.mesh(torch.device("cpu")))
-        return _count_step(run, rank, tree, mesh, steps, hardware, max_load, observe, stages)
+        return _count_step(run, rank, spec, mesh, steps, hardware, max_load, observe, stages)
     finally:
         dist.destroy_process_group()
 
@@ -144,7 +144,7 @@ def trace_step(
 def _count_step(
     run: RunConfig,
     rank: int,
-    tree: ModelSpec,
+    spec: ModelSpec,
     mesh: Mesh,
     steps: DryRunSteps,
     hardware: Hardware,
@@ -157,7 +157,7 @@ def _count_step(
     """
     schedule = steps.schedule
     model = place(
-        tree,
+        spec,
         mesh,
         run.layout,
         schedule,
@@ -285,8 +285,8 @@ def batch_of(run: RunConfig, schedule: Schedule) -> RealTokenBatch:
     rows = schedule.micros * run.microbatch_size
     tokens = torch.zeros(rows, run.sequence_length, dtype=torch.int64)
     documents = Documents.from_starts(torch.zeros_like(tokens)) if run.data.document_mask else None
-    numbers = {FOLLOWS: torch.zeros_like(tokens, dtype=torch.float32)} if run.tree.both_ways else {}
-    whole = Batch(tokens, tokens, documents, numbers=numbers).read_by(run.tree)
+    numbers = {FOLLOWS: torch.zeros_like(tokens, dtype=torch.float32)} if run.spec.both_ways else {}
+    whole = Batch(tokens, tokens, documents, numbers=numbers).read_by(run.spec)
     parts = tuple(RealTokenBatch(**vars(part)) for part in whole.microbatches(run.microbatch_size))
     return RealTokenBatch(**vars(whole), parts=parts)
 

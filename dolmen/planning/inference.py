@@ -66,10 +66,10 @@ def inference(question: Question, batch: int, length: int | None) -> Inference:
     for every tp within a node. Raises ValueError for bidirectional models, too long sequences, and
     pins other than tp.
     """
-    tree, cluster = question.run.tree, question.cluster
-    if tree.both_ways:
+    spec, cluster = question.run.spec, question.cluster
+    if spec.both_ways:
         raise ValueError(f"{question.name} fills in masked tokens: it generates none")
-    most = tree.max_position_embeddings
+    most = spec.max_position_embeddings
     if (length or 0) > most:
         raise ValueError(
             f"length ({length:,}) is over the model's max_position_embeddings ({most:,}): use "
@@ -79,35 +79,35 @@ def inference(question: Question, batch: int, length: int | None) -> Inference:
     if pins.said.keys() - {"tp"}:
         name = min(pins.said.keys() - {"tp"}).replace("_", "-")
         raise ValueError(f"--layout.{name} is of training: of --inference give --layout.tp alone")
-    space = Space(tree, cluster.gpus_per_node, cluster.gpus_per_node, 1, pins=pins)
+    space = Space(spec, cluster.gpus_per_node, cluster.gpus_per_node, 1, pins=pins)
     sizes = sorted({tp for tp, cp, pp, _, ep in space.meshes() if cp * pp * ep == 1})
     if not sizes:
         space.refuse()
     dtype = PRODUCTS[question.run.train.dtype]
-    rows = [serving(tree, cluster, tp, batch, length or most, dtype) for tp in sizes]
+    rows = [serving(spec, cluster, tp, batch, length or most, dtype) for tp in sizes]
     return Inference(question.name, cluster, batch, length or most, dtype, tuple(rows))
 
 
 def serving(
-    tree: ModelSpec, cluster: Cluster, tp: int, batch: int, length: int, dtype: str
+    spec: ModelSpec, cluster: Cluster, tp: int, batch: int, length: int, dtype: str
 ) -> Serving:
     """Return memory, seconds per token and bottleneck for one tp."""
     device, size = cluster.device, 4 if dtype == "fp32" else 2
     weights = read = 0
-    for leaf in tree.leaves.values():
+    for leaf in spec.leaves.values():
         number = size * math.prod(leaf.local_shape({"tp": tp}))
         weights += number
         # a small batch reads few experts
-        read += round(number * _active_expert_share(tree, batch)) if leaf.stacked else number
-    text = cache_bytes(tree, tp, length, size)
+        read += round(number * _active_expert_share(spec, batch)) if leaf.stacked else number
+    text = cache_bytes(spec, tp, length, size)
     moved = (read + batch * text) / (device.bandwidth * device.streaming)
     # forward only
-    per_token = count.training_flops_per_token(tree, length) / 3
+    per_token = count.training_flops_per_token(spec, length) / 3
     computed = batch * per_token / tp / (device.rate(dtype) * device.product)
     road = Placement(cluster, Topology(tp=tp), min(tp, cluster.gpus_per_node))
-    payload = batch * tree.hidden_size * size
+    payload = batch * spec.hidden_size * size
     # after attention and after the MLP
-    sums = 2 * tree.layers * collective_seconds("all-reduce", payload, road.road(range(tp)))
+    sums = 2 * spec.layers * collective_seconds("all-reduce", payload, road.road(range(tp)))
     parts = {"memory": moved, "compute": computed, "tp": sums}
     # reading and multiplying overlap, sums do not
     seconds = max(moved, computed) + sums
@@ -126,13 +126,13 @@ def serving(
     )
 
 
-def cache_bytes(tree: ModelSpec, tp: int, length: int, size: int) -> int:
+def cache_bytes(spec: ModelSpec, tp: int, length: int, size: int) -> int:
     """Return the bytes of the KV cache of one sequence on a rank of tp: keys and values of its
     heads (of all heads if tp does not divide them), within a sliding window; or the latent and rope
     key of latent attention. `size`: bytes of an element.
     """
     total = 0
-    for block in tree.blocks:
+    for block in spec.blocks:
         mixer = block.mixer
         # a sliding window forgets the rest
         kept = min(length, mixer.window or length)
@@ -146,7 +146,7 @@ def cache_bytes(tree: ModelSpec, tp: int, length: int, size: int) -> int:
     return total
 
 
-def _active_expert_share(tree: ModelSpec, batch: int) -> float:
+def _active_expert_share(spec: ModelSpec, batch: int) -> float:
     """Return the expected share of experts that a batch of tokens routes to; 1 without experts."""
-    known = [b.mlp for b in tree.blocks if isinstance(b.mlp, MoESpec)]
+    known = [b.mlp for b in spec.blocks if isinstance(b.mlp, MoESpec)]
     return 1 - (1 - known[0].per_token / known[0].number) ** batch if known else 1.0

@@ -127,14 +127,14 @@ def collective_seconds(op: str, payload: int, road: Road) -> float:
     share = (n - 1) / n
     # a part goes once around the ring: through every node, and over every link between two of them
     ring = (n - road.nodes) * road.step + (road.nodes - 1) * road.latency
-    tree = math.log2(g) * road.step + math.ceil(math.log2(road.nodes)) * road.latency
+    spec = math.log2(g) * road.step + math.ceil(math.log2(road.nodes)) * road.latency
     if op == "all-reduce":
         wire = 2 * share * payload / road.rate
-        return min(wire + 2 * ring, TREE * wire + 2 * tree)
+        return min(wire + 2 * ring, TREE * wire + 2 * spec)
     if op in ("all-gather", "reduce-scatter"):
         return share * payload / road.rate + ring
     if op == "broadcast":
-        return payload / road.rate + tree
+        return payload / road.rate + spec
     if op == "all-to-all":
         # each rank sends to all others at once, and not around a ring
         start = (g - 1) * road.step + (road.nodes - 1) * road.latency

@@ -298,7 +298,7 @@ class Pricing:
         """Return how many FSDP units a rank has, which are gathered and reduced one at a time:
         blocks, and one for embedding and head.
         """
-        return self.capacity.tree.layers // choice.pp + 1
+        return self.capacity.spec.layers // choice.pp + 1
 
     def _send(self, choice: LayoutChoice) -> float:
         """Return the seconds of sending one microbatch's activations to the next stage; 0 without a
@@ -312,7 +312,7 @@ class Pricing:
         """Return the bytes of activations that a stage sends to the next for one microbatch."""
         tokens = choice.microbatch_size * self.capacity.sequence_length // choice.cp
         # sequence parallelism sends this rank's tokens only
-        payload = tokens * self.capacity.tree.hidden_size * self.capacity.element_bytes
+        payload = tokens * self.capacity.spec.hidden_size * self.capacity.element_bytes
         return payload // choice.tp if choice.sequence_parallel else payload
 
     def _part(self, part: StagePart, choice: LayoutChoice) -> Stage:
@@ -327,7 +327,7 @@ class Pricing:
 
     def _work(self, part: StagePart, choice: LayoutChoice) -> Operations:
         """Return the operations of a part for one microbatch, recomputation included."""
-        tree, ranks = self.capacity.tree, self.capacity.ranks
+        spec, ranks = self.capacity.spec, self.capacity.ranks
         share = RankShare(
             choice.microbatch_size,
             self.capacity.sequence_length,
@@ -337,10 +337,10 @@ class Pricing:
             choice.ep,
         )
         if part == EMBEDDING:
-            return embedding_rows(tree, share, self.program)
+            return embedding_rows(spec, share, self.program)
         if part == HEAD:
-            return head_rows(tree, share, self.program)
-        rows = block_rows(tree, ranks.examples[part.kind], share, self.program)
+            return head_rows(spec, share, self.program)
+        rows = block_rows(spec, ranks.examples[part.kind], share, self.program)
         return rows.add_recomputation(choice.recompute if part.again else "none")
 
     def crossing(self, choice: LayoutChoice, rank: int) -> Iterator[LedgerRow]:

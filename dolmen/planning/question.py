@@ -108,7 +108,7 @@ class Question:
     def pricing(self) -> Pricing:
         """Predictor of the seconds of a step, for any layout of the run."""
         dtype = PRODUCTS[self.run.train.dtype]
-        group = error_group(self.cluster.device.name, self.run.tree.experts > 0)
+        group = error_group(self.cluster.device.name, self.run.spec.experts > 0)
         spread = read_errors().spread(group)
         return Pricing(self.capacity, self.cluster, self.batch, dtype, spread)
 

@@ -68,7 +68,7 @@ class RankParameters(NamedTuple):
 class ModelRanks:
     """Layers and parameters of the pipeline ranks of a model; results are cached."""
 
-    tree: ModelSpec
+    spec: ModelSpec
     _layers: dict[int, list[range]] = field(default_factory=dict)
     _telling: dict[tuple, list[int]] = field(default_factory=dict)
     _of_blocks: dict[tuple[int, int], list[ParameterCount]] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class ModelRanks:
         """Return the layers of each virtual stage, balanced over the stages."""
         stages = choice.pp * choice.virtual_stages
         if stages not in self._layers:
-            self._layers[stages] = balance(self.tree.layers, stages)
+            self._layers[stages] = balance(self.spec.layers, stages)
         return self._layers[stages]
 
     def layers(self, choice: LayoutChoice, rank: int) -> list[int]:
@@ -122,7 +122,7 @@ class ModelRanks:
                 ends += ParameterCount.count(self._first, sizes)
             if last:
                 ends += ParameterCount.count(self._head_params, sizes)
-            if last and not first and self.tree.head.tied:  # the table has two owners
+            if last and not first and self.spec.head.tied:  # the table has two owners
                 ends += ParameterCount.count({"embed.weight": self._first["embed.weight"]}, sizes)
             largest = max(here, key=lambda one: one.number, default=ParameterCount())
             self._parameters[key] = RankParameters(sum(here, ParameterCount()), ends, largest)
@@ -131,7 +131,7 @@ class ModelRanks:
     def _held_blocks(self, tp: int, ep: int) -> list[ParameterCount]:
         """Return the parameters of each kind of layer on one rank of tp and ep."""
         if (tp, ep) not in self._of_blocks:
-            leaves = [select_prefix(self.tree.leaves, f"layers.{i}") for i in self.examples]
+            leaves = [select_prefix(self.spec.leaves, f"layers.{i}") for i in self.examples]
             self._of_blocks[tp, ep] = [
                 ParameterCount.count(one, {"tp": tp, "ep": ep}) for one in leaves
             ]
@@ -141,13 +141,13 @@ class ModelRanks:
     def blocks(self) -> list[BlockSpec]:
         """Distinct kinds of layers, in order of their first layer."""
         # a model has one or two kinds, so a few counts serve all layers
-        return list(dict.fromkeys(self.tree.blocks))
+        return list(dict.fromkeys(self.spec.blocks))
 
     @cached_property
     def kinds(self) -> list[int]:
         """For each layer the index of its kind in `blocks`."""
         number = {block: i for i, block in enumerate(self.blocks)}
-        return [number[block] for block in self.tree.blocks]
+        return [number[block] for block in self.spec.blocks]
 
     @cached_property
     def examples(self) -> list[int]:
@@ -157,13 +157,13 @@ class ModelRanks:
     @cached_property
     def _first(self) -> ParamSpecs:
         """Parameters of the embedding, held by the first stage."""
-        return self.tree.embedding.leaves(self.tree.hidden_size, self.tree.head.tied)
+        return self.spec.embedding.leaves(self.spec.hidden_size, self.spec.head.tied)
 
     @cached_property
     def _head_params(self) -> ParamSpecs:
         """Parameters outside of layers and embedding (final norm, head), held by the last stage."""
         return {
             name: leaf
-            for name, leaf in self.tree.leaves.items()
+            for name, leaf in self.spec.leaves.items()
             if not name.startswith("layers.") and name not in self._first
         }

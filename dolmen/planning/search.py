@@ -167,11 +167,11 @@ def make_plan(question: Question, options: PlanConfig, progress: bool = False) -
         dry = confirm(question, [choice for _, choice in timed], progress)
         # layouts that the dry run rejected
         timed = timed[len(dry.struck) :]
-    tree = question.run.tree
+    spec = question.run.spec
     first = timed[0][0]
     return Plan(
         question.name,
-        count.parameters(tree),
+        count.parameters(spec),
         question.run.sequence_length,
         question.batch,
         question.cluster,

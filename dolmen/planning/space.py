@@ -114,7 +114,7 @@ class LayoutChoice(NamedTuple):
 class Space:
     """All layouts of a model on `gpus` GPUs with a batch, as far as `pins` leave them open."""
 
-    tree: ModelSpec
+    spec: ModelSpec
     gpus: int
     global_batch_size: int
     sequence_length: int
@@ -133,12 +133,12 @@ class Space:
 
     def meshes(self) -> Iterator[tuple[int, int, int, int, int]]:
         """Yield (tp, cp, pp, dp, ep) that divide the GPUs and the model, for any batch."""
-        pins, tree = self.pins, self.tree
-        if (pins.recompute_layers or 0) > tree.layers:
+        pins, spec = self.pins, self.spec
+        if (pins.recompute_layers or 0) > spec.layers:
             return
         # kinds of cuts, not parameters: a few per model
-        cuts = _Cuts(tree)
-        experts = tree.experts
+        cuts = _Cuts(spec)
+        experts = spec.experts
         for tp in _divisors_or_pinned(self.gpus, pins.tp):
             if not cuts.take("tp", tp):
                 continue
@@ -148,7 +148,7 @@ class Space:
                 for pp in _divisors_or_pinned(self.gpus // tp // cp, pins.pp):
                     dp = self.gpus // tp // cp // pp
                     # embedding and head may be stages of their own
-                    if pp > tree.layers + 2 or pins.dp not in (None, dp):
+                    if pp > spec.layers + 2 or pins.dp not in (None, dp):
                         continue
                     # ep uses the ranks of dp and cp
                     for ep in _divisors_or_pinned(
@@ -192,7 +192,7 @@ class Space:
         if pins.recompute_layers is not None and pins.recompute is None:
             again = ("full",)
         micros = self.global_batch_size // dp // size
-        for name, chunks in _schedules(pp, micros, self.tree.layers, pins):
+        for name, chunks in _schedules(pp, micros, self.spec.layers, pins):
             # a compiled backward makes both gradients at once
             if self.compile and name.startswith("zero-bubble"):
                 continue
@@ -228,7 +228,7 @@ class Space:
         meshes = list(self.meshes())
         if not meshes:
             pinned = layout.resolve(self.gpus)
-            pinned.check(self.tree, self.sequence_length, pinned.dp or 1, 1)
+            pinned.check(self.spec, self.sequence_length, pinned.dp or 1, 1)
             raise ValueError(
                 f"no layout splits this model over {plural(self.gpus, 'GPU')} as --layout says: "
                 "give fewer of its parts"
@@ -253,10 +253,10 @@ class Space:
 class _Cuts:
     """Checks whether an axis of a size splits all parameters, each kind of cut once."""
 
-    def __init__(self, tree: ModelSpec):
+    def __init__(self, spec: ModelSpec):
         """Keep one parameter for each kind of sharding in the model."""
         # one parameter per kind of cut
-        self.leaves = {str(leaf.shards): leaf for leaf in tree.leaves.values()}
+        self.leaves = {str(leaf.shards): leaf for leaf in spec.leaves.values()}
         self.taken: dict[tuple[str, int], bool] = {}
 
     def take(self, axis: Literal["tp", "ep"], size: int) -> bool:

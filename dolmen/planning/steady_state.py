@@ -86,7 +86,7 @@ def check_layout(request: DryrunRequest) -> None:
     if run.model is None:  # explained where the whole run is checked
         return
     layout = run.layout.resolve(None)
-    layout.check(run.tree, run.sequence_length, run.train.global_batch_size, run.microbatch_size)
+    layout.check(run.spec, run.sequence_length, run.train.global_batch_size, run.microbatch_size)
     layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
     ranks_of(request.options.ranks, layout.world)
 
@@ -96,11 +96,11 @@ def uneven_stages(run: RunConfig) -> str:
     stages) do not divide the layers; "" where they do.
     """
     stages = run.layout.pp * run.layout.virtual_stages
-    sizes = [len(stage) for stage in balance(run.tree.layers, stages)]
+    sizes = [len(stage) for stage in balance(run.spec.layers, stages)]
     if min(sizes) == max(sizes):
         return ""
     return (
-        f"{run.tree.layers} layers are not divisible by {stages} stages: each has {min(sizes)} to "
+        f"{run.spec.layers} layers are not divisible by {stages} stages: each has {min(sizes)} to "
         f"{max(sizes)}"
     )
 
@@ -113,7 +113,7 @@ def blocks_run(run: RunConfig, options: DryrunConfig) -> int:
     for rank in ranks_of(options.ranks, run.layout.world):
         schedule = shorten_step(run, rank, options.exact).schedule
         pp_rank = rank // (run.layout.world // run.layout.pp)
-        layers = balance(run.tree.layers, schedule.stages)
+        layers = balance(run.spec.layers, schedule.stages)
         actions = schedule.actions[pp_rank]
         total += sum(len(layers[schedule.stage_of(pp_rank, a.chunk)]) for a in actions)
     return total

@@ -73,7 +73,7 @@ def check(config: GenerateConfig) -> None:
         if is_reward_model(name):
             own = open_source(config.folder)
             rewards.check_reward_model(
-                name, open_source(name), own.model.tree.vocab_size, tokenizer_folder(own)
+                name, open_source(name), own.model.spec.vocab_size, tokenizer_folder(own)
             )
         else:
             with make_reward_function(name, TIMEOUT) as function:

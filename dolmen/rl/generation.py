@@ -37,7 +37,7 @@ class GenerationModel:
 
     def __init__(
         self,
-        tree: ModelSpec,
+        model_spec: ModelSpec,
         training: Training,
         mesh: Mesh,
         tp: int,
@@ -62,7 +62,7 @@ class GenerationModel:
             pipeline.connect(self.schedule, self.mesh)
         make = build.place if released else build.build
         self.model = make(
-            tree, self.mesh, schedule=self.schedule, dtype=dtype, training=training
+            model_spec, self.mesh, schedule=self.schedule, dtype=dtype, training=training
         ).eval()
 
     def load_weights(self, policy: Decoder) -> Decoder:
@@ -100,7 +100,7 @@ def full_parameters(model: Decoder, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     wide = torch.promote_types(state.dtype_of(model), torch.float32)
     # tied embedding and head are both on the boundary stages: the first stage sends the weight
     sent_by_first = None if model.split.first else model.tied_across_ranks
-    for name, spec in model.tree.leaves.items():
+    for name, spec in model.spec.leaves.items():
         parameter, dtype = local.get(name), torch.int8 if spec.int8 else wide
         if mesh.pp.size == 1:
             yield name, state.gather_full(local[name]).to(dtype)

@@ -178,7 +178,7 @@ class RolloutBatches:
             found = rollouts.load(out, first_step, self.completions, self.rollout_type)
             if found is not None:
                 file = rollouts.rollout_file(out, first_step)
-                rollouts.check_ids(file, found, self.models.policy.tree)
+                rollouts.check_ids(file, found, self.models.policy.spec)
             return found
 
         try:
@@ -239,7 +239,7 @@ class RolloutBatches:
         layout: then it is the same for every 2 cp tp that divides PADDING_MULTIPLE.
         """
         multiple = 2 * self.mesh.cp.size * self.mesh.tp.size
-        has_experts = self.models.policy.tree.experts
+        has_experts = self.models.policy.spec.experts
         return math.lcm(multiple, PADDING_MULTIPLE) if has_experts else multiple
 
     def _sample_and_score(self, first_step: int) -> list[ScoredCompletion]:

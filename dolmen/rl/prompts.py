@@ -160,7 +160,7 @@ def prepare(
     ValueError for rows that are no prompts, and where none is short enough to leave max_new_tokens
     within `sequence_length`.
     """
-    refuse_model(data, model.tree)
+    refuse_model(data, model.spec)
     (source,) = inputs.sources
     # one more than the row: inputs leave out the last token of a text
     room = sequence_length + 1 - rollout.max_new_tokens

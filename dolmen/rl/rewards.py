@@ -229,7 +229,7 @@ class RewardModel:
         """Return the score of each sequence of at least one token [texts], on every rank; every
         rank calls it. Raises ValueError for a sequence over max_position_embeddings.
         """
-        longest, limit = max(map(len, texts)), self.model.tree.max_position_embeddings
+        longest, limit = max(map(len, texts)), self.model.spec.max_position_embeddings
         if longest > limit:
             raise ValueError(
                 f"a prompt with its completion has {longest} tokens, and the reward model reads "
@@ -275,15 +275,15 @@ def check_reward_model(
     another vocab_size, or a tokenizer that gives a token of `tokenizer` (the policy's folder)
     another id.
     """
-    tree = source.tree
-    if not isinstance(tree.head, ScalarHeadSpec):
+    spec = source.spec
+    if not isinstance(spec.head, ScalarHeadSpec):
         raise ValueError(
             f"reward {name} predicts tokens: give a model with a scalar head, as dolmen train "
             "reward makes one"
         )
-    if tree.vocab_size != vocab_size:
+    if spec.vocab_size != vocab_size:
         raise ValueError(
-            f"reward {name} has a vocab_size of {tree.vocab_size:,}, the model {vocab_size:,}: "
+            f"reward {name} has a vocab_size of {spec.vocab_size:,}, the model {vocab_size:,}: "
             "give a reward model of the same tokens"
         )
     # nothing to compare: equal vocab_size has to do

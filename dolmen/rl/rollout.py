@@ -264,32 +264,32 @@ def load(
     return kind(**tensors) if shape[0] == completions else None
 
 
-def check_ids(file: Path, rollout: Rollout, tree: ModelSpec) -> None:
+def check_ids(file: Path, rollout: Rollout, spec: ModelSpec) -> None:
     """Raise Refused where `file` has token ids outside of the vocabulary, or expert indices that a
-    model of `tree` does not have.
+    model of `spec` does not have.
     """
     for name, ids in (("tokens", rollout.tokens), ("labels", rollout.labels[rollout.trained])):
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < tree.vocab_size:
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < spec.vocab_size:
             found = f"{name} are from {int(ids.min())} to {int(ids.max())}"
-            raise gate.refuse(file, f"{found}, and the vocab_size is {tree.vocab_size:,}")
+            raise gate.refuse(file, f"{found}, and the vocab_size is {spec.vocab_size:,}")
     if rollout.experts.numel():
-        check_experts(file, rollout.experts, tree)
+        check_experts(file, rollout.experts, spec)
 
 
 def check_experts(
-    file: Path, experts: Int16[Tensor, "completions length choices"], tree: ModelSpec
+    file: Path, experts: Int16[Tensor, "completions length choices"], spec: ModelSpec
 ) -> None:
-    """Raise Refused where the file's expert indices do not fit a model of `tree`: another number of
+    """Raise Refused where the file's expert indices do not fit a model of `spec`: another number of
     choices per token, or an index that is not below the number of experts.
     """
-    choices = max((place.stop for place in choice_slices(tree).values()), default=0)
+    choices = max((place.stop for place in choice_slices(spec).values()), default=0)
     if experts.shape[2] != choices:
         raise gate.refuse(
             file, f"{EXPERTS} are {experts.shape[2]} choices per token, and the model has {choices}"
         )
-    if int(experts.max()) >= tree.experts:
+    if int(experts.max()) >= spec.experts:
         raise gate.refuse(
-            file, f"{EXPERTS} have index {int(experts.max())}, and the model {tree.experts} of them"
+            file, f"{EXPERTS} have index {int(experts.max())}, and the model {spec.experts} of them"
         )
 
 

@@ -121,17 +121,17 @@ def open_adapters(
     for name, folder in found.items():
         try:
             out[name] = source.open_adapters(folder, base)
-            _check(out[name], base.tree, weights)
+            _check(out[name], base.spec, weights)
         except (ValueError, KeyError, OSError) as error:
             raise ValueError(f"adapter {name}: {message(error)}") from error
     return out
 
 
-def _check(low: LowRank, tree: ModelSpec, weights: Weights) -> None:
+def _check(low: LowRank, spec: ModelSpec, weights: Weights) -> None:
     """Raise ValueError if an adapter adapts weights that cannot differ by sequence: experts,
     anything but matrices of layers, kv_b of latent attention; or is DoRA while the base is int8.
     """
-    leaves = tree.leaves
+    leaves = spec.leaves
     if low.form.kind == "dora" and weights == "int8":
         raise ValueError(_NO_LENGTHS)
     for weight in sorted(low.form.targets):
@@ -148,7 +148,7 @@ def _check(low: LowRank, tree: ModelSpec, weights: Weights) -> None:
             )
         layer, _, rest = weight.removeprefix("layers.").partition(".")
         if rest == "attn.kv_b.weight" and isinstance(
-            tree.blocks[int(layer)].mixer, LatentAttentionSpec
+            spec.blocks[int(layer)].mixer, LatentAttentionSpec
         ):
             raise ValueError(
                 f"it adapts {weight} of latent attention, by which cached tokens of all texts are "
@@ -203,7 +203,7 @@ def _read_pair(low: LowRank, weight: str, model: Decoder) -> Pair:
     finite in the model's dtype: keys and values of such would spoil other sequences of the KV
     cache.
     """
-    form, leaf, tp = low.form, model.tree.leaves[weight], model.tp.axis
+    form, leaf, tp = low.form, model.spec.leaves[weight], model.tp.axis
     weight_here, dtype = local_view(model.get_parameter(weight)), dtype_of(model)
     if weight_here.is_meta and form.kind == "dora":
         raise ValueError(_NO_LENGTHS)

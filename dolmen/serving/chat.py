@@ -111,14 +111,14 @@ class ChatSession:
         and --max-new-tokens exceed the model's positions.
         """
         tokens = self.template.prompt(template.Chat(messages, 1.0, "the chat"))
-        params, tree = self.config.of_tokens, self.source.model.tree
+        params, spec = self.config.of_tokens, self.source.model.spec
         # the last new token is not read, so it needs no position
-        room = tree.max_position_embeddings - len(tokens) + 1
+        room = spec.max_position_embeddings - len(tokens) + 1
         if room < params.max_new_tokens:
             raise ValueError(
                 f"the chat has {plural(len(tokens), 'token')} and a reply may have "
                 f"{params.max_new_tokens:,}, max_position_embeddings is "
-                f"{tree.max_position_embeddings:,}: start again with /reset, or use a smaller "
+                f"{spec.max_position_embeddings:,}: start again with /reset, or use a smaller "
                 "--max-new-tokens"
             )
         # a new id each: the same question again may be answered differently

@@ -79,8 +79,8 @@ def load_decoder(
     check_whole(source)
     dtype = dtype or stated_dtype(source.model)
     if weights == "int8":
-        check_int8(source.tree, mesh.device.type, sharded=False)
-    model = build.place(source.tree, mesh, schedule=schedule, dtype=dtype)
+        check_int8(source.spec, mesh.device.type, sharded=False)
+    model = build.place(source.spec, mesh, schedule=schedule, dtype=dtype)
     own = None if schedule is None else [name for name, _ in model.named_parameters()]
 
     def stream(write: Callable[[str, Tensor], None]) -> None:
@@ -111,7 +111,7 @@ def run_whole(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.H
     that decide positions are not known.
     """
     device = model.device
-    batch = Batch(tokens, tokens).read_by(model.tree).to(device)
+    batch = Batch(tokens, tokens).read_by(model.spec).to(device)
     return model(batch.tokens, end, documents=batch.documents, positions=batch.positions)
 
 
@@ -153,8 +153,8 @@ class Engine:
         (`adapters.place_adapters`). Raises ValueError for a bidirectional model, for several stages
         on a rank, and where int8 is impossible.
         """
-        tree = model.tree
-        if tree.both_ways:
+        spec = model.spec
+        if spec.both_ways:
             raise ValueError(
                 "bidirectional models (encoders) cannot generate: they predict masked tokens, not "
                 "the next one"
@@ -171,15 +171,15 @@ class Engine:
             )
         if weights == "int8":
             device = model.device.type
-            check_int8(tree, device, sharded=bool(data.units(model)))
+            check_int8(spec, device, sharded=bool(data.units(model)))
         self.model, self.mesh, self.limits = model, mesh, limits
         self._weights: Weights = weights
         self.adapters = adapters or Adapters()
         self._stop = frozenset(stop)
         self._runner = ModelRunner(model, mesh, limits.page, self.adapters)
-        self._scheduler = Scheduler(limits, tree.has_prefix_mask, self._runner.cache.table)
+        self._scheduler = Scheduler(limits, spec.has_prefix_mask, self._runner.cache.table)
         # vocabularies are often padded (to a multiple of 64 or tp): those rows have no text
-        self._never = sorted(set(range(tree.vocab_size)) - set(known)) if known else []
+        self._never = sorted(set(range(spec.vocab_size)) - set(known)) if known else []
         self._numbers, self._within = itertools.count(), ExitStack()
         self._warned = False
 
@@ -235,7 +235,7 @@ class Engine:
         """
         model, scheduler = self.model, self._scheduler
         check_name(request.adapter, self.adapters.names)
-        beyond = check(model.tree, request, self.limits)
+        beyond = check(model.spec, request, self.limits)
         # once per engine: a server would repeat it for each request
         if beyond and not self._warned:
             self._warned = True
@@ -244,7 +244,7 @@ class Engine:
         params = replace(request.params, stop=(*self._stop, *request.params.stop))
         request = replace(request, params=params)
         number, tokens = next(self._numbers), list(request.tokens)
-        span = span_of(model.tree, tokens)
+        span = span_of(model.spec, tokens)
         for samples in scheduler.split_samples(request.samples, len(tokens)):
             scheduler.waiting.append(
                 SequenceGroup(number, request, samples, span, list(tokens), len(tokens))
@@ -326,7 +326,7 @@ class Engine:
         if reason is not None:
             # its pages are free for the next step
             step.finished.append(self._scheduler.remove(key).finish(sample, reason))
-        elif self.model.tree.needs_reprefill(group.length, len(group.tokens)):
+        elif self.model.spec.needs_reprefill(group.length, len(group.tokens)):
             # rope scaling changes with the length: cached keys have other angles
             self._scheduler.free(key, group)
             group.length = len(group.tokens)

@@ -1,7 +1,7 @@
 """Paged KV cache: keys and values of the tokens that a model has read, so that the next token costs
 one token and not the whole sequence. Sequences of any lengths share it, and come and go.
 
-    cache = KVCache(model.tree)
+    cache = KVCache(model.spec)
     batch = cache.append({7: 120, 9: 1}, device)    sequence 7 has 120 new tokens, 9 has one
     model(tokens, logits, batch)                    tokens in the order of batch.sequences
     cache.fork(7, 8)                                8 begins as 7, and shares its full pages

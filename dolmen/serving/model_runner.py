@@ -71,7 +71,7 @@ class ModelRunner:
 
     def __init__(self, model: Decoder, mesh: Mesh, page_size: int, adapters: Adapters):
         """Creates an empty KV cache. `page_size`: tokens per page of it."""
-        self.model, self.mesh, self.cache = model, mesh, KVCache(model.tree, page_size)
+        self.model, self.mesh, self.cache = model, mesh, KVCache(model.spec, page_size)
         self.adapters = adapters
         self._sends: list[tuple[dist.Work, Tensor]] = []
 
@@ -173,7 +173,7 @@ def _logits(
     wider.
     """
     logits = head.logits(hidden)[0]
-    whole = vocabulary.gather_vocabulary(logits, model.tree.vocab_size, model.tp.axis)
+    whole = vocabulary.gather_vocabulary(logits, model.spec.vocab_size, model.tp.axis)
     return whole if whole.dtype == torch.float64 else whole.float()
 
 
@@ -188,7 +188,7 @@ def _label_logprobs(
     likeliest), computing at most MAX_LOGITS logits at a time.
     """
     # 128,000 tokens of vocabulary: 32 labels at a time
-    rows = max(1, MAX_LOGITS // model.tree.vocab_size)
+    rows = max(1, MAX_LOGITS // model.spec.vocab_size)
     return torch.cat(
         [
             sampling.log_probabilities(_logits(model, some, head), own, top)

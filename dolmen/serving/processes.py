@@ -46,7 +46,7 @@ def check_model(
                 multi_lora.parse_adapters(adapters), open_source(sources[0]), weights=weights
             )
         if weights == "int8":
-            check_int8(models[0].tree, "cuda" if device == "cuda" else "cpu", sharded=False)
+            check_int8(models[0].spec, "cuda" if device == "cuda" else "cpu", sharded=False)
         # torchrun's number of processes decides a size that is left open
         layout = layout.resolve(started.world_size if started else None)
         if layout.dp != 1 and not replicas:
@@ -56,7 +56,7 @@ def check_model(
             )
         least = layout.pp * (layout.dp or 1)  # a microbatch per stage
         # the shortest sequence that cp can split
-        layout.check(models[0].tree, 2 * layout.cp, least, 1)
+        layout.check(models[0].spec, 2 * layout.cp, least, 1)
         if started is None:
             devices.require_gpus(device, layout.world, DEVICE)
         else:

@@ -215,7 +215,7 @@ class PromptFile:
         --max-input-tokens). Where positions end, it lowers max_new_tokens. Raises Refused for
         a row that the model cannot take.
         """
-        config, tree = self.config, self.source.model.tree
+        config, spec = self.config, self.source.model.spec
         try:
             tokens = self._tokens(row)
         except Refused:
@@ -225,14 +225,14 @@ class PromptFile:
         whole = len(tokens)
         if config.max_input_tokens is not None and whole > config.max_input_tokens:
             tokens = self._cut(tokens, config.max_input_tokens)
-        params, most = config.of_tokens, tree.max_position_embeddings
+        params, most = config.of_tokens, spec.max_position_embeddings
         if len(tokens) > most:
             raise gate.refuse(
                 row.where,
                 f"its prompt has {plural(len(tokens), 'token')}, max_position_embeddings is "
                 f"{most:,}: use --max-input-tokens {most} or fewer",
             )
-        if tree.longest is not None:  # the last new token is not read
+        if spec.longest is not None:  # the last new token is not read
             params = replace(
                 params, max_new_tokens=min(params.max_new_tokens, most - len(tokens) + 1)
             )
@@ -248,8 +248,8 @@ class PromptFile:
         try:
             check_name(request.adapter, self.adapters)
             # an offline engine's cache grows as needed, so that only the model limits a row
-            check(tree, request, Limits())
-            span_of(tree, tokens)
+            check(spec, request, Limits())
+            span_of(spec, tokens)
         except ValueError as error:
             raise gate.refuse(row.where, error) from error
         return request, len(tokens) == whole

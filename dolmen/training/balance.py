@@ -26,14 +26,14 @@ def open_tallies(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, Router
     losses (loss scale / sequences of the global batch).
     """
     # tokens per expert, then the sums of the balance loss and of the z-loss
-    number = model.tree.experts + 2
+    number = model.spec.experts + 2
     return {
         i: RouterLosses(
             scale,
             torch.zeros(number, dtype=torch.float64, device=scale.device, requires_grad=True),
         )
         for i in model.split.layers
-        if model.tree.blocks[i].mlp.experts
+        if model.spec.blocks[i].mlp.experts
     }
 
 
@@ -44,10 +44,10 @@ def local_tallies(
     z-loss; 0 for layers of other stages, no rows for a dense model. The sum over the world counts
     each token tp times.
     """
-    tree = model.tree
-    rows = tree.layers if tree.experts else 0
+    spec = model.spec
+    rows = spec.layers if spec.experts else 0
     tallies = torch.zeros(
-        rows, tree.experts + 2, dtype=torch.float64, device=next(model.parameters()).device
+        rows, spec.experts + 2, dtype=torch.float64, device=next(model.parameters()).device
     )
     for i, layer in opened.items():
         if layer.tally.grad is not None:
@@ -56,7 +56,7 @@ def local_tallies(
 
 
 def router_metrics(
-    tree: ModelSpec, tallies: Float[Tensor, "layers experts_and_2"], sequences: int
+    spec: ModelSpec, tallies: Float[Tensor, "layers experts_and_2"], sequences: int
 ) -> Float[Tensor, " names"]:
     """Return the metrics in NAMES from the world's tallies; none for a dense model:
 
@@ -66,29 +66,29 @@ def router_metrics(
                         layers: 1 is balanced
     router/z_loss       the same of the z-loss
     """
-    if not tree.experts:
+    if not spec.experts:
         return tallies.new_zeros(0)
-    rows = torch.stack([tallies[i] for i in _sparse(tree)])
-    loads, losses = rows.split([tree.experts, 2], 1)
+    rows = torch.stack([tallies[i] for i in _sparse(spec)])
+    loads, losses = rows.split([spec.experts, 2], 1)
     mean = loads.mean(1).clamp(min=1e-9)  # 0 only if no backward was run
     return torch.cat([(loads.amax(1) / mean).amax(0, keepdim=True), losses.mean(0) / sequences])
 
 
-def _sparse(tree: ModelSpec) -> list[int]:
+def _sparse(spec: ModelSpec) -> list[int]:
     """Return the numbers of the layers that have experts."""
-    return [i for i, block in enumerate(tree.blocks) if block.mlp.experts]
+    return [i for i, block in enumerate(spec.blocks) if block.mlp.experts]
 
 
 def expert_loads(
-    tree: ModelSpec, tallies: Float[Tensor, "layers experts_and_2"]
+    spec: ModelSpec, tallies: Float[Tensor, "layers experts_and_2"]
 ) -> dict[str, list[float]]:
     """Return each expert's tokens relative to the mean of its layer, by layer number as text; empty
     for a dense model. The host waits for the device.
     """
-    layers = _sparse(tree) if tree.experts else []
+    layers = _sparse(spec) if spec.experts else []
     if not layers:
         return {}
-    counted = torch.stack([tallies[i] for i in layers])[:, : tree.experts]
+    counted = torch.stack([tallies[i] for i in layers])[:, : spec.experts]
     share = counted / counted.mean(1, keepdim=True).clamp(min=1e-9)
     rows = device.read_back(share)
     return {str(i): [round(x, 3) for x in row] for i, row in zip(layers, rows, strict=True)}
@@ -107,7 +107,7 @@ def update_router_bias(
         # no gradient and no optimizer moves it, this rule does
         bias = block.mlp.balance_bias
         if bias is not None:
-            load = tallies[block.layer, : model.tree.experts]
+            load = tallies[block.layer, : model.spec.experts]
             _move(bias, load, model.router.bias_rate)
 
 

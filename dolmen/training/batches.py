@@ -91,7 +91,7 @@ def rollout_batches(
     # sampling without dropout, and in the run's dtype: fp8 would make the generator another policy
     training = replace(run.training, dropout=0.0, fp8=None)
     generator = GenerationModel(
-        run.tree, training, mesh, run.rollout.tp or run.layout.tp, DTYPES[run.train.dtype]
+        run.spec, training, mesh, run.rollout.tp or run.layout.tp, DTYPES[run.train.dtype]
     )
     reference_model = None
     if run.needs_kl_reference:

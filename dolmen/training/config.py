@@ -245,9 +245,9 @@ class RunConfig:
         return self.model
 
     @property
-    def tree(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         """Spec of `model`, for a run that has been checked."""
-        return self.known_model.tree
+        return self.known_model.spec
 
     @cached_property
     def training(self) -> Training:
@@ -259,7 +259,7 @@ class RunConfig:
     @property
     def trained(self) -> ModelSpec:
         """The model that is trained: what training adds with it."""
-        return self.training.apply_to(self.tree)
+        return self.training.apply_to(self.spec)
 
     @property
     def needs_kl_reference(self) -> bool:
@@ -271,7 +271,7 @@ class RunConfig:
     @property
     def sequence_length(self) -> int:
         """Tokens of a training sequence, default filled in."""
-        return self.train.sequence_length or min(512, self.tree.max_position_embeddings)
+        return self.train.sequence_length or min(512, self.spec.max_position_embeddings)
 
     @property
     def tokens_per_step(self) -> int:
@@ -293,7 +293,7 @@ class RunConfig:
 
     def check_length(self) -> None:
         """Raise ValueError for a sequence length over the model's maximum."""
-        most = self.tree.max_position_embeddings
+        most = self.spec.max_position_embeddings
         if self.sequence_length > most:
             raise ValueError(
                 f"train.sequence-length ({self.sequence_length}) is over the model's "

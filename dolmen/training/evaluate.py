@@ -146,7 +146,7 @@ def _make_generator(run: RunConfig, mesh: Mesh) -> GenerationModel | None:
     training = replace(run.training, dropout=0.0, fp8=None)
     dtype = DTYPES[run.train.dtype]
     # released: between evaluations the memory belongs to training
-    return GenerationModel(run.tree, training, mesh, layout.tp, dtype, layout.pp, released=True)
+    return GenerationModel(run.spec, training, mesh, layout.tp, dtype, layout.pp, released=True)
 
 
 def read_prompts(file: str) -> list[str]:

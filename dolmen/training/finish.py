@@ -67,7 +67,7 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     source = open_model(folder)
     model = engine.load_decoder(source)
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    max_new = model.tree.max_position_embeddings - len(tokens)
+    max_new = model.spec.max_position_embeddings - len(tokens)
     # greedy text of a small model repeats itself, so it is sampled
     config = GenerateConfig(
         folder=str(folder), max_new_tokens=min(96, max_new), temperature=0.7, top_p=0.95
@@ -145,7 +145,7 @@ def _next(run: RunConfig, out: Path) -> str:
         )
     if run.data.rows == "chats":
         return f"dolmen chat {shlex.quote(str(out / 'hf'))}"
-    if run.tree.both_ways:
+    if run.spec.both_ways:
         return f"dolmen verify {shlex.quote(str(out / 'hf'))}"
     prompt = next(iter((run.finish.sample or "").strip().splitlines()), "Once upon a time")
     return f"dolmen generate {shlex.quote(str(out / 'hf'))} --prompt {shlex.quote(prompt)}"

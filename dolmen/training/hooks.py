@@ -219,7 +219,7 @@ class TrainingHooks:
         # a collective: all ranks decide by `step` alone whether they come here
         per_rank = [round(gib, 4) for gib in metrics.gather_ranks(memory_gib(self.mesh), self.mesh)]
         row: dict[str, object] = {"memory_gib": per_rank}
-        if m.tallies is not None and (load := balance.expert_loads(self.run.tree, m.tallies)):
+        if m.tallies is not None and (load := balance.expert_loads(self.run.spec, m.tallies)):
             row["router_load"] = load
         self.history.add(state.step, row)
 
@@ -320,7 +320,7 @@ class TrainingHooks:
             "steps": state.steps,
             "processes": self.mesh.size,
             "device": describe_device(self.mesh.device, self.run.train.device),
-            "parameters": count.parameters(self.run.tree),
+            "parameters": count.parameters(self.run.spec),
             "changed": changed,
         }
         if self.record is not None:  # what was made after `step` is made again
@@ -340,7 +340,7 @@ class TrainingHooks:
         self.line.close()
         for writer in self.writers:
             writer.close()
-        parameters = size(count.parameters(self.run.tree))
+        parameters = size(count.parameters(self.run.spec))
         title = f"{self.run.name}: {self.run.known_model.model_type}, {parameters} parameters"
         if self.mesh.first:
             metrics.plot(self.out / "metrics.jsonl", self.out / "loss.png", title)

@@ -35,7 +35,7 @@ def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
     run = resolved.config
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
     pipeline.connect(schedule, mesh)
-    model = build_model(run, run.tree, schedule, mesh)
+    model = build_model(run, run.spec, schedule, mesh)
     load_initial(model, resolved.weights, run)
     if resolved.weights is not None:
         _load_scales(model, resolved.weights)
@@ -50,7 +50,7 @@ def make_critic(resolved: ResolvedRun, policy: TrainState, mesh: Mesh) -> Critic
     values, its initial weights, its own optimizer, and the controller of the KL coefficient.
     """
     run = resolved.config
-    model = build_model(run, replace(run.tree, head=ScalarHeadSpec()), policy.schedule, mesh)
+    model = build_model(run, replace(run.spec, head=ScalarHeadSpec()), policy.schedule, mesh)
     load_initial(model, resolved.critic, run)
     lr = run.optimizer.lr if run.critic.lr is None else run.critic.lr
     state = initial_state(
@@ -76,17 +76,17 @@ def make_pretraining(run: RunConfig, loader: Loader, mesh: Mesh) -> PretrainingL
 
     def batch(step: int) -> Batch:
         """Return this rank's rows of text of a step."""
-        return text.batch(step, mesh.dp.rank, mesh.dp.size).read_by(run.tree)
+        return text.batch(step, mesh.dp.rank, mesh.dp.size).read_by(run.spec)
 
     return PretrainingLoss(run.ppo.pretraining_coef, batch)
 
 
-def build_model(run: RunConfig, tree: ModelSpec, schedule: Schedule, mesh: Mesh) -> Decoder:
-    """Return a sharded model of `tree` as `run` trains it (adapters, dropout, fp8, compilation).
+def build_model(run: RunConfig, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Decoder:
+    """Return a sharded model of `spec` as `run` trains it (adapters, dropout, fp8, compilation).
     Its values are not initialized.
     """
     return build.build(
-        tree,
+        spec,
         mesh,
         run.layout,
         schedule,
@@ -105,7 +105,7 @@ def load_initial(model: Decoder, source: ModelSource | None, run: RunConfig) -> 
         build.initialize(model, run.train.seed)
         return
     # names decide the random numbers, so what is sampled does not depend on what is loaded
-    stored = [name for name, _ in model.named_parameters() if name in source.tree.leaves]
+    stored = [name for name, _ in model.named_parameters() if name in source.spec.leaves]
     build.initialize(model, run.train.seed, stored)
     # rounded once, from the stored dtype to the master weights'
     masters = cast_source(source, master_dtype(run.train.dtype))
@@ -206,8 +206,8 @@ def objective_of(run: RunConfig) -> Objective:
             rollout.temperature,
             rollout.entropy_coef,
         )
-    if not run.tree.both_ways:
+    if not run.spec.both_ways:
         return CrossEntropy()
     # masked tokens of a sequence: the weight that makes both of BERT's losses means of their own
     masked = max(1.0, run.data.masked_fraction * run.sequence_length)
-    return MaskedLM(masked if run.tree.head.follows else 0.0)
+    return MaskedLM(masked if run.spec.head.follows else 0.0)

@@ -109,12 +109,12 @@ def _step(state: TrainState, batch: Batch, mesh: Mesh, signal: Callable[[], int]
     one. The metrics returned are the model's, with the critic's in `critic`; skipped if either was.
     """
     if state.critic is None:
-        return optimizer_step(state, batch.read_by(state.model.tree), mesh, signal)
+        return optimizer_step(state, batch.read_by(state.model.spec), mesh, signal)
     critic = state.critic.state
     # whose routers are its own
-    read = replace(batch, experts=None).read_by(critic.model.tree)
+    read = replace(batch, experts=None).read_by(critic.model.spec)
     critic_metrics = optimizer_step(critic, read, mesh)
-    metrics = optimizer_step(state, batch.read_by(state.model.tree), mesh, signal)
+    metrics = optimizer_step(state, batch.read_by(state.model.spec), mesh, signal)
     return replace(
         metrics, critic=critic_metrics, skipped=metrics.skipped or critic_metrics.skipped
     )

@@ -121,7 +121,7 @@ def _digest(source: ModelSource) -> str:
     for parameter, tensor in source.stream():
         digest.update(parameter.encode())
         digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest() + repr(source.tree)
+    return digest.hexdigest() + repr(source.spec)
 
 
 def _key(weights: str, run: RunConfig, rows: PackedRows) -> str:
@@ -157,18 +157,18 @@ def load_model(run: RunConfig, source: ModelSource, state: TrainState, mesh: Mes
     """Return the model of `source`, for inference, with its weights, in the layout and schedule of
     the trained model.
     """
-    model = _build(run, source.tree, state, mesh)
+    model = _build(run, source.spec, state, mesh)
     load_initial(model, source, run)
     return model
 
 
-def _build(run: RunConfig, tree: ModelSpec, state: TrainState, mesh: Mesh) -> Decoder:
-    """Return a model of `tree` for inference, in the layout and schedule of the trained model,
+def _build(run: RunConfig, spec: ModelSpec, state: TrainState, mesh: Mesh) -> Decoder:
+    """Return a model of `spec` for inference, in the layout and schedule of the trained model,
     without values.
     """
     dtype = run.train.dtype
     return build.build(
-        tree, mesh, run.layout, state.schedule, dtype=master_dtype(dtype), compute=DTYPES[dtype]
+        spec, mesh, run.layout, state.schedule, dtype=master_dtype(dtype), compute=DTYPES[dtype]
     )
 
 

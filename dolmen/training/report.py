@@ -73,16 +73,16 @@ def _model(run: RunConfig) -> str:
     """Return a description of the model and its size and, with LoRA, of the share that is
     trained.
     """
-    tree = run.tree
+    spec = run.spec
     trained = ""
     if run.training.adapter is not None:
         own, every = count.trainable_parameters(run.trained), count.parameters(run.trained)
         trained = f" (LoRA rank {run.adapter.rank} trains {size(own)}, {own / every:.2%})"
     return (
-        f"{run.known_model.model_type}, {size(count.parameters(tree))} parameters{trained}: "
-        f"{plural(tree.layers, 'layer')}, hidden {tree.hidden_size}, "
-        f"{tree.blocks[0].mixer.words}, vocabulary {tree.vocab_size:,}"
-        f"{', tied' if tree.head.tied else ''}"
+        f"{run.known_model.model_type}, {size(count.parameters(spec))} parameters{trained}: "
+        f"{plural(spec.layers, 'layer')}, hidden {spec.hidden_size}, "
+        f"{spec.blocks[0].mixer.words}, vocabulary {spec.vocab_size:,}"
+        f"{', tied' if spec.head.tied else ''}"
     )
 
 
@@ -106,7 +106,7 @@ def _details(
     run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: Peak
 ) -> list[tuple[str, str]]:
     """Return the further rows of the header, (title, text), for `--log.verbose`."""
-    kernels = state_.model.split.kernels.describe(experts=run.tree.experts > 0)
+    kernels = state_.model.split.kernels.describe(experts=run.spec.experts > 0)
     rows = [
         ("kernels", kernels),
         *(("data" if i == 0 else "", line) for i, line in enumerate(loader.description.details)),

@@ -150,7 +150,7 @@ def reopen_as(stored: ModelSource, name: str | Path, model: Model) -> ModelSourc
     """
     wanted = (
         with_scalar_head(model)
-        if isinstance(stored.tree.head, ScalarHeadSpec)
+        if isinstance(stored.spec.head, ScalarHeadSpec)
         else with_lm_head(model)
     )
     return stored if wanted == stored.model else open_model(name, wanted)
@@ -199,7 +199,7 @@ def open_data(resolved: ResolvedRun, progress: bool, verify: bool) -> Data:
     opened = inputs.check_inputs(
         config.data,
         resolved.tokenizer,
-        config.tree.vocab_size,
+        config.spec.vocab_size,
         config.sequence_length,
         progress=progress,
         verify=verify,
@@ -209,7 +209,7 @@ def open_data(resolved: ResolvedRun, progress: bool, verify: bool) -> Data:
     try:
         data = pretraining_config(config, opened.tokenizer)
         text = inputs.check_inputs(
-            data, None, config.tree.vocab_size, config.sequence_length, verify=False
+            data, None, config.spec.vocab_size, config.sequence_length, verify=False
         )
     except (ValueError, OSError) as error:
         raise ValueError(_rename_path_option(str(error))) from None
@@ -260,7 +260,7 @@ def load_text(
         progress=progress,
         verify=verify,
         steps=config.steps,
-        model=config.tree,
+        model=config.spec,
     )
 
 

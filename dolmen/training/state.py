@@ -188,7 +188,7 @@ class TrainState:
 
     def __post_init__(self):
         """Raise ValueError where the objective reads another head than the model has."""
-        check(self.objective, self.model.tree)
+        check(self.objective, self.model.spec)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors that a checkpoint stores, by name: weights (`model/NAME`), optimizer
@@ -221,7 +221,7 @@ class TrainState:
         """Return the checkpoint names of all tensors of the model and critic, including those on
         other pipeline stages.
         """
-        specs = self.model.tree.leaves
+        specs = self.model.spec.leaves
         critic = set() if self.critic is None else self.critic.state.names()
         own = optim.names(specs, self.config.name) | {
             f"{kind}/{name}"

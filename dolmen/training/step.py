@@ -132,7 +132,7 @@ def optimizer_step(
     stop = collectives.reduce_scalar(stop, mesh.world, "max")
     means, tallies = _reduce_over_world(local_sums, counts, mesh)
     sequences = sum(len(term.batch.tokens) for term in terms) * mesh.dp.size
-    router = balance.router_metrics(state.model.tree, tallies, sequences)
+    router = balance.router_metrics(state.model.spec, tallies, sequences)
     losses = combine_losses(terms, means)
     numbers = _read_back(tokens, counts.amin(), norm, stop, losses, router)
     if numbers.divisor == 0:
@@ -289,7 +289,7 @@ def count_term(term: LossTerm, state: TrainState) -> tuple[float, float]:
     """
     micros = term.batch.microbatches(len(term.batch.tokens) // state.schedule.micros)
     # encoders and scalar heads read all tokens, though only a few have a label
-    reads_all = state.model.tree.both_ways or isinstance(state.model.tree.head, ScalarHeadSpec)
+    reads_all = state.model.spec.both_ways or isinstance(state.model.spec.head, ScalarHeadSpec)
     read = term.batch.tokens.numel() if reads_all else term.batch.real_tokens
     return read, sum(term.objective.count(micro) for micro in micros)
 
@@ -353,7 +353,7 @@ def forward_backward(
             part=chunk,
             routes=None
             if part.experts is None
-            else replay_routes(model.tree, model.split, part.experts),
+            else replay_routes(model.spec, model.split, part.experts),
         )
         if not model.split.parts[chunk].last:
             return y

@@ -143,17 +143,17 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
     source = cast_source(found, dtype)
     first, size = vocabulary_size(old), vocabulary_size(new)
     # padding rows are used first: the model grows by what is missing only
-    rows = max(found.tree.vocab_size, size)
+    rows = max(found.spec.vocab_size, size)
     # lazily: the enlarged embedding is made when the writer reads it
     extended = ExtendedSource(
         source,
         edit(found.model, vocab_size=rows),
         after.where,
-        TokenRows(min(first, found.tree.vocab_size), _pieces(before, old, new), config),
+        TokenRows(min(first, found.spec.vocab_size), _pieces(before, old, new), config),
     )
     # before anything is written: a bad text costs no export
     held_out_before = None if text is None else measure(config.model, old, text, config, progress)
-    hf_export.check_expressible(found.model, source.tree)
+    hf_export.check_expressible(found.model, source.spec)
     writer = hf_export.TransformersWriter(extended, dtype)
     with writing.replace_when_complete(to) as (part, sidecars):
         writer.write(part, LayerPool())
@@ -161,7 +161,7 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
         write(sidecars, first, size, config.init)
     held_out_after = None if text is None else measure(str(to), new, text, config, progress)
     return Extended(
-        first, size, found.tree.vocab_size, rows, config.init, held_out_before, held_out_after
+        first, size, found.spec.vocab_size, rows, config.init, held_out_before, held_out_after
     )
 
 
@@ -276,9 +276,9 @@ class ExtendedSource(WeightsAlone):
         return f"{self.source.title}, with more tokens"
 
     @property
-    def tree(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         """Spec with the larger vocabulary, where parameters with a row per token have more rows."""
-        return self.model.tree
+        return self.model.spec
 
     @property
     def iteration(self) -> None:
@@ -298,7 +298,7 @@ class ExtendedSource(WeightsAlone):
     @cached_property
     def specs(self) -> Mapping[str, Spec]:
         """Enlarged shape and unchanged dtype of each parameter."""
-        leaves = self.tree.leaves
+        leaves = self.spec.leaves
         return {
             name: Spec(leaves[name].shape, one.dtype) for name, one in self.source.specs.items()
         }
@@ -310,10 +310,10 @@ class ExtendedSource(WeightsAlone):
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
         """Read one parameter, enlarged if it has a row per token."""
-        leaf, old = self.tree.leaves[name], self.source.read(name)
+        leaf, old = self.spec.leaves[name], self.source.read(name)
         if not leaf.is_vocabulary:
             return old
-        return self.rows.enlarge(name, leaf, old, self.tree.initializer_range)
+        return self.rows.enlarge(name, leaf, old, self.spec.initializer_range)
 
 
 def measure(
@@ -328,7 +328,7 @@ def measure(
     """
     counts = count(tokenizer, text.pieces(), text.name)
     # masked LMs have no loss per byte
-    if open_source(name).tree.both_ways:
+    if open_source(name).spec.both_ways:
         return Measurement(counts, None)
     # held-out text is tokenised twice, by two tokenizers: not worth keeping
     with TemporaryDirectory(prefix="dolmen-") as cache:

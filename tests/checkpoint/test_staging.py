@@ -92,7 +92,7 @@ def test_pinned_memory_is_little_more_than_what_is_written(name):
     """Of weights in fp32 and two averages, cut for so many ranks; the allocator rounds up to powers
     of 2.
     """
-    shapes = RECIPES[name]().model.tree.shapes.values()
+    shapes = RECIPES[name]().model.spec.shapes.values()
     for ranks in (1, 2, 8, 64, 256):
         parts = [-(-shape[0] // ranks) * math.prod(shape[1:]) * 4 for shape in shapes]
         if not 2**20 < sum(parts) * 3 <= 192 * 2**30:

@@ -32,7 +32,7 @@ def kept(tmp_path_factory):
     where = tmp_path_factory.mktemp("models")
     model = Model(LLAMA)
     torch.manual_seed(0)
-    random = {name: torch.randn(shape) for name, shape in model.tree.shapes.items()}
+    random = {name: torch.randn(shape) for name, shape in model.spec.shapes.items()}
     hf_export.save(where / "hf", model, random.__getitem__)
     words = (where / "hf", where / "ranks", "--to", "megatron-core", "--tp", 2)
     assert cli.main(["convert", *map(str, words)]) == 0

@@ -618,7 +618,7 @@ def test_init_decides_the_model(material, tmp_path):
     config = parse_run(
         "train", ["pretrain", f"--init={material.model}", "--model.rope-theta", "5"]
     ).config
-    assert config.model.tree.blocks[0].mixer.positions.theta == 5
+    assert config.model.spec.blocks[0].mixer.positions.theta == 5
     assert {n for n in read if read[n] != config.model.config[n]} == {"rope_parameters"}
     assert parse_run("train", ["pretrain"]).config.model is None
     (tmp_path / "init.yaml").write_text(yaml.safe_dump({"init": str(material.model)}))
@@ -676,12 +676,12 @@ def test_a_model_is_made_of_options():
     assert content["n_inner"] == 256 and content["architectures"] == ["GPT2LMHeadModel"]
     assert content["resid_pdrop"] == 0.0 and content["dtype"] == "float32"
     assert (
-        parse_run("train", ["pretrain", "--model.model-type", "llama"]).config.model.tree.layers
+        parse_run("train", ["pretrain", "--model.model-type", "llama"]).config.model.spec.layers
         == 32
     )
     words = "pretrain --model.num-key-value-heads 4 --model.hidden_size 512".split()
     model = parse_run("train", words).config.model
-    assert model.model_type == "llama" and model.tree.blocks[0].mixer.kv_heads == 4
+    assert model.model_type == "llama" and model.spec.blocks[0].mixer.kv_heads == 4
     words = "qwen3-30b-a3b --model.dense-layers 0 2 --model.num-experts 16".split()
     content = parse_run("train", words).config.model.config
     assert content["mlp_only_layers"] == [0, 2] and content["num_local_experts"] == 16
@@ -707,25 +707,25 @@ def test_two_names_of_one_option_that_disagree(words, said):
     with pytest.raises(BadInput, match=said):
         read("train", [*argv, *words.split()])
     same = "--model.n-embd 96 --model.hidden-size=96".split()
-    assert parse_run("train", [*argv, *same]).config.model.tree.hidden_size == 96
+    assert parse_run("train", [*argv, *same]).config.model.spec.hidden_size == 96
     eps = "--model.norm-eps 1e-3 --model.layer-norm-epsilon 0.001".split()
-    assert parse_run("train", [*argv, *eps]).config.model.tree.final_norm.eps == 1e-3
+    assert parse_run("train", [*argv, *eps]).config.model.spec.final_norm.eps == 1e-3
     last = "--model.n-embd 96 --model.n-embd 192".split()
-    assert parse_run("train", [*argv, *last]).config.model.tree.hidden_size == 192
+    assert parse_run("train", [*argv, *last]).config.model.spec.hidden_size == 192
 
 
 def test_a_model_of_another_family():
     """The same tree where the family has it; else what both have by name."""
     quickstart = RECIPES["quickstart"]().model
     moved = parse_run("train", ["quickstart", "--model.model-type", "mistral"]).config.model
-    assert moved.model_type == "mistral" and moved.tree == quickstart.tree
+    assert moved.model_type == "mistral" and moved.spec == quickstart.spec
     words = "quickstart --model.model-type mixtral --model.num-local-experts 4".split()
     model = parse_run("train", words).config.model
-    mlp = model.tree.blocks[0].mlp
-    assert (mlp.number, mlp.per_token, mlp.size) == (4, 2, 704) and model.tree.hidden_size == 256
+    mlp = model.spec.blocks[0].mlp
+    assert (mlp.number, mlp.per_token, mlp.size) == (4, 2, 704) and model.spec.hidden_size == 256
     words = "mixtral-8x7b --model.model-type llama".split()
-    assert parse_run("train", words).config.model.tree.blocks[0].mixer.positions.theta == 1e6
-    gpt2 = parse_run("train", ["quickstart", "--model.model-type=gpt2"]).config.model.tree
+    assert parse_run("train", words).config.model.spec.blocks[0].mixer.positions.theta == 1e6
+    gpt2 = parse_run("train", ["quickstart", "--model.model-type=gpt2"]).config.model.spec
     assert (gpt2.hidden_size, gpt2.layers, gpt2.blocks[0].mlp.size) == (256, 6, 704)
 
 

@@ -24,7 +24,7 @@ TREE = model_from_fields(
         num_attention_heads=4,
         max_position_embeddings=16,
     ),
-).tree
+).spec
 
 
 def side(tensors, **axes) -> Side:

@@ -254,7 +254,7 @@ def test_a_model_that_megatron_does_not_compute(folders, tmp_path):
     with pytest.raises(ValueError, match="sliding_window = 5"):
         run(tmp_path / "w", tmp_path / "old", "megatron")
     run(tmp_path / "w", tmp_path / "new", "megatron-core")
-    assert open_source(tmp_path / "new").tree.blocks[0].mixer.window == 5
+    assert open_source(tmp_path / "new").spec.blocks[0].mixer.window == 5
     biased = transformers.LlamaConfig(**LLAMA, attention_bias=True)
     built(biased).save_pretrained(tmp_path / "b")
     with pytest.raises(

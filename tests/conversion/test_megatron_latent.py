@@ -125,7 +125,7 @@ def test_the_first_context_that_all_versions_take(models, tmp_path):
         made,
         How(TE, 3.0, 1, ONE, said | {"original_max_position_embeddings": None, "rope_type": None}),
     )
-    positions = open_source(folder, vocab_size=VOCABULARY).tree.blocks[0].mixer.positions
+    positions = open_source(folder, vocab_size=VOCABULARY).spec.blocks[0].mixer.positions
     assert positions.scaling.original_max_position_embeddings == 4096
 
 

@@ -299,7 +299,7 @@ def test_how_many_tokens_there_are(folder, tmp_path):
     assert source.read("embed.weight").shape == (VOCABULARY, 32)
     assert source.model.dtype == "float32"
     transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True).save_pretrained(folder)
-    assert open_source(folder).tree == open_source(folder / "iter_0000012").tree == source.tree
+    assert open_source(folder).spec == open_source(folder / "iter_0000012").spec == source.spec
     with pytest.raises(ValueError, match="--vocab-size is 62, vocab_size 61 in .*config.json"):
         open_source(folder, vocab_size=62)
     transformers.LlamaConfig(**LLAMA | {"rms_norm_eps": 1e-6}).save_pretrained(folder)

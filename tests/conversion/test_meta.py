@@ -102,7 +102,7 @@ def test_scaled_rope(tmp_path, monkeypatch):
         folder = lay(tmp_path / "m", scaled, 1, True, **said)
         assert difference(folder, expected(scaled), None) < 2e-5
     source = open_source(lay(tmp_path / "n", scaled, rope_scaling_factor=32, **said))
-    assert source.tree.blocks[0].mixer.positions.scaling.factor == 32
+    assert source.spec.blocks[0].mixer.positions.scaling.factor == 32
 
 
 def edited(file, change):

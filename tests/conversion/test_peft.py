@@ -92,8 +92,8 @@ def test_we_compute_what_peft_does(name, asked, tmp_path):
     model = theirs(tmp_path, name, asked)
     source = open_source(tmp_path / "base")
     read = folders.read(tmp_path / "adapter", source.model)
-    tree = source.model.tree
-    ours = build(Tiny(tree, Training(adapter=read.form)), SINGLE, dtype=torch.float64)
+    spec = source.model.spec
+    ours = build(Tiny(spec, Training(adapter=read.form)), SINGLE, dtype=torch.float64)
 
     def stream(write):
         load_weights(source, write)
@@ -221,7 +221,7 @@ def test_peft_reads_what_a_run_has_learned(material, tmp_path):
     with model.disable_adapter():
         assert (model(tokens).logits - want).abs().max() > 1e-3
     source = open_source(tmp_path / "run")
-    ours = build(Tiny(source.tree), SINGLE)
+    ours = build(Tiny(source.spec), SINGLE)
     load(ours, lambda write: load_weights(source, write))
     with torch.no_grad():
         got = ours(tokens, head.compute_logits).view_as(want)

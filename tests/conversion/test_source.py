@@ -91,18 +91,18 @@ def save_at(
 
 def built(layout: Layout, mesh: Mesh, model: Model, training: Training, seed: int):
     schedule = layout.make_schedule(4, 1)
-    made = build.build(model.tree, mesh, layout, schedule, training=training)
+    made = build.build(model.spec, mesh, layout, schedule, training=training)
     build.initialize(made, seed)
     with torch.no_grad():  # a bias of routers begins with zeros, as a place that nobody fills has
         for name, p in made.named_parameters():
-            if not made.tree.leaves[name].trained:
+            if not made.spec.leaves[name].trained:
                 p += torch.arange(len(p)) + 1.0
     return made
 
 
 def different(one: ModelSource, other: ModelSource) -> list[str]:
     """Names of what is not the same to the bit, streamed or read by itself."""
-    assert one.tree == other.tree and one.specs == other.specs
+    assert one.spec == other.spec and one.specs == other.specs
     streamed, others = dict(one.stream()), dict(other.stream())
     assert streamed.keys() == others.keys() == one.specs.keys()
     return [
@@ -302,14 +302,14 @@ def test_one_tensor_of_a_checkpoint_is_resident(kept, monkeypatch, tmp_path):
     monkeypatch.setattr(Checkpoint, "read", read_alone)
     load_weights(open_source(kept), lambda name, whole: None)
     hf_export.write(open_source(kept), tmp_path / "hf")
-    assert len(made) == 2 * len(MODELS["gpt2"].tree.leaves)
+    assert len(made) == 2 * len(MODELS["gpt2"].spec.leaves)
 
 
 def test_a_bias_that_training_added_is_part_of_a_run(tmp_path):
     """No config.json has a place for it, so the run computes with it and is not exported."""
     run = save(tmp_path / "run", MODELS["qwen3_moe"], train=BALANCED)
     source, bias = open_source(run), "layers.1.mlp.router.bias"
-    assert bias in source.specs and bias not in source.model.tree.leaves
+    assert bias in source.specs and bias not in source.model.spec.leaves
     model = engine.load_decoder(source)
     assert torch.equal(model.get_parameter(bias), torch.arange(4) + 1.0)
     with pytest.raises(ValueError, match="train.router.balance is bias: transformers' qwen3_moe"):
@@ -368,5 +368,5 @@ def test_a_run_that_began_elsewhere_keeps_its_config_json(tmp_path):
     made = open_source(save(tmp_path / "made", bare)).model
     begun = open_source(save(tmp_path / "begun", bare, init="elsewhere")).model
     assert begun.config == bare.config and "architectures" not in bare.config
-    assert made.config["architectures"] == ["GPT2LMHeadModel"] and made.tree == bare.tree
+    assert made.config["architectures"] == ["GPT2LMHeadModel"] and made.spec == bare.spec
     assert made.config["surprise"] == 1 and replace(made, config=bare.config) == begun

@@ -82,7 +82,7 @@ def two_ranks(folder):
         options = dict(layout)
         mesh = meshes.build_mesh(options.pop("dp", 1), options.pop("tp", 1), torch.device("cpu"))
         config = open_source(folder)
-        model = build.build(config.tree, mesh, Layout(**options) if options else None)
+        model = build.build(config.spec, mesh, Layout(**options) if options else None)
         build.load(model, lambda write, c=config: load_weights(c, write))
         before = list(map(id, model.parameters()))
         part = slice(2 * mesh.dp.rank, 2 * mesh.dp.rank + 2) if mesh.dp.size == 2 else slice(None)
@@ -107,7 +107,7 @@ def of_rows(folder, **options):
     mesh = layout.mesh(torch.device("cpu"))
     schedule = layout.make_schedule(4, 1) if layout.pp > 1 else None
     if "zero" in options:
-        model = build.build(source.tree, mesh, layout, schedule)
+        model = build.build(source.spec, mesh, layout, schedule)
         build.load(model, lambda write: load_weights(source, write))
     else:
         model = load_decoder(source, mesh, schedule=schedule)

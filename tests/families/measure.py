@@ -29,7 +29,7 @@ LENGTH, PROMPT, NEW = 40, 7, 12  # longer than windows and first contexts of the
 def read(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSource, Decoder]:
     """Ours, of a folder; NaN where nothing was read."""
     source = open_source(folder)
-    ours = Decoder(source.tree).to(dtype).eval()
+    ours = Decoder(source.spec).to(dtype).eval()
     parameters = dict(ours.named_parameters())
     with torch.no_grad():
         for p in parameters.values():
@@ -42,21 +42,21 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[ModelSource,
 
 def tokens_of(source: ModelSource, rows: int = 2, length: int = LENGTH) -> Tensor:
     """Without padding: transformers gives its rows of tables no gradient."""
-    tokens = torch.randint(0, source.tree.vocab_size, (rows, length))
+    tokens = torch.randint(0, source.spec.vocab_size, (rows, length))
     padding = source.model.config.get("pad_token_id")
-    if source.tree.embedding.types is not None and padding is not None:
+    if source.spec.embedding.types is not None and padding is not None:
         tokens = tokens.masked_fill(tokens == padding, 0)
-    return marked(source.tree, tokens)
+    return marked(source.spec, tokens)
 
 
-def marked(tree: ModelSpec, tokens: Tensor) -> Tensor:
+def marked(spec: ModelSpec, tokens: Tensor) -> Tensor:
     """With a blank in each row of a model that knows positions by it, of another kind in each; the
     last row of three has none.
     """
-    if tree.blanks is not None:
-        known = [mask.token for mask in tree.blanks.masks if mask.token is not None]
+    if spec.blanks is not None:
+        known = [mask.token for mask in spec.blanks.masks if mask.token is not None]
         for row, mask in zip(tokens, (known[0], known[-1]), strict=False):
-            row[2], row[5] = mask, tree.blanks.start
+            row[2], row[5] = mask, spec.blanks.start
     return tokens
 
 
@@ -131,7 +131,7 @@ def texts(case: str, folder: Path) -> tuple[list[list[int]], list[list[int]]]:
     if CASES[case].fills:
         return [], []
     theirs, ours = build(case), engine.load_decoder(open_source(save(build(case), folder)))
-    prompts = marked(ours.tree, torch.randint(0, ours.tree.vocab_size, (3, PROMPT)))
+    prompts = marked(ours.spec, torch.randint(0, ours.spec.vocab_size, (3, PROMPT)))
     theirs.generation_config = transformers.GenerationConfig()  # no token ends a text
     expected = theirs.generate(prompts, max_new_tokens=NEW, do_sample=False)[:, PROMPT:]
     return engine.generate(ours, prompts.tolist(), NEW), expected.tolist()

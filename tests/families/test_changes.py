@@ -49,7 +49,7 @@ def test_a_change_keeps_the_spelling():
         "num_hidden_layers": 3
     }
     # n_inner is absent and follows n_embd
-    assert replace_fields(Model(GPT2), {"n_embd": 1536}).tree.blocks[0].mlp.size == 4 * 1536
+    assert replace_fields(Model(GPT2), {"n_embd": 1536}).spec.blocks[0].mlp.size == 4 * 1536
     assert "factor" not in rope_of(
         replace_fields(Model({"model_type": "llama"}), {"vocab_size": 7})
     )
@@ -75,13 +75,13 @@ def rope_of(model):
 def test_edit(content):
     """Of every family: vocabulary, tie, dtype, context, special tokens, and nothing else."""
     model = Model(content)
-    tied = model.tree.both_ways or not model.tree.head.tied  # of an encoder no other is computed
+    tied = model.spec.both_ways or not model.spec.head.tied  # of an encoder no other is computed
     edited = edit(model, vocab_size=77, tie=tied, dtype="float16", context=48, eos_token_id=[3, 4])
-    tree, before = edited.tree, model.tree
-    assert tree.vocab_size == 77 and tree.head.tied == tied and tree.max_position_embeddings == 48
+    spec, before = edited.spec, model.spec
+    assert spec.vocab_size == 77 and spec.head.tied == tied and spec.max_position_embeddings == 48
     assert edited.dtype == "float16" and edited.config["eos_token_id"] == [3, 4]
-    assert tree.runs == before.runs and tree.hidden_size == before.hidden_size
-    assert (tree.longest is None) == (before.longest is None) and tree.longest in (None, 48)
+    assert spec.runs == before.runs and spec.hidden_size == before.hidden_size
+    assert (spec.longest is None) == (before.longest is None) and spec.longest in (None, 48)
     names = {n for n in {**content, **edited.config} if content.get(n) != edited.config.get(n)}
     length = model.family.names["max_position_embeddings"]
     assert names <= {
@@ -102,7 +102,7 @@ def rope(content: dict, **changes):
     changes = {f"rope_parameters.{name}": value for name, value in changes.items()}
     return (
         replace_fields(Model({"model_type": "llama", **content}), changes)
-        .tree.blocks[0]
+        .spec.blocks[0]
         .mixer.positions
     )
 
@@ -128,13 +128,13 @@ def test_a_changed_part_of_heads_keeps_the_names_of_the_family():
     """Of which transformers 4 had others for GPT-NeoX."""
     other = replace_fields(Model(PYTHIA_160M), {"rope_parameters.partial_rotary_factor": 0.5})
     assert other.config == PYTHIA_160M | {"rotary_pct": 0.5, "rope_scaling": None}
-    assert other.tree.blocks[0].mixer.positions == RopeSpec(32)
+    assert other.spec.blocks[0].mixer.positions == RopeSpec(32)
     both = replace_fields(Model(PYTHIA_RESAVED), {"rope_parameters.partial_rotary_factor": 0.5})
     said = {"rotary_pct": 0.5, "partial_rotary_factor": 0.5}
     scaling = {"rope_type": "linear", "factor": 2.0}
     assert both.config == PYTHIA_RESAVED | said | {"rope_scaling": scaling}
     third = replace_fields(other, {"rope_parameters.partial_rotary_factor": 6 / 64})
-    assert third.tree.blocks[0].mixer.positions == RopeSpec(6)
+    assert third.spec.blocks[0].mixer.positions == RopeSpec(6)
     names = third.family.names
     assert names["rotary_pct"] == names["partial_rotary_factor"]
     assert names["rotary_emb_base"] == names["rope_theta"] == "rope_parameters.rope_theta"
@@ -144,13 +144,13 @@ def test_kinds_of_layers_are_changed_in_both_forms():
     each = ["global", *["local"] * 11]
     other = replace_fields(Model(NEO_125M), {"attention_layers": each})
     assert other.config == NEO_125M | {"attention_layers": each, "attention_types": [[each, 1]]}
-    assert [b.mixer.window for b in other.tree.blocks] == [None, *[256] * 11]
+    assert [b.mixer.window for b in other.spec.blocks] == [None, *[256] * 11]
 
 
 def test_a_changed_mapping_keeps_what_stands_beside():
     other = replace_fields(Model(MPT_7B), {"attn_config.clip_qkv": 4.0})
     assert other.config["attn_config"] == MPT_7B["attn_config"] | {"clip_qkv": 4.0}
-    assert other.tree.blocks[0].mixer.clip == 4
+    assert other.spec.blocks[0].mixer.clip == 4
 
 
 def test_every_part_of_a_head_comes_back():
@@ -171,14 +171,14 @@ def test_a_token_that_no_config_has_is_refused():
 def test_an_attention_factor_follows_a_changed_factor():
     """Where none was stated."""
     longer = replace_fields(Model(QWEN_YARN), {"rope_parameters.factor": 8.0})
-    scaling = longer.tree.blocks[0].mixer.positions.scaling
+    scaling = longer.spec.blocks[0].mixer.positions.scaling
     assert scaling == YarnScaling(8.0, 32768, attention_factor=0.1 * math.log(8) + 1)
     stated = QWEN_YARN["rope_scaling"] | {"attention_factor": 1.5}
     kept = replace_fields(
         Model(QWEN_YARN | {"rope_scaling": stated}), {"rope_parameters.factor": 8.0}
     )
-    assert kept.tree.blocks[0].mixer.positions.scaling.attention_factor == 1.5
-    deep = replace_fields(Model(DEEPSEEK_V3), {"rope_parameters.factor": 80.0}).tree.blocks[0].mixer
+    assert kept.spec.blocks[0].mixer.positions.scaling.attention_factor == 1.5
+    deep = replace_fields(Model(DEEPSEEK_V3), {"rope_parameters.factor": 80.0}).spec.blocks[0].mixer
     assert deep.positions.scaling.attention_factor == 1.0  # of equal mscales
     assert deep.scale == pytest.approx((0.1 * math.log(80) + 1) ** 2 / 192**0.5, rel=1e-12)
 
@@ -204,7 +204,7 @@ def test_another_family_keeps_the_token_ids():
     other = convert_family(Model(LLAMA_31), "mistral")
     assert other.model_type == "mistral" and "mlp_bias" not in other.config
     assert other.config["eos_token_id"] == LLAMA_31["eos_token_id"] and other.dtype == "bfloat16"
-    assert other.tree == Model(LLAMA_31).tree
+    assert other.spec == Model(LLAMA_31).spec
     with pytest.raises(ValueError, match="family gpt2 cannot express"):
         convert_family(Model(LLAMA_31), "gpt2")
 

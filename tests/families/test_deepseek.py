@@ -89,22 +89,22 @@ def test_the_bias_of_a_router_stays_in_fp32(tmp_path):
 
 @pytest.mark.parametrize("content", (DEEPSEEK_V2_LITE, DEEPSEEK_V2, DEEPSEEK_V3))
 def test_parameters_of_published_models(content):
-    tree = Model(content).tree
+    spec = Model(content).spec
     config = transformers.AutoConfig.for_model(**{n: v for n, v in content.items()})
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)
-    biases = sum(leaf.elements for leaf in tree.leaves.values() if not leaf.trained)
-    assert count.parameters(tree) == theirs.num_parameters() + biases
+    biases = sum(leaf.elements for leaf in spec.leaves.values() if not leaf.trained)
+    assert count.parameters(spec) == theirs.num_parameters() + biases
     # in billions, of which so many compute a token, as their papers say
-    whole, active = {27: (15.7, 2.4), 60: (236, 21), 61: (671, 37)}[tree.layers]
-    assert count.parameters(tree) / 1e9 == pytest.approx(whole, rel=0.003)
-    matrices = sum(leaf.products for leaf in tree.leaves.values())
+    whole, active = {27: (15.7, 2.4), 60: (236, 21), 61: (671, 37)}[spec.layers]
+    assert count.parameters(spec) / 1e9 == pytest.approx(whole, rel=0.003)
+    matrices = sum(leaf.products for leaf in spec.leaves.values())
     assert matrices / 1e9 == pytest.approx(active, rel=0.08)
 
 
 def test_operations_of_a_token():
     """By hand, of one dense and one sparse layer, at 9 tokens: 5 keys on average."""
-    tree = Model(
+    spec = Model(
         dict(
             model_type="deepseek_v2",
             vocab_size=11,
@@ -123,29 +123,29 @@ def test_operations_of_a_token():
             n_shared_experts=2,
             first_k_dense_replace=1,
         )
-    ).tree
+    ).spec
     attention = 8 * 5 + 5 * 2 * 7 + 8 * (6 + 4) + 6 * 2 * (3 + 2) + 2 * 2 * 8
     dense, sparse = 3 * 8 * 10, 4 * 8 + 2 * 3 * 8 * 3 + 3 * 8 * 6
     scores = 2 * (7 + 2) * 5
     total = 2 * attention + dense + sparse + 11 * 8 + 2 * scores
-    assert count.training_flops_per_token(tree, 9) == 6 * total
+    assert count.training_flops_per_token(spec, 9) == 6 * total
 
 
 def test_layouts_that_cannot_be():
-    tree = Model(DEEPSEEK_V2_LITE).tree
+    spec = Model(DEEPSEEK_V2_LITE).spec
     with pytest.raises(
         ValueError, match=r"num_attention_heads \(16\) is not divisible by tp \(3\)"
     ):
-        check_sharding(tree.leaves, {"tp": 3, "ep": 1})
+        check_sharding(spec.leaves, {"tp": 3, "ep": 1})
     with pytest.raises(ValueError, match=r"num_experts \(64\) is not divisible by ep \(6\)"):
-        check_sharding(tree.leaves, {"tp": 1, "ep": 6})
+        check_sharding(spec.leaves, {"tp": 1, "ep": 6})
     with pytest.raises(ValueError, match="dolmen knows what plain attention keeps"):
-        count.activation_bytes_per_layer(tree, 1, 8)
+        count.activation_bytes_per_layer(spec, 1, 8)
 
 
 def test_a_bias_of_its_own_is_no_balance():
     """It is there and not moved, unless asked for: training/balance.py."""
-    model = built(Model({"model_type": "deepseek_v3"} | SMALL).tree, SINGLE)
+    model = built(Model({"model_type": "deepseek_v3"} | SMALL).spec, SINGLE)
     load(model, lambda write: [write(n, torch.zeros(p.shape)) for n, p in model.named_parameters()])
     assert model.router.balance == "loss"
     bias = model.layers["1"].mlp.balance_bias

@@ -25,7 +25,7 @@ def source(request, tmp_path_factory):
 def load(folder):
     """(the model, parameters loaded into NaNs)."""
     model = hf.read_config(folder)
-    targets = {name: torch.full(shape, float("nan")) for name, shape in model.tree.shapes.items()}
+    targets = {name: torch.full(shape, float("nan")) for name, shape in model.spec.shapes.items()}
     load_weights(open_source(folder, model), lambda name, full: targets[name].copy_(full))
     return model, targets
 
@@ -108,7 +108,7 @@ def of_first(ours, name, x):
     return F.linear(x, weight[0], None if bias is None else bias[0])
 
 
-def meaning(case, model, ours, tree):
+def meaning(case, model, ours, spec):
     """Largest difference between what layer 1 of transformers computes and the same from our
     tensors: q, k, v (or latents) and MLP, or the first expert of it.
     """
@@ -116,11 +116,11 @@ def meaning(case, model, ours, tree):
     def linear(name, x):
         return F.linear(x, ours[f"layers.1.{name}.weight"], ours.get(f"layers.1.{name}.bias"))
 
-    x = torch.randn(5, tree.hidden_size)
+    x = torch.randn(5, spec.hidden_size)
     layer = case.layer or LAYERS.get(case.model_type, of_llama)
     theirs, mlp = layer(model, x)
     pairs = [(linear(f"attn.{p}", x), t) for p, t in theirs.items()]
-    if tree.blocks[1].mlp.experts:
+    if spec.blocks[1].mlp.experts:
         gate, up = (of_first(ours, name, x) for name in ("gate", "up"))
         hidden = case.gated(mlp.experts, gate, up) if case.gated else mlp.experts.act_fn(gate) * up
         first = mlp.experts(x, torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1))
@@ -129,7 +129,7 @@ def meaning(case, model, ours, tree):
         pairs.append((F.linear(x, ours["layers.1.mlp.router.weight"], logits), mlp.gate(x)[0]))
     else:
         up = linear("mlp.up", x)
-        hidden = mlp.act_fn(linear("mlp.gate", x)) * up if tree.blocks[1].mlp.gated else mlp.act(up)
+        hidden = mlp.act_fn(linear("mlp.gate", x)) * up if spec.blocks[1].mlp.gated else mlp.act(up)
         pairs.append((linear("mlp.down", hidden), mlp(x)))
     return max((a - b).abs().max().item() for a, b in pairs)
 
@@ -138,8 +138,8 @@ def meaning(case, model, ours, tree):
 def test_meaning_and_a_swap_is_noticed(source):
     case, model, folder = source
     loaded, ours = load(folder)
-    tree, layer = loaded.tree, loaded.tree.blocks[1].mlp
-    assert meaning(case, model, ours, tree) < 1e-5  # fp32, sums of 40 products of size about 1
+    spec, layer = loaded.spec, loaded.spec.blocks[1].mlp
+    assert meaning(case, model, ours, spec) < 1e-5  # fp32, sums of 40 products of size about 1
     mlp, gated = ("mlp.experts", True) if layer.experts else ("mlp", layer.gated)
     plain = "layers.1.attn.k.weight" in ours
     for a, b in [("attn.k", "attn.v")] * plain + [(f"{mlp}.gate", f"{mlp}.up")] * gated:
@@ -148,7 +148,7 @@ def test_meaning_and_a_swap_is_noticed(source):
             one, other = f"layers.1.{a}.{kind}", f"layers.1.{b}.{kind}"
             if one in ours:
                 swapped[one], swapped[other] = ours[other], ours[one]
-        assert meaning(case, model, swapped, tree) > 0.1
+        assert meaning(case, model, swapped, spec) > 0.1
 
 
 def test_a_changed_structure_shows_and_nothing_else(source):

@@ -26,7 +26,7 @@ def test_a_family_declares_its_fields(name):
     names = [field.name for field in family.fields]
     assert len(set(names)) == len(names) and not {*names} & {*family.only, *family.harmless}
     Model({"model_type": name, **{f.name: f.default for f in family.fields}})
-    assert set(family.write(Model({"model_type": name}).tree)) <= set(names)
+    assert set(family.write(Model({"model_type": name}).spec)) <= set(names)
     for field in family.fields:
         assert field.help or field.nested or field.name in OLDER
     every = [n for f in family.fields for n in (f.name, *f.aliases, *f.common)]

@@ -45,11 +45,11 @@ PARAMETERS = [
 
 @pytest.mark.parametrize("content, parameters", PARAMETERS)
 def test_parameters(content, parameters):
-    assert count.parameters(Model(content).tree) == parameters
+    assert count.parameters(Model(content).spec) == parameters
 
 
 def first(content):
-    return Model(content).tree.blocks[0]
+    return Model(content).spec.blocks[0]
 
 
 def test_values():
@@ -64,12 +64,12 @@ def test_values():
     assert first(olmo.PUBLISHED[1]).mixer.clip == 8
     assert first(cohere.PUBLISHED[0]).mixer.positions == RopeSpec(128, 8e6, interleaved=True)
     assert first(cohere.PUBLISHED[1]).mixer.qk_norm_of == "each head"
-    layers = Model(cohere2.PUBLISHED[0]).tree.blocks
+    layers = Model(cohere2.PUBLISHED[0]).spec.blocks
     assert [block.mixer.window for block in layers[:4]] == [4096] * 3 + [None]
     assert layers[3].mixer.positions is None
-    tree = Model(granite.PUBLISHED[0]).tree
-    assert (tree.embedding.scale, tree.head.scale) == (12, 1 / 16)
-    assert (first(granite.PUBLISHED[0]).mixer.scale, tree.blocks[0].arrangement) == (
+    spec = Model(granite.PUBLISHED[0]).spec
+    assert (spec.embedding.scale, spec.head.scale) == (12, 1 / 16)
+    assert (first(granite.PUBLISHED[0]).mixer.scale, spec.blocks[0].arrangement) == (
         0.0078125,
         SequentialResidual(branch_scale=0.22),
     )

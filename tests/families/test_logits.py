@@ -41,7 +41,7 @@ def test_logits(case, tmp_path):
     torch.testing.assert_close(
         engine.run_whole(ours, tokens, head.compute_logits), expected, rtol=0, atol=1e-4
     )
-    norms = [n for n in source.tree.leaves if n.startswith("layers.1.") and "norm" in n]
+    norms = [n for n in source.spec.leaves if n.startswith("layers.1.") and "norm" in n]
     felt = [name for name in (*norms[:1], *FELT) if name in parameters]
     assert len(felt) >= 3
     for name in felt:  # each is felt, 100 times the tolerance
@@ -109,7 +109,7 @@ def test_falcon_beyond_what_bfloat16_counts(tmp_path):
     """400 tokens: from 256 on ALiBi of Falcon goes by steps, as in transformers."""
     theirs = build("falcon-alibi")
     ours = engine.load_decoder(open_source(save(build("falcon-alibi"), tmp_path)))
-    tokens = torch.randint(0, ours.tree.vocab_size, (1, 400))
+    tokens = torch.randint(0, ours.spec.vocab_size, (1, 400))
     torch.testing.assert_close(
         ours(tokens, head.compute_logits), theirs(tokens).logits, rtol=0, atol=1e-4
     )

@@ -49,7 +49,7 @@ def test_qwen_goes_on_with_the_base_of_its_prompt(tmp_path):
     theirs = build("qwen", **QWEN)
     ours = engine.load_decoder(open_source(save(theirs, tmp_path)))
     texts = [torch.randint(0, SIZES["vocab_size"], (1, n + 20)) for n in (12, 30)]
-    lengths, cache = {0: 12, 1: 30}, KVCache(ours.tree)
+    lengths, cache = {0: 12, 1: 30}, KVCache(ours.spec)
     with torch.inference_mode():
         for new in (lengths, {0: 20, 1: 20}):
             reading = cache.append(new, torch.device("cpu"), lengths=lengths)
@@ -64,7 +64,7 @@ def test_qwen_goes_on_with_the_base_of_its_prompt(tmp_path):
 def test_values_of_phi_3_of_128k_and_of_what_is_dynamic():
     factors = dict(short_factor=[1.0] * 48, long_factor=[2.5] * 48, type="su")
     content = {"model_type": "phi3", "max_position_embeddings": 131072, "rope_scaling": factors}
-    mixer = Model(content).tree.blocks[0].mixer
+    mixer = Model(content).spec.blocks[0].mixer
     grown = math.sqrt(1 + math.log(131072 / 4096) / math.log(4096))
     assert mixer.positions.scaling == LongRopeScaling(grown, (1.0,) * 48, (2.5,) * 48, 4096)
     with pytest.raises(ValueError, match="short_factor has 3 numbers, and rope turns 48 pairs"):
@@ -72,8 +72,8 @@ def test_values_of_phi_3_of_128k_and_of_what_is_dynamic():
     with pytest.raises(ValueError, match="phi3 has rope_type default and longrope"):
         Model({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}})
     dynamic = {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    assert Model(dynamic).tree.blocks[0].mixer.positions.scaling == DynamicScaling(2.0, 2048)
-    qwen = Model({"model_type": "qwen"}).tree.blocks[0].mixer.positions.scaling
+    assert Model(dynamic).spec.blocks[0].mixer.positions.scaling == DynamicScaling(2.0, 2048)
+    qwen = Model({"model_type": "qwen"}).spec.blocks[0].mixer.positions.scaling
     assert qwen == QwenScaling(2048, True, True)
 
 
@@ -84,6 +84,6 @@ def test_a_dynamic_base_is_that_of_transformers(tmp_path):
     theirs = build("llama", rope_parameters=rope, max_position_embeddings=16)
     ours = engine.load_decoder(open_source(save(theirs, tmp_path)))
     for length in (16, 40):
-        tokens = torch.randint(0, ours.tree.vocab_size, (2, length))
+        tokens = torch.randint(0, ours.spec.vocab_size, (2, length))
         want = theirs(tokens).logits
         torch.testing.assert_close(ours(tokens, head.compute_logits), want, rtol=0, atol=1e-4)

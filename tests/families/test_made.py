@@ -75,9 +75,9 @@ MADE = [
 @pytest.mark.parametrize("fields", MADE, ids=lambda fields: fields["family"])
 def test_made_here_is_built_by_transformers(fields):
     model = Model({**flat_model(**fields).config, "eos_token_id": 3})
-    assert model.tree == from_dict(Flat, fields).tree
+    assert model.spec == from_dict(Flat, fields).spec
     theirs = transformers.AutoConfig.for_model(**model.export_config())
-    assert Model(theirs.to_dict()).tree == model.tree
+    assert Model(theirs.to_dict()).spec == model.spec
     assert theirs.eos_token_id == 3
     assert theirs.architectures == [model.family.architecture]
     with torch.device("meta"):

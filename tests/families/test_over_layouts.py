@@ -26,11 +26,11 @@ LAYOUTS = [Layout.of(words) for words in ("tp2 sp", "pp2 acc4", "cp2")]
 
 
 def model_of(case: str) -> Tiny:
-    tree = edit(Model(config_of(case)), vocab_size=VOCABULARY).tree
-    if tree.blanks is None:
-        return Tiny(tree)
-    masks = tuple(replace(mask, token=i) for i, mask in enumerate(tree.blanks.masks, 1))
-    return Tiny(replace(tree, blanks=replace(tree.blanks, start=0, masks=masks)))
+    spec = edit(Model(config_of(case)), vocab_size=VOCABULARY).spec
+    if spec.blanks is None:
+        return Tiny(spec)
+    masks = tuple(replace(mask, token=i) for i, mask in enumerate(spec.blanks.masks, 1))
+    return Tiny(replace(spec, blanks=replace(spec.blanks, start=0, masks=masks)))
 
 
 def first_step(config: Tiny, mesh: Mesh, layout: Layout) -> Run:
@@ -40,22 +40,22 @@ def first_step(config: Tiny, mesh: Mesh, layout: Layout) -> Run:
     train = start(config, mesh, layout, dtype=torch.float64)
     for name, p in train.model.named_parameters():
         chance = torch.Generator().manual_seed(crc32(name.encode()))
-        shape = config.tree.shapes[name]
+        shape = config.spec.shapes[name]
         around = float(len(shape) == 1 and name.endswith("weight"))
         state.write_region(p, torch.randn(shape, generator=chance).double() * 0.2 + around)
-    return updates(train, mesh, [batch_of(config.tree, mesh)])
+    return updates(train, mesh, [batch_of(config.spec, mesh)])
 
 
-def batch_of(tree: ModelSpec, mesh: Mesh) -> Batch:
+def batch_of(spec: ModelSpec, mesh: Mesh) -> Batch:
     """With a blank at another place in each row, where the model knows positions by them."""
-    if tree.blanks is None:
-        streams = tree.streams * (tree.streams > 1 and tree.embedding.types is None)
-        return batches(mesh, prefixes=tree.has_prefix_mask, streams=streams)[0]
+    if spec.blanks is None:
+        streams = spec.streams * (spec.streams > 1 and spec.embedding.types is None)
+        return batches(mesh, prefixes=spec.has_prefix_mask, streams=streams)[0]
     made = batches(mesh)[0]
     for i, row in enumerate(made.tokens, mesh.dp.rank * len(made.tokens)):
-        row[i % 4] = tree.blanks.masks[i % len(tree.blanks.masks)].token
-        row[i % 4 + 1 + i % 2] = tree.blanks.start
-    return made.read_by(tree)
+        row[i % 4] = spec.blanks.masks[i % len(spec.blanks.masks)].token
+        row[i % 4 + 1 + i % 2] = spec.blanks.start
+    return made.read_by(spec)
 
 
 @cache

@@ -192,7 +192,7 @@ def test_a_temperature_is_of_yarn():
     with pytest.raises(ValueError, match="mscale_all_dim is 1.0"):
         Model({"model_type": "deepseek_v3", "rope_parameters": linear})
     unscaled = {"rope_type": "default", "mscale_all_dim": 1.0}
-    mixer = Model({"model_type": "deepseek_v3", "rope_parameters": unscaled}).tree.blocks[0].mixer
+    mixer = Model({"model_type": "deepseek_v3", "rope_parameters": unscaled}).spec.blocks[0].mixer
     assert mixer.scale == pytest.approx(192**-0.5, rel=1e-15)
 
 
@@ -205,7 +205,7 @@ def test_falcon_refuses_what_no_class_computes():
     with pytest.raises(
         ValueError, match=r"num_attention_heads \(71\) is not divisible by tp \(2\)"
     ):
-        check_sharding(Model(FALCON_7B).tree.leaves, {"tp": 2, "ep": 1})
+        check_sharding(Model(FALCON_7B).spec.leaves, {"tp": 2, "ep": 1})
 
 
 def test_a_quantisation_is_refused_in_one_line():
@@ -233,7 +233,7 @@ def test_what_may_be_done_instead():
     fields = {"hidden_size": 4097, "head_dim": 128}
     with pytest.raises(ValueError, match=r"such as 17, or --model.model-type to mistral, .*"):
         Model({"model_type": "llama"} | fields)
-    assert Model({"model_type": "mistral"} | fields).tree.hidden_size == 4097
+    assert Model({"model_type": "mistral"} | fields).spec.hidden_size == 4097
     with pytest.raises(ValueError, match=r"such as 17, or --model.head-dim$"):
         Model({"model_type": "mistral", "hidden_size": 4097})
 
@@ -258,7 +258,7 @@ def test_two_names_of_one_field_that_disagree(model_type, fields, said):
     same = (
         dict.fromkeys(fields, value) if len(fields) > 1 else {"rope_scaling": {"type": "default"}}
     )
-    assert Model({"model_type": model_type} | same).tree
+    assert Model({"model_type": model_type} | same).spec
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_two_names_of_one_field_that_disagree(model_type, fields, said):
 )
 def test_what_transformers_does_not_take_for_one_field_is_two(content):
     """Or it says which of two it reads: `dtype`, and a theta inside."""
-    assert Model(content).tree
+    assert Model(content).spec
 
 
 def test_a_window_is_used_where_it_is_said_so():
@@ -284,8 +284,8 @@ def test_a_window_is_used_where_it_is_said_so():
         content = {"model_type": model_type, "sliding_window": 7, "num_hidden_layers": 1}
         content |= {"max_window_layers": 0}
         for used, window in ((False, None), (True, 7)):
-            tree = Model(content | {"use_sliding_window": used}).tree
-            assert tree.blocks[0].mixer.window == window
+            spec = Model(content | {"use_sliding_window": used}).spec
+            assert spec.blocks[0].mixer.window == window
 
 
 @pytest.mark.parametrize(

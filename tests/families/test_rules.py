@@ -48,17 +48,17 @@ def test_transpose_of_a_split_is_views():
 
 
 def test_parameters_without_a_rule_raise():
-    tree = Flat(num_hidden_layers=1).tree
+    spec = Flat(num_hidden_layers=1).spec
     with pytest.raises(
         KeyError, match=r"10 parameters .*'layers.0.attn_norm.weight', 'layers.0.attn.q.weight'"
     ):
-        entries([Rename("e", "embed"), Rename("h", "head")], tree.shapes, 1)
+        entries([Rename("e", "embed"), Rename("h", "head")], spec.shapes, 1)
 
 
 def test_a_fused_tensor_of_unequal_parts_raises():
-    tree = Flat(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2).tree
+    spec = Flat(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2).spec
     with pytest.raises(ValueError, match="family"):
-        entries([Split("c_attn.{}", QKV, 1, (1, 1, 1))], tree.shapes, 1)
+        entries([Split("c_attn.{}", QKV, 1, (1, 1, 1))], spec.shapes, 1)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_stack_is_read_whole_and_written_apart():
     ours = dict(
         assemble([found[n] for n in names], lambda name: (read.append(name), stored[name])[1])
     )
-    assert sorted(read) == sorted(names) and ours.keys() == EXPERTS.tree.leaves.keys()
+    assert sorted(read) == sorted(names) and ours.keys() == EXPERTS.spec.leaves.keys()
     for i in range(12):
         assert torch.equal(
             ours[STACK.format(1)][i],

@@ -74,10 +74,10 @@ def test_each_class_is_the_one_of_transformers():
 def test_one_number_and_logits_again():
     model = model_from_fields("qwen2", {"num_hidden_layers": 2})
     other = with_scalar_head(model)
-    assert isinstance(other.tree.head, ScalarHeadSpec) and with_scalar_head(other) is other
-    assert isinstance(with_lm_head(other).tree.head, LMHeadSpec) and with_lm_head(other) == model
+    assert isinstance(other.spec.head, ScalarHeadSpec) and with_scalar_head(other) is other
+    assert isinstance(with_lm_head(other).spec.head, LMHeadSpec) and with_lm_head(other) == model
     assert (
-        convert_family(with_scalar_head(model_from_fields("llama", {})), "mistral").tree.head
+        convert_family(with_scalar_head(model_from_fields("llama", {})), "mistral").spec.head
         == ScalarHeadSpec()
     )
 

@@ -16,11 +16,11 @@ from dolmen.recipes import RECIPES
 FROZEN = json.loads(Path(__file__).with_name("shapes.json").read_text())
 
 
-def tree(name: str) -> ModelSpec:
+def spec(name: str) -> ModelSpec:
     """Of a recipe, or of a config.json that transformers writes."""
     if name in RECIPES:
-        return RECIPES[name]().model.tree
-    return Model(config_of(name.removeprefix("tiny "))).tree
+        return RECIPES[name]().model.spec
+    return Model(config_of(name.removeprefix("tiny "))).spec
 
 
 def frozen(name: str) -> dict[str, tuple[int, ...]]:
@@ -38,7 +38,7 @@ def frozen(name: str) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_names_shapes_and_counts_are_what_they_were(name):
-    model, was = tree(name), FROZEN[name]
+    model, was = spec(name), FROZEN[name]
     assert list(model.shapes.items()) == list(frozen(name).items())
     assert count.parameters(model) == was["parameters"]
     kinds = ((48, "causal"), (4096, "causal"), (4096, "full"))

@@ -31,7 +31,7 @@ TOLD = {name: 150000 + i for i, name in enumerate(("mask", "gmask", "smask", "so
 
 def blanks(content, **ids):
     told = {"dolmen": {"special_tokens": ids}} if ids else {}
-    return Model({**content, **told}).tree.blanks
+    return Model({**content, **told}).spec.blanks
 
 
 def placed(known, tokens):
@@ -75,11 +75,11 @@ def test_any_mask_is_the_blank_of_glm_10b():
 
 def test_each_document_of_a_batch_has_its_own():
     known, g, s = blanks(CHATGLM_V11), 130001, 130004
-    tree = replace(Model(CHATGLM_V11).tree, blanks=known)
+    spec = replace(Model(CHATGLM_V11).spec, blanks=known)
     tokens = torch.tensor([[5, g, s, 6, 7, 8, g, s, 9]])
     labels = torch.arange(9)[None] + 100
     starts = torch.tensor([[0, 0, 0, 0, 4, 4, 4, 4, 4]])
-    made = Batch(tokens, labels, Documents.from_starts(starts)).read_by(tree)
+    made = Batch(tokens, labels, Documents.from_starts(starts)).read_by(spec)
     first, second = made.positions.ids[0].tolist()
     assert first == [0, 1, 1, 1, 0, 1, 2, 2, 2] and second == [0, 0, 1, 2, 0, 0, 0, 1, 2]
     assert made.documents.reach.tolist() == [[2, 2, 2, 2, 7, 7, 7, 7, 7]]
@@ -207,8 +207,8 @@ def test_a_cache_equals_the_whole_text(case, mask, tmp_path):
     saved(case, tmp_path)
     model = dolmen.load(tmp_path)
     tokens = [5, IDS[mask], 6, IDS["sop"], 7, 8, IDS["gmask"], IDS["sop"], 9]
-    whole, tree = model.logits(tokens), model.decoder.tree
-    spans, cache, got = {0: request.span_of(tree, tokens[:4])}, KVCache(tree, 4), []
+    whole, spec = model.logits(tokens), model.decoder.spec
+    spans, cache, got = {0: request.span_of(spec, tokens[:4])}, KVCache(spec, 4), []
     for part in (tokens[:4], *([token] for token in tokens[4:])):
         reading = cache.append({0: len(part)}, torch.device("cpu"), spans=spans)
         got.append(model.decoder(torch.tensor([part]), head.compute_logits, reading)[0])

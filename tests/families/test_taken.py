@@ -46,9 +46,9 @@ def test_what_is_stated_in_python_counts(tmp_path):
 
 def what(model):
     """Its head and its positions."""
-    tree = model.tree
-    head = "normalised" if tree.head.normalised else "linear"
-    return head, tree.blocks[0].mixer.positions
+    spec = model.spec
+    head = "normalised" if spec.head.normalised else "linear"
+    return head, spec.blocks[0].mixer.positions
 
 
 @pytest.mark.parametrize("content, head, positions", FOUR)
@@ -88,7 +88,7 @@ def test_what_rope_ratio_does_is_told_where_nothing_says_it():
     multiplied = RopeSpec(6, 80000.0, interleaved=True)
     with pytest.warns(UserWarning, match="with rope_ratio_of base; .*--model.rope-ratio-of"):
         warn(Model(content))
-    assert Model(content).tree.blocks[0].mixer.positions == multiplied
+    assert Model(content).spec.blocks[0].mixer.positions == multiplied
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for said, positions in (
@@ -99,7 +99,7 @@ def test_what_rope_ratio_does_is_told_where_nothing_says_it():
         ):
             model = Model(content | said)
             warn(model)
-            assert model.tree.blocks[0].mixer.positions == positions
+            assert model.spec.blocks[0].mixer.positions == positions
 
 
 def test_what_an_export_cannot_say_is_told(tmp_path):

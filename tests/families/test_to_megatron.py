@@ -41,7 +41,7 @@ WRITTEN = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_family_is_written_the_same_or_refused(case, tmp_path):
     model = Model(config_of(case))
-    random = {name: torch.randn(shape) for name, shape in model.tree.shapes.items()}
+    random = {name: torch.randn(shape) for name, shape in model.spec.shapes.items()}
     hf_export.save(tmp_path / "hf", model, random.__getitem__)
     asked = ConvertConfig(str(tmp_path / "hf"), str(tmp_path / "out"), "megatron-core")
     if case in WRITTEN:

@@ -133,7 +133,7 @@ def same_config(value: Any, undamaged: Any, file: Path) -> bool:
     """The structure of what stands there, which is kept whole."""
     content = plain(file)
     check_value(content, schema(find_family(content["model_type"])))
-    return alike(value.config, content) and value.tree == Model(content).tree
+    return alike(value.config, content) and value.spec == Model(content).spec
 
 
 def config(name: str) -> Subject:
@@ -218,7 +218,7 @@ def same_shards(value: dict, undamaged: dict, file: Path) -> bool:
 # YAML: PyYAML's own tree, in which every scalar is text.
 
 
-def tree(file: Path) -> Any:
+def spec(file: Path) -> Any:
     return yaml.load(file.read_bytes().decode("utf-8-sig"), yaml.BaseLoader)
 
 
@@ -239,7 +239,7 @@ def stands_for(value: Any, text: Any) -> bool:
 def same_run(value: Any, undamaged: Any, file: Path) -> bool:
     values = gate.read_yaml(file, kinds.RUN)
     again = from_dict(RunConfig, values or {}, RunConfig(name="run"))
-    return stands_for(values or {}, tree(file) or {}) and value == again
+    return stands_for(values or {}, spec(file) or {}) and value == again
 
 
 RUN = yaml.safe_dump(to_dict(RECIPES["quickstart"]()), sort_keys=False)
@@ -250,7 +250,7 @@ def same_actions(value: Any, undamaged: Any, file: Path) -> bool:
     """The words of the file, line by line."""
     text = file.read_bytes().decode("utf-8-sig")
     if file.suffix == ".yaml":
-        text = "\n".join(tree(file)["actions"])
+        text = "\n".join(spec(file)["actions"])
     lines = [line.split("#")[0].strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith("placement:")]
     words = [[action(word) for word in line.split()] for line in lines]

@@ -189,7 +189,7 @@ def grown(work):        # MiB by which `work` raised the peak
 
 config = Model(dict(model_type="llama", vocab_size=4096, hidden_size=1024, intermediate_size=4096,
                     num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=16))
-shapes, folder = config.tree.shapes, sys.argv[1] + "/model"
+shapes, folder = config.spec.shapes, sys.argv[1] + "/model"
 if os.fork() == 0:      # a process each, since a peak never falls
     grown(lambda: hf_export.save(folder, config, lambda name: torch.ones(shapes[name])))
     os._exit(0)

@@ -215,7 +215,7 @@ def adapted(
     """Frozen, with adapters on every matrix. Their products are felt: 4 times as large as they are,
     and as large again as rank 3 of 32 leaves them.
     """
-    weights = (n for n, leaf in config.tree.leaves.items() if leaf.role in ADAPTED)
+    weights = (n for n, leaf in config.spec.leaves.items() if leaf.role in ADAPTED)
     adapter = LoraSpec(rank=3, alpha=12.0, targets=frozenset(weights), frozen=frozen, kind=kind)
     return replace(config, training=replace(config.training, adapter=adapter, **training))
 
@@ -226,13 +226,13 @@ BALANCED = replace(
 DROPPED = {name: replace(config, training=Training(0.2)) for name, config in CONFIGS.items()}
 
 ADAPTED_CONFIGS = {
-    "qwen3, adapters": adapted(Tiny(FAMILIES["qwen3"].tree)),
-    "gpt2, adapters": adapted(Tiny(FAMILIES["gpt2"].tree)),
+    "qwen3, adapters": adapted(Tiny(FAMILIES["qwen3"].spec)),
+    "gpt2, adapters": adapted(Tiny(FAMILIES["gpt2"].spec)),
     "falcon-40b, adapters": adapted(CONFIGS["falcon-40b"]),
     "deepseek-v3, adapters": adapted(CONFIGS["deepseek-v3"]),
-    "qwen3, int8 adapters": adapted(Tiny(FAMILIES["qwen3"].tree), "int8"),
+    "qwen3, int8 adapters": adapted(Tiny(FAMILIES["qwen3"].spec), "int8"),
     "deepseek-v3, dora int8": adapted(CONFIGS["deepseek-v3"], "int8", "dora"),
-    "qwen3, dora": adapted(Tiny(FAMILIES["qwen3"].tree), kind="dora"),
+    "qwen3, dora": adapted(Tiny(FAMILIES["qwen3"].spec), kind="dora"),
     "deepseek-v3, int8 adapters": adapted(CONFIGS["deepseek-v3"], "int8"),
 }
 

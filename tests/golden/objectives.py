@@ -47,7 +47,7 @@ class Kind:
 
 def scalar(config: Flat) -> Tiny:
     """The same model with one number for each token in the place of logits."""
-    return Tiny(replace(config.tree, head=ScalarHeadSpec()), config.training)
+    return Tiny(replace(config.spec, head=ScalarHeadSpec()), config.training)
 
 
 def table_of_experts(batch: Batch, mesh: Mesh) -> torch.Tensor:

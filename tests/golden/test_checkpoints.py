@@ -71,7 +71,7 @@ def config_of(family: str) -> tuple[Flat | Tiny, OptimizerConfig]:
     config = objectives.scalar(FAMILIES[name]) if word == "scalar" else FAMILIES[name]
     if word == "fp8":
         eight = Fp8("fp8-delayed", Fp8Config(amax_history=3))
-        config = Tiny(replace(config, num_key_value_heads=4).tree, Training(fp8=eight))
+        config = Tiny(replace(config, num_key_value_heads=4).spec, Training(fp8=eight))
     return config, replace(OPTIMIZER, name="muon" if word == "muon" else "adamw")
 
 
@@ -84,7 +84,7 @@ def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
     initialize(model, seed)
     optimizer = optim.make_optimizer(model, settings, mesh)
     optim.prime(optimizer)
-    rewards = model.tree.head == ScalarHeadSpec()
+    rewards = model.spec.head == ScalarHeadSpec()
     objective, given = (
         (PairwiseRewardLoss(), objectives.batches) if rewards else (NEXT_TOKEN, batches)
     )

@@ -49,7 +49,7 @@ def config(precision: str, adapters=False, **fields) -> Tiny:
     options = {k: fields.pop(k) for k in tuple(fields) if k in Fp8Config.__dataclass_fields__}
     base = WIDE if precision == "fp8-blockwise" else SIZES
     training = Training(fp8=Fp8(precision, Fp8Config(**options)))
-    made = Tiny(Flat(**base | fields).tree, training)
+    made = Tiny(Flat(**base | fields).spec, training)
     return adapted(made, fp8=training.fp8) if adapters else made
 
 
@@ -251,7 +251,7 @@ def test_validation_rounds_nothing():
     """To the bit; training does."""
     rounded = config("fp8-tensorwise")
     given, found = batches(SINGLE), []
-    for one in (Tiny(rounded.tree), rounded):
+    for one in (Tiny(rounded.spec), rounded):
         train = start(one, SINGLE, Layout())
         found.append(mean_loss(train.model, given, SINGLE))
     assert found[0] == found[1]
@@ -261,7 +261,7 @@ def test_a_scale_that_does_not_follow_is_seen():
     """Negative control: a number that is not of what is rounded (benchmarks/fp8_convergence.py has
     curves of scales that are frozen, and of gradients without one).
     """
-    plain = run(Tiny(config("fp8-tensorwise").tree), SINGLE, Layout(), dtype=torch.float64)
+    plain = run(Tiny(config("fp8-tensorwise").spec), SINGLE, Layout(), dtype=torch.float64)
 
     def off() -> float:
         got = run(config("fp8-tensorwise"), SINGLE, Layout(), dtype=torch.float64)

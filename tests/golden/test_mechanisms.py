@@ -20,9 +20,9 @@ def test_layout_never_changes_the_answer(row, result):
 
 def asked(config):
     """What a batch must say beside tokens, for what the model has to be felt."""
-    several = config.tree.streams > 1 and config.tree.embedding.types is None
-    streams = config.tree.streams if several else 0
-    return {"prefixes": config.tree.has_prefix_mask, "streams": streams}
+    several = config.spec.streams > 1 and config.spec.embedding.types is None
+    streams = config.spec.streams if several else 0
+    return {"prefixes": config.spec.has_prefix_mask, "streams": streams}
 
 
 def test_each_is_another_answer():

@@ -165,4 +165,4 @@ def test_on_ranks(row, result):
 def test_zero_0_is_refused():
     """torch's `replicate` has the backend add."""
     with pytest.raises(ValueError, match="set --layout.zero 1"):
-        Layout.of("dp2 fixed").check(tiny("llama").tree, 8, 16, 8)
+        Layout.of("dp2 fixed").check(tiny("llama").spec, 8, 16, 8)

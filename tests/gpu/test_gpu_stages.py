@@ -220,7 +220,7 @@ def test_time_is_the_median():
 
 def test_the_floor_is_the_formulas():
     """Products and attention are all that model/count.py counts."""
-    c = shapes.of(Context("cpu"), "llama-1b", sliding_window=1000).tree
+    c = shapes.of(Context("cpu"), "llama-1b", sliding_window=1000).spec
     found = roofline.parts(c, 2, 4096, flops=1e15, bandwidth=3e12)
     whole = 2 * 4096 * training_flops_per_token(c, 4096) / 1e15
     assert found["products"] + found["attention"] == pytest.approx(whole)
@@ -234,7 +234,7 @@ def test_layers_that_fit_grow_with_memory():
     model = RECIPES["llama-8b"]().model
     few, more, all_ = (shapes.layers_that_fit(model, 4096, m << 30) for m in (40, 79, 400))
     assert 1 <= few < more < all_ == 32
-    own = parameters(shapes.with_layers(model, more).tree) * shapes.BYTES_PER_PARAMETER
+    own = parameters(shapes.with_layers(model, more).spec) * shapes.BYTES_PER_PARAMETER
     assert own < 79 << 30
 
 
@@ -256,12 +256,12 @@ def test_memory_of_a_layer_is_half_of_what_two_make(kind, monkeypatch):
     memory = importlib.import_module(MODULES["memory"])
     shape = shapes.of(Context("cpu"), "llama-1b")
     layout = Layout(recompute=kind)
-    kept = activation_bytes_per_layer(shape.tree, 1, 4096, recompute=kind)
-    counts = [parameters(shape.of_layers(n).tree) for n in (2, 4)]
+    kept = activation_bytes_per_layer(shape.spec, 1, 4096, recompute=kind)
+    counts = [parameters(shape.of_layers(n).spec) for n in (2, 4)]
     own = (counts[1] - counts[0]) // 2
 
     def step(mesh, shape, layout, compile):
-        n = shape.tree.layers
+        n = shape.spec.layers
         told = {"between steps": 12 * own, "after forward": 2 * own + kept}
         told |= {"after backward": 4 * own, "peak": 6 * own + kept}
         return {name: 1e9 + n * count for name, count in told.items()}
@@ -364,9 +364,9 @@ def test_wheels_are_installed_for_what_is_missing_alone(tmp_path, monkeypatch):
 
 
 def test_a_shape_in_miniature_keeps_its_structure():
-    qwen = shapes.of(TINY, "qwen3-30b-a3b").tree
+    qwen = shapes.of(TINY, "qwen3-30b-a3b").spec
     assert qwen.experts == 4 and qwen.blocks[0].mixer.qk_norm and qwen.hidden_size == 64
-    window = shapes.of(TINY, "llama-1b", sliding_window=1024).tree
+    window = shapes.of(TINY, "llama-1b", sliding_window=1024).spec
     assert window.blocks[0].mixer.window == 8
     full = shapes.of(Context("cpu"), "llama-8b")
-    assert full.tree.layers == 32 and full.training == Training()
+    assert full.spec.layers == 32 and full.training == Training()

@@ -195,12 +195,12 @@ def made(name: str, hardware: Hardware, dtype: torch.dtype = torch.bfloat16) -> 
 
 def called(model: Decoder) -> dict[str, int]:
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    batch = Batch(tokens, tokens).read_by(model.tree).to(next(model.parameters()).device)
+    batch = Batch(tokens, tokens).read_by(model.spec).to(next(model.parameters()).device)
     end = cross_entropy_function(batch.tokens)
     with Called() as seen:
         model(batch.tokens, end, documents=batch.documents, positions=batch.positions).backward()
     for name, p in model.named_parameters():
-        assert p.grad is not None or not model.tree.leaves[name].trained, name
+        assert p.grad is not None or not model.spec.leaves[name].trained, name
     return dict(seen.found)
 
 

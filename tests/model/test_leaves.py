@@ -48,7 +48,7 @@ GPT2 = Flat(
 EXPERTS = Flat(**SIZES, num_experts=6, moe_intermediate_size=8, dense_layers=(0,))
 
 
-SCALAR = Tiny(replace(GPT2.tree, head=ScalarHeadSpec()))
+SCALAR = Tiny(replace(GPT2.spec, head=ScalarHeadSpec()))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ SCALAR = Tiny(replace(GPT2.tree, head=ScalarHeadSpec()))
 )
 def test_the_model_has_the_leaves_in_their_order(flat):
     made = {name: tuple(p.shape) for name, p in decoder(flat).named_parameters()}
-    assert list(made.items()) == list(flat.tree.shapes.items())
+    assert list(made.items()) == list(flat.spec.shapes.items())
 
 
 def test_where_parameters_lie():
@@ -78,21 +78,21 @@ def test_where_parameters_lie():
         "layers.0.mlp.down.weight": (columns, False),
     }
     for name, found in wanted.items():
-        leaf = GPT2.tree.leaves[name]
+        leaf = GPT2.spec.leaves[name]
         assert (placements(leaf, sizes), is_partial(leaf, tp)) == found, name
-    leaves = EXPERTS.tree.leaves
+    leaves = EXPERTS.spec.leaves
     assert placements(leaves["layers.1.mlp.router.weight"], sizes) == Replicate()
     assert placements(leaves["layers.1.mlp.experts.up.weight"], sizes) == (Shard(0), Shard(1))
     assert placements(leaves["layers.1.mlp.experts.down.weight"], sizes) == (Shard(0), Shard(2))
     assert is_partial(leaves["layers.1.mlp.router.weight"], tp)
     plain = TensorParallel(Axis("tp", 2, 0))
-    norms = select_prefix(LLAMA.tree.leaves, "layers.0")
+    norms = select_prefix(LLAMA.spec.leaves, "layers.0")
     assert is_partial(norms["attn.q_norm.weight"], plain)
     assert not is_partial(norms["attn_norm.weight"], plain)
 
 
 def test_keys_and_values_are_whole_where_tp_does_not_divide_their_heads():
-    leaf = LLAMA.tree.leaves["layers.0.attn.k.weight"]
+    leaf = LLAMA.spec.leaves["layers.0.attn.k.weight"]
     four = TensorParallel(Axis("tp", 4, 0))
     assert placements(leaf, {"tp": 4}) == Replicate() and is_partial(leaf, four)
     assert leaf.local_shape({"tp": 4}) == leaf.shape and leaf.local_shape({"tp": 2}) == (4, 16)
@@ -118,7 +118,7 @@ def test_keys_and_values_are_whole_where_tp_does_not_divide_their_heads():
 )
 def test_what_an_axis_does_not_divide_is_refused(flat, sizes, said):
     with pytest.raises(ValueError, match="set (a smaller )?--layout") as refused:
-        check_sharding(flat.tree.leaves, {"ep": 1, **sizes})
+        check_sharding(flat.spec.leaves, {"ep": 1, **sizes})
     assert said in str(refused.value)
 
 
@@ -142,18 +142,18 @@ def test_matrices_and_tables_decay():
 
 def test_a_bias_that_balances_belongs_to_the_model_that_is_trained():
     training = Training(router=RouterTraining(balance="bias"))
-    applied = training.apply_to(EXPERTS.tree)
-    added = applied.leaves.keys() - EXPERTS.tree.leaves.keys()
-    assert added == {"layers.1.mlp.router.bias"} and training.apply_to(LLAMA.tree) == LLAMA.tree
-    made = Decoder(EXPERTS.tree, training=training)
-    assert made.tree == applied == training.apply_to(applied)
+    applied = training.apply_to(EXPERTS.spec)
+    added = applied.leaves.keys() - EXPERTS.spec.leaves.keys()
+    assert added == {"layers.1.mlp.router.bias"} and training.apply_to(LLAMA.spec) == LLAMA.spec
+    made = Decoder(EXPERTS.spec, training=training)
+    assert made.spec == applied == training.apply_to(applied)
     assert not made.get_parameter("layers.1.mlp.router.bias").requires_grad
 
 
 def test_what_no_module_computes_is_refused(monkeypatch):
     """As while a mechanism is made."""
-    check_supported(GPT2.tree)
+    check_supported(GPT2.spec)
     monkeypatch.setitem(ONLY, PositionTable, {"offset": 0})
-    table = replace(GPT2.tree.embedding, positions=PositionTable(8, offset=2))
+    table = replace(GPT2.spec.embedding, positions=PositionTable(8, offset=2))
     with pytest.raises(ValueError, match="Table.offset is 2: dolmen computes 0 alone"):
-        Decoder(replace(GPT2.tree, embedding=table))
+        Decoder(replace(GPT2.spec, embedding=table))

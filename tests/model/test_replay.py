@@ -58,7 +58,7 @@ def chosen(state: TrainState, given: Batch) -> torch.Tensor:
     optimizer_step(state, given, SINGLE)
     for hook in hooks:
         hook.remove()
-    layers = len(choice_slices(MODEL.tree))
+    layers = len(choice_slices(MODEL.spec))
     micros = [
         torch.cat([one.experts for one in seen[i : i + layers]], 1)
         for i in range(0, len(seen), layers)

@@ -51,14 +51,14 @@ def sized(vocab_size, heads, kv_heads, **more) -> Flat:
 
 def capped(flat: Flat, cap: float | None) -> Tiny:
     """The same with a soft cap of its logits."""
-    return Tiny(replace(flat.tree, head=replace(flat.tree.head, soft_cap=cap)))
+    return Tiny(replace(flat.spec, head=replace(flat.spec.head, soft_cap=cap)))
 
 
 def step(config, mesh, sequence=False) -> tuple[float, dict[str, torch.Tensor], torch.Tensor]:
     """(loss, whole gradients, whole logits) of one batch in fp64."""
     model = build(config, mesh, Layout(sequence_parallel=sequence, zero=0), dtype=torch.float64)
     initialize(model, 0)
-    vocabulary = config.tree.vocab_size
+    vocabulary = config.spec.vocab_size
     tokens = torch.randint(vocabulary, (3, 4), generator=torch.Generator().manual_seed(5))
     labels = tokens.roll(1, 1)
     labels[0, 1:3] = IGNORED

@@ -71,7 +71,7 @@ def theirs_and_ours(kind: str, fields: dict, seed: int, folder):
     theirs = double(made.config)
     theirs.load_state_dict(made.state_dict())
     source = open_source(folder)
-    ours = Decoder(source.tree).double()
+    ours = Decoder(source.spec).double()
     load(ours, source)
     return theirs, ours, source
 
@@ -126,7 +126,7 @@ def texts(model: torch.nn.Module, given: Batch) -> Tensor:
 def compare(ours: Decoder, source: ModelSource, theirs: torch.nn.Module) -> None:
     """Gradients of all parameters that both have."""
     gradients = {name: p.grad for name, p in ours.named_parameters()}
-    leaves = source.tree.leaves
+    leaves = source.spec.leaves
 
     def full(name: str) -> Tensor:
         return gradients.get(name, torch.zeros(leaves[name].shape).double())
@@ -218,7 +218,7 @@ def scalar(request, tmp_path):
     theirs = theirs.double().eval()
     theirs.base_model.load_state_dict(made.base_model.state_dict())
     source = open_source(tmp_path)
-    ours = Decoder(replace(source.tree, head=ScalarHeadSpec())).double()
+    ours = Decoder(replace(source.spec, head=ScalarHeadSpec())).double()
     load(ours, source)
     with torch.no_grad():
         theirs.score.weight.copy_(torch.randn(theirs.score.weight.shape))
@@ -291,7 +291,7 @@ SMALL = Flat(
 
 def training(objective, micros: int = 1, head: ScalarHeadSpec | None = None) -> TrainState:
     schedule = make_schedule("1f1b", 1, micros)
-    config = SMALL if head is None else Tiny(replace(SMALL.tree, head=head))
+    config = SMALL if head is None else Tiny(replace(SMALL.spec, head=head))
     model = build(config, SINGLE, schedule=schedule)
     initialize(model, 0)
     settings = OptimizerConfig()
@@ -342,18 +342,18 @@ def test_targets_are_asked_for():
 
 def test_an_objective_is_for_a_head():
     """Of logits, or of numbers."""
-    check(PairwiseRewardLoss(), replace(SMALL.tree, head=ScalarHeadSpec()))
+    check(PairwiseRewardLoss(), replace(SMALL.spec, head=ScalarHeadSpec()))
     with pytest.raises(ValueError, match="PairwiseRewardLoss.*ends in Scalar.*ends in LMHead"):
         training(PairwiseRewardLoss())
     with pytest.raises(ValueError, match="DPO.*ends in LMHead.*ends in Scalar"):
-        check(DPO(), replace(SMALL.tree, head=ScalarHeadSpec()))
+        check(DPO(), replace(SMALL.spec, head=ScalarHeadSpec()))
 
 
 def test_what_is_asked_is_what_a_model_has():
     """Nobody takes the loss of a reward model, or the value of a policy's token."""
     schedule = make_schedule("1f1b", 1, 1)
     policy, rewards = (
-        Decoder(replace(SMALL.tree, head=head)) for head in (SMALL.tree.head, ScalarHeadSpec())
+        Decoder(replace(SMALL.spec, head=head)) for head in (SMALL.spec.head, ScalarHeadSpec())
     )
     with pytest.raises(ValueError, match="a value is for .* Scalar.*ends in LMHead"):
         forward.values(policy, batch(), SINGLE, schedule)

@@ -76,7 +76,7 @@ def inputs():
 def test_the_loss_of_bert(tmp_path):
     theirs, (given, batch) = bert(tmp_path), inputs()
     source = open_source(tmp_path)
-    ours = Decoder(source.tree).double()
+    ours = Decoder(source.spec).double()
     parameters = dict(ours.named_parameters())
     load_weights(source, lambda name, w: state.write_region(parameters[name], w.double()))
     wanted = theirs(**given).loss
@@ -106,7 +106,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="numbers\\['follows'\\]"):
         MaskedLM(1.0).count(Batch(batch.tokens, batch.labels))
     bert(tmp_path)
-    tree = open_source(tmp_path).tree
-    alone = Decoder(replace(tree, head=replace(tree.head, follows=False)))
+    spec = open_source(tmp_path).spec
+    alone = Decoder(replace(spec, head=replace(spec.head, follows=False)))
     with pytest.raises(ValueError, match="does not say whether a text follows"):
         alone(batch.tokens, lambda hidden, head: head.follows(hidden))

@@ -71,7 +71,7 @@ def test_a_model_with_alibi_has_blocks():
     """What its layers' attention is reaches the choice."""
     kernels = {
         name: choose_kernels(
-            tiny(name, hidden_size=128, num_attention_heads=8, vocab_size=71).tree,
+            tiny(name, hidden_size=128, num_attention_heads=8, vocab_size=71).spec,
             SINGLE,
             HALF,
             H100,
@@ -87,7 +87,7 @@ def test_what_keys_carry_is_part_of_their_size(hidden, attention):
     """Flash takes heads of 256: 248, and 8 that keys carry."""
     fields = dict(alibi=True, multi_query=False, hidden_size=hidden, num_attention_heads=2)
     model = tiny("falcon", vocab_size=71, **fields)
-    assert choose_kernels(model.tree, SINGLE, HALF, H100).attention == attention
+    assert choose_kernels(model.spec, SINGLE, HALF, H100).attention == attention
 
 
 def test_a_cpu_has_the_defaults_and_is_what_a_device_of_it_says():

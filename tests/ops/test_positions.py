@@ -108,7 +108,7 @@ def test_a_document_in_a_batch_is_as_if_alone(name):
 def test_what_positions_a_model_takes():
     """A table needs rows for the longest document alone, and streams are as many as the model's."""
     learned = decoder("learned")
-    most = learned.tree.longest
+    most = learned.spec.longest
     tokens = torch.zeros(1, 2 * most, dtype=torch.int64)
     ids = torch.arange(2 * most)[None, None]
     learned(tokens, compute_logits, positions=PositionIds.from_ids(ids % most))

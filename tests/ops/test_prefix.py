@@ -51,7 +51,7 @@ GLM = mixing(CONFIG, positions=RopeSpec(8, 100.0, streams=2))
 
 
 def placed(config: Tiny, documents: Documents) -> PositionIds | None:
-    if config.tree.streams == 1:
+    if config.spec.streams == 1:
         return None
     index = torch.arange(documents.starts.shape[1]).expand_as(documents.starts)
     return PositionIds.from_ids(prefix_positions(index, documents.reach).transpose(0, 1))
@@ -134,9 +134,9 @@ def test_a_cache_equals_the_whole_text(config):
     model, tokens, lengths = decoder(config), text(3), (9, 9, 4)
     documents = prefix(*lengths)
     want = model(tokens, compute_logits, documents=documents, positions=placed(config, documents))
-    cache, found = KVCache(model.tree, 4), {i: [] for i in range(3)}
+    cache, found = KVCache(model.spec, 4), {i: [] for i in range(3)}
     done = dict.fromkeys(found, 0)
-    spans = {i: positions.prefix_span(n, model.tree.streams) for i, n in enumerate(lengths)}
+    spans = {i: positions.prefix_span(n, model.spec.streams) for i, n in enumerate(lengths)}
     for new in ({0: 9, 1: 12, 2: 4}, {0: 1, 1: 1, 2: 5}, {0: 14, 1: 11, 2: 15}):
         reading = cache.append(new, HERE, spans=spans)
         parts = [tokens[i, done[i] : done[i] + new[i]] for i in reading.sequences]
@@ -154,7 +154,7 @@ def test_a_cache_equals_the_whole_text(config):
 
 
 def test_a_prefix_in_parts_is_refused():
-    cache = KVCache(CONFIG.tree, 4)
+    cache = KVCache(CONFIG.spec, 4)
     with pytest.raises(
         ValueError, match="sequence 0 has read 0 tokens and reads 4, but its first 12"
     ):

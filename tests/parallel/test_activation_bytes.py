@@ -93,7 +93,7 @@ def make(config: Flat | Tiny, layout: Layout, device: str, dtype: torch.dtype) -
     )
     kernels = Kernels("flash" if device == "meta" else "blocks")
     with torch.device("meta"):
-        parts = split_model(mesh, config.tree.layers, layout, kernels=kernels)
+        parts = split_model(mesh, config.spec.layers, layout, kernels=kernels)
         model = decoder(config, parts).to(dtype)
     state.distribute(model, model.plan(), mesh)
     if device == "cpu":
@@ -144,7 +144,7 @@ def closed(
     dtype=torch.bfloat16,
 ) -> float:
     return activation_bytes_per_layer(
-        config.tree,
+        config.spec,
         batch,
         length,
         tp=layout.tp,
@@ -253,7 +253,7 @@ def test_norms_after_layers(t, sequence, kind):
         fused = kind == "none" and not config.training.dropout
         assert per_layer(config, layout) == closed(config, layout) + RANDOM_STATE * fused
     if kind != "full":
-        pre = Tiny(tiny("gemma", **{n: v for n, v in SANDWICH.items() if n != "layer_types"}).tree)
+        pre = Tiny(tiny("gemma", **{n: v for n, v in SANDWICH.items() if n != "layer_types"}).spec)
         more = TOKENS * 2 * (2 * HIDDEN + 4) / (t if sequence else 1)
         assert closed(sandwich, layout) - closed(pre, layout) == more
 

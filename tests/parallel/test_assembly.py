@@ -137,7 +137,7 @@ def of_all_ranks(config: Flat, layout: Layout) -> tuple[int, Counter, list[list[
 
 
 def hidden_leaves(config: Flat) -> list[ParamSpec]:
-    return [leaf for leaf in config.tree.leaves.values() if leaf.role in ("matrix", "expert")]
+    return [leaf for leaf in config.spec.leaves.values() if leaf.role in ("matrix", "expert")]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -200,7 +200,7 @@ def there_and_back(config: Flat, layout: Layout) -> None:
     of_all = Counter(number for rank in everyone for number in rank)
     assert set(of_all.values()) == {1}
     assert {n for n, _ in of_all} == {
-        n for n, leaf in config.tree.leaves.items() if leaf in hidden_leaves(config)
+        n for n, leaf in config.spec.leaves.items() if leaf in hidden_leaves(config)
     }
 
 

@@ -270,7 +270,7 @@ def test_a_run_is_connected_before_its_model_is_built(monkeypatch):
         max_position_embeddings=8,
     ).model
     layout, train = Layout(pp=2, dp=1), TrainConfig(sequence_length=8)
-    made = Decoder(model.tree)
+    made = Decoder(model.spec)
     monkeypatch.setattr(build, "build", lambda *_, **__: done.append("model") or made)
     monkeypatch.setattr(build, "initialize", lambda *_: None)
     run = RunConfig(model=model, layout=layout, train=train)

@@ -218,7 +218,7 @@ def resident(model) -> int:
 
 def opened_alone(model, seen=None):
     """The same numbers, held as int8 alone; `seen` is given the new model after each of them."""
-    placed = place(LARGE.tree, SINGLE)
+    placed = place(LARGE.spec, SINGLE)
 
     def stream(write) -> None:
         for name, p in reversed([*model.named_parameters()]):  # in any order

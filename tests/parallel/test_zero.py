@@ -252,7 +252,7 @@ def test_the_summary(zero):
         )
 
 
-ADAPTED = [n for n, leaf in CONFIG.tree.leaves.items() if leaf.role == "matrix"]
+ADAPTED = [n for n, leaf in CONFIG.spec.leaves.items() if leaf.role == "matrix"]
 
 
 @pytest.mark.slow
@@ -264,12 +264,12 @@ def test_what_is_frozen_holds_no_gradient(zero, microbatches):
     """
     adapter = LoraSpec(rank=WORLD, alpha=1.0, targets=frozenset(ADAPTED))
     mesh = meshes.build_mesh(WORLD, 1, torch.device("cpu"))
-    model = build(Tiny(CONFIG.tree, Training(adapter=adapter)), mesh, Layout(zero=zero))
+    model = build(Tiny(CONFIG.spec, Training(adapter=adapter)), mesh, Layout(zero=zero))
     initialize(model, 0)
     records = [p for unit in data.units(model) for p in managed(unit)]
     frozen = [p for p in records if not p.sharded_param.requires_grad]
     own = [p for p in records if p.sharded_param.requires_grad]
-    assert len(frozen) == len(CONFIG.tree.leaves) and len(own) == 2 * len(ADAPTED)
+    assert len(frozen) == len(CONFIG.spec.leaves) and len(own) == 2 * len(ADAPTED)
     optimizer, tokens = adamw(model, OptimizerConfig()), torch.zeros(1, 2, dtype=torch.long)
     held_at_once = []
     for watched in (frozen, own):

@@ -55,7 +55,7 @@ def test_ranks_hold_what_a_dry_run_counts(case):
         compile=False,
     )
     run = replace(run, model=model, layout=choice.layout, train=train)
-    capacity = Capacity(run.tree, 2048)
+    capacity = Capacity(run.spec, 2048)
     for rank in sorted({0, choice.pp - 1}):
         ledger = dryrun(run, rank * choice.dp * choice.cp * choice.tp, hardware=KNOWN["h100"])
         live = capacity.stage_memory(choice, rank, batch).live
@@ -68,7 +68,7 @@ def test_gathered_keys_and_values_are_kept_whole():
     """Bytes of docs/concepts/context-parallel.md: 2 b (L + n / 2) K d each where a ring keeps
     2 b n K d, of 32 layers of 8 heads of 128.
     """
-    capacity = Capacity(RECIPES["llama-8b"]().tree, 8192)
+    capacity = Capacity(RECIPES["llama-8b"]().spec, 8192)
     ring = ONE._replace(cp=2, dp=4, microbatch_size=1)
     held = [
         capacity.stage_memory(ring._replace(context=context), 0, 64).live.activation

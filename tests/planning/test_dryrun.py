@@ -274,8 +274,8 @@ def test_operations_equal_their_closed_form(model, tp):
     wide = {"num_key_value_heads": 4} if model is LLAMA else {}
     run = run_of({**model, **wide}, Layout(tp=tp, dp=2), dtype="bfloat16", global_batch_size=16)
     ledger, tokens = counted_for(run), 8 * LENGTH
-    attention = count.attention_flops_per_token(run.tree, LENGTH)
-    matrices = count.training_flops_per_token(run.tree, LENGTH) - attention
+    attention = count.attention_flops_per_token(run.spec, LENGTH)
+    matrices = count.training_flops_per_token(run.spec, LENGTH) - attention
     found = Counter()
     for row in ledger.rows:
         found[row.kind] += row.flops * row.times
@@ -294,7 +294,7 @@ def test_activations_equal_their_closed_form(sequence, recompute):
         rows = [row for row in counted_for(run).rows if row.action == "F0"]
         kept.append(rows[-1].live.activation)
     formula = count.activation_bytes_per_layer(
-        run.tree,
+        run.spec,
         1,
         LENGTH,
         tp=2,
@@ -366,14 +366,14 @@ def test_the_fewest_microbatches_stand_for_all(schedule, pp, chunks, micros, dp,
 def test_a_plan_adds_gradients_as_a_step_does():
     """Each microbatch, half precision to fp32; those of norms are too few for a plan."""
     run = run_of(LLAMA, Layout(dp=2, zero=1), dtype="bfloat16")
-    tree, share = run.tree, RankShare(1, LENGTH)
-    works = [block_rows(tree, number, share, OURS) for number in range(tree.layers)]
-    works += [make(tree, share, OURS) for make in (embedding_rows, head_rows)]
+    spec, share = run.spec, RankShare(1, LENGTH)
+    works = [block_rows(spec, number, share, OURS) for number in range(spec.layers)]
+    works += [make(spec, share, OURS) for make in (embedding_rows, head_rows)]
     every = (row for work in works for row in (*work.forward, *work.backward))
     planned = moved(row for row in every if row.op == f"add of {WEIGHTS}")
     rows = dryrun(run, 0, hardware=H100, exact=True).rows
     added = moved(row for row in rows if row.action == "B1" and row.op == "add_")
-    leaves = tree.leaves.values()
+    leaves = spec.leaves.values()
     norms = 10 * sum(leaf.shape[0] for leaf in leaves if len(leaf.shape) == 1)
     assert added == planned + norms == 10 * sum(math.prod(leaf.shape) for leaf in leaves)
 
@@ -404,7 +404,7 @@ def test_a_plan_multiplies_and_sends_as_a_step_does(case):
         rows = dryrun(run, 0, hardware=H100).rows
         found.append(counted(row for row in rows if row.axis not in ("dp", "edp", "world")))
     share = RankShare(1, LENGTH, layout.tp, layout.cp, layout.sequence_parallel, layout.ep)
-    work = block_rows(run.tree, 0, share, OURS)
+    work = block_rows(run.spec, 0, share, OURS)
     planned = counted((*work.forward, *work.backward))
     found[0].subtract(found[1])
     # of a router's losses and counts, a few numbers; of scores a causal query sees itself whole
@@ -459,7 +459,7 @@ def test_products_of_eight_bits_are_as_many():
         for one in (None, "fp8-rowwise")
     )
     assert rounded.flops == plain.flops
-    leaves = Model(LLAMA).tree.leaves.items()
+    leaves = Model(LLAMA).spec.leaves.items()
     inside = sum(leaf.elements for n, leaf in leaves if "layers." in n and leaf.role == "matrix")
     found = sum(row.flops * row.times for row in rounded.rows if row.dtype == "fp8")
     assert found == 4 * 3 * 2 * LENGTH * inside

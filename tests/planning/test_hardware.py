@@ -175,13 +175,13 @@ def test_a_ring_sends_what_its_formula_says():
     ring, payload = road("tp", tp=8), 10**9
     wire = payload / ring.rate
     steps = 7 * ring.step
-    tree = math.log2(8) * ring.step
+    spec = math.log2(8) * ring.step
     assert collective_seconds("all-gather", payload, ring) == pytest.approx(7 / 8 * wire + steps)
     assert collective_seconds("all-reduce", payload, ring) == pytest.approx(
         2 * 7 / 8 * wire + 2 * steps
     )
     small = collective_seconds("all-reduce", 1000, ring)
-    assert small == pytest.approx(2 * tree, rel=1e-3)  # by a tree
+    assert small == pytest.approx(2 * spec, rel=1e-3)  # by a tree
     assert collective_seconds("all-reduce", payload, road("tp", tp=1)) == 0
     with pytest.raises(ValueError, match="no collective"):
         collective_seconds("gossip", payload, ring)

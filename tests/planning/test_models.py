@@ -28,13 +28,13 @@ def test_gpts_are_those_of_the_papers(name):
     """Parameters as printed, and as 2104.04473, eq. 2 has them, which leaves out the last norm."""
     billions, heads, h, layers, batch = {**TABLE_1, **TABLE_3}[name]
     run = RECIPES[name]()
-    tree = run.tree
-    mixer = tree.blocks[0].mixer
+    spec = run.spec
+    mixer = spec.blocks[0].mixer
     assert isinstance(mixer, AttentionSpec)
-    assert (mixer.heads, tree.hidden_size, tree.layers) == (heads, h, layers)
-    assert (tree.vocab_size, run.sequence_length) == (51200, 2048)
+    assert (mixer.heads, spec.hidden_size, spec.layers) == (heads, h, layers)
+    assert (spec.vocab_size, run.sequence_length) == (51200, 2048)
     assert run.train.global_batch_size == batch
-    found = count.parameters(tree)
+    found = count.parameters(spec)
     digits = len(str(billions).partition(".")[2])
     assert round(found / 1e9, digits) == billions
     formula = 12 * layers * h**2 * (1 + 13 / (12 * h) + (51200 + 2048) / (12 * layers * h))
@@ -60,4 +60,4 @@ LLAMAS = {
 
 @pytest.mark.parametrize("name", LLAMAS)
 def test_llamas_have_the_parameters_of_their_files(name):
-    assert count.parameters(RECIPES[name]().tree) == LLAMAS[name]
+    assert count.parameters(RECIPES[name]().spec) == LLAMAS[name]

@@ -18,10 +18,10 @@ from dolmen.recipes import RECIPES
 
 
 def pricing(name: str, nodes: int, batch: int) -> Pricing:
-    tree = RECIPES[name]().tree
+    spec = RECIPES[name]().spec
     cluster = read_cluster(f"dgx-a100:{nodes}")
     spread = ErrorSpread(0.2, 0, False)
-    return Pricing(Capacity(tree, 2048), cluster, batch, "bf16", spread)
+    return Pricing(Capacity(spec, 2048), cluster, batch, "bf16", spread)
 
 
 def test_the_closed_form_is_what_a_simulation_takes():
@@ -29,7 +29,7 @@ def test_the_closed_form_is_what_a_simulation_takes():
     ranks: of uneven chunks it takes all to wait for the longest of each, which some do not.
     """
     prices = pricing("gpt-7.5b", 4, 64)
-    space = Space(prices.capacity.tree, 32, 64, 2048, pins=Pins(zero=1))
+    space = Space(prices.capacity.spec, 32, 64, 2048, pins=Pins(zero=1))
     for choice in random.Random(1).sample(list(space.choices()), 200):
         quick, full = prices.quick(choice), prices.full(choice).estimate
         assert sum(full.parts.values()) == pytest.approx(full.seconds, rel=1e-9)
@@ -57,18 +57,18 @@ def test_rows_have_the_products_of_the_model(name):
     """FLOPs of a step by rows are those by model/count.py, attention's backward aside; of experts
     and of a table that ranks of tp cut unevenly, within what they pad.
     """
-    tree = RECIPES[name]().tree
+    spec = RECIPES[name]().spec
     for tp in (1, 8):
         share = RankShare(1, 2048, tp)
-        works = [block_rows(tree, i, share, OURS) for i in range(tree.layers)]
-        works += [make(tree, share, OURS) for make in (embedding_rows, head_rows)]
+        works = [block_rows(spec, i, share, OURS) for i in range(spec.layers)]
+        works += [make(spec, share, OURS) for make in (embedding_rows, head_rows)]
         rows = [row for work in works for row in (*work.forward, *work.backward)]
         flops = tp * sum(row.flops for row in rows if row.kind == "product")
-        wanted = count.training_flops_per_token(tree, 2048)
-        wanted -= count.attention_flops_per_token(tree, 2048)
+        wanted = count.training_flops_per_token(spec, 2048)
+        wanted -= count.attention_flops_per_token(spec, 2048)
         assert flops == pytest.approx(2048 * wanted, rel=2e-3)
         scores = tp * sum(row.flops for row in rows if row.kind == "attention")
-        attention = count.attention_flops_per_token(tree, 2048) / 3
+        attention = count.attention_flops_per_token(spec, 2048) / 3
         assert scores == pytest.approx(2048 * attention * 3.5, rel=1e-6)
 
 
@@ -78,8 +78,8 @@ def test_what_is_gathered_first_has_nothing_to_hide_behind():
     assert exposed_seconds(8.0, 0.0, 1 / 4) == 8
     prices = pricing("gpt-7.5b", 4, 64)
     (choice,) = Space(
-        prices.capacity.tree, 32, 64, 2048, 1, pins=Pins(tp=1, pp=1, zero=3, recompute="none")
+        prices.capacity.spec, 32, 64, 2048, 1, pins=Pins(tp=1, pp=1, zero=3, recompute="none")
     ).choices()
     assert prices.update(choice).dp > prices.micros(choice) * 2 * prices._fsdp_seconds(
         choice, prices.capacity.ranks.elements(choice, 0)
-    )[1] / (prices.capacity.tree.layers + 1)
+    )[1] / (prices.capacity.spec.layers + 1)

@@ -269,7 +269,7 @@ def test_experts_follow_from_a_name_or_a_remark():
     llama = dict(heads="32", kv_heads="8", hidden="4096", layers="32", tp="2", pp="1", gbs="64")
     cells = {**llama, "model": "Mixtral 8x7B", "ffn": "14336", "num_gpus": "16", "ep": "8"}
     (found,) = {job for _, job in jobs(row_of(**cells), cluster_of(row_of(**cells), []), [])}
-    mlp = found.tree.blocks[0].mlp
+    mlp = found.spec.blocks[0].mlp
     assert isinstance(mlp, MoESpec) and (mlp.number, mlp.per_token, mlp.size) == (8, 2, 14336)
     assert (found.topology.ep, found.folded, found.copies) == (8, 1, None)
     folded = row_of(**{**cells, "notes": "ETP 1, DeepEP"})

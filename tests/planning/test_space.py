@@ -26,12 +26,12 @@ DENSE = Flat(
     num_attention_heads=6,
     num_key_value_heads=2,
     head_dim=8,
-).tree
-SPARSE = of_layers(Tiny(RECIPES["mixtral-8x7b"]().tree), 4).tree
+).spec
+SPARSE = of_layers(Tiny(RECIPES["mixtral-8x7b"]().spec), 4).spec
 SIZES = (1, 2, 3, 4, 6, 8, 12, 24)
 
 
-def brute(tree, gpus: int, batch: int, length: int) -> set[LayoutChoice]:
+def brute(spec, gpus: int, batch: int, length: int) -> set[LayoutChoice]:
     """What `Layout.check` takes of everything, less what has no effect."""
     found = set()
     names = [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("zero-bubble-v", 2)]
@@ -53,7 +53,7 @@ def brute(tree, gpus: int, batch: int, length: int) -> set[LayoutChoice]:
                     sequence_parallel=stream,
                 )
                 try:
-                    layout.check(tree, length, batch, micro)
+                    layout.check(spec, length, batch, micro)
                 except ValueError:
                     continue
                 if stream and tp == 1:
@@ -71,14 +71,14 @@ def brute(tree, gpus: int, batch: int, length: int) -> set[LayoutChoice]:
 
 
 @pytest.mark.parametrize(
-    "tree, gpus, batch, length",
+    "spec, gpus, batch, length",
     [(DENSE, 12, 12, 8), (DENSE, 6, 4, 8), (SPARSE, 8, 4, 8192), (DENSE, 24, 6, 16384)],
     ids=("dense", "six", "experts", "context"),
 )
-def test_layouts_are_those_that_the_house_takes(tree, gpus, batch, length):
-    found = list(Space(tree, gpus, batch, length).choices())
+def test_layouts_are_those_that_the_house_takes(spec, gpus, batch, length):
+    found = list(Space(spec, gpus, batch, length).choices())
     assert len(found) == len(set(found))
-    assert set(found) == brute(tree, gpus, batch, length)
+    assert set(found) == brute(spec, gpus, batch, length)
 
 
 def test_what_is_pinned_is_so_and_nothing_else_changes():
@@ -139,8 +139,8 @@ def test_microbatches_in_flight_are_those_of_the_lists(name):
 @pytest.mark.parametrize("name", ("gpt-1t", "mixtral-8x7b"))
 def test_the_fullest_rank_is_the_fullest_of_all(name):
     run = RECIPES[name]()
-    space = Space(run.tree, 256, 256, 2048)
-    capacity = Capacity(run.tree, 2048)
+    space = Space(run.spec, 256, 256, 2048)
+    capacity = Capacity(run.spec, 2048)
     every = list(space.choices())
     # of few microbatches those of zero-bubble-v lie on the last ranks
     short = [c for c in every if 256 // c.dp // c.microbatch_size < c.pp]
@@ -154,27 +154,27 @@ def test_the_fullest_rank_is_the_fullest_of_all(name):
 
 def test_every_parameter_is_held_once_and_a_tied_table_twice():
     """At ZeRO 0, of one rank of tp: what two ranks of tp both hold is small."""
-    tree = RECIPES["gpt-1.7b"]().tree
-    table = tree.leaves["embed.weight"].elements
+    spec = RECIPES["gpt-1.7b"]().spec
+    table = spec.leaves["embed.weight"].elements
     for pp, name, chunks, twice in (
         (1, "1f1b", 1, 0),
         (3, "1f1b", 1, 1),
         (3, "zero-bubble-v", 2, 0),
     ):
         choice = LayoutChoice(1, 1, pp, 4, 1, 0, False, "ring", name, chunks, "none", None, 1)
-        found = sum(one.live.parameter for one in Capacity(tree, 2048).stages(choice, 96))
-        assert found == 4 * (count.parameters(tree) + twice * table)
+        found = sum(one.live.parameter for one in Capacity(spec, 2048).stages(choice, 96))
+        assert found == 4 * (count.parameters(spec) + twice * table)
 
 
 def test_states_follow_the_forms_of_zero():
     """Docs/zero.md: parameters and moments P / d, copies P, gradients between microbatches P or
     P / d; bytes of a rank, without activations.
     """
-    tree = RECIPES["gpt-1.7b"]().tree
-    p = count.parameters(tree)
+    spec = RECIPES["gpt-1.7b"]().spec
+    p = count.parameters(spec)
     for zero in (0, 1, 2, 3):
         choice = LayoutChoice(1, 1, 1, 8, 1, zero, False, "ring", "1f1b", 1, "none", None, 1)
-        live = Capacity(tree, 2048).stage_memory(choice, 0, 64).live
+        live = Capacity(spec, 2048).stage_memory(choice, 0, 64).live
         shard = p if zero == 0 else -(-p // 8)
         assert (live.parameter, live.optimizer) == (4 * shard, 8 * shard)
         assert (live.compute == 2 * p) == (zero < 3)

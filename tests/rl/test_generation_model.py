@@ -52,8 +52,8 @@ def scored(mesh, layout: Layout) -> torch.Tensor:
     """Of five texts, four at once."""
     config = FAMILIES["llama"]
     schedule = layout.make_schedule(4, 1)
-    tree = Tiny(replace(config.tree, head=ScalarHeadSpec()), config.training)
-    model = build(tree, mesh, layout, schedule, dtype=torch.float64)
+    spec = Tiny(replace(config.spec, head=ScalarHeadSpec()), config.training)
+    model = build(spec, mesh, layout, schedule, dtype=torch.float64)
     initialize(model, 3)
     return RewardModel(model, mesh, schedule, 4)([*TEXTS, [9]])
 
@@ -95,7 +95,7 @@ def behind(layout: Layout) -> tuple[bool, bool]:
     trained = build(WIDE, mesh, layout, None)
     initialize(trained, 3)
     held, other = (
-        GenerationModel(WIDE.tree, WIDE.training, mesh, 1, torch.float32) for _ in range(2)
+        GenerationModel(WIDE.spec, WIDE.training, mesh, 1, torch.float32) for _ in range(2)
     )
     before = answers(held, trained)
     initialize(trained, 4)
@@ -110,7 +110,7 @@ def test_what_rests_keeps_nothing_of_the_weights_that_were():
     trained = build(WIDE, SINGLE, Layout(), None)
     initialize(trained, 3)
     held, other = (
-        GenerationModel(WIDE.tree, WIDE.training, SINGLE, 1, torch.float32, released=True)
+        GenerationModel(WIDE.spec, WIDE.training, SINGLE, 1, torch.float32, released=True)
         for _ in range(2)
     )
     assert all(p.is_meta for p in held.model.parameters())

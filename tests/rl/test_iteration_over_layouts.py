@@ -63,7 +63,7 @@ def phase(mesh, layout: Layout, tp: int, waits: bool = False) -> Rollout:
     )
     initialize(trained, 3)
     initialize(reference, 4)
-    drawing = GenerationModel(config.tree, config.training, mesh, tp, torch.float64)
+    drawing = GenerationModel(config.spec, config.training, mesh, tp, torch.float64)
     prompts = [Prompt([n, n + 1], {"prompt": str(n)}, str(n)) for n in range(1, 9)]
     numbers = Numbers()
     loader = PromptLoader(

@@ -102,8 +102,8 @@ def test_rows_with_experts_are_as_wide_in_every_layout(experts):
 
     def unit(cp: int, tp: int) -> int:
         mesh = SimpleNamespace(cp=SimpleNamespace(size=cp), tp=SimpleNamespace(size=tp))
-        tree = SimpleNamespace(experts=experts)
-        models = SimpleNamespace(policy=SimpleNamespace(tree=tree))
+        spec = SimpleNamespace(experts=experts)
+        models = SimpleNamespace(policy=SimpleNamespace(spec=spec))
         return RolloutBatches._length_multiple(SimpleNamespace(mesh=mesh, models=models))
 
     found = [unit(1, 1), unit(2, 2), unit(8, 1), unit(8, 2), unit(3, 2)]
@@ -112,11 +112,11 @@ def test_rows_with_experts_are_as_wide_in_every_layout(experts):
 
 @pytest.mark.parametrize("name, number", [("tokens", -1), ("labels", -5), ("labels", 10**6)])
 def test_tokens_are_those_of_the_model(name, number):
-    made, tree = two(), FAMILIES["llama"].tree
-    rollout.check_ids(Path("/x"), made, tree)
+    made, spec = two(), FAMILIES["llama"].spec
+    rollout.check_ids(Path("/x"), made, spec)
     vars(made)[name][0, 1] = number
     with pytest.raises(Refused, match=f"/x: {name} are from .*, and the vocab_size is"):
-        rollout.check_ids(Path("/x"), made, tree)
+        rollout.check_ids(Path("/x"), made, spec)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_experts_are_those_of_the_model(shape, most, why):
     experts = torch.zeros(shape, dtype=torch.int16)
     experts[-1, -1, -1] = most
     with nullcontext() if why is None else pytest.raises(Refused, match=f"/x: experts {why}"):
-        rollout.check_experts(Path("/x"), experts, FAMILIES["qwen3-moe"].tree)
+        rollout.check_experts(Path("/x"), experts, FAMILIES["qwen3-moe"].spec)
 
 
 def test_files_of_before_are_taken_away_and_nothing_else(tmp_path):

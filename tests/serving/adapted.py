@@ -26,9 +26,9 @@ DENSE = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a")
 """Modules of small decoders, whichever of them one has."""
 
 
-def low(tree: ModelSpec, seed: int, rank: int, modules=DENSE, **form) -> LowRank:
+def low(spec: ModelSpec, seed: int, rank: int, modules=DENSE, **form) -> LowRank:
     """An adapter that is felt on the dense weights of these modules."""
-    leaves = tree.leaves
+    leaves = spec.leaves
     targets = frozenset(
         name
         for name, leaf in leaves.items()
@@ -45,12 +45,12 @@ def low(tree: ModelSpec, seed: int, rank: int, modules=DENSE, **form) -> LowRank
     return LowRank(made, found)
 
 
-def lows(tree: ModelSpec) -> dict[str, LowRank]:
+def lows(spec: ModelSpec) -> dict[str, LowRank]:
     """Of unlike ranks, scales, targets and kinds."""
     return {
-        "all": low(tree, 1, rank=2),
-        "few": low(tree, 2, rank=5, modules=("v", "q", "q_b", "up"), scaling="root"),
-        "rows": low(tree, 3, rank=3, modules=("k", "o", "down", "kv_a"), kind="dora"),
+        "all": low(spec, 1, rank=2),
+        "few": low(spec, 2, rank=5, modules=("v", "q", "q_b", "up"), scaling="root"),
+        "rows": low(spec, 3, rank=3, modules=("k", "o", "down", "kv_a"), kind="dora"),
     }
 
 

@@ -42,7 +42,7 @@ def off(got, want) -> float:
 
 def worst(name: str, limits: Limits = Limits(), **more) -> float:
     """Of a mixed batch, beside each adapter merged; `inf` where a token is another one."""
-    known = lows(decoder(name).tree)
+    known = lows(decoder(name).spec)
     model = decoder(name)
     found = run(model, mixed(known, **more), limits, adapters=place_adapters(known, model))
     far = 0.0
@@ -65,7 +65,7 @@ def test_a_mixed_batch_is_each_adapter_merged(name):
 
 def test_each_is_felt():
     """Else a batch that forgot them would do as well."""
-    known = lows(decoder("grouped").tree)
+    known = lows(decoder("grouped").spec)
     found = [alone("grouped", known, adapter) for adapter in NAMES]
     texts = [[ended.prompt_logprobs for ended in one.values()] for one in found]
     assert all(a != b for i, a in enumerate(texts) for b in texts[:i])
@@ -87,7 +87,7 @@ def test_what_one_has_read_is_of_no_use_to_another(monkeypatch):
 
 def test_pages_are_shared_by_samples_of_one_request_alone():
     model = decoder("grouped")
-    known = lows(model.tree)
+    known = lows(model.spec)
     limits = Limits(page=2)
     requests = [r for r in mixed(known, samples=3) if r.tokens == PROMPTS[1]]
     shared = 0
@@ -105,7 +105,7 @@ def test_pages_are_shared_by_samples_of_one_request_alone():
 
 def test_the_model_is_left_as_it_was():
     model = decoder("grouped")
-    known = lows(model.tree)
+    known = lows(model.spec)
     before = run(model, scored(PROMPTS))
     run(model, mixed(known), adapters=place_adapters(known, model))
     assert run(model, scored(PROMPTS)) == before
@@ -114,7 +114,7 @@ def test_the_model_is_left_as_it_was():
 def test_of_eight_bits_the_base_alone_is_rounded():
     """An adapter of zeros is the base in eight bits, and one that is felt is not."""
     model = decoder("grouped")
-    none, felt = low(model.tree, 1, rank=2), low(model.tree, 1, rank=2)
+    none, felt = low(model.spec, 1, rank=2), low(model.spec, 1, rank=2)
     for weight in none.form.targets:
         up = none.form.pair(weight)[1]
         none.stored[up] = Held(torch.zeros_like(none.stored[up].value))
@@ -135,12 +135,12 @@ def test_of_eight_bits_the_base_alone_is_rounded():
 def test_values_that_are_no_numbers_are_refused(value):
     """What they make of keys and values lies in one pool with those of other texts."""
     model = decoder("grouped")
-    bad = low(model.tree, 2, rank=2)
+    bad = low(model.spec, 2, rank=2)
     down = bad.form.pair(min(bad.form.targets))[0]
     bad.stored[down] = Held(bad.stored[down].value.double())
     bad.stored[down].value[1, 2] = value
     with pytest.raises(ValueError, match=f"adapter bad: {down} has values that are no numbers"):
-        place_adapters({"good": low(model.tree, 1, rank=2), "bad": bad}, model)
+        place_adapters({"good": low(model.spec, 1, rank=2), "bad": bad}, model)
 
 
 @pytest.mark.parametrize("part, value", [("lora_B", 3e4), ("lora_magnitude", 6e4)])
@@ -148,7 +148,7 @@ def test_what_only_its_scale_makes_too_large_is_refused(part, value):
     """Times 6 / 2, or over the lengths of small rows, it is more than 65,504."""
     model = build(DECODERS["grouped"], SINGLE, dtype=torch.float16)
     initialize(model, seed=0)
-    known = low(model.tree, 1, rank=2, kind="dora")
+    known = low(model.spec, 1, rank=2, kind="dora")
     weight = min(known.form.targets)
     with torch.no_grad():
         model.get_parameter(weight).mul_(1e-2)
@@ -174,16 +174,16 @@ def test_what_one_rank_refuses_all_refuse(monkeypatch):
 
     monkeypatch.setattr(consensus, "gather_objects", gathered)
     with pytest.raises(ValueError, match="^adapter bad: of another stage$"):
-        place_adapters({"bad": low(model.tree, 1, rank=2)}, model, mesh)
+        place_adapters({"bad": low(model.spec, 1, rank=2)}, model, mesh)
     assert heard == [None]
 
 
 def test_a_stage_may_have_nothing_but_matrices():
     """Of OLMo, whose norms have no weight, in eight bits: all that it had is on meta."""
-    tree = decoder("grouped").tree
-    stage = house.place(tree, SINGLE)
+    spec = decoder("grouped").spec
+    stage = house.place(spec, SINGLE)
     stage.alone = "int8"
-    known = low(tree, 1, rank=2)
+    known = low(spec, 1, rank=2)
     beside = place_adapters({"few": known}, stage).weights
     assert beside.keys() == known.form.targets
     for weight, several in beside.items():
@@ -215,7 +215,7 @@ def test_a_name_may_have_a_folder_with_an_equals_sign():
 
 def test_a_name_that_is_not_there_is_told_with_those_that_are():
     model = decoder("grouped")
-    with Engine(model, adapters=place_adapters(lows(model.tree), model)) as engine:
+    with Engine(model, adapters=place_adapters(lows(model.spec), model)) as engine:
         with pytest.raises(ValueError, match="no adapter 'fr': name one of all, few, rows"):
             engine.add(Request([1], adapter="fr"))
         assert not engine.busy
@@ -224,11 +224,11 @@ def test_a_name_that_is_not_there_is_told_with_those_that_are():
 
 
 def test_what_cannot_be_multiplied_by_itself_is_refused():
-    tree = decoder("latent").tree
-    expert = next(name for name, leaf in tree.leaves.items() if leaf.stacked)
+    spec = decoder("latent").spec
+    expert = next(name for name, leaf in spec.leaves.items() if leaf.stacked)
     ignored = "several adapters can only adapt matrices of layers.* merge it into the base"
-    known = low(tree, 1, rank=2)
-    adapters._check(known, tree, "stated")
+    known = low(spec, 1, rank=2)
+    adapters._check(known, spec, "stated")
     for weight, message in (
         (expert, "adapts the experts of"),
         ("layers.1.attn.kv_b.weight", "latent attention"),
@@ -239,7 +239,7 @@ def test_what_cannot_be_multiplied_by_itself_is_refused():
     ):
         form = replace(known.form, targets=known.form.targets | {weight})
         with pytest.raises(ValueError, match=message):
-            adapters._check(replace(known, form=form), tree, "stated")
+            adapters._check(replace(known, form=form), spec, "stated")
 
 
 def test_none_are_no_adapters():

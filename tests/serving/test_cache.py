@@ -45,7 +45,7 @@ def read(model, cache, text, done: dict[int, int], new: dict[int, int]) -> dict[
     filled = reading.positions.shape[2] - reading.num_tokens
     logits = model(torch.cat([*parts, text[0, :filled]])[None], head.compute_logits, reading)
     logits = gather_vocabulary(
-        logits[0, : reading.num_tokens], model.tree.vocab_size, model.tp.axis
+        logits[0, : reading.num_tokens], model.spec.vocab_size, model.tp.axis
     )
     assert (reading.last + 1).tolist() == torch.tensor([*map(len, parts)]).cumsum(0).tolist()
     for i in reading.sequences:
@@ -60,7 +60,7 @@ def difference(model, cache=None) -> float:
     """Largest difference between logits of texts that are read together in pieces, and of each at
     once; for a tp model, of all ranks' vocabulary.
     """
-    text, cache = tokens(6), cache or KVCache(model.tree, PAGE)
+    text, cache = tokens(6), cache or KVCache(model.spec, PAGE)
     found, done = {i: [] for i in LENGTHS}, dict.fromkeys(LENGTHS, 0)
     for new in READ:
         if 0 in new.values():
@@ -74,7 +74,7 @@ def difference(model, cache=None) -> float:
     for i, length in LENGTHS.items():
         even = -(-length // 2) * 2  # what sequence parallelism splits
         whole = model(text[i : i + 1, :even], head.compute_logits)[0, :length]
-        whole = gather_vocabulary(whole, model.tree.vocab_size, model.tp.axis)
+        whole = gather_vocabulary(whole, model.spec.vocab_size, model.tp.axis)
         assert whole.abs().max() > 1
         off.append((torch.cat(found[i]) - whole).abs().max())
     return float(max(off))
@@ -123,7 +123,7 @@ class Leaking(BlockTable):
 def test_a_page_of_another_text_is_seen(kind):
     """Negative control."""
     model = decoder("grouped")
-    cache = KVCache(model.tree, PAGE)
+    cache = KVCache(model.spec, PAGE)
     cache.table = kind(PAGE)
     assert difference(model, cache) > 1000 * TOLERANCE
 
@@ -132,7 +132,7 @@ def test_a_page_of_another_text_is_seen(kind):
 def test_a_latent_is_what_is_kept():
     """Of each token and layer one latent and one rope key, whatever the number of heads."""
     model = decoder("latent")
-    cache = KVCache(model.tree, PAGE)
+    cache = KVCache(model.spec, PAGE)
     model(tokens(1), cache=cache.append({0: MOST}, HERE))
     for pool in cache.pools:
         assert [tuple(kept.shape) for kept in pool.kept] == [(MOST // PAGE, 1, PAGE, 12 + 4)]
@@ -182,7 +182,7 @@ def test_pages_follow_from_lengths(size):
 def test_bytes_are_those_of_the_pages(name, per_token):
     """What is allocated is pages times their bytes, by a closed form of the model's sizes."""
     model = decoder(name)
-    cache, text, done = KVCache(model.tree, PAGE), tokens(6), dict.fromkeys(LENGTHS, 0)
+    cache, text, done = KVCache(model.spec, PAGE), tokens(6), dict.fromkeys(LENGTHS, 0)
     lengths, in_use, rectangle = {}, 0, 0
     for new in READ:
         if 0 in new.values():

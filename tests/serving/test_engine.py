@@ -228,7 +228,7 @@ def asked_of(model, adapted: bool) -> tuple[list, dict]:
     """Requests, and adapters where they name some."""
     if not adapted:
         return scored([*PROMPTS, LONG], samples=2), {}
-    known = lows(model.tree)
+    known = lows(model.spec)
     return mixed(known), dict(adapters=place_adapters(known, model))
 
 
@@ -251,7 +251,7 @@ def requests_of(model, mesh: meshes.Mesh, adapted: bool = False) -> dict[tuple, 
 
 def refused_by_both(model, stages: meshes.Mesh) -> None:
     """What the last stage alone has read."""
-    bad = low(model.tree, 1, rank=2)
+    bad = low(model.spec, 1, rank=2)
     down = bad.form.pair(max(bad.form.targets))[0]
     assert down.startswith("layers.1.")
     bad.stored[down].value[0, 0] = torch.nan
@@ -280,7 +280,7 @@ def two_ranks():
         decoder("grouped", copied, zero=1),
     ):
         with pytest.raises(ValueError, match="without sequence parallelism and ZeRO"):
-            place_adapters(lows(trained.tree), trained)
+            place_adapters(lows(trained.spec), trained)
     options = ({}, dict(sequence_parallel=True, zero=3))
     out = {
         f"{name} {options[i % 2]}": texts_of(decoder(name, split, **options[i % 2]))

@@ -412,7 +412,7 @@ def test_what_is_refused_before_the_model_is_loaded(model, tmp_path):
     short.write_text("long-enough\n")
     assert server.resolve_key(ServeConfig(folder="x", key_file=str(short))) == "long-enough"
     learned = SimpleNamespace(max_position_embeddings=512, longest=512)
-    source = SimpleNamespace(model=SimpleNamespace(tree=learned))
+    source = SimpleNamespace(model=SimpleNamespace(spec=learned))
     config = ServeConfig(folder=str(model), max_length=600)
     with pytest.raises(ValueError, match="--max-length is 600, and max_position_embeddings 512"):
         _ = RequestParser(config, source, None, None, SamplingParams(), None).max_length

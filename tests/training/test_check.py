@@ -73,7 +73,7 @@ def test_every_recipe_is_a_run(name, material):
             and done.train.global_batch_size // done.layout.dp % done.microbatch_size == 0
         )
     if name in SIZES:
-        assert count.parameters(run.model.tree) == pytest.approx(SIZES[name][0], rel=0.01)
+        assert count.parameters(run.model.spec) == pytest.approx(SIZES[name][0], rel=0.01)
 
 
 def test_flops_count_the_experts_that_compute():
@@ -84,7 +84,7 @@ def test_flops_count_the_experts_that_compute():
         ("mixtral-8x7b", 12.88e9 - 32000 * 4096),
         ("qwen3-30b-a3b", 3.35e9 - 151936 * 2048),
     ):
-        assert count.training_flops_per_token(RECIPES[name]().model.tree, 1) / 6 == pytest.approx(
+        assert count.training_flops_per_token(RECIPES[name]().model.spec, 1) / 6 == pytest.approx(
             active, rel=0.01
         )
 

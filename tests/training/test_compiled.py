@@ -46,13 +46,13 @@ OPTIMIZER = OptimizerConfig()
 
 def rounded(config: Flat) -> Tiny:
     """Its products in eight bits, by scales of the steps before."""
-    return Tiny(config.tree, Training(0.1, fp8=Fp8("fp8-delayed")))
+    return Tiny(config.spec, Training(0.1, fp8=Fp8("fp8-delayed")))
 
 
 def adapted(config: Flat) -> Tiny:
     """Frozen, with adapters on every matrix."""
-    matrices = (n for n, leaf in config.tree.leaves.items() if leaf.role == "matrix")
-    return Tiny(config.tree, Training(0.1, adapter=LoraSpec(2, 8.0, frozenset(matrices))))
+    matrices = (n for n, leaf in config.spec.leaves.items() if leaf.role == "matrix")
+    return Tiny(config.spec, Training(0.1, adapter=LoraSpec(2, 8.0, frozenset(matrices))))
 
 
 @dataclass(frozen=True)

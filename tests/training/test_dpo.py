@@ -122,7 +122,7 @@ def made(pairs, **objective):
     )
     config = tinyrun.check_run(config, 1)
     loader = prepare_loader(
-        data, str(pairs / "model"), 300, 48, 4, 0, model=config.tree, progress=False
+        data, str(pairs / "model"), 300, 48, 4, 0, model=config.spec, progress=False
     )
     return config, loader
 
@@ -134,7 +134,7 @@ def test_answers_that_end_no_text_are_warned_of(pairs, template, warned):
     own = template if template == "chatml" else str(pairs / template)
     data = replace(config.data, template=own, cache=str(pairs / f"cache-{template}"))
     loader = prepare_loader(
-        data, str(pairs / "model"), 300, 96, 4, 0, model=config.tree, progress=False
+        data, str(pairs / "model"), 300, 96, 4, 0, model=config.spec, progress=False
     )
     told = no_eos_learned(resolve(config, 1), loader)
     assert (told is not None) == warned

@@ -43,7 +43,7 @@ def test_a_tail_gives_each_row_once_and_begins_again_with_a_new_file(tmp_path):
 
 
 def test_loads_are_over_the_mean_of_their_layer():
-    tree = Flat(
+    spec = Flat(
         vocab_size=32,
         hidden_size=16,
         intermediate_size=24,
@@ -55,8 +55,8 @@ def test_loads_are_over_the_mean_of_their_layer():
         num_experts_per_tok=2,
         dense_layers=(0,),
         moe_intermediate_size=16,
-    ).tree
+    ).spec
     tallies = torch.zeros(3, 6, dtype=torch.float64)
     tallies[1] = torch.tensor([4.0, 4, 4, 4, 9, 9])
     tallies[2] = torch.tensor([8.0, 0, 4, 4, 9, 9])
-    assert balance.expert_loads(tree, tallies) == {"1": [1, 1, 1, 1], "2": [2, 0, 1, 1]}
+    assert balance.expert_loads(spec, tallies) == {"1": [1, 1, 1, 1], "2": [2, 0, 1, 1]}

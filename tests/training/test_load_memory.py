@@ -21,18 +21,18 @@ llama = dict(model_type="llama", num_attention_heads=8, num_key_value_heads=8)
 config = Model(dict(llama, vocab_size=8192, hidden_size=1024, intermediate_size=4096,
                     num_hidden_layers=6, head_dim=128))
 if sys.argv[2] == "write":
-    hf_export.save(sys.argv[1], config, lambda name: torch.full(config.tree.shapes[name], 0.5))
+    hf_export.save(sys.argv[1], config, lambda name: torch.full(config.spec.shapes[name], 0.5))
 else:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     grid = mesh.build_mesh(1, 8, torch.device("cpu"))
-    model = build.build(config.tree, grid)
+    model = build.build(config.spec, grid)
     small = Model(dict(llama, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8))
-    build.initialize(build.build(small.tree, grid), 0)
+    build.initialize(build.build(small.spec, grid), 0)
     before = peak()
     build.load(model, lambda write: load_weights(open_source(sys.argv[1]), write))
     shard = sum(state.local_elements(p) for p in model.parameters()) * 4 / 2**20
-    largest = max(torch.Size(s).numel() for s in config.tree.shapes.values()) * 4 / 2**20
-    whole = sum(torch.Size(s).numel() for s in config.tree.shapes.values()) * 4 / 2**20
+    largest = max(torch.Size(s).numel() for s in config.spec.shapes.values()) * 4 / 2**20
+    whole = sum(torch.Size(s).numel() for s in config.spec.shapes.values()) * 4 / 2**20
     assert all((state.local_view(p) == 0.5).all() for p in model.parameters())
     print(peak() - before, shard, largest, whole)
 """

@@ -27,7 +27,7 @@ def made(monkeypatch):
 class Whose(tuple):
     """Batch s of rank r of n: no tokens, so every model reads it as it is."""
 
-    def read_by(self, tree):
+    def read_by(self, spec):
         return self
 
 
@@ -41,7 +41,7 @@ class Batches:
 
 def go(start: int, steps: int, hooks, stop: Stop | None = None) -> int:
     return train_steps(
-        SimpleNamespace(step=start, steps=steps, model=SimpleNamespace(tree=None), critic=None),
+        SimpleNamespace(step=start, steps=steps, model=SimpleNamespace(spec=None), critic=None),
         Batches(),
         SINGLE,
         hooks,
@@ -87,6 +87,6 @@ def test_a_request_ends_after_the_step_it_came_in_with_all_hooks(made):
 def test_what_is_drawn_has_as_much_time_as_the_first_batch(made, drawn):
     beats = []
     watch = SimpleNamespace(beat=lambda step, phase, patient=False: beats.append((phase, patient)))
-    state = SimpleNamespace(step=0, steps=2, model=SimpleNamespace(tree=None), critic=None)
+    state = SimpleNamespace(step=0, steps=2, model=SimpleNamespace(spec=None), critic=None)
     train_steps(state, Batches(), SINGLE, [], Stop(), watch, generates=drawn)
     assert ("the first batch", True) in beats and ("the next batch", drawn) in beats

@@ -67,18 +67,18 @@ def found(ran):
 
 
 def test_flops_by_hand():
-    assert count.training_flops_per_token(Flat(**MODEL).tree, 16) == FLOPS
+    assert count.training_flops_per_token(Flat(**MODEL).spec, 16) == FLOPS
 
 
 def test_flops_of_a_window_and_of_experts_by_hand():
     """A window of 4 over 16 tokens: 1, 2, 3 keys and 13 times 4. Two experts of four, and the
     router.
     """
-    window = Flat(**MODEL, sliding_window=4).tree
+    window = Flat(**MODEL, sliding_window=4).spec
     keys = (1 + 2 + 3 + 13 * 4) / 16
     fewer = 6 * 2 * 2 * 4 * 8 * (8.5 - keys)
     assert count.training_flops_per_token(window, 16) == pytest.approx(FLOPS - fewer, rel=1e-12)
-    experts = Flat(**MODEL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20).tree
+    experts = Flat(**MODEL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20).spec
     more = 6 * 2 * (2 * 3 * 32 * 20 + 32 * 4 - 3 * 32 * 48)
     assert count.training_flops_per_token(experts, 16) == FLOPS + more
 
@@ -88,7 +88,7 @@ def test_the_8b_shape_by_the_fields_count(length, factor):
     """PaLM's 6 N + 12 L H Q T, N without the embedding, whose rows are looked up (torchtitan,
     nanochat); Megatron-LM halves the second term, as we do. docs/performance.md has these.
     """
-    c = RECIPES["llama-8b"]().model.tree
+    c = RECIPES["llama-8b"]().model.spec
     n = count.parameters(c) - c.vocab_size * c.hidden_size
     norms = (2 * 32 + 1) * 4096  # 0.004 % of N, which multiply nothing but elements
     palm = count.training_flops_per_token(c, length, "full")
@@ -96,8 +96,8 @@ def test_the_8b_shape_by_the_fields_count(length, factor):
     ours = count.training_flops_per_token(c, length)
     assert ours == 6 * (n - norms) + 6 * 32 * 32 * 128 * (length + 1)
     assert palm / ours == pytest.approx(factor, abs=5e-4)
-    window = Flat(**MODEL, sliding_window=4).tree
-    full = count.training_flops_per_token(Flat(**MODEL).tree, 16, "full")
+    window = Flat(**MODEL, sliding_window=4).spec
+    full = count.training_flops_per_token(Flat(**MODEL).spec, 16, "full")
     assert count.training_flops_per_token(window, 16, "full") == full
 
 

@@ -231,7 +231,7 @@ def test_a_critic_is_exported(whole, material, tmp_path):
     with torch.no_grad():
         score = last(seen["tokens"][:1, :6]).logits
     torch.testing.assert_close(score[0, 0], found[0, 5], rtol=1e-5, atol=1e-5)
-    assert isinstance(open_source(out).tree.head, ScalarHeadSpec)
+    assert isinstance(open_source(out).spec.head, ScalarHeadSpec)
     none = dolmen("export", material.model, "--to", tmp_path / "no", "--critic")
     assert none.code == 2 and "is no run of dolmen's" in none.words
     assert not (tmp_path / "no").exists()

@@ -78,7 +78,7 @@ def test_a_run_and_its_scores(start, tmp_path):
     assert held["val_accuracy"] == 1 and 0 <= held["val_calibration_error"] < 0.5
     assert (out / "calibration.png").read_bytes().startswith(b"\x89PNG")
     source = open_source(out / "hf")
-    assert source.tree.head == ScalarHeadSpec() and open_source(out).tree.head == ScalarHeadSpec()
+    assert source.spec.head == ScalarHeadSpec() and open_source(out).spec.head == ScalarHeadSpec()
     ours = engine.load_decoder(source, SINGLE, torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(out / "hf")
     tokenizer.padding_side = "right"
@@ -163,4 +163,4 @@ def test_options_of_rewards():
         ObjectiveConfig(name="dpo", margin=0.5)
     with pytest.raises(ValueError, match="has no reference model"):
         ObjectiveConfig(name="dpo", loss_type="orpo", reference="x")
-    assert with_scalar_head(model_from_fields("llama", {})).tree.head == ScalarHeadSpec()
+    assert with_scalar_head(model_from_fields("llama", {})).spec.head == ScalarHeadSpec()

@@ -104,9 +104,9 @@ def _one(mesh: Mesh, kind: Kind, name: str, compile: bool, record: Record) -> li
     """Losses of the first updates."""
     torch._dynamo.reset()
     counters.clear()
-    tree, knobs = kind.shape.tree, kind.shape.training
-    state = house.training(tree, mesh, 1, knobs=knobs, layout=kind.layout, compile=compile)
-    batch = house.batch(tree, 1, kind.length, kind.documents)
+    spec, knobs = kind.shape.spec, kind.shape.training
+    state = house.training(spec, mesh, 1, knobs=knobs, layout=kind.layout, compile=compile)
+    batch = house.batch(spec, 1, kind.length, kind.documents)
     losses: list[float] = []
 
     def step() -> float:

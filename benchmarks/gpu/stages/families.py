@@ -63,8 +63,8 @@ def family(context: Context, name: str, record: Record) -> None:
 
 def updates(source: ModelSource, mesh: Mesh, dtype: torch.dtype) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of UPDATES steps computed in `dtype`."""
-    state = house.training(source.tree, mesh, SEQUENCES, dtype, micro=2)
+    state = house.training(source.spec, mesh, SEQUENCES, dtype, micro=2)
     build.load(state.model, lambda write: load_weights(source, write))
-    batch = house.batch(source.tree, SEQUENCES, LENGTH).read_by(source.tree)
+    batch = house.batch(source.spec, SEQUENCES, LENGTH).read_by(source.spec)
     told = [optimizer_step(state, batch, mesh) for _ in range(UPDATES)]
     return [m.loss for m in told], [m.grad_norm for m in told]

@@ -28,7 +28,7 @@ def cases(context: Context) -> Iterator[Case]:
 
 def prompts(shape: Shape, batch: int, length: int) -> Texts:
     chance = torch.Generator().manual_seed(2)
-    return torch.randint(shape.tree.vocab_size, (batch, length), generator=chance).tolist()
+    return torch.randint(shape.spec.vocab_size, (batch, length), generator=chance).tolist()
 
 
 def models(
@@ -36,7 +36,7 @@ def models(
 ) -> tuple[Decoder, Callable[[Texts, int], Texts]]:
     """dolmen's and transformers' model of the same weights; of the latter, how it generates."""
     device = torch.device(context.place)
-    ours = build.build(shape.tree, house.single(device), dtype=dtype)
+    ours = build.build(shape.spec, house.single(device), dtype=dtype)
     house.fill(ours)
     work = Work(shape.model, shape.length, 1, house.fill)
     theirs = sides.transformers_model(work, device, dtype, "sdpa").eval()

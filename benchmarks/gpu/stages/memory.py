@@ -44,8 +44,8 @@ def memory(context: Context, shape: Shape, layout: Layout, compile: bool, record
     counts = (4, 2)
     with house.alone(device) as mesh:
         found = [_step(mesh, shape.of_layers(n), layout, compile) for n in counts]
-    own = (parameters(shape.of_layers(4).tree) - parameters(shape.of_layers(2).tree)) // 2
-    kept = activation_bytes_per_layer(shape.tree, 1, shape.length, recompute=layout.recompute)
+    own = (parameters(shape.of_layers(4).spec) - parameters(shape.of_layers(2).spec)) // 2
+    kept = activation_bytes_per_layer(shape.spec, 1, shape.length, recompute=layout.recompute)
     record.tell(
         parameters_per_layer=own,
         closed_activations=kept,
@@ -85,8 +85,8 @@ def _step(mesh: Mesh, shape: Shape, layout: Layout, compile: bool) -> dict[str, 
     """
     clock.clean(mesh.device)
     nothing = clock.allocated(mesh.device)
-    state = house.training(shape.tree, mesh, 1, layout=layout, compile=compile)
-    batch = house.batch(shape.tree, 1, shape.length)
+    state = house.training(shape.spec, mesh, 1, layout=layout, compile=compile)
+    batch = house.batch(shape.spec, 1, shape.length)
     told: dict[str, int | None] = {}
 
     def observe(action: Action) -> None:

@@ -21,7 +21,7 @@ TRACE_BYTES = 12 << 20  # of a file that must travel
 
 def cases(context: Context) -> Iterator[Case]:
     small, large = shapes.of(context, "llama-1b"), shapes.fitting(context, "llama-8b")
-    layers = large.tree.layers
+    layers = large.spec.layers
     for name, shape in (("llama-1b", small), (f"llama-8b, {layers} layers", large)):
         yield Case(name, 25, partial(step, context, shape, context.compiles), fresh=True)
     yield Case("llama-1b, not compiled", 15, partial(step, context, small, False), fresh=True)

@@ -45,14 +45,14 @@ def cases(context: Context) -> Iterator[Case]:
             yield Case(name, 15, partial(layout, context, name))
 
 
-def tree(name: str) -> ModelSpec:
+def spec(name: str) -> ModelSpec:
     tiny = Context(shape="tiny")
-    return shapes.of(tiny, "mixtral-8x7b" if name.startswith("ep") else "llama-1b").tree
+    return shapes.of(tiny, "mixtral-8x7b" if name.startswith("ep") else "llama-1b").spec
 
 
 def losses(name: str, mesh: Mesh, layout: Layout) -> list[float]:
     """Of UPDATES steps in fp32, from values that no layout changes."""
-    model = tree(name)
+    model = spec(name)
     state = house.training(
         model, mesh, SEQUENCES, torch.float32, layout=layout, micro=1, initial=start
     )

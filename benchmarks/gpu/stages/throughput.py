@@ -47,14 +47,14 @@ def cases(context: Context) -> Iterator[Case]:
     yield Case(f"{SMALL}, in turns", 130, given(in_turns, small), fresh=True)
     yield Case(f"{SMALL}, floor", 3, given(floor, small))
     yield Case(f"{SMALL}, floor of 4 sequences", 3, given(floor, replace(small, sequences=(4,))))
-    named = f"{LARGE}, {large.tree.layers} layers"
+    named = f"{LARGE}, {large.spec.layers} layers"
     yield Case(f"{named}, floor", 3, given(floor, large))
     yield _alone(context, named, large, "dolmen", 1, 25)
     for n in small.sequences[1:]:
         yield _alone(context, SMALL, small, "dolmen", n, 15)
     yield _alone(context, named, large, "plain torch", 1, 25)
     yield _alone(context, named, large, "transformers, FSDP2", 1, 30)
-    half = max(1, large.tree.layers // 2)
+    half = max(1, large.spec.layers // 2)
     fewer = large.of_layers(half)
     yield _alone(context, f"{LARGE}, {half} layers", fewer, "dolmen", 1, 15)
     yield _alone(context, SMALL, small, "plain torch", small.sequences[-1], 20)
@@ -159,14 +159,14 @@ def at_rest_in_bf16(context: Context, shape: Shape, record: Record) -> None:
     device = torch.device(context.place)
     work = Work(shape.model, shape.length, 1, house.fill)
     state = house.training(
-        shape.tree,
+        shape.spec,
         house.single(device),
         1,
         layout=Layout(recompute="full"),
         compile=context.compiles,
         rest=torch.bfloat16,
     )
-    batch = house.batch(shape.tree, 1, shape.length)
+    batch = house.batch(shape.spec, 1, shape.length)
 
     def step() -> float:
         return optimizer_step(state, batch, house.single(device)).loss
@@ -184,6 +184,6 @@ def floor(context: Context, shape: Shape, record: Record) -> None:
     source = torch.randn((1 << 30 if context.full else 1 << 20) // 4, device=device)
     to = torch.empty_like(source)
     bandwidth = 2 * source.nbytes / clock.rate(lambda: to.copy_(source), device)
-    found = roofline.parts(shape.tree, shape.sequences[0], shape.length, flops, bandwidth)
+    found = roofline.parts(shape.spec, shape.sequences[0], shape.length, flops, bandwidth)
     record.tell(parts=found, seconds=sum(found.values()), sequences=shape.sequences[0])
     record.tell(flops_per_second=flops, bytes_per_second=bandwidth)

@@ -242,39 +242,39 @@ def _experts(said: Said) -> MoESpec:
     )
 
 
-def new(tree: ModelSpec, legacy: bool) -> dict[str, Any]:
+def new(spec: ModelSpec, legacy: bool) -> dict[str, Any]:
     """Return the options that make Megatron compute the tree, by today's and former names. They are
     read back as a check: raises ValueError naming what Megatron cannot compute.
     """
-    said = _arguments(tree)
+    said = _arguments(spec)
     # One inverse instead of a list of exceptions: what is lost on the way shows as a difference.
-    again = read(said, legacy, tree.vocab_size)
-    if found := differences(tree, again):
+    again = read(said, legacy, spec.vocab_size)
+    if found := differences(spec, again):
         text = "; ".join(f"{n} = {a} (it would be {b})" for n, a, b in found[:3])
         kind = "Megatron's own classes" if legacy else "Megatron-Core"
         raise ValueError(f"{kind} cannot compute {text}: choose another --to")
     return said
 
 
-def _arguments(tree: ModelSpec) -> dict[str, Any]:
+def _arguments(spec: ModelSpec) -> dict[str, Any]:
     """Options for the tree, without checking that Megatron can express all of it (`new` does)."""
-    block = tree.blocks[0]
+    block = spec.blocks[0]
     mixer, norm = block.mixer, block.norm
-    dense = [expect(b.mlp, MLPSpec, "mlp") for b in tree.blocks if not b.mlp.experts]
-    sparse = [expect(b.mlp, MoESpec, "mlp") for b in tree.blocks if b.mlp.experts]
-    bias, table = mixer.o_bias, tree.embedding.positions
+    dense = [expect(b.mlp, MLPSpec, "mlp") for b in spec.blocks if not b.mlp.experts]
+    sparse = [expect(b.mlp, MoESpec, "mlp") for b in spec.blocks if b.mlp.experts]
+    bias, table = mixer.o_bias, spec.embedding.positions
     gated = dense[0].gated if dense else True
     return {
-        "num_layers": tree.layers,
+        "num_layers": spec.layers,
         # an alias that some versions read
-        "encoder_num_layers": tree.layers,
-        "hidden_size": tree.hidden_size,
+        "encoder_num_layers": spec.layers,
+        "hidden_size": spec.hidden_size,
         "ffn_hidden_size": (dense or sparse)[0].size,
         "num_attention_heads": mixer.heads,
-        "max_position_embeddings": tree.max_position_embeddings,
-        "seq_length": tree.max_position_embeddings,
-        "encoder_seq_length": tree.max_position_embeddings,
-        "init_method_std": tree.initializer_range,
+        "max_position_embeddings": spec.max_position_embeddings,
+        "seq_length": spec.max_position_embeddings,
+        "encoder_seq_length": spec.max_position_embeddings,
+        "init_method_std": spec.initializer_range,
         "normalization": "RMSNorm" if norm.kind == "rmsnorm" else "LayerNorm",
         "layernorm_epsilon": norm.eps,
         "norm_epsilon": norm.eps,
@@ -287,19 +287,19 @@ def _arguments(tree: ModelSpec) -> dict[str, Any]:
         "openai_gelu": False,
         "onnx_safe": None,
         "squared_relu": False,
-        "untie_embeddings_and_output_weights": not tree.head.tied,
+        "untie_embeddings_and_output_weights": not spec.head.tied,
         "add_position_embedding": table is not None,
-        **_said_mixer(mixer, table, tree),
-        **(_said_experts(sparse[0], tree) if sparse else {"num_experts": None}),
+        **_said_mixer(mixer, table, spec),
+        **(_said_experts(sparse[0], spec) if sparse else {"num_experts": None}),
     }
 
 
 def _said_mixer(
-    mixer: AttentionSpec | LatentAttentionSpec, table: PositionTable | None, tree: ModelSpec
+    mixer: AttentionSpec | LatentAttentionSpec, table: PositionTable | None, spec: ModelSpec
 ) -> dict[str, Any]:
     """Options for the attention of all layers."""
     if isinstance(mixer, LatentAttentionSpec):
-        return {"kv_channels": tree.hidden_size // mixer.heads, **latent_arguments(mixer)}
+        return {"kv_channels": spec.hidden_size // mixer.heads, **latent_arguments(mixer)}
     rope = mixer.positions if isinstance(mixer.positions, RopeSpec) else None
     return {
         "kv_channels": mixer.head_size,
@@ -335,7 +335,7 @@ def _said_positions(
     }
 
 
-def _said_experts(layer: MoESpec, tree: ModelSpec) -> dict[str, Any]:
+def _said_experts(layer: MoESpec, spec: ModelSpec) -> dict[str, Any]:
     """Options for the mixture of experts and its router."""
     router = layer.router
     return {
@@ -343,7 +343,7 @@ def _said_experts(layer: MoESpec, tree: ModelSpec) -> dict[str, Any]:
         "moe_router_topk": layer.per_token,
         "moe_ffn_hidden_size": layer.size,
         "moe_shared_expert_intermediate_size": layer.shared.size if layer.shared else None,
-        "moe_layer_freq": [int(bool(block.mlp.experts)) for block in tree.blocks],
+        "moe_layer_freq": [int(bool(block.mlp.experts)) for block in spec.blocks],
         "moe_router_score_function": router.score,
         "moe_router_pre_softmax": not router.normalise and router.score == "softmax",
         "moe_router_topk_scaling_factor": router.scale if router.scale != 1 else None,

@@ -156,7 +156,7 @@ class TorchDistWriter:
         state.
         """
         plan, kinds = self.plan, {} if self.state is None else self.state.kinds
-        leaf, lying = plan.tree.leaves[entry.ours[0]], _stack_place(plan, canonical)
+        leaf, lying = plan.spec.leaves[entry.ours[0]], _stack_place(plan, canonical)
         wide = torch.promote_types(self.dtype, torch.float32)
         whole = _read_entry(plan, entry, self.read, padding=True)
         lying.write(file, "", whole.to(wide if leaf.precise else self.dtype))
@@ -178,7 +178,7 @@ class TorchDistWriter:
         """Open what was written by its `args` alone; the sidecar folder is not used, as a
         config.json would take precedence over them.
         """
-        return open_torch_dist(folder / self._name, rows=self.plan.tree.vocab_size)
+        return open_torch_dist(folder / self._name, rows=self.plan.spec.vocab_size)
 
 
 def _common(
@@ -259,12 +259,12 @@ def _stack_place(plan: ExportPlan, name: str) -> StackPlace:
     assert parsed is not None
     if parsed.layer is None:
         return StackPlace(name)
-    rest = names.TE.spell(parsed.rest, parsed.layer, plan.tree.blocks[parsed.layer])
+    rest = names.TE.spell(parsed.rest, parsed.layer, plan.spec.blocks[parsed.layer])
     rest = rest.removeprefix(f"{names.TE.layers}{parsed.layer}.")
     rest = re.sub(r"^mlp\.experts\.", "mlp.experts.experts.", rest)
-    if any(block.mlp.experts for block in plan.tree.blocks):
+    if any(block.mlp.experts for block in plan.spec.blocks):
         return StackPlace(f"{names.TE.layers}{parsed.layer}.{rest}")
-    return StackPlace(f"{names.TE.layers}{rest}", (parsed.layer,), (plan.tree.layers,))
+    return StackPlace(f"{names.TE.layers}{rest}", (parsed.layer,), (plan.spec.layers,))
 
 
 def _state(

@@ -1,7 +1,7 @@
 """Writes a model as a checkpoint of Megatron, rank by rank, one tensor in memory at a time.
 source.py reads them.
 
-    plan = Plan(tree, Ranks(tp=2, pp=2), names.TE)
+    plan = Plan(spec, Ranks(tp=2, pp=2), names.TE)
     MegatronWriter(plan, source.read, torch.bfloat16, None).write(folder, LayerPool())
 
 The files of a stage are open at once: a tensor is read, cut, and its pieces appended to them.
@@ -71,11 +71,11 @@ class Ranks:
         """Number of stages of the model, in the order of its layers."""
         return self.pp * self.virtual_stages
 
-    def check(self, tree: ModelSpec) -> None:
+    def check(self, model_spec: ModelSpec) -> None:
         """Raises ValueError, naming the option and a divisor, where a size does not divide what it
         shards: heads and widths by tp, experts by ep, layers by pp x virtual stages.
         """
-        for leaf in tree.leaves.values():
+        for leaf in model_spec.leaves.values():
             # Megatron shards what we shard: the same divisibility
             for cut in leaf.shards:
                 if cut.axis == "tp" and not cut.uneven and cut.units % self.tp:
@@ -83,10 +83,10 @@ class Ranks:
                         f"{cut.option} ({cut.units}) is not divisible by --tp {self.tp}: choose a "
                         f"divisor, such as {divisor(cut.units, near=self.tp)}"
                     )
-        self._check_experts({block.mlp.experts for block in tree.blocks} - {0})
-        if tree.layers % self.stages:
+        self._check_experts({block.mlp.experts for block in model_spec.blocks} - {0})
+        if model_spec.layers % self.stages:
             raise ValueError(
-                f"num_hidden_layers ({tree.layers}) is not divisible by --pp {self.pp} x "
+                f"num_hidden_layers ({model_spec.layers}) is not divisible by --pp {self.pp} x "
                 f"--virtual-stages {self.virtual_stages}: choose divisors"
             )
 
@@ -126,7 +126,7 @@ class ExportPlan:
     `arguments.new`, `Ranks.check` and `names.weights`.
     """
 
-    tree: ModelSpec
+    spec: ModelSpec
     ranks: Ranks
     dialect: Dialect
     scales: Scales = field(default_factory=dict)
@@ -137,8 +137,8 @@ class ExportPlan:
         """Raises ValueError where the parallel sizes or Megatron's options cannot hold the
         model.
         """
-        self.ranks.check(self.tree)
-        arguments.new(self.tree, self.dialect.legacy)
+        self.ranks.check(self.spec)
+        arguments.new(self.spec, self.dialect.legacy)
         self._check_latents()
 
     @cached_property
@@ -146,7 +146,7 @@ class ExportPlan:
         """Tensors to write: canonical name -> which of our parameters it holds, and how they are
         rearranged.
         """
-        return names.weights(self.tree, VERSION)
+        return names.weights(self.spec, VERSION)
 
     def _check_latents(self) -> None:
         """Raises ValueError where tp does not divide the rows of latent attention's
@@ -166,13 +166,13 @@ class ExportPlan:
         Megatron does by default.
         """
         of = PADDED_TO * self.ranks.tp
-        return -(-self.tree.vocab_size // of) * of
+        return -(-self.spec.vocab_size // of) * of
 
     def share(self, entry: StoredTensor) -> Share:
         """How tp ranks shard a stored tensor."""
         if self.dialect.cuts_down and names.DOWN.fullmatch(entry.hf):
             return Share(0)
-        return shares.share(entry, self.tree.leaves[entry.ours[0]])
+        return shares.share(entry, self.spec.leaves[entry.ours[0]])
 
     def places(self, name: str) -> list[TensorPlace]:
         """Places of a tensor by its canonical name: two for a tied embedding where pp > 1 (first
@@ -183,16 +183,16 @@ class ExportPlan:
         last, spell = self.ranks.stages - 1, self.dialect.spell
         if parsed.layer is not None:
             # layers per stage
-            per = self.tree.layers // self.ranks.stages
+            per = self.spec.layers // self.ranks.stages
             stage, layer = divmod(parsed.layer, per)
-            block = self.tree.blocks[parsed.layer]
+            block = self.spec.blocks[parsed.layer]
             if not _is_expert(name):
                 return [self._place(stage, [spell(parsed.rest, layer, block)])]
             each = range(block.mlp.experts // self.ranks.ep)
             # counted on the ep rank, from 0
             own = [spell(parsed.rest, layer, block, expert) for expert in each]
             return [replace(self._place(stage, own), ep=ep) for ep in range(self.ranks.ep)]
-        if name == names.EMBEDDING and self.tree.head.tied and self.ranks.pp > 1:
+        if name == names.EMBEDDING and self.spec.head.tied and self.ranks.pp > 1:
             return [self._place(0, [spell(name)]), self._place(last, [self.dialect.tied])]
         # embeddings on the first stage; final norm and head on the last
         first = name.startswith("embedding.")
@@ -215,7 +215,7 @@ class ExportPlan:
         """
         found, wide = {}, torch.promote_types(dtype, torch.float32)
         for name, entry in self.entries.items():
-            share, precise = self.share(entry), self.tree.leaves[entry.ours[0]].precise
+            share, precise = self.share(entry), self.spec.leaves[entry.ours[0]].precise
             whole = (self.rows, *entry.shape[1:]) if share.padded else entry.shape
             shape = share.shape(whole, self.ranks.tp)
             for place in self.places(name):
@@ -296,10 +296,10 @@ class ExportPlan:
         """
         ranks, te = self.ranks, self.dialect.grouped
         virtual = ranks.virtual_stages if ranks.virtual_stages > 1 else None
-        per = self.tree.layers // ranks.stages
+        per = self.spec.layers // ranks.stages
         return {
-            **arguments.new(self.tree, self.dialect.legacy),
-            "vocab_size": self.tree.vocab_size,
+            **arguments.new(self.spec, self.dialect.legacy),
+            "vocab_size": self.spec.vocab_size,
             "padded_vocab_size": self.rows,
             "make_vocab_size_divisible_by": PADDED_TO,
             "tensor_model_parallel_size": ranks.tp,
@@ -404,7 +404,7 @@ class MegatronWriter:
         """Open what was written by its `args` alone; the sidecar folder is not used, as a
         config.json would take precedence over them.
         """
-        return open_megatron(folder / self._name, rows=self.plan.tree.vocab_size)
+        return open_megatron(folder / self._name, rows=self.plan.spec.vocab_size)
 
 
 def _write_shares(

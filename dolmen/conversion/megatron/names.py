@@ -30,7 +30,7 @@ Engine's keep them whole on every rank.
 HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
-def rules(tree: ModelSpec, version: float = 3.0) -> list[Rule]:
+def rules(spec: ModelSpec, version: float = 3.0) -> list[Rule]:
     """Weight rules between Megatron-Core's names and ours. `version`: the checkpoint_version, which
     decides how q, k and v are interleaved. Raises ValueError for a tree whose layers have no names
     in Megatron.
@@ -41,10 +41,10 @@ def rules(tree: ModelSpec, version: float = 3.0) -> list[Rule]:
         Rename("embedding.word_embeddings", "embed"),
         Rename("embedding.position_embeddings", "positions"),
         Rename(LAYER + IN_NORM, ours + "attn_norm"),
-        *_mixer(tree, version),
+        *_mixer(spec, version),
         Rename(LAYER + "self_attention.linear_proj", ours + "attn.o"),
         Rename(LAYER + MLP_NORM, ours + "mlp_norm"),
-        *_mlp(tree, LAYER + "mlp.", ours + "mlp."),
+        *_mlp(spec, LAYER + "mlp.", ours + "mlp."),
         Rename(LAYER + "mlp.router", ours + "mlp.router", "expert_bias"),
         Each(
             Split(
@@ -68,9 +68,9 @@ def _split_gate(hf: str, ours: str) -> Split:
     return Split(hf + "linear_fc1", (ours + "gate", ours + "up"), 1, (1, 1), shard_parts=True)
 
 
-def _mlp(tree: ModelSpec, hf: str, ours: str) -> list[Rule]:
+def _mlp(spec: ModelSpec, hf: str, ours: str) -> list[Rule]:
     """Rules of dense MLP layers. Raises ValueError where some layers are gated and some are not."""
-    gated = {block.mlp.gated for block in tree.blocks if isinstance(block.mlp, MLPSpec)}
+    gated = {block.mlp.gated for block in spec.blocks if isinstance(block.mlp, MLPSpec)}
     if len(gated) > 1:
         raise ValueError(
             "feed-forward layers are gated in some layers alone: Megatron has one kind"
@@ -79,13 +79,13 @@ def _mlp(tree: ModelSpec, hf: str, ours: str) -> list[Rule]:
     return [first, Rename(hf + "linear_fc2", ours + "down")]
 
 
-def _mixer(tree: ModelSpec, version: float) -> list[Rule]:
+def _mixer(spec: ModelSpec, version: float) -> list[Rule]:
     """Rules of all attention weights except the output projection. Raises ValueError as `_qkv`."""
-    if all(isinstance(block.mixer, LatentAttentionSpec) for block in tree.blocks):
+    if all(isinstance(block.mixer, LatentAttentionSpec) for block in spec.blocks):
         # all layers have latent attention, or none
         return [Rename(f"{LAYER}{stored}", f"layers.{{}}.attn.{ours}") for stored, ours in LATENT]
     return [
-        _qkv(tree, version),
+        _qkv(spec, version),
         Rename(LAYER + Q_NORM, "layers.{}.attn.q_norm"),
         Rename(LAYER + "self_attention.k_layernorm", "layers.{}.attn.k_norm"),
     ]
@@ -102,11 +102,11 @@ LATENT = (
 )
 
 
-def _qkv(tree: ModelSpec, version: float) -> Split:
+def _qkv(spec: ModelSpec, version: float) -> Split:
     """Rule of the fused q, k, v weight. Raises ValueError for layers with other mixers or unequal
     heads, and for grouped queries before checkpoint version 2.
     """
-    mixers = [block.mixer for block in tree.blocks]
+    mixers = [block.mixer for block in spec.blocks]
     heads = {(m.heads, m.kv_heads, m.head_size) for m in mixers if isinstance(m, AttentionSpec)}
     if len(heads) != 1 or not all(isinstance(m, AttentionSpec) for m in mixers):
         raise ValueError(
@@ -126,11 +126,11 @@ def _qkv(tree: ModelSpec, version: float) -> Split:
     return Split(stored, names, groups, (number // groups, 1, 1))
 
 
-def weights(tree: ModelSpec, version: float = 3.0) -> dict[str, StoredTensor]:
+def weights(spec: ModelSpec, version: float = 3.0) -> dict[str, StoredTensor]:
     """Canonical name -> which of our parameters the tensor holds. Raises ValueError as `rules`, and
     KeyError for parameters without a rule.
     """
-    return entries(rules(tree, version), tree.shapes, tree.layers)
+    return entries(rules(spec, version), spec.shapes, spec.layers)
 
 
 @dataclass(frozen=True)

@@ -171,14 +171,14 @@ def place(
 
 
 def read_scales(
-    states: States, entries: Mapping[str, StoredTensor], tree: ModelSpec
+    states: States, entries: Mapping[str, StoredTensor], spec: ModelSpec
 ) -> dict[str, Scaling]:
     """Scaling state of each of our weights that has one. Raises Refused for malformed states, and
     for numbers of experts or ranks that do not fit the weights.
     """
     found: dict[str, Scaling] = {}
     for name, entry in entries.items():
-        leaf = tree.leaves[entry.ours[0]]
+        leaf = spec.leaves[entry.ours[0]]
         if name in states and leaf.role in ("matrix", "expert"):
             whole = _join_scaling(name, states[name], leaf)
             # q, k and v get the same scale

@@ -296,7 +296,7 @@ class Megatron(Joined):
         """Scales of fp8 delayed scaling, from the `_extra_state` of Transformer Engine's
         modules.
         """
-        return scaling.read_scales(self.checkpoint.states, self._entries, self.tree)
+        return scaling.read_scales(self.checkpoint.states, self._entries, self.spec)
 
     def _replace_shards(self, shards: Mapping[str, Shards], moment: bool = False) -> "Megatron":
         """Return the source that reads other tensors (masters or moments) by the same names and
@@ -311,7 +311,7 @@ class Megatron(Joined):
         """Shape and dtype of each parameter as it is read. Raises as `_checked`."""
         return {
             name: Spec(leaf.shape, self._dtype(self._holding[name].hf))
-            for name, leaf in self.tree.leaves.items()
+            for name, leaf in self.spec.leaves.items()
             if leaf.trained or not self.moment
         }
 
@@ -326,14 +326,14 @@ class Megatron(Joined):
         """Canonical name -> which of our parameters the tensor holds; for moments only those of
         trained parameters.
         """
-        entries = names.weights(self.tree, self.checkpoint.version)
+        entries = names.weights(self.spec, self.checkpoint.version)
         if not self.moment:
             return entries
         return {name: one for name, one in entries.items() if self._is_trained(one)}
 
     def _is_trained(self, entry: StoredTensor) -> bool:
         """True if the entry's parameters are trained, and so have moments."""
-        return self.tree.leaves[entry.ours[0]].trained
+        return self.spec.leaves[entry.ours[0]].trained
 
     @cached_property
     def _holding(self) -> dict[str, StoredTensor]:
@@ -345,7 +345,7 @@ class Megatron(Joined):
         by rows, depending on who saved them: their stored shape decides.
         """
         entry = self._entries[name]
-        share = shares.share(entry, self.tree.leaves[entry.ours[0]])
+        share = shares.share(entry, self.spec.leaves[entry.ours[0]])
         if not names.DOWN.fullmatch(name):
             return share
         first = self.checkpoint.shards[name].stored[0].spec.shape
@@ -359,7 +359,7 @@ class Megatron(Joined):
         """
         held = dict(self.checkpoint.shards)
         # the last stage's copy of a tied embedding, where pp > 1
-        tied = held.pop(names.HEAD, None) if self.tree.head.tied else None
+        tied = held.pop(names.HEAD, None) if self.spec.head.tied else None
         extra = [shards.name for name, shards in held.items() if name not in self._entries]
         missing = [name for name in self._entries if name not in held]
         if extra or missing:
@@ -417,7 +417,7 @@ class Megatron(Joined):
         """True for a norm weight that is stored less 1 (zero-centered gamma). Its moments are not
         shifted: the gradient is the same.
         """
-        leaf = self.tree.leaves[self._entries[name].ours[0]]
+        leaf = self.spec.leaves[self._entries[name].ours[0]]
         return (
             not self.moment
             and leaf.role == "norm"
@@ -451,7 +451,7 @@ class Megatron(Joined):
         """`_checked`, after comparing the last stage's copy of a tied embedding with the embedding
         byte by byte. Raises ValueError where they differ.
         """
-        tied = self.checkpoint.shards.get(names.HEAD) if self.tree.head.tied else None
+        tied = self.checkpoint.shards.get(names.HEAD) if self.spec.head.tied else None
         if tied is None:
             return self._checked
         embedding = self._checked[names.EMBEDDING]
@@ -516,12 +516,14 @@ def _model(checkpoint: MegatronCheckpoint, place: Path, rows: int | None) -> Mod
             f"args is {checkpoint.args['num_layers']}"
         )
     # also with a config.json, to warn where the two differ
-    tree = arguments.read(checkpoint.args, checkpoint.legacy, known)
+    model_spec = arguments.read(checkpoint.args, checkpoint.legacy, known)
     if said is None:
         # no config.json: a family that can express the spec
-        model = sidecars.with_special_tokens(sidecars.express(tree), sidecars.tokenizer(place))
+        model = sidecars.with_special_tokens(
+            sidecars.express(model_spec), sidecars.tokenizer(place)
+        )
         return edit(model, dtype=str(dtype).removeprefix("torch."))
-    if found := differences(said.tree, tree):
+    if found := differences(said.spec, model_spec):
         text = "; ".join(f"{n} = {a}, args say {b}" for n, a, b in found[:3])
         warnings.warn(f"{place / 'config.json'} is taken: {text}", stacklevel=2)
     return said

@@ -73,9 +73,9 @@ class RequestParser:
         KV cache. The last one is not read, so it needs no position. Raises ValueError for a
         --max-length that the model does not have.
         """
-        tree, limits = self.source.model.tree, self.config.limits
-        longest, requested = tree.max_position_embeddings + 1, self.config.max_length
-        if requested is not None and requested > longest and tree.longest is not None:
+        spec, limits = self.source.model.spec, self.config.limits
+        longest, requested = spec.max_position_embeddings + 1, self.config.max_length
+        if requested is not None and requested > longest and spec.longest is not None:
             raise ValueError(
                 f"--max-length is {requested:,}, and max_position_embeddings {longest - 1:,}: use "
                 f"at most {longest:,}"
@@ -231,9 +231,9 @@ class RequestParser:
     def _check(self, request: Request) -> None:
         """Check an engine request against the model and the limits. Raises ApiError (400)."""
         try:
-            tree = self.source.model.tree
-            check(tree, request, self.config.limits)
-            span_of(tree, request.tokens)
+            spec = self.source.model.spec
+            check(spec, request, self.config.limits)
+            span_of(spec, request.tokens)
         except ValueError as error:
             raise bad_request(str(error)) from None
 

@@ -128,11 +128,11 @@ def _structure(model: Model, training: Training) -> dict:
     """
     # fields such as dropout do not change the parameters
     free = training_fields(model)
-    fields = {n: v for n, v in model.family.write(model.tree).items() if n not in free}
-    biased = replace(training, adapter=None, fp8=None).apply_to(model.tree) != model.tree
+    fields = {n: v for n, v in model.family.write(model.spec).items() if n not in free}
+    biased = replace(training, adapter=None, fp8=None).apply_to(model.spec) != model.spec
     return {
-        "model": {"model_type": model.model_type, "ends in": str(model.tree.head), **fields}
-        if isinstance(model.tree.head, ScalarHeadSpec)
+        "model": {"model_type": model.model_type, "ends in": str(model.spec.head), **fields}
+        if isinstance(model.spec.head, ScalarHeadSpec)
         else {"model_type": model.model_type, **fields},
         "adapter": adapter_fields(training.adapter),
         "train": {"router": {"balance": "bias" if biased else "loss or none"}},

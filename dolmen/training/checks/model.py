@@ -32,9 +32,9 @@ def check_init(resolved: ResolvedRun) -> None:
             "changes its shape, or train without --init"
         ) from None
     # stored router biases are part of the model: without them tokens go to other experts
-    lost = stored.keys() - run.train.training.apply_to(run.tree).leaves.keys()
-    if source.tree.head != run.tree.head:  # one number is learned in the place of logits
-        lost -= source.tree.head.leaves(source.tree.vocab_size, source.tree.width).keys()
+    lost = stored.keys() - run.train.training.apply_to(run.spec).leaves.keys()
+    if source.spec.head != run.spec.head:  # one number is learned in the place of logits
+        lost -= source.spec.head.leaves(source.spec.vocab_size, source.spec.width).keys()
     if lost:
         raise ValueError(
             f"--init {init} has {plural(len(lost), 'bias', 'biases')} of routers, e.g. "
@@ -61,7 +61,7 @@ def check_new_rows(resolved: ResolvedRun) -> None:
             f"{share} is AdamW's, which begins when all learns: leave out --optimizer.name "
             f"{run.optimizer.name}, --optimizer.from-init and --adapter.rank, or the share"
         )
-    first, rows = new.first, run.tree.vocab_size
+    first, rows = new.first, run.spec.vocab_size
     if first is None:
         raise ValueError(
             f"{share}: {run.init} does not say which tokens are new, as what dolmen vocab extend "
@@ -100,7 +100,7 @@ def check_moments(resolved: ResolvedRun) -> None:
             f"--init {run.init} has no moments of AdamW that dolmen reads: leave out "
             "--optimizer.from-init"
         )
-    if resolved.weights.tree.head != run.tree.head:
+    if resolved.weights.spec.head != run.spec.head:
         raise ValueError(
             f"--init {run.init} has moments of another head than the run's model: leave out "
             "--optimizer.from-init"

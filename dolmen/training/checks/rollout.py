@@ -73,10 +73,10 @@ def check_rollout(resolved: ResolvedRun) -> None:
             "from the model that the run begins with, which is random: give --init or "
             "--objective.reference, or leave it out"
         )
-    if run.rollout.temperature != 1 and run.tree.head.soft_cap is not None:
+    if run.rollout.temperature != 1 and run.spec.head.soft_cap is not None:
         raise ValueError(
             f"rollout.temperature ({run.rollout.temperature}) is not for logits with a soft cap "
-            f"({run.tree.head.soft_cap}): use 1"
+            f"({run.spec.head.soft_cap}): use 1"
         )
     if run.rollout.routing_replay:
         _check_replay(run)
@@ -101,7 +101,7 @@ def _check_replay(run: RunConfig) -> None:
     """Raise ValueError for routing replay of a model without experts, of a compiled model, and with
     router biases that move between updates.
     """
-    if not run.tree.experts:
+    if not run.spec.experts:
         raise ValueError(
             "rollout.routing-replay keeps which experts tokens go to, and the model has none: "
             "leave it out"
@@ -129,7 +129,7 @@ def _check_layout(run: RunConfig) -> None:
             f"{plural(world, 'process', 'processes')}: set another --rollout.tp"
         )
     try:
-        Layout(tp=tp, dp=world // tp).check_model(run.tree)
+        Layout(tp=tp, dp=world // tp).check_model(run.spec)
     except ValueError as error:
         raise ValueError(f"of --rollout.tp {tp}: {error}") from None
 
@@ -157,17 +157,17 @@ def check_reward_model(resolved: ResolvedRun, name: str) -> None:
     more positions than the run's sequence length, or a shape that the layout does not divide.
     """
     run, source = resolved.config, resolved.rewards[name]
-    own, tree = run.data.tokenizer or resolved.tokenizer, source.tree
-    rewards.check_reward_model(name, source, run.tree.vocab_size, own)
-    if tree.max_position_embeddings <= run.sequence_length:
+    own, spec = run.data.tokenizer or resolved.tokenizer, source.spec
+    rewards.check_reward_model(name, source, run.spec.vocab_size, own)
+    if spec.max_position_embeddings <= run.sequence_length:
         raise ValueError(
-            f"reward {name} reads {tree.max_position_embeddings} tokens "
+            f"reward {name} reads {spec.max_position_embeddings} tokens "
             f"(max_position_embeddings), and a prompt with its answer may have one more than "
             f"train.sequence-length ({run.sequence_length}): set --train.sequence-length "
-            f"{tree.max_position_embeddings - 1} or less"
+            f"{spec.max_position_embeddings - 1} or less"
         )
     try:
-        run.layout.check_model(tree)
+        run.layout.check_model(spec)
     except ValueError as error:
         raise ValueError(f"of --reward {name}: {error}") from None
 
@@ -213,7 +213,7 @@ def check_critic(resolved: ResolvedRun) -> None:
     run = resolved.config
     if run.critic.init is None or resolved.critic is None:
         return
-    ours, theirs = run.tree, resolved.critic.tree
+    ours, theirs = run.spec, resolved.critic.spec
     if theirs.vocab_size != ours.vocab_size:
         raise ValueError(
             f"critic.init {run.critic.init} has a vocab_size of {theirs.vocab_size:,}, the model "
@@ -231,8 +231,8 @@ def _shape_differences(run: RunConfig, source: ModelSource) -> str:
     where it does not.
     """
     # any head will do, as the critic gets a scalar one
-    body = replace(source.tree, head=run.tree.head)
-    if body.leaves == run.tree.leaves:
+    body = replace(source.spec, head=run.spec.head)
+    if body.leaves == run.spec.leaves:
         return ""
     fields = [f"{n} {a}, here {b}" for n, a, b in compare_fields(source.model, run.known_model)]
     return "; ".join(fields[:3]) or "other parameters"

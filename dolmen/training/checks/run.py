@@ -41,25 +41,27 @@ def check_finish(config: RunConfig) -> None:
     """Raise ValueError for steps after or during training that the model does not support: export,
     verification, a sample, tasks.
     """
-    model, finish, tree = config.known_model, config.finish, config.tree
+    model, finish, model_spec = config.known_model, config.finish, config.spec
     if finish.export:
         check_exportable(config)
     if (finish.verify or finish.sample is not None) and not finish.export:
         raise ValueError(
             "finish.verify and finish.sample read the exported model: set --finish.export too"
         )
-    if tree.both_ways and (finish.sample is not None or finish.compressors):
+    if model_spec.both_ways and (finish.sample is not None or finish.compressors):
         option = "compressors" if finish.sample is None else "sample"
         raise ValueError(
             f"finish.{option} is for models that predict the next token, and {model.model_type} "
             "fills in masked ones: leave it out"
         )
-    if config.evaluate.enabled and (tree.both_ways or not isinstance(tree.head, LMHeadSpec)):
+    if config.evaluate.enabled and (
+        model_spec.both_ways or not isinstance(model_spec.head, LMHeadSpec)
+    ):
         raise ValueError(
             f"evaluate.tasks and samples are for models that predict the next token, and "
             f"{model.model_type} does not: leave them out"
         )
-    if isinstance(tree.head, ScalarHeadSpec) and (finish.verify or finish.sample is not None):
+    if isinstance(model_spec.head, ScalarHeadSpec) and (finish.verify or finish.sample is not None):
         raise ValueError(
             "finish.verify and finish.sample are of models that predict tokens, and a reward "
             "model ends in one number: leave them out"
@@ -70,7 +72,7 @@ def check_exportable(config: RunConfig) -> None:
     """Raise ValueError where the trained model cannot be expressed by a config.json of
     transformers.
     """
-    hf_export.check_expressible(config.known_model, config.train.training.apply_to(config.tree))
+    hf_export.check_expressible(config.known_model, config.train.training.apply_to(config.spec))
 
 
 def check_evaluation(config: RunConfig, tokenizer: PreTrainedTokenizer) -> None:
@@ -81,16 +83,16 @@ def check_evaluation(config: RunConfig, tokenizer: PreTrainedTokenizer) -> None:
     if options.samples is None:
         return
     for number, prompt in enumerate(read_prompts(options.samples), 1):
-        check_prompt(model.tree, options, number, encode(tokenizer, prompt, model))
+        check_prompt(model.spec, options, number, encode(tokenizer, prompt, model))
 
 
 def check_prompt(
-    tree: ModelSpec, options: DuringConfig, number: int, tokens: Sequence[int]
+    model_spec: ModelSpec, options: DuringConfig, number: int, tokens: Sequence[int]
 ) -> None:
     """Raise ValueError where prompt number `number` and its new tokens exceed
     max_position_embeddings.
     """
-    most = tree.max_position_embeddings
+    most = model_spec.max_position_embeddings
     if len(tokens) + options.max_new_tokens > most:
         raise ValueError(
             f"--evaluate.samples {options.samples}: prompt {number} has {len(tokens):,} tokens, "
@@ -105,7 +107,7 @@ def check_layout(config: RunConfig) -> None:
     model with a schedule that splits backward.
     """
     batch, microbatch = config.train.global_batch_size, config.microbatch_size
-    config.layout.check(config.tree, config.sequence_length, batch, microbatch)
+    config.layout.check(config.spec, config.sequence_length, batch, microbatch)
     if config.layout.make_schedule(batch, microbatch).splits_backward:
         config.refuse_compiled()
 
@@ -128,7 +130,7 @@ def check_precision(config: RunConfig) -> None:
         fp8 = config.train.fp8
         raise ValueError(
             f"train.fp8.first-layers ({fp8.first_layers}) and train.fp8.last-layers "
-            f"({fp8.last_layers}) leave none of the {config.tree.layers} layers: set fewer, "
+            f"({fp8.last_layers}) leave none of the {config.spec.layers} layers: set fewer, "
             "or leave out --train.precision"
         )
     check_fp8_sharding(specs, {"tp": layout.tp})
@@ -210,7 +212,7 @@ def check_objective(resolved: ResolvedRun) -> None:
             f"objective.name {objective.name}{kind} and data.rows {rows} do not belong together: "
             f"use --data.rows {wanted}, or another objective"
         )
-    if objective.name != "reward" and isinstance(config.tree.head, ScalarHeadSpec):
+    if objective.name != "reward" and isinstance(config.spec.head, ScalarHeadSpec):
         raise ValueError(
             f"objective.name {objective.name} is of tokens, and the model ends in one number, as a "
             "reward model does: use --objective.name reward, or start from another --init"
@@ -242,7 +244,7 @@ def check_reference(resolved: ResolvedRun) -> None:
     """Raise ValueError for a reference model whose vocabulary has another size."""
     if resolved.reference is None:
         return
-    own, other = resolved.config.tree.vocab_size, resolved.reference.tree.vocab_size
+    own, other = resolved.config.spec.vocab_size, resolved.reference.spec.vocab_size
     if other != own:
         raise ValueError(
             f"objective.reference {resolved.config.objective.reference} has a vocab_size of "
@@ -268,8 +270,8 @@ def validate_computation(resolved: ResolvedRun) -> None:
     """
     config = resolved.config
     check_finish(config)
-    if config.tree.blanks is not None:
-        config.tree.blanks.check()
+    if config.spec.blanks is not None:
+        config.spec.blanks.check()
     check_length(config)
     rollout.check_rollout(resolved)
     rollout.check_ppo(resolved)

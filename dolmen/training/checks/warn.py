@@ -34,7 +34,7 @@ def warnings(resolved: ResolvedRun, loader: Loader, step: int, steps: int) -> li
     ]
     if run.init is None and step == 0:  # a trained model keeps its size
         tokens = tokenizers.vocabulary_size(loader.tokenizer)
-        message.append(unused_rows(run.tree.vocab_size, tokens))
+        message.append(unused_rows(run.spec.vocab_size, tokens))
     return [line for line in message if line]
 
 
