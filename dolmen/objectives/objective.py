@@ -70,7 +70,8 @@ def check_head(user: str, kind: type, model_spec: ModelSpec) -> None:
     """
     if not isinstance(model_spec.head, kind):
         raise ValueError(
-            f"{user} is for a model that ends in {kind.__name__}, and this one ends in {model_spec.head}"
+            f"{user} is for a model that ends in {kind.__name__}, and this one ends in "
+            f"{model_spec.head}"
         )
 
 
