@@ -186,7 +186,7 @@ class TextLoader(Loader):
         return self.cloze.batch(windows, range(first, first + rows), other)
 
     @property
-    def held_apart(self) -> dict[str, HeldOutRows]:
+    def validation_by_source(self) -> dict[str, HeldOutRows]:
         """Validation windows per source, by name; empty with one source."""
         if len(self.held_out) < 2:
             return {}

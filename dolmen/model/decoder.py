@@ -488,7 +488,7 @@ class Decoder(nn.Module):
         if streams != known and not (positions is None and typed):
             raise ValueError(
                 f"the model knows {known} streams of positions, and the batch has {streams}: make "
-                f"them by Batch.with_positions({known})"
+                f"them by Batch.add_positions({known})"
             )
         if positions is None:
             index = self.split.cp.indices(length, tokens.device)[None, None]

@@ -80,7 +80,7 @@ def test_one_data_set(data_set, load, split, steps, epochs, apart):
     if split == "1":
         assert (count, is_apart) == (epochs, apart)
     (order,) = loader.mixture.orders
-    assert (order.epochs.times, order.epochs.apart) == (count, is_apart)
+    assert (order.epochs.times, order.epochs.last_separate) == (count, is_apart)
     assert len(order) == len(plain) >= steps * 4
     expected = [[documents[d][0][at] for d, at in sample] for sample in plain]
     assert windows(loader, len(plain)) == expected

@@ -200,7 +200,7 @@ class Linear(nn.Linear):
     def __init__(self):
         super().__init__(300, 200)
 
-    def held(self) -> ParamSpecs:
+    def local_specs(self) -> ParamSpecs:
         return column_parallel(200, 300, True, ShardSpec("tp", 0, 200, "intermediate_size"))
 
 
