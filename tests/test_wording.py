@@ -16,7 +16,7 @@ LIMITS = {
     "participles": 1,
     "prepositions": 22,
     "shared class names": 6,
-    "private words": 9,
+    "private words": 8,
 }
 FRAGMENTS = set(
     """of what that those as with by in whether which where whose on from between behind

@@ -146,8 +146,8 @@ class Loader(ABC):
         of: HeldOutRows | None = None,
     ) -> Iterator[Batch]:
         """Yield this rank's share of full validation batches, equally many on every rank.
-        `max_sequences`: only so many rows, evenly spread. `of`: rows of one source (`validation_by_source`)
-        in place of all. Raises ValueError where nothing is held out.
+        `max_sequences`: only so many rows, evenly spread. `of`: rows of one source
+        (`validation_by_source`) in place of all. Raises ValueError where nothing is held out.
         """
         if not self.validation.tokens:
             raise ValueError(
