@@ -61,7 +61,7 @@ class FlatRope:
 
     @property
     def component(self) -> RopeScaling | None:
-        """How positions are scaled, as the tree says it; None: they are not."""
+        """Scaling of the positions as in the spec; None: no scaling."""
         match self.scaling:
             case "linear":
                 return LinearScaling(self.factor)

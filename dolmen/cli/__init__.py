@@ -22,29 +22,29 @@ from dolmen.core.messages import BadInput, brief, did_you_mean, escape, one_line
 
 VERBS = {
     "recipes": "list the built-in runs",
-    "families": "list the families of models, and how close each is to its reference",
-    "train": "train a recipe or a YAML file",
-    "vocab": "train a vocabulary, merge it into another, give a model its tokens",
-    "tokenize": "write text as a data set of Megatron, .bin and .idx",
+    "families": "list the model families: how close to transformers, and on which layouts",
+    "train": "train, fine-tune or align a model: a recipe or a YAML file, with options",
+    "vocab": "train a tokenizer, merge it into another, add its tokens to a model",
+    "tokenize": "write text as a data set of Megatron-LM, .bin and .idx",
     "export": "write a run or any model as a transformers directory",
-    "convert": "write a model of any format in another one, and prove that it is the same",
-    "verify": "compare a model with transformers: logits, loss, gradient norm, greedy tokens",
-    "diff": "name the first tensor in which two programs of a model part",
-    "generate": "continue a prompt, or every row of a file",
-    "chat": "talk with a model in a terminal",
-    "serve": "answer requests over HTTP, by OpenAI's interface",
-    "evaluate": "loss, perplexity and bits per byte over all of a text",
-    "show": "runs as a page: losses, speed, memory, samples, options; live while they go on",
+    "convert": "convert a checkpoint to another format, and compare the two",
+    "verify": "compare a model with transformers: logits, loss, gradients, greedy tokens",
+    "diff": "find the first tensor that differs between two computations of a model",
+    "generate": "generate completions of a prompt, or of every row of a file",
+    "chat": "chat with a model in a terminal",
+    "serve": "serve a model over HTTP with OpenAI's API",
+    "evaluate": "measure loss, perplexity and bits per byte of a text, or run lm_eval tasks",
+    "show": "show runs as an HTML page: losses, speed, memory, samples; live with --serve",
     "schedule": "draw and time a pipeline schedule",
-    "plan": "the fastest layouts of a model on a cluster, and what each rank holds",
-    "dryrun": "run a step as any rank of any world, without its memory: bytes, FLOPs, messages",
+    "plan": "find the fastest layouts of a model on a cluster, with memory per rank",
+    "dryrun": "run a step without GPUs as any rank: memory, FLOPs, messages",
 }
 
 USAGE = (
     "usage: dolmen VERB ...\n\n"
     + "".join(f"  {verb:10s}{text}\n" for verb, text in VERBS.items())
     + """
-  dolmen VERB --help says more; dolmen --version says which this is.
+  dolmen VERB --help explains a verb; dolmen --version prints the version.
 """
 )
 

@@ -134,7 +134,7 @@ def parse_part(verb: str, argv: list[str]) -> Any:
         return parse_config(find(parts[part]), f"{verb} {part}", argv[1:])
     if part in HELP:
         print(f"usage: dolmen {verb} {{{','.join(parts)}}} ...\n\n{about}\n")
-        print("\n".join(f"  dolmen {verb} {part} --help says more" for part in parts))
+        print("\n".join(f"  dolmen {verb} {part} --help explains it" for part in parts))
         raise SystemExit(0)
     problem = f"{part!r} is not a part of it" if part else "name a part"
     raise BadInput(f"{problem}: dolmen {verb} has {', '.join(parts)}")

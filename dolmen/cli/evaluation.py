@@ -96,9 +96,9 @@ def save_json(content: object, to: str, indent: int = 1) -> None:
 
 
 def run_diff(options: DiffConfig | DiffWork) -> int:
-    """Run `dolmen diff`: print the comparison and write --json. Returns 0 if the programs agree, 1
-    if they differ or a worker fails. With DiffWork this process is a worker of such a comparison.
-    Raises BadInput.
+    """Run `dolmen diff`: print the comparison and write --json. Returns 0 if the computations
+    agree, 1 if they differ or a worker fails. With DiffWork this process is a worker of such a
+    comparison. Raises BadInput.
     """
     if isinstance(options, DiffWork):  # a worker process that this verb has started
         return process.run_worker(partial(_diff_worker, options))

@@ -10,9 +10,9 @@ takes none: `--layout.sequence-parallel` and `--layout.no-sequence-parallel`. Th
 is the docstring below its field, which is read from the source, as Python does not keep it.
 
 argparse is not used: options of a model's family are only known once `--model.model-type` has been
-read, an unknown option is answered with the likeliest one of another trainer's spelling, and one
-pass over the words is shorter than bending argparse to both. Types and ranges are checked by the
-dataclass, not here.
+read, an unknown option is answered with the nearest known one or that of another trainer's
+spelling, and one pass over the words is shorter than bending argparse to both. Types and ranges are
+checked by the dataclass, not here.
 """
 
 import ast
@@ -27,7 +27,7 @@ from textwrap import wrap
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dolmen.core.config import Mark, ValueOptional, Words, from_words, is_optional, plain_type
-from dolmen.core.messages import BadInput, cut
+from dolmen.core.messages import BadInput, cut, unknown_options
 
 HELP = {"-h", "--help"}
 LONGEST = 200  # characters of a command that a message repeats
@@ -156,6 +156,7 @@ def parse(
     places = [option for option in known.values() if Mark.POSITIONAL in option.marks]
     values: dict[str, Any] = {}
     stray: list[int] = []
+    unknown: list[str] = []
     i = 0
     while i < len(argv):
         # a negative number has one dash, so it is a value
@@ -180,11 +181,14 @@ def parse(
             repeated = Mark.REPEATED in option.marks
             # otherwise the last one wins
             values[option.key] = (*values.get(option.key, ()), *value) if repeated else value
-        elif rest:
-            values[name.replace("-", "_")] = Words([inline] if sign else after)
-            i += 0 if sign else len(after)
         else:
-            raise BadInput(_unknown_option_message(name, verb, names(known.values())))
+            if rest:
+                values[name.replace("-", "_")] = Words([inline] if sign else after)
+            else:
+                unknown.append(name)
+            i += 0 if sign else len(after)
+    if unknown:
+        raise BadInput(_unknown_options_message(unknown, verb, names(known.values())))
     if stray:
         raise BadInput(_stray_words_message(argv, stray, verb))
     _refuse_missing(known, values)
@@ -223,14 +227,17 @@ def _refuse_missing(known: Mapping[str, Option], values: Mapping[str, Any]) -> N
         raise BadInput(f"missing {', and '.join(named)}")
 
 
-def _unknown_option_message(name: str, verb: str, known: Collection[str]) -> str:
-    """Return the message for an unknown option, with the likeliest known one."""
+def _unknown_options_message(unknown: Sequence[str], verb: str, known: Collection[str]) -> str:
+    """Return the message for unknown options, each with the nearest known one."""
     # imports the options of all families, which takes 0.1 s
     from dolmen.training.spellings import suggestion
 
     # also of Megatron's and other trainers' names
-    near = suggestion(name, known) or f"dolmen {verb} --help lists them"
-    return f"unknown option --{cut(name)}: {near}"
+    advice = {
+        f"--{cut(name)}": suggestion(name, known) or f"dolmen {verb} --help lists them"
+        for name in unknown
+    }
+    return unknown_options(advice)
 
 
 def _stray_words_message(argv: Sequence[str], places: Sequence[int], verb: str) -> str:
@@ -242,7 +249,7 @@ def _stray_words_message(argv: Sequence[str], places: Sequence[int], verb: str) 
     # the option before it has taken all the words that it takes
     if before.startswith("--"):
         return f"{word} is not an option: {before} does not take this value (dolmen {verb} --help)"
-    # as in `_unknown_option_message`
+    # as in `_unknown_options_message`
     from dolmen.training.spellings import meant_command
 
     command = meant_command(verb, argv, [argv[place] for place in places])
@@ -270,7 +277,7 @@ def full_help(verb: str, about: str, groups: Sequence[OptionGroup]) -> str:
         lines += [f"  {option.name.upper()}", *_describe_option(option)]
     for group in (group for group in groups if group.options):
         title = f"{group.title} options: {group.about}" if group.title else "options:"
-        lines += ["", *wrap(title, WIDTH)]
+        lines += [*([""] if lines[-1] else []), *wrap(title, WIDTH)]
         if not group.title:
             lines += ["  -h, --help", "      Show this help and exit."]
         for option in group.options:
@@ -298,10 +305,11 @@ def _metavar(hint: Any) -> str:
 
 
 def _describe_option(option: Option) -> list[str]:
-    """Return the lines of an option's text and default, indented."""
+    """Return the lines of an option's text and default, indented; unset options show no default."""
     default = "(required)"
     if option.default is not MISSING:
-        default = f"(default: {_format_words(option.default)})"
+        unset = option.default is None or option.default == ()
+        default = "" if unset else f"(default: {_format_words(option.default)})"
     lines = wrap(f"{option.text} {default}", WIDTH - 6, break_on_hyphens=False)
     return [f"      {line}" for line in lines]
 

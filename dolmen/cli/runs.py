@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dolmen import families
 from dolmen.cli.parse import HELP, Option, OptionGroup, full_help, groups, options, parse
 from dolmen.core.config import Mark, Words, from_dict, to_dict
-from dolmen.core.messages import BadInput
+from dolmen.core.messages import BadInput, unknown_options
 from dolmen.families import Field, Model
 from dolmen.families import start as models
 from dolmen.families.start import option_type
@@ -50,7 +50,7 @@ MACHINE = {
 EXPORT = {"finish.export": "write a transformers directory at the end, OUT/hf"}
 OUT = {"out": "folder of the run; unset, runs/NAME"}
 COMPLETIONS = {
-    "rollout.max-new-tokens": "most tokens of a completion",
+    "rollout.max-new-tokens": "maximum tokens of a completion",
     "rollout.temperature": "sampling temperature, also of the log-probabilities in the loss",
 }
 REWARD = {"reward": "gsm8k, exact, regex:X, MODULE:FUNCTION or a reward model"}
@@ -112,7 +112,7 @@ SHORT = {
         {
             **INIT,
             "data.path": "rows with `chosen` and `rejected`, and a `prompt`",
-            "objective.margin": "score margin of the chosen answer; unset, 0",
+            "objective.margin": "target margin between the scores of a pair; unset, 0",
             "objective.center-rewards-coefficient": "penalty on scores far from 0",
             "data.validation-fraction": "share of the pairs in the validation split",
             **LENGTH,
@@ -271,12 +271,12 @@ def model_groups(model: Model) -> list[OptionGroup]:
     family, values = model.family, families.explicit_fields(model)
     # shown as the choices of --model.model-type
     known = Literal[tuple(families.families())]
-    text = "Family of the model: which config.json it is. Options are the fields of its family."
+    text = "Model family (model_type of config.json), which determines the other options."
     kind = Option(f"{PREFIX}model-type", known, text, model.model_type)
     options = [
         _model_option(PREFIX, one, values) for one in family.fields if one.help and not one.nested
     ]
-    about = "Fields of the model's config.json, as its family has them."
+    about = "Fields of the model's config.json, which depend on its family."
     return [
         OptionGroup("model", about, (kind, *options)),
         *(_group(one, values.get(one.name) or {}) for one in family.fields if one.nested),
@@ -333,8 +333,10 @@ def parse_run(verb: str, argv: list[str]) -> "TrainRequest | DryrunRequest":
     if HELP & {*argv}:
         _print_run_help(verb, words, argv)
     if not words:
+        has_init = any(word.partition("=")[0] == "--init" for word in argv)
+        example = "pretrain --init MODEL" if has_init else "quickstart"
         raise BadInput(
-            f"name a recipe or a YAML file first: dolmen {verb} quickstart (dolmen recipes "
+            f"name a recipe or a YAML file first: dolmen {verb} {example} (dolmen recipes "
             "lists them)"
         )
     cls, (name,) = extra_options(verb), words
@@ -351,7 +353,8 @@ def parse_run(verb: str, argv: list[str]) -> "TrainRequest | DryrunRequest":
         return build_request(name, overrides | extra)
     # a dry run writes no folder and resumes nothing
     if handling := [f.name for f in fields(LaunchOptions) if f.name in overrides]:
-        raise BadInput(f"unknown option --{handling[0]}: dolmen {verb} --help lists them")
+        advice = f"dolmen {verb} --help lists them"
+        raise BadInput(unknown_options({f"--{name}": advice for name in handling}))
     from dolmen.planning.config import DryrunRequest  # 15 ms to import, which `train` does not need
 
     dryrun_config: Any = from_dict(cls, extra)

@@ -1,4 +1,4 @@
-"""`dolmen diff`: the first tensor in which two programs of one model differ.
+"""`dolmen diff`: the first tensor that differs between two computations of a model.
 
 diff.py               runs both sides, compares them and reports the first difference
 dolmen_side.py        the side that dolmen computes: a training step, recorded by hooks

@@ -3,8 +3,8 @@
 Each kind is tried in turn, and the first that explains the difference is reported: what it leaves
 unexplained is at most a hundredth of the difference. Sums over ranks come first, since they say
 where to look; then exchanges of whole tensors, of halves, heads and rows; then offsets and factors.
-If nothing explains it, the two programs compute another function of inputs that agree, and the name
-of the tensor says which.
+If nothing explains it, A and B compute different functions of equal inputs; the name of the tensor
+tells which function.
 """
 
 from collections.abc import Iterator

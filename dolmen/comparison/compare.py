@@ -10,11 +10,11 @@ What is allowed grows with what came in:
     allowed = min(MOST, max(OWN, GROWTH x the largest difference so far that was allowed))
 
 with OWN = 32 u, where u is the rounding unit of the coarser of the two dtypes. One operation of
-two right programs differs by 1 to 5 u, as they add in different orders, and passes on what it was
-given, usually not larger, in a softmax of large scores or behind a cancellation up to several
-times. A wrong epsilon of 1e-5 where 1e-6 is right changes a norm by 5e-6 = 80 u in float32: it is
-found in the norm, where all before it is at 5 u, and would not be in the logits, of which 1e-3 may
-be rounding. MOST = 1000 OWN, 2e-3 in float32: no number of right operations makes more.
+two correct implementations differs by 1 to 5 u, as they add in different orders, and passes on what
+it was given, usually not larger, in a softmax of large scores or behind a cancellation up to
+several times. A wrong epsilon of 1e-5 where 1e-6 is right changes a norm by 5e-6 = 80 u in float32:
+it is found in the norm, where all before it is at 5 u, and would not be in the logits, of which
+1e-3 may be rounding. MOST = 1000 OWN, 2e-3 in float32: no number of right operations makes more.
 """
 
 import math
@@ -247,7 +247,7 @@ def _compare_forward(a: Side, b: Side) -> Iterator[TensorComparison]:
 
 def _excuse_other_forms(b: Side, found: list[TensorComparison]) -> list[TensorComparison]:
     """Return the rows with those excused (note, infinite tolerance) that differ inside a layer
-    while the tensors computed from them do not: the programs keep that tensor in two forms.
+    while the tensors computed from them do not: A and B keep that tensor in two forms.
     """
     # Fused qkv or a rotated head layout differ by their own size, but nothing computed from them
     # does.

@@ -1,4 +1,4 @@
-"""Finds the first tensor in which two programs of one model differ, and reports it.
+"""Finds the first tensor that differs between two computations of a model, and reports it.
 
     A  dolmen, under any layout and dtype  \\   recordings    rows in the order    the first that
     B  dolmen under another, or transformers /   of one step   of a step            differs, and how
@@ -46,7 +46,7 @@ THEIRS, SEQUENCES, SEED, DEVICE = "transformers", 4, 0, "device"
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first difference between two programs, with its likely cause."""
+    """The first difference between the two computations, with its likely cause."""
 
     row: TensorComparison
     operation: str

@@ -232,7 +232,7 @@ def open_run(folder: Path, model: Model | None = None) -> RunCheckpoint:
     if kept.run.get("init") is None:
         own = _make_model(own, _tokenizer(folder))
     model, adapter = model or own, training.adapter
-    # adapters are merged on reading, so the tree has none
+    # adapters are merged on reading, so the spec has none
     model_spec = replace(training, adapter=None).apply_to(model.spec)
     return RunCheckpoint(
         model, model_spec, adapter, kept.step, own, checkpoint, kept.run.get("init")

@@ -12,20 +12,22 @@ class ExportConfig:
     """
 
     source: Annotated[str, Mark.POSITIONAL]
-    """A run's folder (its newest whole checkpoint is taken), or one checkpoint in it; a
+    """A run's folder (its newest complete checkpoint is used) or one of its checkpoints; a
     transformers directory or hub id; a Megatron checkpoint.
     """
     to: Name
     """Folder to write; it must be empty or not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the tensors. Default: that of config.json, of a run that of the model it started
-    from, else float32.
+    """Data type of the tensors. Default: that of config.json; for a run, that of its initial model,
+    or float32 if it started from random weights.
     """
     adapters: bool = False
-    """Write the adapters of a run without the model, as PEFT does, and the tokenizer."""
+    """Write only the LoRA adapters of a run, in PEFT's format, and the tokenizer. Otherwise
+    adapters are merged into the weights.
+    """
     critic: bool = False
-    """Write the critic of a PPO run in the place of the policy: a model that ends in one number for
-    each token.
+    """Write the critic of a PPO run in place of the policy: a model with a scalar head, one value
+    per token.
     """
 
     def __post_init__(self):
@@ -50,9 +52,9 @@ class ConvertConfig:
     """Folder to write; it must be empty or not exist."""
     to: Literal["hf", "megatron", "megatron-core", "torch-dist"]
     """Format to write. hf: a transformers directory. megatron: a checkpoint per rank with the
-    parameter names from before Megatron-Core. megatron-core: a checkpoint per rank with Megatron-
-    Core's names. torch-dist: Megatron-Core's distributed checkpoint, which any number of ranks can
-    load.
+    parameter names from before Megatron-Core. megatron-core: a checkpoint per rank with the
+    names of Megatron-Core. torch-dist: Megatron-Core's distributed checkpoint, which any number of
+    ranks can load.
     """
     tp: Positive = 1
     """megatron, megatron-core: tensor-parallel size."""

@@ -40,7 +40,8 @@ from dolmen.model.spec import ModelSpec
 
 def write(source: ModelSource, folder: Path | str, dtype: torch.dtype | None = None) -> None:
     """Write the source to the new `folder` as a transformers directory, in `dtype`, default that of
-    its config.json. Raises as `check_expressible`, `Source.specs`, `Source.stream` and `save` do.
+    its config.json. Raises as `check_expressible`, `ModelSource.specs`, `ModelSource.stream` and
+    `save` do.
     """
     check_expressible(source.model, source.spec)
     save(

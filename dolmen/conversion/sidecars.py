@@ -1,6 +1,6 @@
 """Sidecar files of weights that do not describe themselves: config.json, tokenizer and
-generation_config.json, a config.json for a tree that has none, and the base class of sources whose
-tensors are joined from the files of several ranks.
+generation_config.json, a config.json for a model spec that has none, and the base class of sources
+whose tensors are joined from the files of several ranks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -174,7 +174,7 @@ class Joined:
     @cached_property
     def _checked(self) -> Iterable[str]:
         """Stored names in stored order, once all shapes and dtypes are checked. Raises as
-        `Source.specs`.
+        `ModelSource.specs`.
         """
         raise NotImplementedError
 

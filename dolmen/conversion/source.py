@@ -242,7 +242,7 @@ def load_weights(
     source: ModelSource, write: Callable[[str, Tensor], Any], only: Collection[str] | None = None
 ) -> None:
     """Read the source and call `write(name, tensor)` once per parameter, or per one in `only`.
-    Raises as `Source.stream`, and KeyError where a parameter was never written.
+    Raises as `ModelSource.stream`, and KeyError where a parameter was never written.
     """
     wanted, written = set(source.spec.leaves if only is None else only), set()
     for name, tensor in source.stream(only):

@@ -203,7 +203,7 @@ class Tensors(Protocol):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Shape, and dtype as it is stored, of every parameter of the tree, in its order; no tensor
+        """Shape, and dtype as it is stored, of every parameter of the spec, in its order; no tensor
         is read. Raises KeyError for tensors that are missing or have no place in the model,
         ValueError for those that are mis-shaped or of a dtype that is not read, and for damaged
         files.

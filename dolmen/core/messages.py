@@ -128,6 +128,21 @@ def did_you_mean(
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
+MOST_UNKNOWN = 5  # unknown options that one message names
+
+
+def unknown_options(advice: Mapping[str, str]) -> str:
+    """Return the message for unknown options. `advice`: option, as it is typed -> what to use
+    instead, or "".
+    """
+    if len(advice) == 1:
+        ((name, near),) = advice.items()
+        return f"unknown option {name}" + (f": {near}" if near else "")
+    named = [f"{name} ({near})" if near else name for name, near in advice.items()]
+    more = [f"{len(named) - MOST_UNKNOWN} more"] if len(named) > MOST_UNKNOWN else []
+    return f"unknown options {', '.join([*named[:MOST_UNKNOWN], *more])}"
+
+
 def divisor(number: int, near: int) -> int:
     """Return the largest divisor of `number` that is at most `near`: for `set X to a divisor, such
     as `.

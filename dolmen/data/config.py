@@ -53,13 +53,13 @@ class TextConfig(TokenConfig):
 
 @config()
 class TokenizeConfig:
-    """Write text as a data set of Megatron: PREFIX.bin, each document's tokens and its end of text,
-    and PREFIX.idx, which says where documents begin. Both Megatron-LM and `dolmen train
+    """Write text as a data set of Megatron-LM: PREFIX.bin, the tokens of each document with an
+    end-of-document token, and PREFIX.idx, the document boundaries. Megatron-LM and `dolmen train
     --data.path` read it.
     """
 
     to: Name
-    """Name of the two files, before .bin and .idx; neither may exist."""
+    """PREFIX of the two files; neither may exist."""
     data: TokenConfig = TokenConfig()
 
 

@@ -16,8 +16,8 @@ class VerifyConfig:
     """
 
     folder: Annotated[str, Mark.POSITIONAL]
-    """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
-    one checkpoint in it; a Megatron checkpoint, or Meta's files of a Llama.
+    """Transformers directory or hub id; a run's folder (its newest complete checkpoint is used) or
+    one of its checkpoints; a Megatron checkpoint, or Meta's files of a Llama.
     """
     against: str | None = None
     """Model that transformers loads. Default: FOLDER."""
@@ -120,8 +120,8 @@ class EvaluateConfig(TasksConfig):
     """
 
     source: Annotated[str, Mark.POSITIONAL]
-    """Transformers directory or hub id; a run's folder (its newest whole checkpoint is taken), or
-    one checkpoint in it; a Megatron checkpoint, or Meta's files of a Llama.
+    """Transformers directory or hub id; a run's folder (its newest complete checkpoint is used) or
+    one of its checkpoints; a Megatron checkpoint, or Meta's files of a Llama.
     """
     window: int | None = None
     """Maximum tokens of one forward: a longer document is cut into windows. Default:

@@ -277,9 +277,9 @@ def _compare(
     return [*rows, greedy_row(continued, reference, rows[0].tolerance)]
 
 
-# fp32 rounds at 6e-8, and two right programs add in different orders. Seen over 24 random layers,
-# and in brackets with activations fifty times the others: logits 3e-6 (3e-5), loss 1e-7 (1e-7),
-# norm 7e-6 (2e-5), gradients 4e-6 (6e-4).
+# fp32 rounds at 6e-8, and two correct implementations add in different orders. Seen over 24 random
+# layers, and in brackets with activations fifty times the others: logits 3e-6 (3e-5), loss 1e-7
+# (1e-7), norm 7e-6 (2e-5), gradients 4e-6 (6e-4).
 LOGITS = 1e-4  # of the largest logit
 LOSS = 1e-5  # relative: a mean over hundreds of tokens
 NORM = 1e-4  # relative, of the whole gradient

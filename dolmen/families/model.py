@@ -230,7 +230,7 @@ def explicit_fields(model: Model) -> dict[str, Any]:
     """
     said, found = fill_defaults(model.family, model.config), model.family.write(model.spec)
     for one in model.family.fields:
-        if one.ours and one.nested:  # it says more than the tree is made of
+        if one.ours and one.nested:  # states more than the spec keeps
             found[one.name] = {**(said[one.name] or {}), **(found.get(one.name) or {})} or None
     return {**said, **found}
 

@@ -60,9 +60,9 @@ PARAMETERS = (
         TYPE,
         None,
         "How the context is extended: default | linear (positions divided by factor) | llama3 "
-        "(long wavelengths divided, short kept, smooth between) | yarn (the same by the turns in "
-        "the original context, and a temperature) | dynamic (a base that grows with the text) | "
-        "longrope (factors of each pair, others for long texts).",
+        "(frequencies of long wavelengths divided, short ones kept, smooth between) | yarn (the "
+        "same, with an attention temperature) | dynamic (a base that grows with the sequence) | "
+        "longrope (a factor per frequency; other factors for long sequences).",
         common=("rope_scaling.rope_type", "rope_scaling.type", "rope.scaling"),
     ),
     Field(

@@ -14,8 +14,9 @@ Device = Literal["cpu", "v100", "a100", "h100", "h200", "b200", "gb200"]
 @config()
 class DryrunConfig:
     """Run one step of a recipe, a YAML file or a folder with a config.json as some ranks of its
-    layout would, on tensors without values, in this process: what each holds, computes and sends.
-    It needs neither the GPUs nor their memory, and stops where the real step would.
+    layout would, on tensors without values (meta tensors), in this process; report the memory,
+    FLOPs and messages of each. Needs neither the GPUs nor their memory, and fails where the real
+    step would.
 
         dolmen dryrun gpt3-175b --layout.tp 8 --layout.pp 16 --layout.dp 8
     """
@@ -25,7 +26,7 @@ class DryrunConfig:
     device: Device = "h100"
     """Device for which kernels are chosen. This machine need not have one."""
     exact: bool = False
-    """Run every microbatch of the step, and not the steady state of the pipeline once."""
+    """Run every microbatch of the step, in place of the pipeline's steady state once."""
     max_load: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Load of each rank's experts relative to perfect balance, in tokens."""
     json: Name | None = None

@@ -74,7 +74,7 @@ class Pricing:
     """
 
     capacity: Capacity
-    """Memory of its ranks, which has its tree, length and dtype."""
+    """Memory of its ranks; has the model's spec, sequence length and dtype."""
     cluster: Cluster
     global_batch_size: int
     dtype: str

@@ -16,7 +16,7 @@ from typing import Any
 
 from dolmen.core.config import Words, from_dict, from_words, option_types, unflatten
 from dolmen.core.filesystem import is_absent
-from dolmen.core.messages import brief, cut, did_you_mean
+from dolmen.core.messages import brief, cut, did_you_mean, unknown_options
 from dolmen.families import Family, Model
 from dolmen.families import start as models
 from dolmen.families.unknown import TRAINING
@@ -291,13 +291,14 @@ def option_names(family: Family) -> list[str]:
 
 
 def refuse_unknown(overrides: Mapping[str, Any], family: Family) -> None:
-    """Raise ValueError for an unknown option, with the likeliest known one, and for a section that
+    """Raise ValueError for unknown options, each with the nearest known one, and for a section that
     is not a mapping.
     """
     # all, those of the model's family among them
     names = option_names(family)
     # "train", "layout", ...
     sections = {name.rpartition(".")[0] for name in names} - {""}
+    advice: dict[str, str] = {}
     for name, value in overrides.items():
         if name in sections and not isinstance(value, Words):
             raise ValueError(f"{name} is {brief(value)}: it must be a mapping of options")
@@ -307,4 +308,6 @@ def refuse_unknown(overrides: Mapping[str, Any], family: Family) -> None:
         option = cut(name)
         if isinstance(value, Words):
             option, near = _flag(option), near or "dolmen train --help --all lists them"
-        raise ValueError(f"unknown option {option}" + (f": {near}" if near else ""))
+        advice[option] = near
+    if advice:
+        raise ValueError(unknown_options(advice))

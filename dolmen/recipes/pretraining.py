@@ -132,7 +132,7 @@ def gpt_175b() -> RunConfig:
 
 
 def gpt3_175b() -> RunConfig:
-    """the shape of GPT-3 (2005.14165), as GPT-2 spells it"""
+    """the shape of GPT-3 (2005.14165), as a gpt2 config.json"""
     # 50,257 tokens, not padded
     model = GPT | {
         "vocab_size": 50257,
@@ -192,7 +192,7 @@ LLAMA_3_0 = LLAMA_3 | {
 
 
 def llama_7b() -> RunConfig:
-    """the first Llama of 7 B"""
+    """Llama 1 of 7 B"""
     model = LLAMA_1 | {
         "hidden_size": 4096,
         "intermediate_size": 11008,
@@ -205,7 +205,7 @@ def llama_7b() -> RunConfig:
 
 
 def llama_13b() -> RunConfig:
-    """the first Llama of 13 B"""
+    """Llama 1 of 13 B"""
     model = LLAMA_1 | {
         "hidden_size": 5120,
         "intermediate_size": 13824,
@@ -217,7 +217,7 @@ def llama_13b() -> RunConfig:
 
 
 def llama_33b() -> RunConfig:
-    """the first Llama of 33 B"""
+    """Llama 1 of 33 B"""
     model = LLAMA_1 | {
         "hidden_size": 6656,
         "intermediate_size": 17920,
@@ -229,7 +229,7 @@ def llama_33b() -> RunConfig:
 
 
 def llama_65b() -> RunConfig:
-    """the first Llama of 65 B"""
+    """Llama 1 of 65 B"""
     model = LLAMA_1 | {
         "hidden_size": 8192,
         "intermediate_size": 22016,
@@ -265,7 +265,7 @@ def llama_2_13b() -> RunConfig:
 
 
 def llama_2_70b() -> RunConfig:
-    """Llama 2 of 70 B: the first whose queries share keys"""
+    """Llama 2 of 70 B, with grouped-query attention"""
     model = LLAMA_2 | {
         "hidden_size": 8192,
         "intermediate_size": 28672,

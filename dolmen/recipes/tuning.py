@@ -14,7 +14,7 @@ from dolmen.training.config import LogConfig, NewRowsConfig, RunConfig, TrainCon
 
 
 def sft() -> RunConfig:
-    """supervised fine-tuning on chats, of --init on --data.path"""
+    """supervised fine-tuning of --init on the chats of --data.path"""
     return RunConfig(
         name="sft",
         data=DataConfig(rows="chats"),
@@ -24,8 +24,8 @@ def sft() -> RunConfig:
 
 
 def continue_language() -> RunConfig:
-    """continued pretraining in another language: rows of new tokens first, then all, with a share
-    of old text in --data.path; --init is the output of dolmen vocab extend
+    """continued pretraining in another language: first the rows of new tokens, then all weights;
+    --init is the output of dolmen vocab extend, and --data.path should include some old text
     """
     return RunConfig(
         name="continue-language",
@@ -37,7 +37,7 @@ def continue_language() -> RunConfig:
 
 
 def reward() -> RunConfig:
-    """a reward model from preference pairs, of --init on --data.path"""
+    """a reward model from --init, on the preference pairs of --data.path"""
     return RunConfig(
         name="reward",
         data=DataConfig(rows="pairs"),
@@ -47,7 +47,7 @@ def reward() -> RunConfig:
 
 
 def grpo() -> RunConfig:
-    """GRPO with the rewards of --reward, of --init on the prompts of --data.path"""
+    """GRPO of --init on the prompts of --data.path, with the rewards of --reward"""
     return RunConfig(
         name="grpo",
         data=DataConfig(rows="prompts"),
@@ -59,7 +59,7 @@ def grpo() -> RunConfig:
 
 
 def ppo() -> RunConfig:
-    """PPO with the rewards of --reward and a critic; without --init and --data.path, of a small
+    """PPO with a critic and the rewards of --reward; without --init and --data.path, of a small
     model and prompts that are on every machine
     """
     model = {
@@ -113,7 +113,7 @@ def ppo_with_init(run: RunConfig) -> RunConfig:
 
 
 def dpo() -> RunConfig:
-    """direct preference optimization on preference pairs, of --init on --data.path"""
+    """direct preference optimisation of --init on the preference pairs of --data.path"""
     return RunConfig(
         name="dpo",
         data=DataConfig(rows="pairs"),

@@ -33,7 +33,7 @@ class Sampling:
     """Sampling parameters. Those that are not set come from the model's generation_config.json."""
 
     max_new_tokens: Positive | None = None
-    """Most new tokens; an EOS token ends the completion earlier. Default: that of
+    """Maximum new tokens; an EOS token ends the completion earlier. Default: that of
     generation_config.json, or 64.
     """
     min_new_tokens: int | None = None
@@ -43,11 +43,11 @@ class Sampling:
     generation_config.json, or 0.
     """
     top_k: int | None = None
-    """Sample from this many likeliest tokens."""
+    """Sample from the k most likely tokens."""
     top_p: float | None = None
-    """Sample from the fewest likeliest tokens that have this probability together."""
+    """Sample from the smallest set of most likely tokens whose probabilities sum to p or more."""
     min_p: float | None = None
-    """Sample from tokens with at least this share of the likeliest one's probability."""
+    """Sample from tokens with at least this fraction of the most likely token's probability."""
     repetition_penalty: float | None = None
     """Above 1: tokens of the sequence, prompt included, become less likely (1909.05858)."""
     presence_penalty: float | None = None
@@ -55,7 +55,7 @@ class Sampling:
     frequency_penalty: float | None = None
     """Subtracted from the logit of a token for each time that it was generated before."""
     logit_bias: str | None = None
-    """Values added to logits, ID:NUMBER,ID:NUMBER; -inf forbids a token."""
+    """Values added to logits of token ids, as ID:NUMBER,ID:NUMBER; -inf forbids a token."""
 
     @property
     def of_tokens(self) -> SamplingParams:
@@ -156,13 +156,14 @@ class GenerateConfig(Sampling):
     max_input_tokens: int | None = None
     """Truncate longer prompts to this many tokens, from the left."""
     max_row_bytes: Positive = 4 * 2**20
-    """Most bytes of a row of the input file: 4 MiB are tokenized in 12 s, with 700 MB of memory."""
+    """Maximum bytes of a row of the input file; tokenising 4 MiB takes 12 s and 700 MB of memory.
+    """
     resume: bool = False
     """Resume an interrupted run with the same --output; no row is lost or repeated."""
     skip_bad: bool = False
     """Leave out invalid rows, and count them."""
     max_batch_tokens: int = Limits.tokens
-    """Most tokens per forward pass (vLLM's max_num_batched_tokens)."""
+    """Maximum tokens per forward (vLLM's max_num_batched_tokens)."""
     seed: int = 0
     """Seed of sampling."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -240,27 +241,27 @@ class ServeConfig:
     runs with adapters. Requests choose one as `model`.
     """
     max_length: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens of a prompt and its completion together. Default: max_position_embeddings + 1,
+    """Maximum tokens of a prompt and its completion together. Default: max_position_embeddings + 1,
     as the last token needs no position.
     """
     max_rows: Positive = Limits.rows
-    """Most completions that run at once (vLLM's max_num_seqs); further ones wait."""
+    """Maximum completions that run at once (vLLM's max_num_seqs); further ones wait."""
     max_waiting: Count = 1024
-    """Most completions that wait; further requests get status 429."""
+    """Maximum completions that wait; further requests get status 429."""
     max_batch_tokens: Positive = Limits.tokens
-    """Most tokens per forward pass (vLLM's max_num_batched_tokens)."""
+    """Maximum tokens per forward (vLLM's max_num_batched_tokens)."""
     max_cache_tokens: Annotated[int, Field(ge=Limits.page)] | None = None
     """Tokens of the KV cache; when it is full, the youngest completions are preempted. Default: as
     many as --max-rows completions need.
     """
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 2**20
-    """Most bytes of a request body."""
+    """Maximum bytes of a request body."""
     max_connections: Positive = 4096
-    """Most open connections; requests over further ones get status 503."""
+    """Maximum open connections; requests over further ones get status 503."""
     max_head_bytes: Annotated[int, Field(ge=1024)] = 16 * 1024
-    """Most bytes of a request line and headers."""
+    """Maximum bytes of a request line and headers."""
     head_time: Annotated[float, Field(ge=0.1)] = 10.0
-    """Seconds in which these must arrive; then the connection is closed."""
+    """Seconds in which request line and headers must arrive; then the connection is closed."""
     time_limit: Annotated[float, Field(ge=0.1)] = 600.0
     """Seconds that a request may take, waiting included; then it ends with an error."""
     grace: NonNegative = 30.0

@@ -24,11 +24,11 @@ class SamplingParams:
     temperature: float = 1.0
     """Logits are divided by it; 0 is greedy decoding."""
     top_k: int | None = None
-    """Sample from this many likeliest tokens."""
+    """Sample from the k most likely tokens."""
     top_p: float | None = None
-    """Sample from the fewest likeliest tokens that have this probability together."""
+    """Sample from the smallest set of most likely tokens whose probabilities sum to p or more."""
     min_p: float | None = None
-    """Sample from tokens with at least this share of the likeliest one's probability."""
+    """Sample from tokens with at least this fraction of the most likely token's probability."""
     repetition_penalty: float = 1.0
     """The logit of a token that the sequence has, prompt included, is divided by it if positive,
     else multiplied (1909.05858)."""

@@ -34,7 +34,7 @@ from dolmen.ops.fp8_recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.config import CriticConfig, PPOConfig, RolloutConfig
 
-PROGRAMS = ("tensorboard", "wandb", "trackio")
+TRACKER_NAMES = ("tensorboard", "wandb", "trackio")
 HANG_SECONDS = 1e8  # three years; clocks of the system count no more than 300
 
 
@@ -166,14 +166,16 @@ class LogConfig:
     """
 
     @property
-    def programs(self) -> tuple[str, ...]:
+    def trackers(self) -> tuple[str, ...]:
         """The trackers of `to`, one by one."""
         names = [name.strip() for part in self.to for name in part.split(",")]
         return () if names == ["none"] else tuple(dict.fromkeys(names))
 
     def __post_init__(self):
-        if unknown := [name for name in self.programs if name not in PROGRAMS]:
-            raise ValueError(f"log.to has {brief(unknown[0])}: {choices(unknown[0], PROGRAMS)}")
+        if unknown := [name for name in self.trackers if name not in TRACKER_NAMES]:
+            raise ValueError(
+                f"log.to has {brief(unknown[0])}: {choices(unknown[0], TRACKER_NAMES)}"
+            )
 
 
 @config("finish")
@@ -185,7 +187,7 @@ class FinishConfig:
     verify: bool = False
     """Compare the exported model with transformers: logits, loss, gradient norm, greedy tokens."""
     sample: str | None = None
-    """A prompt to continue."""
+    """Prompt of a sample that is generated and printed."""
     compressors: bool = False
     """Report gzip -9 and xz -9 of the validation files next to the loss in bits per byte."""
 

@@ -88,17 +88,17 @@ class TrainingHooks:
         )
         self.line = report.ProgressLine(console, state.step, state.steps)
         self.run_id = metrics.run_id(out / metrics.HISTORY, state.step) if mesh.first else ""
-        self.programs = [] if self.record is None else self._programs(state.step)
-        self.writers = [] if self.record is None else [self.record, *self.programs]
+        self.trackers = [] if self.record is None else self._start_trackers(state.step)
+        self.writers = [] if self.record is None else [self.record, *self.trackers]
         self.since, self.tokens_since = time.monotonic(), 0
 
-    def _programs(self, step: int) -> list[TrackerThread]:
+    def _start_trackers(self, step: int) -> list[TrackerThread]:
         """Start the thread of each experiment tracker of --log.to, for a run that starts at
         `step`.
         """
         run_config = self.run
         run = TrackedRun(self.out, run_config.name, self.run_id, step, to_dict(run_config))
-        return [TrackerThread(name, run, self.line.say) for name in run_config.log.programs]
+        return [TrackerThread(name, run, self.line.say) for name in run_config.log.trackers]
 
     def table(self) -> list[tuple[int, Hook]]:
         """Return the hooks as (every so many steps, hook), in the order in which they are
@@ -202,9 +202,9 @@ class TrainingHooks:
         if state.scale.dynamic or self.skipped:
             row["skipped_steps"] = self.skipped
         completions, self.loader.completions = self.loader.completions, []
-        if completions:  # before the row: the steps of a program may only rise
-            for program in self.programs:
-                program.write_completions(completions)
+        if completions:  # before the row: the steps of a tracker may only rise
+            for tracker in self.trackers:
+                tracker.write_completions(completions)
         for writer in self.writers:
             writer.write(row)
         if self.mesh.first:

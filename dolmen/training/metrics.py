@@ -43,7 +43,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.core.messages import plural
 from dolmen.files import gate, kinds, write
 from dolmen.files.rows import Tail
-from dolmen.training.config import PROGRAMS
+from dolmen.training.config import TRACKER_NAMES
 
 POSITION_FIELDS = ("step", "time")
 """Fields of a row that give its position, not a metric."""
@@ -383,7 +383,7 @@ def _board(run: TrackedRun) -> Logger:
 
 
 TRACKERS: dict[str, Callable[[TrackedRun], Logger]] = dict(
-    zip(PROGRAMS, (_board, WandB, Trackio), strict=True)
+    zip(TRACKER_NAMES, (_board, WandB, Trackio), strict=True)
 )
 
 

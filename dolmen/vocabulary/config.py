@@ -14,8 +14,8 @@ class VocabText:
     """Text, from any source that training takes."""
 
     path: tuple[Name, ...] = ()
-    """The text: files, folders and globs of .txt, .md, .py, .jsonl, .json and .parquet, packed as
-    .gz or .zst too, and ids of the Hugging Face hub; as `dolmen train` takes them.
+    """The text: files, folders and globs of .txt, .md, .py, .jsonl, .json and .parquet, all but
+    .parquet also compressed as .gz or .zst, and ids of the Hugging Face hub, as for `dolmen train`.
     """
     text_field: str = "text"
     """Field (.jsonl, .json) or column (.parquet, hub) that holds the text."""
@@ -23,24 +23,25 @@ class VocabText:
 
 @config()
 class VocabTrainConfig:
-    """Learn a vocabulary from text, as a folder that transformers opens: with a tokenizer.json,
-    and of unigram and bpe tokenizer.model. Any amount of text is read once.
+    """Train a tokenizer on text and write it as a folder that transformers opens, with a
+    tokenizer.json and, for unigram and bpe, a tokenizer.model. The text is read once, so that it
+    may be of any size.
 
         dolmen vocab train --data.path zh/ --size 20000 --kind bpe --to zh-tokens
     """
 
     size: int
-    """Tokens, special ones and single bytes among them."""
+    """Number of tokens, including special tokens and single bytes."""
     kind: Literal["unigram", "bpe", "byte-bpe"]
-    """unigram and bpe: of sentencepiece, with a piece for each byte for characters that have none.
-    byte-bpe: of `tokenizers`, over bytes, as GPT-2's and Llama 3's.
+    """Algorithm. unigram, bpe: sentencepiece's, with byte fallback. byte-bpe: byte-level BPE of
+    `tokenizers`, like that of GPT-2 and Llama 3.
     """
     to: Name
     """Folder to write; it must be empty or not exist."""
     data: VocabText = VocabText()
     max_bytes: Annotated[int, Field(ge=1000)] = 500_000_000
-    """Most bytes of text that are learned from: of more, so many are drawn at random, from all of
-    it. It bounds the memory that is used.
+    """Maximum bytes of text to learn from, which bounds the memory used. More text is sampled at
+    random, over its whole length.
     """
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the sample of text."""
@@ -56,27 +57,27 @@ class VocabTrainConfig:
 
 @config()
 class VocabMergeConfig:
-    """Give a tokenizer the tokens of another one, behind its own, whose ids, scores and merges stay
-    as they are. What is written is opened by transformers, and beside sentencepiece, before it
-    stands there.
+    """Append the tokens of another tokenizer to a tokenizer, whose own ids, scores and merges do
+    not change. Before the result appears at --to, it is opened with transformers and compared with
+    sentencepiece.
 
         dolmen vocab merge path/to/model zh-tokens --to merged
     """
 
     base: Annotated[Name, Mark.POSITIONAL]
-    """The tokenizer that stays as it is: its folder or tokenizer.model, or a model that has one."""
+    """Tokenizer that is extended: its folder or tokenizer.model, or a model that has one."""
     new: Annotated[Name, Mark.POSITIONAL]
-    """The one whose tokens come behind, where the base has them not."""
+    """Tokenizer whose tokens are appended, except those that the base has."""
     to: Name
     """Folder to write; it must be empty or not exist."""
     data: VocabText = VocabText()
-    """Held-out text, of which characters and bytes per token are told."""
+    """Held-out text; characters and bytes per token are reported for it."""
 
 
 @config()
 class VocabExtendConfig:
-    """Give a model rows for the new tokens of a merged tokenizer, and write it as a transformers
-    directory. Its logits of old tokens stay as they are.
+    """Add rows for the new tokens of a merged tokenizer to a model's embedding and head, and write
+    the model as a transformers directory. Logits of old tokens do not change.
 
         dolmen vocab extend path/to/model --tokenizer merged --to extended
     """
@@ -84,18 +85,17 @@ class VocabExtendConfig:
     model: Annotated[Name, Mark.POSITIONAL]
     """A transformers directory or hub id, a run or a checkpoint of one, a Megatron checkpoint."""
     tokenizer: Name
-    """Folder of the tokenizer, as `dolmen vocab merge` writes it: it begins with the model's."""
+    """Folder of the merged tokenizer (dolmen vocab merge); its first tokens are the model's."""
     to: Name
     """Folder to write; it must be empty or not exist."""
     init: Literal["mean", "random", "zero"] = "mean"
-    """New rows of embedding and head. mean: of the rows of the pieces that the old tokenizer has
-    for the token; random: as a new model's; zero.
+    """Initial values of new rows. mean: the mean of the rows of the old tokens into which the old
+    tokenizer splits the new one. random: as in a new model. zero.
     """
     seed: Seed = 0
     """Seed of random rows."""
     data: VocabText = VocabText()
-    """Held-out text, of which the loss per byte and characters per token are told, before and
-    after.
+    """Held-out text; loss per byte and characters per token before and after are reported for it.
     """
     window: int | None = None
-    """Tokens that are read at once for the loss. Default: as `dolmen evaluate`."""
+    """Maximum tokens of one forward for the loss. Default: that of `dolmen evaluate`."""

@@ -374,7 +374,7 @@ def test_help_is_broken_into_lines_once():
     """
     shown = dolmen("train", "--help", "--all").out.partition("\noptions:")[2]
     lines = shown.splitlines()
-    assert "      --layout.dp, the visible GPUs. (default: None)" in lines
+    assert "      --layout.dp, the visible GPUs." in lines
     for line, after in pairwise(lines):
         indent, word = re.match(r"( *)(\w*)", after).groups()
         if word and re.match(rf"{indent}\w", line):  # of one text

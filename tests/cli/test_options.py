@@ -436,6 +436,16 @@ def test_advice_names_options_that_exist(spelling):
         ("schedule 1f1b --num-microbatches 2", "did you mean --microbatches?"),
         ("recipes more", "more is not an option: dolmen recipes --help lists them"),
         ("recipes --all", "unknown option --all: dolmen recipes --help lists them"),
+        (
+            "generate m --promt a --max_tokens 3",
+            "unknown options --promt (did you mean --prompt?), --max-tokens (did you mean --max-",
+        ),
+        (
+            "train quickstart --max-steps 2 --train.stesp 3 --qqqq",
+            "unknown options --max-steps (did you mean --train.steps?), --train.stesp (did you "
+            "mean --train.steps?), --qqqq (dolmen train --help --all lists them)",
+        ),
+        ("train --init m --train.steps 2", "first: dolmen train pretrain --init MODEL"),
     ],
 )
 def test_an_unknown_option_is_told_with_the_one_that_is_meant(words, said):
@@ -715,7 +725,7 @@ def test_two_names_of_one_option_that_disagree(words, said):
 
 
 def test_a_model_of_another_family():
-    """The same tree where the family has it; else what both have by name."""
+    """The same spec where the family has it; else what both have by name."""
     quickstart = RECIPES["quickstart"]().model
     moved = parse_run("train", ["quickstart", "--model.model-type", "mistral"]).config.model
     assert moved.model_type == "mistral" and moved.spec == quickstart.spec

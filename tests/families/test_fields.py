@@ -19,8 +19,8 @@ OLDER = {
 
 @pytest.mark.parametrize("name", families())
 def test_a_family_declares_its_fields(name):
-    """Each field once, its default within its limits; what a tree says is among them; an option has
-    a help, and no two options have one name.
+    """Each field once, its default within its limits; what a spec states is among them; an option
+    has a help, and no two options have one name.
     """
     family = families()[name]
     names = [field.name for field in family.fields]

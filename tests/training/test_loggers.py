@@ -89,10 +89,10 @@ def test_completions_come_before_the_row_that_follows(run, monkeypatch):
 
 
 def test_the_programs_that_are_asked_for():
-    assert LogConfig().programs == ("tensorboard",)
-    assert LogConfig(to=("tensorboard,wandb, trackio",)).programs == metrics.PROGRAMS
-    assert LogConfig(to=("wandb", "wandb,trackio")).programs == ("wandb", "trackio")
-    assert LogConfig(to=("none",)).programs == LogConfig(to=()).programs == ()
+    assert LogConfig().trackers == ("tensorboard",)
+    assert LogConfig(to=("tensorboard,wandb, trackio",)).trackers == metrics.TRACKER_NAMES
+    assert LogConfig(to=("wandb", "wandb,trackio")).trackers == ("wandb", "trackio")
+    assert LogConfig(to=("none",)).trackers == LogConfig(to=()).trackers == ()
     for word in ("tensorbord", "none,wandb", ""):
         with pytest.raises(ValueError, match="log.to has"):
             LogConfig(to=(word,))

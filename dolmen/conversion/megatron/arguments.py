@@ -1,4 +1,4 @@
-"""Reads the command line that a Megatron checkpoint keeps (`args`) as a model tree, and writes one.
+"""Reads the command line that a Megatron checkpoint keeps (`args`) as a model spec, and writes one.
 It is interpreted as the code that saved it would, whose defaults and names have changed:
 
     absent                        before it was an option: the only behaviour there was
@@ -243,7 +243,7 @@ def _experts(said: Said) -> MoESpec:
 
 
 def new(spec: ModelSpec, legacy: bool) -> dict[str, Any]:
-    """Return the options that make Megatron compute the tree, by today's and former names. They are
+    """Return the options that make Megatron compute `spec`, by today's and former names. They are
     read back as a check: raises ValueError naming what Megatron cannot compute.
     """
     said = _arguments(spec)
@@ -257,7 +257,7 @@ def new(spec: ModelSpec, legacy: bool) -> dict[str, Any]:
 
 
 def _arguments(spec: ModelSpec) -> dict[str, Any]:
-    """Options for the tree, without checking that Megatron can express all of it (`new` does)."""
+    """Options for `spec`, without checking that Megatron can express all of it (`new` does)."""
     block = spec.blocks[0]
     mixer, norm = block.mixer, block.norm
     dense = [expect(b.mlp, MLPSpec, "mlp") for b in spec.blocks if not b.mlp.experts]

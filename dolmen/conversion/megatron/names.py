@@ -32,7 +32,7 @@ HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 def rules(spec: ModelSpec, version: float = 3.0) -> list[Rule]:
     """Weight rules between Megatron-Core's names and ours. `version`: the checkpoint_version, which
-    decides how q, k and v are interleaved. Raises ValueError for a tree whose layers have no names
+    decides how q, k and v are interleaved. Raises ValueError for a spec whose layers have no names
     in Megatron.
     """
     ours = "layers.{}."

@@ -258,7 +258,7 @@ def validate(resolved: ResolvedRun) -> None:
     """
     validate_computation(resolved)
     check_adapter(resolved.config)
-    check_programs(resolved.config)
+    check_start_trackers(resolved.config)
     check_init(resolved)
     check_moments(resolved)
     check_new_rows(resolved)
@@ -280,9 +280,9 @@ def validate_computation(resolved: ResolvedRun) -> None:
     check_precision(config)
 
 
-def check_programs(config: RunConfig) -> None:
+def check_start_trackers(config: RunConfig) -> None:
     """Raise ValueError where an experiment tracker of --log.to is not installed."""
-    if lacking := metrics.not_installed(config.log.programs):
+    if lacking := metrics.not_installed(config.log.trackers):
         raise ValueError(
             f"log.to has {lacking[0]}, which is not installed: pip install 'dolmen[log]', or leave "
             "it out of --log.to"
