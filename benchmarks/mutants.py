@@ -4,6 +4,8 @@ see.
     python -m benchmarks.mutants                         all of them; again: what is left of them
     python -m benchmarks.mutants --only pipeline         those whose file or words have it
     python -m benchmarks.mutants --sample 10 --fresh     ten drawn by --seed, whatever is known
+    python -m benchmarks.mutants --record tests/ops      record which tests execute which line
+    python -m benchmarks.mutants --automatic 40 --seed 1 2    faults made by rule, 40 of each seed
 
 The tests that any fault names run first, without a fault, and must pass. Then each fault is put
 into a copy of the tree, and the tests that it names run there, up to the first that fails.
@@ -16,6 +18,12 @@ into a copy of the tree, and the tests that it names run there, up to the first 
 Score = killed / all faults that were run, those named as equivalent included, which must survive.
 Results are kept by a digest of fault, code and tests, so that an interrupted run goes on. Exit code
 1 where a test fails without a fault, and for what is broken or wrongly named equivalent.
+
+Faults made by rule (mutation/automatic.py) run against the tests that execute their line, fastest
+first, then, where all pass, against the files of these tests, up to --limit each. A fault by which
+the files cannot be imported is killed; one that no recorded test executes is not, and is
+"unreached". At the end the tests that killed run without the fault. Score = killed / drawn, without
+those that are named equivalent (mutation/equivalent/equivalent.yaml, at most 10 %).
 """
 
 import argparse
@@ -27,8 +35,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,7 +45,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.mutation import cases, faults
+from benchmarks.mutation import automatic, cases, faults, record
 from benchmarks.mutation.cases import Case
 from benchmarks.mutation.faults import Fault
 
@@ -69,7 +78,9 @@ def chosen(given: argparse.Namespace) -> list[Fault]:
     """The faults that the command line asks for. Raises ValueError where there are none."""
     found = [f for f in faults.read() if given.only.lower() in f"{f.file} {f.why}".lower()]
     if given.sample is not None:
-        order = random.Random(given.seed).sample(range(len(found)), min(given.sample, len(found)))
+        order = random.Random(given.seed[0]).sample(
+            range(len(found)), min(given.sample, len(found))
+        )
         found = [found[i] for i in sorted(order)]
     if not found:
         raise ValueError(
@@ -145,9 +156,16 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="", help="words that a fault's file or its why has")
     parser.add_argument("--sample", type=int, help="so many, drawn at random")
-    parser.add_argument("--seed", type=int, default=0, help="of --sample")
+    parser.add_argument(
+        "--record", nargs="+", default=[], help="folders or files of tests to record"
+    )
+    parser.add_argument("--automatic", type=int, help="so many faults made by rule, of each seed")
+    parser.add_argument("--tests", type=int, default=40, help="at most, of a fault made by rule")
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of the draw")
     parser.add_argument("--workers", type=int, default=2, help="processes, each with a copy")
-    parser.add_argument("--limit", type=float, default=120, help="seconds of a fault's tests")
+    parser.add_argument(
+        "--limit", type=float, default=120, help="CPU seconds of the tests of a fault"
+    )
     parser.add_argument("--fresh", action="store_true", help="forget all results")
     parser.add_argument("--results", type=Path, default=faults.ROOT / "runs" / "mutants.jsonl")
     return parser.parse_args(words)
@@ -159,13 +177,9 @@ def pool(workers: int, scratch: Path) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(workers, spawn, cases.prepare, (scratch,))
 
 
-def main() -> int:
-    given, screen = arguments(), Console()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    found, spec, began = chosen(given), faults.spec(), time.monotonic()
-    for fault in found:
-        faults.mutated(fault)  # raises: what does not match is an error, never a kill
-    results = Results.open(given.results, given.fresh)
+@contextmanager
+def runner(workers: int, screen: Console) -> Iterator[tuple[Executor, Progress]]:
+    """Processes that run cases, and the line that shows how far they are."""
     columns = (
         MofNCompleteColumn(),
         BarColumn(),
@@ -174,18 +188,36 @@ def main() -> int:
     )
     with (
         tempfile.TemporaryDirectory(prefix="mutants_", ignore_cleanup_errors=True) as scratch,
-        pool(given.workers, Path(scratch)) as processes,
+        pool(workers, Path(scratch)) as processes,
         Progress(*columns, console=screen, transient=True) as line,
     ):
-        first = unmutated(found, spec)
-        for key in first:  # what has failed may have been for want of memory or ports
-            if key in results.known and results.known[key].outcome != "passed":
-                del results.known[key]
-        carry_out(processes, first, results, line)
-        if wrong := [results.known[key] for key in first if results.known[key].outcome != "passed"]:
-            screen.print(
-                "without a fault, these fail:", *(c.told or c.outcome for c in wrong), sep="\n"
-            )
+        yield processes, line
+
+
+def failing_unmutated(
+    found: Sequence[Fault], spec: str, results: Results, processes: Executor, line: Progress
+) -> list[Case]:
+    """Run the tests of these faults without a fault; return the runs that did not pass."""
+    work = unmutated(found, spec)
+    for key in work:  # what has failed may have been for want of memory or ports
+        if key in results.known and results.known[key].outcome != "passed":
+            del results.known[key]
+    carry_out(processes, work, results, line)
+    wrong = [results.known[key] for key in work if results.known[key].outcome != "passed"]
+    if wrong:
+        reasons = [case.told or case.outcome for case in wrong]
+        line.console.print("without a fault, these fail:", *reasons, sep="\n")
+    return wrong
+
+
+def score_list(given: argparse.Namespace, screen: Console) -> int:
+    """Run the faults of the list and print their score; return the exit code."""
+    found, spec, began = chosen(given), faults.spec(), time.monotonic()
+    for fault in found:
+        faults.mutated(fault)  # raises: what does not match is an error, never a kill
+    results = Results.open(given.results, given.fresh)
+    with runner(given.workers, screen) as (processes, line):
+        if failing_unmutated(found, spec, results, processes, line):
             return 1
         work = {f.key(spec): (f.why, cases.attempt, (f, given.limit)) for f in found}
         carry_out(processes, work, results, line)
@@ -199,6 +231,47 @@ def main() -> int:
     )
     print(score(found, ends))
     return 0 if all(map(right, found, ends)) else 1
+
+
+def score_automatic(given: argparse.Namespace) -> int:
+    """Run faults made by rule and print the report as Markdown; return the exit code."""
+    known, spec = record.read(), faults.spec()
+    drawn = automatic.results_of(known, given.automatic, given.seed, given.tests)
+    results = Results.open(given.results, given.fresh)
+    with runner(given.workers, Console(stderr=True)) as (processes, line):
+
+        def attempt(found: Sequence[Fault]) -> list[Case]:
+            work = {f.key(spec): (f.why, cases.attempt, (f, given.limit)) for f in found}
+            carry_out(processes, work, results, line)
+            return [results.known[f.key(spec)] for f in found]
+
+        killers = []
+        reached = [result for result in drawn if result.fault.tests]
+        for result, case in zip(reached, attempt([r.fault for r in reached]), strict=True):
+            result.verdict = {"failed": "killed", "late": "late"}.get(case.outcome, "survived")
+            if result.verdict == "killed":
+                killers.append(automatic.killing_test(result.fault, case))
+        left = [result for result in reached if result.verdict == "survived"]
+        whole = [automatic.with_files(result.fault) for result in left]
+        for result, fault, case in zip(left, whole, attempt(whole), strict=True):
+            if case.outcome in ("failed", "broken"):
+                result.verdict = "killed"
+                killers.append(automatic.killing_test(fault, case))
+        wrong = failing_unmutated(killers, spec, results, processes, line)
+    print(automatic.report(drawn, known))
+    equivalent = sum(automatic.counted(result) == "equivalent" for result in drawn)
+    return int(bool(wrong) or equivalent > automatic.EQUIVALENT_SHARE * len(drawn))
+
+
+def main() -> int:
+    given = arguments()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for tests in given.record:
+        seconds = record.record_tests(tests).seconds.values()
+        print(f"{tests}: {len(seconds)} tests of {sum(seconds):.0f} CPU s, in {record.FOLDER}")
+    if given.record:
+        return 0
+    return score_automatic(given) if given.automatic else score_list(given, Console())
 
 
 if __name__ == "__main__":

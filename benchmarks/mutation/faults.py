@@ -40,10 +40,12 @@ class Fault:
     tests: tuple[str, ...]
     equivalent: str | None = None
     """Why no test can see it; it is run all the same, and must survive."""
+    span: tuple[int, int] | None = None
+    """Characters of the file that `old` is, where it is not named by its text alone."""
 
     def key(self, spec: str) -> str:
         """Digest of everything that decides the result: the fault, and the tree it is put into."""
-        facts = [spec, self.file, self.old, self.new, *self.tests]
+        facts = [spec, self.file, self.old, self.new, self.span, *self.tests]
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=12).hexdigest()
 
 
@@ -102,7 +104,9 @@ def _source(path: Path) -> tuple[str, list[Word]]:
 
 def places(fault: Fault, root: Path = ROOT) -> list[tuple[int, int]]:
     """Where in its file the fault's `old` stands, as (first, last) characters."""
-    _, have = _source(root / fault.file)
+    text, have = _source(root / fault.file)
+    if fault.span is not None:
+        return [fault.span] if text[slice(*fault.span)] == fault.old else []
     want = [word.text for word in words(fault.old)]
     texts = [word.text for word in have]
     return [
