@@ -39,7 +39,12 @@ def run_evaluate(options: EvaluateConfig) -> int:
         except ValueError as error:
             raise BadInput(str(error)) from None
     layout = processes.check_model(
-        "evaluate", [options.source], options.layout.layout, options.device, replicas=True
+        "evaluate",
+        [options.source],
+        options.layout.layout,
+        options.device,
+        replicas=True,
+        weights=options.weights,
     )
     # the launcher has the tokens made and compared before it starts others; else one of each host
     started = process.read_launch()

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from dolmen.core.config import AboveZero, Count, Mark, Name, NonNegative, Positive, config
 from dolmen.data.config import TextConfig
 from dolmen.model.layout import Layout, Split
+from dolmen.serving.config import Numerics
 
 
 @config()
@@ -111,7 +112,7 @@ class DuringConfig(TasksConfig):
 
 
 @config()
-class EvaluateConfig(TasksConfig):
+class EvaluateConfig(Numerics, TasksConfig):
     """Evaluate how well a model predicts a text: loss in nats per token, perplexity, bits per byte,
     and top-1 accuracy (the share of tokens to which the model gives the highest probability). Each
     document is evaluated separately, in windows of at most --window tokens, without special tokens.
@@ -133,9 +134,5 @@ class EvaluateConfig(TasksConfig):
     """
     json: Name | None = None
     """JSON file to write the numbers to."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Data type of the computation. Default: that of config.json."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPUs if any are visible, else the CPU."""
     data: TextConfig = TextConfig()
     layout: Axes = Axes()

@@ -44,8 +44,9 @@ def check_predicts_next_token(model: spec.ModelSpec) -> None:
 
 
 def load(config: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
-    """Load the model of config.source, sharded over `mesh`, in config.dtype. Collective. Raises
-    ValueError for a source that cannot be loaded or a model that does not predict a next token.
+    """Load the model of config.source, sharded over `mesh`, in config.dtype and config.weights.
+    Collective. Raises ValueError for a source that cannot be loaded or a model that does not
+    predict a next token.
     """
     source = open_on_all_ranks(config.source, mesh)
     check_predicts_next_token(source.spec)
@@ -55,7 +56,8 @@ def load(config: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
         schedule = make_schedule("1f1b", mesh.pp.size, mesh.pp.size)
         pipeline.connect(schedule, mesh)
     dtype = DTYPES[config.dtype] if config.dtype else None
-    return Loaded(engine.load_decoder(source, mesh, dtype, schedule), mesh, schedule)
+    model = engine.load_decoder(source, mesh, dtype, schedule, config.weights)
+    return Loaded(model, mesh, schedule)
 
 
 def tokenizer_of(config: EvaluateConfig, mesh: Mesh = SINGLE) -> PreTrainedTokenizer:
@@ -83,7 +85,8 @@ def generate_texts(
     the model cannot take.
     """
     texts = [Detokenizer(tokenizer, until) for _ in prompts]
-    with Engine(loaded.model, mesh=loaded.mesh) as engine:
+    weights = loaded.model.alone or "stated"
+    with Engine(loaded.model, mesh=loaded.mesh, weights=weights) as engine:
         for number, prompt in enumerate(prompts):
             engine.add(Request(prompt, sampling, id=number, seed=seed))
         while engine.busy:

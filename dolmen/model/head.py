@@ -20,7 +20,7 @@ What cp ranks compute from gathered values is the same on each, so it counts 1 /
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -236,7 +236,8 @@ class LMHead(ModelHead):
         """Return `log_probabilities`, and for each label the token id of the highest logit at its
         place; without gradients.
         """
-        found, likeliest = self._evaluate_labels(log_probabilities_and_argmax, hidden, labels)
+        judge = partial(log_probabilities_and_argmax, product=self.laid_out)
+        found, likeliest = self._evaluate_labels(judge, hidden, labels)
         return found.view(self.sequences, -1), likeliest.view(self.sequences, -1)
 
     def _evaluate_labels(

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from dolmen.core import device, profiling, state
+from dolmen.core.mesh import SINGLE, Axis
 from dolmen.core.state import Places, Replicate, Shard, local, local_view
 from dolmen.core.torch_private import compute
 from dolmen.model import spec
@@ -69,14 +70,15 @@ def fp8_rounding(leaf: ParamSpec) -> Rounding | None:
     return Rounding(leaf.fp8, cut, leaf.stacked, delayed)
 
 
-def _prepack(one: Linear, weights: Weights) -> Linear:
+def _prepack(one: Linear, weights: Weights, inputs: Axis) -> Linear:
     """Return the linear `one` with a packed copy of its weight (adapter merged in) in the format
     `weights`; unchanged for stacked experts, int8 weights and DoRA, which have no packed form.
+    `inputs`: the axis that cuts the weight's inputs.
     """
     gained = one.adapter is not None and one.adapter.magnitude is not None
     if one.weight.ndim != 2 or one.scale is not None or gained:
         return one
-    return one._replace(laid_out=prepack(one.merge(one.weight.dtype), weights))
+    return one._replace(laid_out=prepack(one.merge(one.weight.dtype), weights, inputs))
 
 
 def _freed_message(weights: Weights) -> str:
@@ -97,6 +99,8 @@ class ParameterModule(nn.Module):
     weight_scale: nn.Parameter | None
     only_multiplies = False
     """True if the weight is used by `linear` only."""
+    input_axis = SINGLE.tp
+    """Axis that cuts the weight's inputs, where it is row-parallel."""
 
     def __init__(self, leaves: ParamSpecs, mine: Callable[[Tensor], Tensor] = local):
         """`mine` selects, of a tensor with one row per output, the rows this rank multiplies by;
@@ -155,7 +159,7 @@ class ParameterModule(nn.Module):
         if self._prepacked is None:
             self._prepacked = (
                 self._state(self._prepack_as),
-                _prepack(self._linear(), self._prepack_as),
+                _prepack(self._linear(), self._prepack_as, self.input_axis),
             )
         return self._prepacked[1]
 
@@ -164,7 +168,7 @@ class ParameterModule(nn.Module):
         keeps its shape on meta, without values. Adapters are merged into the packed form. Does
         nothing if the weight cannot be packed.
         """
-        one = _prepack(self._linear(), weights)
+        one = _prepack(self._linear(), weights, self.input_axis)
         if one.laid_out is None:
             return
         # keeps name and shape, for checks and for counting
@@ -234,7 +238,7 @@ class RowParallelLinear(ParameterModule):
 
     def __init__(self, leaves: ParamSpecs, tp: TensorParallel):
         super().__init__(leaves)
-        self.tp = tp
+        self.tp, self.input_axis = tp, tp.axis
 
     def forward(self, x: Float[Tensor, "tokens in"]) -> Float[Tensor, "here out"]:
         """Return the product summed over tp by an all-reduce, or by a reduce-scatter over tokens

@@ -5,10 +5,14 @@ Weights are prepacked once, when an engine starts:
     OneDnn    fp32 in oneDNN's packed format. F.linear of a few rows takes another library, which
               reads 4 to 10 GB/s on one core (an EPYC), this 14 to 19. One row is fastest on a wide
               weight stored transposed, row by row of W^T: 20 GB/s where F.linear has 10.
-    Int8      each row of W [out, in] an int8 times a scale of its own (ops/int8.py), x in bf16. Of
-              a row-parallel W each rank rounds its part of the row, by a scale of its own.
+    IntegerLinear         each row of W [out, in] an int8 times a scale of its own, each row of x a
+                          u8 times one (ops/int8.py). Sums of integers are exact: the bits of a row
+                          of y depend neither on the other rows nor on how many there are.
+    SplitIntegerLinear    the same of a W whose inputs tp cuts (row-parallel): scales are of whole
+                          rows, and integers cross tp, so the bits do not depend on tp either.
+    Int8Rows              W as above, x in bf16: where a CPU or torch has no exact u8 x s8 product.
 
-Both hold the weight with its adapter merged in.
+All hold the weight with its adapter merged in.
 
 Multi-LoRA: each token of a forward uses one of several named adapters, or none (Punica, 2310.18547;
 S-LoRA, 2311.03285).
@@ -24,16 +28,21 @@ the adapters that its tokens use. Adapters are cut over tp as a single one is (t
 nothing more is sent.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from functools import cache, reduce
+from operator import add
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from dolmen.core.collectives import reduce_scalar
 from dolmen.core.device import to_device
+from dolmen.core.mesh import SINGLE, Axis
 from dolmen.core.torch_private import compute
 from dolmen.ops import int8
 
@@ -42,10 +51,12 @@ Weights = Literal["stated", "int8"]
 
 ROWS = 64  # what a weight is laid out for; as fast with 4 rows and with 256
 LEAST = 4  # rows: of fewer oneDNN takes another kernel, with which even one row takes longer
+EXACT = (1 << 24) // int8.LARGEST**2  # inputs: 1,040; fp32 holds every sum of as many, exactly
 PIECE = 32  # inputs; of rows of 72 or 200 the int8 product of torch 2.13 was wrong, or crashed
 WORTH = 1 << 14  # elements; of fewer what a product costs is its call
 
 
+@runtime_checkable
 class LaidOut(Protocol):
     """A prepacked product with a weight."""
 
@@ -78,6 +89,81 @@ class OneDnn:
         return compute.prepacked_linear(x, self.weight, bias)[:rows]
 
 
+class IntegerLinear:
+    """Product of integers with a weight rounded to int8, one fp32 scale per output; each token is
+    rounded to u8 by a scale of its own.
+    """
+
+    def __init__(self, weight: Float[Tensor, "out in"]):
+        payload, self.scale = int8.quantise(weight)
+        self.weight = compute.prepack_integers(payload)
+        self.zeros = torch.zeros(len(weight), dtype=torch.int32)
+
+    def __call__(
+        self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
+    ) -> Float[Tensor, "tokens out"]:
+        """Return x W^T + b in x's dtype, computed in integers and then fp32."""
+        scale = int8.token_scales(x)
+        whole = int8.quantise_tokens(x, scale)
+        y = compute.multiply_integers(whole, self.weight, self.scale, self.zeros, int8.ZERO_POINT)
+        y = y.mul_(scale)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+
+class SplitIntegerLinear:
+    """`IntegerLinear` of a weight whose inputs are cut over an axis of several ranks. Each rank
+    multiplies blocks of at most EXACT inputs, whose sums fp32 holds exactly, and adds them up as
+    integers.
+    """
+
+    def __init__(self, weight: Float[Tensor, "out in"], axis: Axis):
+        """Quantise by the scales of whole rows. Collective over `axis`, which cuts the inputs."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        amax = weight.detach().abs().amax(-1).to(wide)
+        payload, self.scale = int8.quantise(weight, reduce_scalar(amax, axis, "max"))
+        # contiguous, as the operators ignore strides
+        parts = [part.contiguous() for part in payload.split(EXACT, 1)]
+        self.blocks = [compute.prepack_integers(part) for part in parts]
+        self.axis = axis
+        # of all ranks together
+        self.fits_float = weight.shape[1] * axis.size <= EXACT
+        self.ones = torch.ones(len(weight))
+        self.zeros = torch.zeros(len(weight), dtype=torch.int32)
+
+    def token_scales(self, x: Float[Tensor, "tokens in"]) -> Float[Tensor, "tokens 1"]:
+        """Return the scales of whole tokens, of which x has this rank's part. Collective."""
+        return reduce_scalar(int8.token_scales(x), self.axis, "max")
+
+    def sums(
+        self, x: Float[Tensor, "tokens in"], scale: Float[Tensor, "tokens 1"]
+    ) -> Shaped[Tensor, "tokens out"]:
+        """Return this rank's partial sums: integers, in fp32 where it holds those of all ranks
+        together exactly, else in int32.
+        """
+        whole = int8.quantise_tokens(x, scale)
+        sums = [
+            compute.multiply_integers(
+                part.contiguous(), one, self.ones, self.zeros, int8.ZERO_POINT
+            )
+            for part, one in zip(whole.split(EXACT, 1), self.blocks, strict=True)
+        ]
+        return sums[0] if self.fits_float else reduce(add, (one.int() for one in sums))
+
+    def scaled(
+        self, sums: Shaped[Tensor, "here out"], scale: Float[Tensor, "here 1"]
+    ) -> Float[Tensor, "here out"]:
+        """Return sums of all ranks times the scales, in fp32, in the order of `IntegerLinear`."""
+        return (sums.float() * self.scale).mul_(scale)
+
+    def __call__(
+        self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
+    ) -> Float[Tensor, "tokens out"]:
+        """Return this rank's partial sum of x W^T, plus b, in x's dtype. Collective."""
+        scale = self.token_scales(x)
+        y = self.scaled(self.sums(x, scale), scale)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+
 class Int8Rows:
     """Product with a weight rounded to int8, one fp32 scale per output; x is rounded to bf16."""
 
@@ -98,17 +184,49 @@ class Int8Rows:
         return (y if bias is None else y + bias).to(x.dtype)
 
 
-def prepack(weight: Tensor, kind: Weights) -> LaidOut | None:
+def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> LaidOut | None:
     """Prepack a weight for CPU products faster than F.linear's, in int8 or fp32. None if it is not
-    one matrix, or there is no gain (fp32: small, another dtype, or no oneDNN).
+    one matrix, or there is no gain (fp32: small, another dtype, or no oneDNN). `inputs`: the axis
+    that cuts the weight's inputs (row-parallel); with int8 collective over it.
     """
     if weight.ndim != 2:
         return None
     if kind == "int8":
-        return Int8Rows(weight)
+        if not multiplies_integers():
+            return Int8Rows(weight)
+        return IntegerLinear(weight) if inputs.size == 1 else SplitIntegerLinear(weight, inputs)
     large = weight.numel() >= WORTH and min(weight.shape) >= ROWS
     gains = large and weight.dtype == torch.float32 and compute.can_prepack()
     return OneDnn(weight) if gains else None
+
+
+@cache
+def multiplies_integers() -> bool:
+    """Return True if torch multiplies u8 by s8 on this CPU, and exactly; warn if not."""
+    problem = "this torch has no product of u8 and s8"
+    if compute.has_integer_product():
+        if is_exact():
+            return True
+        problem = "this CPU has no VNNI: its products of u8 and s8 saturate"
+    warnings.warn(
+        f"{problem}. --weights int8 multiplies in bf16 by int8 weights, which is slower",
+        stacklevel=2,
+    )
+    return False
+
+
+def is_exact() -> bool:
+    """Return True if products of the largest u8 and s8 are exact. Without VNNI, AVX2 adds pairs of
+    products in int16, where 2 * 255 * 127 saturates.
+    """
+    x, payload = torch.full((16, 64), 255, dtype=torch.uint8), torch.full((64, 64), 127)
+    weight = compute.prepack_integers(payload.to(torch.int8))
+    ones, zeros = torch.ones(64), torch.zeros(64, dtype=torch.int32)
+    want = 64 * (255 - int8.ZERO_POINT) * 127
+    return all(
+        bool((compute.multiply_integers(rows, weight, ones, zeros, int8.ZERO_POINT) == want).all())
+        for rows in (x[:1], x)
+    )
 
 
 class Pair(NamedTuple):

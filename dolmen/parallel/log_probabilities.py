@@ -27,6 +27,7 @@ from dolmen.core import collectives, profiling
 from dolmen.core.autograd import Context, TypedFunction
 from dolmen.ops import loss
 from dolmen.ops.kernels import Kernels
+from dolmen.parallel.inference_linear import LaidOut
 from dolmen.parallel.tensor import TensorParallel
 from dolmen.parallel.vocabulary import LogitsCall, combine_vocabulary, logits_and_slope
 
@@ -161,16 +162,18 @@ def log_probabilities_and_argmax(
     at_once: int = Kernels().logits_at_once,
     soft_cap: float | None = None,
     bias: Float[Tensor, " rows"] | None = None,
+    product: LaidOut | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Int64[Tensor, " tokens"]]:
     """Return `log_probabilities`, without gradients, and the token with the largest logit (the
-    first of several equal ones, as torch.argmax), I@tp, from one pass over the logits.
+    first of several equal ones, as torch.argmax), I@tp, from one pass over the logits. `product`
+    multiplies in place of `weight`, which may then be on meta.
     """
     call = LogitsCall(vocab_size, tp, at_once, soft_cap)
     entered, wide = tp.gather_input(x), torch.promote_types(x.dtype, torch.float32)
     out = torch.empty(labels.shape, dtype=wide, device=x.device)
     argmax = torch.empty_like(labels)
     for rows in call.chunks(len(labels), len(weight)):
-        logits, _ = logits_and_slope(entered[rows], weight, wide, soft_cap, bias)
+        logits, _ = logits_and_slope(entered[rows], weight, wide, soft_cap, bias, product)
         # before `combine_vocabulary`, which overwrites the logits
         local_maximum, at = logits.max(-1)
         maximum, _, sums, target = combine_vocabulary(logits, labels[rows], call.first, tp.axis)

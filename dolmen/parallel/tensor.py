@@ -43,7 +43,7 @@ from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
 from dolmen.ops import int8
-from dolmen.parallel.inference_linear import LaidOut, MultiLora
+from dolmen.parallel.inference_linear import LaidOut, MultiLora, SplitIntegerLinear
 from dolmen.parallel.quantized_product import Int8Product, Product, ProductAxes, Rounding
 
 
@@ -218,7 +218,7 @@ class TensorParallel:
         """Return what `enter` does, without autograd; for functions with their own backward."""
         return _gather_tokens(x, self.axis if self.gathers else None)
 
-    def leave(self, y: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "here hidden"]:
+    def leave(self, y: Shaped[Tensor, "tokens hidden"]) -> Shaped[Tensor, "here hidden"]:
         """Sum a block's partial outputs over tp, with autograd: all-reduce in y's memory (P -> I),
         or reduce-scatter of tokens (P -> S(0)) under sequence parallelism. y must be a temporary
         that nothing else reads. Raises ValueError where tp does not divide the tokens that it
@@ -561,13 +561,30 @@ def rows(
     xs: Sequence[Float[Tensor, "tokens _"]], linears: Sequence[Linear], tp: TensorParallel
 ) -> Float[Tensor, "here out"]:
     """Return the sum of row-parallel products, reduced over tp once for all of them (`leave`), plus
-    their biases.
+    their biases. Products of integers are reduced one by one, before their scales.
     """
-    parts = [part_of_rows(x, one, tp) for x, one in zip(xs, linears, strict=True)]
-    y = tp.leave(reduce(add, parts))
+    pairs = list(zip(xs, linears, strict=True))
+    if any(isinstance(one.laid_out, SplitIntegerLinear) for one in linears):
+        y = reduce(add, [_integer_rows(x, one, tp) for x, one in pairs])
+    else:
+        y = tp.leave(reduce(add, [part_of_rows(x, one, tp) for x, one in pairs]))
     for one in linears:
         y = y if one.bias is None else y + one.bias
     return y
+
+
+def _integer_rows(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
+    """Return a row-parallel product of integers, [here, out] without the bias: the sums are reduced
+    exactly, so the result is that of a weight that is not cut. Adapters are reduced by themselves.
+    """
+    product = one.laid_out
+    assert isinstance(product, SplitIntegerLinear)
+    scale = product.token_scales(x)
+    sums = tp.leave(product.sums(x, scale))
+    y = product.scaled(sums, local_tokens(scale, tp)).to(x.dtype)
+    if one.several is None:
+        return y
+    return y + tp.leave(one.several.add_to(x.new_zeros(len(x), y.shape[1]), x))
 
 
 def local_tokens(

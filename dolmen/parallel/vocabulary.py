@@ -31,6 +31,7 @@ from dolmen.core.mesh import Axis
 from dolmen.ops import loss
 from dolmen.ops.elementwise import accumulate, compile_accumulate
 from dolmen.ops.kernels import Kernels
+from dolmen.parallel.inference_linear import LaidOut
 from dolmen.parallel.tensor import TensorParallel, weight_products
 
 
@@ -114,11 +115,12 @@ def logits_and_slope(
     wide: torch.dtype,
     soft_cap: float | None,
     bias: Float[Tensor, " rows"] | None = None,
+    product: LaidOut | None = None,
 ) -> tuple[Float[Tensor, "n rows"], Float[Tensor, "n rows"] | None]:
     """Return this rank's logits in the `wide` dtype, soft-capped if there is a cap, and the cap's
-    derivative at each (None without).
+    derivative at each (None without). `product`: a prepacked product with the weight.
     """
-    logits = F.linear(x, weight, bias).to(wide)
+    logits = (F.linear(x, weight, bias) if product is None else product(x, bias)).to(wide)
     return (logits, None) if soft_cap is None else loss.soft_cap_with_slope(logits, soft_cap)
 
 

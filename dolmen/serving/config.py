@@ -29,6 +29,20 @@ class GenerateLayout:
 
 
 @config(kw_only=True)
+class Numerics:
+    """Where a model computes, and in which numbers, for the verbs that do not train it."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Compute dtype. Default: that of config.json."""
+    weights: Literal["stated", "int8"] = "stated"
+    """stated: in `dtype`. int8: matrices in int8 with a scale per output, and tokens in 8 bits with
+    a scale each where they are multiplied; on a CPU.
+    """
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPUs if any are visible, else the CPU."""
+
+
+@config(kw_only=True)
 class Sampling:
     """Sampling parameters. Those that are not set come from the model's generation_config.json."""
 
@@ -111,7 +125,7 @@ FILE_OPTIONS = ("output", "best", "reward", "resume", "skip_bad", "max_input_tok
 
 
 @config(kw_only=True)
-class GenerateConfig(Sampling):
+class GenerateConfig(Numerics, Sampling):
     """Generate completions: of --prompt, printed, or of all rows of a file, written to another
     file. Decoding is greedy unless --temperature or the model's generation_config.json sets a
     temperature.
@@ -166,12 +180,6 @@ class GenerateConfig(Sampling):
     """Maximum tokens per forward (vLLM's max_num_batched_tokens)."""
     seed: int = 0
     """Seed of sampling."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Compute dtype. Default: that of config.json."""
-    weights: Literal["stated", "int8"] = "stated"
-    """stated: in `dtype`. int8: weight-only quantization with a scale per row, on a CPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPUs if any are visible, else the CPU."""
     layout: GenerateLayout = GenerateLayout()
 
     def check_source(self) -> None:
@@ -191,7 +199,7 @@ class GenerateConfig(Sampling):
 
 
 @config(kw_only=True)
-class ChatConfig(Sampling):
+class ChatConfig(Numerics, Sampling):
     """Chat with a model that has a chat template. Replies are streamed; Ctrl-C interrupts a reply,
     not the chat. /help lists further commands.
     """
@@ -204,16 +212,10 @@ class ChatConfig(Sampling):
     """Text that ends a completion and is not part of it."""
     seed: int = 0
     """Seed of sampling."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Compute dtype. Default: that of config.json."""
-    weights: Literal["stated", "int8"] = "stated"
-    """stated: in `dtype`. int8: weight-only quantization with a scale per row, on a CPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPUs if any are visible, else the CPU."""
 
 
 @config(kw_only=True)
-class ServeConfig:
+class ServeConfig(Numerics):
     """Serve a model over HTTP with OpenAI's API: completions and chat completions, streamed or not,
     to many clients at once. Needs an extra: pip install 'dolmen[serve]'.
 
@@ -266,12 +268,6 @@ class ServeConfig:
     """Seconds that a request may take, waiting included; then it ends with an error."""
     grace: NonNegative = 30.0
     """Seconds that open requests have to finish once the server stops."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Compute dtype. Default: that of config.json."""
-    weights: Literal["stated", "int8"] = "stated"
-    """stated: in `dtype`. int8: weight-only quantization with a scale per row, on a CPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes the GPUs if any are visible, else the CPU."""
     layout: Split = Split()
 
     def __post_init__(self):

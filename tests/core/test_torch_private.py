@@ -125,6 +125,20 @@ def _():
     torch.testing.assert_close(got, exact, atol=1e-2 * float(exact.abs().max()), rtol=0)
 
 
+@claim("compute.prepack_integers", "compute.multiply_integers", "compute.has_integer_product")
+def _():
+    """Small enough that a CPU without VNNI is exact too."""
+    assert private("compute.has_integer_product")()
+    x = torch.randint(100, 156, (5, 96), dtype=torch.uint8)
+    weight, scale = torch.randint(-60, 60, (64, 96), dtype=torch.int8), torch.rand(64)
+    laid_out, zeros = (
+        private("compute.prepack_integers")(weight),
+        torch.zeros(64, dtype=torch.int32),
+    )
+    got = private("compute.multiply_integers")(x, laid_out, scale, zeros, 128)
+    assert torch.equal(got, (x.int() - 128).float() @ weight.float().t() * scale)
+
+
 @claim("compute.softmax_backward")
 def _():
     x = torch.randn(3, 5, requires_grad=True)

@@ -127,6 +127,13 @@ def test_the_numbers_are_those_of_transformers(folder, window, stride):
     assert found.accuracy == right / tokens
 
 
+def test_int8_weights_are_multiplied(folder):
+    """Other numbers than exact weights have, and near; not those of tokens that are exact."""
+    exact, found = evaluated(folder), evaluated(folder, weights="int8")
+    assert 0 < abs(found.loss - exact.loss) < 0.02 * exact.loss
+    assert found.tokens == exact.tokens
+
+
 def test_what_a_token_sees_is_seen(folder):
     """Negative control of the test above: each way to read is another number, and some tokens are
     the likeliest.

@@ -65,10 +65,9 @@ def test_int8_is_the_nearest_of_each_row():
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_of_int8_is_that_of_what_it_rounds_to(rows, biased, dtype):
+    """Where integers are not multiplied: tests/parallel/test_integers.py has those."""
     x, weight, bias = (t.to(dtype) for t in factors(rows))
-    product = inference_linear.prepack(weight, "int8")
-    assert isinstance(product, inference_linear.Int8Rows)
-    got = product(x, bias if biased else None)
+    got = inference_linear.Int8Rows(weight)(x, bias if biased else None)
     q, scale = int8.quantise(weight)
     want = x.double() @ (q.double() * scale.double()[:, None]).t()
     want = want + bias.double() if biased else want
@@ -192,7 +191,9 @@ def logits_of(model, weights) -> torch.Tensor:
 
 
 def test_an_engine_with_int8_computes_with_rounded_weights(model):
-    """Their numbers in place of the model's give the same, but for bf16; and other than theirs."""
+    """Their numbers in place of the model's give the same, but for the 8 bits of the tokens; and
+    other than theirs.
+    """
     exact, got = logits_of(model, "stated"), logits_of(model, "int8")
     assert (got - exact).norm() > 0.01 * exact.norm()
     torch.testing.assert_close(logits_of(model, "stated"), exact, rtol=0, atol=0)
@@ -202,7 +203,8 @@ def test_an_engine_with_int8_computes_with_rounded_weights(model):
                 q, scale = int8.quantise(p)
                 p.copy_(q * scale[:, None])
     want = logits_of(model, "stated")
-    assert (got - want).norm() < 0.6 * (got - exact).norm()
+    # of two roundings of like size one is left: 1 / sqrt(2) of both
+    assert (got - want).norm() < 0.85 * (got - exact).norm()
 
 
 def resident(model) -> int:
@@ -211,8 +213,8 @@ def resident(model) -> int:
     for part in model.modules():
         if isinstance(part, ParameterModule) and part._freed is not None:
             product = part._freed[1].laid_out
-            assert isinstance(product, inference_linear.Int8Rows)
-            held += [product.weight, product.scale, product.ones]
+            assert isinstance(product, inference_linear.IntegerLinear)
+            held += [product.weight, product.scale, product.zeros]
     return sum(t.numel() * t.element_size() for t in held)
 
 
@@ -244,8 +246,8 @@ def test_of_a_model_that_is_int8_alone_the_weights_are_gone(model):
     matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and n != "embed.weight"}
     others = sum(p.numel() for n, p in model.named_parameters() if n not in matrices)
     rows = sum(p.shape[0] for p in matrices.values())
-    # a byte for each number, and of each row a scale in fp32 and a one in bf16
-    assert resident(opened) == 4 * others + sum(p.numel() for p in matrices.values()) + 6 * rows
+    # a byte for each number, and of each row a scale in fp32 and a zero point in int32
+    assert resident(opened) == 4 * others + sum(p.numel() for p in matrices.values()) + 8 * rows
     assert torch.equal(logits_of(opened, "int8"), logits_of(model, "int8"))
     found = [generated(one, weights="int8") for one in (opened, model)]
     assert found[0] == found[1]

@@ -8,7 +8,14 @@ import torch.nn.functional as F
 
 from dolmen.core.mesh import SINGLE
 from dolmen.parallel import inference_linear, tensor
-from dolmen.parallel.inference_linear import AdapterAssignment, Int8Rows, MultiLora, OneDnn, Pair
+from dolmen.parallel.inference_linear import (
+    AdapterAssignment,
+    Int8Rows,
+    IntegerLinear,
+    MultiLora,
+    OneDnn,
+    Pair,
+)
 from dolmen.parallel.tensor import Linear, TensorParallel
 
 TP = TensorParallel(SINGLE.tp)
@@ -41,7 +48,7 @@ def by_formula(product: torch.Tensor, bias: torch.Tensor, x: torch.Tensor) -> to
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("kind", [None, OneDnn, Int8Rows])
+@pytest.mark.parametrize("kind", [None, OneDnn, Int8Rows, IntegerLinear])
 def test_each_token_has_its_own(kind):
     """Beside a weight as it lies, laid out, and in eight bits, whose own rounding is left as is."""
     weight, bias, x = drawn(OUT, IN, seed=6), drawn(OUT, seed=7), drawn(sum(COUNTS), IN, seed=8)

@@ -56,6 +56,30 @@ int8_product = torch.ops.aten._weight_int8pack_mm
 """x W^T of bfloat16 x, with each row of W an int8 times its scale; of a CPU. 2.11 to 2.13."""
 
 
+def prepack_integers(weight: Tensor) -> Tensor:
+    """Return an int8 weight [out, in] packed as `multiply_integers` takes it. 2.11 to 2.13."""
+    return torch.ops.onednn.qlinear_prepack(weight, None)
+
+
+def multiply_integers(
+    x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor, zero_point: int
+) -> Tensor:
+    """Return (x - zero_point) W^T scale in fp32: x uint8 [tokens, in], W packed by
+    `prepack_integers`, `scale` fp32 [out], `zeros` int32 [out]. The sums are int32, and are rounded
+    to fp32 before the scale. s8 in place of u8 takes a slow loop. What torch.compile makes of
+    quantized models, and eager torch nowhere else. 2.11 to 2.13.
+    """
+    return torch.ops.onednn.qlinear_pointwise.default(
+        x, 1.0, zero_point, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+
+
+def has_integer_product() -> bool:
+    """Return True if torch has the operators of `multiply_integers`. 2.11 to 2.13."""
+    own = torch.ops.onednn
+    return can_prepack() and hasattr(own, "qlinear_pointwise") and hasattr(own, "qlinear_prepack")
+
+
 def prepack_weight(weight: Tensor, rows: int) -> Tensor:
     """Return a weight [out, in] packed as oneDNN multiplies it with about `rows` rows: what
     torch.compile does with frozen weights, and eager torch nowhere. 2.11 to 2.13.
