@@ -4,6 +4,7 @@ On a machine that others use, CPU time of one thread says more than the clock.
 
     python benchmarks/generate.py                              all sizes, as many threads as cores
     python benchmarks/generate.py --sizes 20M --threads 1      one size, one thread
+    python benchmarks/generate.py --products                   products of a weight, in us of CPU
 
     batch 1, 16   prompts of 32 tokens, 64 new ones
     256 rows      prompts of 1 to 256 tokens, 4 to 128 new ones, drawn by a seed: dolmen takes them
@@ -36,6 +37,8 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
 
 from dolmen.conversion.source import open_source
 from dolmen.model.decoder import Decoder
+from dolmen.ops import int8
+from dolmen.parallel.inference_linear import Int8Rows, IntegerLinear, LaidOut, OneDnn
 from dolmen.serving.engine import Engine, load_decoder
 from dolmen.serving.request import Request, SamplingParams
 
@@ -224,6 +227,49 @@ def measure(size: str, folder: Path, options: argparse.Namespace) -> None:
             compare(case, sides, weights, options.rounds)
 
 
+PRODUCTS = {"100M": (768, 2048), "500M": (1280, 3584)}
+"""Hidden and intermediate size of models of these sizes."""
+
+
+def products(rounds: int) -> None:
+    """Print the CPU microseconds of a product with a weight [out, in], by each kind of prepacked
+    weight, and by `quantized::linear_dynamic`, whose one scale for all rows gives other bits.
+    """
+    chance = torch.Generator().manual_seed(0)
+    print(
+        f"{'in':>6} {'out':>6} {'rows':>5} {'fp32':>8} {'int8 x bf16':>12} {'int8 x u8':>10}",
+        end="",
+    )
+    print(f" {'dynamic':>8}")
+    for hidden, wide in PRODUCTS.values():
+        for inputs, outputs in ((hidden, hidden), (hidden, wide), (wide, hidden)):
+            weight = torch.randn(outputs, inputs, generator=chance)
+            kinds = [OneDnn(weight), Int8Rows(weight), IntegerLinear(weight), dynamic(weight)]
+            for rows in (1, 4, 16):
+                x = torch.randn(rows, inputs, generator=chance)
+                times: list[list[float]] = [[] for _ in kinds]
+                for _ in range(rounds):  # kinds take turns
+                    for own, kind in zip(times, kinds, strict=True):
+                        own.append(
+                            timed(lambda kind=kind, x=x: [kind(x, None) for _ in range(50)])[1]
+                        )
+                us = [statistics.median(own) / 50 * 1e6 for own in times]
+                print(
+                    f"{inputs:6} {outputs:6} {rows:5} {us[0]:8.0f} {us[1]:12.0f} {us[2]:10.0f} "
+                    f"{us[3]:8.0f}",
+                    flush=True,
+                )
+
+
+def dynamic(weight: torch.Tensor) -> LaidOut:
+    """torch's quantized product with scales per output."""
+    payload, scale = int8.quantise(weight)
+    zeros = torch.zeros(len(weight), dtype=torch.int64)
+    whole = torch._make_per_channel_quantized_tensor(payload, scale.double(), zeros, 0)
+    packed = torch.ops.quantized.linear_prepack(whole, None)
+    return lambda x, bias: torch.ops.quantized.linear_dynamic(x, packed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -232,11 +278,15 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", help="default: all")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--products", action="store_true", help="products of a weight alone")
     parser.add_argument("--compiled", action="store_true", help="transformers compiled, too")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.threads} thread(s), {options.rounds} rounds")
+    if options.products:
+        with torch.no_grad():
+            return products(options.rounds)
     for size in options.sizes:
         with tempfile.TemporaryDirectory() as folder:
             measure(size, Path(folder), options)

@@ -70,7 +70,7 @@ class GenerationOptions(TypedDict, total=False):
     that was sampled from.
     """
     weights: Literal["stated", "int8"]
-    """int8: weight-only quantization of matrices, with a scale per row."""
+    """int8: matrix products in 8 bits (W8A8), with a scale per output row and per token."""
 
 
 def build_generate_config(

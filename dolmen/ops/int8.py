@@ -29,7 +29,7 @@ from torch import Tensor
 
 LARGEST = 127
 ZERO_POINT = 128
-"""What stands for 0 in u8."""
+"""The u8 value that represents 0."""
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal number of fp32, so that what is divided by it is finite."""
 

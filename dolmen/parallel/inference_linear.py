@@ -89,6 +89,11 @@ class OneDnn:
         return compute.prepacked_linear(x, self.weight, bias)[:rows]
 
 
+def _add_bias(y: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return y + b in `dtype`; overwrites y."""
+    return (y if bias is None else y.add_(bias)).to(dtype)
+
+
 class IntegerLinear:
     """Product of integers with a weight rounded to int8, one fp32 scale per output; each token is
     rounded to u8 by a scale of its own.
@@ -107,7 +112,7 @@ class IntegerLinear:
         whole = int8.quantise_tokens(x, scale)
         y = compute.multiply_integers(whole, self.weight, self.scale, self.zeros, int8.ZERO_POINT)
         y = y.mul_(scale)
-        return (y if bias is None else y.add_(bias)).to(x.dtype)
+        return _add_bias(y, bias, x.dtype)
 
 
 class SplitIntegerLinear:
@@ -149,7 +154,7 @@ class SplitIntegerLinear:
         ]
         return sums[0] if self.fits_float else reduce(add, (one.int() for one in sums))
 
-    def scaled(
+    def apply_scales(
         self, sums: Shaped[Tensor, "here out"], scale: Float[Tensor, "here 1"]
     ) -> Float[Tensor, "here out"]:
         """Return sums of all ranks times the scales, in fp32, in the order of `IntegerLinear`."""
@@ -160,8 +165,8 @@ class SplitIntegerLinear:
     ) -> Float[Tensor, "tokens out"]:
         """Return this rank's partial sum of x W^T, plus b, in x's dtype. Collective."""
         scale = self.token_scales(x)
-        y = self.scaled(self.sums(x, scale), scale)
-        return (y if bias is None else y.add_(bias)).to(x.dtype)
+        y = self.apply_scales(self.sums(x, scale), scale)
+        return _add_bias(y, bias, x.dtype)
 
 
 class Int8Rows:
@@ -181,7 +186,7 @@ class Int8Rows:
         """Return x W^T + b in x's dtype."""
         x_whole = F.pad(x.bfloat16(), (0, self.padding)) if self.padding else x.bfloat16()
         y = compute.int8_product(x_whole, self.weight, self.ones).float() * self.scale
-        return (y if bias is None else y + bias).to(x.dtype)
+        return _add_bias(y, bias, x.dtype)
 
 
 def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> LaidOut | None:

@@ -567,7 +567,8 @@ def rows(
     if any(isinstance(one.laid_out, SplitIntegerLinear) for one in linears):
         y = reduce(add, [_integer_rows(x, one, tp) for x, one in pairs])
     else:
-        y = tp.leave(reduce(add, [part_of_rows(x, one, tp) for x, one in pairs]))
+        parts = [part_of_rows(x, one, tp) for x, one in pairs]
+        y = tp.leave(reduce(add, parts))
     for one in linears:
         y = y if one.bias is None else y + one.bias
     return y
@@ -581,7 +582,7 @@ def _integer_rows(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
     assert isinstance(product, SplitIntegerLinear)
     scale = product.token_scales(x)
     sums = tp.leave(product.sums(x, scale))
-    y = product.scaled(sums, local_tokens(scale, tp)).to(x.dtype)
+    y = product.apply_scales(sums, local_tokens(scale, tp)).to(x.dtype)
     if one.several is None:
         return y
     return y + tp.leave(one.several.add_to(x.new_zeros(len(x), y.shape[1]), x))

@@ -30,13 +30,13 @@ class GenerateLayout:
 
 @config(kw_only=True)
 class Numerics:
-    """Where a model computes, and in which numbers, for the verbs that do not train it."""
+    """Numbers and device of a forward, for the verbs that do not train the model."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Compute dtype. Default: that of config.json."""
     weights: Literal["stated", "int8"] = "stated"
-    """stated: in `dtype`. int8: matrices in int8 with a scale per output, and tokens in 8 bits with
-    a scale each where they are multiplied; on a CPU.
+    """stated: in `dtype`. int8: products of 8-bit integers, on a CPU: weights with a scale per row,
+    activations with a scale per token (W8A8).
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""

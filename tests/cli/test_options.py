@@ -195,19 +195,19 @@ OTHERS = {
         "optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.clip"
     ),
     "generate": (
-        f"help {SAMPLING} prompt input output adapters adapter stop num-samples best reward "
-        "logprobs max-input-tokens max-row-bytes resume no-resume skip-bad no-skip-bad "
-        "max-batch-tokens seed dtype weights device layout.tp layout.pp layout.dp"
+        f"help {SAMPLING} dtype weights device prompt input output adapters adapter stop "
+        "num-samples best reward logprobs max-input-tokens max-row-bytes resume no-resume skip-bad "
+        "no-skip-bad max-batch-tokens seed layout.tp layout.pp layout.dp"
     ),
-    "chat": f"help {SAMPLING} system stop seed dtype weights device",
+    "chat": f"help {SAMPLING} dtype weights device system stop seed",
     "serve": (
-        "help host port key key-file name adapters max-length max-rows max-waiting "
-        "max-batch-tokens max-cache-tokens max-body-bytes max-connections max-head-bytes head-time "
-        "time-limit grace dtype weights device layout.tp"
+        "help dtype weights device host port key key-file name adapters max-length max-rows "
+        "max-waiting max-batch-tokens max-cache-tokens max-body-bytes max-connections "
+        "max-head-bytes head-time time-limit grace layout.tp"
     ),
     "evaluate": (
-        "help tasks num-fewshot limit apply-chat-template no-apply-chat-template tasks-path window "
-        "stride json dtype device data.path data.tokenizer data.end-of-text "
+        "help tasks num-fewshot limit apply-chat-template no-apply-chat-template tasks-path dtype "
+        "weights device window stride json data.path data.tokenizer data.end-of-text "
         "data.text-field data.cache data.workers layout.tp layout.cp layout.pp layout.dp layout.ep"
     ),
     "tokenize": (
