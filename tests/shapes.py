@@ -4,10 +4,12 @@ Whatever imports dolmen after it is checked, so conftest.py imports it first, an
 that ranks are forked from (spawning.py). Processes that dolmen starts itself are a user's.
 """
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import cache, wraps
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from itertools import chain, repeat
 from types import FunctionType, ModuleType
 from typing import Any, get_args
 
@@ -62,67 +64,77 @@ def shapes(hint: Any) -> list[str]:
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compared; as it is where torch.compile traces it, whose tensors are others.
 
-    A comparison takes 0.2 ms, and a step calls with the same shapes again and again: what has been
-    compared is known by its `form`, which takes 5 us.
+    A comparison takes 0.2 ms, and a step calls with the same shapes again and again: calls whose
+    arguments and result have been compared are known by what decides the comparison, which takes
+    2 us.
     """
-    strict = jaxtyped(function, typechecker=TYPES)
-    given_back: list[Any] = []
+    computed: list[Any] = []  # a result that is to be compared and not computed again
 
     @wraps(function)
-    def give_back(*args: Any, **kwargs: Any) -> Any:
-        return given_back.pop()
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        return computed.pop() if computed else function(*args, **kwargs)
 
-    compare = jaxtyped(give_back, typechecker=TYPES)
+    compare = jaxtyped(compute, typechecker=TYPES)
     known: set[Any] = set()
-    hints = function.__annotations__.values()
+    parameters = inspect.signature(function).parameters.values()
+    hints = function.__annotations__
     # a shape may name an argument: "{batch} {number}"
-    numbers = any("{" in shape for hint in hints for shape in shapes(hint))
+    numbers = any("{" in shape for hint in hints.values() for shape in shapes(hint))
+    by_name = {
+        name: number if numbers else form if shapes(hint) else type for name, hint in hints.items()
+    }
+    by_place = [by_name.get(p.name, type) for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    rest = [by_name.get(p.name, type) for p in parameters if p.kind is p.VAR_POSITIONAL]
+    of_result = by_name.get("return", type)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        taken = form(args, numbers), form(tuple(kwargs.items()), numbers) if kwargs else ()
+        ways = chain(by_place, repeat(*rest)) if rest else by_place
+        taken: Any = tuple([way(value) for way, value in zip(ways, args, strict=False)])
+        if kwargs:
+            taken = taken, tuple([(n, by_name.get(n, type)(value)) for n, value in kwargs.items()])
         if taken not in known:
-            result = strict(*args, **kwargs)
-            known.update((taken, (taken, form(result, numbers))))
+            result = compare(*args, **kwargs)
+            known.update((taken, (taken, of_result(result))))
             return result
         result = function(*args, **kwargs)
-        if (both := (taken, form(result, numbers))) not in known:
-            given_back.append(result)
-            compare(*args, **kwargs)
+        if (both := (taken, of_result(result))) not in known:
+            computed.append(result)
+            try:
+                compare(*args, **kwargs)
+            finally:
+                computed.clear()
             known.add(both)
         return result
 
     return call
 
 
-def form(value: Any, numbers: bool) -> Any:
-    """What shapes and types are decided by: equal where a comparison would say the same. `numbers`:
-    shapes name whole numbers that are given; else a number is as good as any other of its type.
+def form(value: Any) -> Any:
+    """Return what decides the comparison of a value whose hint names shapes: equal where it says
+    the same.
     """
     kind = type(value)
-    by = decided_by(kind)
-    if by == "shape":
-        return kind, value.dtype, value.shape
-    if by == "type" or kind is int and not numbers:
-        return kind
-    if by == "items":
-        return kind, *[form(one, numbers) for one in value]
+    if is_tensor(kind):
+        return value.dtype, value.shape
+    return (kind, *map(form, value)) if issubclass(kind, (tuple, list)) else kind
+
+
+def number(value: Any) -> Any:
+    """`form`, and the value itself where a shape can name it: a number, or what has numbers."""
+    if is_tensor(type(value)):
+        return value.dtype, value.shape
     try:
-        return kind, hash(value)
+        return type(value), hash(value)
     except TypeError:
-        return kind
+        return type(value)
 
 
 @cache
-def decided_by(kind: type) -> str:
-    """What the form of a value of this type depends on: "shape", "type", "items" or "value"."""
-    if issubclass(kind, (Tensor, np.ndarray)):
-        return "shape"
-    if issubclass(kind, (tuple, list)):
-        return "items"
-    return "type" if kind is float or kind.__hash__ is object.__hash__ else "value"
+def is_tensor(kind: type) -> bool:
+    return issubclass(kind, (Tensor, np.ndarray))
 
 
 sys.meta_path.insert(0, Finder)

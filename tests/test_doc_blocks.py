@@ -269,7 +269,7 @@ def test_get_started_runs(material, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({block.page for block in RUN}), ids=lambda page: page.name)
-def test_python_of_a_page_runs(page, material, tmp_path, monkeypatch):
+def test_python_of_a_page_runs(page, material, tmp_path, monkeypatch, forked_ranks):
     """In order, in one folder; a program that starts a process group under torchrun."""
     monkeypatch.chdir(tmp_path)
     for name in ("model", "path/to/model"):

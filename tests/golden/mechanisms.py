@@ -300,10 +300,9 @@ ROWS = [
         CONFIGS["gemma2"],
         "gemma2, documents",
         "cp4 |\ncp2 tp2 sp gather",
-        steps=2,
         documents=True,
     ),
-    *rows(DROPPED["gemma2"], "gemma2, dropout", "dp2 tp2 sp zero3 acc4 |\ncp2 full", steps=2),
+    *rows(DROPPED["gemma2"], "gemma2, dropout", "dp2 tp2 sp zero3 acc4 |\ncp2 full"),
     *rows(
         CONFIGS["falcon-rw"],
         "falcon-rw",
@@ -341,9 +340,8 @@ ROWS = [
         tp4 selective           |
         cp2 tp2 sp gather       |
         """,
-        steps=2,
     ),
-    *rows(CONFIGS["cohere"], "cohere", "tp4 sp zero1\ndp2 tp2 sp zero3 acc4 |", steps=2),
+    *rows(CONFIGS["cohere"], "cohere", "tp4 sp zero1\ndp2 tp2 sp zero3 acc4 |"),
     *rows(
         CONFIGS["baichuan2"],
         "baichuan2",
@@ -352,14 +350,11 @@ ROWS = [
         pp2 acc4 zero1          |
         cp2 tp2 sp              |
         """,
-        steps=2,
     ),
-    *rows(CONFIGS["phi"], "phi", "pp2 dp2 zero1 acc4\ntp4 sp zero1 |", steps=2),
-    *rows(
-        CONFIGS["bloom"], "bloom, documents", "cp4 |\ncp2 tp2 sp gather", steps=2, documents=True
-    ),
-    *rows(DROPPED["bloom"], "bloom, dropout", "dp2 tp2 sp zero3 acc4\ncp4 |", steps=2),
-    *rows(DROPPED["falcon-7b"], "falcon-7b, dropout", "dp2 tp2 sp zero3 acc4 |\ncp2 full", steps=2),
+    *rows(CONFIGS["phi"], "phi", "pp2 dp2 zero1 acc4\ntp4 sp zero1 |"),
+    *rows(CONFIGS["bloom"], "bloom, documents", "cp4 |\ncp2 tp2 sp gather", documents=True),
+    *rows(DROPPED["bloom"], "bloom, dropout", "dp2 tp2 sp zero3 acc4\ncp4 |"),
+    *rows(DROPPED["falcon-7b"], "falcon-7b, dropout", "dp2 tp2 sp zero3 acc4 |\ncp2 full"),
     *rows(
         CONFIGS["opt-350m"],
         "opt-350m",
@@ -374,7 +369,7 @@ ROWS = [
         pp2 dp2 tp2 sp acc4 zero3      |
         """,
     ),
-    *rows(DROPPED["opt-350m"], "opt-350m, dropout", "dp2 tp2 sp zero3 acc4 |", steps=2),
+    *rows(DROPPED["opt-350m"], "opt-350m, dropout", "dp2 tp2 sp zero3 acc4 |"),
     *rows(
         CONFIGS["deepseek-v3"],
         "deepseek-v3",
@@ -443,7 +438,6 @@ ROWS = [
         tp2 acc4 zero-bubble           |
         cp2 tp2 ep2                    |
         """,
-        steps=2,
     ),
     *rows(BALANCED, "deepseek-v3, bias", "dp2 tp2 sp ep2 zero2"),
     # one key-value head, whole on every rank of tp; of pp 4 the first stage has no layer
@@ -540,9 +534,8 @@ ROWS = [
         tp4                     |
         pp2 acc4 zero-bubble    |
         """,
-        steps=2,
     ),
-    *rows(DROPPED["sinks"], "sinks, dropout", "dp2 tp2 zero2", steps=2),
+    *rows(DROPPED["sinks"], "sinks, dropout", "dp2 tp2 zero2"),
     *rows(
         CONFIGS["prefix"],
         "prefix",
@@ -553,14 +546,12 @@ ROWS = [
         dp2 tp2 sp zero3 full  |
         cp4 gather selective   |
         """,
-        steps=2,
         prefixes=True,
     ),
     *rows(
         CONFIGS["prefix"],
         "prefix, documents",
         "cp4\ncp2 dp2 gather zero2 |",
-        steps=2,
         documents=True,
         prefixes=True,
     ),
@@ -574,7 +565,6 @@ ROWS = [
         cp2 tp2 sp gather      |
         dp2 tp2 sp zero3 full  |
         """,
-        steps=2,
         documents=True,
         prefixes=True,
         streams=2,
@@ -587,7 +577,6 @@ ROWS = [
         pp2 tp2 sp acc4 zero1       |
         dp2 tp2 sp zero3 full       |
         """,
-        steps=2,
         documents=True,
         prefixes=True,
         streams=2,
@@ -599,7 +588,6 @@ ROWS = [
         cp2 pp2 acc4 zero1
         dp2 tp2 sp zero3 full  |
         """,
-        steps=2,
         documents=True,
         prefixes=True,
         streams=2,
@@ -608,7 +596,6 @@ ROWS = [
         FAMILIES["gpt2"],
         "gpt2, positions of documents",
         "dp2 tp2 sp zero3\ncp2 pp2 acc4 zero1 |",
-        steps=2,
         documents=True,
         streams=1,
     ),

@@ -4,6 +4,7 @@ momentum.
 """
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import objectives
@@ -18,6 +19,7 @@ from table import FAMILIES, NEXT_TOKEN, OPTIMIZER, ROWS, SINGLE, STEPS, Layout, 
 from dolmen.checkpoint.reader import open_checkpoint
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core import state
+from dolmen.core.mesh import Mesh
 from dolmen.model.spec import ScalarHeadSpec
 from dolmen.model.training import Training
 from dolmen.objectives.reward import PairwiseRewardLoss
@@ -49,6 +51,7 @@ SHORT = {
     for a, b in zip(layouts, layouts[1:] + layouts[:1], strict=True)
     if family != "qwen3-moe muon" or b == "dp2 tp2 ep2 zero3"
 }
+Case = tuple[str, str, str]  # family, the layout that saves, the layout that loads
 CASES = [(family, a, b) for family, all_ in LAYOUTS.items() for a in all_ for b in all_]
 
 
@@ -75,7 +78,8 @@ def config_of(family: str) -> tuple[Flat | Tiny, OptimizerConfig]:
     return config, replace(OPTIMIZER, name="muon" if word == "muon" else "adamw")
 
 
-def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
+def start(family: str, words: str, seed: int) -> tuple[TrainState, Mesh]:
+    """Return a run before its first step, with moments of zero, and its mesh."""
     layout = Layout() if words == "one" else Layout.of(words)
     mesh = SINGLE if words == "one" else layout.mesh(torch.device("cpu"))
     schedule = layout.make_schedule(ROWS, ROWS // mesh.dp.size // layout.accumulation)
@@ -85,52 +89,63 @@ def made(family: str, words: str, seed: int, steps: int = 0) -> TrainState:
     optimizer = optim.make_optimizer(model, settings, mesh)
     optim.prime(optimizer)
     rewards = model.spec.head == ScalarHeadSpec()
-    objective, given = (
-        (PairwiseRewardLoss(), objectives.batches) if rewards else (NEXT_TOKEN, batches)
-    )
+    objective = PairwiseRewardLoss() if rewards else NEXT_TOKEN
     train = TrainState(
         model, optimizer, settings, STEPS, layout.zero, schedule, objective=objective
     )
-    for batch in given(mesh)[:steps]:
-        optimizer_step(train, batch, mesh)
     return train, mesh
 
 
-def everywhere(family: str) -> set[str]:
-    return made(family, "one", 0)[0].names()
+@cache
+def tensor_names(family: str) -> set[str]:
+    """Return the names of all tensors of a checkpoint of the family."""
+    return start(family, "one", 0)[0].names()
 
 
-def save(folder: Path, family: str, words: str) -> None:
-    """What two steps on a layout made."""
-    train, mesh = made(family, words, 0, steps=2)
-    tensors = train.tensors()
-    Checkpoints(folder / family / words, mesh, 0).save(2, tensors, {}, wait=True)
+def save(folder: Path, family: str, words: str) -> tuple[TrainState, Mesh]:
+    """Save a checkpoint after two steps on a layout; return the run that made them."""
+    train, mesh = start(family, words, 0)
+    batches_of = batches if train.objective == NEXT_TOKEN else objectives.batches
+    for batch in batches_of(mesh)[:2]:
+        optimizer_step(train, batch, mesh)
+    Checkpoints(folder / family / words, mesh, 0).save(2, train.tensors(), {}, wait=True)
+    return train, mesh
 
 
-def in_world(folder: Path, cases: list[tuple]) -> dict[tuple[str, str, str], list[str]]:
-    """{case: names of tensors that differ on some rank}."""
-    for family, saved in sorted({case[:2] for case in cases if case[1] != "one"}):
-        save(folder, family, saved)
-    return {case: different(folder, *case) for case in cases if case[2] != "one"}
-
-
-def different(folder: Path, family: str, a: str, b: str) -> list[str]:
-    """What was saved at `a`, loaded at `b`: names of tensors that differ on some rank, or that none
-    has.
+def run_cases(folder: Path, cases: list[Case]) -> dict[Case, list[str]]:
+    """Run the cases that load on the joined world, each layout built once for what it saves and
+    what it loads. Returns {case: names of tensors that differ on some rank}.
     """
-    train, mesh = made(family, b, 9)
+    runs = {run: save(folder, *run) for run in sorted({c[:2] for c in cases if c[1] != "one"})}
+    results = {}
+    for case in cases:
+        family, _, target = case
+        if target != "one":
+            run = family, target
+            runs[run] = runs.get(run) or start(*run, 9)
+            results[case] = differing_tensors(folder, case, *runs[run])
+    return results
+
+
+def differing_tensors(folder: Path, case: Case, train: TrainState, mesh: Mesh) -> list[str]:
+    """Load the checkpoint of `case` into the run of its second layout; return the names of tensors
+    that differ on some rank, or that none has.
+    """
+    family, source, _ = case
     tensors = train.tensors()
-    saved = open_checkpoint(folder / family / a / "step-00000002")
-    Checkpoints(folder / family / a, mesh, 0).load(2, tensors, everywhere(family))
+    for tensor in tensors.values():  # what is not loaded is not what was saved
+        state.local_view(tensor).fill_(-7)
+    saved = open_checkpoint(folder / family / source / "step-00000002")
+    Checkpoints(folder / family / source, mesh, 0).load(2, tensors, tensor_names(family))
     wrong = [
         n
         for n, t in tensors.items()
         if not torch.equal(state.local_view(t), saved.read(n)[state.region(t)])
     ]
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (wrong, set(tensors)))
-    found = set.union(*(n for _, n in everyone))
-    return sorted({n for w, _ in everyone for n in w} | (everywhere(family) - found))
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (wrong, set(tensors)))
+    found = set.union(*(names for _, names in of_ranks))
+    return sorted({n for names, _ in of_ranks for n in names} | (tensor_names(family) - found))
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +162,7 @@ def results(request, folder) -> dict:
     cases = [item.callspec.params["case"] for item in items]
     for family in {case[0] for case in cases}:
         save(folder, family, "one")
-    return run_spawned(4, in_world, folder, cases)
+    return run_spawned(4, run_cases, folder, cases)
 
 
 @pytest.mark.parametrize("case", parameters(to_one=False))
@@ -158,7 +173,7 @@ def test_loaded_bitwise(results, case):
 @pytest.mark.parametrize("case", parameters(to_one=True))
 def test_loaded_in_one_process(results, folder, case):
     family, saved, _ = case
-    train, mesh = made(family, "one", 9)
+    train, mesh = start(family, "one", 9)
     tensors = train.tensors()
     stream = open_checkpoint(folder / family / saved / "step-00000002")
     Checkpoints(folder / family / saved, mesh, 0).load(2, tensors)

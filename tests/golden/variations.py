@@ -20,13 +20,17 @@ EXPERTS = FAMILIES["qwen3-moe"]
 OTHER_SEED = 7
 
 
-def rows(config: Flat | Tiny, name: str, layouts: str, **options) -> list[Row]:
-    """A row per line; a bar at its end makes it one of the full tier."""
-    made = []
-    for line in filter(None, map(str.strip, layouts.splitlines())):
-        words, full, _ = line.partition("|")
-        made.append(table.make_row(name, Layout.of(words), config, full=bool(full), **options))
-    return made
+def rows(config: Flat | Tiny, name: str, layouts: str, steps: int = 2, **options) -> list[Row]:
+    """Return a row per line; a bar at its end makes it one of the full tier.
+
+    Two steps show gradients before and after an update. The third, after an update with moments
+    of two steps, is the optimizer's: the rows of LAYOUTS have it for all families.
+    """
+    lines = [line.partition("|") for line in map(str.strip, layouts.splitlines()) if line]
+    return [
+        table.make_row(name, Layout.of(words), config, full=bool(full), steps=steps, **options)
+        for words, full, _ in lines
+    ]
 
 
 DROPPING = rows(
@@ -49,8 +53,9 @@ NEW_ROWS = rows(
     dp2 tp2 sp zero3
     dp4 zero1        |
     """,
+    steps=3,
     new_rows=NewRows(50, 2),
-) + rows(FAMILIES["gpt2"], "gpt2", "pp2 acc4", new_rows=NewRows(50, 2))
+) + rows(FAMILIES["gpt2"], "gpt2", "pp2 acc4", steps=3, new_rows=NewRows(50, 2))
 PACKED = rows(
     FAMILIES["llama"],
     "llama",
@@ -58,7 +63,6 @@ PACKED = rows(
     cp4
     cp2 pp2 acc4 zero1 full |
     """,
-    steps=2,
     documents=True,
 ) + rows(
     FAMILIES["gpt2"],
@@ -67,7 +71,6 @@ PACKED = rows(
     cp2 tp2 sp gather
     dp2 tp2 zero2           |
     """,
-    steps=2,
     documents=True,
 )
 WINDOWED = rows(
@@ -83,10 +86,9 @@ WINDOWED = rows(
     cp2 pp2 acc4 zero1
     cp2 tp2 sp full     |
     """,
-    steps=2,
-) + rows(WINDOW, "window, documents", "cp4\ncp2 dp2 gather zero2 |", steps=2, documents=True)
-SEEDED = rows(DROPOUT, "gpt2", "dp2 tp2 sp zero3 acc4 |", steps=2, seed=OTHER_SEED) + rows(
-    replace(EXPERTS, dropout=0.2), "experts", "pp2 dp2 ep2 acc4 zero1", steps=2, seed=OTHER_SEED
+) + rows(WINDOW, "window, documents", "cp4\ncp2 dp2 gather zero2 |", documents=True)
+SEEDED = rows(DROPOUT, "gpt2", "dp2 tp2 sp zero3 acc4 |", seed=OTHER_SEED) + rows(
+    replace(EXPERTS, dropout=0.2), "experts", "pp2 dp2 ep2 acc4 zero1", seed=OTHER_SEED
 )
 
 
