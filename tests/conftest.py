@@ -14,6 +14,7 @@ import pytest
 import shapes  # noqa: F401  # before anything of dolmen
 import torch
 import workers
+from hypothesis import settings
 from spawning import Row, launch_forked, run_rows, run_spawned
 
 torch.set_num_threads(1)  # tiny models: a second thread waits more than it works
@@ -29,6 +30,10 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "spawn: starts processes (read from its code: needs.py)")
     config.addinivalue_line("markers", "command: calls dolmen as its user does (needs.py)")
     config.addinivalue_line("markers", "slow: over 2 s with all its cases; not in `make check`")
+    examples = 1000 if config.getoption("--full") else 200
+    profile = settings(max_examples=examples, deadline=None, database=None, derandomize=True)
+    settings.register_profile("tier", profile)
+    settings.load_profile("tier")
     config.pluginmanager.register(needs.Guard())
     config.pluginmanager.register(cpu_time.CpuTime(config))
 

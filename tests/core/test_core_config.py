@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
@@ -240,7 +240,6 @@ def _values(hint: Any) -> st.SearchStrategy:
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None, database=None, derandomize=True)
 @given(st.sampled_from(FIELDS).flatmap(lambda f: st.tuples(st.just(f), _values(f[2]))))
 def test_what_is_accepted_is_read_back_equal(tmp_path_factory, drawn):
     """Any option, any value: refused, or the same again from the run's own config.yaml."""
@@ -259,7 +258,6 @@ PLAIN = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None, database=None, derandomize=True)
 @given(st.sampled_from(CONFIG_FIELDS), PLAIN)
 def test_a_model_that_is_accepted_is_read_back_equal(tmp_path_factory, drawn, value):
     """Any field of its config.json, any value: refused, or the same again from config.yaml."""

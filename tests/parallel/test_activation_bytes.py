@@ -131,9 +131,9 @@ NUMBER = 8  # bytes of a layer's number, which its dropout takes as an int64 ten
 
 def per_layer(config: Flat | Tiny, layout: Layout, **options) -> int:
     """Bytes of one layer more, but for its number, where that is kept to be computed again."""
-    three, two = (kept(of_layers(config, n), layout, **options) for n in (3, 2))
+    two, one = (kept(of_layers(config, n), layout, **options) for n in (2, 1))
     numbered = config.training.dropout and layout.recompute != "none"
-    return three - two - (NUMBER if numbered else 0)
+    return two - one - (NUMBER if numbered else 0)
 
 
 def closed(
