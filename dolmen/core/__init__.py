@@ -5,7 +5,8 @@ Mesh and communication
     topology.py      which rank is in which group: the only rank arithmetic
     mesh.py          `Mesh`: named axes (pp, dp, cp, tp, fsdp, ep, edp) with their process groups
     collectives.py   the five typed collectives with their backwards
-    transfers.py     point-to-point and raw collectives under them, and sums in a fixed order
+    transfers.py     point-to-point and raw collectives under them
+    reduction.py     sums by a tree, whose bits do not depend on who adds which part
     consensus.py     checks that all ranks are about to do the same
 State and compute
     state.py         the bridge between DTensors at rest and local tensors

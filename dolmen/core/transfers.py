@@ -10,14 +10,11 @@ Sums of several ranks are added in one of two orders (`Axis.reduction`):
 
     fast     the backend adds on the way, in the order of its rings and trees, which follows the
              number of nodes, the message size and the version of NCCL or gloo
-    fixed    ranks exchange parts and each adds up its own, neighbours first:
+    fixed    ranks exchange parts and each adds up its own by a tree (core/reduction.py)
 
-                 ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)        of 7 ranks
-
-The tree over four ranks with one part each equals that over two ranks that have each added two
-parts before. Over n ranks a fixed sum sends as many bytes per rank as a ring would, 2 (n - 1) / n
-of the tensor, and (n - 1) / n to scatter it; but straight to the rank that adds, so of a node with
-g ranks up to g times as many bytes leave it.
+Over n ranks a fixed sum sends as many bytes per rank as a ring would, 2 (n - 1) / n of the tensor,
+and (n - 1) / n to scatter it; but straight to the rank that adds, so of a node with g ranks up to g
+times as many bytes leave it.
 """
 
 from contextlib import nullcontext
@@ -31,6 +28,7 @@ from torch import Tensor
 
 from dolmen.core import profiling
 from dolmen.core.mesh import Axis
+from dolmen.core.reduction import tree_sum
 from dolmen.core.torch_private import processes
 
 
@@ -132,19 +130,6 @@ def finish_reduce_scatter(
     # arrived: each rank's part of this rank's rows, one after the other
     parts = x.view(axis.size, x.shape[0] // axis.size, *x.shape[1:])
     return tree_sum(parts) if axis.reduction == "fixed" else parts.sum(0)
-
-
-def tree_sum(parts: Shaped[Tensor, " n *shape"]) -> Shaped[Tensor, "*shape"]:
-    """Return parts[0] + parts[1] + ..., neighbours first; of an odd number the last waits for the
-    next round. Half precision is added in fp32 and rounded once.
-    """
-    # bf16 sums of 8 ranks would otherwise be rounded three times
-    half = parts.dtype in (torch.bfloat16, torch.float16)
-    sums = parts.float() if half else parts
-    while len(sums) > 1:
-        even = len(sums) // 2 * 2
-        sums = torch.cat([sums[0:even:2] + sums[1:even:2], sums[even:]])
-    return sums[0].to(parts.dtype)
 
 
 def start_send(x: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.torch_private import compute
+from dolmen.ops.invariant import sum_tokens
 from dolmen.ops.kernels import Kernels
 
 
@@ -28,10 +29,12 @@ def rms_norm(
     eps: float,
     kind: Literal["passes", "fused"] = Kernels().norm,
     zero_centred: bool = False,
+    leaf: int | None = None,
 ) -> Float[Tensor, "*rows size"]:
     """Return RMSNorm of each row, in any float dtype; statistics in fp32 (fp64 for fp64 input).
     `kind`: which kernel, see ops/kernels.py. `zero_centred`: the weight is stored less 1, and as in
-    Gemma 1 + weight and its product are fp32, cast after: 1 + 0.003 is no number of bf16.
+    Gemma 1 + weight and its product are fp32, cast after: 1 + 0.003 is no number of bf16. `leaf`:
+    add the weight's gradient by a tree over leaves of so many rows (ops/invariant.py).
     """
     if torch.compiler.is_compiling():
         # the compiler chooses what to keep: a block's forward is 4 % faster
@@ -42,7 +45,7 @@ def rms_norm(
     # torch's kernel takes one dtype
     if kind == "fused" and x.dtype == weight.dtype and not zero_centred:
         return _FusedRMSNorm.apply(x, weight, eps)
-    return _RMSNorm.apply(x, weight, eps, zero_centred)
+    return _RMSNorm.apply(x, weight, eps, zero_centred, leaf)
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
@@ -66,33 +69,46 @@ class _RMSNorm(TypedFunction):
 
     @staticmethod
     def forward(
-        ctx: Context[bool], x: Tensor, weight: Tensor, eps: float, zero_centred: bool
+        ctx: Context[tuple[bool, int | None]],
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        zero_centred: bool,
+        leaf: int | None,
     ) -> Tensor:
         """Return the normalised rows times the weight."""
         y, scale = _forward(x, weight, eps, zero_centred)
-        ctx.kept = zero_centred
+        ctx.kept = zero_centred, leaf
         ctx.save_for_backward(x, weight, scale)
         return y
 
     @staticmethod
-    def backward(ctx: Context[bool], g: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(
+        ctx: Context[tuple[bool, int | None]], g: Tensor
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
         """Return the gradients of x and, where needed, of the weight."""
-        x, weight, scale = ctx.saved_tensors
+        (x, weight, scale), (zero_centred, leaf) = ctx.saved_tensors, ctx.kept
         _, wants_dweight, *_ = ctx.needs_input_grad
         dweight = None
         normal = _wide(x) * scale
-        if ctx.kept:
+        if zero_centred:
             wide = _wide(g)
             dnormal = wide * (weight.to(wide.dtype) + 1)
             if wants_dweight:
-                dweight = (wide * normal).flatten(0, -2).sum(0).to(weight.dtype)
+                dweight = _sum_rows(wide * normal, leaf).to(weight.dtype)
         else:
             dnormal = _wide(g * weight)
             if wants_dweight:
-                dweight = (g * normal.to(x.dtype)).flatten(0, -2).sum(0)
+                dweight = _sum_rows(g * normal.to(x.dtype), leaf)
         # dx = (dn - n mean(dn n)) / rms
         dx = (dnormal - normal * (dnormal * normal).mean(-1, keepdim=True)).mul_(scale)
-        return dx.to(x.dtype), dweight, None, None
+        return dx.to(x.dtype), dweight, None, None, None
+
+
+def _sum_rows(x: Tensor, leaf: int | None) -> Tensor:
+    """Return the sum of the rows of x [*rows, size]; by a tree if there is a `leaf`."""
+    rows = x.flatten(0, -2)
+    return rows.sum(0) if leaf is None else sum_tokens(rows, leaf)
 
 
 class _FusedRMSNorm(TypedFunction):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import collectives, state, transfers
 from dolmen.core.mesh import SINGLE
-from dolmen.core.transfers import tree_sum
+from dolmen.core.reduction import tree_sum
 from dolmen.training.step import optimizer_step
 
 CPU = torch.device("cpu")

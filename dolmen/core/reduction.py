@@ -1,0 +1,53 @@
+"""Sums by a tree, neighbours first:
+
+    ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)        of 7 leaves
+
+The tree over four leaves equals that over two which are sums of two leaves each. So whoever holds
+an aligned run of 2^k leaves, or the last ones, may add them beforehand: no bit changes.
+"""
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+
+def tree_sum(parts: Shaped[Tensor, " n *shape"]) -> Shaped[Tensor, "*shape"]:
+    """Return parts[0] + parts[1] + ..., neighbours first; of an odd number the last waits for the
+    next round. Half precision is added in fp32 and rounded once.
+    """
+    # bf16 sums of 8 ranks would otherwise be rounded three times
+    half = parts.dtype in (torch.bfloat16, torch.float16)
+    sums = parts.float() if half else parts
+    while len(sums) > 1:
+        even = len(sums) // 2 * 2
+        pairs = sums[0:even:2] + sums[1:even:2]
+        sums = pairs if even == len(sums) else torch.cat([pairs, sums[even:]])
+    return sums[0].to(parts.dtype)
+
+
+class Tree:
+    """The sum of `leaves` tensors by the tree of `tree_sum`, given one at a time in any order. In
+    order, at most log2(leaves) + 1 sums are held at once.
+    """
+
+    def __init__(self, leaves: int):
+        self.leaves = leaves
+        self.waiting: dict[tuple[int, int], Tensor] = {}
+        """Sums whose neighbour has not come, by the number of nodes of their level and their
+        index.
+        """
+
+    def add(self, index: int, leaf: Tensor) -> Tensor | None:
+        """Add leaf number `index`, which may be overwritten. Return the sum with the last leaf that
+        is added, else None.
+        """
+        nodes = self.leaves
+        while nodes > 1:
+            if index ^ 1 < nodes:  # else the last of an odd number: it waits for the next round
+                neighbour = self.waiting.pop((nodes, index ^ 1), None)
+                if neighbour is None:
+                    self.waiting[nodes, index] = leaf
+                    return None
+                leaf = neighbour.add_(leaf)
+            index, nodes = index // 2, -(-nodes // 2)
+        return leaf

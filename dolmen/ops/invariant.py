@@ -1,0 +1,162 @@
+"""Operators of exact numerics (ops/exact.py): each gives the same bits to a row, a column or an
+element whatever else is computed with it.
+
+What is known of torch 2.13 on a CPU (MKL 2024.2, AVX-512), in fp32:
+
+    product over K whole    invariant from 16 rows and columns on, with one or two threads; below,
+                            or with more threads below 256, MKL takes another kernel
+                            -> padded to 16; the self-test refuses thread counts that do not hold
+    exp, log, sqrt, rsqrt, tanh, erf, sums and maxima of contiguous rows, embedding: invariant
+    silu, gelu              differ in the remainder of a vector loop
+                            -> made of exp, tanh, erf, quotients and products
+    sum over rows           follows the number of columns -> a tree of additions
+    AdamW fused             differs in shards that are no multiple of 8
+                            -> torch's foreach form (optim/optimizer.py)
+
+Another library may break what holds here, so a run tries its own shapes before its first step
+(training/self_test.py).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from dolmen.core.autograd import Context, TypedFunction
+from dolmen.core.reduction import Tree
+
+LEAST = 16
+"""Rows and columns from which MKL's products keep their bits."""
+
+
+def product(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
+    """Return a @ b, whose bits are a function of one row of a and one column of b. Fewer than
+    LEAST rows or columns are padded with zeros.
+    """
+    m, n = len(a), b.shape[1]
+    if m >= LEAST and n >= LEAST:
+        return a @ b
+    a, b = F.pad(a, (0, 0, 0, max(0, LEAST - m))), F.pad(b, (0, max(0, LEAST - n)))
+    return (a @ b)[:m, :n].contiguous()
+
+
+def sum_of_products(
+    pairs: Iterable[tuple[Float[Tensor, "m k"], Float[Tensor, "k n"]]], leaves: int
+) -> Float[Tensor, "m n"]:
+    """Return the sum of a @ b of `leaves` pairs (a, b), by a tree."""
+    return _tree((product(a, b) for a, b in pairs), leaves)
+
+
+def _tree(parts: Iterable[Tensor], leaves: int) -> Tensor:
+    """Return the sum of `leaves` tensors in order, which are overwritten, by a tree."""
+    tree, total = Tree(leaves), None
+    for i, part in enumerate(parts):
+        total = tree.add(i, part)
+    assert total is not None, f"fewer than {leaves} leaves"
+    return total
+
+
+def weight_gradient(
+    g: Float[Tensor, "tokens out"], x: Float[Tensor, "tokens in"], leaf: int
+) -> Float[Tensor, "out in"]:
+    """Return g^T x by a tree over leaves of `leaf` tokens, one sequence each."""
+    pairs = ((a.t(), b) for a, b in zip(g.split(leaf), x.split(leaf), strict=True))
+    return sum_of_products(pairs, -(-len(x) // leaf))
+
+
+def sum_tokens(x: Float[Tensor, " tokens *rest"], leaf: int) -> Float[Tensor, " *rest"]:
+    """Return the sum over tokens: by a tree within each `leaf` of tokens, then by one over leaves.
+    Raises RuntimeError where `leaf` does not divide them.
+    """
+    return _add_pairs(_add_pairs(x.reshape(-1, leaf, *x.shape[1:]), 1), 0)
+
+
+def _add_pairs(x: Tensor, dim: int) -> Tensor:
+    """Return the tree sum of x over `dim` by elementwise additions. torch's own sum over rows
+    takes another order where the number of columns is another one.
+    """
+    while (n := x.shape[dim]) > 1:
+        even = n // 2 * 2
+        pairs = x.narrow(dim, 0, even).unflatten(dim, (-1, 2))
+        added = pairs.select(dim + 1, 0) + pairs.select(dim + 1, 1)
+        x = added if even == n else torch.cat((added, x.narrow(dim, even, 1)), dim)
+    return x.select(dim, 0)
+
+
+def sum_blocks(x: Float[Tensor, "n size"], block: int) -> Float[Tensor, " n"]:
+    """Return the sum of each row, by a tree over sums of `block` columns."""
+    parts = x.split(block, dim=1)
+    return _tree((part.contiguous().sum(-1) for part in parts), len(parts))
+
+
+class _SiLU(TypedFunction):
+    """x / (1 + exp(-x)); backward g s (1 + x (1 - s)), s = 1 / (1 + exp(-x))."""
+
+    @staticmethod
+    def forward(ctx: Context[None], x: Tensor) -> Tensor:
+        """Return silu(x), keeping x."""
+        ctx.save_for_backward(x)
+        return x / torch.exp(-x).add_(1)
+
+    @staticmethod
+    def backward(ctx: Context[None], g: Tensor) -> Tensor:
+        """Return the gradient of x."""
+        (x,) = ctx.saved_tensors
+        s = torch.exp(-x).add_(1).reciprocal_()
+        return (1 - s).mul_(x).add_(1).mul_(s).mul_(g)
+
+
+def silu(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Return x sigmoid(x), with autograd."""
+    return _SiLU.apply(x)
+
+
+def gelu(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Return x Phi(x), Phi the normal distribution, with autograd."""
+    return x * (0.5 * (1 + torch.erf(x * math.sqrt(0.5))))
+
+
+def gelu_tanh(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Return GELU's approximation by tanh, with autograd."""
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+    return x * (0.5 * (1 + torch.tanh(inner)))
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": F.relu,
+}
+"""The activations of ops/elementwise.py."""
+
+
+class _Embedding(TypedFunction):
+    """Rows of a table; its gradient is added token by token within a sequence, and by a tree over
+    sequences.
+    """
+
+    @staticmethod
+    def forward(ctx: Context[tuple[int, int]], tokens: Tensor, weight: Tensor, leaf: int) -> Tensor:
+        """Return the rows of `tokens`."""
+        ctx.kept = len(weight), leaf
+        ctx.save_for_backward(tokens)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Context[tuple[int, int]], g: Tensor) -> tuple[None, Tensor, None]:
+        """Return the gradient of the table."""
+        (tokens,), (rows, leaf) = ctx.saved_tensors, ctx.kept
+        sequences = list(zip(tokens.split(leaf), g.split(leaf), strict=True))
+        parts = (g.new_zeros(rows, g.shape[1]).index_add_(0, own, part) for own, part in sequences)
+        return None, _tree(parts, len(sequences)), None
+
+
+def embedding(
+    tokens: Int64[Tensor, " tokens"], weight: Float[Tensor, "rows hidden"], leaf: int
+) -> Float[Tensor, "tokens hidden"]:
+    """Return the rows of `tokens` with autograd; a sequence has `leaf` tokens."""
+    return _Embedding.apply(tokens, weight, leaf)
